@@ -1,0 +1,1 @@
+//! kvweave reference.
