@@ -1,0 +1,71 @@
+"""What a recovery policy says of one layer: plain data that the executor carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Rows = npt.NDArray[np.int32]
+
+
+class Probe(Enum):
+    """What a policy wants to learn from a layer.
+
+    `SCORES`: after the layer's K is written, the Sparse-Q mass per token (SparseX eq. 2), f32 [T].
+    `DEVIATION`: after projection and before anything is written, the squared distance of each
+    row's fresh K, V from the cached ones (CacheBlend), f32 [R]. The next plan must then name the
+    same layer and a subset of its rows, and the layer is finished with those alone.
+    """
+
+    SCORES = "scores"
+    DEVIATION = "deviation"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: which rows have hidden states, and what is to be measured.
+
+    `rows` i32 [R], sorted positions: those that are computed and whose K, V are written. They
+    must be a subset of the rows of the layer before. Layer 0 alone may be planned twice, the
+    second time with further rows: their hidden states are the embeddings, known for every token.
+    `score_rows` i32 [S]: the rows whose queries are scored (a subset of `rows`).
+    """
+
+    layer: int
+    rows: Rows
+    probe: Probe | None = None
+    score_rows: Rows = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """What a policy may know of a prompt before it is run.
+
+    tokens T; layers L; page_tokens P; `prefix` tokens are exact and never recomputed; `fresh`
+    i32 [F] are the positions with no cached KV (Sparse-Q's I_nr); `segments` are the reused
+    spans, half-open and sorted.
+    """
+
+    tokens: int
+    layers: int
+    page_tokens: int
+    prefix: int
+    fresh: Rows
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def after_prefix(self) -> Rows:
+        """All positions after the exact prefix."""
+        return np.arange(self.prefix, self.tokens, dtype=np.int32)
+
+    @property
+    def reused(self) -> Rows:
+        """The positions that a segment covers."""
+        return np.setdiff1d(self.after_prefix, self.fresh, assume_unique=True)
+
+
+ProbeResult = torch.Tensor | None

@@ -1,0 +1,49 @@
+"""Recovery policies, one a file; each yields a plan for every layer and never runs a model."""
+
+from __future__ import annotations
+
+from kvweave.errors import InvalidArgument
+from kvweave.policies.base import Policy
+from kvweave.policies.cacheblend import CacheBlend
+from kvweave.policies.epic import Epic
+from kvweave.policies.full import Full
+from kvweave.policies.naive import Naive
+from kvweave.policies.prefix import Prefix
+from kvweave.policies.sparsex import SparseX
+
+POLICIES = {
+    "full": Full,
+    "prefix": Prefix,
+    "naive": Naive,
+    "epic": Epic,
+    "cacheblend": CacheBlend,
+    "sparsex": SparseX,
+}
+"""Policies by name, in the order that tables show them."""
+
+
+def policy_of(policy: str | Policy) -> Policy:
+    """A policy by its name with default settings, or the policy itself.
+
+    # Errors
+    `InvalidArgument` naming the known policies.
+    """
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        raise InvalidArgument(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    made: Policy = POLICIES[policy]()
+    return made
+
+
+__all__ = [
+    "POLICIES",
+    "CacheBlend",
+    "Epic",
+    "Full",
+    "Naive",
+    "Policy",
+    "Prefix",
+    "SparseX",
+    "policy_of",
+]

@@ -1,0 +1,63 @@
+"""`cacheblend`: recompute the tokens whose KV moves most in the new context.
+
+CacheBlend computes the first layer whole, compares the second layer's fresh K, V of every token
+with the cached ones, and keeps the tokens that moved most; later layers look again among those
+kept, so the set shrinks layer by layer to the wanted ratio (its "gradual filtering").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from kvweave.errors import InvalidArgument
+from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
+from kvweave.policies.base import Reuse
+from kvweave.policies.row_sets import highest, union
+
+
+@dataclass(frozen=True)
+class CacheBlend:
+    """Recomputes on average `ratio` of the reused tokens, `spread` times that at first.
+
+    The share kept falls evenly from `ratio·spread` in the second layer to `ratio·(2 − spread)`
+    in the last.
+    """
+
+    ratio: float = 0.15
+    spread: float = 1.2
+    name: ClassVar[str] = "cacheblend"
+    reuse: ClassVar[Reuse] = "segments"
+    delta_rope: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.ratio <= 1.0:
+            raise InvalidArgument(f"cacheblend: expected 0 <= ratio <= 1, got {self.ratio}")
+        if not 1.0 <= self.spread <= 2.0:
+            raise InvalidArgument(f"cacheblend: expected 1 <= spread <= 2, got {self.spread}")
+
+    def rewrites_segments(self, layers: int) -> bool:
+        """The first layer writes every token."""
+        return True
+
+    def kept(self, layer: int, layers: int) -> float:
+        """The share of reused tokens that a layer keeps, for layer ≥ 1."""
+        through = (layer - 1) / max(1, layers - 2)
+        share = self.ratio * (self.spread + through * (2.0 - 2.0 * self.spread))
+        return min(1.0, share)
+
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+        """All rows first, then ever fewer of those whose KV moved."""
+        reused, rows = prompt.reused, prompt.after_prefix
+        yield LayerPlan(0, rows)
+        for layer in range(1, prompt.layers):
+            moved = yield LayerPlan(layer, rows, Probe.DEVIATION)
+            assert moved is not None
+            kept = np.isin(rows, reused, assume_unique=True)
+            count = round(self.kept(layer, prompt.layers) * len(reused))
+            chosen = highest(moved[torch.from_numpy(kept).to(moved.device)], rows[kept], count)
+            rows = union(prompt.fresh, chosen)
+            yield LayerPlan(layer, rows)

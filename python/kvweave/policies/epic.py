@@ -1,0 +1,45 @@
+"""`epic`: the first tokens of every reused segment are recomputed too.
+
+EPIC (position-independent caching) observes that a segment encoded alone gives its first tokens
+the role of attention sinks; recomputing them in place ("link" tokens) takes that role away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from kvweave.errors import InvalidArgument
+from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.policies.base import Reuse
+from kvweave.policies.row_sets import union
+
+
+@dataclass(frozen=True)
+class Epic:
+    """Recomputes the first `first` tokens of each reused segment."""
+
+    first: int = 16
+    name: ClassVar[str] = "epic"
+    reuse: ClassVar[Reuse] = "segments"
+    delta_rope: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.first < 0:
+            raise InvalidArgument(f"epic: expected first >= 0, got {self.first}")
+
+    def rewrites_segments(self, layers: int) -> bool:
+        """Only the first tokens are written."""
+        return False
+
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+        """The fresh rows and each segment's first rows, in all layers."""
+        starts = [
+            np.arange(start, min(end, start + self.first), dtype=np.int32)
+            for start, end in prompt.segments
+        ]
+        rows = union(prompt.fresh, *starts)
+        for layer in range(prompt.layers):
+            yield LayerPlan(layer, rows)

@@ -1,0 +1,44 @@
+"""Sets of rows as sorted i32 arrays: unions, neighbourhoods, the highest scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from kvweave.plan import Rows
+
+
+def union(*sets: Rows) -> Rows:
+    """The union of some sets of rows."""
+    return np.unique(np.concatenate(sets)).astype(np.int32)
+
+
+def intervals(rows: Rows) -> list[tuple[int, int]]:
+    """The maximal runs of consecutive rows, half-open."""
+    if len(rows) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    starts = rows[np.concatenate(([0], breaks))]
+    ends = rows[np.concatenate((breaks - 1, [len(rows) - 1]))] + 1
+    return [(int(a), int(b)) for a, b in zip(starts, ends, strict=True)]
+
+
+def overflow(fresh: Rows, reused: Rows, tokens: int) -> Rows:
+    """The reused rows within `tokens` of a fresh interval, on both sides (SparseX §3.3)."""
+    near = np.zeros(0, np.int32)
+    for start, end in intervals(fresh):
+        inside = (reused >= start - tokens) & (reused < end + tokens)
+        near = np.concatenate((near, reused[inside]))
+    return np.unique(near).astype(np.int32)
+
+
+def highest(scores: torch.Tensor, rows: Rows, count: int) -> Rows:
+    """The `count` rows of highest score, sorted by position; scores f32 [len(rows)].
+
+    A score that is not a number counts as lowest, and equal scores go to the earlier row, so the
+    same input gives the same plan.
+    """
+    if count <= 0 or len(rows) == 0:
+        return np.zeros(0, np.int32)
+    values = torch.nan_to_num(scores, nan=-torch.inf).cpu().numpy()
+    order = np.argsort(-values, kind="stable")[:count]
+    return np.sort(rows[order]).astype(np.int32)

@@ -1,0 +1,21 @@
+"""Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
+
+from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt, chat_parts
+from kvweave.runner.report import Generation, Report, StreamedToken, Timings
+from kvweave.runner.runner import Prefill, Runner
+from kvweave.runner.sampling import Sampling
+
+__all__ = [
+    "Generation",
+    "Part",
+    "Prefill",
+    "Prompt",
+    "Report",
+    "Runner",
+    "Sampling",
+    "Segment",
+    "StreamedToken",
+    "Timings",
+    "TokenizedPrompt",
+    "chat_parts",
+]

@@ -1,0 +1,173 @@
+"""Prompts as lists of fresh text and reusable segments, and their tokens.
+
+A prompt `[O1, R1, O2, R2, …]` (SparseX §3.2) is a list of parts: a `str` is fresh text, a
+`Segment` is text whose KV may be reused wherever it stands. Each part is tokenised alone, so a
+segment has the same token ids in every prompt; the user's text is never padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from kvweave.errors import InvalidArgument
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Reusable text: exactly one of `text` and `tokens`, in one namespace.
+
+    Segments of different namespaces never match each other, whatever their text.
+    """
+
+    text: str | None = None
+    tokens: Sequence[int] | None = None
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.tokens is None):
+            raise InvalidArgument(
+                "segment: expected exactly one of text and tokens, got "
+                + ("neither" if self.text is None else "both")
+            )
+
+
+Part = str | Segment
+Prompt = str | Sequence[Part] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """Token ids i32 [T] and the marked segments as (start, end, namespace), half-open."""
+
+    tokens: Tokens
+    segments: tuple[tuple[int, int, str], ...]
+
+
+def token_array(tokens: Any, vocabulary: int) -> Tokens:
+    """Checks ids against the vocabulary size and returns them as i32 [T].
+
+    # Errors
+    `InvalidArgument` for a wrong rank or dtype, or an id outside [0, vocabulary).
+    """
+    array = np.asarray(tokens)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"token ids: expected a 1-D integer array, got {array.ndim}-D {array.dtype}"
+        )
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= vocabulary):
+        worst = int(array.min()) if int(array.min()) < 0 else int(array.max())
+        raise InvalidArgument(f"token ids: expected 0 <= id < {vocabulary}, got {worst}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+class PromptTokenizer:
+    """Turns parts into tokens; holds the tokenizer (or none) and the vocabulary size."""
+
+    def __init__(self, tokenizer: Any | None, vocabulary: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self._prefix = [] if tokenizer is None else self._special_prefix(tokenizer)
+
+    @staticmethod
+    def _special_prefix(tokenizer: Any) -> list[int]:
+        """The ids (a BOS, or none) that the tokenizer itself puts before every text."""
+        return [int(i) for i in tokenizer("").input_ids if i != tokenizer.eos_token_id]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text alone, without special tokens."""
+        if self.tokenizer is None:
+            raise InvalidArgument("text prompt: expected a runner with a tokenizer, got none")
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some ids; the empty string when there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def segment_tokens(self, segment: Segment) -> list[int]:
+        """The ids of a segment, given as text or as tokens."""
+        if segment.tokens is not None:
+            return [int(i) for i in segment.tokens]
+        return self.encode(segment.text or "")
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """Tokenises each part alone and joins them.
+
+        The tokenizer's own leading special ids (a BOS) come first when the prompt begins with
+        text that does not already carry them.
+
+        # Errors
+        `InvalidArgument` for an empty prompt, an unknown part, or ids out of range.
+        """
+        if not isinstance(prompt, str) and len(prompt) and _is_token_list(prompt):
+            return self._checked(list(prompt), [])
+        parts: Sequence[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
+        tokens: list[int] = []
+        segments: list[tuple[int, int, str]] = []
+        for part in parts:
+            start = len(tokens)
+            if isinstance(part, Segment):
+                ids = self.segment_tokens(part)
+                if ids:
+                    segments.append((start, start + len(ids), part.namespace))
+            elif isinstance(part, str):
+                ids = self.encode(part)
+            else:
+                raise InvalidArgument(
+                    f"prompt part: expected a str or a Segment, got {type(part).__name__}"
+                )
+            tokens.extend(ids)
+        prefix = self._prefix if parts and isinstance(parts[0], str) else []
+        if prefix and tokens[: len(prefix)] != prefix:
+            tokens = prefix + tokens
+            n = len(prefix)
+            segments = [(start + n, end + n, name) for start, end, name in segments]
+        return self._checked(tokens, segments)
+
+    def _checked(
+        self, tokens: Sequence[Any], segments: list[tuple[int, int, str]]
+    ) -> TokenizedPrompt:
+        array = token_array(tokens, self.vocabulary)
+        if array.size == 0:
+            raise InvalidArgument("prompt: expected at least one token, got an empty prompt")
+        return TokenizedPrompt(array, tuple(segments))
+
+
+def _is_token_list(prompt: Any) -> bool:
+    return isinstance(prompt, np.ndarray) or all(
+        isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompt
+    )
+
+
+_MARK = "\x1e<kvweave-parts>\x1e"
+
+
+def chat_parts(tokenizer: Any, parts: Sequence[Part], system: str | None = None) -> list[Part]:
+    """Wraps parts as one user message in the tokenizer's chat template.
+
+    The template's text around the message becomes fresh parts, so the segments inside stay whole.
+
+    # Errors
+    `InvalidArgument` if the tokenizer has no chat template or the template alters the message.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidArgument("chat prompt: expected a tokenizer with a chat template, got none")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": _MARK})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if text.count(_MARK) != 1:
+        raise InvalidArgument(
+            "chat template: expected the message once and unchanged, "
+            f"got it {text.count(_MARK)} times"
+        )
+    before, after = text.split(_MARK)
+    return [before, *parts, after]

@@ -1,0 +1,88 @@
+"""What a request cost and why: attached to every result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvweave.cache import ReusePlan
+
+
+@dataclass
+class Timings:
+    """Wall-clock seconds of each part of a request.
+
+    `lookup_s` plan and admission; `copy_s` Δ-RoPE copies; `prefill_s` the layers and the last
+    token's logits; `select_s` the policy's scores and choices (inside `prefill_s`); `decode_s`
+    all decode steps of the request's batch while it was running.
+    """
+
+    lookup_s: float = 0.0
+    copy_s: float = 0.0
+    prefill_s: float = 0.0
+    select_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """What was reused, what was computed, how long it took, what it holds.
+
+    `rows_per_layer` [L]: rows computed in each layer. `kv_bytes`: bytes of the blocks that only
+    this request holds; `shared_kv_bytes`: bytes of blocks it reads together with others.
+    `mode`: "materialise" or "share", and `mode_reason` when it differs from the runner's.
+    """
+
+    policy: str
+    plan: ReusePlan
+    tokens: int
+    reused_prefix: int
+    reused_segment: int
+    recomputed: int
+    mode: str
+    mode_reason: str = ""
+    rows_per_layer: list[int] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    kv_bytes: int = 0
+    shared_kv_bytes: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token's logits: look-up, copies and prefill."""
+        return self.timings.lookup_s + self.timings.copy_s + self.timings.prefill_s
+
+    @property
+    def row_share(self) -> float:
+        """Mean share of the prompt's tokens that a layer computed."""
+        if not self.rows_per_layer:
+            return 0.0
+        return sum(self.rows_per_layer) / (len(self.rows_per_layer) * self.tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, the plan included."""
+        fields = {k: v for k, v in self.__dict__.items() if k not in ("plan", "timings")}
+        return {
+            **fields,
+            "plan": self.plan.to_dict(),
+            "timings": asdict(self.timings),
+            "ttft_s": self.ttft_s,
+            "row_share": self.row_share,
+        }
+
+
+@dataclass
+class Generation:
+    """A finished answer: text (empty without a tokenizer), token ids, and the report."""
+
+    text: str
+    tokens: list[int]
+    report: Report
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """One token of a stream; `text` is what it adds to the text so far (it may be empty)."""
+
+    token: int
+    text: str

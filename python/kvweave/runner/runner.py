@@ -1,0 +1,434 @@
+"""`Runner`: a transformers causal LM whose KV lives in kvweave's pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from kvweave import ops
+from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
+from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.plan import PromptView
+from kvweave.policies import Policy, policy_of
+from kvweave.runner.decode import Decoding, by_regime, step
+from kvweave.runner.executor import Executor
+from kvweave.runner.layer import needs_tiling
+from kvweave.runner.model_spec import describe
+from kvweave.runner.progress import track
+from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt
+from kvweave.runner.report import Generation, Report, StreamedToken, Timings
+from kvweave.runner.rope import PositionTable, position_table
+from kvweave.runner.sampling import Sampling
+from kvweave.runner.verify import verify
+
+KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+class Prefill:
+    """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
+
+    A context manager; `release` gives the blocks back (they stay cached for later prompts).
+    """
+
+    def __init__(
+        self,
+        request: KvRequest,
+        logits: torch.Tensor,
+        report: Report,
+        positions: PositionTable,
+        exact: bool,
+    ) -> None:
+        self.request = request
+        self.logits = logits
+        self.report = report
+        self.positions = positions
+        self.exact = exact
+
+    def release(self) -> None:
+        """Gives the request's blocks back; safe to call twice."""
+        self.request.release()
+
+    def __enter__(self) -> Prefill:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Runner:
+    """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
+
+    `max_tokens` (or `arena_bytes`) sizes the arena: tokens of KV that fit at once. `mode` is
+    "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
+    lies, queries rotated instead). `check` compares our forward with the model's own on a short
+    random prompt before anything else.
+
+    # Errors
+    `Unsupported` for a model, dtype or device without support, or one whose forward differs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        *,
+        arena_bytes: int | None = None,
+        max_tokens: int | None = None,
+        page_tokens: int = 16,
+        hash: str = "xxh3-128",
+        mode: str = "materialise",
+        frozen_share: float = 0.5,
+        progress: bool = True,
+        check: bool = True,
+    ) -> None:
+        self.spec = describe(model)
+        if self.spec.dtype not in KV_DTYPES:
+            raise Unsupported(
+                f"model dtype: expected one of {', '.join(map(str, KV_DTYPES))}, "
+                f"got {self.spec.dtype}"
+            )
+        if self.spec.device.type != "cpu":
+            raise Unsupported(f"model device: expected cpu, got {self.spec.device}")
+        if mode not in ("materialise", "share"):
+            raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
+        shape = KvShape(
+            len(self.spec.layers),
+            self.spec.kv_heads,
+            self.spec.head_dim,
+            page_tokens,
+            KV_DTYPES[self.spec.dtype],
+        )
+        blocks = None
+        if arena_bytes is None:
+            blocks = -(-(max_tokens or 32768) // page_tokens) + 1
+        self.cache = KvCache(
+            shape,
+            arena_bytes=arena_bytes,
+            blocks=blocks,
+            hash=hash,
+            frozen_share=frozen_share,
+            fingerprint=self.spec.fingerprint,
+        )
+        self.mode = mode
+        self.progress = progress
+        self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
+        self._pages: torch.Tensor = torch.from_dlpack(self.cache.arena)
+        with torch.inference_mode():
+            first = self.spec.layers[0]
+            width = first.attention.q_proj.in_features
+            tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
+            self._executor = Executor(self.spec, self._pages, tiled)
+            if check:
+                verify(model, self.spec)
+
+    # ---- knowledge bases ------------------------------------------------------------------
+
+    def insert(self, content: str | Sequence[int], name: str, namespace: str = "") -> FrozenSegment:
+        """Prefills a text alone and freezes its blocks under a name in a namespace.
+
+        # Errors
+        `PoolFull` when it does not fit the arena or the share of it that may be frozen.
+        """
+        segment = (
+            Segment(text=content, namespace=namespace)
+            if isinstance(content, str)
+            else Segment(tokens=content, namespace=namespace)
+        )
+        tokens = self.prompts.segment_tokens(segment)
+        with self._prefill(
+            self.prompts.tokenize(tokens), policy_of("full"), namespace=namespace
+        ) as done:
+            done.request.freeze(name, 0, len(tokens))
+        return next(s for s in self.cache.frozen(namespace) if s.name == name)
+
+    def insert_many(
+        self, contents: Sequence[tuple[str, str | Sequence[int]]], namespace: str = ""
+    ) -> list[FrozenSegment]:
+        """Inserts (name, content) pairs, with a progress bar."""
+        named = track(contents, "encoding segments", self.progress)
+        return [self.insert(content, name, namespace) for name, content in named]
+
+    def delete(self, name: str, namespace: str = "") -> None:
+        """Unfreezes a segment; its blocks may then be evicted.
+
+        # Errors
+        `UnknownSegment` when there is none of that name in that namespace.
+        """
+        self.cache.delete(name, namespace)
+
+    def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
+        """The frozen segments of a namespace, or all of them."""
+        return self.cache.frozen(namespace)
+
+    # ---- prefill --------------------------------------------------------------------------
+
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """The tokens of a prompt and its marked segments; each part is tokenised alone."""
+        return self.prompts.tokenize(prompt)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        policy: str | Policy = "sparsex",
+        *,
+        logits_from: int | None = None,
+        namespace: str = "",
+        discover: bool = False,
+        reserve_tokens: int = 0,
+    ) -> Prefill:
+        """Brings a prompt's KV into the pages and returns its logits.
+
+        `logits_from`: first position whose logits are wanted (default: the last alone); every
+        position from there on must be computed by the policy. `discover` also matches unmarked
+        text by its content. `reserve_tokens`: room set aside for decode.
+
+        # Errors
+        `InvalidArgument` for an empty prompt or ids out of range; `PoolFull` when it does not
+        fit, nothing having been taken.
+        """
+        return self._prefill(
+            self.tokenize(prompt),
+            policy_of(policy),
+            logits_from=logits_from,
+            namespace=namespace,
+            discover=discover,
+            reserve_tokens=reserve_tokens,
+        )
+
+    @torch.inference_mode()
+    def _prefill(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        *,
+        logits_from: int | None = None,
+        namespace: str = "",
+        discover: bool = False,
+        reserve_tokens: int = 0,
+    ) -> Prefill:
+        timings = Timings()
+        start = time.perf_counter()
+        length = len(prompt.tokens)
+        positions = position_table(self.spec, length)
+        mode, mode_reason = self._mode_for(policy)
+        request = self.cache.admit(
+            prompt.tokens,
+            namespace=namespace,
+            segments=prompt.segments if policy.reuse == "segments" else (),
+            discover=discover,
+            reuse=policy.reuse,
+            mode=mode,
+            reserve_tokens=reserve_tokens,
+            regime=positions.regime,
+        )
+        try:
+            timings.lookup_s = time.perf_counter() - start
+            start = time.perf_counter()
+            self._copy(request, positions, policy)
+            timings.copy_s = time.perf_counter() - start
+            start = time.perf_counter()
+            view = self._view(request, length)
+            tokens = torch.from_numpy(prompt.tokens).long().to(self.spec.device)
+            hidden, trace = self._executor.prefill(
+                request, tokens, positions, policy.plan(view), view
+            )
+            logits = self._executor.logits(
+                hidden, length - 1 if logits_from is None else logits_from
+            )
+            timings.prefill_s = time.perf_counter() - start
+            timings.select_s = trace.select_s
+            exact = view.segments[0][0] if view.segments else length
+            request.commit(length, exact)
+        except BaseException:
+            request.release()
+            raise
+        plan = request.plan
+        own, shared = request.block_counts()
+        report = Report(
+            policy=policy.name,
+            plan=plan,
+            tokens=length,
+            reused_prefix=plan.reused_prefix,
+            reused_segment=plan.reused_segment,
+            recomputed=plan.recomputed,
+            mode=mode,
+            mode_reason=mode_reason,
+            rows_per_layer=trace.rows_per_layer,
+            timings=timings,
+            kv_bytes=own * self.cache.block_bytes,
+            shared_kv_bytes=shared * self.cache.block_bytes,
+        )
+        return Prefill(request, logits, report, positions, exact == length)
+
+    def _mode_for(self, policy: Policy) -> tuple[str, str]:
+        if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
+            return "materialise", f"{policy.name} writes every reused token in some layer"
+        if self.mode == "share" and not policy.delta_rope:
+            return "materialise", f"{policy.name} leaves keys at their old positions"
+        return self.mode, ""
+
+    def _copy(self, request: KvRequest, positions: PositionTable, policy: Policy) -> None:
+        copies = request.take_copies()
+        if len(copies):
+            if not policy.delta_rope:
+                copies[:, 5] = 0
+            ops.copy_rerotate(self._pages, copies, positions.rope)
+        request.finish_copies()
+
+    def _view(self, request: KvRequest, length: int) -> PromptView:
+        plan = request.plan
+        reused = [(s.start, s.end) for s in plan.spans if s.kind == "segment"]
+        return PromptView(
+            tokens=length,
+            layers=len(self.spec.layers),
+            page_tokens=self.cache.shape.page_tokens,
+            prefix=plan.reused_prefix,
+            fresh=plan.rows(),
+            segments=tuple(reused),
+        )
+
+    # ---- generation -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        policy: str | Policy = "sparsex",
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] | None = None,
+        namespace: str = "",
+        discover: bool = False,
+    ) -> Generation:
+        """Prefills a prompt by a policy and decodes up to `max_new_tokens`.
+
+        `stop`: token ids that end the answer (default: the tokenizer's end-of-sequence).
+        """
+        return self.generate_batch(
+            [prompt],
+            policy,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            namespace=namespace,
+            discover=discover,
+        )[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        policy: str | Policy = "sparsex",
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] | None = None,
+        namespace: str = "",
+        discover: bool = False,
+    ) -> list[Generation]:
+        """Prefills the prompts one by one, then decodes them together.
+
+        # Errors
+        `PoolFull` when they do not fit at once; everything taken is given back.
+        """
+        sequences: list[Decoding] = []
+        try:
+            for prompt in track(prompts, "prefill", self.progress and len(prompts) > 1):
+                sequences.append(
+                    self._start(prompt, policy, max_new_tokens, sampling, stop, namespace, discover)
+                )
+            self._decode(sequences)
+            return [self._finished(sequence) for sequence in sequences]
+        finally:
+            for sequence in sequences:
+                sequence.request.release()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        policy: str | Policy = "sparsex",
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] | None = None,
+        namespace: str = "",
+        discover: bool = False,
+    ) -> Iterator[StreamedToken]:
+        """Like `generate`, token by token; closing the iterator gives the blocks back."""
+        sequence = self._start(prompt, policy, max_new_tokens, sampling, stop, namespace, discover)
+        try:
+            said = ""
+            while True:
+                text = self.prompts.decode(self._spoken(sequence))
+                whole = text if not text.endswith("\ufffd") else said
+                yield StreamedToken(sequence.tokens[-1], whole[len(said) :])
+                said = whole
+                if sequence.done:
+                    break
+                with torch.inference_mode():
+                    step(self.spec, self._pages, [sequence])
+            self._commit(sequence)
+        finally:
+            sequence.request.release()
+
+    def _start(
+        self,
+        prompt: Prompt,
+        policy: str | Policy,
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop: Sequence[int] | None,
+        namespace: str,
+        discover: bool,
+    ) -> Decoding:
+        if max_new_tokens < 1:
+            raise InvalidArgument(f"max_new_tokens: expected >= 1, got {max_new_tokens}")
+        done = self.prefill(
+            prompt,
+            policy,
+            namespace=namespace,
+            discover=discover,
+            reserve_tokens=max_new_tokens - 1,
+        )
+        sequence = Decoding(
+            request=done.request,
+            positions=done.positions,
+            sampling=sampling or Sampling(),
+            report=done.report,
+            limit=max_new_tokens,
+            stop=frozenset(self._stop_tokens() if stop is None else stop),
+            exact=done.exact,
+        )
+        sequence.choose(done.logits[-1])
+        return sequence
+
+    def _stop_tokens(self) -> list[int]:
+        end = getattr(self.prompts.tokenizer, "eos_token_id", None)
+        return [] if end is None else [int(end)]
+
+    @torch.inference_mode()
+    def _decode(self, sequences: Sequence[Decoding]) -> None:
+        while active := [s for s in sequences if not s.done]:
+            for group in by_regime(active):
+                step(self.spec, self._pages, group)
+
+    def _commit(self, sequence: Decoding) -> None:
+        length = sequence.request.length
+        sequence.request.commit(length, length if sequence.exact else 0)
+
+    def _spoken(self, sequence: Decoding) -> list[int]:
+        """The tokens to show: all but a closing stop token."""
+        ended = bool(sequence.tokens) and sequence.tokens[-1] in sequence.stop
+        return sequence.tokens[:-1] if ended else sequence.tokens
+
+    def _finished(self, sequence: Decoding) -> Generation:
+        self._commit(sequence)
+        spoken = self._spoken(sequence)
+        return Generation(self.prompts.decode(spoken), sequence.tokens, sequence.report)

@@ -1,0 +1,50 @@
+"""Choosing the next token: greedy, or temperature with top-k and top-p, seeded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kvweave.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose a token. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise InvalidArgument(f"temperature: expected >= 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidArgument(f"top_p: expected 0 < top_p <= 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise InvalidArgument(f"top_k: expected >= 0, got {self.top_k}")
+
+    def generator(self) -> torch.Generator:
+        """A generator of this request's own, so that batching does not change its draws."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """The next token id from logits [V]."""
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        scaled = logits.float().cpu() / self.temperature
+        if self.top_k:
+            kth = torch.topk(scaled, min(self.top_k, scaled.numel())).values[-1]
+            scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+        probabilities = torch.softmax(scaled, dim=-1)
+        if self.top_p < 1.0:
+            probabilities = _nucleus(probabilities, self.top_p)
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keeps the fewest most likely tokens whose mass reaches `top_p`."""
+    ordered, order = probabilities.sort(descending=True)
+    kept = (ordered.cumsum(0) - ordered) < top_p
+    return torch.zeros_like(probabilities).scatter(0, order, ordered * kept)

@@ -1,0 +1,284 @@
+"""The runner against transformers' own forward, on real weights and on every family."""
+
+from __future__ import annotations
+
+import kvweave
+import numpy as np
+import pytest
+import torch
+import transformers
+from kvweave.runner import Runner, Sampling, Segment
+
+PROMPTS = [
+    "The capital of France is",
+    "Write one sentence about the history of the printing press and why it mattered:",
+    'def fibonacci(n):\n    """Returns the n-th Fibonacci number."""\n',
+]
+
+
+@pytest.fixture(scope="module")
+def runner(smollm2):
+    model, tokenizer = smollm2
+    return Runner(model, tokenizer, max_tokens=16384, progress=False)
+
+
+def reference(model, ids):
+    with torch.inference_mode():
+        return model(torch.as_tensor(ids)[None].long(), use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_full_equals_the_models_own_forward(runner, smollm2, prompt):
+    ids = runner.tokenize(prompt).tokens
+    with runner.prefill(prompt, "full", logits_from=0) as done:
+        assert torch.allclose(done.logits, reference(smollm2[0], ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens_are_the_models_own(runner, smollm2, prompt):
+    ids = torch.as_tensor(runner.tokenize(prompt).tokens)[None].long()
+    with torch.inference_mode():
+        theirs = (
+            smollm2[0]
+            .generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+            )[0, ids.shape[1] :]
+            .tolist()
+        )
+    ours = runner.generate(prompt, "full", max_new_tokens=64, stop=()).tokens
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("shared", [16, 64, 80, 300])
+def test_prefix_hit_changes_no_bit(runner, shared):
+    generator = np.random.default_rng(shared)
+    tokens = generator.integers(0, 49152, 341).astype(np.int32)
+    first = tokens.copy()
+    first[shared:] = generator.integers(0, 49152, 341 - shared)
+    with runner.prefill(tokens, "full", logits_from=shared) as done:
+        exact = done.logits.clone()
+    namespace = f"prefix-{shared}"
+    runner.prefill(first, "prefix", namespace=namespace).release()
+    with runner.prefill(tokens, "prefix", logits_from=shared, namespace=namespace) as done:
+        assert done.report.reused_prefix == shared
+        assert torch.equal(done.logits, exact)
+
+
+def test_batch_equals_alone(runner):
+    alone = [runner.generate(p, "full", max_new_tokens=12, stop=()).tokens for p in PROMPTS]
+    batch = runner.generate_batch(PROMPTS, "full", max_new_tokens=12, stop=())
+    assert [g.tokens for g in batch] == alone
+
+
+def test_stream_says_what_generate_says(runner):
+    whole = runner.generate(PROMPTS[1], "full", max_new_tokens=24)
+    said = list(runner.stream(PROMPTS[1], "full", max_new_tokens=24))
+    assert [t.token for t in said] == whole.tokens
+    assert "".join(t.text for t in said) == whole.text
+
+
+def test_closing_a_stream_gives_its_blocks_back(runner):
+    held = runner.cache.stats()["held"]
+    stream = runner.stream(PROMPTS[0], "full", max_new_tokens=24)
+    next(stream)
+    assert runner.cache.stats()["held"] > held
+    stream.close()
+    assert runner.cache.stats()["held"] == held
+    runner.cache.check()
+
+
+def test_sampling_is_seeded_and_batch_independent(runner):
+    hot = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7)
+    once = runner.generate(PROMPTS[0], "full", max_new_tokens=8, sampling=hot, stop=())
+    again = runner.generate_batch([PROMPTS[0]] * 2, "full", max_new_tokens=8, sampling=hot, stop=())
+    assert once.tokens == again[0].tokens == again[1].tokens
+    other = Sampling(temperature=1.0, seed=8)
+    assert (
+        runner.generate(PROMPTS[0], "full", max_new_tokens=8, sampling=other, stop=()).tokens
+        != once.tokens
+    )
+
+
+def test_second_turn_reuses_the_first_turns_blocks(runner):
+    first = PROMPTS[1] * 4
+    answer = runner.generate(first, "prefix", max_new_tokens=40, namespace="chat", stop=())
+    tokens = [*runner.tokenize(first).tokens.tolist(), *answer.tokens, 100, 200, 300]
+    with runner.prefill(tokens, "prefix", namespace="chat") as done:
+        assert done.report.reused_prefix == len(tokens) - 4
+    with runner.prefill(tokens, "prefix", namespace="another") as done:
+        assert done.report.reused_prefix == 0
+
+
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama3-rope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-dynamic": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen2-sliding": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 24}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 0, 1]}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    config_name, model_name, extra = FAMILIES[request.param]
+    torch.manual_seed(1)
+    options = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }
+    config = getattr(transformers, config_name)(**{**options, **extra})
+    return getattr(transformers, model_name)(config).eval()
+
+
+def random_tokens(count, seed):
+    return np.random.default_rng(seed).integers(0, 300, count).astype(np.int32)
+
+
+@pytest.mark.parametrize("length", [1, 17, 150])
+def test_families_full(family, length):
+    runner = Runner(family, max_tokens=1024, progress=False)
+    tokens = random_tokens(length, length)
+    with runner.prefill(tokens, "full", logits_from=0) as done:
+        assert torch.allclose(done.logits, reference(family, tokens), atol=1e-4, rtol=0)
+
+
+def test_families_decode(family):
+    runner = Runner(family, max_tokens=1024, progress=False)
+    tokens = random_tokens(50, 3)
+    ids = torch.as_tensor(tokens)[None].long()
+    with torch.inference_mode():
+        theirs = family.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=16,
+            min_new_tokens=16,
+            do_sample=False,
+        )[0, 50:].tolist()
+    assert runner.generate(tokens, "full", max_new_tokens=16, stop=()).tokens == theirs
+
+
+@pytest.mark.parametrize("mode", ["materialise", "share"])
+def test_families_segment_alone_reused_at_its_own_place_is_exact(family, mode):
+    """A segment that stands first, where it was encoded, is an exact context."""
+    runner = Runner(family, max_tokens=1024, progress=False, mode=mode)
+    segment, question = random_tokens(48, 5), random_tokens(20, 6)
+    runner.insert(segment.tolist(), "kb")
+    parts = [Segment(tokens=segment.tolist()), Segment(tokens=question.tolist(), namespace="q")]
+    with runner.prefill(parts, "naive", logits_from=48) as done:
+        assert done.report.reused_segment + done.report.reused_prefix == 48
+        whole = np.concatenate((segment, question))
+        assert torch.allclose(done.logits, reference(family, whole)[48:], atol=1e-4, rtol=0)
+
+
+def test_model_without_rope_is_refused():
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64)
+    with pytest.raises(kvweave.Unsupported, match="RoPE|causal LM|rotary"):
+        Runner(transformers.GPT2LMHeadModel(config))
+
+
+def test_unknown_arithmetic_is_refused():
+    """A family with layers of another kind is caught by its numbers, not trusted by its names."""
+    config = transformers.GraniteConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        residual_multiplier=0.2,
+        embedding_multiplier=12.0,
+    )
+    with pytest.raises(kvweave.Unsupported, match="expected our forward"):
+        Runner(transformers.GraniteForCausalLM(config).eval(), max_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "at least one token"),
+        ([], "at least one token"),
+        ([49152], "0 <= id < 49152"),
+        ([-1], "0 <= id < 49152"),
+        (["a", 3], "str or a Segment"),
+    ],
+)
+def test_bad_prompts(runner, prompt, words):
+    with pytest.raises(kvweave.InvalidArgument, match=words):
+        runner.prefill(prompt)
+    runner.cache.check()
+
+
+def test_unknown_policy(runner):
+    with pytest.raises(kvweave.InvalidArgument, match="expected one of full, prefix"):
+        runner.prefill("hello", "best")
+
+
+def test_full_pool_takes_nothing(smollm2):
+    runner = Runner(*smollm2, max_tokens=256, progress=False, check=False)
+    before = runner.cache.stats()
+    with pytest.raises(kvweave.PoolFull):
+        runner.prefill(list(range(1000)), "full")
+    runner.cache.check()
+    assert runner.cache.stats()["held"] == before["held"] == 0
+    with runner.prefill(list(range(200)), "full"), pytest.raises(kvweave.PoolFull):
+        runner.generate(list(range(100)), "full", max_new_tokens=4)
+    runner.cache.check()
