@@ -142,7 +142,7 @@ def knowledge(request, smollm2, speeches):
 
 def kl(runner, parts, policy, full):
     start = runner.tokenize(parts).segments[-1][1]
-    with runner.prefill(parts, policy, logits_from=start) as done:
+    with runner.prefill(parts, policy, logits_from=start, remember=False) as done:
         p, q = torch.log_softmax(full[start:], -1), torch.log_softmax(done.logits, -1)
         return float((p.exp() * (p - q)).sum(-1).mean()), done.report
 
@@ -150,7 +150,7 @@ def kl(runner, parts, policy, full):
 @pytest.fixture(scope="module")
 def exact(knowledge):
     runner, parts = knowledge
-    with runner.prefill(parts, "full", logits_from=0) as done:
+    with runner.prefill(parts, "full", logits_from=0, remember=False) as done:
         return done.logits.clone()
 
 

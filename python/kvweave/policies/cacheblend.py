@@ -45,7 +45,9 @@ class CacheBlend:
 
     def kept(self, layer: int, layers: int) -> float:
         """The share of reused tokens that a layer keeps, for layer ≥ 1."""
-        through = (layer - 1) / max(1, layers - 2)
+        if layers < 3:
+            return self.ratio
+        through = (layer - 1) / (layers - 2)
         share = self.ratio * (self.spread + through * (2.0 - 2.0 * self.spread))
         return min(1.0, share)
 

@@ -15,8 +15,8 @@ import torch
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
-from kvweave.runner.layer import RowGrid, finish, project
+from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
+from kvweave.runner.layer import TILE, RowGrid, finish, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import PositionTable
 
@@ -80,7 +80,6 @@ class Executor:
         tokens: torch.Tensor,
         positions: PositionTable,
         policy: Policy,
-        view: PromptView,
     ) -> tuple[Hidden, Trace]:
         """Carries out a policy; returns the last layer's hidden states and the trace.
 
@@ -90,7 +89,7 @@ class Executor:
         `InvalidArgument` for a plan that skips a layer or names rows without hidden states;
         `PoolFull` when copy-on-write of a shared block finds no room.
         """
-        run = _Run(self, request, tokens, positions, view)
+        run = _Run(self, request, tokens, positions)
         plan = next(policy)
         hidden = run.embed(plan.rows)
         while True:
@@ -126,7 +125,7 @@ class Executor:
                 f"got {len(hidden.rows)} rows without it"
             )
         grid, last = hidden.grid, int(np.searchsorted(hidden.rows, from_position))
-        first_tile = (grid.lead + last) // 64 * 64 if grid.padded != grid.rows else last
+        first_tile = (grid.lead + last) // TILE * TILE if grid.padded != grid.rows else last
         normed = self.spec.final_norm(hidden.states[first_tile:])
         scores = self.spec.head(normed).float()
         if self.spec.final_softcap is not None:
@@ -144,7 +143,6 @@ class _Run:
         request: KvRequest,
         tokens: torch.Tensor,
         positions: PositionTable,
-        view: PromptView,
     ) -> None:
         self.spec = executor.spec
         self.pages = executor.pages
@@ -152,7 +150,6 @@ class _Run:
         self.request = request
         self.tokens = tokens
         self.positions = positions
-        self.view = view
         self.trace = Trace(rows_per_layer=[0] * len(executor.spec.layers))
         self.entries = request.entries()
         self.prepared: Rows | None = None

@@ -2,65 +2,36 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvweave import ops
-from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
+from kvweave.cache import FrozenSegment, KvCache, KvShape
 from kvweave.errors import InvalidArgument, Unsupported
-from kvweave.plan import PromptView
 from kvweave.policies import Policy, policy_of
 from kvweave.runner.decode import Decoding, by_regime, step
-from kvweave.runner.executor import Executor
 from kvweave.runner.layer import needs_tiling
 from kvweave.runner.model_spec import describe
+from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt
-from kvweave.runner.report import Generation, Report, StreamedToken, Timings
-from kvweave.runner.rope import PositionTable, position_table
+from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
 
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
-class Prefill:
-    """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
+@dataclass(frozen=True)
+class _Ask:
+    """How one prompt is to be answered."""
 
-    A context manager; `release` gives the blocks back (they stay cached for later prompts).
-    """
-
-    def __init__(
-        self,
-        request: KvRequest,
-        logits: torch.Tensor,
-        report: Report,
-        positions: PositionTable,
-        exact: bool,
-    ) -> None:
-        self.request = request
-        self.logits = logits
-        self.report = report
-        self.positions = positions
-        self.exact = exact
-
-    def release(self) -> None:
-        """Gives the request's blocks back; safe to call twice."""
-        self.request.release()
-
-    def __enter__(self) -> Prefill:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
+    policy: Policy
+    lookup: Lookup
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
 
 
 class Runner:
@@ -117,17 +88,16 @@ class Runner:
             frozen_share=frozen_share,
             fingerprint=self.spec.fingerprint,
         )
-        self.mode = mode
         self.progress = progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
-        self._pages: torch.Tensor = torch.from_dlpack(self.cache.arena)
+        pages: torch.Tensor = torch.from_dlpack(self.cache.arena)
         with torch.inference_mode():
             first = self.spec.layers[0]
             width = first.attention.q_proj.in_features
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
-            self._executor = Executor(self.spec, self._pages, tiled)
             if check:
                 verify(model, self.spec)
+        self._prefiller = Prefiller(self.spec, self.cache, pages, tiled, mode)
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -143,8 +113,8 @@ class Runner:
             else Segment(tokens=content, namespace=namespace)
         )
         tokens = self.prompts.segment_tokens(segment)
-        with self._prefill(
-            self.prompts.tokenize(tokens), policy_of("full"), namespace=namespace
+        with self._prefiller.prefill(
+            self.prompts.tokenize(tokens), policy_of("full"), Lookup(namespace)
         ) as done:
             done.request.freeze(name, 0, len(tokens))
         return next(s for s in self.cache.frozen(namespace) if s.name == name)
@@ -183,116 +153,25 @@ class Runner:
         namespace: str = "",
         discover: bool = False,
         reserve_tokens: int = 0,
+        remember: bool = True,
     ) -> Prefill:
         """Brings a prompt's KV into the pages and returns its logits.
 
         `logits_from`: first position whose logits are wanted (default: the last alone); every
         position from there on must be computed by the policy. `discover` also matches unmarked
-        text by its content. `reserve_tokens`: room set aside for decode.
+        text by its content. `reserve_tokens`: room set aside for decode. `remember` lets later
+        prompts of the namespace find this one's blocks; comparisons of policies switch it off.
 
         # Errors
         `InvalidArgument` for an empty prompt or ids out of range; `PoolFull` when it does not
         fit, nothing having been taken.
         """
-        return self._prefill(
+        return self._prefiller.prefill(
             self.tokenize(prompt),
             policy_of(policy),
+            Lookup(namespace, discover, remember),
             logits_from=logits_from,
-            namespace=namespace,
-            discover=discover,
             reserve_tokens=reserve_tokens,
-        )
-
-    @torch.inference_mode()
-    def _prefill(
-        self,
-        prompt: TokenizedPrompt,
-        policy: Policy,
-        *,
-        logits_from: int | None = None,
-        namespace: str = "",
-        discover: bool = False,
-        reserve_tokens: int = 0,
-    ) -> Prefill:
-        timings = Timings()
-        start = time.perf_counter()
-        length = len(prompt.tokens)
-        positions = position_table(self.spec, length)
-        mode, mode_reason = self._mode_for(policy)
-        request = self.cache.admit(
-            prompt.tokens,
-            namespace=namespace,
-            segments=prompt.segments if policy.reuse == "segments" else (),
-            discover=discover,
-            reuse=policy.reuse,
-            mode=mode,
-            reserve_tokens=reserve_tokens,
-            regime=positions.regime,
-        )
-        try:
-            timings.lookup_s = time.perf_counter() - start
-            start = time.perf_counter()
-            self._copy(request, positions, policy)
-            timings.copy_s = time.perf_counter() - start
-            start = time.perf_counter()
-            view = self._view(request, length)
-            tokens = torch.from_numpy(prompt.tokens).long().to(self.spec.device)
-            hidden, trace = self._executor.prefill(
-                request, tokens, positions, policy.plan(view), view
-            )
-            logits = self._executor.logits(
-                hidden, length - 1 if logits_from is None else logits_from
-            )
-            timings.prefill_s = time.perf_counter() - start
-            timings.select_s = trace.select_s
-            exact = view.segments[0][0] if view.segments else length
-            request.commit(length, exact)
-        except BaseException:
-            request.release()
-            raise
-        plan = request.plan
-        own, shared = request.block_counts()
-        report = Report(
-            policy=policy.name,
-            plan=plan,
-            tokens=length,
-            reused_prefix=plan.reused_prefix,
-            reused_segment=plan.reused_segment,
-            recomputed=plan.recomputed,
-            mode=mode,
-            mode_reason=mode_reason,
-            rows_per_layer=trace.rows_per_layer,
-            timings=timings,
-            kv_bytes=own * self.cache.block_bytes,
-            shared_kv_bytes=shared * self.cache.block_bytes,
-        )
-        return Prefill(request, logits, report, positions, exact == length)
-
-    def _mode_for(self, policy: Policy) -> tuple[str, str]:
-        if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
-            return "materialise", f"{policy.name} writes every reused token in some layer"
-        if self.mode == "share" and not policy.delta_rope:
-            return "materialise", f"{policy.name} leaves keys at their old positions"
-        return self.mode, ""
-
-    def _copy(self, request: KvRequest, positions: PositionTable, policy: Policy) -> None:
-        copies = request.take_copies()
-        if len(copies):
-            if not policy.delta_rope:
-                copies[:, 5] = 0
-            ops.copy_rerotate(self._pages, copies, positions.rope)
-        request.finish_copies()
-
-    def _view(self, request: KvRequest, length: int) -> PromptView:
-        plan = request.plan
-        reused = [(s.start, s.end) for s in plan.spans if s.kind == "segment"]
-        return PromptView(
-            tokens=length,
-            layers=len(self.spec.layers),
-            page_tokens=self.cache.shape.page_tokens,
-            prefix=plan.reused_prefix,
-            fresh=plan.rows(),
-            segments=tuple(reused),
         )
 
     # ---- generation -----------------------------------------------------------------------
@@ -307,6 +186,7 @@ class Runner:
         stop: Sequence[int] | None = None,
         namespace: str = "",
         discover: bool = False,
+        remember: bool = True,
     ) -> Generation:
         """Prefills a prompt by a policy and decodes up to `max_new_tokens`.
 
@@ -320,6 +200,7 @@ class Runner:
             stop=stop,
             namespace=namespace,
             discover=discover,
+            remember=remember,
         )[0]
 
     def generate_batch(
@@ -332,20 +213,22 @@ class Runner:
         stop: Sequence[int] | None = None,
         namespace: str = "",
         discover: bool = False,
+        remember: bool = True,
     ) -> list[Generation]:
         """Prefills the prompts one by one, then decodes them together.
 
         # Errors
         `PoolFull` when they do not fit at once; everything taken is given back.
         """
+        ask = self._ask(
+            policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
+        )
         sequences: list[Decoding] = []
         try:
             for prompt in track(prompts, "prefill", self.progress and len(prompts) > 1):
-                sequences.append(
-                    self._start(prompt, policy, max_new_tokens, sampling, stop, namespace, discover)
-                )
+                sequences.append(self._start(prompt, ask))
             self._decode(sequences)
-            return [self._finished(sequence) for sequence in sequences]
+            return [self._finished(sequence, ask) for sequence in sequences]
         finally:
             for sequence in sequences:
                 sequence.request.release()
@@ -360,9 +243,13 @@ class Runner:
         stop: Sequence[int] | None = None,
         namespace: str = "",
         discover: bool = False,
+        remember: bool = True,
     ) -> Iterator[StreamedToken]:
         """Like `generate`, token by token; closing the iterator gives the blocks back."""
-        sequence = self._start(prompt, policy, max_new_tokens, sampling, stop, namespace, discover)
+        ask = self._ask(
+            policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
+        )
+        sequence = self._start(prompt, ask)
         try:
             said = ""
             while True:
@@ -373,62 +260,61 @@ class Runner:
                 if sequence.done:
                     break
                 with torch.inference_mode():
-                    step(self.spec, self._pages, [sequence])
-            self._commit(sequence)
+                    step(self.spec, self._prefiller.pages, [sequence])
+            self._commit(sequence, ask)
         finally:
             sequence.request.release()
 
-    def _start(
+    def _ask(
         self,
-        prompt: Prompt,
         policy: str | Policy,
+        lookup: Lookup,
         max_new_tokens: int,
         sampling: Sampling | None,
         stop: Sequence[int] | None,
-        namespace: str,
-        discover: bool,
-    ) -> Decoding:
+    ) -> _Ask:
         if max_new_tokens < 1:
             raise InvalidArgument(f"max_new_tokens: expected >= 1, got {max_new_tokens}")
-        done = self.prefill(
-            prompt,
-            policy,
-            namespace=namespace,
-            discover=discover,
-            reserve_tokens=max_new_tokens - 1,
+        if stop is None:
+            end = getattr(self.prompts.tokenizer, "eos_token_id", None)
+            stop = [] if end is None else [int(end)]
+        return _Ask(
+            policy_of(policy), lookup, max_new_tokens, sampling or Sampling(), frozenset(stop)
+        )
+
+    def _start(self, prompt: Prompt, ask: _Ask) -> Decoding:
+        done = self._prefiller.prefill(
+            self.tokenize(prompt), ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
         )
         sequence = Decoding(
             request=done.request,
             positions=done.positions,
-            sampling=sampling or Sampling(),
+            sampling=ask.sampling,
             report=done.report,
-            limit=max_new_tokens,
-            stop=frozenset(self._stop_tokens() if stop is None else stop),
+            limit=ask.max_new_tokens,
+            stop=ask.stop,
             exact=done.exact,
         )
         sequence.choose(done.logits[-1])
         return sequence
 
-    def _stop_tokens(self) -> list[int]:
-        end = getattr(self.prompts.tokenizer, "eos_token_id", None)
-        return [] if end is None else [int(end)]
-
     @torch.inference_mode()
     def _decode(self, sequences: Sequence[Decoding]) -> None:
         while active := [s for s in sequences if not s.done]:
             for group in by_regime(active):
-                step(self.spec, self._pages, group)
+                step(self.spec, self._prefiller.pages, group)
 
-    def _commit(self, sequence: Decoding) -> None:
-        length = sequence.request.length
-        sequence.request.commit(length, length if sequence.exact else 0)
+    def _commit(self, sequence: Decoding, ask: _Ask) -> None:
+        if ask.lookup.remember:
+            length = sequence.request.length
+            sequence.request.commit(length, length if sequence.exact else 0)
 
     def _spoken(self, sequence: Decoding) -> list[int]:
         """The tokens to show: all but a closing stop token."""
         ended = bool(sequence.tokens) and sequence.tokens[-1] in sequence.stop
         return sequence.tokens[:-1] if ended else sequence.tokens
 
-    def _finished(self, sequence: Decoding) -> Generation:
-        self._commit(sequence)
+    def _finished(self, sequence: Decoding, ask: _Ask) -> Generation:
+        self._commit(sequence, ask)
         spoken = self._spoken(sequence)
         return Generation(self.prompts.decode(spoken), sequence.tokens, sequence.report)

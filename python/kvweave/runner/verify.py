@@ -34,7 +34,7 @@ def verify(model: Any, spec: ModelSpec) -> None:
     rows = request.plan.rows()
     view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, ())
     executor = Executor(spec, torch.from_dlpack(cache.arena), False)
-    hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view), view)
+    hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view))
     ours = executor.logits(hidden, 0)
     theirs = model(tokens[None], use_cache=False).logits[0].float()
     request.release()

@@ -1,0 +1,190 @@
+"""Prefill of one prompt: look up → admit → copy → run the policy's plans → remember."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from kvweave import ops
+from kvweave.cache import KvCache, KvRequest
+from kvweave.plan import PromptView
+from kvweave.policies import Policy
+from kvweave.runner.executor import Executor
+from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.report import Report, Timings
+from kvweave.runner.rope import PositionTable, position_table
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a prompt may take from the cache, and leave in it.
+
+    `namespace` of the prompt itself; `discover` matches unmarked text by content; `remember`
+    lets later prompts of the namespace find this one's blocks.
+    """
+
+    namespace: str = ""
+    discover: bool = False
+    remember: bool = True
+
+
+class Prefill:
+    """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
+
+    A context manager; `release` gives the blocks back (they stay cached for later prompts).
+    `exact` says that no segment was reused, so the KV is that of a full prefill.
+    """
+
+    def __init__(
+        self,
+        request: KvRequest,
+        logits: torch.Tensor,
+        report: Report,
+        positions: PositionTable,
+        exact: bool,
+    ) -> None:
+        self.request = request
+        self.logits = logits
+        self.report = report
+        self.positions = positions
+        self.exact = exact
+
+    def release(self) -> None:
+        """Gives the request's blocks back; safe to call twice."""
+        self.request.release()
+
+    def __enter__(self) -> Prefill:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Prefiller:
+    """Prefills prompts of one model into one cache; `mode` is "materialise" or "share"."""
+
+    def __init__(
+        self, spec: ModelSpec, cache: KvCache, pages: torch.Tensor, tiled: bool, mode: str
+    ) -> None:
+        self.spec = spec
+        self.cache = cache
+        self.pages = pages
+        self.mode = mode
+        self.executor = Executor(spec, pages, tiled)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+    ) -> Prefill:
+        """Brings a prompt's KV into the pages.
+
+        # Errors
+        `PoolFull` when it does not fit. After any error the request holds nothing.
+        """
+        start = time.perf_counter()
+        positions = position_table(self.spec, len(prompt.tokens))
+        mode, mode_reason = self._mode_for(policy)
+        request = self.cache.admit(
+            prompt.tokens,
+            namespace=lookup.namespace,
+            segments=prompt.segments if policy.reuse == "segments" else (),
+            discover=lookup.discover and policy.reuse == "segments",
+            reuse=policy.reuse,
+            mode=mode,
+            reserve_tokens=reserve_tokens,
+            regime=positions.regime,
+        )
+        timings = Timings(lookup_s=time.perf_counter() - start)
+        try:
+            self._copy(request, positions, policy, timings)
+            logits, rows_per_layer, exact = self._run(
+                request, prompt, positions, policy, timings, logits_from
+            )
+            if lookup.remember:
+                request.commit(len(prompt.tokens), exact)
+            report = self._report(request, policy, rows_per_layer, timings)
+            report.mode, report.mode_reason = mode, mode_reason
+        except BaseException:
+            request.release()
+            raise
+        return Prefill(request, logits, report, positions, exact == len(prompt.tokens))
+
+    def _mode_for(self, policy: Policy) -> tuple[str, str]:
+        if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
+            return "materialise", f"{policy.name} writes every reused token in some layer"
+        if self.mode == "share" and not policy.delta_rope:
+            return "materialise", f"{policy.name} leaves keys at their old positions"
+        return self.mode, ""
+
+    def _copy(
+        self, request: KvRequest, positions: PositionTable, policy: Policy, timings: Timings
+    ) -> None:
+        start = time.perf_counter()
+        copies = request.take_copies()
+        if len(copies):
+            if not policy.delta_rope:
+                copies[:, 5] = 0
+            ops.copy_rerotate(self.pages, copies, positions.rope)
+        request.finish_copies()
+        timings.copy_s = time.perf_counter() - start
+
+    def _run(
+        self,
+        request: KvRequest,
+        prompt: TokenizedPrompt,
+        positions: PositionTable,
+        policy: Policy,
+        timings: Timings,
+        logits_from: int | None,
+    ) -> tuple[torch.Tensor, list[int], int]:
+        """Logits, rows per layer, and how many leading tokens have exact KV."""
+        start = time.perf_counter()
+        length = len(prompt.tokens)
+        plan = request.plan
+        view = PromptView(
+            tokens=length,
+            layers=len(self.spec.layers),
+            page_tokens=self.cache.shape.page_tokens,
+            prefix=plan.reused_prefix,
+            fresh=plan.rows(),
+            segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
+        )
+        tokens = torch.from_numpy(prompt.tokens).long().to(self.spec.device)
+        hidden, trace = self.executor.prefill(request, tokens, positions, policy.plan(view))
+        logits = self.executor.logits(hidden, length - 1 if logits_from is None else logits_from)
+        timings.prefill_s = time.perf_counter() - start
+        timings.select_s = trace.select_s
+        return logits, trace.rows_per_layer, view.segments[0][0] if view.segments else length
+
+    def _report(
+        self, request: KvRequest, policy: Policy, rows_per_layer: list[int], timings: Timings
+    ) -> Report:
+        plan = request.plan
+        own, shared = request.block_counts()
+        return Report(
+            policy=policy.name,
+            plan=plan,
+            tokens=plan.tokens,
+            reused_prefix=plan.reused_prefix,
+            reused_segment=plan.reused_segment,
+            recomputed=plan.recomputed,
+            mode=self.mode,
+            rows_per_layer=rows_per_layer,
+            timings=timings,
+            kv_bytes=own * self.cache.block_bytes,
+            shared_kv_bytes=shared * self.cache.block_bytes,
+        )
