@@ -87,7 +87,7 @@ def test_cacheblend_shrinks_to_its_ratio(view):
 
 @given(view=views(), blocks=st.integers(0, 3))
 def test_overflow_is_one_block_on_each_side(view, blocks):
-    near = set(overflow(view.fresh, view.reused, 16 * blocks))
+    near = set(overflow(intervals(view.fresh), view.reused, 16 * blocks))
     for row in view.reused:
         close = any(a - 16 * blocks <= row < b + 16 * blocks for a, b in intervals(view.fresh))
         assert (int(row) in near) == close

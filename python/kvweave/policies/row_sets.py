@@ -22,10 +22,13 @@ def intervals(rows: Rows) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in zip(starts, ends, strict=True)]
 
 
-def overflow(fresh: Rows, reused: Rows, tokens: int) -> Rows:
-    """The reused rows within `tokens` of a fresh interval, on both sides (SparseX §3.3)."""
+def overflow(edges: list[tuple[int, int]], reused: Rows, tokens: int) -> Rows:
+    """The reused rows within `tokens` of some half-open intervals, on both sides.
+
+    An empty interval (a, a) stands for a bare edge: it has neighbours, but no inside.
+    """
     near = np.zeros(0, np.int32)
-    for start, end in intervals(fresh):
+    for start, end in edges:
         inside = (reused >= start - tokens) & (reused < end + tokens)
         near = np.concatenate((near, reused[inside]))
     return np.unique(near).astype(np.int32)

@@ -18,7 +18,7 @@ import torch
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import highest, overflow, union
+from kvweave.policies.row_sets import highest, intervals, overflow, union
 
 DEFAULT_DEPTH = 0.15
 """ℓ* as a share of the layers: §3.4 sets 15–20 % for small dense models, 10–15 % for large."""
@@ -65,7 +65,7 @@ class SparseX:
         """Dense layers, one choice, then the chosen rows."""
         reused, everything = prompt.reused, prompt.after_prefix
         sparse_q = union(prompt.fresh, self._tail(prompt))
-        near = overflow(prompt.fresh, reused, self.overflow * prompt.page_tokens)
+        near = overflow(self._edges(prompt), reused, self.overflow * prompt.page_tokens)
         rows = union(sparse_q, near)
         count = round(self.top_k * len(reused)) if isinstance(self.top_k, float) else self.top_k
         boundary = self.depth(prompt.layers)
@@ -81,6 +81,16 @@ class SparseX:
             yield LayerPlan(0, rows)
         for layer in range(probing + 1, prompt.layers):
             yield LayerPlan(layer, rows)
+
+    @staticmethod
+    def _edges(prompt: PromptView) -> list[tuple[int, int]]:
+        """The fresh intervals, and the bare edges between two segments that touch.
+
+        §3.3 names the fresh intervals alone. Where two segments touch there is no fresh text
+        between them, yet the same seam between two contexts, so it counts as an empty interval.
+        """
+        seams = zip(prompt.segments, prompt.segments[1:], strict=False)
+        return intervals(prompt.fresh) + [(a[1], a[1]) for a, b in seams if a[1] == b[0]]
 
     def _tail(self, prompt: PromptView) -> Rows:
         """The last tokens of the final reused segment, when nothing fresh stands behind it.
