@@ -11,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python lint bench wheel setup clean
+.PHONY: demo test test-rust test-python lint bench wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -58,6 +58,8 @@ bench: setup
 	$(PY) -m benchmarks.run $(CASE) $(if $(RECORD),--record)
 
 wheel: $(STAMPS)/wheel
+
+packages: $(STAMPS)/packages
 
 setup: $(STAMPS)/packages $(STAMPS)/installed
 
