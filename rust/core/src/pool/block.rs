@@ -1,0 +1,142 @@
+//! Guards over sets of blocks: the type says what may be done, Drop gives everything back.
+//!
+//! A set, not one block, is guarded, so that a request of thousands of blocks takes the lock once.
+
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::ids::BlockId;
+
+use super::blocks::Evict;
+use super::store::Store;
+
+/// Blocks that this holder may write, unless a fork made it one owner of several.
+pub struct WritableBlocks<I> {
+    store: Arc<Store<I>>,
+    blocks: Vec<BlockId>,
+}
+
+/// Blocks that are read and cannot be written.
+pub struct SharedBlocks<I> {
+    store: Arc<Store<I>>,
+    blocks: Vec<BlockId>,
+}
+
+impl<I: Evict> WritableBlocks<I> {
+    /// Allocates `rows` blocks of every group, all or nothing.
+    ///
+    /// # Errors
+    /// `PoolFull`, with nothing changed.
+    pub fn allocate(store: &Arc<Store<I>>, rows: usize) -> Result<WritableBlocks<I>, Error> {
+        let mut blocks = Vec::with_capacity(rows);
+        let mut stored = store.lock();
+        let stored = &mut *stored;
+        stored.pool.allocate(rows, &mut stored.index, &mut blocks)?;
+        Ok(WritableBlocks { store: Arc::clone(store), blocks })
+    }
+}
+
+impl<I> WritableBlocks<I> {
+    /// Wraps blocks that were allocated under the lock.
+    pub(crate) fn adopt(store: &Arc<Store<I>>, blocks: Vec<BlockId>) -> WritableBlocks<I> {
+        WritableBlocks { store: Arc::clone(store), blocks }
+    }
+
+    /// The blocks, row by row, groups in order.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Adds blocks that were allocated under the lock.
+    pub(crate) fn extend(&mut self, blocks: &[BlockId]) {
+        self.blocks.extend_from_slice(blocks);
+    }
+
+    /// A second owner of the same blocks: neither may write before it has copied.
+    #[must_use]
+    pub fn fork(&self) -> WritableBlocks<I> {
+        self.store.lock().pool.hold_as_owner(&self.blocks);
+        WritableBlocks { store: Arc::clone(&self.store), blocks: self.blocks.clone() }
+    }
+
+    /// Gives up the right to write.
+    #[must_use]
+    pub fn share(mut self) -> SharedBlocks<I> {
+        let blocks = std::mem::take(&mut self.blocks);
+        self.store.lock().pool.disown(&blocks);
+        SharedBlocks { store: Arc::clone(&self.store), blocks }
+    }
+
+    /// Gives up the right to write some of the blocks; the others stay.
+    #[must_use]
+    pub fn share_some(&mut self, given: &[BlockId]) -> SharedBlocks<I> {
+        let mut sorted = given.to_vec();
+        sorted.sort_unstable();
+        let (out, kept) = std::mem::take(&mut self.blocks)
+            .into_iter()
+            .partition(|block| sorted.binary_search(block).is_ok());
+        self.blocks = kept;
+        let given = WritableBlocks { store: Arc::clone(&self.store), blocks: out };
+        given.share()
+    }
+}
+
+impl<I> Drop for WritableBlocks<I> {
+    fn drop(&mut self) {
+        if !self.blocks.is_empty() {
+            let mut stored = self.store.lock();
+            stored.pool.disown(&self.blocks);
+            stored.pool.release(&self.blocks);
+        }
+    }
+}
+
+impl<I> SharedBlocks<I> {
+    /// Wraps blocks that were held under the lock.
+    pub(crate) fn adopt(store: &Arc<Store<I>>, blocks: Vec<BlockId>) -> SharedBlocks<I> {
+        SharedBlocks { store: Arc::clone(store), blocks }
+    }
+
+    /// The blocks, row by row, groups in order.
+    #[must_use]
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Takes the right to write, if nobody else names a block and no index does.
+    ///
+    /// # Errors
+    /// The blocks themselves, still shared.
+    pub fn claim(mut self) -> Result<WritableBlocks<I>, SharedBlocks<I>> {
+        {
+            let mut stored = self.store.lock();
+            let alone = |block: &BlockId| {
+                stored.pool.references(*block) == 1 && !stored.pool.is_indexed(*block)
+            };
+            if self.blocks.iter().all(alone) {
+                stored.pool.own(&self.blocks);
+            } else {
+                drop(stored);
+                return Err(self);
+            }
+        }
+        let blocks = std::mem::take(&mut self.blocks);
+        Ok(WritableBlocks { store: Arc::clone(&self.store), blocks })
+    }
+}
+
+impl<I> Clone for SharedBlocks<I> {
+    fn clone(&self) -> SharedBlocks<I> {
+        self.store.lock().pool.hold(&self.blocks);
+        SharedBlocks { store: Arc::clone(&self.store), blocks: self.blocks.clone() }
+    }
+}
+
+impl<I> Drop for SharedBlocks<I> {
+    fn drop(&mut self) {
+        if !self.blocks.is_empty() {
+            self.store.lock().pool.release(&self.blocks);
+        }
+    }
+}

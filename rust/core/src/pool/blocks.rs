@@ -1,0 +1,369 @@
+//! The states of all blocks and every transition between them.
+
+use crate::error::Error;
+use crate::ids::{BlockId, GroupId};
+
+use super::arena::Arena;
+use super::lru::{Links, LruList};
+
+/// What the pool tells an index: a block's content is about to be overwritten.
+pub trait Evict {
+    /// Forgets a block. Other blocks that thereby lose their last index entry are appended to
+    /// `forgotten`, so that the pool frees them too.
+    fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>);
+}
+
+impl Evict for () {
+    fn evicted(&mut self, _block: BlockId, _forgotten: &mut Vec<BlockId>) {}
+}
+
+/// Where a block is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockState {
+    /// Its slab belongs to no group.
+    Unclaimed,
+    /// In its group's free list; content void.
+    Free,
+    /// Named by this many guards and pins.
+    Held(u32),
+    /// Named by nobody, content indexed, in its group's LRU list.
+    Cached,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub(super) state: BlockState,
+    /// Requests that may write the block; above 1 it is copied before a write.
+    pub(super) owners: u16,
+    pub(super) group: GroupId,
+    pub(super) indexed: bool,
+}
+
+const UNCLAIMED: Block =
+    Block { state: BlockState::Unclaimed, owners: 0, group: GroupId(0), indexed: false };
+
+pub(super) struct Group {
+    pub(super) pages: u32,
+    pub(super) slab_blocks: u32,
+    pub(super) free: Vec<BlockId>,
+    pub(super) lru: LruList,
+    pub(super) held: usize,
+    pub(super) total: usize,
+}
+
+/// Blocks of one group, by state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupCounts {
+    /// Blocks of the slabs that the group has claimed.
+    pub total: usize,
+    /// Of these: void.
+    pub free: usize,
+    /// Of these: named by a guard or a pin.
+    pub held: usize,
+    /// Of these: named by nobody, findable.
+    pub cached: usize,
+    /// Blocks that the group would gain from slabs that nobody has claimed.
+    pub claimable: usize,
+    /// Pages of one block.
+    pub block_pages: u32,
+}
+
+/// One arena shared by the pools of all head groups.
+pub struct Pool {
+    pub(super) arena: Arena,
+    /// Block numbers a slab spans: the blocks of the smallest group.
+    pub(super) stride: u32,
+    pub(super) groups: Vec<Group>,
+    pub(super) blocks: Vec<Block>,
+    pub(super) links: Links,
+    pages: Vec<i32>,
+    forgotten: Vec<BlockId>,
+    evictions: u64,
+}
+
+impl Pool {
+    /// Cuts an arena of `arena_pages` pages for groups whose blocks have `group_pages` pages.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the arena holds no block beside the null block, does not fit i32 page
+    /// numbers, or the slab size does not suit it.
+    pub fn new(
+        arena_pages: u64,
+        slab_pages: Option<u32>,
+        group_pages: &[u32],
+    ) -> Result<Pool, Error> {
+        let arena = Arena::new(arena_pages, slab_pages, group_pages)?;
+        let groups: Vec<Group> = group_pages
+            .iter()
+            .map(|&pages| Group {
+                pages,
+                slab_blocks: arena.slab_pages() / pages,
+                free: Vec::new(),
+                lru: LruList::EMPTY,
+                held: 0,
+                total: 0,
+            })
+            .collect();
+        let stride = groups.iter().map(|group| group.slab_blocks).max().unwrap_or(0);
+        let capacity = stride as usize * arena.slabs();
+        let mut pool = Pool {
+            arena,
+            stride,
+            groups,
+            blocks: vec![UNCLAIMED; capacity],
+            links: Links::new(capacity),
+            pages: vec![0; capacity],
+            forgotten: Vec::new(),
+            evictions: 0,
+        };
+        if group_pages.len() == 1 {
+            while pool.claim_slab(GroupId(0)) {}
+        }
+        Ok(pool)
+    }
+
+    /// Upper bound of block indices.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Number of groups.
+    #[must_use]
+    pub fn group_count(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// Arena pages, the null block's and those no slab covers included.
+    #[must_use]
+    pub fn arena_pages(&self) -> u32 {
+        self.arena.pages()
+    }
+
+    /// Pages that slabs cover.
+    #[must_use]
+    pub fn slab_pages_total(&self) -> u64 {
+        self.arena.slabs() as u64 * u64::from(self.arena.slab_pages())
+    }
+
+    /// Pages of the blocks that are held.
+    #[must_use]
+    pub fn held_pages(&self) -> u64 {
+        self.groups.iter().map(|group| group.held as u64 * u64::from(group.pages)).sum()
+    }
+
+    /// The arena page number of a block's first page: its number in every table.
+    #[must_use]
+    pub fn page(&self, block: BlockId) -> i32 {
+        self.pages[block.index()]
+    }
+
+    /// The state of a block.
+    #[must_use]
+    pub fn state(&self, block: BlockId) -> BlockState {
+        self.blocks[block.index()].state
+    }
+
+    /// Guards and pins that name a block.
+    #[must_use]
+    pub fn references(&self, block: BlockId) -> u32 {
+        match self.state(block) {
+            BlockState::Held(n) => n,
+            _ => 0,
+        }
+    }
+
+    /// Requests that may write a block.
+    #[must_use]
+    pub fn owners(&self, block: BlockId) -> u32 {
+        u32::from(self.blocks[block.index()].owners)
+    }
+
+    /// Blocks evicted so far.
+    #[must_use]
+    pub fn evictions(&self) -> u64 {
+        self.evictions
+    }
+
+    /// Counts of one group.
+    #[must_use]
+    pub fn counts(&self, group: GroupId) -> GroupCounts {
+        let pool = &self.groups[group.index()];
+        GroupCounts {
+            total: pool.total,
+            free: pool.free.len(),
+            held: pool.held,
+            cached: pool.lru.len(),
+            claimable: self.arena.unclaimed() * pool.slab_blocks as usize,
+            block_pages: pool.pages,
+        }
+    }
+
+    pub(super) fn claim_slab(&mut self, group: GroupId) -> bool {
+        let Some(slab) = self.arena.claim(group) else { return false };
+        let pool = &mut self.groups[group.index()];
+        let first = self.arena.first_page(slab);
+        for i in (0..pool.slab_blocks).rev() {
+            let block = BlockId::new(slab * self.stride + i);
+            self.blocks[block.index()] = Block { state: BlockState::Free, group, ..UNCLAIMED };
+            self.pages[block.index()] = (first + i * pool.pages) as i32;
+            pool.free.push(block);
+        }
+        pool.total += pool.slab_blocks as usize;
+        true
+    }
+
+    /// Takes `rows` blocks of every group, all or nothing, evicting cached blocks, least recently
+    /// used first, where free ones do not suffice. Appends to `out` row by row, groups in order.
+    ///
+    /// # Errors
+    /// `PoolFull` with the needs and means of the group that runs out; nothing has changed then.
+    pub fn allocate<E: Evict>(
+        &mut self,
+        rows: usize,
+        index: &mut E,
+        out: &mut Vec<BlockId>,
+    ) -> Result<(), Error> {
+        if self.groups.iter().any(|group| group.free.len() < rows) {
+            self.make_room(rows, index)?;
+        }
+        if let [_] = self.groups[..] {
+            self.take(GroupId(0), rows, out);
+            return Ok(());
+        }
+        let start = out.len();
+        let groups = self.groups.len();
+        out.resize(start + rows * groups, BlockId::NONE);
+        let mut taken = Vec::with_capacity(rows);
+        for group in 0..groups {
+            taken.clear();
+            self.take(GroupId(group as u8), rows, &mut taken);
+            for (row, &block) in taken.iter().enumerate() {
+                out[start + row * groups + group] = block;
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, group: GroupId, rows: usize, out: &mut Vec<BlockId>) {
+        let pool = &mut self.groups[group.index()];
+        let at = pool.free.len() - rows;
+        let start = out.len();
+        out.extend(pool.free.drain(at..).rev());
+        pool.held += rows;
+        for &block in &out[start..] {
+            let entry = &mut self.blocks[block.index()];
+            entry.state = BlockState::Held(1);
+            entry.owners = 1;
+        }
+    }
+
+    /// Evicts the least recently used cached block of a group, with everything the index forgets
+    /// along with it. False if nothing is cached.
+    pub(super) fn evict_oldest<E: Evict>(&mut self, group: GroupId, index: &mut E) -> bool {
+        let oldest = self.groups[group.index()].lru.oldest();
+        if oldest.is_some() {
+            self.evict(oldest, index);
+        }
+        oldest.is_some()
+    }
+
+    pub(super) fn evict<E: Evict>(&mut self, block: BlockId, index: &mut E) {
+        let mut forgotten = std::mem::take(&mut self.forgotten);
+        index.evicted(block, &mut forgotten);
+        self.evictions += 1;
+        self.unindex(block);
+        for other in forgotten.drain(..) {
+            self.unindex(other);
+        }
+        self.forgotten = forgotten;
+    }
+
+    /// Adds a reader to each block; a cached one leaves the LRU list.
+    pub fn hold(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            let entry = &mut self.blocks[block.index()];
+            entry.state = match entry.state {
+                BlockState::Held(n) => BlockState::Held(n + 1),
+                BlockState::Cached => {
+                    let pool = &mut self.groups[entry.group.index()];
+                    pool.lru.remove(&mut self.links, block);
+                    pool.held += 1;
+                    BlockState::Held(1)
+                }
+                other => other,
+            };
+            debug_assert!(matches!(entry.state, BlockState::Held(_)), "held a void block");
+        }
+    }
+
+    /// Adds an owner (and reader) to each block: the copy-on-write half of a fork.
+    pub fn hold_as_owner(&mut self, blocks: &[BlockId]) {
+        self.hold(blocks);
+        for &block in blocks {
+            self.blocks[block.index()].owners += 1;
+        }
+    }
+
+    /// Ends ownership of each block, which stays held.
+    pub fn disown(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            self.blocks[block.index()].owners -= 1;
+        }
+    }
+
+    /// Makes this holder an owner of each block.
+    pub(super) fn own(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            self.blocks[block.index()].owners += 1;
+        }
+    }
+
+    /// Whether a block is findable by its content.
+    #[must_use]
+    pub fn is_indexed(&self, block: BlockId) -> bool {
+        self.blocks[block.index()].indexed
+    }
+
+    /// Removes a holder of each block. The last one frees the block, or caches it if it is
+    /// indexed: last block first, so that a tail is evicted before its prefix.
+    pub fn release(&mut self, blocks: &[BlockId]) {
+        for &block in blocks.iter().rev() {
+            let entry = &mut self.blocks[block.index()];
+            match entry.state {
+                BlockState::Held(1) => {
+                    let pool = &mut self.groups[entry.group.index()];
+                    pool.held -= 1;
+                    if entry.indexed {
+                        entry.state = BlockState::Cached;
+                        pool.lru.push_newest(&mut self.links, block);
+                    } else {
+                        entry.state = BlockState::Free;
+                        pool.free.push(block);
+                    }
+                }
+                BlockState::Held(n) => entry.state = BlockState::Held(n - 1),
+                _ => debug_assert!(false, "released a block that nobody holds"),
+            }
+        }
+    }
+
+    /// Notes that the index names these blocks.
+    pub fn mark_indexed(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            self.blocks[block.index()].indexed = true;
+        }
+    }
+
+    /// Notes that the index no longer names a block; a cached one becomes free.
+    pub fn unindex(&mut self, block: BlockId) {
+        let entry = &mut self.blocks[block.index()];
+        entry.indexed = false;
+        if entry.state == BlockState::Cached {
+            let pool = &mut self.groups[entry.group.index()];
+            pool.lru.remove(&mut self.links, block);
+            entry.state = BlockState::Free;
+            pool.free.push(block);
+        }
+    }
+}

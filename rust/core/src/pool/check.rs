@@ -1,0 +1,82 @@
+//! Law 1: free + held + cached = total, per group and over the arena.
+
+use crate::error::Error;
+use crate::ids::{BlockId, GroupId};
+
+use super::blocks::{BlockState, Group, Pool};
+
+impl Pool {
+    /// Recounts every block and compares with the books.
+    ///
+    /// # Errors
+    /// `Inconsistent` naming the first count that does not agree.
+    pub fn check(&self) -> Result<(), Error> {
+        let mut claimed = 0;
+        for (index, group) in self.groups.iter().enumerate() {
+            claimed += self.check_group(GroupId(index as u8), group)?;
+        }
+        agree("slabs", self.arena.slabs(), claimed + self.arena.unclaimed())?;
+        let covered = self.slab_pages_total() + u64::from(self.arena.null_pages());
+        if covered > u64::from(self.arena.pages()) {
+            return Err(Error::inconsistent("pages in slabs", self.arena.pages(), covered));
+        }
+        Ok(())
+    }
+
+    fn check_group(&self, id: GroupId, group: &Group) -> Result<usize, Error> {
+        let name = |what: &str| format!("group {} {what}", id.0);
+        let (mut free, mut held, mut cached, mut slabs) = (0, 0, 0, 0);
+        for slab in (0..self.arena.slabs() as u32).filter(|&s| self.arena.owner(s) == Some(id)) {
+            slabs += 1;
+            for i in 0..group.slab_blocks {
+                let block = &self.blocks[(slab * self.stride + i) as usize];
+                match block.state {
+                    BlockState::Free => free += 1,
+                    BlockState::Cached => cached += 1,
+                    BlockState::Held(n) => {
+                        held += 1;
+                        if n == 0 || u32::from(block.owners) > n {
+                            return Err(Error::inconsistent(name("owners"), n, block.owners));
+                        }
+                    }
+                    BlockState::Unclaimed => {
+                        return Err(Error::inconsistent(name("block"), "claimed", "unclaimed"));
+                    }
+                }
+                let named = block.indexed == (block.state == BlockState::Cached);
+                if !named && !matches!(block.state, BlockState::Held(_)) {
+                    return Err(Error::inconsistent(name("index mark"), "cached", "free"));
+                }
+            }
+        }
+        agree(&name("free"), free, group.free.len())?;
+        agree(&name("held"), held, group.held)?;
+        agree(&name("cached"), cached, group.lru.len())?;
+        agree(&name("total"), group.total, free + held + cached)?;
+        agree(&name("total"), group.total, slabs * group.slab_blocks as usize)?;
+        self.check_lists(id, group)?;
+        Ok(slabs)
+    }
+
+    fn check_lists(&self, id: GroupId, group: &Group) -> Result<(), Error> {
+        for &block in &group.free {
+            if self.state(block) != BlockState::Free {
+                return Err(Error::inconsistent("free list", "a free block", block.index()));
+            }
+        }
+        let (mut block, mut length) = (group.lru.oldest(), 0);
+        while block.is_some() && length <= group.total {
+            let entry = &self.blocks[block.index()];
+            if entry.state != BlockState::Cached || entry.group != id {
+                return Err(Error::inconsistent("lru list", "a cached block", block.index()));
+            }
+            length += 1;
+            block = self.links.newer(BlockId::new(block.index() as u32));
+        }
+        agree("lru list", group.lru.len(), length)
+    }
+}
+
+fn agree(what: &str, expected: usize, got: usize) -> Result<(), Error> {
+    if expected == got { Ok(()) } else { Err(Error::inconsistent(what, expected, got)) }
+}

@@ -1,0 +1,19 @@
+//! Who owns which block: one arena, a pool per head group, guards that return what they hold.
+//!
+//! ```text
+//!   free --allocate--> WritableBlocks --share--> SharedBlocks --drop--> cached (indexed) or free
+//!    ^                      | drop                                          |
+//!    +----------------------+<-------------------- evicted -----------------+
+//! ```
+
+mod arena;
+mod block;
+mod blocks;
+mod check;
+mod lru;
+mod reclaim;
+mod store;
+
+pub use block::{SharedBlocks, WritableBlocks};
+pub use blocks::{BlockState, Evict, GroupCounts, Pool};
+pub use store::{Store, Stored};
