@@ -32,8 +32,7 @@ impl Pool {
         for group in 0..self.groups.len() {
             let id = GroupId(group as u8);
             let spare = |pool: &Pool| pool.groups[group].free.len() >= rows;
-            let may_claim = wanted <= self.arena.unclaimed() || local;
-            while may_claim && !spare(self) && self.claim_slab(id) {}
+            while !spare(self) && self.claim_slab(id) {}
             while !spare(self) && self.evict_oldest(id, index) {}
             debug_assert!(spare(self), "room was promised");
         }
