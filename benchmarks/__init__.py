@@ -1,0 +1,1 @@
+"""Speed, measured: `python -m benchmarks.run CASE`. Records live beside, by machine and date."""

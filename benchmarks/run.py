@@ -1,0 +1,65 @@
+"""Runs benchmark cases: `python -m benchmarks.run [CASE ...] [--quick] [--record]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.cases import attention, block_manager, copy_rerotate, ttft
+from benchmarks.measure import Row
+
+Case = Callable[[bool], list[Row]]
+CASES: dict[str, Case] = {
+    "block_manager": block_manager.run,
+    "copy_rerotate": copy_rerotate.run,
+    "attention": attention.run,
+    "ttft": ttft.run,
+}
+
+
+def show(case: str, rows: list[Row], console: Console) -> None:
+    """One table: the figure, its spread, and what the case wants beside it."""
+    beside = list(dict.fromkeys(key for row in rows for key in row.of))
+    table = Table("what", "median", "p95", "unit", *beside, title=case)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for row in rows:
+        p95 = "" if row.p95 is None else _figure(row.p95)
+        cells = [_figure(row.of[key]) if key in row.of else "" for key in beside]
+        table.add_row(row.name, _figure(row.value), p95, row.unit, *cells)
+    console.print(table)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value}"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the named cases (default: all); returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
+    parser.add_argument("case", nargs="*", help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
+    chosen = parser.parse_args(words)
+    unknown = [case for case in chosen.case if case not in CASES]
+    if unknown:
+        parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(unknown)}")
+    if chosen.record and (chosen.quick or record.busy()):
+        parser.error("--record with --quick" if chosen.quick else record.busy())
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    for case in chosen.case or CASES:
+        rows = CASES[case](chosen.quick)
+        show(case, rows, console)
+        if chosen.record:
+            console.print(f"recorded in {record.append(case, rows).relative_to(record.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
