@@ -1,1 +1,21 @@
-//! kvweave reference.
+//! The definition of every op: plain loops, f64 accumulation, one rounding at the end.
+//!
+//! Nothing here is fast on purpose. Every backend is checked against these functions; these are
+//! checked against index arithmetic and closed forms by their own tests.
+#![forbid(unsafe_code)]
+
+mod attend_decode;
+mod attend_prefill;
+mod attention;
+mod copy_rerotate;
+mod merge_states;
+mod rotate;
+mod score_tokens;
+mod write_pages;
+
+pub use attend_decode::attend_decode;
+pub use attend_prefill::attend_prefill;
+pub use copy_rerotate::copy_rerotate;
+pub use merge_states::merge_states;
+pub use score_tokens::score_tokens;
+pub use write_pages::write_pages;

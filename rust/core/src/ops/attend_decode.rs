@@ -1,0 +1,38 @@
+//! Params of `attend_decode`.
+
+use super::entries::KvView;
+use super::error::{OpError, ensure_len};
+use super::queries::{Queries, Scoring};
+
+/// Paged attention of one row per request: a decode step. Same result as `attend_prefill`.
+#[derive(Debug)]
+pub struct AttendDecode<'a, T> {
+    /// One row per request, [B, H, D].
+    pub queries: Queries<'a, T>,
+    /// Keys and values of all requests.
+    pub kv: KvView<'a, T>,
+    /// Scale, rotation, window, soft cap.
+    pub scoring: Scoring<'a>,
+    /// [B+1]: entries of request b.
+    pub entry_offsets: &'a [i32],
+    /// [B, H, D], contiguous.
+    pub out: &'a mut [T],
+    /// [B, H], natural logarithm.
+    pub lse: &'a mut [f32],
+}
+
+impl<T> AttendDecode<'_, T> {
+    /// Proves that every row, entry and offset is in range and the shapes agree.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate(&self) -> Result<(), OpError> {
+        self.kv.validate(self.entry_offsets)?;
+        self.queries.validate(&self.kv)?;
+        self.scoring.validate(&self.kv)?;
+        ensure_len("q rows", self.entry_offsets.len() - 1, self.queries.vectors.rows)?;
+        let states = self.queries.vectors.rows * self.queries.vectors.heads;
+        ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
+        ensure_len("lse", states, self.lse.len())
+    }
+}

@@ -1,0 +1,45 @@
+//! Params of `attend_prefill`.
+
+use super::entries::{KvView, check_offsets};
+use super::error::{OpError, ensure_len};
+use super::queries::{Queries, Scoring};
+
+/// Paged attention of rows at arbitrary positions, causal by position, for a batch of requests.
+///
+/// Row r of request b reads the entries of b that `scoring` lets it see, and gets
+/// `out[r, h] = Σ softmax(s)·v` and `lse[r, h] = ln Σ exp(s)`. A row that sees no key gets
+/// out 0 and lse −∞. Query head h reads KV head `h / (H / G)`.
+#[derive(Debug)]
+pub struct AttendPrefill<'a, T> {
+    /// Rows of all requests, [R, H, D].
+    pub queries: Queries<'a, T>,
+    /// Keys and values of all requests.
+    pub kv: KvView<'a, T>,
+    /// Scale, rotation, window, soft cap.
+    pub scoring: Scoring<'a>,
+    /// [B+1]: rows of request b are `row_offsets[b] .. row_offsets[b+1]`.
+    pub row_offsets: &'a [i32],
+    /// [B+1]: entries of request b.
+    pub entry_offsets: &'a [i32],
+    /// [R, H, D], contiguous.
+    pub out: &'a mut [T],
+    /// [R, H], natural logarithm.
+    pub lse: &'a mut [f32],
+}
+
+impl<T> AttendPrefill<'_, T> {
+    /// Proves that every row, entry and offset is in range and the shapes agree.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate(&self) -> Result<(), OpError> {
+        self.kv.validate(self.entry_offsets)?;
+        self.queries.validate(&self.kv)?;
+        self.scoring.validate(&self.kv)?;
+        check_offsets("row_offsets", self.row_offsets, self.queries.vectors.rows)?;
+        ensure_len("row_offsets", self.entry_offsets.len(), self.row_offsets.len())?;
+        let states = self.queries.vectors.rows * self.queries.vectors.heads;
+        ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
+        ensure_len("lse", states, self.lse.len())
+    }
+}

@@ -1,0 +1,106 @@
+//! Params of `copy_rerotate`.
+
+use super::error::{OpError, OpErrorKind, ensure};
+use super::geometry::PageGeometry;
+use super::rope::RopeTable;
+
+/// One row of a copy table, decoded: `count` tokens of every (layer, head).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CopyRun {
+    /// Block read.
+    pub src_block: usize,
+    /// First slot read.
+    pub src_slot: usize,
+    /// Block written.
+    pub dst_block: usize,
+    /// First slot written.
+    pub dst_slot: usize,
+    /// Tokens.
+    pub count: usize,
+    /// New position − cached position.
+    pub delta: i32,
+}
+
+impl CopyRun {
+    /// Decodes a row `[src_block, src_slot, dst_block, dst_slot, count, delta]` that `validate()`
+    /// accepted.
+    #[must_use]
+    pub fn new(row: [i32; 6]) -> Self {
+        let [src_block, src_slot, dst_block, dst_slot, count, delta] = row;
+        Self {
+            src_block: src_block as usize,
+            src_slot: src_slot as usize,
+            dst_block: dst_block as usize,
+            dst_slot: dst_slot as usize,
+            count: count as usize,
+            delta,
+        }
+    }
+}
+
+/// Copies tokens of all layers and heads between blocks: keys rotated by `delta` (Δ-RoPE), values
+/// as they are. A key is widened, rotated and rounded once; `delta = 0` copies its bits.
+#[derive(Debug)]
+pub struct CopyRerotate<'a, T> {
+    /// The whole paged tensor.
+    pub cache: &'a mut [T],
+    /// Its strides.
+    pub geometry: PageGeometry,
+    /// Rows `[src_block, src_slot, dst_block, dst_slot, count, delta]`. No block is both read and
+    /// written in one call, and no slot is written twice.
+    pub copies: &'a [[i32; 6]],
+    /// Rotation of the model.
+    pub rope: &'a RopeTable,
+}
+
+impl<T> CopyRerotate<'_, T> {
+    /// Proves that every run is in range, written runs are disjoint and no block is both read and
+    /// written.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate(&self) -> Result<(), OpError> {
+        self.geometry.check_counts()?;
+        self.rope.check_fits(&self.geometry)?;
+        for copy in self.copies {
+            check_run(&self.geometry, copy)?;
+        }
+        let mut written: Vec<_> = self.copies.iter().map(|c| (c[2], c[3], c[3] + c[4])).collect();
+        written.sort_unstable();
+        for pair in written.windows(2) {
+            let ((block, _, end), (next, begin, _)) = (pair[0], pair[1]);
+            ensure(block != next || end <= begin, OpErrorKind::Overlap, "copies", || {
+                ("every slot written once", format!("slot {begin} of block {next} twice"))
+            })?;
+        }
+        let mut blocks: Vec<i32> = written.iter().map(|&(block, ..)| block).collect();
+        blocks.dedup();
+        let mut read: Vec<i32> = self.copies.iter().map(|c| c[0]).collect();
+        read.sort_unstable();
+        read.dedup();
+        if let Some(both) = read.iter().find(|block| blocks.binary_search(block).is_ok()) {
+            let got = format!("block {both} both read and written");
+            let expected = "blocks either read or written";
+            return Err(OpError::new(OpErrorKind::Overlap, "copies", expected, got));
+        }
+        blocks.extend(read);
+        blocks.sort_unstable();
+        let Some(&last) = blocks.last() else { return Ok(()) };
+        self.geometry.check_reach(last as usize, self.geometry.layers - 1, self.cache.len())?;
+        self.geometry.check_disjoint(&blocks)
+    }
+}
+
+fn check_run(geometry: &PageGeometry, copy: &[i32; 6]) -> Result<(), OpError> {
+    let &[src_block, src_slot, dst_block, dst_slot, count, _] = copy;
+    ensure(src_block >= 0 && dst_block > 0, OpErrorKind::OutOfRange, "copy blocks", || {
+        ("a source of at least 0 and a target of at least 1", format!("{src_block}, {dst_block}"))
+    })?;
+    let slots = geometry.page_tokens as i64;
+    let in_page = |slot: i32| slot >= 0 && i64::from(slot) + i64::from(count) <= slots;
+    let inside = count > 0 && in_page(src_slot) && in_page(dst_slot);
+    ensure(inside, OpErrorKind::OutOfRange, "copy slots", || {
+        let got = format!("{src_slot} and {dst_slot} with {count} tokens");
+        (format!("at least 1 token within slots [0, {slots})"), got)
+    })
+}

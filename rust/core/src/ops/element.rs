@@ -1,0 +1,99 @@
+//! The element types a KV cache may hold.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for half::bf16 {}
+    impl Sealed for half::f16 {}
+}
+
+/// A stored number: `f32`, `bf16` or `f16`. Arithmetic is done wider and rounded once.
+pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + 'static {
+    /// Name of the type in messages: `f32`, `bf16`, `f16`.
+    const NAME: &'static str;
+
+    /// Exact widening.
+    fn to_f32(self) -> f32;
+
+    /// Rounds to nearest, ties to even.
+    fn from_f32(value: f32) -> Self;
+
+    /// Exact widening.
+    fn to_f64(self) -> f64 {
+        f64::from(self.to_f32())
+    }
+
+    /// Rounds to nearest, ties to even, in one step.
+    fn from_f64(value: f64) -> Self;
+
+    /// Widens a slice into one of the same length.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    fn widen(source: &[Self], target: &mut [f32]);
+
+    /// Rounds a slice into one of the same length.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    fn narrow(source: &[f32], target: &mut [Self]);
+}
+
+impl Element for f32 {
+    const NAME: &'static str = "f32";
+
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is the purpose")]
+    fn from_f64(value: f64) -> Self {
+        value as f32
+    }
+
+    fn widen(source: &[Self], target: &mut [f32]) {
+        target.copy_from_slice(source);
+    }
+
+    fn narrow(source: &[f32], target: &mut [Self]) {
+        target.copy_from_slice(source);
+    }
+}
+
+macro_rules! half_element {
+    ($type:ty, $name:literal) => {
+        impl Element for $type {
+            const NAME: &'static str = $name;
+
+            fn to_f32(self) -> f32 {
+                <$type>::to_f32(self)
+            }
+
+            fn from_f32(value: f32) -> Self {
+                <$type>::from_f32(value)
+            }
+
+            fn from_f64(value: f64) -> Self {
+                <$type>::from_f64(value)
+            }
+
+            fn widen(source: &[Self], target: &mut [f32]) {
+                source.convert_to_f32_slice(target);
+            }
+
+            fn narrow(source: &[f32], target: &mut [Self]) {
+                target.convert_from_f32_slice(source);
+            }
+        }
+    };
+}
+
+half_element!(bf16, "bf16");
+half_element!(f16, "f16");

@@ -1,0 +1,37 @@
+//! The ops: the contract between decisions and arithmetic.
+//!
+//! Each op is one params struct here, one definition in `kvweave-reference` (plain loops, f64) and
+//! one fast version per backend, all of the same name. Params are borrowed slices plus explicit
+//! element strides, so the same code reads our arena and an engine's tensors.
+//!
+//! `validate()` of a params struct proves every index in range before any arithmetic: a backend
+//! calls it first and may rely on it afterwards, also in unsafe code.
+//!
+//! Words: R rows (query tokens), H query heads, G KV heads, D head dim, P tokens a page, B requests,
+//! L layers. Positions are absolute, ranges half-open, strides in elements.
+
+mod attend_decode;
+mod attend_prefill;
+mod copy_rerotate;
+mod element;
+mod entries;
+mod error;
+mod geometry;
+mod merge_states;
+mod queries;
+mod rope;
+mod score_tokens;
+mod write_pages;
+
+pub use attend_decode::AttendDecode;
+pub use attend_prefill::AttendPrefill;
+pub use copy_rerotate::{CopyRerotate, CopyRun};
+pub use element::Element;
+pub use entries::{Entry, KvView};
+pub use error::{OpError, OpErrorKind};
+pub use geometry::PageGeometry;
+pub use merge_states::MergeStates;
+pub use queries::{HeadRows, Queries, Scoring};
+pub use rope::{Pairing, RopeTable};
+pub use score_tokens::ScoreTokens;
+pub use write_pages::WritePages;

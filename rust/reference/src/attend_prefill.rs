@@ -1,0 +1,30 @@
+//! Paged attention of rows at arbitrary positions.
+
+use kvweave_core::ops::{AttendPrefill, Element, OpError};
+
+use crate::attention::{attend_row, visible_keys};
+
+/// See [`AttendPrefill`].
+///
+/// # Errors
+/// What [`AttendPrefill::validate`] refuses.
+pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), OpError> {
+    params.validate()?;
+    let AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse } = params;
+    let heads = queries.vectors.heads;
+    let group = heads / kv.geometry.kv_heads;
+    let dim = kv.geometry.head_dim;
+    for (rows, span) in row_offsets.windows(2).zip(entry_offsets.windows(2)) {
+        let entries = &kv.entries[span[0] as usize..span[1] as usize];
+        for row in rows[0] as usize..rows[1] as usize {
+            let position = queries.positions[row];
+            for head in 0..heads {
+                let q = queries.vectors.vector(row, head);
+                let keys = visible_keys(q, position, &kv, entries, head / group, &scoring);
+                let state = row * heads + head;
+                lse[state] = attend_row(&keys, &kv, &mut out[state * dim..(state + 1) * dim]);
+            }
+        }
+    }
+    Ok(())
+}
