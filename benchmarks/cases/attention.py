@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 from kvweave import ops
 
 from benchmarks.measure import Row, Timing, compare, expect
@@ -60,7 +60,7 @@ class Work:
             mask = keys[None] <= torch.from_numpy(self.positions).long()[:, None]
 
         def call() -> torch.Tensor:
-            out = F.scaled_dot_product_attention(
+            out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=dense, enable_gqa=True
             )
             return out[0].transpose(0, 1)

