@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks import record
 from benchmarks.cases import attention, block_manager, copy_rerotate
 from benchmarks.measure import Row, WrongAnswer, compare, expect, summarise

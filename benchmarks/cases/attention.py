@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from kvweave import ops
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measure import Row, Timing, compare, expect
 from benchmarks.pages import PAGE, Shape, empty_pages, entries_of, shuffled_blocks, slots_of
