@@ -4,14 +4,23 @@
 //! an element of K or V. Modules stand in the order in which a request meets them.
 #![forbid(unsafe_code)]
 
+pub mod cache;
 pub mod error;
 pub mod heads;
 pub mod ids;
 pub mod ops;
+pub mod plan;
 pub mod pool;
+pub mod segment;
 pub mod shape;
 
+pub use cache::{
+    Admission, CacheConfig, CacheStats, Counters, GroupStats, KvCache, MarkedSegment, Mode,
+    Request, Reuse,
+};
 pub use error::{Error, ErrorKind};
 pub use heads::{HeadClass, HeadClassMap, HeadGroups};
 pub use ids::{BlockId, GroupId};
+pub use plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
+pub use segment::{FrozenSegment, HashKind, MissReason};
 pub use shape::{KvDtype, KvShape};

@@ -19,11 +19,7 @@ struct Means {
 
 impl Pool {
     /// Brings the free list of every group to at least `rows` blocks.
-    pub(super) fn make_room<E: Evict>(
-        &mut self,
-        rows: usize,
-        index: &mut E,
-    ) -> Result<(), Error> {
+    pub(super) fn make_room<E: Evict>(&mut self, rows: usize, index: &mut E) -> Result<(), Error> {
         let wanted: usize = self.groups.iter().map(|g| slabs_for(rows, g.free.len(), g)).sum();
         let local = self.groups.iter().all(|g| g.free.len() + g.lru.len() >= rows);
         if wanted > self.arena.unclaimed() && !local {

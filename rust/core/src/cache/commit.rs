@@ -1,0 +1,147 @@
+//! Commit: the indexes learn what a request has computed.
+//!
+//! Whole blocks inside [0, exact) enter the prefix tree; every block that this request stores
+//! enters the virtual index with its provenance; the incomplete last block enters both by the
+//! tokens it has. Approximate KV never enters the prefix tree.
+
+use std::ops::Range;
+
+use crate::error::Error;
+use crate::ids::BlockId;
+use crate::pool::Stored;
+use crate::segment::{ContentEntry, Index, Parent};
+
+use super::freeze;
+use super::request::{Chain, Request};
+
+type State = Stored<Index>;
+
+impl Request {
+    /// Says that K and V of [0, computed) are stored, and that those of [0, exact) are what a
+    /// full prefill would have stored.
+    ///
+    /// # Errors
+    /// `OutOfRange` unless committed <= computed <= len and exact <= computed, `InvalidArgument`
+    /// if copies have not been taken.
+    pub fn commit(&mut self, computed: usize, exact: usize) -> Result<(), Error> {
+        if computed > self.len() || exact > computed {
+            let expected = format!("exact <= computed <= {}", self.len());
+            let got = format!("computed {computed}, exact {exact}");
+            return Err(Error::out_of_range("commit", expected, got));
+        }
+        self.copies_taken("commit")?;
+        if computed <= self.committed {
+            return Ok(());
+        }
+        let shared = self.shared.clone();
+        let mut stored = shared.store.lock();
+        let state = &mut *stored;
+        let page = shared.page_tokens();
+        for b in self.committed / page..computed.div_ceil(page) {
+            let span = b * page..computed.min((b + 1) * page);
+            if self.is_own(b) {
+                self.learn(state, b, span, exact);
+            } else {
+                self.before = None;
+            }
+        }
+        self.committed = computed;
+        self.exact = exact;
+        freeze::regrow(&shared, state);
+        Ok(())
+    }
+
+    /// Enters one block of this request.
+    fn learn(&mut self, state: &mut State, b: usize, span: Range<usize>, exact: usize) {
+        let Some(row) = self.table.row(b).map(<[BlockId]>::to_vec) else { return };
+        let page = self.shared.page_tokens();
+        let tokens = self.tokens[span.clone()].to_vec();
+        let anchor = row[0];
+        if state.index.is_member(anchor) && state.index.grows(anchor, tokens.len()) {
+            state.index.withdraw(anchor);
+        }
+        let entry = ContentEntry {
+            key: self.content_key(&span),
+            tokens: &tokens,
+            position: span.start as u32,
+            exact: span.end <= exact,
+            before: self.before,
+        };
+        let mut forgotten = Vec::new();
+        let stands = state.index.register_content(&row, &entry, &mut forgotten);
+        for block in forgotten {
+            state.pool.unindex(block);
+        }
+        let head = exact.saturating_sub(span.start).min(span.len());
+        if b == self.chain.blocks && head > 0 && self.revive_chain(state) {
+            let Chain { parent, digest, .. } = self.chain;
+            if head == page {
+                let digest = state.index.hash(digest, &tokens);
+                self.chain_block(state, &row, digest, &tokens, span.start);
+            } else {
+                let at = span.start as u32;
+                state.index.register_tail(&row, self.key, parent, &tokens, head, at);
+            }
+        }
+        settle(state, &row);
+        if span.len() == page {
+            self.before = Some(state.index.link(stands));
+        }
+    }
+
+    /// Enters a whole exact block below the chain and moves the chain on.
+    fn chain_block(
+        &mut self,
+        state: &mut State,
+        row: &[BlockId],
+        digest: crate::segment::Digest,
+        tokens: &[u32],
+        position: usize,
+    ) {
+        let parent = self.chain.parent;
+        let at = position as u32;
+        let node = state.index.register_prefix(row, self.key, parent, digest, tokens, at);
+        let link = Some(state.index.link(node));
+        self.chain = Chain::new(Parent::Block(node), link, digest, self.chain.blocks + 1);
+    }
+
+    /// Makes sure that the chain's last block is still in the prefix tree. It may be another
+    /// request's block of the same prefix, which this request does not hold: if it was evicted,
+    /// this request's own blocks take its place.
+    fn revive_chain(&mut self, state: &mut State) -> bool {
+        let stands = match self.chain.link {
+            None => true,
+            Some(link) => state.index.follow(link).is_some_and(|b| state.index.in_prefix(b)),
+        };
+        if stands {
+            return true;
+        }
+        let page = self.shared.page_tokens();
+        let blocks = self.chain.blocks;
+        self.chain = Chain::new(Parent::Root, None, state.index.root(self.key), 0);
+        for b in 0..blocks {
+            let Some(row) = self.table.row(b).map(<[BlockId]>::to_vec) else { return false };
+            let tokens = self.tokens[b * page..(b + 1) * page].to_vec();
+            let digest = state.index.hash(self.chain.digest, &tokens);
+            let known = state.index.knows_prefix(self.key, self.chain.parent, digest, &tokens);
+            if !known && state.index.in_prefix(row[0]) {
+                return false;
+            }
+            self.chain_block(state, &row, digest, &tokens, b * page);
+            settle(state, &row);
+        }
+        true
+    }
+}
+
+/// Tells the pool whether the index names these blocks.
+fn settle(state: &mut State, row: &[BlockId]) {
+    if state.index.is_member(row[0]) {
+        state.pool.mark_indexed(row);
+    } else {
+        for &block in row {
+            state.pool.unindex(block);
+        }
+        state.index.release_void(row[0]);
+    }
+}

@@ -1,0 +1,57 @@
+//! What a cache is built from.
+
+use crate::error::{Error, ErrorKind};
+use crate::heads::{HeadClassMap, HeadGroups};
+use crate::segment::HashKind;
+use crate::shape::KvShape;
+
+/// Geometry, memory and policy of a cache.
+#[derive(Clone, Debug)]
+pub struct CacheConfig {
+    /// The model's KV geometry.
+    pub shape: KvShape,
+    /// Head classes; without them every head is full and there is one group.
+    pub heads: Option<HeadClassMap>,
+    /// Pages of the arena, the null block included.
+    pub arena_pages: u64,
+    /// Pages of a slab; chosen from the arena if not given.
+    pub slab_pages: Option<u32>,
+    /// How content is hashed.
+    pub hash: HashKind,
+    /// Share of the arena that knowledge bases may pin, in percent.
+    pub frozen_share: u8,
+    /// Share of the arena in use above which knowledge bases shrink, in percent.
+    pub watermark: u8,
+}
+
+impl CacheConfig {
+    /// One group, XXH3, half of the arena for knowledge bases, watermark at 90 percent.
+    #[must_use]
+    pub fn new(shape: KvShape, arena_pages: u64) -> CacheConfig {
+        CacheConfig {
+            shape,
+            heads: None,
+            arena_pages,
+            slab_pages: None,
+            hash: HashKind::default(),
+            frozen_share: 50,
+            watermark: 90,
+        }
+    }
+
+    pub(super) fn validated_groups(&self) -> Result<HeadGroups, Error> {
+        for (name, value) in [("frozen_share", self.frozen_share), ("watermark", self.watermark)] {
+            if value > 100 {
+                return Err(Error::invalid(name, "0 <= percent <= 100", value));
+            }
+        }
+        let Some(map) = &self.heads else { return Ok(HeadGroups::single(&self.shape)) };
+        let (layers, heads) = (self.shape.layers(), self.shape.kv_heads());
+        if (map.layers, map.kv_heads) != (layers, heads) {
+            let expected = format!("{layers} layers of {heads} KV heads");
+            let got = format!("{} layers of {}", map.layers, map.kv_heads);
+            return Err(Error::new(ErrorKind::CorruptHeadMap, "head map", expected, got));
+        }
+        map.groups()
+    }
+}

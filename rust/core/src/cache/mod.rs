@@ -1,0 +1,156 @@
+//! `KvCache`: admits requests, learns what they computed, keeps knowledge bases.
+//!
+//! The one place that changes pool and index together, always under the store's lock.
+
+mod admit;
+mod commit;
+mod config;
+mod copy_on_write;
+mod freeze;
+mod request;
+mod stats;
+
+use std::sync::Arc;
+
+pub use admit::{Admission, MarkedSegment, Mode, Reuse};
+pub use config::CacheConfig;
+pub use request::Request;
+pub use stats::{CacheStats, Counters, GroupStats};
+
+use crate::error::{Error, ErrorKind};
+use crate::heads::HeadGroups;
+use crate::pool::{Pool, Store};
+use crate::segment::hash::seed_of;
+use crate::segment::{BlockHasher, FrozenSegment, Index};
+
+/// What the requests of one cache share.
+struct Shared {
+    config: CacheConfig,
+    groups: HeadGroups,
+    store: Arc<Store<Index>>,
+    counters: stats::Tally,
+}
+
+impl Shared {
+    /// Pages of one block of every group.
+    fn row_pages(&self) -> u64 {
+        self.groups.pages().iter().map(|&pages| u64::from(pages)).sum()
+    }
+
+    fn page_tokens(&self) -> usize {
+        self.config.shape.page_tokens() as usize
+    }
+}
+
+/// A cache of KV blocks over one arena. Clones are handles of the same cache.
+#[derive(Clone)]
+pub struct KvCache(Arc<Shared>);
+
+impl KvCache {
+    /// Builds a cache; the arena itself belongs to the caller.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an arena too small or percentages above 100, `CorruptHeadMap` for a
+    /// head map that does not fit the shape.
+    pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
+        let groups = config.validated_groups()?;
+        let pool = Pool::new(config.arena_pages, config.slab_pages, groups.pages())?;
+        let shape = &config.shape;
+        let seed = seed_of(&[
+            shape.layers(),
+            shape.kv_heads(),
+            shape.head_dim(),
+            shape.page_tokens(),
+            shape.dtype() as u32,
+        ]);
+        let page_tokens = shape.page_tokens() as usize;
+        let hasher = BlockHasher::new(config.hash, seed, page_tokens);
+        let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
+        let index = Index::new(hasher, model, pool.capacity(), page_tokens, groups.len());
+        let store = Arc::new(Store::new(pool, index));
+        Ok(KvCache(Arc::new(Shared { config, groups, store, counters: stats::Tally::default() })))
+    }
+
+    /// What the cache was built from.
+    #[must_use]
+    pub fn config(&self) -> &CacheConfig {
+        &self.0.config
+    }
+
+    /// The head groups and the rank of each head.
+    #[must_use]
+    pub fn groups(&self) -> &HeadGroups {
+        &self.0.groups
+    }
+
+    /// Plans a prompt, holds what it reuses and allocates the rest: all or nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `OutOfRange` or `NamespaceConflict` for a malformed admission,
+    /// `PoolFull` if there is no room. Nothing has changed then.
+    pub fn admit(&self, admission: &Admission<'_>) -> Result<Request, Error> {
+        admit::admit(&self.0, admission)
+    }
+
+    /// Tokens of the longest exact prefix cached in a namespace, for RoPE regime 0.
+    #[must_use]
+    pub fn lookup_prefix(&self, tokens: &[u32], namespace: &str) -> usize {
+        self.lookup_prefix_in(tokens, namespace, 0)
+    }
+
+    /// Tokens of the longest exact prefix cached in a namespace and RoPE regime.
+    #[must_use]
+    pub fn lookup_prefix_in(&self, tokens: &[u32], namespace: &str, regime: u64) -> usize {
+        let mut blocks = Vec::with_capacity(tokens.len() / self.0.page_tokens());
+        let stored = self.0.store.lock();
+        let Some(key) = stored.index.key(namespace, regime) else { return 0 };
+        let found = stored.index.match_prefix(key, tokens, &mut blocks);
+        blocks.len() * self.0.page_tokens() + found.partial.map_or(0, |(_, tokens)| tokens)
+    }
+
+    /// Knowledge-base entries of one namespace, or of all.
+    #[must_use]
+    pub fn frozen(&self, namespace: Option<&str>) -> Vec<FrozenSegment> {
+        let stored = self.0.store.lock();
+        stored.index.frozen.list(namespace, |block| stored.index.uses(block))
+    }
+
+    /// Deletes a knowledge-base entry. Its blocks stay cached until they are evicted.
+    ///
+    /// # Errors
+    /// `UnknownSegment` if the namespace has no entry of this name.
+    pub fn delete_frozen(&self, name: &str, namespace: &str) -> Result<(), Error> {
+        let mut stored = self.0.store.lock();
+        let stored = &mut *stored;
+        let Some(blocks) = stored.index.frozen.remove(namespace, name) else {
+            let expected = format!("a frozen segment of namespace {namespace:?}");
+            return Err(Error::new(ErrorKind::UnknownSegment, "segment", expected, name));
+        };
+        freeze::release_pins(stored, &blocks);
+        Ok(())
+    }
+
+    /// Shrinks the frozen pool above the watermark, lets it grow back below.
+    pub fn rebalance(&self) {
+        let mut stored = self.0.store.lock();
+        freeze::relieve(&self.0, &mut stored, 0);
+        freeze::regrow(&self.0, &mut stored);
+    }
+
+    /// Blocks by state, frozen blocks, hits and misses.
+    #[must_use]
+    pub fn stats(&self) -> CacheStats {
+        stats::collect(&self.0)
+    }
+
+    /// Law 1 and the agreement of all indexes.
+    ///
+    /// # Errors
+    /// `Inconsistent` naming what does not agree: a defect of this crate.
+    pub fn check(&self) -> Result<(), Error> {
+        let stored = self.0.store.lock();
+        stored.pool.check()?;
+        stored.index.check()?;
+        freeze::check(&stored)
+    }
+}

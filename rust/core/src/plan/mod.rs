@@ -1,0 +1,7 @@
+//! Plans as data: what is reused and why not, and the flat arrays that say where everything lies.
+
+mod block_table;
+mod reuse;
+
+pub(crate) use block_table::{BlockTable, Window};
+pub use reuse::{Outcome, PlanSpan, ReusePlan, SegmentSource};

@@ -1,0 +1,175 @@
+//! `ReusePlan`: every prompt token reused by prefix, reused by segment, or recomputed (law 2).
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::segment::MissReason;
+
+/// Where a reused segment's KV comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", tag = "from", content = "name")]
+pub enum SegmentSource {
+    /// A knowledge base, by the name of the frozen segment.
+    Frozen(String),
+    /// The blocks of an earlier request or generation.
+    Request,
+}
+
+/// What happens to the tokens of a span.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum Outcome {
+    /// Exact KV of the same prefix.
+    Prefix,
+    /// KV of the same text elsewhere.
+    Segment {
+        /// New position − position at which the stored K was rotated.
+        delta: i32,
+        /// Whose KV it is.
+        source: SegmentSource,
+        /// Whether the donor computed it exactly, in its own context.
+        exact: bool,
+    },
+    /// Computed by this request.
+    Recompute {
+        /// Why it was not reused.
+        reason: MissReason,
+    },
+}
+
+/// A run of tokens with one outcome; half-open.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PlanSpan {
+    /// First position.
+    pub start: usize,
+    /// One past the last.
+    pub end: usize,
+    /// What happens to it.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+}
+
+/// A partition of a prompt's tokens by what happens to them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ReusePlan {
+    /// T, the prompt's tokens.
+    pub tokens: usize,
+    /// Sorted, gap-free over [0, T), neighbours of different outcome.
+    pub spans: Vec<PlanSpan>,
+}
+
+impl ReusePlan {
+    /// Builds a plan from spans in any order; neighbours of one outcome are joined.
+    pub(crate) fn new(tokens: usize, mut spans: Vec<PlanSpan>) -> ReusePlan {
+        spans.sort_unstable_by_key(|span| span.start);
+        let mut joined: Vec<PlanSpan> = Vec::with_capacity(spans.len().min(64));
+        for span in spans.into_iter().filter(|span| span.start < span.end) {
+            match joined.last_mut() {
+                Some(last) if last.end == span.start && last.outcome == span.outcome => {
+                    last.end = span.end;
+                }
+                _ => joined.push(span),
+            }
+        }
+        ReusePlan { tokens, spans: joined }
+    }
+
+    fn count(&self, wanted: impl Fn(&Outcome) -> bool) -> usize {
+        self.spans.iter().filter(|s| wanted(&s.outcome)).map(|s| s.end - s.start).sum()
+    }
+
+    /// Tokens reused by exact prefix.
+    #[must_use]
+    pub fn prefix_tokens(&self) -> usize {
+        self.count(|outcome| *outcome == Outcome::Prefix)
+    }
+
+    /// Tokens reused by segment.
+    #[must_use]
+    pub fn segment_tokens(&self) -> usize {
+        self.count(|outcome| matches!(outcome, Outcome::Segment { .. }))
+    }
+
+    /// Tokens computed by this request.
+    #[must_use]
+    pub fn recomputed_tokens(&self) -> usize {
+        self.count(|outcome| matches!(outcome, Outcome::Recompute { .. }))
+    }
+
+    /// Positions of the recomputed tokens, sorted.
+    #[must_use]
+    pub fn rows(&self) -> Vec<i32> {
+        let recomputed = |span: &&PlanSpan| matches!(span.outcome, Outcome::Recompute { .. });
+        let spans = self.spans.iter().filter(recomputed);
+        spans.flat_map(|span| span.start as i32..span.end as i32).collect()
+    }
+}
+
+impl fmt::Display for ReusePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} tokens: {} by prefix, {} by segment, {} recomputed",
+            self.tokens,
+            self.prefix_tokens(),
+            self.segment_tokens(),
+            self.recomputed_tokens()
+        )?;
+        for span in &self.spans {
+            write!(f, "\n  [{}, {}) ", span.start, span.end)?;
+            match &span.outcome {
+                Outcome::Prefix => write!(f, "prefix")?,
+                Outcome::Segment { delta, source, exact } => {
+                    let quality = if *exact { "exact" } else { "approximate" };
+                    match source {
+                        SegmentSource::Frozen(name) => write!(f, "segment of {name:?}")?,
+                        SegmentSource::Request => write!(f, "segment of an earlier request")?,
+                    }
+                    write!(f, ", delta {delta:+}, {quality}")?;
+                }
+                Outcome::Recompute { reason } => {
+                    write!(f, "recompute ({reason}): {}", reason.sentence())?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> ReusePlan {
+        let span = |start, end, outcome| PlanSpan { start, end, outcome };
+        let segment = Outcome::Segment { delta: 3, source: SegmentSource::Request, exact: true };
+        ReusePlan::new(
+            10,
+            vec![
+                span(9, 10, Outcome::Recompute { reason: MissReason::LastToken }),
+                span(4, 6, segment.clone()),
+                span(0, 4, Outcome::Prefix),
+                span(6, 9, segment),
+            ],
+        )
+    }
+
+    #[test]
+    fn neighbours_of_one_outcome_are_joined_and_counted() {
+        let plan = sample();
+        assert_eq!(plan.spans.len(), 3);
+        assert_eq!((plan.prefix_tokens(), plan.segment_tokens()), (4, 5));
+        assert_eq!((plan.recomputed_tokens(), plan.rows()), (1, vec![9]));
+    }
+
+    #[test]
+    fn a_plan_reads_as_text_and_as_json() {
+        let text = sample().to_string();
+        assert!(text.contains("[4, 9) segment of an earlier request, delta +3, exact"));
+        assert!(text.contains("[9, 10) recompute (last-token)"));
+        let json = serde_json::to_value(sample()).unwrap();
+        assert_eq!(json["spans"][1]["kind"], "segment");
+        assert_eq!(json["spans"][2]["reason"], "last-token");
+    }
+}

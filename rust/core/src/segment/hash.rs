@@ -1,0 +1,194 @@
+//! Digests of token spans: chained for prefixes, position-free for segments, rolling for search.
+//!
+//! Prefix: `d[i] = H(d[i-1], tokens of block i)`, `d[-1] = H(namespace, regime, model)`.
+//! Virtual (SparseX §4.3): `H(tokens, namespace, regime)`, no position and no context.
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
+
+/// A 128-bit digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Digest(u128);
+
+impl Digest {
+    /// The half that indexes tables.
+    #[must_use]
+    pub fn low(self) -> u64 {
+        self.0 as u64
+    }
+
+    fn high(self) -> u64 {
+        (self.0 >> 64) as u64
+    }
+}
+
+/// How token spans are hashed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HashKind {
+    /// XXH3, 128 bits: fast, not against an adversary.
+    #[default]
+    #[serde(rename = "xxh3-128")]
+    Xxh3_128,
+    /// SHA-256 cut to 128 bits: nobody can make two texts share a digest.
+    Sha256,
+    /// XXH3 of which only the lowest bits are kept, so that digests collide all the time. Serves
+    /// to show that collisions cost time and nothing else.
+    Truncated {
+        /// Bits that are kept.
+        bits: u8,
+    },
+}
+
+/// Spreads a contribution of the parent's high half over all bits; odd, hence injective.
+const SPREAD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+const TOKEN_MIX: u64 = 0x9e37_79b9_7f4a_7c15;
+const ROLL_BASE: u64 = 0xd6e8_feb8_6659_fd93;
+
+/// Hashes token spans in one of the ways of [`HashKind`].
+#[derive(Clone, Copy, Debug)]
+pub struct BlockHasher {
+    kind: HashKind,
+    seed: u64,
+    roll_out: u64,
+}
+
+impl BlockHasher {
+    /// A hasher for pages of `page_tokens` tokens; `seed` separates caches of different shapes.
+    #[must_use]
+    pub fn new(kind: HashKind, seed: u64, page_tokens: usize) -> BlockHasher {
+        let steps = page_tokens.saturating_sub(1);
+        let roll_out = (0..steps).fold(1u64, |power, _| power.wrapping_mul(ROLL_BASE));
+        BlockHasher { kind, seed, roll_out }
+    }
+
+    /// The digest before the first block of a prompt.
+    #[must_use]
+    pub fn root(&self, namespace: &str, regime: u64, model: &str) -> Digest {
+        let mut text = Vec::with_capacity(namespace.len() + model.len() + 32);
+        for part in [namespace.as_bytes(), model.as_bytes()] {
+            text.extend_from_slice(&(part.len() as u64).to_le_bytes());
+            text.extend_from_slice(part);
+        }
+        text.extend_from_slice(&regime.to_le_bytes());
+        text.extend_from_slice(&self.seed.to_le_bytes());
+        match self.kind {
+            HashKind::Sha256 => sha256(&[], &text),
+            _ => Digest(xxh3_128_with_seed(&text, self.seed)),
+        }
+    }
+
+    /// The digest of a block after the blocks that `parent` stands for. Also the virtual hash,
+    /// with the root of another domain as parent.
+    #[must_use]
+    pub fn chain(&self, parent: Digest, tokens: &[u32]) -> Digest {
+        let bytes: &[u8] = bytemuck::cast_slice(tokens);
+        match self.kind {
+            HashKind::Xxh3_128 => xxh3(parent, bytes),
+            HashKind::Sha256 => sha256(&parent.0.to_le_bytes(), bytes),
+            HashKind::Truncated { bits } => Digest(xxh3(parent, bytes).0 & mask(bits)),
+        }
+    }
+
+    /// The rolling hash of a window, to be finished by [`Self::roll_key`].
+    #[must_use]
+    pub fn roll(&self, window: &[u32]) -> u64 {
+        window.iter().fold(0, |sum: u64, &token| {
+            sum.wrapping_mul(ROLL_BASE).wrapping_add(token_value(token))
+        })
+    }
+
+    /// Moves a window of one page by one token.
+    #[must_use]
+    pub fn slide(&self, sum: u64, out: u32, into: u32) -> u64 {
+        sum.wrapping_sub(token_value(out).wrapping_mul(self.roll_out))
+            .wrapping_mul(ROLL_BASE)
+            .wrapping_add(token_value(into))
+    }
+
+    /// The table key of a rolling hash within one namespace and regime.
+    #[must_use]
+    pub fn roll_key(&self, sum: u64, domain: Digest) -> u64 {
+        let mixed = (sum ^ domain.low()).wrapping_mul(TOKEN_MIX);
+        let key = mixed ^ (mixed >> 32);
+        match self.kind {
+            HashKind::Truncated { bits } => key & mask(bits) as u64,
+            _ => key.wrapping_mul(ROLL_BASE),
+        }
+    }
+}
+
+fn token_value(token: u32) -> u64 {
+    (u64::from(token) + 1).wrapping_mul(TOKEN_MIX)
+}
+
+fn mask(bits: u8) -> u128 {
+    if bits >= 128 { u128::MAX } else { (1 << bits) - 1 }
+}
+
+fn xxh3(parent: Digest, bytes: &[u8]) -> Digest {
+    let own = xxh3_128_with_seed(bytes, parent.low());
+    Digest(own ^ u128::from(parent.high()).wrapping_mul(SPREAD))
+}
+
+fn sha256(parent: &[u8], bytes: &[u8]) -> Digest {
+    let full = Sha256::new().chain_update(parent).chain_update(bytes).finalize();
+    let mut half = [0u8; 16];
+    half.copy_from_slice(&full[..16]);
+    Digest(u128::from_le_bytes(half))
+}
+
+/// A seed from whatever must separate two caches.
+#[must_use]
+pub fn seed_of(parts: &[u32]) -> u64 {
+    xxh3_64_with_seed(bytemuck::cast_slice(parts), parts.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const KINDS: [HashKind; 3] =
+        [HashKind::Xxh3_128, HashKind::Sha256, HashKind::Truncated { bits: 120 }];
+
+    #[test]
+    fn everything_that_separates_enters_the_root() {
+        for kind in KINDS {
+            let hasher = BlockHasher::new(kind, 1, 4);
+            let base = hasher.root("a", 0, "m");
+            let others = [
+                hasher.root("b", 0, "m"),
+                hasher.root("a", 1, "m"),
+                hasher.root("a", 0, "n"),
+                hasher.root("", 0, "am"),
+                BlockHasher::new(kind, 2, 4).root("a", 0, "m"),
+            ];
+            assert!(others.iter().all(|other| *other != base));
+            assert_ne!(hasher.chain(base, &[1, 2]), hasher.chain(others[0], &[1, 2]));
+            assert_ne!(hasher.chain(base, &[1, 2]), hasher.chain(base, &[2, 1]));
+        }
+    }
+
+    #[test]
+    fn sha256_is_the_known_function() {
+        let empty = sha256(&[], &[]).0.to_le_bytes();
+        assert_eq!(empty[..4], [0xe3, 0xb0, 0xc4, 0x42]);
+        assert_eq!(sha256(b"ab", b"c").0.to_le_bytes()[..4], [0xba, 0x78, 0x16, 0xbf]);
+    }
+
+    proptest! {
+        #[test]
+        fn sliding_equals_hashing_afresh(
+            tokens in proptest::collection::vec(any::<u32>(), 5..40), page in 1usize..5,
+        ) {
+            let hasher = BlockHasher::new(HashKind::Xxh3_128, 0, page);
+            let mut sum = hasher.roll(&tokens[..page]);
+            for at in 1..=tokens.len() - page {
+                sum = hasher.slide(sum, tokens[at - 1], tokens[at + page - 1]);
+                prop_assert_eq!(sum, hasher.roll(&tokens[at..at + page]));
+            }
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! The index over all blocks: what enters it, and how it forgets.
+
+use crate::ids::{BlockId, KeyId};
+use crate::pool::Evict;
+
+use super::frozen::FrozenPool;
+use super::hash::{BlockHasher, Digest};
+use super::keys::Keys;
+use super::nodes::{Link, Nodes, Parent};
+use super::table::Table;
+
+/// Prefix tree, virtual blocks, content search and frozen pool over one arena's blocks.
+pub struct Index {
+    pub(super) hasher: BlockHasher,
+    pub(super) keys: Keys,
+    pub(super) nodes: Nodes,
+    pub(super) prefix: Table,
+    pub(super) content: Table,
+    pub(super) rolling: Table,
+    pub(crate) frozen: FrozenPool,
+}
+
+impl Index {
+    /// An empty index for `capacity` block numbers, pages of `page_tokens` and `groups` groups.
+    #[must_use]
+    pub fn new(
+        hasher: BlockHasher,
+        model: &str,
+        capacity: usize,
+        page_tokens: usize,
+        groups: usize,
+    ) -> Index {
+        Index {
+            hasher,
+            keys: Keys::new(hasher, model),
+            nodes: Nodes::new(capacity, page_tokens, groups),
+            prefix: Table::new(),
+            content: Table::new(),
+            rolling: Table::new(),
+            frozen: FrozenPool::default(),
+        }
+    }
+
+    /// The number of a namespace in a RoPE regime.
+    pub(crate) fn intern(&mut self, namespace: &str, regime: u64) -> KeyId {
+        self.keys.intern(namespace, regime)
+    }
+
+    /// The number of a namespace that has been used before.
+    pub(crate) fn key(&self, namespace: &str, regime: u64) -> Option<KeyId> {
+        self.keys.get(namespace, regime)
+    }
+
+    /// The digest before the first block.
+    pub(crate) fn root(&self, key: KeyId) -> Digest {
+        self.keys.key(key).prefix
+    }
+
+    /// The blocks of a node, one a group.
+    pub(crate) fn row(&self, anchor: BlockId) -> &[BlockId] {
+        self.nodes.row(anchor)
+    }
+
+    pub(crate) fn link(&self, anchor: BlockId) -> Link {
+        self.nodes.link(anchor)
+    }
+
+    pub(crate) fn follow(&self, link: Link) -> Option<BlockId> {
+        self.nodes.follow(link)
+    }
+
+    pub(crate) fn is_member(&self, anchor: BlockId) -> bool {
+        self.nodes.is_member(anchor)
+    }
+
+    /// Hits of a node since it was indexed.
+    pub(crate) fn uses(&self, anchor: BlockId) -> u32 {
+        self.nodes.get(anchor).uses
+    }
+
+    pub(crate) fn count_use(&mut self, anchor: BlockId) {
+        let node = self.nodes.get_mut(anchor);
+        node.uses = node.uses.saturating_add(1);
+    }
+
+    /// Takes a node out of the virtual index and the prefix tree while its content grows; it
+    /// keeps its identity, so links to it stand.
+    pub(crate) fn withdraw(&mut self, anchor: BlockId) {
+        self.remove_content(anchor);
+        self.remove_child(anchor);
+    }
+
+    /// Enters a row of blocks as a virtual block, unless its content is known already. An exact
+    /// one replaces an approximate one that no knowledge base has pinned.
+    ///
+    /// Returns the node that now stands for the content. Blocks that lost their last entry are
+    /// appended to `forgotten`.
+    pub(crate) fn register_content(
+        &mut self,
+        row: &[BlockId],
+        entry: &ContentEntry<'_>,
+        forgotten: &mut Vec<BlockId>,
+    ) -> BlockId {
+        let known = self.find_content(entry.key, entry.tokens);
+        let stands = match known {
+            Some(old) => {
+                let better = entry.exact && !self.nodes.get(old).exact;
+                if better && !self.frozen.is_pinned(old) && old != row[0] {
+                    self.remove_content(old);
+                    self.forget_if_void(old, forgotten);
+                    self.enter_content(row, entry)
+                } else {
+                    old
+                }
+            }
+            None => self.enter_content(row, entry),
+        };
+        if let Some(before) = entry.before.and_then(|link| self.neighbour(link, None)) {
+            if before != stands {
+                self.link_content(before, stands);
+            }
+        }
+        stands
+    }
+
+    fn enter_content(&mut self, row: &[BlockId], entry: &ContentEntry<'_>) -> BlockId {
+        self.nodes.write(row, entry.tokens, entry.position);
+        self.insert_content(row[0], entry.key, entry.exact);
+        row[0]
+    }
+
+    /// Enters a whole block into the prefix tree, unless the same prefix is there already.
+    /// Returns the node that now stands for it.
+    pub(crate) fn register_prefix(
+        &mut self,
+        row: &[BlockId],
+        key: KeyId,
+        parent: Parent,
+        digest: Digest,
+        tokens: &[u32],
+        position: u32,
+    ) -> BlockId {
+        if let Some(known) = self.find_child(digest.low(), key, parent, tokens) {
+            return known;
+        }
+        self.nodes.write(row, tokens, position);
+        self.insert_child(row[0], key, parent, Some(digest), tokens.len());
+        row[0]
+    }
+
+    /// Enters the exact head (`exact` of `tokens`) of an incomplete block below its parent, for
+    /// matches inside a block, unless another child has it.
+    pub(crate) fn register_tail(
+        &mut self,
+        row: &[BlockId],
+        key: KeyId,
+        parent: Parent,
+        tokens: &[u32],
+        exact: usize,
+        position: u32,
+    ) {
+        let known = self.longest_child(key, parent, &tokens[..exact]);
+        if known.is_none_or(|(_, common)| common < exact) {
+            self.nodes.write(row, tokens, position);
+            self.insert_child(row[0], key, parent, None, exact);
+        }
+    }
+
+    /// Takes everything below a node out of the prefix tree: without it they cannot be reached.
+    fn forget_children(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
+        let mut heads = vec![self.nodes.get(anchor).first_child];
+        self.nodes.get_mut(anchor).first_child = BlockId::NONE;
+        while let Some(mut child) = heads.pop() {
+            while child.is_some() {
+                let node = *self.nodes.get(child);
+                heads.push(node.first_child);
+                self.remove_child(child);
+                self.nodes.get_mut(child).first_child = BlockId::NONE;
+                self.forget_if_void(child, forgotten);
+                child = node.next_sibling;
+            }
+        }
+    }
+
+    fn forget_if_void(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
+        if !self.nodes.is_member(anchor) {
+            if self.nodes.get(anchor).first_child.is_some() {
+                self.forget_children(anchor, forgotten);
+            }
+            forgotten.extend_from_slice(self.nodes.row(anchor));
+            self.nodes.clear(anchor);
+        }
+    }
+
+    /// Checks that tables, tree and nodes agree.
+    ///
+    /// # Errors
+    /// `Inconsistent` naming what does not.
+    pub fn check(&self) -> Result<(), crate::error::Error> {
+        use crate::error::Error;
+        let (mut prefix, mut content, mut rolling) = (0, 0, 0);
+        let page = self.nodes.page_tokens();
+        for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
+            let node = self.nodes.get(block);
+            if !self.nodes.is_member(block) {
+                continue;
+            }
+            let tokens = self.nodes.tokens(block);
+            let whole = tokens.len() == page;
+            content += usize::from(node.in_content);
+            rolling += usize::from(node.in_content && whole);
+            prefix += usize::from(node.in_prefix && usize::from(node.prefix_len) == page);
+            if node.in_content && self.find_content(node.content_ns, tokens) != Some(block) {
+                return Err(Error::inconsistent("virtual index", block.index(), "another block"));
+            }
+            if let (true, Parent::Block(parent)) = (node.in_prefix, node.parent) {
+                if !self.nodes.get(parent).in_prefix {
+                    return Err(Error::inconsistent("prefix tree", "a parent", block.index()));
+                }
+            }
+            for &member in self.nodes.row(block) {
+                if self.nodes.anchor(member) != block {
+                    return Err(Error::inconsistent("anchor", block.index(), member.index()));
+                }
+            }
+        }
+        for (what, want, got) in [
+            ("prefix table", prefix, self.prefix.len()),
+            ("virtual table", content, self.content.len()),
+            ("rolling table", rolling, self.rolling.len()),
+        ] {
+            if want != got {
+                return Err(Error::inconsistent(what, want, got));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether `len` tokens are more than a node has.
+    pub(crate) fn grows(&self, anchor: BlockId, len: usize) -> bool {
+        self.nodes.tokens(anchor).len() < len
+    }
+
+    pub(crate) fn in_prefix(&self, anchor: BlockId) -> bool {
+        self.nodes.get(anchor).in_prefix
+    }
+
+    /// Whether a whole block with these tokens stands below `parent`.
+    pub(crate) fn knows_prefix(
+        &self,
+        key: KeyId,
+        parent: Parent,
+        digest: Digest,
+        tokens: &[u32],
+    ) -> bool {
+        self.find_child(digest.low(), key, parent, tokens).is_some()
+    }
+
+    /// The digest of a block after `parent`.
+    #[must_use]
+    pub fn hash(&self, parent: Digest, tokens: &[u32]) -> Digest {
+        self.hasher.chain(parent, tokens)
+    }
+
+    /// Clears a node that was withdrawn and whose content another block stands for.
+    pub(crate) fn release_void(&mut self, anchor: BlockId) {
+        if self.nodes.anchor(anchor).is_some() {
+            self.nodes.clear(anchor);
+        }
+    }
+}
+
+/// A virtual block to be entered.
+pub(crate) struct ContentEntry<'a> {
+    pub(crate) key: KeyId,
+    pub(crate) tokens: &'a [u32],
+    /// Position of slot 0.
+    pub(crate) position: u32,
+    /// Whether the KV is exact in its own context.
+    pub(crate) exact: bool,
+    /// The block before in the same text.
+    pub(crate) before: Option<Link>,
+}
+
+impl Evict for Index {
+    fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>) {
+        let anchor = self.nodes.anchor(block);
+        if !anchor.is_some() {
+            return;
+        }
+        self.withdraw(anchor);
+        self.forget_if_void(anchor, forgotten);
+    }
+}

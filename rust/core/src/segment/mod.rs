@@ -1,0 +1,27 @@
+//! What is cached, found by content: exact prefixes, position-free segments, knowledge bases.
+//!
+//! A digest only says where to look. A hit is a hit when the token ids are equal and, for a
+//! prefix, when the block before it is the very block that was matched before: by induction the
+//! whole prefix is then equal, and a collision can never serve foreign KV.
+
+mod discover;
+mod frozen;
+pub mod hash;
+mod index;
+mod keys;
+mod matching;
+mod miss;
+mod nodes;
+mod prefix_index;
+mod table;
+mod virtual_index;
+
+pub(crate) use frozen::FrozenBlock;
+pub use frozen::FrozenSegment;
+pub use hash::{BlockHasher, Digest, HashKind};
+pub(crate) use index::ContentEntry;
+pub use index::Index;
+pub(crate) use matching::{Matches, Piece};
+pub use miss::MissReason;
+pub(crate) use nodes::{Link, Parent};
+pub(crate) use prefix_index::PrefixMatch;

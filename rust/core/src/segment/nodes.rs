@@ -1,0 +1,180 @@
+//! What is known of each block's content: its tokens in one flat array, its place in the indexes.
+//!
+//! A node is numbered by the block of the first head group ("anchor"); the blocks of the other
+//! groups of the same token span come and go with it.
+
+use crate::ids::{BlockId, KeyId};
+
+/// What precedes a block in the prefix tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parent {
+    /// Nothing: the block starts a prompt.
+    Root,
+    /// This block.
+    Block(BlockId),
+}
+
+/// A reference to a node that outlives it: void once the generation has moved on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Link {
+    pub(crate) block: BlockId,
+    pub(crate) generation: u32,
+}
+
+impl Link {
+    pub(super) const NONE: Link = Link { block: BlockId::NONE, generation: 0 };
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Node {
+    pub(super) prefix_key: u64,
+    pub(super) content_key: u64,
+    pub(super) roll_key: u64,
+    pub(super) parent: Parent,
+    pub(super) prefix_ns: KeyId,
+    pub(super) content_ns: KeyId,
+    pub(super) first_child: BlockId,
+    pub(super) next_sibling: BlockId,
+    pub(super) prev_sibling: BlockId,
+    /// The blocks before and after in the donor's text.
+    pub(super) before: Link,
+    pub(super) after: Link,
+    pub(super) generation: u32,
+    /// Position of slot 0 at which K was rotated.
+    pub(super) position: u32,
+    /// Hits since the block was indexed.
+    pub(super) uses: u32,
+    /// Tokens stored, and how many of them an exact prefix reaches.
+    pub(super) len: u16,
+    pub(super) prefix_len: u16,
+    pub(super) in_prefix: bool,
+    pub(super) in_content: bool,
+    pub(super) exact: bool,
+}
+
+const VOID: Node = Node {
+    prefix_key: 0,
+    content_key: 0,
+    roll_key: 0,
+    parent: Parent::Root,
+    prefix_ns: KeyId(0),
+    content_ns: KeyId(0),
+    first_child: BlockId::NONE,
+    next_sibling: BlockId::NONE,
+    prev_sibling: BlockId::NONE,
+    before: Link::NONE,
+    after: Link::NONE,
+    generation: 0,
+    position: 0,
+    uses: 0,
+    len: 0,
+    prefix_len: 0,
+    in_prefix: false,
+    in_content: false,
+    exact: false,
+};
+
+/// All nodes, their tokens and their blocks in every group.
+pub(super) struct Nodes {
+    page_tokens: usize,
+    groups: usize,
+    nodes: Vec<Node>,
+    tokens: Vec<u32>,
+    rows: Vec<BlockId>,
+    anchors: Vec<BlockId>,
+}
+
+impl Nodes {
+    pub(super) fn new(capacity: usize, page_tokens: usize, groups: usize) -> Nodes {
+        Nodes {
+            page_tokens,
+            groups,
+            nodes: vec![VOID; capacity],
+            tokens: vec![0; capacity * page_tokens],
+            rows: vec![BlockId::NONE; capacity * groups],
+            anchors: vec![BlockId::NONE; capacity],
+        }
+    }
+
+    pub(super) fn page_tokens(&self) -> usize {
+        self.page_tokens
+    }
+
+    pub(super) fn get(&self, block: BlockId) -> &Node {
+        &self.nodes[block.index()]
+    }
+
+    pub(super) fn get_mut(&mut self, block: BlockId) -> &mut Node {
+        &mut self.nodes[block.index()]
+    }
+
+    pub(super) fn tokens(&self, block: BlockId) -> &[u32] {
+        let at = block.index() * self.page_tokens;
+        &self.tokens[at..at + usize::from(self.nodes[block.index()].len)]
+    }
+
+    /// The blocks of a node in every group.
+    pub(super) fn row(&self, anchor: BlockId) -> &[BlockId] {
+        let at = anchor.index() * self.groups;
+        &self.rows[at..at + self.groups]
+    }
+
+    /// The node that a block of any group belongs to.
+    pub(super) fn anchor(&self, block: BlockId) -> BlockId {
+        self.anchors[block.index()]
+    }
+
+    pub(super) fn is_member(&self, anchor: BlockId) -> bool {
+        let node = self.get(anchor);
+        node.in_prefix || node.in_content
+    }
+
+    /// Notes the content of a row of blocks. What it contained before may only have been a head
+    /// of the same tokens.
+    pub(super) fn write(&mut self, row: &[BlockId], tokens: &[u32], position: u32) {
+        let anchor = row[0];
+        let at = anchor.index() * self.page_tokens;
+        self.tokens[at..at + tokens.len()].copy_from_slice(tokens);
+        self.rows[anchor.index() * self.groups..][..self.groups].copy_from_slice(row);
+        for &block in row {
+            self.anchors[block.index()] = anchor;
+        }
+        let node = self.get_mut(anchor);
+        node.len = tokens.len() as u16;
+        node.position = position;
+    }
+
+    /// Forgets a node; links to it become void.
+    pub(super) fn clear(&mut self, anchor: BlockId) {
+        for group in 0..self.groups {
+            let block = self.rows[anchor.index() * self.groups + group];
+            self.anchors[block.index()] = BlockId::NONE;
+        }
+        let node = self.get_mut(anchor);
+        *node = Node { generation: node.generation.wrapping_add(1), ..VOID };
+    }
+
+    pub(super) fn link(&self, anchor: BlockId) -> Link {
+        Link { block: anchor, generation: self.get(anchor).generation }
+    }
+
+    /// The node a link leads to, if it still stands.
+    pub(super) fn follow(&self, link: Link) -> Option<BlockId> {
+        let stands = link.block.is_some() && self.get(link.block).generation == link.generation;
+        stands.then_some(link.block)
+    }
+
+    pub(super) fn capacity(&self) -> usize {
+        self.nodes.len()
+    }
+}
+
+/// Length of the common head of two token spans.
+pub(super) fn common_head(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(x, y)| x == y).count()
+}
+
+/// Length of the common tail of two token spans.
+pub(super) fn common_tail(a: &[u32], b: &[u32]) -> usize {
+    a.iter().rev().zip(b.iter().rev()).take_while(|(x, y)| x == y).count()
+}

@@ -1,0 +1,38 @@
+//! Key to blocks: a hash table whose keys are digests already, so nothing is hashed again.
+
+use hashbrown::HashTable;
+
+use crate::ids::BlockId;
+
+/// Any number of blocks per 64-bit key.
+pub(super) struct Table(HashTable<(u64, BlockId)>);
+
+impl Table {
+    pub(super) fn new() -> Table {
+        Table(HashTable::new())
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The first block of this key that `accept` takes.
+    pub(super) fn find(&self, key: u64, accept: impl Fn(BlockId) -> bool) -> Option<BlockId> {
+        self.0.find(key, |&(k, block)| k == key && accept(block)).map(|&(_, block)| block)
+    }
+
+    pub(super) fn insert(&mut self, key: u64, block: BlockId) {
+        self.0.insert_unique(key, (key, block), |&(k, _)| k);
+    }
+
+    /// Removes one entry; true if it was there.
+    pub(super) fn remove(&mut self, key: u64, block: BlockId) -> bool {
+        match self.0.find_entry(key, |&entry| entry == (key, block)) {
+            Ok(entry) => {
+                entry.remove();
+                true
+            }
+            Err(_) => false,
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Virtual blocks (SparseX §4.4): content in a namespace -> a block and the position of its K.
+//!
+//! They own no memory and no reference: evicting the block removes them. Links lead to the blocks
+//! that stood before and after in the donor's text.
+
+use crate::ids::{BlockId, KeyId};
+
+use super::index::Index;
+use super::nodes::{Link, common_head};
+
+impl Index {
+    /// The block with exactly these tokens in this namespace.
+    pub(crate) fn find_content(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
+        let digest = self.hasher.chain(self.keys.key(key).content, tokens).low();
+        self.content.find(digest, |block| self.is_content(block, key, tokens))
+    }
+
+    /// Whether another text of the same namespace has the digest of these tokens.
+    pub(super) fn content_collides(&self, key: KeyId, tokens: &[u32]) -> bool {
+        let digest = self.hasher.chain(self.keys.key(key).content, tokens).low();
+        let foreign = |block: BlockId| {
+            let node = self.nodes.get(block);
+            node.content_ns == key && self.nodes.tokens(block) != tokens
+        };
+        self.content.find(digest, foreign).is_some()
+    }
+
+    pub(super) fn is_content(&self, block: BlockId, key: KeyId, tokens: &[u32]) -> bool {
+        self.nodes.get(block).content_ns == key && self.nodes.tokens(block) == tokens
+    }
+
+    pub(super) fn insert_content(&mut self, block: BlockId, key: KeyId, exact: bool) {
+        let tokens = self.nodes.tokens(block);
+        let domain = self.keys.key(key).content;
+        let digest = self.hasher.chain(domain, tokens).low();
+        let roll = self.hasher.roll_key(self.hasher.roll(tokens), domain);
+        let whole = tokens.len() == self.nodes.page_tokens();
+        let node = self.nodes.get_mut(block);
+        node.in_content = true;
+        node.content_ns = key;
+        node.content_key = digest;
+        node.roll_key = roll;
+        node.exact = exact;
+        self.content.insert(digest, block);
+        if whole {
+            self.rolling.insert(roll, block);
+        }
+    }
+
+    pub(super) fn remove_content(&mut self, block: BlockId) {
+        let node = *self.nodes.get(block);
+        if !node.in_content {
+            return;
+        }
+        self.content.remove(node.content_key, block);
+        if usize::from(node.len) == self.nodes.page_tokens() {
+            self.rolling.remove(node.roll_key, block);
+        }
+        self.nodes.get_mut(block).in_content = false;
+    }
+
+    /// Notes that `after` follows `before` in some text. A link that stands is kept, unless it
+    /// leads to a shorter head of the same continuation.
+    pub(super) fn link_content(&mut self, before: BlockId, after: BlockId) {
+        let before_link = self.nodes.link(before);
+        let after_link = self.nodes.link(after);
+        if self.neighbour(self.nodes.get(after).before, None).is_none() {
+            self.nodes.get_mut(after).before = before_link;
+        }
+        let replace = match self.neighbour(self.nodes.get(before).after, None) {
+            None => true,
+            Some(old) => {
+                let (old, new) = (self.nodes.tokens(old), self.nodes.tokens(after));
+                old.len() < new.len() && common_head(old, new) == old.len()
+            }
+        };
+        if replace {
+            self.nodes.get_mut(before).after = after_link;
+        }
+    }
+
+    /// The virtual block that a link leads to, if it stands and is of this namespace.
+    pub(super) fn neighbour(&self, link: Link, key: Option<KeyId>) -> Option<BlockId> {
+        self.nodes.follow(link).filter(|&block| {
+            let node = self.nodes.get(block);
+            node.in_content && key.is_none_or(|key| node.content_ns == key)
+        })
+    }
+}
