@@ -1,1 +1,27 @@
-//! kvweave cpu.
+//! The ops, fast on a CPU: rayon over requests, heads and row chunks, vectors within.
+//!
+//! Same names and params as `kvweave-reference`, which defines them. Attention works on tiles of
+//! [`KEYS`](tile::KEYS) keys aligned to absolute positions and taken in order, and a row's numbers
+//! never meet another row's: so the bits of a row depend neither on the other rows of the call nor
+//! on the number of threads, and computing a prompt after a prefix hit changes none.
+
+mod attend_decode;
+mod attend_prefill;
+mod copy_rerotate;
+mod disjoint;
+mod merge_states;
+mod piece;
+mod row_block;
+mod row_chunk;
+mod score_tokens;
+mod simd;
+mod tile;
+mod turn;
+mod write_pages;
+
+pub use attend_decode::attend_decode;
+pub use attend_prefill::attend_prefill;
+pub use copy_rerotate::copy_rerotate;
+pub use merge_states::merge_states;
+pub use score_tokens::score_tokens;
+pub use write_pages::write_pages;

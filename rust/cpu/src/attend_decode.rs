@@ -1,0 +1,96 @@
+//! Paged attention of one row per request, the keys split over threads.
+
+use kvweave_core::ops::{AttendDecode, Element, OpError};
+use rayon::prelude::*;
+
+use crate::piece::{Piece, cut, within};
+use crate::row_chunk::{Call, RowChunk, finish};
+use crate::tile::Tile;
+use crate::turn::Turns;
+
+/// Pieces of a split: a constant, so that the bits do not depend on the number of threads.
+const SPLIT: usize = 16;
+
+/// Undivided attention of the query heads of one KV head over one split.
+struct Partial {
+    /// [H/G] (top, mass), base 2.
+    states: Vec<(f32, f32)>,
+    /// [H/G, D]
+    out: Vec<f32>,
+}
+
+/// See [`AttendDecode`].
+///
+/// # Errors
+/// What [`AttendDecode::validate`] refuses.
+pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError> {
+    params.validate()?;
+    let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
+    let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
+    let turns = Turns::new(scoring.rope, needed);
+    let call = Call { queries, kv, scoring, turns: &turns };
+    let pieces: Vec<Vec<Piece>> = entry_offsets
+        .windows(2)
+        .map(|span| cut(kv.entries, span[0] as usize..span[1] as usize))
+        .collect();
+    let mut tasks = Vec::new();
+    let mut ends = Vec::new();
+    for (row, pieces) in pieces.iter().enumerate() {
+        let seen = within(pieces, scoring.visible(queries.positions[row]));
+        for kv_head in 0..kv.geometry.kv_heads {
+            tasks.extend(seen.chunks(SPLIT).map(|split| (row as u32, kv_head, split)));
+            ends.push(tasks.len());
+        }
+    }
+    let partials: Vec<Partial> = tasks
+        .par_iter()
+        .map_init(
+            || Tile::new(kv.geometry.head_dim),
+            |tile, &(row, kv_head, split)| attend_split(&call, row, kv_head, split, tile),
+        )
+        .collect();
+    let (group, dim) = (call.group(), kv.geometry.head_dim);
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    let spans: Vec<&[Partial]> =
+        starts.zip(&ends).map(|(start, &end)| &partials[start..end]).collect();
+    out.par_chunks_exact_mut(group * dim).zip(lse.par_chunks_exact_mut(group)).zip(spans).for_each(
+        |((out, lse), span)| {
+            for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+                *lse = merge(span, head, out);
+            }
+        },
+    );
+    Ok(())
+}
+
+fn attend_split<T: Element>(
+    call: &Call<'_, T>,
+    row: u32,
+    kv_head: usize,
+    split: &[Piece],
+    tile: &mut Tile,
+) -> Partial {
+    let mut chunk = RowChunk::new(call, &[row], kv_head);
+    chunk.attend(call, kv_head, split, tile, true);
+    let parts = (0..call.group()).map(|head| chunk.partial(head));
+    let states = parts.clone().map(|(top, mass, _)| (top, mass)).collect();
+    Partial { states, out: parts.flat_map(|(_, _, out)| out).copied().collect() }
+}
+
+/// Sums the splits of one head in their order.
+fn merge<T: Element>(span: &[Partial], head: usize, out: &mut [T]) -> f32 {
+    let dim = out.len();
+    let top = span.iter().map(|part| part.states[head].0).fold(f32::NEG_INFINITY, f32::max);
+    let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
+    let mut sums = vec![0.0; dim];
+    let mut total = 0.0;
+    for part in span {
+        let (top, mass) = part.states[head];
+        let weight = (top - base).exp2();
+        total += mass * weight;
+        for (sum, x) in sums.iter_mut().zip(&part.out[head * dim..(head + 1) * dim]) {
+            *sum += x * weight;
+        }
+    }
+    finish(top, total, &mut sums, out)
+}

@@ -1,0 +1,142 @@
+//! A chunk of rows of one KV head, taken through the pieces of its request.
+
+use kvweave_core::ops::{Element, KvView, Queries, Scoring};
+
+use crate::piece::{Piece, within};
+use crate::row_block::{Absorb, ROWS, Rows, State};
+use crate::simd::dispatch;
+use crate::tile::{COLUMNS, Tile};
+use crate::turn::Turns;
+
+/// What every chunk of a call shares.
+#[derive(Clone, Copy)]
+pub(crate) struct Call<'a, T> {
+    pub(crate) queries: Queries<'a, T>,
+    pub(crate) kv: KvView<'a, T>,
+    pub(crate) scoring: Scoring<'a>,
+    pub(crate) turns: &'a Turns,
+}
+
+impl<T> Call<'_, T> {
+    /// Query heads per KV head.
+    pub(crate) fn group(&self) -> usize {
+        self.queries.vectors.heads / self.kv.geometry.kv_heads
+    }
+}
+
+/// Rows × the query heads of one KV head, packed row-major into blocks of six.
+pub(crate) struct RowChunk {
+    /// [blocks, D]
+    q: Vec<[f32; ROWS]>,
+    /// `q` turned by −`turned_by`, where that is not 0.
+    turned: Vec<[f32; ROWS]>,
+    turned_by: i32,
+    visible: Vec<(i64, i64)>,
+    cap: Option<f32>,
+    dim: usize,
+    packed: usize,
+    /// [blocks]
+    pub(crate) states: Vec<State>,
+    /// [blocks, ROWS, width]
+    out: Vec<f32>,
+}
+
+impl RowChunk {
+    /// Packs the given rows for a KV head.
+    pub(crate) fn new<T: Element>(call: &Call<'_, T>, rows: &[u32], kv_head: usize) -> Self {
+        let dim = call.kv.geometry.head_dim;
+        let group = call.group();
+        let packed = rows.len() * group;
+        let blocks = packed.div_ceil(ROWS);
+        let log2_e = std::f32::consts::LOG2_E;
+        let (factor, cap) = match call.scoring.softcap {
+            Some(cap) => (call.scoring.scale / cap, Some(cap * log2_e)),
+            None => (call.scoring.scale * log2_e, None),
+        };
+        let mut q = vec![[0.0; ROWS]; blocks * dim];
+        let mut visible = vec![(0, 0); blocks * ROWS];
+        let mut wide = vec![0.0; dim];
+        for (i, visible) in visible.iter_mut().enumerate().take(packed) {
+            let row = rows[i / group] as usize;
+            let head = kv_head * group + i % group;
+            *visible = call.scoring.visible(call.queries.positions[row]);
+            T::widen(call.queries.vectors.vector(row, head), &mut wide);
+            let block = &mut q[i / ROWS * dim..(i / ROWS + 1) * dim];
+            for (lanes, x) in block.iter_mut().zip(&wide) {
+                lanes[i % ROWS] = x * factor;
+            }
+        }
+        let states = vec![State::EMPTY; blocks];
+        let (turned, out) = (Vec::new(), Vec::new());
+        Self { q, turned, turned_by: 0, visible, cap, dim, packed, states, out }
+    }
+
+    /// The chunk's reach: positions seen by any of its rows.
+    pub(crate) fn reach(&self) -> (i64, i64) {
+        let seen = &self.visible[..self.packed];
+        let first = seen.iter().map(|visible| visible.0).min().unwrap_or(0);
+        let end = seen.iter().map(|visible| visible.1).max().unwrap_or(0);
+        (first, end)
+    }
+
+    /// The rows as the kernels want them, turned by −delta: once per run of pieces of one delta.
+    pub(crate) fn rows<T>(&mut self, call: &Call<'_, T>, delta: i32) -> Rows<'_> {
+        if delta != 0 && delta != self.turned_by {
+            let turn = call.turns.get(call.scoring.rope, call.kv.layer, delta);
+            self.turned.resize(self.q.len(), [0.0; ROWS]);
+            let blocks = self.q.chunks_exact(self.dim);
+            for (q, turned) in blocks.zip(self.turned.chunks_exact_mut(self.dim)) {
+                turn.backward(q, turned);
+            }
+            self.turned_by = delta;
+        }
+        let q = if delta == 0 { &self.q } else { &self.turned };
+        Rows { q, visible: &self.visible, cap: self.cap }
+    }
+
+    /// Attends to the pieces in reach: softmax states and, with `values`, the output.
+    pub(crate) fn attend<T: Element>(
+        &mut self,
+        call: &Call<'_, T>,
+        kv_head: usize,
+        pieces: &[Piece],
+        tile: &mut Tile,
+        values: bool,
+    ) {
+        let width = self.dim.next_multiple_of(COLUMNS);
+        let mut out = std::mem::take(&mut self.out);
+        out.resize(if values { self.states.len() * ROWS * width } else { 0 }, 0.0);
+        let mut states = std::mem::take(&mut self.states);
+        for piece in within(pieces, self.reach()) {
+            tile.load_keys(&call.kv, kv_head, piece);
+            if values {
+                tile.load_values(&call.kv, kv_head, piece);
+            }
+            let rows = self.rows(call, piece.delta);
+            let (states, out) = (&mut states, &mut out);
+            dispatch(Absorb { rows, tile, piece, states, out });
+        }
+        (self.states, self.out) = (states, out);
+    }
+
+    /// Softmax state and undivided output [D] of a packed row: (top, mass, out).
+    pub(crate) fn partial(&self, packed: usize) -> (f32, f32, &[f32]) {
+        let width = self.dim.next_multiple_of(COLUMNS);
+        let (state, r) = (&self.states[packed / ROWS], packed % ROWS);
+        (state.top[r], state.mass[r], &self.out[packed * width..][..self.dim])
+    }
+}
+
+/// Divides an undivided output by its mass, rounds it once and returns the natural log-sum-exp.
+pub(crate) fn finish<T: Element>(top: f32, mass: f32, sums: &mut [f32], out: &mut [T]) -> f32 {
+    if mass == 0.0 && sums.iter().all(|sum| *sum == 0.0) {
+        out.fill(T::default());
+        return f32::NEG_INFINITY;
+    }
+    for sum in &mut *sums {
+        // Adding zero turns −0 into 0, whose sign could tell how many unseen keys a tile held.
+        *sum = *sum / mass + 0.0;
+    }
+    T::narrow(sums, out);
+    (top + mass.log2()) * std::f32::consts::LN_2
+}
