@@ -20,7 +20,9 @@ CRATES = {
 CORE_LAYERS = [
     {"ids", "error"},
     {"shape"},
-    {"segment", "heads", "pool", "ops"},
+    {"heads", "ops"},
+    {"pool"},
+    {"segment"},
     {"plan", "tier", "scheduler"},
     {"cache"},
 ]
