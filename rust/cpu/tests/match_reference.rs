@@ -1,0 +1,228 @@
+//! The fast ops against their definition on random requests of every kind.
+
+mod paged;
+
+use half::{bf16, f16};
+use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, WritePages};
+use paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
+use proptest::prelude::*;
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = (
+        prop::sample::select(vec![8usize, 64, 72, 80, 96, 128, 256]),
+        1usize..4,
+        1usize..17,
+        prop::sample::select(vec![8usize, 16, 32, 64]),
+    );
+    let requests = prop::collection::vec((0usize..200, 0usize..14), 1..4);
+    let scoring = (
+        prop::option::of(1u32..150),
+        prop::option::of(prop::sample::select(vec![0.5f32, 5.0, 50.0])),
+        any::<bool>(),
+    );
+    let deltas = prop::sample::select(vec![
+        vec![0],
+        vec![0, 7],
+        vec![-3, 0, 1000, 1_000_000],
+        vec![-1_000_000, 5],
+        vec![i32::MAX, i32::MIN, 0],
+    ]);
+    (any::<u64>(), shape, requests, scoring, deltas, any::<bool>()).prop_map(
+        |(seed, shape, requests, scoring, deltas, ragged)| Case {
+            seed,
+            head_dim: shape.0,
+            kv_heads: shape.1,
+            group: shape.2,
+            page_tokens: shape.3,
+            lens: requests.iter().map(|r| r.0).collect(),
+            rows: requests.iter().map(|r| r.1).collect(),
+            window: scoring.0,
+            softcap: scoring.1,
+            interleaved: scoring.2,
+            deltas,
+            ragged,
+        },
+    )
+}
+
+const SLACK: f32 = 2e-5;
+
+fn prefill<T: Element>(case: &Case) {
+    let world = World::<T>::new(case);
+    let (expected, expected_lse) = world.prefill::<Reference>();
+    let (out, lse) = world.prefill::<Cpu>();
+    assert_close(&lse, &expected_lse, SLACK, "lse");
+    assert_close(&out, &expected, SLACK, "out");
+    assert!(out.iter().all(|x| x.to_f32().is_finite()), "nothing unread leaks");
+}
+
+fn decode<T: Element>(case: &Case) {
+    let rows = vec![1; case.lens.len()];
+    let world = World::<T>::new(&Case { rows, ..case.clone() });
+    let (expected, expected_lse) = world.decode::<Reference>();
+    let (out, lse) = world.decode::<Cpu>();
+    assert_close(&lse, &expected_lse, SLACK, "lse");
+    assert_close(&out, &expected, SLACK, "out");
+}
+
+fn score<T: Element>(case: &Case) {
+    let (lens, rows) = (case.lens[..1].to_vec(), case.rows[..1].to_vec());
+    let world = World::<T>::new(&Case { lens, rows, ..case.clone() });
+    assert_close(&world.score::<Cpu>(), &world.score::<Reference>(), SLACK, "mass");
+}
+
+fn merge<T: Element>(case: &Case) {
+    let mut random = Random(case.seed);
+    let (splits, states, head_dim) = (1 + random.below(5), random.below(200), case.head_dim);
+    let outs: Vec<T> = random.values(splits * states * head_dim);
+    let mut lse = |_| match random.below(4) {
+        0 => f32::NEG_INFINITY,
+        _ => 50.0 * random.unit(),
+    };
+    let lses: Vec<f32> = (0..splits * states).map(&mut lse).collect();
+    let merged = |run: fn(MergeStates<'_, T>) -> _| {
+        let mut out = vec![T::from_f32(POISON); states * head_dim];
+        let mut lse = vec![POISON; states];
+        let params = MergeStates {
+            outs: &outs,
+            lses: &lses,
+            splits,
+            states,
+            head_dim,
+            out: &mut out,
+            lse: &mut lse,
+        };
+        Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
+        (out, lse)
+    };
+    let (expected, expected_lse) = merged(Reference::merge_states);
+    let (out, lse) = merged(Cpu::merge_states);
+    assert_close(&lse, &expected_lse, SLACK, "lse");
+    assert_close(&out, &expected, SLACK, "out");
+}
+
+fn write<T: Element>(case: &Case) {
+    let mut world = World::<T>::new(case);
+    let mut random = Random(case.seed);
+    let mut slots: Vec<[i32; 2]> =
+        world.entries.iter().flat_map(|e| (e[1]..e[2]).map(move |slot| [e[0], slot])).collect();
+    random.shuffle(&mut slots);
+    let (rows, heads, dim) = (slots.len(), case.kv_heads, case.head_dim);
+    let keys: Vec<T> = random.values(rows * heads * dim);
+    let values: Vec<T> = random.values(rows * heads * dim);
+    // NaN = NaN for this comparison: the untouched slots are NaN on both sides.
+    world.cache.iter_mut().for_each(|x| *x = T::from_f32(POISON));
+    let written = |run: fn(WritePages<'_, T>) -> Result<(), _>| {
+        let mut cache = world.cache.clone();
+        let params = WritePages {
+            cache: &mut cache,
+            geometry: world.geometry,
+            layer: world.layer,
+            keys: HeadRows::contiguous(&keys, rows, heads, dim),
+            values: HeadRows::contiguous(&values, rows, heads, dim),
+            slots: &slots,
+        };
+        Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
+        cache
+    };
+    assert!(written(Reference::write_pages) == written(Cpu::write_pages));
+}
+
+fn copy<T: Element>(case: &Case) {
+    let mut world = World::<T>::new(case);
+    let mut random = Random(case.seed);
+    world.cache = random.values(world.cache.len());
+    let page = case.page_tokens;
+    let half = world.entries.len() / 2;
+    let run = |(from, to): (&[i32; 5], &[i32; 5])| {
+        let (src, dst) = (random.below(page), random.below(page));
+        let count = 1 + random.below(page - src.max(dst));
+        let delta = case.deltas[random.below(case.deltas.len())];
+        [from[0], src as i32, to[0], dst as i32, count as i32, delta]
+    };
+    let copies: Vec<[i32; 6]> =
+        world.entries[..half].iter().zip(&world.entries[half..]).map(run).collect();
+    let copied = |run: fn(CopyRerotate<'_, T>) -> Result<(), _>| {
+        let mut cache = world.cache.clone();
+        let (geometry, rope) = (world.geometry, &world.rope);
+        let params = CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope };
+        Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
+        cache
+    };
+    let (expected, got) = (copied(Reference::copy_rerotate), copied(Cpu::copy_rerotate));
+    assert_close(&got, &expected, 3e-7, "cache");
+    let rotated: usize = copies.iter().filter(|c| c[5] != 0).map(|c| c[4] as usize).sum();
+    let moved = expected.iter().zip(&world.cache).filter(|(a, b)| a != b).count();
+    let vectors = LAYERS * case.kv_heads * case.head_dim;
+    assert!(rotated == 0 || moved > rotated * vectors / 2, "keys and values were written");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn attend_prefill(case in cases()) {
+        prefill::<f32>(&case);
+        prefill::<bf16>(&case);
+        prefill::<f16>(&case);
+    }
+
+    #[test]
+    fn attend_decode(case in cases()) {
+        decode::<f32>(&case);
+        decode::<bf16>(&case);
+        decode::<f16>(&case);
+    }
+
+    #[test]
+    fn score_tokens(case in cases()) {
+        score::<f32>(&case);
+        score::<bf16>(&case);
+        score::<f16>(&case);
+    }
+
+    #[test]
+    fn merge_states(case in cases()) {
+        merge::<f32>(&case);
+        merge::<bf16>(&case);
+        merge::<f16>(&case);
+    }
+
+    #[test]
+    fn write_pages(case in cases()) {
+        write::<f32>(&case);
+        write::<bf16>(&case);
+        write::<f16>(&case);
+    }
+
+    #[test]
+    fn copy_rerotate(case in cases()) {
+        copy::<f32>(&case);
+        copy::<bf16>(&case);
+        copy::<f16>(&case);
+    }
+}
+
+#[test]
+fn decode_over_many_splits() {
+    let case = Case {
+        seed: 3,
+        head_dim: 64,
+        kv_heads: 2,
+        group: 3,
+        page_tokens: 16,
+        lens: vec![3000, 1, 1500],
+        rows: vec![1; 3],
+        window: None,
+        softcap: None,
+        interleaved: false,
+        deltas: vec![0, 9],
+        ragged: true,
+    };
+    let mut world = World::<f32>::new(&case);
+    world.positions = vec![2999, 0, 1499];
+    let ((out, lse), (expected, expected_lse)) =
+        (world.decode::<Cpu>(), world.decode::<Reference>());
+    assert_close(&out, &expected, SLACK, "out");
+    assert_close(&lse, &expected_lse, SLACK, "lse");
+}
