@@ -13,9 +13,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +129,7 @@ def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTok
     tokenizer = AutoTokenizer.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True
     )
-    with _publish(copy) as folder:
-        tokenizer.save_pretrained(folder)
+    _publish(copy, tokenizer.save_pretrained)
     return tokenizer
 
 
@@ -194,7 +194,7 @@ def _load_packaged(
         )
         # The weights are plain tensors now; the mark would forbid saving them.
         del loaded.config.quantization_config
-        _save(loaded, copy)
+        _publish(copy, partial(_save, loaded))
     loaded.eval().requires_grad_(False)
     return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
 
@@ -251,22 +251,20 @@ def _verify(model: PackagedModel, path: Path) -> None:
         )
 
 
-def _save(model: PreTrainedModel, copy: Path) -> None:
+def _save(model: PreTrainedModel, folder: Path) -> None:
     from safetensors.torch import save_file
 
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    with _publish(copy) as folder:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        model.config.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
-@contextmanager
-def _publish(folder: Path) -> Iterator[Path]:
-    """Fill a scratch folder and rename it into place; a full or read-only disk only warns.
+def _publish(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Fills a scratch folder and renames it into place; a full or read-only disk only warns.
 
     Renaming keeps a second process from ever reading half a copy.
     """
@@ -274,7 +272,7 @@ def _publish(folder: Path) -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-        yield scratch
+        fill(scratch)
         (scratch / _COMPLETE).touch()
         os.replace(scratch, folder)
     except OSError as error:

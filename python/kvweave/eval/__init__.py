@@ -2,7 +2,7 @@
 
 from kvweave.eval.evaluate import POLICIES, TASK_NAMES, draw, evaluate, task_of
 from kvweave.eval.measure import FLOOR, Measurement, SampleMeasurer, inserted
-from kvweave.eval.sample import Sample, Task
+from kvweave.eval.sample import Sample, Task, task_encoder
 from kvweave.eval.statistics import (
     Interval,
     bootstrap,
@@ -29,6 +29,7 @@ __all__ = [
     "gap_closed",
     "inserted",
     "kl_per_token",
+    "task_encoder",
     "task_of",
     "worst_decile",
 ]

@@ -14,9 +14,9 @@ from kvweave.eval.sample import (
     ask,
     check_asked,
     distinct_numbers,
-    encoder,
     listed,
     prompt_tokens,
+    task_encoder,
 )
 
 # fmt: off
@@ -51,27 +51,26 @@ class KeyValue:
         keys = [str(key) for key in rng.permutation(pairs)]
         numbers = distinct_numbers(rng, _MOST)
         lines = [f"{key}: {number}" for key, number in zip(keys, numbers, strict=True)]
-        per_segment = self._lines_that_fit(tokenizer, lines)
+        cut = np.array_split(np.arange(self._lines_that_fit(tokenizer, lines)), SEGMENTS)
         asked_in = rng.permutation(SEGMENTS)[: self.asked]
-        chosen = [int(s) * per_segment + int(rng.integers(per_segment)) for s in asked_in]
-        texts = ["\n".join(lines[s * per_segment : (s + 1) * per_segment]) for s in range(SEGMENTS)]
+        chosen = [int(rng.choice(cut[segment])) for segment in asked_in]
+        texts = ["\n".join(lines[i] for i in part) for part in cut]
         parts = ask(tokenizer, _INSTRUCTION, texts, _question([keys[i] for i in chosen]))
         return Sample(parts, tuple(numbers[i] for i in chosen))
 
     def _lines_that_fit(self, tokenizer: Any, lines: list[str]) -> int:
-        encode = encoder(tokenizer)
+        encode = task_encoder(tokenizer)
         longest = sorted((line.partition(":")[0] for line in lines), key=len)[-self.asked :]
         bare = ask(tokenizer, _INSTRUCTION, ["."] * SEGMENTS, _question(longest))
-        room = (self.length - prompt_tokens(encode, bare)) // SEGMENTS
+        outside = prompt_tokens(encode, bare)
         whole = np.cumsum([len(encode(line + "\n")) for line in lines])
-        per_segment = int(np.searchsorted(whole, room * SEGMENTS, side="right")) // SEGMENTS
-        if per_segment < 1 or per_segment * SEGMENTS == _MOST:
+        fit = int(np.searchsorted(whole, self.length - outside, side="right"))
+        if fit < SEGMENTS or fit == _MOST:
             raise InvalidArgument(
-                f"{self.name}: expected a length between "
-                f"{prompt_tokens(encode, bare) + int(whole[SEGMENTS - 1])} and "
-                f"{prompt_tokens(encode, bare) + int(whole[-1])} tokens, got {self.length}"
+                f"{self.name}: expected a length between {outside + int(whole[SEGMENTS - 1])} "
+                f"and {outside + int(whole[-1])} tokens, got {self.length}"
             )
-        return per_segment
+        return fit
 
 
 _INSTRUCTION = "Here is a table of keys and values, one entry a line."

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from kvweave.errors import InvalidArgument
-from kvweave.eval.sample import SEGMENTS, Sample, encoder
+from kvweave.eval.sample import SEGMENTS, Sample, task_encoder
 from kvweave.eval.text import token_slice
 from kvweave.runner import Segment
 
@@ -35,7 +35,7 @@ class LanguageModel:
 
     def sample(self, tokenizer: Any, rng: np.random.Generator) -> Sample:
         """Segments are given as tokens, so that their lengths are exact."""
-        encode = encoder(tokenizer)
+        encode = task_encoder(tokenizer)
         ids = token_slice(rng, encode, self.length)
         # A cut inside a character of several bytes leaves its rest as a replacement mark.
         tail = tokenizer.decode(ids[-self.continuation :]).lstrip("\ufffd")

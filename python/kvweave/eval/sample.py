@@ -73,7 +73,7 @@ class Task(Protocol):
         ...
 
 
-def encoder(tokenizer: Any) -> Encode:
+def task_encoder(tokenizer: Any) -> Encode:
     """Text to ids without special tokens."""
     return lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -100,7 +100,7 @@ def hide(
 
     Raises InvalidArgument when the length does not hold even the hidden sentences.
     """
-    encode = encoder(tokenizer)
+    encode = task_encoder(tokenizer)
     bare = ask(tokenizer, instruction, [" ".join(lines) or "." for lines in hidden], question)
     room = (length - prompt_tokens(encode, bare)) // len(hidden)
     if room < 0:

@@ -1,0 +1,64 @@
+"""Printing, and the way errors of the user leave a command: one line, exit code 2."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import typer
+from kvweave.errors import KvweaveError
+from rich.console import Console
+
+P = ParamSpec("P")
+BAD_INPUT = 2
+
+
+def out() -> Console:
+    """Standard output. Made anew each time: a test or a pipe may have replaced the stream."""
+    return Console()
+
+
+def err() -> Console:
+    """Standard error: progress and errors, never results."""
+    return Console(stderr=True)
+
+
+def user_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Typed errors, missing files and missing packages become one line and exit code 2.
+
+    Anything else is a defect of ours and keeps its traceback.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (KvweaveError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
+            err().print(f"[bold red]error:[/] {_escaped(_sentence(error))}", highlight=False)
+            raise typer.Exit(BAD_INPUT) from error
+
+    return run
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes plain data; folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"expected the package {error.name} to be installed; run: pip install {error.name}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    # KeyError puts quotes around its message; the first argument is the message itself.
+    return str(error.args[0]) if error.args else str(error)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

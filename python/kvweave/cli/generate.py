@@ -1,0 +1,48 @@
+"""`kvweave generate`: one prompt with reusable segments, streamed to the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvweave.cli.console import err, user_errors
+from kvweave.cli.prompt_file import FILE_HELP, prompt_parts, read_segments
+
+
+@user_errors
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; @FILE reads it from a file.")],
+    segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
+    model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    policy: Annotated[str, typer.Option(help="How reused text is corrected.")] = "sparsex",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option()] = 0,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
+) -> None:
+    """Answer a prompt; each segment is encoded alone first, then reused where it stands."""
+    text = prompt
+    if prompt.startswith("@"):
+        text = Path(prompt[1:]).read_text(encoding="utf-8")
+    segments = read_segments(segment or [])
+    parts = prompt_parts(text, segments)
+    with err().status(f"loading {model}"):
+        from kvweave import models
+        from kvweave.policies import policy_of
+        from kvweave.runner import Runner, Sampling, chat_parts
+
+        chosen = policy_of(policy)
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        loaded, tokenizer = models.load(model)
+        runner = Runner(loaded, tokenizer)
+    if chat:
+        parts = chat_parts(tokenizer, parts)
+    runner.insert_many([(name, segments[name]) for name in segments])
+    for token in runner.stream(parts, chosen, max_new_tokens=max_new_tokens, sampling=sampling):
+        sys.stdout.write(token.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
