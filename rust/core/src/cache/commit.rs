@@ -57,7 +57,12 @@ impl Request {
         let page = self.shared.page_tokens();
         let tokens = self.tokens[span.clone()].to_vec();
         let anchor = row[0];
-        if state.index.is_member(anchor) && state.index.grows(anchor, tokens.len()) {
+        let known = state.index.known_tokens(anchor);
+        if known > tokens.len() {
+            // A fork has committed more of the same block.
+            return;
+        }
+        if known > 0 && known < tokens.len() {
             state.index.withdraw(anchor);
         }
         let entry = ContentEntry {
@@ -89,7 +94,7 @@ impl Request {
         }
     }
 
-    /// Enters a whole exact block below the chain and moves the chain on.
+    /// Enters a whole exact block below the chain and moves the chain on, if it can be entered.
     fn chain_block(
         &mut self,
         state: &mut State,
@@ -97,12 +102,15 @@ impl Request {
         digest: crate::segment::Digest,
         tokens: &[u32],
         position: usize,
-    ) {
+    ) -> bool {
         let parent = self.chain.parent;
         let at = position as u32;
         let node = state.index.register_prefix(row, self.key, parent, digest, tokens, at);
-        let link = Some(state.index.link(node));
-        self.chain = Chain::new(Parent::Block(node), link, digest, self.chain.blocks + 1);
+        if let Some(node) = node {
+            let link = Some(state.index.link(node));
+            self.chain = Chain::new(Parent::Block(node), link, digest, self.chain.blocks + 1);
+        }
+        node.is_some()
     }
 
     /// Makes sure that the chain's last block is still in the prefix tree. It may be another
@@ -123,11 +131,9 @@ impl Request {
             let Some(row) = self.table.row(b).map(<[BlockId]>::to_vec) else { return false };
             let tokens = self.tokens[b * page..(b + 1) * page].to_vec();
             let digest = state.index.hash(self.chain.digest, &tokens);
-            let known = state.index.knows_prefix(self.key, self.chain.parent, digest, &tokens);
-            if !known && state.index.in_prefix(row[0]) {
+            if !self.chain_block(state, &row, digest, &tokens, b * page) {
                 return false;
             }
-            self.chain_block(state, &row, digest, &tokens, b * page);
             settle(state, &row);
         }
         true

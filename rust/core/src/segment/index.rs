@@ -130,7 +130,8 @@ impl Index {
     }
 
     /// Enters a whole block into the prefix tree, unless the same prefix is there already.
-    /// Returns the node that now stands for it.
+    /// Returns the node that now stands for it; none if the row's own block already stands below
+    /// another parent, as a fork's may.
     pub(crate) fn register_prefix(
         &mut self,
         row: &[BlockId],
@@ -139,13 +140,21 @@ impl Index {
         digest: Digest,
         tokens: &[u32],
         position: u32,
-    ) -> BlockId {
-        if let Some(known) = self.find_child(digest.low(), key, parent, tokens) {
+    ) -> Option<BlockId> {
+        let known = self.find_child(digest.low(), key, parent, tokens);
+        if known.is_some() {
             return known;
+        }
+        let node = self.nodes.get(row[0]);
+        if node.in_prefix {
+            if usize::from(node.prefix_len) == self.nodes.page_tokens() {
+                return None;
+            }
+            self.remove_child(row[0]);
         }
         self.nodes.write(row, tokens, position);
         self.insert_child(row[0], key, parent, Some(digest), tokens.len());
-        row[0]
+        Some(row[0])
     }
 
     /// Enters the exact head (`exact` of `tokens`) of an incomplete block below its parent, for
@@ -161,6 +170,7 @@ impl Index {
     ) {
         let known = self.longest_child(key, parent, &tokens[..exact]);
         if known.is_none_or(|(_, common)| common < exact) {
+            self.remove_child(row[0]);
             self.nodes.write(row, tokens, position);
             self.insert_child(row[0], key, parent, None, exact);
         }
@@ -236,24 +246,13 @@ impl Index {
         Ok(())
     }
 
-    /// Whether `len` tokens are more than a node has.
-    pub(crate) fn grows(&self, anchor: BlockId, len: usize) -> bool {
-        self.nodes.tokens(anchor).len() < len
+    /// Tokens that a node has.
+    pub(crate) fn known_tokens(&self, anchor: BlockId) -> usize {
+        if self.is_member(anchor) { self.nodes.tokens(anchor).len() } else { 0 }
     }
 
     pub(crate) fn in_prefix(&self, anchor: BlockId) -> bool {
         self.nodes.get(anchor).in_prefix
-    }
-
-    /// Whether a whole block with these tokens stands below `parent`.
-    pub(crate) fn knows_prefix(
-        &self,
-        key: KeyId,
-        parent: Parent,
-        digest: Digest,
-        tokens: &[u32],
-    ) -> bool {
-        self.find_child(digest.low(), key, parent, tokens).is_some()
     }
 
     /// The digest of a block after `parent`.
