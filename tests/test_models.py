@@ -20,15 +20,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def smollm2(cache: Path):
     """Read from the GGUF file, since the cache is empty; no network is there to be asked."""
-    before = dict(os.environ)
+    before = _hub_settings()
     patch = pytest.MonkeyPatch()
     patch.setattr(socket, "getaddrinfo", _no_network)
     try:
         loaded = models.load_smollm2(cache_dir=cache)
     finally:
         patch.undo()
-    assert dict(os.environ) == before
+    assert _hub_settings() == before
     return loaded
+
+
+def _hub_settings() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(("HF_", "TRANSFORMERS_"))}
 
 
 def _no_network(*args: object) -> None:

@@ -192,8 +192,8 @@ def _load_packaged(
         loaded = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=dtype, local_files_only=True, **_dense()
         )
-        # The weights are plain tensors now; the mark would forbid saving them.
-        del loaded.config.quantization_config
+        # The weights are plain tensors now; a mark of older releases would forbid reading them.
+        vars(loaded.config).pop("quantization_config", None)
         _publish(copy, partial(_save, loaded))
     loaded.eval().requires_grad_(False)
     return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
