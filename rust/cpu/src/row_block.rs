@@ -276,3 +276,6 @@ impl Kernel for AddMass<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,10 +1,8 @@
 //! The fast ops against their definition on random requests of every kind.
 
-mod paged;
-
+use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
 use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, WritePages};
-use paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use proptest::prelude::*;
 
 fn cases() -> impl Strategy<Value = Case> {

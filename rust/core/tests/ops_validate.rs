@@ -1,0 +1,284 @@
+//! What the ops refuse, and what they say about it.
+
+use kvweave_core::ops::{
+    AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, OpError, OpErrorKind,
+    PageGeometry, Pairing, Queries, RopeTable, ScoreTokens, Scoring, WritePages,
+};
+use proptest::prelude::*;
+
+const D: usize = 8;
+
+/// One layer, two KV heads, P 4; pages 0..8, so blocks 0, 2, 4, 6.
+fn geometry() -> PageGeometry {
+    PageGeometry::arena(1, 2, 4, D)
+}
+
+const ELEMENTS: usize = 8 * 2 * 4 * D;
+
+struct Attend {
+    geometry: PageGeometry,
+    layer: usize,
+    entries: Vec<[i32; 5]>,
+    entry_offsets: Vec<i32>,
+    row_offsets: Vec<i32>,
+    positions: Vec<i32>,
+    heads: usize,
+    q: usize,
+    row_stride: usize,
+    scale: f32,
+    window: Option<u32>,
+    softcap: Option<f32>,
+    rope_layers: usize,
+    rotary: usize,
+    out: usize,
+}
+
+fn good() -> Attend {
+    Attend {
+        geometry: geometry(),
+        layer: 0,
+        entries: vec![[2, 0, 4, 0, 0], [6, 1, 3, 4, -9], [0, 0, 4, 6, 0]],
+        entry_offsets: vec![0, 2, 3],
+        row_offsets: vec![0, 1, 3],
+        positions: vec![5, 0, i32::MAX],
+        heads: 4,
+        q: 3 * 4 * D,
+        row_stride: 4 * D,
+        scale: 0.3,
+        window: Some(1),
+        softcap: Some(30.0),
+        rope_layers: 1,
+        rotary: D,
+        out: 3 * 4 * D,
+    }
+}
+
+impl Attend {
+    fn validate(&self) -> Result<(), OpError> {
+        let cache = vec![0.0f32; ELEMENTS];
+        let (q, mut out) = (vec![0.0f32; self.q], vec![0.0f32; self.out]);
+        let freq = vec![1.0; self.rope_layers * self.rotary / 2];
+        let rope = RopeTable::new(freq, self.rope_layers, Pairing::Half)?;
+        let vectors =
+            HeadRows { row_stride: self.row_stride, ..HeadRows::contiguous(&q, 3, self.heads, D) };
+        let queries = Queries { vectors, positions: &self.positions };
+        let (geometry, layer, entries) = (self.geometry, self.layer, &self.entries[..]);
+        let kv = KvView { cache: &cache, geometry, layer, entries };
+        let (scale, window, softcap) = (self.scale, self.window, self.softcap);
+        let scoring = Scoring { scale, rope: &rope, window, softcap };
+        let (row_offsets, entry_offsets) = (&self.row_offsets[..], &self.entry_offsets[..]);
+        let (out, lse) = (&mut out[..], &mut [0.0; 12][..]);
+        AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse }.validate()
+    }
+}
+
+fn refused(change: impl FnOnce(&mut Attend)) -> OpError {
+    let mut params = good();
+    change(&mut params);
+    params.validate().expect_err("a refusal")
+}
+
+#[test]
+fn good_params_pass() {
+    assert_eq!(good().validate(), Ok(()));
+}
+
+#[test]
+fn attention_refuses() {
+    use OpErrorKind::{InvalidArgument, OutOfRange, Overlap, Shape};
+    type Change = fn(&mut Attend);
+    let cases: [(&str, OpErrorKind, Change); 25] = [
+        ("entry block", OutOfRange, |p| p.entries[0][0] = -1),
+        ("block", OutOfRange, |p| p.entries[0][0] = 7),
+        ("block", OutOfRange, |p| p.entries[0][0] = i32::MAX),
+        ("entry slots", OutOfRange, |p| p.entries[0][2] = 5),
+        ("entry slots", OutOfRange, |p| p.entries[0][1] = -1),
+        ("entry slots", OutOfRange, |p| p.entries[0][1] = 4),
+        ("entry position", OutOfRange, |p| p.entries[0][3] = -1),
+        ("entry position", OutOfRange, |p| p.entries[2][3] = i32::MAX - 2),
+        ("entry position", Overlap, |p| p.entries[1][3] = 3),
+        ("layer", OutOfRange, |p| p.layer = 1),
+        ("entry_offsets", Shape, |p| p.entry_offsets = vec![0, 2]),
+        ("entry_offsets", Shape, |p| p.entry_offsets = vec![0, 4, 3]),
+        ("entry_offsets", Shape, |p| p.entry_offsets = vec![]),
+        ("row_offsets", Shape, |p| p.row_offsets = vec![0, -1, 3]),
+        ("row_offsets", Shape, |p| p.row_offsets = vec![0, 3]),
+        ("positions", Shape, |p| p.positions = vec![0]),
+        ("positions", OutOfRange, |p| p.positions[1] = -1),
+        ("query heads", Shape, |p| p.heads = 3),
+        ("q", Shape, |p| p.q -= 1),
+        ("q", Shape, |p| p.row_stride = usize::MAX),
+        ("out", Shape, |p| p.out += 1),
+        ("scale", InvalidArgument, |p| p.scale = f32::NAN),
+        ("window", InvalidArgument, |p| p.window = Some(0)),
+        ("softcap", InvalidArgument, |p| p.softcap = Some(0.0)),
+        ("head_dim", Shape, |p| p.geometry.head_dim = 12),
+    ];
+    for (what, kind, change) in cases {
+        let error = refused(change);
+        assert_eq!((error.what(), error.kind()), (what, kind), "{error}");
+        assert!(!error.expected().is_empty() && !error.got().is_empty());
+    }
+    assert_eq!(refused(|p| p.rope_layers = 2).what(), "layers of rope");
+    assert_eq!(refused(|p| p.rotary = 10).what(), "rotary_dim");
+    assert_eq!(refused(|p| p.geometry.kv_heads = 0).what(), "geometry");
+    assert_eq!(refused(|p| p.geometry.block_stride = usize::MAX).what(), "block");
+}
+
+#[test]
+fn messages_say_expected_and_got() {
+    let error = refused(|p| p.entries[0][2] = 5);
+    assert_eq!(error.to_string(), "entry slots: expected 0 ≤ begin < end ≤ 4, got [0, 5)");
+}
+
+#[test]
+fn decode_and_score_check_their_own_shapes() {
+    let (cache, q) = (vec![0.0f32; ELEMENTS], [0.0f32; 4 * D]);
+    let rope = RopeTable::new(vec![1.0; 4], 1, Pairing::Half).expect("a valid table");
+    let entries = [[2, 0, 4, 0, 0]];
+    let queries = Queries { vectors: HeadRows::contiguous(&q, 1, 4, D), positions: &[0] };
+    let kv = KvView { cache: &cache, geometry: geometry(), layer: 0, entries: &entries };
+    let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
+    let decode = |entry_offsets: &[i32], len: usize| {
+        let (out, lse) = (&mut vec![0.0; len][..], &mut [0.0; 4][..]);
+        AttendDecode { queries, kv, scoring, entry_offsets, out, lse }.validate()
+    };
+    assert_eq!(decode(&[0, 1], 4 * D), Ok(()));
+    assert_eq!(decode(&[0, 0, 1], 4 * D).expect_err("a refusal").what(), "q rows");
+    assert_eq!(decode(&[0, 1], 3).expect_err("a refusal").what(), "out");
+    let score =
+        |len: usize| ScoreTokens { queries, kv, scoring, mass: &mut vec![0.0; len] }.validate();
+    assert_eq!(score(4), Ok(()));
+    assert_eq!(score(5).expect_err("a refusal").what(), "mass");
+}
+
+fn write(slots: &[[i32; 2]]) -> Result<(), OpError> {
+    let (mut cache, source) = (vec![0.0f32; ELEMENTS], vec![0.0f32; slots.len() * 2 * D]);
+    let rows = HeadRows::contiguous(&source, slots.len(), 2, D);
+    let (cache, geometry) = (&mut cache[..], geometry());
+    WritePages { cache, geometry, layer: 0, keys: rows, values: rows, slots }.validate()
+}
+
+#[test]
+fn writes_stay_in_range_and_apart() {
+    assert_eq!(write(&[]), Ok(()));
+    assert_eq!(write(&[[6, 3], [2, 0], [6, 0]]), Ok(()));
+    for (slots, kind) in [
+        ([[6, 3], [6, 3]], OpErrorKind::Overlap),
+        // Blocks 2 and 3 share a page where a block has two.
+        ([[2, 0], [3, 1]], OpErrorKind::Overlap),
+        ([[1, 0], [4, 0]], OpErrorKind::Overlap),
+        ([[0, 0], [4, 0]], OpErrorKind::OutOfRange),
+        ([[-2, 0], [4, 0]], OpErrorKind::OutOfRange),
+        ([[2, 4], [4, 0]], OpErrorKind::OutOfRange),
+        ([[2, -1], [4, 0]], OpErrorKind::OutOfRange),
+        ([[2, 0], [7, 0]], OpErrorKind::OutOfRange),
+    ] {
+        assert_eq!(write(&slots).expect_err("a refusal").kind(), kind, "{slots:?}");
+    }
+}
+
+fn copy(geometry: PageGeometry, len: usize, copies: &[[i32; 6]]) -> Result<(), OpError> {
+    let mut cache = vec![0.0f32; len];
+    let rope = RopeTable::new(vec![1.0; 4 * geometry.layers], geometry.layers, Pairing::Half)?;
+    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope }.validate()
+}
+
+#[test]
+fn copies_stay_in_range_and_apart() {
+    let run = |copies: &[[i32; 6]]| copy(geometry(), ELEMENTS, copies);
+    assert_eq!(run(&[]), Ok(()));
+    assert_eq!(run(&[[2, 0, 4, 1, 2, 7], [2, 0, 4, 3, 1, i32::MIN], [0, 0, 6, 0, 4, 1]]), Ok(()));
+    for (copies, kind) in [
+        ([[2, 0, 4, 1, 2, 7], [2, 0, 4, 2, 1, 0]], OpErrorKind::Overlap),
+        ([[2, 0, 4, 0, 1, 7], [4, 3, 6, 0, 1, 0]], OpErrorKind::Overlap),
+        ([[2, 0, 2, 2, 1, 7], [4, 3, 6, 0, 1, 0]], OpErrorKind::Overlap),
+        ([[2, 0, 3, 2, 1, 7], [4, 3, 6, 0, 1, 0]], OpErrorKind::Overlap),
+        ([[2, 0, 0, 0, 1, 7], [4, 3, 6, 0, 1, 0]], OpErrorKind::OutOfRange),
+        ([[-2, 0, 6, 0, 1, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
+        ([[2, 0, 6, 0, 0, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
+        ([[2, 3, 6, 0, 2, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
+        ([[2, 0, 6, 0, i32::MAX, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
+        ([[2, 0, 7, 0, 1, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
+    ] {
+        assert_eq!(run(&copies).expect_err("a refusal").kind(), kind, "{copies:?}");
+    }
+}
+
+#[test]
+fn engine_layouts_are_accepted_and_aliasing_strides_refused() {
+    // Keys and values in two halves, layers outermost: [L, 2, N, G, P, D].
+    let (blocks, page) = (5, 4 * D);
+    let engine = PageGeometry {
+        layers: 3,
+        kv_heads: 2,
+        page_tokens: 4,
+        head_dim: D,
+        block_stride: 2 * page,
+        layer_stride: 2 * blocks * 2 * page,
+        head_stride: page,
+        token_stride: D,
+        value_offset: blocks * 2 * page,
+    };
+    let len = 3 * engine.layer_stride;
+    let copies = [[1, 0, 2, 0, 4, 5], [3, 0, 4, 0, 4, 5]];
+    assert_eq!(copy(engine, len, &copies), Ok(()));
+    assert_eq!(copy(engine, len - 1, &copies).expect_err("short").kind(), OpErrorKind::OutOfRange);
+    let folded = PageGeometry { token_stride: D - 1, ..engine };
+    assert_eq!(copy(folded, len, &copies).expect_err("aliasing").kind(), OpErrorKind::Overlap);
+}
+
+#[test]
+fn merge_checks_every_length() {
+    let merge = |splits: usize, states: usize, outs: usize, lses: usize| {
+        let (outs, lses) = (vec![0.0f32; outs], vec![0.0f32; lses]);
+        let (out, lse) = (&mut [0.0; 16][..], &mut [0.0; 2][..]);
+        MergeStates { outs: &outs, lses: &lses, splits, states, head_dim: D, out, lse }.validate()
+    };
+    assert_eq!(merge(3, 2, 48, 6), Ok(()));
+    for (splits, states, outs, lses) in
+        [(0, 2, 0, 0), (3, 2, 47, 6), (3, 2, 48, 7), (3, 1, 24, 3), (usize::MAX, 2, 48, 6)]
+    {
+        assert_eq!(
+            merge(splits, states, outs, lses).expect_err("a refusal").kind(),
+            OpErrorKind::Shape
+        );
+    }
+}
+
+#[test]
+fn rope_tables_are_checked_and_know_equal_layers() {
+    let table = |freq: &[f32], layers| RopeTable::new(freq.to_vec(), layers, Pairing::Half);
+    assert_eq!(table(&[1.0; 5], 2).expect_err("a refusal").kind(), OpErrorKind::Shape);
+    assert_eq!(table(&[1.0; 5], 0).expect_err("a refusal").kind(), OpErrorKind::Shape);
+    let error = table(&[1.0, f32::INFINITY], 1).expect_err("a refusal");
+    assert_eq!(error.kind(), OpErrorKind::InvalidArgument);
+    let rope = table(&[1.0, 0.5, 0.2, 0.1, 1.0, 0.5], 3).expect("a valid table");
+    assert_eq!([0, 1, 2].map(|layer| rope.first_alike(layer)), [0, 1, 0]);
+    assert_eq!((rope.layers(), rope.pairs(), rope.inv_freq(1)), (3, 2, &[0.2, 0.1][..]));
+}
+
+proptest! {
+    /// Whatever the numbers, validation answers: it neither panics nor overflows.
+    #[test]
+    fn any_numbers_are_answered(
+        entry in prop::array::uniform5(any::<i32>()),
+        copies in prop::array::uniform6(any::<i32>()),
+        slot in prop::array::uniform2(any::<i32>()),
+        strides in prop::array::uniform5(any::<usize>()),
+        offsets in prop::collection::vec(any::<i32>(), 0..4),
+    ) {
+        let mut params = good();
+        params.entries[1] = entry;
+        params.entry_offsets = offsets;
+        params.geometry.block_stride = strides[0];
+        let _ = params.validate();
+        let [block_stride, layer_stride, head_stride, token_stride, value_offset] = strides;
+        let wild = PageGeometry {
+            block_stride, layer_stride, head_stride, token_stride, value_offset, ..geometry()
+        };
+        let _ = copy(wild, ELEMENTS, &[copies]);
+        let _ = copy(geometry(), ELEMENTS, &[copies]);
+        let _ = write(&[slot, [2, 0]]);
+    }
+}

@@ -1,0 +1,6 @@
+//! Every op on every backend: against its definition, under its laws, by its bits.
+
+mod laws;
+mod match_reference;
+mod paged;
+mod row_bits;

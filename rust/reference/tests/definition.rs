@@ -1,0 +1,188 @@
+//! The definition against index arithmetic and closed forms.
+
+use kvweave_core::ops::{
+    AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, PageGeometry, Pairing, Queries,
+    RopeTable, ScoreTokens, Scoring, WritePages,
+};
+use kvweave_reference::{attend_prefill, copy_rerotate, merge_states, score_tokens, write_pages};
+
+const P: usize = 8;
+const D: usize = 8;
+
+/// Two layers, two KV heads: four pages a block.
+fn geometry() -> PageGeometry {
+    PageGeometry::arena(2, 2, P, D)
+}
+
+fn rope(pairing: Pairing) -> RopeTable {
+    RopeTable::new(vec![0.5, 0.25, 0.125, 1.0, 0.3, 0.1], 2, pairing).expect("a valid table")
+}
+
+/// Attends layer 1, tokens 0..16 in blocks 4 and 8, four query heads.
+fn attend(
+    cache: &[f32],
+    q: &[f32],
+    positions: &[i32],
+    window: Option<u32>,
+    softcap: Option<f32>,
+) -> (Vec<f32>, Vec<f32>) {
+    let rows = positions.len();
+    let (mut out, mut lse) = (vec![9.0; rows * 4 * D], vec![9.0; rows * 4]);
+    let entries = [[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]];
+    attend_prefill(AttendPrefill {
+        queries: Queries { vectors: HeadRows::contiguous(q, rows, 4, D), positions },
+        kv: KvView { cache, geometry: geometry(), layer: 1, entries: &entries },
+        scoring: Scoring { scale: 0.5, rope: &rope(Pairing::Half), window, softcap },
+        row_offsets: &[0, rows as i32],
+        entry_offsets: &[0, 2],
+        out: &mut out,
+        lse: &mut lse,
+    })
+    .expect("valid params");
+    (out, lse)
+}
+
+/// The page of (block, layer 1, head) by hand: pages of a block are layer-major.
+fn page(block: usize, head: usize) -> usize {
+    (block + 2 + head) * 2 * P * D
+}
+
+/// Keys all zero, value d of token t in head g is 100·g + t + d/10.
+fn counting_values() -> Vec<f32> {
+    let mut cache = vec![0.0; 12 * 2 * P * D];
+    for (block, head, slot, d) in (0..256).map(|i| ([4, 8][i / 128], i / 64 % 2, i / 8 % 8, i % 8))
+    {
+        let token = (block - 4) * 2 + slot;
+        cache[page(block, head) + P * D + slot * D + d] =
+            100.0 * head as f32 + token as f32 + d as f32 / 10.0;
+    }
+    cache
+}
+
+#[test]
+fn equal_scores_give_the_mean_of_what_is_visible() {
+    let q = vec![1.0; 3 * 4 * D];
+    let (out, lse) = attend(&counting_values(), &q, &[15, 0, 6], None, None);
+    for (row, keys) in [(0, 16.0f32), (1, 1.0), (2, 7.0)] {
+        for head in 0..4 {
+            let state = row * 4 + head;
+            assert!((lse[state] - keys.ln()).abs() < 1e-6);
+            for d in 0..D {
+                let mean = 100.0 * (head / 2) as f32 + (keys - 1.0) / 2.0 + d as f32 / 10.0;
+                assert!((out[state * D + d] - mean).abs() < 1e-4, "row {row} head {head}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_window_keeps_the_last_keys() {
+    let q = vec![1.0; 2 * 4 * D];
+    let (out, lse) = attend(&counting_values(), &q, &[12, 1], Some(4), None);
+    assert!((out[0] - 10.5).abs() < 1e-5, "positions 9 to 12");
+    assert!((out[4 * D] - 0.5).abs() < 1e-5, "positions 0 and 1");
+    assert!((lse[0] - 4f32.ln()).abs() < 1e-6);
+}
+
+#[test]
+fn two_keys_are_a_logistic_and_softcap_bends_it() {
+    let mut cache = counting_values();
+    cache[page(4, 0)] = 3.0;
+    let mut q = vec![0.0; 4 * D];
+    q[0] = 2.0;
+    let weight = |score: f32| 1.0 / (1.0 + (-score).exp());
+    let (out, _) = attend(&cache, &q, &[1], None, None);
+    assert!((out[0] - (1.0 - weight(3.0))).abs() < 1e-6, "token 0 has score 0.5 · 2 · 3");
+    let (out, _) = attend(&cache, &q, &[1], None, Some(2.0));
+    let capped = 2.0 * 1.5f32.tanh();
+    assert!((out[0] - (1.0 - weight(capped))).abs() < 1e-6);
+}
+
+#[test]
+fn rotation_by_hand_in_both_pairings() {
+    for (pairing, first, second) in [(Pairing::Half, 1, 4), (Pairing::Interleaved, 2, 3)] {
+        let mut cache = vec![0.0f32; 12 * 2 * P * D];
+        for head in 0..2 {
+            let key = page(4, head) + 2 * D;
+            cache[key + first] = 1.0;
+            cache[key + 7] = 5.0;
+        }
+        let copies = [[4, 2, 8, 6, 1, 3]];
+        let (geometry, rope) = (geometry(), rope(pairing));
+        copy_rerotate(CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope: &rope })
+            .expect("valid params");
+        for head in 0..2 {
+            let key = &cache[page(8, head) + 6 * D..][..D];
+            let angle = 3.0 * 0.3f32;
+            assert!((key[first] - angle.cos()).abs() < 1e-6);
+            assert!((key[second] - angle.sin()).abs() < 1e-6);
+            assert_eq!(key[7], 5.0, "past rotary_dim nothing turns");
+        }
+    }
+}
+
+#[test]
+fn slots_are_where_index_arithmetic_says() {
+    let mut cache = vec![-1.0f32; 12 * 2 * P * D];
+    let keys: Vec<f32> = (0..32).map(|x| x as f32).collect();
+    let values: Vec<f32> = (100..132).map(|x| x as f32).collect();
+    write_pages(WritePages {
+        cache: &mut cache,
+        geometry: geometry(),
+        layer: 1,
+        keys: HeadRows::contiguous(&keys, 2, 2, D),
+        values: HeadRows::contiguous(&values, 2, 2, D),
+        slots: &[[8, 7], [4, 0]],
+    })
+    .expect("valid params");
+    for (row, block, slot) in [(0, 8, 7), (1, 4, 0)] {
+        for head in 0..2 {
+            let start = page(block, head) + slot * D;
+            let source = (row * 2 + head) * D;
+            assert_eq!(cache[start..start + D], keys[source..source + D]);
+            assert_eq!(cache[start + P * D..][..D], values[source..source + D]);
+        }
+    }
+    assert_eq!(cache.iter().filter(|&&x| x != -1.0).count(), 64);
+}
+
+#[test]
+fn uniform_rows_spread_their_mass_evenly() {
+    let cache = counting_values();
+    let (q, mut mass) = (vec![1.0; 2 * 4 * D], vec![9.0; 16]);
+    score_tokens(ScoreTokens {
+        queries: Queries { vectors: HeadRows::contiguous(&q, 2, 4, D), positions: &[3, 7] },
+        kv: KvView {
+            cache: &cache,
+            geometry: geometry(),
+            layer: 1,
+            entries: &[[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]],
+        },
+        scoring: Scoring { scale: 1.0, rope: &rope(Pairing::Half), window: None, softcap: None },
+        mass: &mut mass,
+    })
+    .expect("valid params");
+    let expected = |p: usize| 4.0 * ([0.25, 0.0][p / 4 % 2] + 0.125) * [1.0, 0.0][p / 8];
+    for (p, mass) in mass.iter().enumerate() {
+        assert!((mass - expected(p)).abs() < 1e-6, "position {p}");
+    }
+}
+
+#[test]
+fn merging_weighs_by_mass() {
+    let inf = f32::NEG_INFINITY;
+    let outs = [1.0f32, 2.0, 7.0, 7.0, 5.0, 6.0, 7.0, 7.0];
+    let (mut out, mut lse) = ([9.0f32; 4], [9.0f32; 2]);
+    merge_states(MergeStates {
+        outs: &outs,
+        lses: &[3f32.ln(), inf, 0.0, inf],
+        splits: 2,
+        states: 2,
+        head_dim: 2,
+        out: &mut out,
+        lse: &mut lse,
+    })
+    .expect("valid params");
+    assert_eq!(out, [2.0, 3.0, 0.0, 0.0]);
+    assert!((lse[0] - 4f32.ln()).abs() < 1e-6 && lse[1] == inf);
+}
