@@ -176,18 +176,19 @@ def _label_reasons(axes: Axes, plan: DrawnPlan, levels: list[list[DrawnSpan]]) -
         for span in spans:
             turned = _turned(span, plan)
             at = span.end if turned else span.start
-            axes.plot([at, at], [0.0, y - 0.1], color=span.colour, linewidth=1.2, zorder=1)
-            axes.text(
-                at,
-                y,
-                f"{_reason(span)} " if turned else f" {_reason(span)}",
+            axes.plot([at, at], [0.0, y], color=span.colour, linewidth=1.2, zorder=1)
+            axes.annotate(
+                _reason(span),
+                (at, y),
+                xytext=(-4 if turned else 4, 0),
+                textcoords="offset points",
                 ha="right" if turned else "left",
                 va="center",
                 size=8,
                 color=INK,
                 # Leaders of lower labels pass behind the text.
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-                zorder=2 + _LEVELS - level,
+                zorder=2,
             )
 
 

@@ -68,7 +68,7 @@ def _draw_kl(axes: Axes, rows: list[Mapping[str, Any]]) -> None:
             axes.plot(ends, [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
         outside = row["kl"]["value"] < _SMALLEST
         axes.plot([value], [y], "<" if outside else "o", color=colour, markersize=7)
-        text = f"{row['kl']['value']:.1e}" if outside else f"{row['kl']['value']:.4f}"
+        text = f"{row['kl']['value']:.1g}" if outside else f"{row['kl']['value']:.4f}"
         if row["role"] == "policy" and row["policy"] != "naive":
             closed = row["gap_closed"]["value"]
             text += "" if closed is None else f"  (gap closed {closed:.0%})"
