@@ -88,6 +88,14 @@ impl Request {
         self.private.blocks().len() / self.shared.groups.len()
     }
 
+    /// Blocks of the first head group that this request reads and others may read as well: its
+    /// exact prefix and, while they are held, its segments' donors.
+    #[must_use]
+    pub fn shared_blocks(&self) -> usize {
+        let donors = self.donors.as_ref().map_or(0, |donors| donors.blocks().len());
+        (self.prefix.blocks().len() + donors) / self.shared.groups.len()
+    }
+
     /// The KV view of [0, len) in the first head group: `[block, begin, end, position, delta]`.
     #[must_use]
     pub fn entries(&self) -> Vec<[i32; 5]> {

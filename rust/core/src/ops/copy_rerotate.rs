@@ -60,35 +60,48 @@ impl<T> CopyRerotate<'_, T> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
-        self.geometry.check_counts()?;
-        self.rope.check_fits(&self.geometry)?;
-        for copy in self.copies {
-            check_run(&self.geometry, copy)?;
-        }
-        let mut written: Vec<_> = self.copies.iter().map(|c| (c[2], c[3], c[3] + c[4])).collect();
-        written.sort_unstable();
-        for pair in written.windows(2) {
-            let ((block, _, end), (next, begin, _)) = (pair[0], pair[1]);
-            ensure(block != next || end <= begin, OpErrorKind::Overlap, "copies", || {
-                ("every slot written once", format!("slot {begin} of block {next} twice"))
-            })?;
-        }
-        let mut blocks: Vec<i32> = written.iter().map(|&(block, ..)| block).collect();
-        blocks.dedup();
-        let mut read: Vec<i32> = self.copies.iter().map(|c| c[0]).collect();
-        read.sort_unstable();
-        read.dedup();
-        if let Some(both) = read.iter().find(|block| blocks.binary_search(block).is_ok()) {
-            let got = format!("block {both} both read and written");
-            let expected = "blocks either read or written";
-            return Err(OpError::new(OpErrorKind::Overlap, "copies", expected, got));
-        }
-        blocks.extend(read);
-        blocks.sort_unstable();
-        let Some(&last) = blocks.last() else { return Ok(()) };
-        self.geometry.check_reach(last as usize, self.geometry.layers - 1, self.cache.len())?;
-        self.geometry.check_disjoint(&blocks)
+        validate_copies(self.copies, &self.geometry, self.rope, self.cache.len())
     }
+}
+
+/// The same for a cache of `len` elements whose memory is elsewhere, such as on a device.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_copies(
+    copies: &[[i32; 6]],
+    geometry: &PageGeometry,
+    rope: &RopeTable,
+    len: usize,
+) -> Result<(), OpError> {
+    geometry.check_counts()?;
+    rope.check_fits(geometry)?;
+    for copy in copies {
+        check_run(geometry, copy)?;
+    }
+    let mut written: Vec<_> = copies.iter().map(|c| (c[2], c[3], c[3] + c[4])).collect();
+    written.sort_unstable();
+    for pair in written.windows(2) {
+        let ((block, _, end), (next, begin, _)) = (pair[0], pair[1]);
+        ensure(block != next || end <= begin, OpErrorKind::Overlap, "copies", || {
+            ("every slot written once", format!("slot {begin} of block {next} twice"))
+        })?;
+    }
+    let mut blocks: Vec<i32> = written.iter().map(|&(block, ..)| block).collect();
+    blocks.dedup();
+    let mut read: Vec<i32> = copies.iter().map(|c| c[0]).collect();
+    read.sort_unstable();
+    read.dedup();
+    if let Some(both) = read.iter().find(|block| blocks.binary_search(block).is_ok()) {
+        let got = format!("block {both} both read and written");
+        let expected = "blocks either read or written";
+        return Err(OpError::new(OpErrorKind::Overlap, "copies", expected, got));
+    }
+    blocks.extend(read);
+    blocks.sort_unstable();
+    let Some(&last) = blocks.last() else { return Ok(()) };
+    geometry.check_reach(last as usize, geometry.layers - 1, len)?;
+    geometry.check_disjoint(&blocks)
 }
 
 fn check_run(geometry: &PageGeometry, copy: &[i32; 6]) -> Result<(), OpError> {

@@ -25,7 +25,7 @@ mod write_pages;
 
 pub use attend_decode::AttendDecode;
 pub use attend_prefill::AttendPrefill;
-pub use copy_rerotate::{CopyRerotate, CopyRun};
+pub use copy_rerotate::{CopyRerotate, CopyRun, validate_copies};
 pub use element::Element;
 pub use entries::{Entry, KvView};
 pub use error::{OpError, OpErrorKind};
