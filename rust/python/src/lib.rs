@@ -1,1 +1,50 @@
-//! kvweave python.
+//! `kvweave._native`: the crates as Python sees them. Convert, release the lock, call, convert.
+
+mod arena;
+mod arguments;
+mod attention;
+mod cache;
+mod cuda;
+mod dlpack;
+mod dtype;
+mod failure;
+mod ops;
+mod plan;
+mod request;
+mod rope;
+mod shape;
+mod stats;
+mod tensor;
+mod tokens;
+
+use pyo3::prelude::*;
+
+/// The native module of kvweave; `kvweave.cache` and `kvweave.ops` are its documented face.
+#[pymodule]
+mod _native {
+    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+
+    #[pymodule_export]
+    use super::arena::Arena;
+    #[pymodule_export]
+    use super::attention::{attend_decode, attend_prefill, score_tokens};
+    #[pymodule_export]
+    use super::cache::{FrozenSegment, KvCache};
+    #[pymodule_export]
+    use super::cuda::{copy_rerotate_cuda, cuda_status};
+    #[pymodule_export]
+    use super::ops::{copy_rerotate, merge_states, write_pages};
+    #[pymodule_export]
+    use super::plan::{PlanSpan, ReusePlan};
+    #[pymodule_export]
+    use super::request::KvRequest;
+    #[pymodule_export]
+    use super::rope::RopeTable;
+    #[pymodule_export]
+    use super::shape::{HeadClassMap, KvShape};
+
+    #[pymodule_init]
+    fn version(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

@@ -1,0 +1,25 @@
+// Cosines and sines of rotary embedding, accurate for any whole number of positions.
+#pragma once
+
+#include <cstdint>
+
+// The angle delta · inv_freq as a multiple of π within [-1, 1]. The product is exact in f64 while
+// |delta| < 2^29, and 2π is subtracted in two parts, so that a million positions cost no digits
+// that a float has.
+__device__ __forceinline__ double half_turns(int32_t delta, float inv_freq) {
+  constexpr double kTurn = 6.283185307179586;         // 2π rounded to f64
+  constexpr double kTurnRest = 2.4492935982947064e-16;  // what the rounding left
+  constexpr double kPerPi = 0.3183098861837907;
+  const double angle = static_cast<double>(delta) * static_cast<double>(inv_freq);
+  const double turns = rint(angle / kTurn);
+  const double rest = fma(-turns, kTurnRest, fma(-turns, kTurn, angle));
+  return rest * kPerPi;
+}
+
+__device__ __forceinline__ void cos_sin(double half_turns, float& cosine, float& sine) {
+  sincospif(static_cast<float>(half_turns), &sine, &cosine);
+}
+
+__device__ __forceinline__ void cos_sin(double half_turns, double& cosine, double& sine) {
+  sincospi(half_turns, &sine, &cosine);
+}

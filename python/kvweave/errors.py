@@ -1,0 +1,46 @@
+"""What kvweave raises: one base class, and one class for each kind a caller may react to."""
+
+from __future__ import annotations
+
+
+class KvweaveError(Exception):
+    """Base of all errors. `expected` and `got` are the two sides of the text, when known."""
+
+    def __init__(
+        self, message: str = "", *, expected: str | None = None, got: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.got = got
+
+    def __str__(self) -> str:
+        # KeyError, a base of one class below, would show the text quoted.
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidArgument(KvweaveError, ValueError):
+    """An argument that can never be right: a shape, a dtype, a range, a name."""
+
+
+class PoolFull(KvweaveError):
+    """Not enough blocks, even with every cached block evicted. Nothing has changed."""
+
+
+class UnknownSegment(KvweaveError, KeyError):
+    """No frozen segment of that name in that namespace."""
+
+
+class NamespaceConflict(KvweaveError):
+    """One token span claimed by two namespaces."""
+
+
+class CorruptHeadMap(KvweaveError, ValueError):
+    """A head map that is not what it says it is, or of another model."""
+
+
+class DeviceUnavailable(KvweaveError, RuntimeError):
+    """A device that cannot be used; the text says why."""
+
+
+class Unsupported(KvweaveError, TypeError):
+    """A model, device or combination that this version does not know."""

@@ -1,0 +1,108 @@
+//! Arguments of the ops, borrowed and checked for what a params struct cannot see: dtype, device,
+//! rank, strides, overlap.
+//!
+//! Python holds an op's arguments for the whole call, so their memory lives. That nobody writes to
+//! them from another thread meanwhile is asked of the caller, as torch asks it for its own ops.
+
+use kvweave_core::ops::{HeadRows, PageGeometry};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Borrowed, borrow};
+use crate::dtype::DType;
+use crate::failure::Failure;
+use crate::tensor::{Stored, TensorRef};
+
+/// Tables of [N] or [N, `COLUMNS`] i32.
+pub struct Table<'py>(pub Borrowed<'py>);
+
+impl<'py> Table<'py> {
+    pub fn of(what: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(borrow(what, object)?))
+    }
+
+    pub fn rows<const COLUMNS: usize>(&self, what: &str) -> Result<&[[i32; COLUMNS]], Failure> {
+        let tensor = &self.0.tensor;
+        tensor.expect_dtype(what, DType::I32)?;
+        tensor.expect_shape(what, &[("N", None), ("columns", Some(COLUMNS))])?;
+        Ok(self.flat(what)?.as_chunks().0)
+    }
+
+    pub fn list(&self, what: &str) -> Result<&[i32], Failure> {
+        self.0.tensor.expect_dtype(what, DType::I32)?;
+        self.0.tensor.expect_shape(what, &[("N", None)])?;
+        self.flat(what)
+    }
+
+    fn flat(&self, what: &str) -> Result<&[i32], Failure> {
+        self.0.tensor.expect_contiguous(what)?;
+        // SAFETY: the owner is held by self; writers are excluded as the head of this file says.
+        unsafe { self.0.tensor.slice(what) }
+    }
+}
+
+pub fn raised<T>(py: Python<'_>, outcome: Result<T, Failure>) -> PyResult<T> {
+    outcome.map_err(|failure| failure.raise(py))
+}
+
+/// The paged tensor [pages, 2, P, D] and its geometry for `layers` of `kv_heads`.
+pub fn pages_of(
+    cache: &TensorRef,
+    layers: usize,
+    kv_heads: usize,
+) -> Result<PageGeometry, Failure> {
+    let wanted = [("pages", None), ("2", Some(2)), ("P", None), ("D", None)];
+    cache.expect_shape("cache", &wanted)?;
+    cache.expect_contiguous("cache")?;
+    let &[_, _, page_tokens, head_dim] = cache.shape() else {
+        return Err(Failure::invalid("cache", "4 axes", cache.axes));
+    };
+    Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
+}
+
+/// A strided tensor [rows, heads, D] whose last axis is contiguous.
+pub fn head_rows<'a, T: Stored>(
+    what: &str,
+    tensor: &TensorRef,
+) -> Result<HeadRows<'a, T>, Failure> {
+    tensor.expect_shape(what, &[("R", None), ("heads", None), ("D", None)])?;
+    tensor.reach(what)?;
+    let (&[rows, heads, head_dim], &[row, head, last]) = (tensor.shape(), tensor.strides()) else {
+        return Err(Failure::invalid(what, "3 axes", tensor.axes));
+    };
+    if last != 1 && head_dim > 1 {
+        let got = format!("strides {:?}", tensor.strides());
+        return Err(Failure::invalid(what, "a contiguous last axis", got));
+    }
+    // SAFETY: the owner outlives the call that made `tensor`; writers are excluded as the head of this file
+    // head says.
+    let values = unsafe { tensor.slice(what) }?;
+    let (row_stride, head_stride) = (row.unsigned_abs(), head.unsigned_abs());
+    Ok(HeadRows { values, rows, heads, head_dim, row_stride, head_stride })
+}
+
+/// A contiguous tensor of `shape` to write results to, apart from everything that is read.
+pub fn output<'a, T: Stored>(
+    what: &str,
+    tensor: &TensorRef,
+    shape: &[(&str, Option<usize>)],
+    read: &[(&str, &TensorRef)],
+) -> Result<&'a mut [T], Failure> {
+    tensor.expect_shape(what, shape)?;
+    tensor.expect_contiguous(what)?;
+    for (name, other) in read {
+        tensor.expect_apart(what, other, name)?;
+    }
+    // SAFETY: apart from every argument that is read, as just checked; the owner outlives the call
+    // that made `tensor`.
+    unsafe { tensor.slice_mut(what) }
+}
+
+/// Refuses tensors whose dtype differs from the cache's.
+pub fn same_dtype(cache: &TensorRef, others: &[(&str, &TensorRef)]) -> Result<(), Failure> {
+    others.iter().try_for_each(|(what, tensor)| tensor.expect_dtype(what, cache.dtype))
+}
+
+/// A count or index that came as a Python int.
+pub fn count(what: &str, value: i64) -> Result<usize, Failure> {
+    usize::try_from(value).map_err(|_| Failure::invalid(what, "at least 0", value))
+}

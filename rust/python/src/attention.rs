@@ -1,0 +1,194 @@
+//! The ops that read pages: attention of prefill rows and of decode rows, and token scores.
+
+use half::{bf16, f16};
+use kvweave_core::ops::{AttendDecode, AttendPrefill, KvView, Queries, ScoreTokens, Scoring};
+use kvweave_cpu as cpu;
+use kvweave_reference as reference;
+use pyo3::prelude::*;
+
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, same_dtype};
+use crate::dlpack::{Borrowed, borrow};
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+use crate::ops::{run, with_element};
+use crate::rope::RopeTable;
+use crate::tensor::{KvElement, TensorRef};
+
+/// What all three ops take, by name: a mapping with these keys.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct AttentionArguments<'py> {
+    q: Bound<'py, PyAny>,
+    positions: Bound<'py, PyAny>,
+    entries: Bound<'py, PyAny>,
+    cache: Bound<'py, PyAny>,
+    layer: i64,
+    kv_heads: i64,
+    scale: f32,
+    rope: Py<RopeTable>,
+    window: Option<i64>,
+    softcap: Option<f32>,
+}
+
+/// The same, borrowed.
+struct Attention<'py> {
+    q: Borrowed<'py>,
+    positions: Table<'py>,
+    entries: Table<'py>,
+    cache: Borrowed<'py>,
+    layer: usize,
+    kv_heads: usize,
+    scoring: Scoring<'py>,
+}
+
+impl<'py> AttentionArguments<'py> {
+    fn borrow(&'py self, py: Python<'py>) -> PyResult<Attention<'py>> {
+        let window = self.window.map(|w| count("window", w)).transpose();
+        let window = raised(py, window)?.map(|w| u32::try_from(w).unwrap_or(u32::MAX));
+        let (scale, softcap, rope) = (self.scale, self.softcap, &self.rope.get().table);
+        Ok(Attention {
+            q: borrow("q", &self.q)?,
+            positions: Table::of("positions", &self.positions)?,
+            entries: Table::of("entries", &self.entries)?,
+            cache: borrow("cache", &self.cache)?,
+            layer: raised(py, count("layer", self.layer))?,
+            kv_heads: raised(py, count("kv_heads", self.kv_heads))?,
+            scoring: Scoring { scale, rope, window, softcap },
+        })
+    }
+}
+
+impl Attention<'_> {
+    fn queries<T: KvElement>(&self) -> Result<Queries<'_, T>, Failure> {
+        let positions = self.positions.list("positions")?;
+        Ok(Queries { vectors: head_rows("q", &self.q.tensor)?, positions })
+    }
+
+    fn kv<T: KvElement>(&self) -> Result<KvView<'_, T>, Failure> {
+        let cache = &self.cache.tensor;
+        same_dtype(cache, &[("q", &self.q.tensor)])?;
+        let geometry = pages_of(cache, self.scoring.rope.layers(), self.kv_heads)?;
+        let entries = self.entries.rows("entries")?;
+        // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
+        let cache = unsafe { cache.slice("cache") }?;
+        Ok(KvView { cache, geometry, layer: self.layer, entries })
+    }
+
+    fn read(&self) -> [(&'static str, &TensorRef); 4] {
+        [
+            ("q", &self.q.tensor),
+            ("positions", &self.positions.0.tensor),
+            ("entries", &self.entries.0.tensor),
+            ("cache", &self.cache.tensor),
+        ]
+    }
+
+    /// `out` [R, H, D] and `lse` [R, H] as slices to write.
+    fn results<'a, T: KvElement>(
+        &self,
+        out: &TensorRef,
+        lse: &TensorRef,
+    ) -> Result<(&'a mut [T], &'a mut [f32]), Failure> {
+        let size = |axis: usize| self.q.tensor.shape().get(axis).copied();
+        let shape = [("R", size(0)), ("H", size(1)), ("D", size(2))];
+        let [q, positions, entries, cache] = self.read();
+        let read = [q, positions, entries, cache, ("lse", lse)];
+        let values = output("out", out, &shape, &read)?;
+        Ok((values, output("lse", lse, &shape[..2], &read[..4])?))
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, reference))]
+pub fn attend_prefill(
+    py: Python<'_>,
+    arguments: AttentionArguments<'_>,
+    row_offsets: Option<&Bound<'_, PyAny>>,
+    entry_offsets: Option<&Bound<'_, PyAny>>,
+    out: &Bound<'_, PyAny>,
+    lse: &Bound<'_, PyAny>,
+    reference: bool,
+) -> PyResult<()> {
+    let call = arguments.borrow(py)?;
+    let row_offsets = Offsets::of("row_offsets", row_offsets, &call.positions)?;
+    let entry_offsets = Offsets::of("entry_offsets", entry_offsets, &call.entries)?;
+    let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
+    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+        let params = || {
+            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let (out, lse) = call.results(&out.tensor, &lse.tensor)?;
+            let row_offsets = row_offsets.list("row_offsets")?;
+            let entry_offsets = entry_offsets.list("entry_offsets")?;
+            let scoring = call.scoring;
+            Ok(AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse })
+        };
+        run!(py, reference, attend_prefill, raised(py, params())?)
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (arguments, entry_offsets, out, lse, reference))]
+pub fn attend_decode(
+    py: Python<'_>,
+    arguments: AttentionArguments<'_>,
+    entry_offsets: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    lse: &Bound<'_, PyAny>,
+    reference: bool,
+) -> PyResult<()> {
+    let call = arguments.borrow(py)?;
+    let entry_offsets = Table::of("entry_offsets", entry_offsets)?;
+    let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
+    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+        let params = || {
+            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let (out, lse) = call.results(&out.tensor, &lse.tensor)?;
+            let entry_offsets = entry_offsets.list("entry_offsets")?;
+            Ok(AttendDecode { queries, kv, scoring: call.scoring, entry_offsets, out, lse })
+        };
+        run!(py, reference, attend_decode, raised(py, params())?)
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (arguments, mass, reference))]
+pub fn score_tokens(
+    py: Python<'_>,
+    arguments: AttentionArguments<'_>,
+    mass: &Bound<'_, PyAny>,
+    reference: bool,
+) -> PyResult<()> {
+    let call = arguments.borrow(py)?;
+    let mass = borrow("mass", mass)?;
+    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+        let params = || {
+            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let mass = output("mass", &mass.tensor, &[("T", None)], &call.read())?;
+            Ok(ScoreTokens { queries, kv, scoring: call.scoring, mass })
+        };
+        run!(py, reference, score_tokens, raised(py, params())?)
+    })
+}
+
+/// Offsets as given, or those of a call with one request.
+enum Offsets<'py> {
+    Given(Table<'py>),
+    Whole([i32; 2]),
+}
+
+impl<'py> Offsets<'py> {
+    fn of(what: &str, given: Option<&Bound<'py, PyAny>>, split: &Table<'_>) -> PyResult<Self> {
+        let Some(given) = given else {
+            let rows = split.0.tensor.shape().first().copied().unwrap_or(0);
+            return Ok(Self::Whole([0, i32::try_from(rows).unwrap_or(i32::MAX)]));
+        };
+        Table::of(what, given).map(Self::Given)
+    }
+
+    fn list(&self, what: &str) -> Result<&[i32], Failure> {
+        match self {
+            Self::Given(table) => table.list(what),
+            Self::Whole(offsets) => Ok(offsets),
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! `KvCache`: pools, indexes and the arena.
+
+use kvweave_core::{self as core, Admission, CacheConfig, HashKind, MarkedSegment, Mode, Reuse};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::arena::Arena;
+use crate::arguments::{count, raised};
+use crate::dlpack::borrow;
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+use crate::request::KvRequest;
+use crate::shape::{HeadClassMap, KvShape};
+use crate::tokens::Tokens;
+
+/// A cache of KV blocks over one arena of pages. Use it from any thread.
+#[pyclass(frozen, module = "kvweave._native")]
+pub struct KvCache {
+    cache: core::KvCache,
+    shape: Py<KvShape>,
+    arena: Py<PyAny>,
+}
+
+/// A knowledge-base entry.
+#[pyclass(frozen, get_all, module = "kvweave._native")]
+pub struct FrozenSegment {
+    name: String,
+    namespace: String,
+    tokens: usize,
+    blocks: usize,
+    resident_blocks: usize,
+    references: u64,
+}
+
+#[pymethods]
+impl FrozenSegment {
+    fn __repr__(&self) -> String {
+        format!(
+            "FrozenSegment(name={:?}, namespace={:?}, tokens={}, blocks={}, resident_blocks={})",
+            self.name, self.namespace, self.tokens, self.blocks, self.resident_blocks
+        )
+    }
+}
+
+impl From<core::FrozenSegment> for FrozenSegment {
+    fn from(segment: core::FrozenSegment) -> Self {
+        let core::FrozenSegment { name, namespace, tokens, blocks, resident_blocks, references } =
+            segment;
+        Self { name, namespace, tokens, blocks, resident_blocks, references }
+    }
+}
+
+#[pymethods]
+impl KvCache {
+    #[new]
+    #[pyo3(signature = (
+        shape, *, arena_bytes=None, blocks=None, heads=None, hash="xxh3-128", frozen_share=0.5,
+        watermark=0.9, external=None, fingerprint=""
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    fn new(
+        py: Python<'_>,
+        shape: Py<KvShape>,
+        arena_bytes: Option<i64>,
+        blocks: Option<i64>,
+        heads: Option<&Bound<'_, HeadClassMap>>,
+        hash: &str,
+        frozen_share: f64,
+        watermark: f64,
+        external: Option<&Bound<'_, PyAny>>,
+        fingerprint: &str,
+    ) -> PyResult<Self> {
+        let geometry = shape.get().0;
+        let heads = heads.map(|map| map.get().0.clone());
+        let settings = || {
+            Ok((
+                hash_kind(hash)?,
+                percent("frozen_share", frozen_share)?,
+                percent("watermark", watermark)?,
+            ))
+        };
+        let (hash, frozen_share, watermark) = raised(py, settings())?;
+        let arena_pages = match external {
+            Some(tensor) => {
+                let tensor = borrow("external", tensor)?.tensor;
+                let (page_tokens, head_dim) = (geometry.page_tokens(), geometry.head_dim());
+                let wanted = [
+                    ("pages", None),
+                    ("2", Some(2)),
+                    ("P", Some(page_tokens as usize)),
+                    ("D", Some(head_dim as usize)),
+                ];
+                let checks = || {
+                    tensor.expect_dtype("external", DType::from(geometry.dtype()))?;
+                    tensor.expect_shape("external", &wanted)?;
+                    tensor.expect_contiguous("external")?;
+                    tensor.expect_writable("external")?;
+                    tensor.expect_aligned("external", 16)
+                };
+                raised(py, checks())?;
+                tensor.shape()[0] as u64
+            }
+            None => raised(py, pages(&geometry, arena_bytes, blocks))?,
+        };
+        let heads = raised(py, head_map(heads, &geometry, fingerprint))?;
+        let cache = entry(py, || {
+            core::KvCache::new(CacheConfig {
+                heads,
+                hash,
+                frozen_share,
+                watermark,
+                ..CacheConfig::new(geometry, arena_pages)
+            })
+        })?;
+        let arena = match external {
+            Some(tensor) => tensor.clone().unbind(),
+            None => {
+                let (tokens, dim) = (geometry.page_tokens() as usize, geometry.head_dim() as usize);
+                let sizes = [arena_pages as usize, 2, tokens, dim];
+                let arena = entry(py, || Arena::new(sizes, geometry.dtype().into()))?;
+                Py::new(py, arena)?.into_any()
+            }
+        };
+        Ok(Self { cache, shape, arena })
+    }
+
+    /// The geometry that the cache was made for.
+    #[getter]
+    fn shape(&self, py: Python<'_>) -> Py<KvShape> {
+        self.shape.clone_ref(py)
+    }
+
+    /// The pages [pages, 2, P, D]: the caller's tensor where one was given.
+    #[getter]
+    fn arena(&self, py: Python<'_>) -> Py<PyAny> {
+        self.arena.clone_ref(py)
+    }
+
+    /// Bytes of one block of every head group.
+    #[getter]
+    fn block_bytes(&self) -> u64 {
+        let pages: u64 = self.cache.groups().pages().iter().map(|&pages| u64::from(pages)).sum();
+        pages * self.cache.config().shape.page_bytes()
+    }
+
+    /// Plans a prompt, holds what it reuses and allocates the rest: all or nothing.
+    #[pyo3(signature = (
+        tokens, *, namespace="", segments=Vec::new(), discover=false, reuse="segments",
+        mode="materialise", reserve_tokens=0, regime=0
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    fn admit(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: &str,
+        segments: Vec<(i64, i64, String)>,
+        discover: bool,
+        reuse: &str,
+        mode: &str,
+        reserve_tokens: i64,
+        regime: u64,
+    ) -> PyResult<KvRequest> {
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        let settings = || {
+            let reserve = count("reserve_tokens", reserve_tokens)?;
+            Ok((reuse_kind(reuse)?, mode_kind(mode)?, marked(&segments)?, reserve))
+        };
+        let (reuse, mode, marked, reserve_tokens) = raised(py, settings())?;
+        let marked = &marked;
+        let request = entry(py, || {
+            let tokens = &ids;
+            self.cache.admit(&Admission {
+                tokens,
+                namespace,
+                marked,
+                discover,
+                reuse,
+                mode,
+                reserve_tokens,
+                regime,
+            })
+        })?;
+        Ok(KvRequest::new(request))
+    }
+
+    /// Tokens of the longest exact prefix that is cached in a namespace.
+    #[pyo3(signature = (tokens, namespace="", *, regime=0))]
+    fn match_prefix(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: &str,
+        regime: u64,
+    ) -> PyResult<usize> {
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        entry(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace, regime)))
+    }
+
+    /// Blocks by state (all head groups together, and each under "groups"), hits and misses.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = entry(py, || Ok::<_, Failure>(self.cache.stats()))?;
+        crate::stats::to_dict(py, &stats)
+    }
+
+    /// Checks the books: free + held + cached = total, and that all indexes agree.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        entry(py, || self.cache.check())
+    }
+
+    /// Knowledge-base entries of one namespace, or of all.
+    #[pyo3(signature = (namespace=None))]
+    fn frozen(&self, py: Python<'_>, namespace: Option<&str>) -> PyResult<Vec<FrozenSegment>> {
+        let segments = entry(py, || Ok::<_, Failure>(self.cache.frozen(namespace)))?;
+        Ok(segments.into_iter().map(FrozenSegment::from).collect())
+    }
+
+    /// Deletes a knowledge-base entry; its blocks stay cached until they are evicted.
+    #[pyo3(signature = (name, namespace=""))]
+    fn delete(&self, py: Python<'_>, name: &str, namespace: &str) -> PyResult<()> {
+        entry(py, || self.cache.delete_frozen(name, namespace))
+    }
+
+    /// Shrinks the frozen pool above the watermark, lets it grow back below.
+    fn rebalance(&self, py: Python<'_>) -> PyResult<()> {
+        entry(py, || {
+            self.cache.rebalance();
+            Ok::<_, Failure>(())
+        })
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let stats = entry(py, || Ok::<_, Failure>(self.cache.stats()))?;
+        let held: usize = stats.groups.iter().map(|group| group.held).sum();
+        Ok(format!("KvCache({} pages, {held} blocks held)", stats.arena_pages))
+    }
+}
+
+/// Pages of an arena given in bytes or in blocks, exactly one of them.
+fn pages(
+    shape: &core::KvShape,
+    arena_bytes: Option<i64>,
+    blocks: Option<i64>,
+) -> Result<u64, Failure> {
+    match (arena_bytes, blocks) {
+        (Some(bytes), None) => Ok(count("arena_bytes", bytes)? as u64 / shape.page_bytes()),
+        (None, Some(blocks)) => Ok(shape.pages_for_blocks(count("blocks", blocks)? as u64)?),
+        (bytes, blocks) => {
+            let got = match (bytes, blocks) {
+                (None, None) => "none of them",
+                _ => "both",
+            };
+            Err(Failure::invalid("arena", "arena_bytes, blocks or external", got))
+        }
+    }
+}
+
+/// The head map with the model's fingerprint: part of every key of the index.
+fn head_map(
+    given: Option<core::HeadClassMap>,
+    shape: &core::KvShape,
+    fingerprint: &str,
+) -> Result<Option<core::HeadClassMap>, Failure> {
+    match given {
+        None if fingerprint.is_empty() => Ok(None),
+        None => Ok(Some(core::HeadClassMap::full(shape, fingerprint))),
+        Some(map) if fingerprint.is_empty() || map.model_fingerprint == fingerprint => {
+            Ok(Some(map))
+        }
+        Some(map) => {
+            let got = map.model_fingerprint;
+            let kind = core::ErrorKind::CorruptHeadMap;
+            let expected = format!("a map of model {fingerprint:?}");
+            Err(core::Error::new(kind, "head map", expected, format!("one of {got:?}")).into())
+        }
+    }
+}
+
+fn hash_kind(name: &str) -> Result<HashKind, Failure> {
+    match name {
+        "xxh3-128" => Ok(HashKind::Xxh3_128),
+        "sha256" => Ok(HashKind::Sha256),
+        _ => Err(Failure::invalid("hash", "xxh3-128 or sha256", format!("{name:?}"))),
+    }
+}
+
+fn reuse_kind(name: &str) -> Result<Reuse, Failure> {
+    match name {
+        "none" => Ok(Reuse::None),
+        "prefix" => Ok(Reuse::Prefix),
+        "segments" => Ok(Reuse::Segments),
+        _ => Err(Failure::invalid("reuse", "none, prefix or segments", format!("{name:?}"))),
+    }
+}
+
+fn mode_kind(name: &str) -> Result<Mode, Failure> {
+    match name {
+        "materialise" => Ok(Mode::Materialise),
+        "share" => Ok(Mode::Share),
+        _ => Err(Failure::invalid("mode", "materialise or share", format!("{name:?}"))),
+    }
+}
+
+fn marked(segments: &[(i64, i64, String)]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
+    let mark = |segment| {
+        let (start, end, namespace): &(i64, i64, String) = segment;
+        let (start, end) = (count("segment start", *start)?, count("segment end", *end)?);
+        Ok(MarkedSegment { start, end, namespace })
+    };
+    segments.iter().map(mark).collect()
+}
+
+/// A share from 0 to 1 in whole percent.
+fn percent(what: &str, share: f64) -> Result<u8, Failure> {
+    if (0.0..=1.0).contains(&share) {
+        return Ok((share * 100.0).round() as u8);
+    }
+    Err(Failure::invalid(what, "a share from 0 to 1", share))
+}

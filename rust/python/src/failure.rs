@@ -1,0 +1,115 @@
+//! Errors of every crate become one Python exception class each: the only place that maps them.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use kvweave_core::ops::{OpError, OpErrorKind};
+use kvweave_core::{Error, ErrorKind};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyModule};
+
+/// A refusal on its way to Python: the class of `kvweave.errors`, and the three parts of its text.
+#[derive(Debug)]
+pub struct Failure {
+    class: &'static str,
+    what: String,
+    expected: String,
+    got: String,
+}
+
+impl Failure {
+    fn new(
+        class: &'static str,
+        what: impl Into<String>,
+        expected: impl Display,
+        got: impl Display,
+    ) -> Self {
+        let (expected, got) = (expected.to_string(), got.to_string());
+        Self { class, what: what.into(), expected, got }
+    }
+
+    pub fn invalid(what: impl Into<String>, expected: impl Display, got: impl Display) -> Self {
+        Self::new("InvalidArgument", what, expected, got)
+    }
+
+    pub fn unsupported(what: impl Into<String>, expected: impl Display, got: impl Display) -> Self {
+        Self::new("Unsupported", what, expected, got)
+    }
+
+    pub fn unavailable(what: impl Into<String>, expected: impl Display, got: impl Display) -> Self {
+        Self::new("DeviceUnavailable", what, expected, got)
+    }
+
+    /// The exception; an import error instead when `kvweave.errors` cannot be had.
+    pub fn raise(self, py: Python<'_>) -> PyErr {
+        self.build(py).unwrap_or_else(|error| error)
+    }
+
+    fn build(self, py: Python<'_>) -> PyResult<PyErr> {
+        static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+        let module = ERRORS
+            .get_or_try_init(py, || PyModule::import(py, "kvweave.errors").map(Bound::unbind))?;
+        let parts = PyDict::new(py);
+        parts.set_item("expected", &self.expected)?;
+        parts.set_item("got", &self.got)?;
+        let text = format!("{}: expected {}, got {}", self.what, self.expected, self.got);
+        let raised = module.bind(py).getattr(self.class)?.call((text,), Some(&parts))?;
+        Ok(PyErr::from_value(raised))
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let class = match error.kind() {
+            ErrorKind::InvalidArgument | ErrorKind::OutOfRange | ErrorKind::NotWritable => {
+                "InvalidArgument"
+            }
+            ErrorKind::PoolFull { .. } => "PoolFull",
+            ErrorKind::UnknownSegment => "UnknownSegment",
+            ErrorKind::NamespaceConflict => "NamespaceConflict",
+            ErrorKind::CorruptHeadMap => "CorruptHeadMap",
+            _ => "KvweaveError",
+        };
+        Self::new(class, error.what(), error.expected(), error.got())
+    }
+}
+
+impl From<OpError> for Failure {
+    fn from(error: OpError) -> Self {
+        let class = match error.kind() {
+            OpErrorKind::Shape
+            | OpErrorKind::OutOfRange
+            | OpErrorKind::Overlap
+            | OpErrorKind::InvalidArgument => "InvalidArgument",
+            _ => "KvweaveError",
+        };
+        Self::new(class, error.what(), error.expected(), error.got())
+    }
+}
+
+/// Every call into the crates: the GIL released, a panic turned into an exception.
+///
+/// # Errors
+/// The mapped failure, or `KvweaveError` for a panic, which is a defect of kvweave.
+pub fn entry<T: Send, E: Into<Failure>>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> PyResult<T> {
+    let outcome = py.detach(|| {
+        catch_unwind(AssertUnwindSafe(work))
+            .map_err(|panic| defect(&*panic))
+            .and_then(|result| result.map_err(Into::into))
+    });
+    outcome.map_err(|failure| failure.raise(py))
+}
+
+fn defect(panic: &(dyn Any + Send)) -> Failure {
+    let text = panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_string())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".into());
+    Failure::new("KvweaveError", "internal", "no panic", text)
+}

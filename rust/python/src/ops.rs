@@ -1,0 +1,144 @@
+//! The ops that write pages or combine results; `attention.rs` has those that read them.
+//!
+//! Every function follows the same steps: borrow the tensors, check what the params struct cannot,
+//! view memory as slices, run with the lock released. Shapes are named as in `kvweave.ops`.
+
+use half::{bf16, f16};
+use kvweave_core::ops::{CopyRerotate, MergeStates, WritePages};
+use kvweave_cpu as cpu;
+use kvweave_reference as reference;
+use pyo3::prelude::*;
+
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, same_dtype};
+use crate::dlpack::borrow;
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+use crate::rope::RopeTable;
+
+/// Runs `$body` with `$T` as the Rust type of a KV dtype.
+macro_rules! with_element {
+    ($py:expr, $what:expr, $dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            DType::Bf16 => {
+                type $T = bf16;
+                $body
+            }
+            DType::F16 => {
+                type $T = f16;
+                $body
+            }
+            other => {
+                let expected = "float32, bfloat16 or float16";
+                Err(Failure::invalid($what, expected, other.name()).raise($py))
+            }
+        }
+    };
+}
+
+/// A function of the fast crate, or of the definition when `$reference`.
+macro_rules! run {
+    ($py:expr, $reference:expr, $op:ident, $params:expr) => {{
+        let params = $params;
+        entry($py, move || if $reference { reference::$op(params) } else { cpu::$op(params) })
+    }};
+}
+
+pub(crate) use {run, with_element};
+
+#[pyfunction]
+#[pyo3(signature = (cache, layer, k, v, slots, reference))]
+pub fn write_pages(
+    py: Python<'_>,
+    cache: &Bound<'_, PyAny>,
+    layer: i64,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    slots: &Bound<'_, PyAny>,
+    reference: bool,
+) -> PyResult<()> {
+    let cache = borrow("cache", cache)?.tensor;
+    let (k, v) = (borrow("k", k)?, borrow("v", v)?);
+    let slots = Table::of("slots", slots)?;
+    with_element!(py, "cache", cache.dtype, T => {
+        let params = || {
+            let (k, v) = (&k.tensor, &v.tensor);
+            let layer = count("layer", layer)?;
+            same_dtype(&cache, &[("k", k), ("v", v)])?;
+            let keys = head_rows::<T>("k", k)?;
+            let values = head_rows::<T>("v", v)?;
+            let geometry = pages_of(&cache, layer.saturating_add(1), keys.heads)?;
+            cache.expect_apart("cache", k, "k")?;
+            cache.expect_apart("cache", v, "v")?;
+            cache.expect_apart("cache", &slots.0.tensor, "slots")?;
+            let slots = slots.rows("slots")?;
+            // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
+            let cache = unsafe { cache.slice_mut::<T>("cache") }?;
+            Ok(WritePages { cache, geometry, layer, keys, values, slots })
+        };
+        run!(py, reference, write_pages, raised(py, params())?)
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (cache, copies, rope, kv_heads, reference))]
+pub fn copy_rerotate(
+    py: Python<'_>,
+    cache: &Bound<'_, PyAny>,
+    copies: &Bound<'_, PyAny>,
+    rope: &Bound<'_, RopeTable>,
+    kv_heads: i64,
+    reference: bool,
+) -> PyResult<()> {
+    let cache = borrow("cache", cache)?.tensor;
+    let copies = Table::of("copies", copies)?;
+    let rope = &rope.get().table;
+    with_element!(py, "cache", cache.dtype, T => {
+        let params = || {
+            let geometry = pages_of(&cache, rope.layers(), count("kv_heads", kv_heads)?)?;
+            cache.expect_apart("cache", &copies.0.tensor, "copies")?;
+            let copies = copies.rows("copies")?;
+            // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
+            let cache = unsafe { cache.slice_mut::<T>("cache") }?;
+            Ok(CopyRerotate { cache, geometry, copies, rope })
+        };
+        run!(py, reference, copy_rerotate, raised(py, params())?)
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (outs, lses, out, lse, reference))]
+pub fn merge_states(
+    py: Python<'_>,
+    outs: &Bound<'_, PyAny>,
+    lses: &Bound<'_, PyAny>,
+    out: &Bound<'_, PyAny>,
+    lse: &Bound<'_, PyAny>,
+    reference: bool,
+) -> PyResult<()> {
+    let (outs, lses) = (borrow("outs", outs)?, borrow("lses", lses)?);
+    let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
+    let (outs, lses, out, lse) = (outs.tensor, lses.tensor, out.tensor, lse.tensor);
+    with_element!(py, "outs", outs.dtype, T => {
+        let params = || {
+            outs.expect_shape("outs", &[("S", None), ("R", None), ("H", None), ("D", None)])?;
+            let size = |axis: usize| outs.shape()[axis];
+            let (splits, states, head_dim) = (size(0), size(1) * size(2), size(3));
+            let [s, r, h, d] = [("S", 0), ("R", 1), ("H", 2), ("D", 3)]
+                .map(|(name, axis)| (name, Some(size(axis))));
+            lses.expect_shape("lses", &[s, r, h])?;
+            outs.expect_contiguous("outs")?;
+            lses.expect_contiguous("lses")?;
+            let read = [("outs", &outs), ("lses", &lses), ("lse", &lse)];
+            let out = output::<T>("out", &out, &[r, h, d], &read)?;
+            let lse = output("lse", &lse, &[r, h], &read[..2])?;
+            // SAFETY: outputs are apart from both; others are excluded as `arguments` says.
+            let (outs, lses) = unsafe { (outs.slice::<T>("outs")?, lses.slice("lses")?) };
+            Ok(MergeStates { outs, lses, splits, states, head_dim, out, lse })
+        };
+        run!(py, reference, merge_states, raised(py, params())?)
+    })
+}

@@ -1,0 +1,149 @@
+//! `KvShape` and `HeadClassMap` as Python sees them.
+
+use kvweave_core as core;
+use pyo3::prelude::*;
+
+use crate::arguments::count;
+use crate::dtype::{kv_dtype, kv_dtype_name};
+use crate::failure::{Failure, entry};
+
+/// The KV geometry of a model: L layers of G KV heads of D elements, pages of P tokens, a dtype.
+#[pyclass(frozen, module = "kvweave._native")]
+pub struct KvShape(pub core::KvShape);
+
+#[pymethods]
+impl KvShape {
+    #[new]
+    #[pyo3(signature = (layers, kv_heads, head_dim, page_tokens = 16, dtype = None))]
+    fn new(
+        py: Python<'_>,
+        layers: i64,
+        kv_heads: i64,
+        head_dim: i64,
+        page_tokens: i64,
+        dtype: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let dtype = dtype.map_or(Ok(core::KvDtype::F32), kv_dtype)?;
+        let sizes = [
+            ("layers", layers),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("page_tokens", page_tokens),
+        ];
+        entry(py, || {
+            let [layers, kv_heads, head_dim, page_tokens] = sizes.map(|(what, size)| {
+                u32::try_from(size).map_err(|_| Failure::invalid(what, "1 to 2^32 − 1", size))
+            });
+            let shape = core::KvShape::new(layers?, kv_heads?, head_dim?, page_tokens?, dtype);
+            shape.map(Self).map_err(Failure::from)
+        })
+    }
+
+    #[getter]
+    fn layers(&self) -> u32 {
+        self.0.layers()
+    }
+
+    #[getter]
+    fn kv_heads(&self) -> u32 {
+        self.0.kv_heads()
+    }
+
+    #[getter]
+    fn head_dim(&self) -> u32 {
+        self.0.head_dim()
+    }
+
+    #[getter]
+    fn page_tokens(&self) -> u32 {
+        self.0.page_tokens()
+    }
+
+    /// "f32", "bf16" or "f16".
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        kv_dtype_name(self.0.dtype())
+    }
+
+    /// Bytes of a page: K [P, D] and V [P, D] of one KV head of one layer.
+    #[getter]
+    fn page_bytes(&self) -> u64 {
+        self.0.page_bytes()
+    }
+
+    /// Bytes that one token occupies in all layers and heads.
+    #[getter]
+    fn token_bytes(&self) -> u64 {
+        self.0.token_bytes()
+    }
+
+    /// Blocks that `tokens` tokens occupy.
+    fn blocks_for_tokens(&self, py: Python<'_>, tokens: i64) -> PyResult<u64> {
+        let tokens = count("tokens", tokens).map_err(|failure| failure.raise(py))?;
+        Ok(self.0.blocks_for_tokens(tokens as u64))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "KvShape(layers={}, kv_heads={}, head_dim={}, page_tokens={}, dtype={:?})",
+            self.layers(),
+            self.kv_heads(),
+            self.head_dim(),
+            self.page_tokens(),
+            self.dtype()
+        )
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+}
+
+/// What each (layer, KV head) of a model keeps and reads, with the evidence for it.
+#[pyclass(frozen, module = "kvweave._native")]
+pub struct HeadClassMap(pub core::HeadClassMap);
+
+#[pymethods]
+impl HeadClassMap {
+    /// Reads and validates the JSON form.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
+        entry(py, || core::HeadClassMap::from_json(text)).map(Self)
+    }
+
+    /// The map in which every head keeps and reads everything: one head group.
+    #[staticmethod]
+    fn full(shape: &Bound<'_, KvShape>, model_fingerprint: &str) -> Self {
+        Self(core::HeadClassMap::full(&shape.get().0, model_fingerprint))
+    }
+
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        entry(py, || self.0.to_json())
+    }
+
+    #[getter]
+    fn layers(&self) -> u32 {
+        self.0.layers
+    }
+
+    #[getter]
+    fn kv_heads(&self) -> u32 {
+        self.0.kv_heads
+    }
+
+    #[getter]
+    fn model_fingerprint(&self) -> &str {
+        &self.0.model_fingerprint
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "HeadClassMap(layers={}, kv_heads={}, model_fingerprint={:?})",
+            self.0.layers, self.0.kv_heads, self.0.model_fingerprint
+        )
+    }
+
+    fn __eq__(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+}
