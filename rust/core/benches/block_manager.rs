@@ -1,1 +1,150 @@
-fn main() {}
+//! What the block manager costs, beside the figures of vLLM's `BlockPool` and `hash_block_tokens`.
+//!
+//! Every case reports nanoseconds a block through its throughput: elements are blocks.
+//! Each case first checks that the answer is right.
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use kvweave_core::pool::{Pool, Store, WritableBlocks};
+use kvweave_core::segment::{BlockHasher, HashKind};
+use kvweave_core::{Admission, CacheConfig, KvCache, KvDtype, KvShape, Mode, Reuse};
+
+const PAGE: usize = 16;
+const BLOCKS: usize = 8192;
+
+fn prompt(seed: u32, blocks: usize) -> Vec<u32> {
+    let tokens = (blocks * PAGE) as u32;
+    (0..tokens).map(|i| (i ^ seed).wrapping_mul(2_654_435_761) % 50_000).collect()
+}
+
+fn cache(blocks: u64, hash: HashKind) -> KvCache {
+    let shape = KvShape::new(30, 3, 64, PAGE as u32, KvDtype::Bf16).unwrap();
+    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap());
+    config.hash = hash;
+    KvCache::new(config).unwrap()
+}
+
+fn filled(tokens: &[u32], hash: HashKind) -> KvCache {
+    let cache = cache(2 * BLOCKS as u64, hash);
+    let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+    request.commit(tokens.len(), tokens.len()).unwrap();
+    drop(request);
+    assert_eq!(cache.lookup_prefix(tokens, ""), tokens.len());
+    cache
+}
+
+fn allocate_and_free(c: &mut Criterion) {
+    let mut group = c.benchmark_group("allocate_and_free");
+    let pool = Pool::new(90 * 8193, None, &[90]).unwrap();
+    let store = Arc::new(Store::new(pool, ()));
+    for blocks in [1, 16, 256, 4096] {
+        group.throughput(Throughput::Elements(blocks as u64));
+        group.bench_function(BenchmarkId::from_parameter(blocks), |b| {
+            b.iter(|| drop(black_box(WritableBlocks::allocate(&store, blocks).unwrap())));
+        });
+    }
+    group.finish();
+    store.lock().pool.check().unwrap();
+}
+
+fn register(c: &mut Criterion) {
+    let mut group = c.benchmark_group("allocate_complete_register");
+    for blocks in [16, 256, 4096] {
+        let tokens = prompt(7, blocks);
+        let admission = Admission { reuse: Reuse::None, ..Admission::new(&tokens) };
+        group.throughput(Throughput::Elements(blocks as u64));
+        group.bench_function(BenchmarkId::from_parameter(blocks), |b| {
+            b.iter_batched_ref(
+                || (cache(blocks as u64 + 1, HashKind::Xxh3_128), None),
+                |(cache, kept)| {
+                    let mut request = cache.admit(&admission).unwrap();
+                    request.commit(tokens.len(), tokens.len()).unwrap();
+                    *kept = Some(request);
+                },
+                BatchSize::LargeInput,
+            );
+        });
+    }
+    let tokens: Vec<Vec<u32>> = (0..8).map(|seed| prompt(seed << 20, 1024)).collect();
+    let cache = cache(2048, HashKind::Xxh3_128);
+    group.throughput(Throughput::Elements(1024));
+    let mut turn = 0;
+    group.bench_function("1024_evicting", |b| {
+        b.iter(|| {
+            turn += 1;
+            let tokens = &tokens[turn % tokens.len()];
+            let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+            request.take_copies();
+            request.commit(tokens.len(), tokens.len()).unwrap();
+        });
+    });
+    group.finish();
+    cache.check().unwrap();
+}
+
+fn lookup(c: &mut Criterion) {
+    let mut group = c.benchmark_group("lookup");
+    let tokens = prompt(3, BLOCKS);
+    let cache = filled(&tokens, HashKind::Xxh3_128);
+    let digests = cache.prefix_digests(&tokens, "", 0);
+    let held = cache.admit(&Admission::new(&tokens)).unwrap();
+    for blocks in [1, 64, 512, BLOCKS] {
+        group.throughput(Throughput::Elements(blocks as u64));
+        group.bench_function(BenchmarkId::new("active_hashed_before", blocks), |b| {
+            b.iter(|| {
+                let found = cache.lookup_digests(&digests[..blocks], &tokens, "", 0);
+                assert_eq!(found, blocks);
+            });
+        });
+    }
+    let admission = Admission { mode: Mode::Share, ..Admission::new(&tokens) };
+    group.bench_function("admit_and_drop_active/8192", |b| {
+        b.iter(|| black_box(cache.admit(&admission).unwrap()));
+    });
+    drop(held);
+    group.bench_function("admit_and_drop_inactive/8192", |b| {
+        b.iter(|| black_box(cache.admit(&admission).unwrap()));
+    });
+    for (name, hash) in [("xxh3-128", HashKind::Xxh3_128), ("sha256", HashKind::Sha256)] {
+        let cache = filled(&tokens, hash);
+        group.bench_function(BenchmarkId::new("with_hashing_128k_tokens", name), |b| {
+            b.iter(|| assert_eq!(cache.lookup_prefix(&tokens, ""), tokens.len()));
+        });
+    }
+    group.finish();
+}
+
+fn hashing(c: &mut Criterion) {
+    let mut group = c.benchmark_group("hash_128k_tokens");
+    let tokens = prompt(5, BLOCKS);
+    group.throughput(Throughput::Elements(BLOCKS as u64));
+    for (name, kind) in [("xxh3-128", HashKind::Xxh3_128), ("sha256", HashKind::Sha256)] {
+        let hasher = BlockHasher::new(kind, 0, PAGE);
+        group.bench_function(name, |b| {
+            b.iter(|| {
+                let root = hasher.root("", 0, "");
+                let chunks = black_box(&tokens).chunks_exact(PAGE);
+                chunks.fold(root, |parent, tokens| hasher.chain(parent, tokens))
+            });
+        });
+    }
+    group.finish();
+}
+
+fn discovery(c: &mut Criterion) {
+    let mut group = c.benchmark_group("discover");
+    let tokens = prompt(3, BLOCKS);
+    let cache = filled(&tokens, HashKind::Xxh3_128);
+    let other = prompt(1 << 24, 1024);
+    let admission = Admission { discover: true, mode: Mode::Share, ..Admission::new(&other) };
+    group.throughput(Throughput::Elements(other.len() as u64));
+    group.bench_function("16k_tokens_without_a_hit", |b| {
+        b.iter(|| black_box(cache.admit(&admission).unwrap()));
+    });
+    group.finish();
+}
+
+criterion_group!(benches, allocate_and_free, register, lookup, hashing, discovery);
+criterion_main!(benches);

@@ -237,7 +237,7 @@ fn run(steps: &[Step], hash: HashKind, blocks: u64, mixed: bool) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
     #[test]
     fn plenty_of_room(steps in proptest::collection::vec(step(), 1..60)) {

@@ -80,7 +80,10 @@ fn share(shared: &Shared, state: &State) -> u64 {
 pub(super) fn check(state: &State) -> Result<(), Error> {
     for block in state.index.frozen.pinned_blocks() {
         let (pins, holders) = (state.index.frozen.pins(block), state.pool.references(block));
-        if !state.index.is_member(block) || holders < pins {
+        if !state.index.is_member(block) {
+            return Err(Error::inconsistent("frozen block", "an indexed block", block.index()));
+        }
+        if holders < pins {
             return Err(Error::inconsistent("frozen block holders", pins, holders));
         }
     }

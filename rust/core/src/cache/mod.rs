@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
 use crate::segment::hash::seed_of;
-use crate::segment::{BlockHasher, FrozenSegment, Index};
+use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 
 /// What the requests of one cache share.
 struct Shared {
@@ -106,6 +106,29 @@ impl KvCache {
         let Some(key) = stored.index.key(namespace, regime) else { return 0 };
         let found = stored.index.match_prefix(key, tokens, &mut blocks);
         blocks.len() * self.0.page_tokens() + found.partial.map_or(0, |(_, tokens)| tokens)
+    }
+
+    /// The chained digests of a prompt's whole blocks, for [`Self::lookup_digests`]. Empty for a
+    /// namespace that was never used: nothing can be cached there.
+    #[must_use]
+    pub fn prefix_digests(&self, tokens: &[u32], namespace: &str, regime: u64) -> Vec<Digest> {
+        let stored = self.0.store.lock();
+        let Some(key) = stored.index.key(namespace, regime) else { return Vec::new() };
+        stored.index.digests(stored.index.root(key), tokens)
+    }
+
+    /// Whole blocks of the longest cached prefix of a prompt that was hashed before.
+    #[must_use]
+    pub fn lookup_digests(
+        &self,
+        digests: &[Digest],
+        tokens: &[u32],
+        namespace: &str,
+        regime: u64,
+    ) -> usize {
+        let stored = self.0.store.lock();
+        let Some(key) = stored.index.key(namespace, regime) else { return 0 };
+        stored.index.match_digests(key, digests, tokens)
     }
 
     /// Knowledge-base entries of one namespace, or of all.

@@ -222,11 +222,7 @@ impl Request {
 
     /// Whether the whole of grid block `b` is stored in a block that this request allocated.
     pub(super) fn is_own(&self, b: usize) -> bool {
-        let page = self.shared.page_tokens();
-        let span = b * page..(b + 1) * page;
-        b >= self.read_only
-            && self.table.row(b).is_some()
-            && self.table.windows_in(span).next().is_none()
+        b >= self.read_only && self.table.own(b).is_some()
     }
 
     /// The namespace in which a span is found again: a mark's if it lies wholly inside.

@@ -20,7 +20,7 @@ pub(crate) struct Window {
 }
 
 /// The block table of one request over all head groups.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(crate) struct BlockTable {
     page_tokens: usize,
     groups: usize,
@@ -75,6 +75,12 @@ impl BlockTable {
     pub(crate) fn row(&self, b: usize) -> Option<&[BlockId]> {
         let row = self.blocks.get(b * self.groups..(b + 1) * self.groups)?;
         row[0].is_some().then_some(row)
+    }
+
+    /// The blocks of a grid block of which no part is read from a donor.
+    pub(crate) fn own(&self, b: usize) -> Option<&[BlockId]> {
+        let span = b * self.page_tokens..(b + 1) * self.page_tokens;
+        self.row(b).filter(|_| self.windows_in(span).next().is_none())
     }
 
     pub(crate) fn page(&self, b: usize, group: usize) -> i32 {

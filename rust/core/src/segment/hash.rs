@@ -4,6 +4,7 @@
 //! Virtual (SparseX §4.3): `H(tokens, namespace, regime)`, no position and no context.
 
 use serde::{Deserialize, Serialize};
+use sha2::block_api::compress256;
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
@@ -12,6 +13,8 @@ use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 pub struct Digest(u128);
 
 impl Digest {
+    pub(super) const ZERO: Digest = Digest(0);
+
     /// The half that indexes tables.
     #[must_use]
     pub fn low(self) -> u64 {
@@ -43,6 +46,17 @@ pub enum HashKind {
 
 /// Spreads a contribution of the parent's high half over all bits; odd, hence injective.
 const SPREAD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+/// FIPS 180-4, 5.3.3.
+const SHA256_START: [u32; 8] = [
+    0x6a09_e667,
+    0xbb67_ae85,
+    0x3c6e_f372,
+    0xa54f_f53a,
+    0x510e_527f,
+    0x9b05_688c,
+    0x1f83_d9ab,
+    0x5be0_cd19,
+];
 const TOKEN_MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 const ROLL_BASE: u64 = 0xd6e8_feb8_6659_fd93;
 
@@ -132,10 +146,30 @@ fn xxh3(parent: Digest, bytes: &[u8]) -> Digest {
     Digest(own ^ u128::from(parent.high()).wrapping_mul(SPREAD))
 }
 
+/// SHA-256 of a digest and a block's tokens, or of any text, cut to 128 bits.
+///
+/// A message of at most two compression blocks, as a block of 16 tokens makes, is padded here:
+/// the incremental interface costs as much again as the compression itself.
 fn sha256(parent: &[u8], bytes: &[u8]) -> Digest {
-    let full = Sha256::new().chain_update(parent).chain_update(bytes).finalize();
+    let len = parent.len() + bytes.len();
     let mut half = [0u8; 16];
-    half.copy_from_slice(&full[..16]);
+    if len > 2 * 64 - 9 {
+        let full = Sha256::new().chain_update(parent).chain_update(bytes).finalize();
+        half.copy_from_slice(&full[..16]);
+        return Digest(u128::from_le_bytes(half));
+    }
+    let mut message = [[0u8; 64]; 2];
+    let flat = message.as_flattened_mut();
+    flat[..parent.len()].copy_from_slice(parent);
+    flat[parent.len()..len].copy_from_slice(bytes);
+    flat[len] = 0x80;
+    let blocks = (len + 9).div_ceil(64);
+    flat[blocks * 64 - 8..blocks * 64].copy_from_slice(&(8 * len as u64).to_be_bytes());
+    let mut state = SHA256_START;
+    compress256(&mut state, &message[..blocks]);
+    for (bytes, word) in half.chunks_exact_mut(4).zip(state) {
+        bytes.copy_from_slice(&word.to_be_bytes());
+    }
     Digest(u128::from_le_bytes(half))
 }
 
@@ -179,6 +213,15 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn short_and_long_messages_are_padded_alike(
+            parent in proptest::collection::vec(any::<u8>(), 0..40),
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let full = Sha256::new().chain_update(&parent).chain_update(&bytes).finalize();
+            prop_assert_eq!(&sha256(&parent, &bytes).0.to_le_bytes()[..], &full[..16]);
+        }
+
         #[test]
         fn sliding_equals_hashing_afresh(
             tokens in proptest::collection::vec(any::<u32>(), 5..40), page in 1usize..5,

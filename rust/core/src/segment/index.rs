@@ -34,9 +34,9 @@ impl Index {
             hasher,
             keys: Keys::new(hasher, model),
             nodes: Nodes::new(capacity, page_tokens, groups),
-            prefix: Table::new(),
-            content: Table::new(),
-            rolling: Table::new(),
+            prefix: Table::new(capacity),
+            content: Table::new(capacity),
+            rolling: Table::new(capacity),
             frozen: FrozenPool::default(),
         }
     }
@@ -101,19 +101,20 @@ impl Index {
         entry: &ContentEntry<'_>,
         forgotten: &mut Vec<BlockId>,
     ) -> BlockId {
-        let known = self.find_content(entry.key, entry.tokens);
+        let digest = self.content_digest(entry.key, entry.tokens);
+        let known = self.find_content_at(digest, entry.key, entry.tokens);
         let stands = match known {
             Some(old) => {
                 let better = entry.exact && !self.nodes.get(old).exact;
                 if better && !self.frozen.is_pinned(old) && old != row[0] {
                     self.remove_content(old);
                     self.forget_if_void(old, forgotten);
-                    self.enter_content(row, entry)
+                    self.enter_content(row, entry, digest)
                 } else {
                     old
                 }
             }
-            None => self.enter_content(row, entry),
+            None => self.enter_content(row, entry, digest),
         };
         if let Some(before) = entry.before.and_then(|link| self.neighbour(link, None)) {
             if before != stands {
@@ -123,9 +124,9 @@ impl Index {
         stands
     }
 
-    fn enter_content(&mut self, row: &[BlockId], entry: &ContentEntry<'_>) -> BlockId {
+    fn enter_content(&mut self, row: &[BlockId], entry: &ContentEntry<'_>, digest: u64) -> BlockId {
         self.nodes.write(row, entry.tokens, entry.position);
-        self.insert_content(row[0], entry.key, entry.exact);
+        self.insert_content(row[0], entry.key, digest, entry.exact);
         row[0]
     }
 

@@ -5,6 +5,8 @@
 
 use crate::ids::{BlockId, KeyId};
 
+use super::hash::Digest;
+
 /// What precedes a block in the prefix tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Parent {
@@ -27,7 +29,8 @@ impl Link {
 
 #[derive(Clone, Copy)]
 pub(super) struct Node {
-    pub(super) prefix_key: u64,
+    /// Chained digest up to and including this block, if it stands whole in the prefix tree.
+    pub(super) digest: Digest,
     pub(super) content_key: u64,
     pub(super) roll_key: u64,
     pub(super) parent: Parent,
@@ -53,7 +56,7 @@ pub(super) struct Node {
 }
 
 const VOID: Node = Node {
-    prefix_key: 0,
+    digest: Digest::ZERO,
     content_key: 0,
     roll_key: 0,
     parent: Parent::Root,
@@ -133,6 +136,9 @@ impl Nodes {
     /// of the same tokens.
     pub(super) fn write(&mut self, row: &[BlockId], tokens: &[u32], position: u32) {
         let anchor = row[0];
+        if self.is_member(anchor) && self.tokens(anchor).len() == tokens.len() {
+            return;
+        }
         let at = anchor.index() * self.page_tokens;
         self.tokens[at..at + tokens.len()].copy_from_slice(tokens);
         self.rows[anchor.index() * self.groups..][..self.groups].copy_from_slice(row);

@@ -1,6 +1,7 @@
 //! Exact prefixes: a table of full blocks and, below each block, the list of what followed it.
 //!
-//! Whole blocks are found by chained digest. Where the next block is not cached whole, the list
+//! Whole blocks are found below the block before, by tokens alone where it was last continued the
+//! same way, by chained digest where it branches. Where the next block is not cached whole, the list
 //! of children gives the longest common head, so a prefix may end inside a block.
 
 use crate::ids::{BlockId, KeyId};
@@ -33,33 +34,65 @@ impl Index {
         out: &mut Vec<BlockId>,
     ) -> PrefixMatch {
         let page = self.nodes.page_tokens();
-        let (mut parent, mut digest) = (Parent::Root, self.keys.key(key).prefix);
+        let root = self.keys.key(key).prefix;
+        let mut parent = Parent::Root;
         let mut matched = 0;
         for tokens in tokens.chunks_exact(page) {
-            let next = self.hasher.chain(digest, tokens);
-            let Some(block) = self.find_child(next.low(), key, parent, tokens) else { break };
+            let block = self.latest_child(key, parent, tokens).or_else(|| {
+                let digest = self.hasher.chain(self.digest_of(parent, root), tokens);
+                self.find_child(digest.low(), key, parent, tokens)
+            });
+            let Some(block) = block else { break };
             out.push(block);
-            (parent, digest) = (Parent::Block(block), next);
+            parent = Parent::Block(block);
             matched += page;
         }
+        let digest = self.digest_of(parent, root);
         let partial = self.longest_child(key, parent, &tokens[matched..]);
         PrefixMatch { parent, digest, partial }
     }
 
-    /// The blocks of a chain whose digests are known, up to the first that is not cached.
-    pub fn match_digests(
-        &self,
-        namespace: &str,
-        digests: &[Digest],
-        tokens: &[u32],
-        out: &mut Vec<BlockId>,
-    ) {
-        let Some(key) = self.keys.get(namespace, 0) else { return };
-        let mut parent = Parent::Root;
-        for (digest, tokens) in digests.iter().zip(tokens.chunks_exact(self.nodes.page_tokens())) {
-            let Some(block) = self.find_child(digest.low(), key, parent, tokens) else { return };
-            out.push(block);
+    /// The digests of the whole blocks of a prompt.
+    pub(crate) fn digests(&self, root: Digest, tokens: &[u32]) -> Vec<Digest> {
+        let page = self.nodes.page_tokens();
+        let mut digests = Vec::with_capacity(tokens.len() / page);
+        let mut digest = root;
+        for tokens in tokens.chunks_exact(page) {
+            digest = self.hasher.chain(digest, tokens);
+            digests.push(digest);
+        }
+        digests
+    }
+
+    /// How many blocks of a prompt whose digests are known are cached, from the first on.
+    pub(crate) fn match_digests(&self, key: KeyId, digests: &[Digest], tokens: &[u32]) -> usize {
+        let page = self.nodes.page_tokens();
+        let (mut parent, mut matched) = (Parent::Root, 0);
+        for (digest, tokens) in digests.iter().zip(tokens.chunks_exact(page)) {
+            let block = self
+                .latest_child(key, parent, tokens)
+                .or_else(|| self.find_child(digest.low(), key, parent, tokens));
+            let Some(block) = block else { break };
             parent = Parent::Block(block);
+            matched += 1;
+        }
+        matched
+    }
+
+    /// The child entered last, if it has these tokens. Most blocks have one child, and then a
+    /// prefix is walked without hashing: what counts is token equality below the same parent.
+    fn latest_child(&self, key: KeyId, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
+        let child = self.first_child(key, parent);
+        let same = child.is_some()
+            && usize::from(self.nodes.get(child).prefix_len) == tokens.len()
+            && self.nodes.tokens(child) == tokens;
+        same.then_some(child)
+    }
+
+    fn digest_of(&self, parent: Parent, root: Digest) -> Digest {
+        match parent {
+            Parent::Root => root,
+            Parent::Block(block) => self.nodes.get(block).digest,
         }
     }
 
@@ -127,7 +160,7 @@ impl Index {
         node.prev_sibling = BlockId::NONE;
         node.next_sibling = head;
         if let Some(digest) = digest {
-            node.prefix_key = digest.low();
+            node.digest = digest;
             self.prefix.insert(digest.low(), block);
         }
         self.set_first_child(key, parent, block);
@@ -147,7 +180,7 @@ impl Index {
             return;
         }
         if usize::from(node.prefix_len) == self.nodes.page_tokens() {
-            self.prefix.remove(node.prefix_key, block);
+            self.prefix.remove(node.digest.low(), block);
         }
         if node.prev_sibling.is_some() {
             self.nodes.get_mut(node.prev_sibling).next_sibling = node.next_sibling;

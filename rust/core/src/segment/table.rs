@@ -8,8 +8,9 @@ use crate::ids::BlockId;
 pub(super) struct Table(HashTable<(u64, BlockId)>);
 
 impl Table {
-    pub(super) fn new() -> Table {
-        Table(HashTable::new())
+    /// A table that never grows: growing under the lock would stall every request.
+    pub(super) fn new(capacity: usize) -> Table {
+        Table(HashTable::with_capacity(capacity))
     }
 
     pub(super) fn len(&self) -> usize {

@@ -11,13 +11,26 @@ use super::nodes::{Link, common_head};
 impl Index {
     /// The block with exactly these tokens in this namespace.
     pub(crate) fn find_content(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
-        let digest = self.hasher.chain(self.keys.key(key).content, tokens).low();
+        self.find_content_at(self.content_digest(key, tokens), key, tokens)
+    }
+
+    /// The virtual hash, cut to a table key.
+    pub(super) fn content_digest(&self, key: KeyId, tokens: &[u32]) -> u64 {
+        self.hasher.chain(self.keys.key(key).content, tokens).low()
+    }
+
+    pub(super) fn find_content_at(
+        &self,
+        digest: u64,
+        key: KeyId,
+        tokens: &[u32],
+    ) -> Option<BlockId> {
         self.content.find(digest, |block| self.is_content(block, key, tokens))
     }
 
     /// Whether another text of the same namespace has the digest of these tokens.
     pub(super) fn content_collides(&self, key: KeyId, tokens: &[u32]) -> bool {
-        let digest = self.hasher.chain(self.keys.key(key).content, tokens).low();
+        let digest = self.content_digest(key, tokens);
         let foreign = |block: BlockId| {
             let node = self.nodes.get(block);
             node.content_ns == key && self.nodes.tokens(block) != tokens
@@ -29,10 +42,9 @@ impl Index {
         self.nodes.get(block).content_ns == key && self.nodes.tokens(block) == tokens
     }
 
-    pub(super) fn insert_content(&mut self, block: BlockId, key: KeyId, exact: bool) {
+    pub(super) fn insert_content(&mut self, block: BlockId, key: KeyId, digest: u64, exact: bool) {
         let tokens = self.nodes.tokens(block);
         let domain = self.keys.key(key).content;
-        let digest = self.hasher.chain(domain, tokens).low();
         let roll = self.hasher.roll_key(self.hasher.roll(tokens), domain);
         let whole = tokens.len() == self.nodes.page_tokens();
         let node = self.nodes.get_mut(block);
