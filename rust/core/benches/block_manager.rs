@@ -50,7 +50,7 @@ fn allocate_and_free(c: &mut Criterion) {
 }
 
 fn register(c: &mut Criterion) {
-    let mut group = c.benchmark_group("allocate_complete_register");
+    let mut group = c.benchmark_group("allocate_complete_register_first_touch");
     for blocks in [16, 256, 4096] {
         let tokens = prompt(7, blocks);
         let admission = Admission { reuse: Reuse::None, ..Admission::new(&tokens) };
@@ -67,21 +67,49 @@ fn register(c: &mut Criterion) {
             );
         });
     }
-    let tokens: Vec<Vec<u32>> = (0..8).map(|seed| prompt(seed << 20, 1024)).collect();
-    let cache = cache(2048, HashKind::Xxh3_128);
-    group.throughput(Throughput::Elements(1024));
-    let mut turn = 0;
-    group.bench_function("1024_evicting", |b| {
-        b.iter(|| {
-            turn += 1;
-            let tokens = &tokens[turn % tokens.len()];
-            let mut request = cache.admit(&Admission::new(tokens)).unwrap();
-            request.take_copies();
-            request.commit(tokens.len(), tokens.len()).unwrap();
-        });
-    });
     group.finish();
-    cache.check().unwrap();
+}
+
+/// The steady state of a busy cache: every block that is registered evicts another.
+fn register_evicting(c: &mut Criterion) {
+    let mut group = c.benchmark_group("admit_register_evict_drop");
+    for blocks in [16, 256, 4096] {
+        let tokens: Vec<Vec<u32>> = (1..9).map(|seed| prompt(seed << 20, blocks)).collect();
+        let cache = cache(2 * blocks as u64, HashKind::Xxh3_128);
+        group.throughput(Throughput::Elements(blocks as u64));
+        let mut turn = 0;
+        group.bench_function(BenchmarkId::from_parameter(blocks), |b| {
+            b.iter(|| {
+                turn += 1;
+                let tokens = &tokens[turn % tokens.len()];
+                let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+                request.take_copies();
+                request.commit(tokens.len(), tokens.len()).unwrap();
+            });
+        });
+        cache.check().unwrap();
+    }
+    group.finish();
+}
+
+/// A cache in which every block of a prompt was last continued by something else, so that each
+/// step of a lookup has to hash.
+fn branching(tokens: &[u32], hash: HashKind) -> KvCache {
+    let cache = cache(2 * BLOCKS as u64 + 1, hash);
+    let commit = |tokens: &[u32]| {
+        let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+        request.take_copies();
+        request.commit(tokens.len(), tokens.len()).unwrap();
+    };
+    commit(tokens);
+    for block in 0..BLOCKS {
+        let mut other = tokens[..(block + 1) * PAGE].to_vec();
+        let last = other.len() - 1;
+        other[last] = 60_000;
+        commit(&other);
+    }
+    assert_eq!(cache.lookup_prefix(tokens, ""), tokens.len());
+    cache
 }
 
 fn lookup(c: &mut Criterion) {
@@ -108,10 +136,13 @@ fn lookup(c: &mut Criterion) {
         b.iter(|| black_box(cache.admit(&admission).unwrap()));
     });
     for (name, hash) in [("xxh3-128", HashKind::Xxh3_128), ("sha256", HashKind::Sha256)] {
-        let cache = filled(&tokens, hash);
-        group.bench_function(BenchmarkId::new("with_hashing_128k_tokens", name), |b| {
-            b.iter(|| assert_eq!(cache.lookup_prefix(&tokens, ""), tokens.len()));
-        });
+        for (case, cache) in
+            [("chain", filled(&tokens, hash)), ("branching", branching(&tokens, hash))]
+        {
+            group.bench_function(format!("prefix_of_128k_tokens/{case}/{name}"), |b| {
+                b.iter(|| assert_eq!(cache.lookup_prefix(&tokens, ""), tokens.len()));
+            });
+        }
     }
     group.finish();
 }
@@ -146,5 +177,13 @@ fn discovery(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, allocate_and_free, register, lookup, hashing, discovery);
+criterion_group!(
+    benches,
+    allocate_and_free,
+    register,
+    register_evicting,
+    lookup,
+    hashing,
+    discovery
+);
 criterion_main!(benches);

@@ -69,7 +69,7 @@ impl<I> WritableBlocks<I> {
     }
 
     /// Gives up the right to write some of the blocks; the others stay.
-    #[must_use]
+    #[must_use = "dropping the result releases the blocks"]
     pub fn share_some(&mut self, given: &[BlockId]) -> SharedBlocks<I> {
         let mut sorted = given.to_vec();
         sorted.sort_unstable();

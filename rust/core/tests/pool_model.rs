@@ -1,0 +1,224 @@
+//! Random pool operations against a naive map, with law 1 checked after every one of them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvweave_core::pool::{Pool, SharedBlocks, Store, WritableBlocks};
+use kvweave_core::{BlockId, ErrorKind, GroupId};
+use proptest::prelude::*;
+
+const GROUP_PAGES: [u32; 3] = [3, 2, 1];
+
+#[derive(Clone, Debug)]
+enum Op {
+    Allocate(usize),
+    Share(usize),
+    ShareHalf(usize),
+    Claim(usize),
+    Fork(usize),
+    Clone(usize),
+    Index(usize),
+    DropWritable(usize),
+    DropShared(usize),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let which = 0usize..64;
+    prop_oneof![
+        4 => (0usize..9).prop_map(Op::Allocate),
+        2 => which.clone().prop_map(Op::Share),
+        1 => which.clone().prop_map(Op::ShareHalf),
+        1 => which.clone().prop_map(Op::Claim),
+        1 => which.clone().prop_map(Op::Fork),
+        1 => which.clone().prop_map(Op::Clone),
+        2 => which.clone().prop_map(Op::Index),
+        2 => which.clone().prop_map(Op::DropWritable),
+        3 => which.prop_map(Op::DropShared),
+    ]
+}
+
+#[derive(Default)]
+struct Model {
+    writable: Vec<WritableBlocks<()>>,
+    shared: Vec<SharedBlocks<()>>,
+}
+
+impl Model {
+    fn take<T>(from: &mut Vec<T>, which: usize) -> Option<T> {
+        (!from.is_empty()).then(|| from.swap_remove(which % from.len()))
+    }
+
+    fn apply(&mut self, store: &Arc<Store<()>>, op: &Op) {
+        match *op {
+            Op::Allocate(rows) => match WritableBlocks::allocate(store, rows) {
+                Ok(blocks) => {
+                    assert_eq!(blocks.blocks().len(), rows * GROUP_PAGES.len());
+                    self.writable.push(blocks);
+                }
+                Err(error) => assert!(
+                    matches!(error.kind(), ErrorKind::PoolFull { needed, free } if free < needed)
+                ),
+            },
+            Op::Share(i) => {
+                self.shared.extend(Self::take(&mut self.writable, i).map(WritableBlocks::share));
+            }
+            Op::ShareHalf(i) => {
+                if let Some(mut blocks) = Self::take(&mut self.writable, i) {
+                    let half = blocks.blocks()[..blocks.blocks().len() / 2].to_vec();
+                    self.shared.push(blocks.share_some(&half));
+                    self.writable.push(blocks);
+                }
+            }
+            Op::Claim(i) => {
+                if let Some(blocks) = Self::take(&mut self.shared, i) {
+                    match blocks.claim() {
+                        Ok(blocks) => self.writable.push(blocks),
+                        Err(blocks) => self.shared.push(blocks),
+                    }
+                }
+            }
+            Op::Fork(i) => {
+                if let Some(blocks) = Self::take(&mut self.writable, i) {
+                    self.writable.push(blocks.fork());
+                    self.writable.push(blocks);
+                }
+            }
+            Op::Clone(i) => {
+                if let Some(blocks) = Self::take(&mut self.shared, i) {
+                    self.shared.push(blocks.clone());
+                    self.shared.push(blocks);
+                }
+            }
+            Op::Index(i) => {
+                if let Some(blocks) = Self::take(&mut self.shared, i) {
+                    store.lock().pool.mark_indexed(blocks.blocks());
+                    self.shared.push(blocks);
+                }
+            }
+            Op::DropWritable(i) => drop(Self::take(&mut self.writable, i)),
+            Op::DropShared(i) => drop(Self::take(&mut self.shared, i)),
+        }
+    }
+
+    /// What the guards name must be what the pool says is held, on pages of its own.
+    fn compare(&self, store: &Arc<Store<()>>) {
+        let mut holders: HashMap<BlockId, (u32, u32)> = HashMap::new();
+        for block in self.writable.iter().flat_map(|blocks| blocks.blocks()) {
+            let count = holders.entry(*block).or_default();
+            *count = (count.0 + 1, count.1 + 1);
+        }
+        for block in self.shared.iter().flat_map(|blocks| blocks.blocks()) {
+            holders.entry(*block).or_default().0 += 1;
+        }
+        let stored = store.lock();
+        stored.pool.check().unwrap();
+        let mut pages = HashMap::new();
+        let held: usize = (0..3).map(|group| stored.pool.counts(GroupId(group)).held).sum();
+        assert_eq!(held, holders.len());
+        for (&block, &(references, owners)) in &holders {
+            assert_eq!(stored.pool.references(block), references);
+            assert_eq!(stored.pool.owners(block), owners);
+        }
+        for &block in holders.keys() {
+            let page = stored.pool.page(block);
+            assert!(page >= 3, "a block lies in the null block");
+            assert_eq!(pages.insert(page, block), None, "two blocks on one page");
+        }
+    }
+}
+
+fn run(ops: &[Op], pages: u64, slab: Option<u32>) {
+    let pool = Pool::new(pages, slab, &GROUP_PAGES).unwrap();
+    let store = Arc::new(Store::new(pool, ()));
+    let mut model = Model::default();
+    for op in ops {
+        model.apply(&store, op);
+        model.compare(&store);
+    }
+    drop(model);
+    Model::default().compare(&store);
+}
+
+proptest! {
+    #[test]
+    fn guards_and_pool_agree(
+        ops in proptest::collection::vec(op(), 1..80), pages in 40u64..200,
+        slab in proptest::option::of(3u32..12),
+    ) {
+        run(&ops, pages, slab);
+    }
+}
+
+#[test]
+fn blocks_of_all_groups_lie_on_pages_of_their_own() {
+    let store = Arc::new(Store::new(Pool::new(200, Some(7), &GROUP_PAGES).unwrap(), ()));
+    let blocks = WritableBlocks::allocate(&store, 12).unwrap();
+    let stored = store.lock();
+    let mut taken = vec![false; 200];
+    for row in blocks.blocks().chunks_exact(3) {
+        for (block, pages) in row.iter().zip(GROUP_PAGES) {
+            let first = stored.pool.page(*block) as usize;
+            for page in first..first + pages as usize {
+                assert!(page >= 3, "page {page} belongs to the null block");
+                assert!(!std::mem::replace(&mut taken[page], true), "page {page} given twice");
+            }
+        }
+    }
+}
+
+#[test]
+fn slabs_cached_by_some_groups_serve_another() {
+    // Slabs of 6 pages hold 2, 3 and 6 blocks: 8 rows take 4 + 3 + 2 slabs, which is all.
+    let store = Arc::new(Store::new(Pool::new(3 + 6 * 9, Some(6), &GROUP_PAGES).unwrap(), ()));
+    let totals = || [0, 1, 2].map(|group| store.lock().pool.counts(GroupId(group)).total);
+    let mut rows = WritableBlocks::allocate(&store, 8).unwrap();
+    assert_eq!(totals(), [8, 9, 12]);
+    let others: Vec<BlockId> =
+        rows.blocks().chunks_exact(3).flat_map(|row| row[1..].to_vec()).collect();
+    store.lock().pool.mark_indexed(&others);
+    drop(rows.share_some(&others));
+    assert_eq!(store.lock().pool.counts(GroupId(1)).cached, 8);
+    // Group 0 keeps its 8 blocks held; 4 more rows need 2 + 2 + 1 of the other 5 slabs.
+    let error = WritableBlocks::allocate(&store, 5).err().unwrap();
+    assert!(matches!(error.kind(), ErrorKind::PoolFull { needed: 5, .. }));
+    assert_eq!(totals(), [8, 9, 12]);
+    let more = WritableBlocks::allocate(&store, 4).unwrap();
+    assert_eq!(totals(), [12, 6, 6]);
+    store.lock().pool.check().unwrap();
+    drop((rows, more));
+    store.lock().pool.check().unwrap();
+}
+
+#[test]
+fn a_full_pool_changes_nothing() {
+    let store = Arc::new(Store::new(Pool::new(11, None, &[1]).unwrap(), ()));
+    let held = WritableBlocks::allocate(&store, 6).unwrap();
+    let cached = WritableBlocks::allocate(&store, 3).unwrap();
+    store.lock().pool.mark_indexed(cached.blocks());
+    drop(cached);
+    let before = store.lock().pool.counts(GroupId(0));
+    let error = WritableBlocks::allocate(&store, 5).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::PoolFull { needed: 5, free: 4 });
+    assert_eq!(store.lock().pool.counts(GroupId(0)), before);
+    assert_eq!(WritableBlocks::allocate(&store, 4).unwrap().blocks().len(), 4);
+    drop(held);
+    store.lock().pool.check().unwrap();
+}
+
+#[test]
+fn arenas_that_cannot_be_are_refused() {
+    for (pages, slab, groups) in [
+        (0, None, &[1][..]),
+        (1, None, &[1]),
+        (5, None, &[3]),
+        (u64::MAX, None, &[1]),
+        (10, Some(0), &[1]),
+        (10, Some(2), &[3]),
+        (10, Some(100), &[3]),
+        (10, None, &[]),
+        (10, None, &[0]),
+    ] {
+        let error = Pool::new(pages, slab, groups).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    }
+}
