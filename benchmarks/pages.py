@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from kvweave.ops import RopeTable
 
 PAGE = 16

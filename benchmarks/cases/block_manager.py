@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import kvweave
 import numpy as np
 
+import kvweave
 from benchmarks.measure import Row, compare, expect
 from benchmarks.peers import VLLM_LOOKUP_128K_MS, VLLM_NS_PER_BLOCK
 from benchmarks.record import ROOT

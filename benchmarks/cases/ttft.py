@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import kvweave
 import numpy as np
 import torch
+
+import kvweave
+from benchmarks.measure import Row, compare, expect, summarise
 from kvweave.eval.text import Encode, token_slice
 from kvweave.models import load_smollm2
-
-from benchmarks.measure import Row, compare, expect, summarise
 
 POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")
 SYSTEM = "You answer questions about the documents below, briefly, and only from what they say.\n"
