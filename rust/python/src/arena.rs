@@ -135,7 +135,7 @@ impl Arena {
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         let (memory, flags) = if copy == Some(true) {
             let twin = py.detach(|| self.memory.duplicate()).map_err(|error| error.raise(py))?;
-            (Arc::new(twin), u64::from(DLPACK_FLAG_BITMASK_IS_COPIED))
+            (Arc::new(twin), DLPACK_FLAG_BITMASK_IS_COPIED)
         } else {
             (Arc::clone(&self.memory), 0)
         };

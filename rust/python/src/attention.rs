@@ -99,6 +99,7 @@ impl Attention<'_> {
 }
 
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
 #[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, reference))]
 pub fn attend_prefill(
     py: Python<'_>,
@@ -127,6 +128,7 @@ pub fn attend_prefill(
 }
 
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
 #[pyo3(signature = (arguments, entry_offsets, out, lse, reference))]
 pub fn attend_decode(
     py: Python<'_>,
@@ -151,6 +153,7 @@ pub fn attend_decode(
 }
 
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
 #[pyo3(signature = (arguments, mass, reference))]
 pub fn score_tokens(
     py: Python<'_>,

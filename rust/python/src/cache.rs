@@ -149,6 +149,7 @@ impl KvCache {
         mode="materialise", reserve_tokens=0, regime=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn admit(
         &self,
         py: Python<'_>,

@@ -214,7 +214,7 @@ impl<'py> Managed<'py> {
                     if tensor.version.major != DLPACK_MAJOR_VERSION {
                         return Err(format!("DLPack version {}", tensor.version.major));
                     }
-                    let read_only = tensor.flags & u64::from(DLPACK_FLAG_BITMASK_READ_ONLY) != 0;
+                    let read_only = tensor.flags & DLPACK_FLAG_BITMASK_READ_ONLY != 0;
                     from_dl_tensor(&tensor.dl_tensor, read_only)
                 }
             }
@@ -281,10 +281,14 @@ unsafe extern "C" fn free_unconsumed(capsule: *mut ffi::PyObject) {
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) != 0 {
             let tensor = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr());
-            NonNull::new(tensor.cast()).map(|tensor| Kind::Versioned(tensor).delete());
+            if let Some(tensor) = NonNull::new(tensor.cast()) {
+                Kind::Versioned(tensor).delete();
+            }
         } else if ffi::PyCapsule_IsValid(capsule, LEGACY.as_ptr()) != 0 {
             let tensor = ffi::PyCapsule_GetPointer(capsule, LEGACY.as_ptr());
-            NonNull::new(tensor.cast()).map(|tensor| Kind::Legacy(tensor).delete());
+            if let Some(tensor) = NonNull::new(tensor.cast()) {
+                Kind::Legacy(tensor).delete();
+            }
         }
     }
 }

@@ -21,18 +21,17 @@ impl<'py> Tokens<'py> {
         let tensor = &self.0.tensor;
         tensor.expect_shape("tokens", &[("T", None)])?;
         tensor.expect_contiguous("tokens")?;
-        // SAFETY of all three: the owner is held by self, and Python's threads do not write to a
-        // prompt while it is looked up, as the documentation of the caller asks.
         match tensor.dtype {
+            // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
             DType::U32 => Ok(Cow::Borrowed(unsafe { tensor.slice("tokens") }?)),
             DType::I32 => {
-                // SAFETY: as above.
+                // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
                 let ids: &[i32] = unsafe { tensor.slice("tokens") }?;
                 refuse_negative(ids.iter().fold(0, |all, &id| all.min(id)).into())?;
                 Ok(Cow::Borrowed(unsigned(ids)))
             }
             DType::I64 => {
-                // SAFETY: as above.
+                // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
                 let ids: &[i64] = unsafe { tensor.slice("tokens") }?;
                 let narrow = |&id: &i64| {
                     u32::try_from(id).map_err(|_| Failure::invalid("tokens", RANGE, id))

@@ -1,0 +1,99 @@
+"""A structured KV cache for long-context language models.
+
+`import kvweave` loads the cache and its native module only. What needs torch (ops, runner,
+policies, models) is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvweave.cache import (
+    Arena,
+    FrozenSegment,
+    HeadClassMap,
+    KvCache,
+    KvRequest,
+    KvShape,
+    PlanSpan,
+    ReusePlan,
+    __version__,
+    cuda_status,
+)
+from kvweave.errors import (
+    CorruptHeadMap,
+    DeviceUnavailable,
+    InvalidArgument,
+    KvweaveError,
+    NamespaceConflict,
+    PoolFull,
+    UnknownSegment,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    from kvweave import eval, models, ops, policies, runner
+    from kvweave.policies import CacheBlend, Epic, Full, Naive, Policy, Prefix, SparseX
+    from kvweave.runner import Generation, Prefill, Report, Runner, Sampling, Segment
+
+_MODULES = ("eval", "models", "ops", "policies", "runner")
+_LATER = {
+    **dict.fromkeys(
+        ("Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"), "kvweave.runner"
+    ),
+    **dict.fromkeys(
+        ("CacheBlend", "Epic", "Full", "Naive", "Policy", "Prefix", "SparseX"), "kvweave.policies"
+    ),
+}
+
+__all__ = [
+    "Arena",
+    "CacheBlend",
+    "CorruptHeadMap",
+    "DeviceUnavailable",
+    "Epic",
+    "FrozenSegment",
+    "Full",
+    "Generation",
+    "HeadClassMap",
+    "InvalidArgument",
+    "KvCache",
+    "KvRequest",
+    "KvShape",
+    "KvweaveError",
+    "Naive",
+    "NamespaceConflict",
+    "PlanSpan",
+    "Policy",
+    "PoolFull",
+    "Prefill",
+    "Prefix",
+    "Report",
+    "ReusePlan",
+    "Runner",
+    "Sampling",
+    "Segment",
+    "SparseX",
+    "UnknownSegment",
+    "Unsupported",
+    "__version__",
+    "cuda_status",
+    "eval",
+    "models",
+    "ops",
+    "policies",
+    "runner",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"kvweave.{name}")
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'kvweave' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

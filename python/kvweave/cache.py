@@ -1,0 +1,39 @@
+"""The cache: admission, plans, tables, knowledge bases. No torch, no arithmetic on K or V.
+
+    cache = KvCache(KvShape(layers=30, kv_heads=3, head_dim=64), blocks=1024)
+    request = cache.admit(tokens, segments=[(16, 400, "")])
+    request.plan        # what is reused, what is not, and why
+    request.entries()   # i32 [N, 5]: where the KV of positions [0, length) is
+    request.slots(rows) # i32 [R, 2]: where the K, V of computed rows go
+    request.commit(computed, exact)
+
+Blocks are named by the arena page of their first page (i32); block 0 is the null block. The page
+of (block, layer, head) is `block + layer · G + head`. `cache.arena` is all pages as one tensor
+[pages, 2, P, D]: `torch.from_dlpack(cache.arena)` shares its memory.
+"""
+
+from kvweave._native import (
+    Arena,
+    FrozenSegment,
+    HeadClassMap,
+    KvCache,
+    KvRequest,
+    KvShape,
+    PlanSpan,
+    ReusePlan,
+    __version__,
+    cuda_status,
+)
+
+__all__ = [
+    "Arena",
+    "FrozenSegment",
+    "HeadClassMap",
+    "KvCache",
+    "KvRequest",
+    "KvShape",
+    "PlanSpan",
+    "ReusePlan",
+    "__version__",
+    "cuda_status",
+]
