@@ -9,7 +9,7 @@ use crate::tile::Tile;
 use crate::turn::Turns;
 
 /// Pieces of a split: a constant, so that the bits do not depend on the number of threads.
-const SPLIT: usize = 16;
+const SPLIT: usize = 4;
 
 /// Undivided attention of the query heads of one KV head over one split.
 struct Partial {

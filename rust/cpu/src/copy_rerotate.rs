@@ -1,10 +1,16 @@
 //! Tokens copied between blocks, keys rotated to their new positions.
+//!
+//! Cosines and sines are computed once per (frequencies, delta); a run whose tokens lie one after
+//! the other is copied at once where it is not rotated.
 
-use kvweave_core::ops::{CopyRerotate, CopyRun, Element, OpError};
+use kvweave_core::ops::{CopyRerotate, CopyRun, Element, OpError, PageGeometry};
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
 use crate::turn::{Turn, Turns};
+
+/// Fewest (copy, layer) pairs of a task.
+const FEWEST: usize = 4;
 
 /// See [`CopyRerotate`].
 ///
@@ -17,38 +23,56 @@ pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpEr
         .filter(|&layer| rope.first_alike(layer) == layer)
         .flat_map(|layer| copies.iter().map(move |copy| (layer, copy[5])));
     let turns = Turns::new(rope, needed);
-    let dim = geometry.head_dim;
     let cache = Disjoint::new(cache);
     let tasks = copies.len() * geometry.layers;
-    (0..tasks).into_par_iter().with_min_len(4).for_each_init(
-        || vec![0.0; dim],
+    (0..tasks).into_par_iter().with_min_len(FEWEST).for_each_init(
+        || vec![0.0; geometry.head_dim],
         |wide, task| {
             // All layers of a copy together: its block is one run of the arena.
             let copy = CopyRun::new(copies[task / geometry.layers]);
             let layer = task % geometry.layers;
             let turn = (copy.delta != 0).then(|| turns.get(rope, layer, copy.delta));
             for head in 0..geometry.kv_heads {
-                for i in 0..copy.count {
-                    let (from, to) = (copy.src_slot + i, copy.dst_slot + i);
-                    let source = geometry.key_offset(copy.src_block, layer, head, from);
-                    let target = geometry.key_offset(copy.dst_block, layer, head, to);
+                let source = geometry.key_offset(copy.src_block, layer, head, copy.src_slot);
+                let target = geometry.key_offset(copy.dst_block, layer, head, copy.dst_slot);
+                for_each_part(&geometry, copy.count, turn.is_none(), |skip, len| {
                     // SAFETY: `validate` proved that no block is both read and written, that no
                     // slot is written twice and that different tokens share no element.
-                    let (source, target) =
-                        unsafe { (cache.shared(source, dim), cache.piece(target, dim)) };
-                    copy_key(source, target, turn, wide);
-                    let source = geometry.value_offset(copy.src_block, layer, head, from);
-                    let target = geometry.value_offset(copy.dst_block, layer, head, to);
-                    // SAFETY: as for the key.
-                    unsafe { cache.piece(target, dim).copy_from_slice(cache.shared(source, dim)) };
-                }
+                    let (source, target) = unsafe {
+                        (cache.shared(source + skip, len), cache.piece(target + skip, len))
+                    };
+                    copy_keys(source, target, turn, wide);
+                });
+                let value = geometry.value_offset;
+                for_each_part(&geometry, copy.count, true, |skip, len| {
+                    let (source, target) = (source + value + skip, target + value + skip);
+                    // SAFETY: as for the keys.
+                    unsafe { cache.piece(target, len).copy_from_slice(cache.shared(source, len)) };
+                });
             }
         },
     );
     Ok(())
 }
 
-fn copy_key<T: Element>(source: &[T], target: &mut [T], turn: Option<Turn<'_>>, wide: &mut [f32]) {
+/// Calls `copy(first element, elements)` for the whole run if that is contiguous and may be taken
+/// `at_once`, else for every token.
+fn for_each_part(
+    geometry: &PageGeometry,
+    tokens: usize,
+    at_once: bool,
+    mut copy: impl FnMut(usize, usize),
+) {
+    let dim = geometry.head_dim;
+    if at_once && geometry.token_stride == dim {
+        return copy(0, tokens * dim);
+    }
+    for token in 0..tokens {
+        copy(token * geometry.token_stride, dim);
+    }
+}
+
+fn copy_keys<T: Element>(source: &[T], target: &mut [T], turn: Option<Turn<'_>>, wide: &mut [f32]) {
     let Some(turn) = turn else {
         target.copy_from_slice(source);
         return;

@@ -140,3 +140,22 @@ pub(crate) fn finish<T: Element>(top: f32, mass: f32, sums: &mut [f32], out: &mu
     T::narrow(sums, out);
     (top + mass.log2()) * std::f32::consts::LN_2
 }
+
+#[cfg(test)]
+mod tests {
+    use super::finish;
+
+    #[test]
+    fn the_sign_of_zero_is_settled() {
+        let mut out = [9.0f32; 2];
+        finish(0.0, 2.0, &mut [-0.0, 3.0], &mut out);
+        assert_eq!(out.map(f32::to_bits), [0.0f32, 1.5].map(f32::to_bits));
+    }
+
+    #[test]
+    fn no_mass_is_no_output() {
+        let mut out = [9.0f32; 2];
+        let lse = finish(f32::NEG_INFINITY, 0.0, &mut [0.0; 2], &mut out);
+        assert_eq!((out, lse), ([0.0; 2], f32::NEG_INFINITY));
+    }
+}

@@ -54,20 +54,13 @@ impl Tile {
         piece: &Piece,
     ) {
         let dim = self.dim;
-        let mut zeros = [0.0; 8];
         for_each_slot(kv, piece, |i, entry, slot| {
             let start = kv.geometry.value_offset(entry.block, kv.layer, head, slot);
-            let row = &mut self.rows[..dim];
+            let row = &mut self.rows[i * dim..(i + 1) * dim];
             T::widen(&kv.cache[start..start + dim], row);
-            let (eights, _) = row.as_chunks::<8>();
-            for (j, eight) in eights.iter().enumerate() {
-                self.values[j / 2][i][j % 2 * 8..][..8].copy_from_slice(eight);
-                for (zero, x) in zeros.iter_mut().zip(eight) {
-                    *zero += 0.0 * x;
-                }
-            }
         });
-        self.values_finite = zeros == [0.0; 8];
+        let rows = &self.rows[..piece.tokens * dim];
+        self.values_finite = dispatch(Spread { rows, values: &mut self.values, dim });
     }
 }
 
@@ -105,5 +98,40 @@ impl Kernel for Transpose<'_> {
                 V::transpose_8x8(source, dim, &mut keys[d * KEYS + key..], KEYS);
             }
         }
+    }
+}
+
+/// Deals rows of D values out to blocks of 16 columns; tells whether all are finite.
+struct Spread<'a> {
+    /// [tokens, D]
+    rows: &'a [f32],
+    values: &'a mut [[[f32; COLUMNS]; KEYS]],
+    dim: usize,
+}
+
+impl Kernel for Spread<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<V: Vector, const C: usize>(self) -> bool {
+        let mut zeros = V::splat(0.0);
+        for (key, row) in self.rows.chunks_exact(self.dim).enumerate() {
+            let (columns, rest) = row.as_chunks::<COLUMNS>();
+            for (block, columns) in self.values.iter_mut().zip(columns) {
+                for i in (0..COLUMNS).step_by(V::LANES) {
+                    let x = V::load(&columns[i..]);
+                    x.store(&mut block[key][i..]);
+                    zeros = x.fma(V::splat(0.0), zeros);
+                }
+            }
+            if !rest.is_empty() {
+                let block = &mut self.values[columns.len()][key];
+                block[..rest.len()].copy_from_slice(rest);
+                for i in (0..COLUMNS).step_by(V::LANES) {
+                    zeros = V::load(&block[i..]).fma(V::splat(0.0), zeros);
+                }
+            }
+        }
+        zeros.sum() == 0.0
     }
 }
