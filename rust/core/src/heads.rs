@@ -4,6 +4,7 @@
 //! shrink together and one small block table per group is enough.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
@@ -91,8 +92,8 @@ pub struct HeadClassMap {
     pub evidence: BTreeMap<String, serde_json::Value>,
 }
 
-fn corrupt(what: impl Into<String>, expected: impl Into<String>, got: impl ToString) -> Error {
-    Error::new(ErrorKind::CorruptHeadMap, what, expected, got.to_string())
+fn corrupt(what: impl Into<String>, expected: impl Into<String>, got: impl Display) -> Error {
+    Error::new(ErrorKind::CorruptHeadMap, what, expected, got)
 }
 
 impl HeadClassMap {
@@ -322,7 +323,7 @@ mod tests {
         };
         change(&|m| m.schema_version = 9, "schema_version");
         change(&|m| m.model_fingerprint.clear(), "model_fingerprint");
-        change(&|m| drop(m.heads.pop()), "entries");
+        change(&|m| m.heads.truncate(5), "entries");
         change(&|m| m.heads[0].layer = 7, "layer 7");
         change(&|m| m.heads[0].head = 1, "second");
         change(&|m| m.heads[1].class = HeadClass::Window { sink: 0, recent: 0 }, "recent");

@@ -231,6 +231,42 @@ fn regimes_of_rope_never_meet() {
 }
 
 #[test]
+fn a_marked_segment_that_missed_is_learnt_in_its_namespace() {
+    let mut world = world(HashKind::Xxh3_128);
+    let mut tokens = text(5000, 4);
+    tokens.extend(text(100, 12));
+    tokens.extend(text(6000, 2));
+    let marked = [MarkedSegment { start: 4, end: 16, namespace: "kb" }];
+    let mut request = world.admit(&Admission { marked: &marked, ..Admission::new(&tokens) });
+    request.commit(18, 18).unwrap();
+    drop(request);
+    assert_eq!(world.find(7, &text(100, 12), "kb"), [reused(3)]);
+    assert_eq!(world.find(7, &text(100, 12), ""), [missed(MissReason::NotCached)]);
+}
+
+#[test]
+fn share_mode_copies_only_the_blocks_that_are_rewritten() {
+    let mut world = world(HashKind::Xxh3_128);
+    world.learn(&text(100, 16), "");
+    let mut tokens = text(5000, 2);
+    tokens.extend(text(100, 16));
+    tokens.extend(text(6000, 2));
+    let marked = [MarkedSegment { start: 2, end: 18, namespace: "" }];
+    let admission = Admission { marked: &marked, mode: Mode::Share, ..Admission::new(&tokens) };
+    let mut request = world.admit(&admission);
+    assert_eq!(request.private_blocks(), 2);
+    let copies = request.make_writable(&[9]).unwrap();
+    assert_eq!(request.private_blocks(), 3);
+    assert_eq!(copies.iter().map(|copy| copy[4]).sum::<i32>(), 4);
+    assert!(copies.iter().all(|copy| copy[5] == 2));
+    world.arena.copy(kvweave_core::GroupId(0), &copies);
+    world.arena.write(&world.cache, &request, &[9]);
+    world.arena.verify(&world.cache, &request);
+    assert!(request.make_writable(&[8, 11]).unwrap().is_empty());
+    assert!(request.slots(&[12]).is_err(), "a donor position was writable");
+}
+
+#[test]
 fn same_inputs_same_plan() {
     let build = || {
         let mut world = world(HashKind::Xxh3_128);

@@ -1,14 +1,14 @@
 //! Admission: look up, plan, hold, allocate; all or nothing.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
-use crate::ids::{BlockId, KeyId};
-use crate::plan::{BlockTable, Outcome, PlanSpan, ReusePlan, SegmentSource, Window};
+use crate::ids::BlockId;
+use crate::plan::{BlockTable, Window};
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
-use crate::segment::{Index, Matches, MissReason, Parent, Piece, PrefixMatch};
+use crate::segment::{Index, Piece};
 
+use super::found::{Found, find};
 use super::request::{Chain, Request};
 use super::{Shared, freeze};
 
@@ -102,172 +102,22 @@ impl<'a> Admission<'a> {
             }
         }
         marks.sort_unstable_by_key(|mark| (mark.start, mark.end));
-        for pair in marks.windows(2).filter(|pair| pair[1].start < pair[0].end) {
-            let expected = "segments that do not overlap";
-            let got = format!(
-                "[{}, {}) of {:?} and [{}, {}) of {:?}",
-                pair[0].start,
-                pair[0].end,
-                pair[0].namespace,
-                pair[1].start,
-                pair[1].end,
-                pair[1].namespace
-            );
-            let same = pair[0].namespace == pair[1].namespace;
-            let kind = if same { ErrorKind::InvalidArgument } else { ErrorKind::NamespaceConflict };
-            return Err(Error::new(kind, "marked segments", expected, got));
+        let overlap = marks.windows(2).find(|pair| pair[1].start < pair[0].end);
+        match overlap {
+            Some(pair) => Err(overlapping(&pair[0], &pair[1])),
+            None => Ok(marks),
         }
-        Ok(marks)
     }
 }
 
-/// What the indexes hold of a prompt.
-struct Found {
-    key: KeyId,
-    marks: Vec<(Range<usize>, KeyId)>,
-    prefix: Vec<BlockId>,
-    chain: PrefixMatch,
-    /// Positions [whole, prefix_end) continue the prefix inside a block.
-    whole: usize,
-    prefix_end: usize,
-    matches: Matches,
-}
-
-fn find(
-    index: &mut Index,
-    request: &Admission<'_>,
-    marks: &[MarkedSegment<'_>],
-    page: usize,
-) -> Found {
-    let key = index.intern(request.namespace, request.regime);
-    let marks: Vec<_> = marks
-        .iter()
-        .map(|mark| (mark.start..mark.end, index.intern(mark.namespace, request.regime)))
-        .collect();
-    // The last token is always computed: its logits are wanted.
-    let last = request.tokens.len() - 1;
-    let mut prefix = Vec::new();
-    let root = PrefixMatch { parent: Parent::Root, digest: index.root(key), partial: None };
-    let chain = match request.reuse {
-        Reuse::None => root,
-        _ => index.match_prefix(key, &request.tokens[..last], &mut prefix),
+fn overlapping(first: &MarkedSegment<'_>, second: &MarkedSegment<'_>) -> Error {
+    let named = |mark: &MarkedSegment<'_>| {
+        format!("[{}, {}) of {:?}", mark.start, mark.end, mark.namespace)
     };
-    let whole = prefix.len() * page;
-    let prefix_end = whole + chain.partial.map_or(0, |(_, tokens)| tokens);
-    let mut found =
-        Found { key, marks, prefix, chain, whole, prefix_end, matches: Matches::default() };
-    found.search(index, request, prefix_end..last);
-    found.matches.misses.push((last..last + 1, MissReason::LastToken));
-    found
-}
-
-impl Found {
-    /// Walks marks and the text between them over `clip`.
-    fn search(&mut self, index: &Index, request: &Admission<'_>, clip: Range<usize>) {
-        let mut at = clip.start;
-        for (mark, key) in self.marks.clone() {
-            let (start, end) = (mark.start.max(at), mark.end.min(clip.end));
-            if start >= end {
-                continue;
-            }
-            self.unmarked(index, request, at..start);
-            match request.reuse {
-                Reuse::None => self.matches.misses.push((start..end, MissReason::ReuseOff)),
-                Reuse::Prefix => self.matches.misses.push((start..end, MissReason::SegmentsOff)),
-                Reuse::Segments => {
-                    index.match_marked(key, request.tokens, mark, &clip, &mut self.matches);
-                }
-            }
-            at = end;
-        }
-        self.unmarked(index, request, at..clip.end);
-    }
-
-    fn unmarked(&mut self, index: &Index, request: &Admission<'_>, range: Range<usize>) {
-        if range.is_empty() {
-            return;
-        }
-        let reason = match request.reuse {
-            Reuse::None => MissReason::ReuseOff,
-            Reuse::Segments if request.discover => MissReason::NotCached,
-            _ => MissReason::Fresh,
-        };
-        let mut at = range.start;
-        let end = range.end;
-        if reason == MissReason::NotCached {
-            let first = self.matches.pieces.len();
-            index.discover(self.key, request.tokens, range, &mut self.matches.pieces);
-            for piece in &self.matches.pieces[first..] {
-                self.matches.misses.push((at..piece.start, reason));
-                at = piece.end;
-            }
-        }
-        self.matches.misses.push((at..end, reason));
-    }
-
-    fn plan(&self, index: &Index, tokens: usize) -> ReusePlan {
-        let span = |range: &Range<usize>, outcome| PlanSpan {
-            start: range.start,
-            end: range.end,
-            outcome,
-        };
-        let mut spans = vec![span(&(0..self.prefix_end), Outcome::Prefix)];
-        for piece in &self.matches.pieces {
-            let source = match index.frozen.name_of(piece.donor) {
-                Some(name) => SegmentSource::Frozen(name.to_string()),
-                None => SegmentSource::Request,
-            };
-            let outcome = Outcome::Segment { delta: piece.delta, source, exact: piece.exact };
-            spans.push(span(&(piece.start..piece.end), outcome));
-        }
-        for (range, reason) in &self.matches.misses {
-            spans.push(span(range, Outcome::Recompute { reason: *reason }));
-        }
-        ReusePlan::new(tokens, spans)
-    }
-
-    /// The donors of copies and windows: the block a prefix ends inside, then the segments'.
-    fn donors(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let partial = self.chain.partial.map(|(block, _)| block);
-        partial.into_iter().chain(self.matches.pieces.iter().map(|piece| piece.donor))
-    }
-
-    /// The pieces to be copied: the partial prefix always, segments when materialised.
-    fn copied(&self, mode: Mode) -> Vec<Piece> {
-        let partial = self.chain.partial.map(|(donor, tokens)| Piece {
-            start: self.whole,
-            end: self.whole + tokens,
-            donor,
-            begin: 0,
-            delta: 0,
-            exact: true,
-        });
-        let segments = match mode {
-            Mode::Materialise => &self.matches.pieces[..],
-            Mode::Share => &[],
-        };
-        partial.into_iter().chain(segments.iter().copied()).collect()
-    }
-
-    /// Which grid blocks after the prefix need memory of their own.
-    fn private_grid(&self, request: &Admission<'_>, page: usize) -> Vec<bool> {
-        let end = request.tokens.len() + request.reserve_tokens;
-        let first = self.prefix.len();
-        let mut needed = vec![true; end.div_ceil(page) - first];
-        if request.mode == Mode::Materialise {
-            return needed;
-        }
-        needed.fill(false);
-        let mut at = self.whole;
-        let pieces = self.matches.pieces.iter().map(|piece| (piece.start, piece.end));
-        for (start, stop) in pieces.chain([(end, end)]) {
-            if at < start {
-                needed[at / page - first..start.div_ceil(page) - first].fill(true);
-            }
-            at = stop;
-        }
-        needed
-    }
+    let got = format!("{} and {}", named(first), named(second));
+    let same = first.namespace == second.namespace;
+    let kind = if same { ErrorKind::InvalidArgument } else { ErrorKind::NamespaceConflict };
+    Error::new(kind, "marked segments", "segments that do not overlap", got)
 }
 
 fn rows_of(index: &Index, anchors: impl Iterator<Item = BlockId>) -> Vec<BlockId> {
@@ -280,8 +130,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
     let mut stored = shared.store.lock();
     let state = &mut *stored;
     freeze::regrow(shared, state);
-    let mut found = find(&mut state.index, request, &marks, page);
-    found.matches.pieces.sort_unstable_by_key(|piece| piece.start);
+    let found = find(&mut state.index, request, &marks, page);
     let plan = found.plan(&state.index, request.tokens.len());
 
     let prefix = rows_of(&state.index, found.prefix.iter().copied());

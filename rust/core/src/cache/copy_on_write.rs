@@ -51,11 +51,9 @@ impl Request {
         let mut rows = rows.chunks_exact(shared.groups.len());
         let mut replaced = Vec::new();
         for b in touched {
-            let forked = self.is_forked(&stored, b);
-            if forked || self.table.row(b).is_none() {
-                if let Some(row) = rows.next() {
-                    self.move_block(&stored, b, row, &mut replaced, &mut copies);
-                }
+            let moves = self.table.row(b).is_none() || self.is_forked(&stored, b);
+            if moves && let Some(row) = rows.next() {
+                self.move_block(&stored, b, row, &mut replaced, &mut copies);
             }
             self.copy_windows(b, &mut copies);
         }

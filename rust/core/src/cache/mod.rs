@@ -6,6 +6,7 @@ mod admit;
 mod commit;
 mod config;
 mod copy_on_write;
+mod found;
 mod freeze;
 mod request;
 mod stats;

@@ -116,10 +116,9 @@ impl Index {
             }
             None => self.enter_content(row, entry, digest),
         };
-        if let Some(before) = entry.before.and_then(|link| self.neighbour(link, None)) {
-            if before != stands {
-                self.link_content(before, stands);
-            }
+        let before = entry.before.and_then(|link| self.neighbour(link, None));
+        if let Some(before) = before.filter(|&before| before != stands) {
+            self.link_content(before, stands);
         }
         stands
     }
@@ -224,10 +223,10 @@ impl Index {
             if node.in_content && self.find_content(node.content_ns, tokens) != Some(block) {
                 return Err(Error::inconsistent("virtual index", block.index(), "another block"));
             }
-            if let (true, Parent::Block(parent)) = (node.in_prefix, node.parent) {
-                if !self.nodes.get(parent).in_prefix {
-                    return Err(Error::inconsistent("prefix tree", "a parent", block.index()));
-                }
+            if let (true, Parent::Block(parent)) = (node.in_prefix, node.parent)
+                && !self.nodes.get(parent).in_prefix
+            {
+                return Err(Error::inconsistent("prefix tree", "a parent", block.index()));
             }
             for &member in self.nodes.row(block) {
                 if self.nodes.anchor(member) != block {

@@ -1,0 +1,159 @@
+//! What of a prompt is cached: prefix first, then marked segments, then unmarked text.
+
+use std::ops::Range;
+
+use crate::ids::{BlockId, KeyId};
+use crate::plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
+use crate::segment::{Index, Matches, MissReason, Parent, Piece, PrefixMatch};
+
+use super::admit::{Admission, MarkedSegment, Mode, Reuse};
+
+/// What the indexes hold of a prompt.
+pub(super) struct Found {
+    pub(super) key: KeyId,
+    pub(super) marks: Vec<(Range<usize>, KeyId)>,
+    pub(super) prefix: Vec<BlockId>,
+    pub(super) chain: PrefixMatch,
+    /// Positions [whole, prefix_end) continue the prefix inside a block.
+    pub(super) whole: usize,
+    pub(super) prefix_end: usize,
+    pub(super) matches: Matches,
+}
+
+pub(super) fn find(
+    index: &mut Index,
+    request: &Admission<'_>,
+    marks: &[MarkedSegment<'_>],
+    page: usize,
+) -> Found {
+    let key = index.intern(request.namespace, request.regime);
+    let marks: Vec<_> = marks
+        .iter()
+        .map(|mark| (mark.start..mark.end, index.intern(mark.namespace, request.regime)))
+        .collect();
+    // The last token is always computed: its logits are wanted.
+    let last = request.tokens.len() - 1;
+    let mut prefix = Vec::new();
+    let root = PrefixMatch { parent: Parent::Root, digest: index.root(key), partial: None };
+    let chain = match request.reuse {
+        Reuse::None => root,
+        _ => index.match_prefix(key, &request.tokens[..last], &mut prefix),
+    };
+    let whole = prefix.len() * page;
+    let prefix_end = whole + chain.partial.map_or(0, |(_, tokens)| tokens);
+    let mut found =
+        Found { key, marks, prefix, chain, whole, prefix_end, matches: Matches::default() };
+    found.search(index, request, prefix_end..last);
+    found.matches.pieces.sort_unstable_by_key(|piece| piece.start);
+    found.matches.misses.push((last..last + 1, MissReason::LastToken));
+    found
+}
+
+impl Found {
+    /// Walks marks and the text between them over `clip`.
+    fn search(&mut self, index: &Index, request: &Admission<'_>, clip: Range<usize>) {
+        let mut at = clip.start;
+        for (mark, key) in self.marks.clone() {
+            let (start, end) = (mark.start.max(at), mark.end.min(clip.end));
+            if start >= end {
+                continue;
+            }
+            self.unmarked(index, request, at..start);
+            match request.reuse {
+                Reuse::None => self.matches.misses.push((start..end, MissReason::ReuseOff)),
+                Reuse::Prefix => self.matches.misses.push((start..end, MissReason::SegmentsOff)),
+                Reuse::Segments => {
+                    index.match_marked(key, request.tokens, mark, &clip, &mut self.matches);
+                }
+            }
+            at = end;
+        }
+        self.unmarked(index, request, at..clip.end);
+    }
+
+    fn unmarked(&mut self, index: &Index, request: &Admission<'_>, range: Range<usize>) {
+        if range.is_empty() {
+            return;
+        }
+        let reason = match request.reuse {
+            Reuse::None => MissReason::ReuseOff,
+            Reuse::Segments if request.discover => MissReason::NotCached,
+            _ => MissReason::Fresh,
+        };
+        let mut at = range.start;
+        let end = range.end;
+        if reason == MissReason::NotCached {
+            let first = self.matches.pieces.len();
+            index.discover(self.key, request.tokens, range, &mut self.matches.pieces);
+            for piece in &self.matches.pieces[first..] {
+                self.matches.misses.push((at..piece.start, reason));
+                at = piece.end;
+            }
+        }
+        self.matches.misses.push((at..end, reason));
+    }
+
+    pub(super) fn plan(&self, index: &Index, tokens: usize) -> ReusePlan {
+        let span = |range: &Range<usize>, outcome| PlanSpan {
+            start: range.start,
+            end: range.end,
+            outcome,
+        };
+        let mut spans = vec![span(&(0..self.prefix_end), Outcome::Prefix)];
+        for piece in &self.matches.pieces {
+            let source = match index.frozen.name_of(piece.donor) {
+                Some(name) => SegmentSource::Frozen(name.to_string()),
+                None => SegmentSource::Request,
+            };
+            let outcome = Outcome::Segment { delta: piece.delta, source, exact: piece.exact };
+            spans.push(span(&(piece.start..piece.end), outcome));
+        }
+        for (range, reason) in &self.matches.misses {
+            spans.push(span(range, Outcome::Recompute { reason: *reason }));
+        }
+        ReusePlan::new(tokens, spans)
+    }
+
+    /// The donors of copies and windows: the block a prefix ends inside, then the segments'.
+    pub(super) fn donors(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let partial = self.chain.partial.map(|(block, _)| block);
+        partial.into_iter().chain(self.matches.pieces.iter().map(|piece| piece.donor))
+    }
+
+    /// The pieces to be copied: the partial prefix always, segments when materialised.
+    pub(super) fn copied(&self, mode: Mode) -> Vec<Piece> {
+        let partial = self.chain.partial.map(|(donor, tokens)| Piece {
+            start: self.whole,
+            end: self.whole + tokens,
+            donor,
+            begin: 0,
+            delta: 0,
+            exact: true,
+        });
+        let segments = match mode {
+            Mode::Materialise => &self.matches.pieces[..],
+            Mode::Share => &[],
+        };
+        partial.into_iter().chain(segments.iter().copied()).collect()
+    }
+
+    /// Which grid blocks after the prefix need memory of their own.
+    pub(super) fn private_grid(&self, request: &Admission<'_>, page: usize) -> Vec<bool> {
+        let end = request.tokens.len() + request.reserve_tokens;
+        let first = self.prefix.len();
+        let mut needed = vec![true; end.div_ceil(page) - first];
+        if request.mode == Mode::Materialise {
+            return needed;
+        }
+        needed.fill(false);
+        let mut at = self.whole;
+        let pieces = self.matches.pieces.iter().map(|piece| (piece.start, piece.end));
+        for (start, stop) in pieces.chain([(end, end)]) {
+            if at < start {
+                needed[at / page - first..start.div_ceil(page) - first].fill(true);
+            }
+            at = stop;
+        }
+        needed
+    }
+}
