@@ -48,11 +48,13 @@ def run(quick: bool) -> list[Row]:
             pages = empty_pages(shape, 2 * count, dtype)
             pages.normal_()
             copies, rope = copies_of(shape, count), shape.rope()
-            ops.copy_rerotate(pages, copies, rope)
+            ops.copy_rerotate(pages, copies, rope, kv_heads=shape.kv_heads)
             check(shape, pages, copies)
             half = len(pages) // 2
             contenders = {
-                "ours": lambda p=pages, c=copies, r=rope: ops.copy_rerotate(p, c, r),
+                "ours": lambda p=pages, c=copies, r=rope, g=shape.kv_heads: ops.copy_rerotate(
+                    p, c, r, kv_heads=g
+                ),
                 "torch": lambda p=pages, h=half: p[-h:].copy_(p[:h]),
             }
             timed = compare(contenders, rounds=5 if quick else 15, warm_up=2)

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from kvweave import _native
 from kvweave._native import Arena, RopeTable
 from kvweave.errors import InvalidArgument, Unsupported
@@ -88,13 +89,12 @@ def _copy_rerotate_cuda(cache: Pages, copies: Table, rope: RopeTable, kv_heads: 
         raise InvalidArgument(
             f"cache: expected a tensor on cuda, got one on {got}", expected="cuda", got=got
         )
-    on_host = None
-    if isinstance(copies, np.ndarray):
-        on_host, copies = copies, torch.tensor(copies, device=cache.device)
-    elif not copies.is_cuda:
-        on_host, copies = copies, copies.to(cache.device)
     stream = torch.cuda.current_stream(cache.device).cuda_stream
-    _native.copy_rerotate_cuda(cache, copies, on_host, rope, kv_heads, stream)
+    if isinstance(copies, torch.Tensor) and copies.is_cuda:
+        _native.copy_rerotate_cuda(cache, copies, None, rope, kv_heads, stream)
+        return
+    uploaded = torch.as_tensor(copies).to(cache.device)
+    _native.copy_rerotate_cuda(cache, uploaded, copies, rope, kv_heads, stream)
 
 
 def attend_prefill(

@@ -138,7 +138,7 @@ class Prefiller:
         if len(copies):
             if not policy.delta_rope:
                 copies[:, 5] = 0
-            ops.copy_rerotate(self.pages, copies, positions.rope)
+            ops.copy_rerotate(self.pages, copies, positions.rope, kv_heads=self.spec.kv_heads)
         request.finish_copies()
         timings.copy_s = time.perf_counter() - start
 
