@@ -267,6 +267,36 @@ fn share_mode_copies_only_the_blocks_that_are_rewritten() {
 }
 
 #[test]
+fn a_chain_does_not_go_on_below_a_block_that_now_holds_other_text() {
+    let shape = KvShape::new(1, 1, 8, 4, KvDtype::F32).unwrap();
+    let config = CacheConfig::new(shape, shape.pages_for_blocks(13).unwrap());
+    let cache = KvCache::new(config).unwrap();
+    let prompt = text(100, 8);
+    let admission = Admission { reserve_tokens: 4, ..Admission::new(&prompt) };
+    let mut first = cache.admit(&Admission::new(&prompt)).unwrap();
+    let mut second = cache.admit(&admission).unwrap();
+    first.commit(8, 8).unwrap();
+    drop(first);
+    // The second request's prefix is known by the first one's blocks, which it does not hold.
+    second.commit(8, 8).unwrap();
+    let other = text(1000, 40);
+    let mut third = cache.admit(&Admission::new(&other)).unwrap();
+    third.commit(40, 40).unwrap();
+    assert_eq!(cache.stats().evictions, 2);
+    second.append(&text(500, 4)).unwrap();
+    second.commit(12, 12).unwrap();
+    for blocks in 1..=10 {
+        let mut tokens = other[..4 * blocks].to_vec();
+        tokens.extend(text(500, 4));
+        assert_eq!(cache.lookup_prefix(&tokens, ""), 4 * blocks);
+    }
+    let mut tokens = prompt.clone();
+    tokens.extend(text(500, 4));
+    assert_eq!(cache.lookup_prefix(&tokens, ""), 12, "its own blocks took the place");
+    cache.check().unwrap();
+}
+
+#[test]
 fn same_inputs_same_plan() {
     let build = || {
         let mut world = world(HashKind::Xxh3_128);
