@@ -105,12 +105,23 @@ impl BlockHasher {
         }
     }
 
-    /// The rolling hash of a window, to be finished by [`Self::roll_key`].
+    /// The rolling hash of a window, to be finished by [`Self::roll_key`]: `Σ v[i]·Bⁿ⁻¹⁻ⁱ`.
+    ///
+    /// Four tokens a step, since each step waits for the multiplication before.
     #[must_use]
     pub fn roll(&self, window: &[u32]) -> u64 {
-        window.iter().fold(0, |sum: u64, &token| {
-            sum.wrapping_mul(ROLL_BASE).wrapping_add(token_value(token))
-        })
+        const POWERS: [u64; 4] = powers();
+        let chunks = window.chunks_exact(4);
+        let rest = chunks.remainder();
+        let sum = chunks.fold(0u64, |sum, chunk| {
+            let values = chunk.iter().zip(POWERS.iter().rev());
+            let own = values.fold(0u64, |own, (&token, power)| {
+                own.wrapping_add(token_value(token).wrapping_mul(*power))
+            });
+            sum.wrapping_mul(POWERS[3].wrapping_mul(ROLL_BASE)).wrapping_add(own)
+        });
+        rest.iter()
+            .fold(sum, |sum, &token| sum.wrapping_mul(ROLL_BASE).wrapping_add(token_value(token)))
     }
 
     /// Moves a window of one page by one token.
@@ -131,6 +142,12 @@ impl BlockHasher {
             _ => key.wrapping_mul(ROLL_BASE),
         }
     }
+}
+
+/// The powers 0..4 of the rolling base.
+const fn powers() -> [u64; 4] {
+    let square = ROLL_BASE.wrapping_mul(ROLL_BASE);
+    [1, ROLL_BASE, square, square.wrapping_mul(ROLL_BASE)]
 }
 
 fn token_value(token: u32) -> u64 {
@@ -224,7 +241,7 @@ mod tests {
 
         #[test]
         fn sliding_equals_hashing_afresh(
-            tokens in proptest::collection::vec(any::<u32>(), 5..40), page in 1usize..5,
+            tokens in proptest::collection::vec(any::<u32>(), 20..60), page in 1usize..20,
         ) {
             let hasher = BlockHasher::new(HashKind::Xxh3_128, 0, page);
             let mut sum = hasher.roll(&tokens[..page]);
