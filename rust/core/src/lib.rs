@@ -1,8 +1,8 @@
 //! Decisions over a KV cache whose pages are shared, moved and reused by content.
 //!
 //! A prompt's tokens come in, flat arrays of blocks, slots and copies go out; nothing here touches
-//! an element of K or V. A request meets `cache`, which asks `segment` what is known, `plan` what to
-//! do with it and `pool` where it goes; `ops` is the contract with those who then compute.
+//! an element of K or V. A request meets `cache`, which asks `segment` what is known, `plan` what
+//! to do with it and `pool` where it goes; `ops` is the contract with those who then compute.
 #![forbid(unsafe_code)]
 
 pub mod cache;

@@ -1,8 +1,8 @@
 //! Exact prefixes: a table of full blocks and, below each block, the list of what followed it.
 //!
-//! Whole blocks are found below the block before, by tokens alone where it was last continued the
-//! same way, by chained digest where it branches. Where the next block is not cached whole, the list
-//! of children gives the longest common head, so a prefix may end inside a block.
+//! A whole block is found below the one before: by tokens alone where that was last continued the
+//! same way, by chained digest where it branches. Where the next block is not cached whole, the
+//! list of children gives the longest common head, so a prefix may end inside a block.
 
 use crate::ids::{BlockId, KeyId};
 
