@@ -57,15 +57,23 @@ pub fn borrow<'py>(what: &str, object: &Bound<'py, PyAny>) -> PyResult<Borrowed<
         let tensor = from_numpy(array).map_err(refuse)?;
         return Ok(Borrowed { tensor, _owner: Owner::Object(object.clone()) });
     }
-    if let Some(view) = through_exchange_api(object)? {
+    let shared = through_exchange_api(object).map_err(|error| unshared(what, py, &error))?;
+    if let Some(view) = shared {
         // SAFETY: the producer filled shape and strides, valid until control returns to it; they
         // are copied here and now. The object itself is held below and keeps the memory.
         let tensor = unsafe { from_dl_tensor(&view, false) }.map_err(refuse)?;
         return Ok(Borrowed { tensor, _owner: Owner::Object(object.clone()) });
     }
-    let managed = Managed::of(object, &refuse)?;
+    let managed = Managed::of(what, object, &refuse)?;
     let tensor = managed.tensor().map_err(refuse)?;
     Ok(Borrowed { tensor, _owner: Owner::Managed(managed) })
+}
+
+/// The producer's own refusal (a device or layout that DLPack does not know), under our class.
+fn unshared(what: &str, py: Python<'_>, error: &PyErr) -> PyErr {
+    let text = error.value(py).to_string();
+    let first = text.lines().next().unwrap_or("no reason");
+    Failure::invalid(what, "a tensor whose memory can be shared", format!("{first:?}")).raise(py)
 }
 
 fn from_numpy(array: &Bound<'_, PyUntypedArray>) -> Result<TensorRef, String> {
@@ -172,7 +180,11 @@ enum Kind {
 }
 
 impl<'py> Managed<'py> {
-    fn of(object: &Bound<'py, PyAny>, refuse: &dyn Fn(String) -> PyErr) -> PyResult<Self> {
+    fn of(
+        what: &str,
+        object: &Bound<'py, PyAny>,
+        refuse: &dyn Fn(String) -> PyErr,
+    ) -> PyResult<Self> {
         let py = object.py();
         let Some(method) = object.getattr_opt(intern!(py, "__dlpack__"))? else {
             return Err(refuse(format!("an object of type {}", object.get_type().name()?)));
@@ -181,9 +193,10 @@ impl<'py> Managed<'py> {
         wanted.set_item(intern!(py, "max_version"), (DLPACK_MAJOR_VERSION, 0))?;
         let capsule = match method.call((), Some(&wanted)) {
             // Producers older than DLPack 1.0 do not know the argument.
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call0()?,
-            other => other?,
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call0(),
+            other => other,
         };
+        let capsule = capsule.map_err(|error| unshared(what, py, &error))?;
         let Ok(capsule) = capsule.cast_into::<PyCapsule>() else {
             return Err(refuse("a __dlpack__ that returns no capsule".into()));
         };
