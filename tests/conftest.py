@@ -1,10 +1,19 @@
 """What all tests share: seeds, and no gradients."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from kvweave.models import load_smollm2
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct, f32, and its tokenizer."""
+    return load_smollm2(torch.float32)
 
 
 @pytest.fixture

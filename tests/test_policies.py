@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import kvweave
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import kvweave
+from kvweave.eval.text import speech, speech_names
 from kvweave.plan import Probe, PromptView
 from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX
 from kvweave.policies.row_sets import highest, intervals, overflow, union
@@ -125,6 +127,11 @@ def test_bad_settings(make):
 
 
 # ---- on a real model ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speeches():
+    return [speech(name) for name in speech_names() if name.startswith("195")]
 
 
 @pytest.fixture(scope="module", params=["materialise", "share"])

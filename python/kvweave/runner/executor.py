@@ -195,7 +195,9 @@ class _Run:
             return
         copies = self.request.make_writable(rows)
         if len(copies):
-            ops.copy_rerotate(self.pages, copies, self.positions.rope)
+            ops.copy_rerotate(
+                self.pages, copies, self.positions.rope, kv_heads=self.spec.kv_heads
+            )
             self.request.finish_copies()
             self.entries = self.request.entries()
         self.slots = self.request.slots(rows)
