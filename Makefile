@@ -4,6 +4,7 @@
 #   make test               every test, Rust and Python
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
+#   make results            the newest records into the README's tables
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
 #   make clean              forget everything that was built
 
@@ -11,7 +12,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python lint bench wheel packages setup clean
+.PHONY: demo test test-rust test-python lint bench results wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +57,9 @@ lint: $(STAMPS)/packages
 
 bench: setup
 	$(PY) -m benchmarks.run $(CASE) $(if $(RECORD),--record)
+
+results: setup
+	$(PY) -m benchmarks.results
 
 wheel: $(STAMPS)/wheel
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record
+from benchmarks import record, results
 from benchmarks.cases import attention, block_manager, copy_rerotate
 from benchmarks.measure import Row, WrongAnswer, compare, expect, summarise
 from benchmarks.run import CASES, main
@@ -70,3 +70,16 @@ def test_copy_case_checks_and_measures() -> None:
 @pytest.mark.parametrize("name", ["SmolLM2 1024 float32, decode", "Llama-8B 1024 bfloat16, decode"])
 def test_attention_case_agrees_with_torch(name: str) -> None:
     attention.check(name, attention.problems(quick=True)[name])
+
+
+def test_the_readme_shows_the_newest_records() -> None:
+    readme = (record.ROOT / "README.md").read_text(encoding="utf-8")
+    assert results.filled(readme, results.newest()) == readme
+
+
+def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        record.append("ttft", [Row("full, 9 tokens", value, "s", 3.0, {"tokens": 9})], tmp_path)
+    shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", results.newest(tmp_path))
+    assert "| full, 9 tokens | 2 s | 3 |" in shown
+    assert "old" not in shown

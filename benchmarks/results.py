@@ -1,0 +1,81 @@
+"""Writes the newest records into the README: `python -m benchmarks.results`.
+
+The figures there are never typed by hand. Records of the machine that measured last are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RECORDS, ROOT
+
+START, END = "<!-- results -->\n", "<!-- end of results -->"
+TITLES = {
+    "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
+    "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
+    "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
+    "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
+}
+# Rows of a long case that a README has room for.
+SHOWN = {"attention": " 4096 "}
+HIDDEN = {"elements", "tokens"}
+
+
+def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """The last run of each case on the machine that recorded last."""
+    runs = [run for path in folder.rglob("*.json") for run in json.loads(path.read_text())]
+    runs.sort(key=lambda run: run["time"])
+    here = runs[-1]["machine"]["processor"] if runs else ""
+    return {run["case"]: run for run in runs if run["machine"]["processor"] == here}
+
+
+def markdown(runs: dict[str, dict[str, Any]]) -> str:
+    """One table a case, each under the command that prints it."""
+    if not runs:
+        return "Nothing was recorded yet: `make bench RECORD=1`.\n"
+    return "\n".join(_table(case, runs[case]) for case in TITLES if case in runs)
+
+
+def _table(case: str, run: dict[str, Any]) -> str:
+    rows = [row for row in run["rows"] if SHOWN.get(case, "") in row["name"]]
+    beside = list(dict.fromkeys(key for row in rows for key in row["of"] if key not in HIDDEN))
+    machine = run["machine"]
+    versions = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
+    lines = [
+        f"**{TITLES[case]}** — `make bench CASE={case}`, {run['time'][:10]}: "
+        f"{machine['processor']}, {machine['cores']} cores; {versions}.",
+        "",
+        "| what | median | p95 | " + " | ".join(beside) + " |",
+        "|---|" + "---:|" * (2 + len(beside)),
+    ]
+    for row in rows:
+        p95 = "" if row["p95"] is None else _figure(row["p95"])
+        cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
+        measured = f"{_figure(row['value'])} {row['unit']}"
+        lines.append(f"| {row['name']} | {measured} | {p95} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def filled(readme: str, runs: dict[str, dict[str, Any]]) -> str:
+    """The README with the tables between its two marks."""
+    before, rest = readme.split(START)
+    return before + START + "\n" + markdown(runs) + "\n" + END + rest.split(END)[1]
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    path.write_text(filled(path.read_text(encoding="utf-8"), newest()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
