@@ -73,8 +73,8 @@ pub fn head_rows<'a, T: Stored>(
         let got = format!("strides {:?}", tensor.strides());
         return Err(Failure::invalid(what, "a contiguous last axis", got));
     }
-    // SAFETY: the owner outlives the call that made `tensor`; writers are excluded as the head of this file
-    // head says.
+    // SAFETY: the owner outlives the call that made `tensor`; writers are excluded as the head of
+    // this file says.
     let values = unsafe { tensor.slice(what) }?;
     let (row_stride, head_stride) = (row.unsigned_abs(), head.unsigned_abs());
     Ok(HeadRows { values, rows, heads, head_dim, row_stride, head_stride })

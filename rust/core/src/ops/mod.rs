@@ -7,7 +7,7 @@
 //! `validate()` of a params struct proves every index in range before any arithmetic: a backend
 //! calls it first and may rely on it afterwards, also in unsafe code.
 //!
-//! Words: R rows (query tokens), H query heads, G KV heads, D head dim, P tokens a page, B requests,
+//! Words: R rows (query tokens), H query heads, G KV heads, D head dim, P tokens a page, B batch,
 //! L layers. Positions are absolute, ranges half-open, strides in elements.
 
 mod attend_decode;
