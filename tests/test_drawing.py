@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from kvweave.drawing import (
     draw_plan,
     plan_figure,
@@ -14,7 +16,6 @@ from kvweave.drawing import (
     save_quality,
 )
 from kvweave.errors import InvalidArgument
-from rich.console import Console
 
 
 def span(start: int, end: int, kind: str, **rest: object) -> dict[str, object]:

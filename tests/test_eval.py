@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvweave import models
 from kvweave.errors import InvalidArgument
 from kvweave.eval import (

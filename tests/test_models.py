@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvweave import models
 from kvweave.models import GgufPart, ModelUnavailable, PackagedModel
 

@@ -4,6 +4,7 @@ Frameworks are imported inside the commands, so that help and bad input answer a
 """
 
 import typer
+
 from kvweave.cli.capacity import capacity
 from kvweave.cli.demo import demo
 from kvweave.cli.evaluate import evaluate

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from kvweave.cli.capacity_plan import Capacity, capacity_of, parse_bytes, read_head_map, shape_of
 from kvweave.cli.console import out, user_errors, write_json
 

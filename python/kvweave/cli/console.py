@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
-from kvweave.errors import KvweaveError
 from rich.console import Console
+
+from kvweave.errors import KvweaveError
 
 P = ParamSpec("P")
 BAD_INPUT = 2

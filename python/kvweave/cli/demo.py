@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from kvweave.cli.console import err, out, user_errors, write_json
 
 if TYPE_CHECKING:
-    from kvweave.demo import Row
     from rich.table import Table
+
+    from kvweave.demo import Row
 
 
 @user_errors

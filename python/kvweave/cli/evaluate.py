@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from kvweave.cli.console import err, out, user_errors, write_json
 
 QUICK = ("lm", 1024, 6)

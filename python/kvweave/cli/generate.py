@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from kvweave.cli.console import err, user_errors
 from kvweave.cli.prompt_file import FILE_HELP, prompt_parts, read_segments
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from kvweave.cli.console import err, out, user_errors, write_json
 from kvweave.cli.prompt_file import FILE_HELP, prompt_parts, read_segments
 from kvweave.errors import InvalidArgument

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvweave.drawing.spans import KINDS, DrawnPlan, read_plan, read_rows
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from kvweave.drawing.spans import KINDS, DrawnPlan, read_plan, read_rows
 
 # Named colours follow the terminal's own theme; the glyphs tell kinds apart without any.
 _LOOKS = {

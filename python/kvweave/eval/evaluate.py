@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
 from kvweave.errors import InvalidArgument
 from kvweave.eval.key_value import KeyValue
 from kvweave.eval.language_model import LanguageModel

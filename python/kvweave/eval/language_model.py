@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
+
 from kvweave.errors import InvalidArgument
 from kvweave.eval.sample import SEGMENTS, Sample, task_encoder
 from kvweave.eval.text import token_slice

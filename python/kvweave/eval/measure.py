@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Literal
 
 import torch
+
 from kvweave.eval.sample import Sample
 from kvweave.eval.statistics import kl_per_token, negative_log_likelihood
 from kvweave.policies import Naive, Policy, policy_of

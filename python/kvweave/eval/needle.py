@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+
 from kvweave.eval.sample import (
     NAMES,
     SEGMENTS,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
 from kvweave.errors import InvalidArgument
 from kvweave.eval.text import Encode, sentences
 from kvweave.runner import Part, Segment, chat_parts

@@ -9,6 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from kvweave.errors import InvalidArgument
 
 Floats = npt.NDArray[np.float64]

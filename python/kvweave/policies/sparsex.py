@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
 from kvweave.policies.base import Reuse

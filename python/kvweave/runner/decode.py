@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.runner.layer import RowGrid, finish, project

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument

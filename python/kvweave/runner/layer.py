@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from kvweave.runner.model_spec import LayerSpec, ModelSpec
 from kvweave.runner.rope import rotate
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvweave.errors import Unsupported
 from torch import nn
+
+from kvweave.errors import Unsupported
 
 
 @dataclass(frozen=True)

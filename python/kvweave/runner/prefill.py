@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
+
 from kvweave import ops
 from kvweave.cache import KvCache, KvRequest
 from kvweave.plan import PromptView

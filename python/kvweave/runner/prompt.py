@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from kvweave.errors import InvalidArgument
 
 Tokens = npt.NDArray[np.int32]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from kvweave.ops import RopeTable
 from kvweave.runner.model_spec import ModelSpec
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from kvweave.cache import FrozenSegment, KvCache, KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, policy_of

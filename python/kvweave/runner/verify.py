@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from kvweave.cache import KvCache, KvShape
 from kvweave.errors import Unsupported
 from kvweave.plan import PromptView
