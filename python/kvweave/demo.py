@@ -73,7 +73,7 @@ PASSAGES = (
 
 QUESTIONS = (
     Question(
-        "On what did President Johnson declare war in 1964?",
+        "What did President Johnson declare unconditional war on?",
         ("clinton", "johnson", "lincoln", "kennedy", "roosevelt"),
         ("poverty",),
     ),

@@ -15,11 +15,17 @@ from kvweave.errors import KvweaveError
 
 P = ParamSpec("P")
 BAD_INPUT = 2
+WIDE = 140
+"""Characters that the widest table wants."""
 
 
 def out() -> Console:
-    """Standard output. Made anew each time: a test or a pipe may have replaced the stream."""
-    return Console()
+    """Standard output. Made anew each time: a test or a pipe may have replaced the stream.
+
+    A pipe has no width, so rich would assume 80 characters: tables get what they need there.
+    """
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, WIDE))
 
 
 def err() -> Console:

@@ -13,8 +13,12 @@ from kvweave.cli.console import err, out, user_errors, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from kvweave.demo import Row
+
+_ROOMY = 110
+"""Characters of a terminal that has room for the answers inside the table."""
 
 
 @user_errors
@@ -45,8 +49,12 @@ def demo(
             progress.update(bar, advance=1, description=f"prompt {row.prompt}, {row.policy}")
     averages = means(rows) if prompts > 1 else []
     took = time.perf_counter() - start
-    out().print(_table(rows, averages))
-    out().print(
+    console = out()
+    roomy = console.width >= _ROOMY
+    console.print(_table(rows, averages, answers=roomy))
+    for row in () if roomy else rows:
+        console.print(f"{row.prompt} {row.policy:<10} {' '.join(row.answer.split())}", style="dim")
+    console.print(
         f"{len(PASSAGES)} passages encoded once, each alone; {model} on "
         f"{platform.machine()}, {_threads()} threads; {took:.0f} s in all",
         style="dim",
@@ -56,32 +64,46 @@ def demo(
         write_json(json, _document(model, mode, took, rows, averages))
 
 
-def _table(rows: list[Row], averages: list[Row]) -> Table:
+def _table(rows: list[Row], averages: list[Row], answers: bool) -> Table:
+    from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(
-        title="Prompts over one knowledge base, its passages in another order each time",
-        caption="reused = by prefix + by segment; rows = tokens × layers computed; KL to full in "
-        "nats a token, over full's own answer",
+        title="Questions over one knowledge base, its passages in another order each time",
+        caption="reused: by prefix + by segment · rows: of tokens × layers · 1st: first token is "
+        "full's\nKL: to full, nats a token over full's own answer",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1 if answers else 0),
     )
     table.add_column("policy", no_wrap=True)
-    for head in ("reused", "recomputed", "rows", "TTFT", "× full", "KV", "first token", "KL"):
-        table.add_column(head, justify="right", no_wrap=head != "first token")
-    table.add_column("answer", overflow="fold", max_width=48)
+    for head in ("reused", "recomputed", "rows", "TTFT", "× full", "KV", "1st", "KL"):
+        table.add_column(head, justify="right", no_wrap=True)
+    if answers:
+        table.add_column("answer", overflow="fold")
     previous = -1
     for row in [*rows, *averages]:
         if row.prompt != previous:
             table.add_section()
-            about = f"prompt {row.prompt}: {row.question}" if row.prompt else "mean of all prompts"
-            table.add_row(Text(f"{row.tokens:.0f} tok."), *[""] * 8, Text(about, style="bold"))
+            table.add_row(*_heading(row, answers))
             previous = row.prompt
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row)[: 10 if answers else 9])
     return table
 
 
+def _heading(row: Row, answers: bool) -> list[Text]:
+    """The line above a prompt's rows: its number, tokens and question."""
+    from rich.text import Text
+
+    name = f"prompt {row.prompt}" if row.prompt else "mean"
+    cells = [name, f"{row.tokens:.0f} tokens", *[""] * 7]
+    if answers:
+        cells.append(row.question)
+    return [Text(cell, style="bold") for cell in cells]
+
+
 def _cells(row: Row) -> list[str]:
-    agrees = f"{row.first_token:.0%}" if not row.prompt else "same" if row.first_token else "other"
+    agrees = f"{row.first_token:.0%}" if not row.prompt else "yes" if row.first_token else "no"
     return [
         row.policy,
         f"{row.reused_prefix:.0f} + {row.reused_segment:.0f}",

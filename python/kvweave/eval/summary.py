@@ -72,18 +72,22 @@ class Evaluation:
 
     def table(self) -> Table:
         """The summaries for a terminal."""
+        from rich import box
         from rich.table import Table
 
         samples = len({m.sample for m in self.measurements})
         table = Table(
             title=f"{self.task}, {self.length} tokens, {samples} samples, seed {self.seed}",
-            caption="KL to full in nats a token; [low, high] = 95 % bootstrap interval over "
-            "samples; gap = share of the naive-to-full KL closed",
+            caption="KL: to full, nats a token · [low, high]: 95 % bootstrap interval of samples · "
+            "gap: share of the naive-to-full KL closed\n1st, top-1: most likely token is full's · "
+            "rows: of tokens × layers · ×: time to first token over full's",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
         )
-        table.add_column("policy")
-        heads = (self.score_name, "KL", "worst 10 %", "gap", "first", "top-1", "rows", "TTFT", "×")
+        table.add_column("policy", no_wrap=True)
+        heads = (self.score_name, "KL", "worst 10 %", "gap", "1st", "top-1", "rows", "TTFT", "×")
         for head in heads:
-            table.add_column(head, justify="right")
+            table.add_column(head, justify="right", no_wrap=True)
         previous: str | None = None
         for s in self.summaries():
             if previous is not None and previous != s.role and s.role == "policy":
