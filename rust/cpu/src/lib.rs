@@ -5,6 +5,7 @@
 //! never meet another row's: so the bits of a row depend neither on the other rows of the call nor
 //! on the number of threads, and computing a prompt after a prefix hit changes none.
 
+mod aligned;
 mod attend_decode;
 mod attend_prefill;
 mod copy_rerotate;

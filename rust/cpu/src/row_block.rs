@@ -17,7 +17,8 @@ use crate::tile::{COLUMNS, KEYS, Tile};
 pub(crate) const ROWS: usize = 6;
 
 /// Scores of a block, then weights.
-type Scores = [[f32; KEYS]; ROWS];
+#[repr(align(64))]
+struct Scores([[f32; KEYS]; ROWS]);
 
 /// Running softmax of a block's rows, base 2.
 #[derive(Clone, Copy, Debug)]
@@ -65,11 +66,12 @@ impl Rows<'_> {
 
     #[inline(always)]
     fn scores<V: Vector, const C: usize>(&self, block: usize, tile: &Tile, scores: &mut Scores) {
-        let dim = tile.keys.len();
+        let keys = tile.keys();
+        let dim = keys.len();
         let q = &self.q[block * dim..(block + 1) * dim];
         for column in (0..KEYS).step_by(C * V::LANES) {
             let mut sums = [[V::splat(0.0); C]; ROWS];
-            for (q, keys) in q.iter().zip(&tile.keys) {
+            for (q, keys) in q.iter().zip(keys) {
                 let mut k = [V::splat(0.0); C];
                 for c in 0..C {
                     k[c] = V::load(&keys[column + c * V::LANES..]);
@@ -81,13 +83,13 @@ impl Rows<'_> {
                     }
                 }
             }
-            for r in 0..ROWS {
-                for c in 0..C {
+            for (sums, scores) in sums.iter().zip(&mut scores.0) {
+                for (c, &sum) in sums.iter().enumerate() {
                     let score = match self.cap {
-                        Some(cap) => tanh(sums[r][c]).mul(V::splat(cap)),
-                        None => sums[r][c],
+                        Some(cap) => tanh(sum).mul(V::splat(cap)),
+                        None => sum,
                     };
-                    score.store(&mut scores[r][column + c * V::LANES..]);
+                    score.store(&mut scores[column + c * V::LANES..]);
                 }
             }
         }
@@ -110,8 +112,8 @@ impl Kernel for Absorb<'_> {
 
     #[inline(always)]
     fn run<V: Vector, const C: usize>(self) {
-        let width = self.tile.values.len() * COLUMNS;
-        let mut scores = [[0.0; KEYS]; ROWS];
+        let width = self.tile.width;
+        let mut scores = Scores([[0.0; KEYS]; ROWS]);
         for (block, state) in self.states.iter_mut().enumerate() {
             let (ranges, all) = self.rows.ranges(block, self.piece);
             if all.is_empty() {
@@ -124,13 +126,13 @@ impl Kernel for Absorb<'_> {
             }
             let out = &mut self.out[block * ROWS * width..(block + 1) * ROWS * width];
             if self.tile.values_finite {
-                add_values::<V, C, ROWS>(&scores, &rescale, self.tile, all, out);
+                add_values::<V, C, ROWS>(&scores.0, &rescale, self.tile, all, out);
                 continue;
             }
             // 0 · NaN is NaN: a row must not touch a value that it does not see.
             for (r, out) in out.chunks_exact_mut(width).enumerate() {
                 let range = ranges[r].0..ranges[r].1;
-                add_values::<V, C, 1>(&scores[r..], &rescale[r..], self.tile, range, out);
+                add_values::<V, C, 1>(&scores.0[r..], &rescale[r..], self.tile, range, out);
             }
         }
     }
@@ -149,12 +151,12 @@ fn weigh<V: Vector>(
     for r in 0..ROWS {
         let (low, high) = ranges[r];
         if high - low < KEYS {
-            scores[r][..low].fill(f32::NEG_INFINITY);
-            scores[r][high..].fill(f32::NEG_INFINITY);
+            scores.0[r][..low].fill(f32::NEG_INFINITY);
+            scores.0[r][high..].fill(f32::NEG_INFINITY);
         }
         let mut top = V::splat(state.top[r]);
         for column in (0..KEYS).step_by(V::LANES) {
-            top = V::load(&scores[r][column..]).max_or(top);
+            top = V::load(&scores.0[r][column..]).max_or(top);
         }
         let top = top.max_lane();
         // With no finite score yet, any base does: all weights are 0 (or NaN).
@@ -168,8 +170,8 @@ fn weigh<V: Vector>(
     for r in 0..ROWS {
         let mut sum = V::splat(0.0);
         for column in (0..KEYS).step_by(V::LANES) {
-            let weight = exp2(V::load(&scores[r][column..]).sub(V::splat(bases[r])));
-            weight.store(&mut scores[r][column..]);
+            let weight = exp2(V::load(&scores.0[r][column..]).sub(V::splat(bases[r])));
+            weight.store(&mut scores.0[r][column..]);
             sum = sum.add(weight);
         }
         state.mass[r] = state.mass[r] * rescale[r] + sum.sum();
@@ -186,7 +188,7 @@ fn add_values<V: Vector, const C: usize, const R: usize>(
     range: Range<usize>,
     out: &mut [f32],
 ) {
-    let width = tile.values.len() * COLUMNS;
+    let width = tile.width;
     let mut column = 0;
     while column + C * V::LANES <= width {
         add_columns::<V, C, R>(weights, rescale, tile, range.clone(), out, column);
@@ -207,22 +209,21 @@ fn add_columns<V: Vector, const C: usize, const R: usize>(
     out: &mut [f32],
     column: usize,
 ) {
-    let width = tile.values.len() * COLUMNS;
+    let width = tile.width;
     let weights = &weights[..R];
     assert!(range.end <= KEYS, "keys of one tile");
     let mut sums = [[V::splat(0.0); C]; R];
-    let mut blocks = [&tile.values[0]; C];
     for c in 0..C {
-        blocks[c] = &tile.values[(column + c * V::LANES) / COLUMNS];
         for r in 0..R {
             let old = V::load(&out[r * width + column + c * V::LANES..]);
             sums[r][c] = old.mul(V::splat(rescale[r]));
         }
     }
     for key in range {
+        let columns = &tile.values[key * width + column..][..C * V::LANES];
         let mut v = [V::splat(0.0); C];
         for c in 0..C {
-            v[c] = V::load(&blocks[c][key][(column + c * V::LANES) % COLUMNS..]);
+            v[c] = V::load(&columns[c * V::LANES..]);
         }
         for r in 0..R {
             let weight = V::splat(weights[r][key]);
@@ -253,7 +254,7 @@ impl Kernel for AddMass<'_> {
 
     #[inline(always)]
     fn run<V: Vector, const C: usize>(self) {
-        let mut scores = [[0.0; KEYS]; ROWS];
+        let mut scores = Scores([[0.0; KEYS]; ROWS]);
         for (block, sums) in self.log2_sums.chunks_exact(ROWS).enumerate() {
             let (ranges, all) = self.rows.ranges(block, self.piece);
             if all.is_empty() {
@@ -266,10 +267,10 @@ impl Kernel for AddMass<'_> {
                     continue;
                 }
                 for column in (0..KEYS).step_by(V::LANES) {
-                    let score = V::load(&scores[r][column..]);
-                    exp2(score.sub(V::splat(sums[r]))).store(&mut scores[r][column..]);
+                    let score = V::load(&scores.0[r][column..]);
+                    exp2(score.sub(V::splat(sums[r]))).store(&mut scores.0[r][column..]);
                 }
-                for (mass, weight) in self.mass[low..high].iter_mut().zip(&scores[r][low..high]) {
+                for (mass, weight) in self.mass[low..high].iter_mut().zip(&scores.0[r][low..high]) {
                     *mass += weight;
                 }
             }

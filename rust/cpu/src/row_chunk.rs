@@ -2,6 +2,7 @@
 
 use kvweave_core::ops::{Element, KvView, Queries, Scoring};
 
+use crate::aligned::Aligned;
 use crate::piece::{Piece, within};
 use crate::row_block::{Absorb, ROWS, Rows, State};
 use crate::simd::dispatch;
@@ -38,7 +39,7 @@ pub(crate) struct RowChunk {
     /// [blocks]
     pub(crate) states: Vec<State>,
     /// [blocks, ROWS, width]
-    out: Vec<f32>,
+    out: Aligned,
 }
 
 impl RowChunk {
@@ -67,7 +68,7 @@ impl RowChunk {
             }
         }
         let states = vec![State::EMPTY; blocks];
-        let (turned, out) = (Vec::new(), Vec::new());
+        let (turned, out) = (Vec::new(), Aligned::zeroed(0));
         Self { q, turned, turned_by: 0, visible, cap, dim, packed, states, out }
     }
 
@@ -104,8 +105,7 @@ impl RowChunk {
         values: bool,
     ) {
         let width = self.dim.next_multiple_of(COLUMNS);
-        let mut out = std::mem::take(&mut self.out);
-        out.resize(if values { self.states.len() * ROWS * width } else { 0 }, 0.0);
+        let mut out = Aligned::zeroed(if values { self.states.len() * ROWS * width } else { 0 });
         let mut states = std::mem::take(&mut self.states);
         for piece in within(pieces, self.reach()) {
             tile.load_keys(&call.kv, kv_head, piece);

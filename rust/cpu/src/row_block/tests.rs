@@ -13,7 +13,7 @@ const PIECES: usize = 2;
 struct Scene {
     q: Vec<[f32; ROWS]>,
     keys: Vec<Vec<[f32; KEYS]>>,
-    values: Vec<Vec<[[f32; COLUMNS]; KEYS]>>,
+    values: Vec<Vec<f32>>,
     visible: Vec<(i64, i64)>,
     cap: Option<f32>,
 }
@@ -27,13 +27,9 @@ fn wave(seed: usize) -> f32 {
 fn scene(cap: Option<f32>) -> Scene {
     let q = (0..BLOCKS * D).map(|i| std::array::from_fn(|r| wave(i * ROWS + r)));
     let keys = |p: usize| (0..D).map(move |d| std::array::from_fn(|k| wave(d * 99 + k + p * 7)));
-    let value = |p: usize, b: usize, k: usize, c: usize| {
-        if b * COLUMNS + c < D { wave(b * 5000 + k * 31 + c + p) } else { 0.0 }
-    };
-    let values = |p: usize| {
-        (0..D.div_ceil(COLUMNS))
-            .map(move |b| std::array::from_fn(|k| std::array::from_fn(|c| value(p, b, k, c))))
-    };
+    let width = D.next_multiple_of(COLUMNS);
+    let value = |p: usize, i: usize| if i % width < D { wave(i * 3 + p) } else { 0.0 };
+    let values = |p: usize| (0..KEYS * width).map(move |i| value(p, i));
     let visible = |row: usize| match row % 5 {
         0 => (0, 1),
         1 => (0, 128),
@@ -58,8 +54,8 @@ fn piece(p: usize) -> Piece {
 impl Scene {
     fn tile(&self, p: usize) -> Tile {
         let mut tile = Tile::new(D);
-        tile.keys.clone_from(&self.keys[p]);
-        tile.values.clone_from(&self.values[p]);
+        tile.keys_mut().copy_from_slice(&self.keys[p]);
+        tile.values.copy_from_slice(&self.values[p]);
         tile
     }
 
@@ -121,7 +117,7 @@ fn check(scene: &Scene) {
             assert!(seen.is_empty() == (mass == 0.0), "row {row}");
             assert!(seen.is_empty() || (lse - total.log2()).abs() < 1e-5, "row {row}");
             for d in 0..D {
-                let value = |p: usize, k: usize| scene.values[p][d / COLUMNS][k][d % COLUMNS];
+                let value = |p: usize, k: usize| scene.values[p][k * width + d];
                 let sum: f64 = seen.iter().map(|&(p, k, w)| w * f64::from(value(p, k))).sum();
                 let got = f64::from(out[row * width + d]) / f64::from(mass.max(1e-30));
                 assert!((got - sum / total.max(1e-30)).abs() < 1e-5, "row {row} column {d}");

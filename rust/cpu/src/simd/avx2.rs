@@ -118,10 +118,14 @@ impl Vector for Avx2 {
 
     #[inline(always)]
     fn transpose_8x8(source: &[f32], source_stride: usize, target: &mut [f32], stride: usize) {
-        let row = |i: usize| Self::load(&source[i * source_stride..]).0;
-        let rows: [__m256; 8] = std::array::from_fn(row);
-        for (i, column) in transposed(rows).into_iter().enumerate() {
-            Self(column).store(&mut target[i * stride..]);
+        // A loop, not `from_fn`: a closure would be compiled without the instruction set.
+        let mut rows = [Self::splat(0.0).0; 8];
+        for i in 0..8 {
+            rows[i] = Self::load(&source[i * source_stride..]).0;
+        }
+        let columns = transposed(rows);
+        for i in 0..8 {
+            Self(columns[i]).store(&mut target[i * stride..]);
         }
     }
 }
