@@ -160,6 +160,51 @@ def test_any_producer_is_read(generator, dtype, legacy) -> None:
     assert torch.isfinite(k).all()
 
 
+class Lender:
+    """A producer whose memory nobody but the capsule keeps alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def __dlpack__(self, **wanted: object) -> object:
+        return self.tensor.clone().__dlpack__(**wanted)
+
+
+def test_borrowed_memory_lives_through_the_call(generator) -> None:
+    """Every argument of an op, the written ones too, may be held by its capsule alone."""
+    case = paged(generator, 800, layers=1)
+    rows = np.arange(800, dtype=np.int32)
+    q = torch.randn(800, 4, 64, generator=generator)
+    call = {
+        "q": q,
+        "positions": torch.from_numpy(rows),
+        "entries": torch.from_numpy(case.entries),
+        "cache": case.pages,
+        "layer": 0,
+        "kv_heads": 2,
+        "scale": 0.125,
+        "rope": rope_table(1, 64),
+        "window": None,
+        "softcap": None,
+    }
+    wanted, lse = torch.empty(800, 4, 64), torch.empty(800, 4)
+    kvweave._native.attend_prefill(call, None, None, wanted, lse, False)
+    lent = {
+        name: Lender(value) if isinstance(value, torch.Tensor) else value
+        for name, value in call.items()
+    }
+    out = torch.empty(800, 4, 64)
+    kvweave._native.attend_prefill(lent, None, None, out, Lender(lse), False)
+    assert torch.equal(out, wanted)
+    slots = torch.from_numpy(case.request.slots(rows))
+    kvweave._native.write_pages(
+        Lender(case.pages), 0, Lender(case.k[0]), Lender(case.v[0]), Lender(slots), False
+    )
+
+
 def test_read_only_arrays_are_read_and_never_written(generator) -> None:
     case = paged(generator, 8, layers=1)
     rows = np.arange(8, dtype=np.int32)

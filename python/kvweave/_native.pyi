@@ -6,6 +6,27 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "Arena",
+    "FrozenSegment",
+    "HeadClassMap",
+    "KvCache",
+    "KvRequest",
+    "KvShape",
+    "PlanSpan",
+    "ReusePlan",
+    "RopeTable",
+    "__version__",
+    "attend_decode",
+    "attend_prefill",
+    "copy_rerotate",
+    "copy_rerotate_cuda",
+    "cuda_status",
+    "merge_states",
+    "score_tokens",
+    "write_pages",
+]
+
 __version__: str
 
 _Rows: TypeAlias = npt.NDArray[np.int32]
@@ -188,7 +209,7 @@ class KvCache:
         tokens: _Array,
         *,
         namespace: str = "",
-        segments: Sequence[tuple[int, int, str]] = (),
+        segments: Sequence[tuple[int, int, str]] = ...,
         discover: bool = False,
         reuse: str = "segments",
         mode: str = "materialise",

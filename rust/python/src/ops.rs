@@ -60,7 +60,8 @@ pub fn write_pages(
     slots: &Bound<'_, PyAny>,
     reference: bool,
 ) -> PyResult<()> {
-    let cache = borrow("cache", cache)?.tensor;
+    let owner = borrow("cache", cache)?;
+    let cache = owner.tensor;
     let (k, v) = (borrow("k", k)?, borrow("v", v)?);
     let slots = Table::of("slots", slots)?;
     with_element!(py, "cache", cache.dtype, T => {
@@ -93,7 +94,8 @@ pub fn copy_rerotate(
     kv_heads: i64,
     reference: bool,
 ) -> PyResult<()> {
-    let cache = borrow("cache", cache)?.tensor;
+    let owner = borrow("cache", cache)?;
+    let cache = owner.tensor;
     let copies = Table::of("copies", copies)?;
     let rope = &rope.get().table;
     with_element!(py, "cache", cache.dtype, T => {

@@ -27,7 +27,8 @@ impl Device {
     }
 }
 
-/// Location and layout of a tensor; it says nothing about how long that stays valid.
+/// Location and layout of a tensor; it says nothing about how long that stays valid: whoever reads
+/// or writes through it holds the `Borrowed` it came from.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef {
     /// First element, byte offset applied. May be anything when there are no elements.
