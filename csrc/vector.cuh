@@ -15,9 +15,19 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
+// Stores to global memory. A plain assignment would be split: CUDA's half types have constructors,
+// so the compiler copies such a pack element by element. The intrinsic takes a whole 16-byte word,
+// and marks it as not to be read again soon.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& values) {
-  *reinterpret_cast<Pack<T, N>*>(to) = values;
+  if constexpr (sizeof(values) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(values) / 16); ++i) {
+      __stcs(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(&values)[i]);
+    }
+  } else {
+    *reinterpret_cast<Pack<T, N>*>(to) = values;
+  }
 }
 
 // What an element is computed in, and the one rounding back. f32 elements are rotated in f64: with
