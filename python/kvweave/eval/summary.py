@@ -78,7 +78,7 @@ class Evaluation:
         samples = len({m.sample for m in self.measurements})
         table = Table(
             title=f"{self.task}, {self.length} tokens, {samples} samples, seed {self.seed}",
-            caption="KL: to full, nats a token · [low, high]: 95 % bootstrap interval of samples · "
+            caption="KL: to full, nats a token · \\[low, high]: 95 % bootstrap interval · "
             "gap: share of the naive-to-full KL closed\n1st, top-1: most likely token is full's · "
             "rows: of tokens × layers · ×: time to first token over full's",
             box=box.SIMPLE_HEAD,
