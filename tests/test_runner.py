@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import kvweave
 import numpy as np
 import pytest
 import torch
 import transformers
+
+import kvweave
 from kvweave.runner import Runner, Sampling, Segment
 
 PROMPTS = [

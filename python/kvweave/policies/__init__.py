@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvweave.errors import InvalidArgument
 from kvweave.policies.base import Policy
 from kvweave.policies.cacheblend import CacheBlend
@@ -11,7 +13,7 @@ from kvweave.policies.naive import Naive
 from kvweave.policies.prefix import Prefix
 from kvweave.policies.sparsex import SparseX
 
-POLICIES = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "prefix": Prefix,
     "naive": Naive,
@@ -32,8 +34,7 @@ def policy_of(policy: str | Policy) -> Policy:
         return policy
     if policy not in POLICIES:
         raise InvalidArgument(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
-    made: Policy = POLICIES[policy]()
-    return made
+    return POLICIES[policy]()
 
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ class Executor:
         grid, last = hidden.grid, int(np.searchsorted(hidden.rows, from_position))
         first_tile = (grid.lead + last) // TILE * TILE if grid.padded != grid.rows else last
         normed = self.spec.final_norm(hidden.states[first_tile:])
-        scores = self.spec.head(normed).float()
+        scores: torch.Tensor = self.spec.head(normed).float()
         if self.spec.final_softcap is not None:
             scores = torch.tanh(scores / self.spec.final_softcap) * self.spec.final_softcap
         skip = grid.lead + last - first_tile
@@ -196,9 +197,7 @@ class _Run:
             return
         copies = self.request.make_writable(rows)
         if len(copies):
-            ops.copy_rerotate(
-                self.pages, copies, self.positions.rope, kv_heads=self.spec.kv_heads
-            )
+            ops.copy_rerotate(self.pages, copies, self.positions.rope, kv_heads=self.spec.kv_heads)
             self.request.finish_copies()
             self.entries = self.request.entries()
         self.slots = self.request.slots(rows)
@@ -224,7 +223,7 @@ class _Run:
             hidden, plan = hidden.narrow(narrowed.rows), narrowed
         self.prepare(plan.rows)
         ops.write_pages(self.pages, plan.layer, k, v, self.slots)
-        attention = {
+        attention: dict[str, Any] = {
             "kv_heads": spec.kv_heads,
             "scale": layer.scale,
             "rope": self.positions.rope,

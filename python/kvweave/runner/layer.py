@@ -60,7 +60,7 @@ class RowGrid:
         """F over padded rows, tile by tile when this machine needs it."""
         if not self.tiled:
             return f(x)
-        return torch.cat([f(tile) for tile in x.split(TILE)])
+        return torch.cat([f(tile) for tile in torch.split(x, TILE)])
 
 
 def project(
@@ -106,7 +106,8 @@ def _feed_forward(layer: LayerSpec, hidden: torch.Tensor) -> torch.Tensor:
     out = (out[0] if isinstance(out, tuple) else out)[0]
     if layer.feed_forward_out_norm is not None:
         out = layer.feed_forward_out_norm(out)
-    return out
+    result: torch.Tensor = out
+    return result
 
 
 def needs_tiling(layer: LayerSpec, width: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -129,6 +130,6 @@ def needs_tiling(layer: LayerSpec, width: int, dtype: torch.dtype, device: torch
     generator = torch.Generator().manual_seed(0)
     for step, columns in steps:
         x = torch.randn(16 * TILE, columns, generator=generator).to(device=device, dtype=dtype)
-        if not torch.equal(step(x), torch.cat([step(tile) for tile in x.split(TILE)])):
+        if not torch.equal(step(x), torch.cat([step(tile) for tile in torch.split(x, TILE)])):
             return True
     return False

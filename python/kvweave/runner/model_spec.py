@@ -53,7 +53,7 @@ class ModelSpec:
     final_norm: nn.Module
     head: nn.Module
     final_softcap: float | None
-    rotary: nn.Module
+    rotary: Any
     interleaved: bool
     dtype: torch.dtype
     device: torch.device

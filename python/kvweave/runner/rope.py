@@ -70,7 +70,7 @@ def rows_of(
         kind = spec.rotary.rope_type if key is None else spec.rotary.rope_type[key]
         lone = "dynamic" in kind or kind == "longrope"
         named = () if key is None else (key,)
-        groups = asked.split(1) if lone else (asked,)
+        groups = torch.split(asked, 1) if lone else (asked,)
         pairs = [spec.rotary(like, group[None], *named) for group in groups]
         turns[key] = (
             torch.cat([cos[0] for cos, _ in pairs]),

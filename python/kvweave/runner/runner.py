@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from kvweave.cache import FrozenSegment, KvCache, KvShape
 from kvweave.errors import InvalidArgument, Unsupported
@@ -91,7 +92,7 @@ class Runner:
         )
         self.progress = progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
-        pages: torch.Tensor = torch.from_dlpack(self.cache.arena)
+        pages: torch.Tensor = from_dlpack(self.cache.arena)
         with torch.inference_mode():
             first = self.spec.layers[0]
             width = first.attention.q_proj.in_features

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from kvweave.cache import KvCache, KvShape
 from kvweave.errors import Unsupported
@@ -34,7 +35,7 @@ def verify(model: Any, spec: ModelSpec) -> None:
     positions = position_table(spec, TOKENS)
     rows = request.plan.rows()
     view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, ())
-    executor = Executor(spec, torch.from_dlpack(cache.arena), False)
+    executor = Executor(spec, from_dlpack(cache.arena), False)
     hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view))
     ours = executor.logits(hidden, 0)
     theirs = model(tokens[None], use_cache=False).logits[0].float()
