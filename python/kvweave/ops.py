@@ -239,7 +239,7 @@ def merge_states(
 
 def _results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty(q.shape, dtype=q.dtype)
     return out, torch.empty(q.shape[:2], dtype=torch.float32)
 
 
