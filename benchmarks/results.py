@@ -1,6 +1,6 @@
 """Writes the newest records into the README: `python -m benchmarks.results`.
 
-The figures there are never typed by hand. Records of the machine that measured last are shown.
+The figures there are never typed by hand. Each table names the machine that measured it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ TITLES = {
     "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
     "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
     "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
+    "cuda_copy_rerotate": "Copying and rotating pages on CUDA, beside torch's device copy",
 }
 # Rows of a long case that a README has room for.
-SHOWN = {"attention": " 4096 "}
+SHOWN = {"attention": " 4096 ", "cuda_copy_rerotate": "Llama-8B"}
+COMMANDS = {"cuda_copy_rerotate": "python -m benchmarks.cuda_copy_rerotate"}
 HIDDEN = {"elements", "tokens"}
 
 
 def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
-    """The last run of each case on the machine that recorded last."""
+    """The last run of each case."""
     runs = [run for path in folder.rglob("*.json") for run in json.loads(path.read_text())]
     runs.sort(key=lambda run: run["time"])
-    here = runs[-1]["machine"]["processor"] if runs else ""
-    return {run["case"]: run for run in runs if run["machine"]["processor"] == here}
+    return {run["case"]: run for run in runs}
 
 
 def markdown(runs: dict[str, dict[str, Any]]) -> str:
@@ -44,8 +45,9 @@ def _table(case: str, run: dict[str, Any]) -> str:
     beside = list(dict.fromkeys(key for row in rows for key in row["of"] if key not in HIDDEN))
     machine = run["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
+    command = COMMANDS.get(case, f"make bench CASE={case}")
     lines = [
-        f"**{TITLES[case]}** — `make bench CASE={case}`, {run['time'][:10]}: "
+        f"**{TITLES[case]}** — `{command}`, {run['time'][:10]}: "
         f"{machine['processor']}, {machine['cores']} cores; {versions}.",
         "",
         "| what | median | p95 | " + " | ".join(beside) + " |",
