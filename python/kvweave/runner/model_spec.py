@@ -16,6 +16,9 @@ from torch import nn
 
 from kvweave.errors import Unsupported
 
+KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""Model dtypes with ops, and the name of each as a KV dtype."""
+
 
 @dataclass(frozen=True)
 class LayerSpec:

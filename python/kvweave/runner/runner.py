@@ -14,15 +14,13 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, policy_of
 from kvweave.runner.decode import Decoding, by_regime, step
 from kvweave.runner.layer import needs_tiling
-from kvweave.runner.model_spec import describe
+from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
-
-KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True)

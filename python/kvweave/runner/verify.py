@@ -12,7 +12,7 @@ from kvweave.errors import Unsupported
 from kvweave.plan import PromptView
 from kvweave.policies.full import Full
 from kvweave.runner.executor import Executor
-from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.model_spec import KV_DTYPES, ModelSpec
 from kvweave.runner.rope import position_table
 
 TOKENS = 24
@@ -26,8 +26,7 @@ def verify(model: Any, spec: ModelSpec) -> None:
     # Errors
     `Unsupported` when they differ: the model's layer does something this package does not know.
     """
-    names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-    shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, 16, names[spec.dtype])
+    shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, 16, KV_DTYPES[spec.dtype])
     cache = KvCache(shape, blocks=4)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, spec.vocabulary, (TOKENS,), generator=generator).to(spec.device)
