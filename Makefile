@@ -45,8 +45,9 @@ test: test-rust test-python
 test-rust: $(STAMPS)/venv
 	cargo test --locked --workspace --exclude kvweave-python
 
+# Waiting threads of torch sleep: spinning, they would starve ours on a busy machine.
 test-python: setup
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check
