@@ -27,5 +27,49 @@ struct CopyRerotateParams {
   uint32_t head_chunks;      // ceil(kv_heads / heads_per_block)
 };
 
+// The keys and values of one layer, as attention reads them.
+struct PagedKv {
+  const void* cache;
+  const int32_t* entries;        // [N, 5]: block, begin, end, position, delta
+  const int32_t* entry_offsets;  // [B·tables + 1]
+  const int32_t* heads;          // [G, 4]: table, rank, window, sink; null: see first_rank
+  const float* inv_freq;         // [pairs], this layer's
+  int64_t blocks;                // block numbers below this lie within the cache
+  int64_t block_stride;          // from block number b to b + 1
+  int64_t head_stride;           // from rank r to r + 1
+  int64_t token_stride;
+  int64_t value_offset;  // from a token's key to its value
+  uint32_t tables;       // entry tables of a request
+  uint32_t kv_heads;
+  uint32_t page_tokens;
+  uint32_t head_dim;
+  uint32_t pairs;        // rotary_dim / 2
+  uint32_t interleaved;  // pairs are neighbours
+  uint32_t first_rank;   // without heads: KV head g has table 0, rank first_rank + g, sink 0
+  uint32_t window;       // without heads: keys a row sees at most, 0 for all
+};
+
+// attend_prefill and attend_decode.
+struct AttendParams {
+  PagedKv kv;
+  const void* q;               // [R, H, D] by strides
+  const int32_t* positions;    // [R]
+  const int32_t* row_offsets;  // [B + 1]; null: row b is request b
+  void* out;                   // [R, H, D]
+  float* lse;                  // [R, H], natural logarithm
+  float* partial;              // workspace of split keys
+  uint32_t* counters;          // workspace of split keys, zero before and after
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  float scale;
+  float softcap;  // 0 for none
+  uint32_t rows;
+  uint32_t requests;
+  uint32_t query_heads;
+  uint32_t splits;
+};
+
 static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
+static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
+static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
