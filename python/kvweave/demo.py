@@ -147,14 +147,13 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(number: int, question: Question, measured: Measurement, full: Measurement) -> Row:
-    report = measured.report
     return Row(
         prompt=number,
         question=question.text,
         policy=measured.policy,
         tokens=measured.tokens,
-        reused_prefix=report.reused_prefix,
-        reused_segment=report.reused_segment,
+        reused_prefix=measured.reused_prefix,
+        reused_segment=measured.reused_segment,
         recomputed=measured.recomputed,
         row_share=measured.row_share,
         ttft_s=measured.ttft_s,

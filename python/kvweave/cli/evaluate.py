@@ -23,6 +23,15 @@ def evaluate(
     ] = "naive,epic,cacheblend,sparsex",
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    corpus: Annotated[
+        str | None, typer.Option(help="sotu, kjv, python, a text file or a folder of .txt files.")
+    ] = None,
+    controlled: Annotated[
+        int | None, typer.Option(min=0, help="Samples that also get floor and control; all.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Keep each sample in this file, and go on from it.")
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Task lm, 1024 tokens, 6 samples: two minutes.")
     ] = False,
@@ -44,10 +53,10 @@ def evaluate(
         from kvweave.runner import Runner
 
         wanted = [policy_of(name.strip()) for name in policies.split(",")]
-        chosen = task_of(task, length)
+        chosen = task_of(task, length, corpus)
         loaded, tokenizer = models.load(model)
         runner = Runner(loaded, tokenizer, max_tokens=4 * length + 4096)
-    found = measure(runner, chosen, wanted, samples, seed)
+    found = measure(runner, chosen, wanted, samples, seed, controlled=controlled, log=log)
     out().print(found.table())
     if json is not None:
         write_json(json, {"model": model, **found.to_dict()})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvweave.errors import InvalidArgument
+from kvweave.eval.corpus import DEFAULT_CORPUS, corpus_of
 from kvweave.eval.key_value import KeyValue
 from kvweave.eval.language_model import LanguageModel
+from kvweave.eval.log import MeasurementLog
 from kvweave.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer, inserted
 from kvweave.eval.needle import Needle
 from kvweave.eval.sample import Sample, Task
@@ -23,22 +26,27 @@ POLICIES: tuple[str, ...] = ("naive", "epic", "cacheblend", "sparsex")
 TASK_NAMES = ("lm", "needle", "needles", "lookup", "lookups", "chain")
 
 
-def task_of(name: str, length: int) -> Task:
-    """A task by its name, at a prompt length in tokens.
+def task_of(name: str, length: int, corpus: str | None = None) -> Task:
+    """A task by its name, at a prompt length in tokens, on a corpus (see `corpus_of`).
 
-    Raises InvalidArgument naming the known tasks, or a length that the task cannot fill.
+    Raises InvalidArgument naming the known tasks, for a length that the task cannot fill, or a
+    corpus where the task uses no text.
     """
+    text = corpus or DEFAULT_CORPUS
     tasks: dict[str, Callable[[], Task]] = {
-        "lm": lambda: LanguageModel(length),
-        "needle": lambda: Needle(length),
-        "needles": lambda: Needle(length, asked=4),
+        "lm": lambda: LanguageModel(length, corpus=text),
+        "needle": lambda: Needle(length, corpus=text),
+        "needles": lambda: Needle(length, asked=4, corpus=text),
         "lookup": lambda: KeyValue(length),
         "lookups": lambda: KeyValue(length, asked=4),
-        "chain": lambda: VariableChain(length),
+        "chain": lambda: VariableChain(length, corpus=text),
     }
     if name not in tasks:
         raise InvalidArgument(f"task: expected one of {', '.join(tasks)}, got {name!r}")
-    return tasks[name]()
+    task = tasks[name]()
+    if corpus is not None and task.corpus is None:
+        raise InvalidArgument(f"{name}: expected no corpus, since it uses no text, got {corpus!r}")
+    return task
 
 
 def draw(task: Task, tokenizer: Any, samples: int, seed: int) -> list[Sample]:
@@ -59,14 +67,19 @@ def evaluate(
     seed: int = 0,
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    controlled: int | None = None,
+    log: Path | None = None,
 ) -> Evaluation:
     """Measures the policies on the task's samples.
 
     Each segment of a sample is first encoded alone. Besides the policies asked for there are
-    always `full` (the reference), `naive` (the other end of the gap), the noise floor and the
-    control without Δ-RoPE.
+    always `full` (the reference), `naive` (the other end of the gap) and, for the first
+    `controlled` samples (default: all), the noise floor and the control without Δ-RoPE. With
+    `log`, each sample is kept in that file once it is measured, and what the file already holds
+    is not measured again.
 
-    Raises InvalidArgument for an unknown policy, no samples, or a runner without a tokenizer.
+    Raises InvalidArgument for an unknown policy, no samples, a runner without a tokenizer, or a
+    log of something else.
     """
     tokenizer = runner.prompts.tokenizer
     if tokenizer is None:
@@ -76,11 +89,36 @@ def evaluate(
         if policy.name != "full":
             wanted[policy.name] = policy
     drawn = draw(task, tokenizer, samples, seed)
+    subject = {
+        **_subject(runner, task, seed),
+        "policies": [repr(policy) for policy in wanted.values()],
+        "max_new_tokens": max_new_tokens,
+        "controlled": controlled,
+    }
+    kept = MeasurementLog(log, subject) if log is not None else None
     measured: list[Measurement] = []
     for index, sample in enumerate(track(drawn, f"evaluating {task.name}", runner.progress)):
+        if kept is not None and kept.measured(index):
+            measured += kept.measured(index)
+            continue
         namespace = f"eval/{task.name}/{seed}/{index}"
         with inserted(runner, sample, namespace) as ready:
             measurer = SampleMeasurer(runner, ready, index, namespace, max_new_tokens)
-            measured += [measurer.full(), measurer.floor(), measurer.no_rope_control()]
-            measured += [measurer.policy(policy) for policy in wanted.values()]
-    return Evaluation(task.name, task.length, task.score_name, seed, tuple(measured))
+            found = [measurer.full()]
+            if controlled is None or index < controlled:
+                found += [measurer.floor(), measurer.no_rope_control()]
+            found += [measurer.policy(policy) for policy in wanted.values()]
+        if kept is not None:
+            kept.append(index, found)
+        measured += found
+    return Evaluation(task.name, task.length, task.score_name, seed, tuple(measured), task.corpus)
+
+
+def _subject(runner: Runner, task: Task, seed: int) -> dict[str, Any]:
+    """What decides which samples are measured, and on which model."""
+    return {
+        "model": runner.spec.fingerprint,
+        "task": repr(task),
+        "corpus": None if task.corpus is None else corpus_of(task.corpus).digest,
+        "seed": seed,
+    }

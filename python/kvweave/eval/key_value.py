@@ -37,6 +37,7 @@ class KeyValue:
     length: int = 1024
     asked: int = 1
     score_name: ClassVar[str] = "recall"
+    corpus: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         check_asked(self.asked, SEGMENTS)

@@ -26,14 +26,16 @@ class Measurement:
 
     `kl`: nats to full at each scored token, full's own greedy answer (or the real text) being
     forced. `top1`: the share of these where the most likely token is full's. `first_token`: the
-    same for the first token to be generated. `score`: see the task's `score_name`.
+    same for the first token to be generated. `score`: see the task's `score_name`. `mode` and
+    `mode_reason`: whether reused KV was shared, as the runner reported it.
     """
 
     sample: int
     policy: str
     role: Role
     tokens: int
-    reused: int
+    reused_prefix: int
+    reused_segment: int
     recomputed: int
     row_share: float
     ttft_s: float
@@ -43,7 +45,13 @@ class Measurement:
     top1: float
     first_token: bool
     answer: str
-    report: Report = field(repr=False, compare=False)
+    mode: str
+    mode_reason: str
+
+    @property
+    def reused(self) -> int:
+        """Tokens reused, by prefix or by segment."""
+        return self.reused_prefix + self.reused_segment
 
 
 @dataclass(frozen=True)
@@ -123,16 +131,8 @@ class SampleMeasurer:
         """The policy's own answer, with the logits it gives to full's answer."""
         free = self._free(prompt, policy, namespace)
         forced = self._full.tokens
-        agreed = next(
-            (
-                i
-                for i, pair in enumerate(zip(free.tokens, forced, strict=False))
-                if len(set(pair)) > 1
-            ),
-            min(len(free.tokens), len(forced)),
-        )
         # Logits up to and including the first difference were computed on full's answer already.
-        if agreed + 1 >= len(forced):
+        if _agreed(free.tokens, forced) + 1 >= len(forced):
             return replace(free, logits=free.logits[: max(len(forced), self._sample.scored_tokens)])
         recorder = _Recorder(script=forced)
         self._runner.generate(
@@ -173,7 +173,8 @@ class SampleMeasurer:
             policy=name,
             role=role,
             tokens=report.tokens,
-            reused=report.reused_prefix + report.reused_segment,
+            reused_prefix=report.reused_prefix,
+            reused_segment=report.reused_segment,
             recomputed=report.recomputed,
             row_share=report.row_share,
             ttft_s=report.ttft_s,
@@ -183,7 +184,8 @@ class SampleMeasurer:
             top1=float(agrees.float().mean()),
             first_token=bool(agrees[first]),
             answer=outcome.text,
-            report=report,
+            mode=report.mode,
+            mode_reason=report.mode_reason,
         )
 
     def _score(self, outcome: _Outcome) -> float:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvweave.eval.corpus import DEFAULT_CORPUS
 from kvweave.eval.sample import (
     NAMES,
     SEGMENTS,
@@ -28,6 +29,7 @@ class Needle:
     length: int = 1024
     hidden: int = 8
     asked: int = 1
+    corpus: str = DEFAULT_CORPUS
     score_name: ClassVar[str] = "recall"
 
     def __post_init__(self) -> None:
@@ -53,6 +55,7 @@ class Needle:
         parts = hide(
             tokenizer,
             rng,
+            self.corpus,
             self.length,
             [lines[i::SEGMENTS] for i in range(SEGMENTS)],
             "Some special numbers are hidden in the following text. Memorise them.",

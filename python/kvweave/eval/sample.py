@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.eval.text import Encode, sentences
+from kvweave.eval.corpus import Encode, corpus_of
 from kvweave.runner import Part, Segment, chat_parts
 
 SEGMENTS = 4
@@ -69,6 +69,11 @@ class Task(Protocol):
         """What the score means: `recall` (higher is better) or `nll` (lower is better)."""
         ...
 
+    @property
+    def corpus(self) -> str | None:
+        """Name or path of the text that samples are made of; None for a task without text."""
+        ...
+
     def sample(self, tokenizer: Any, rng: np.random.Generator) -> Sample:
         """The next sample of a generator."""
         ...
@@ -90,12 +95,13 @@ def ask(tokenizer: Any, instruction: str, texts: Sequence[str], question: str) -
 def hide(
     tokenizer: Any,
     rng: np.random.Generator,
+    corpus: str,
     length: int,
     hidden: Sequence[Sequence[str]],
     instruction: str,
     question: str,
 ) -> tuple[Part, ...]:
-    """A chat prompt of `length` tokens with sentences hidden in real text.
+    """A chat prompt of `length` tokens with sentences hidden in the text of a corpus.
 
     `hidden[i]` are the sentences of segment i; they stand at random sentence borders of it.
 
@@ -109,7 +115,7 @@ def hide(
             f"length: expected at least {prompt_tokens(encode, bare)} tokens for what is hidden, "
             f"got {length}"
         )
-    source = sentences(rng)
+    source = corpus_of(corpus).sentences(rng)
     texts = []
     for lines in hidden:
         noise = list(_fill(source, encode, room))

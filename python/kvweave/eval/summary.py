@@ -49,6 +49,7 @@ class Evaluation:
     score_name: str
     seed: int
     measurements: tuple[Measurement, ...]
+    corpus: str | None = None
 
     def summaries(self) -> list[Summary]:
         """One a policy, in the order of measuring: full, floor, control, then the policies."""
@@ -63,11 +64,9 @@ class Evaluation:
             "length": self.length,
             "score_name": self.score_name,
             "seed": self.seed,
+            "corpus": self.corpus,
             "policies": [_plain(asdict(summary)) for summary in self.summaries()],
-            "measurements": [
-                _plain({k: v for k, v in vars(m).items() if k != "report"})
-                for m in self.measurements
-            ],
+            "measurements": [_plain({**asdict(m), "reused": m.reused}) for m in self.measurements],
         }
 
     def table(self) -> Table:
@@ -76,8 +75,9 @@ class Evaluation:
         from rich.table import Table
 
         samples = len({m.sample for m in self.measurements})
+        on = "" if self.corpus is None else f" on {self.corpus}"
         table = Table(
-            title=f"{self.task}, {self.length} tokens, {samples} samples, seed {self.seed}",
+            title=f"{self.task}{on}, {self.length} tokens, {samples} samples, seed {self.seed}",
             caption="KL: to full, nats a token · \\[low, high]: 95 % bootstrap interval · "
             "gap: share of the naive-to-full KL closed\n1st, top-1: most likely token is full's · "
             "rows: of tokens × layers · ×: time to first token over full's",
@@ -109,9 +109,12 @@ class Evaluation:
 
     def _summary(self, name: str) -> Summary:
         mine = [m for m in self.measurements if m.policy == name]
+        # Floor and control may have been measured on the first samples alone.
+        samples = {m.sample for m in mine}
+        beside = [m for m in self.measurements if m.sample in samples]
         kl = _mean_kl(mine)
-        naive = _mean_kl([m for m in self.measurements if m.policy == "naive"])
-        full_ttft = np.mean([m.ttft_s for m in self.measurements if m.role == "full"])
+        naive = _mean_kl([m for m in beside if m.policy == "naive"])
+        full_ttft = np.mean([m.ttft_s for m in beside if m.role == "full"])
         ttft = float(np.mean([m.ttft_s for m in mine]))
         return Summary(
             policy=name,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvweave.eval.corpus import DEFAULT_CORPUS
 from kvweave.eval.sample import SEGMENTS, Sample, check_asked, distinct_numbers, hide
 
 
@@ -22,6 +23,7 @@ class VariableChain:
     length: int = 1024
     chains: int = 2
     links: int = 4
+    corpus: str = DEFAULT_CORPUS
     name: ClassVar[str] = "chain"
     score_name: ClassVar[str] = "recall"
 
@@ -43,6 +45,7 @@ class VariableChain:
         parts = hide(
             tokenizer,
             rng,
+            self.corpus,
             self.length,
             hidden,
             "Memorise and track the variable assignments hidden in the following text.",
