@@ -26,7 +26,9 @@ def demo(
     json: Annotated[Path | None, typer.Option(help="Also write the rows as JSON.")] = None,
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     prompts: Annotated[int, typer.Option(min=1, max=3, help="How many questions.")] = 3,
-    mode: Annotated[str, typer.Option(help="materialise or share.")] = "materialise",
+    mode: Annotated[
+        str, typer.Option(help="materialise (copy passages) or share (read them in place).")
+    ] = "materialise",
 ) -> None:
     """Ask questions over a knowledge base, once under each policy."""
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -54,6 +56,9 @@ def demo(
     console.print(_table(rows, averages, answers=roomy))
     for row in () if roomy else rows:
         console.print(f"{row.prompt} {row.policy:<10} {' '.join(row.answer.split())}", style="dim")
+    # Each policy that cannot share says why, once.
+    for reason in dict.fromkeys(row.mode_reason for row in rows if row.mode_reason):
+        console.print(f"materialised, not shared: {reason}", style="dim", highlight=False)
     console.print(
         f"{len(PASSAGES)} passages encoded once, each alone; {model} on "
         f"{platform.machine()}, {_threads()} threads; {took:.0f} s in all",
@@ -70,8 +75,8 @@ def _table(rows: list[Row], averages: list[Row], answers: bool) -> Table:
 
     table = Table(
         title="Questions over one knowledge base, its passages in another order each time",
-        caption="reused: by prefix + by segment · rows: of tokens × layers · 1st: first token is "
-        "full's\nKL: to full, nats a token over full's own answer",
+        caption="reused: by prefix + by segment · rows: of tokens × layers · KV: MiB of its own + "
+        "shared\n1st: first token is full's · KL: to full, nats a token over full's own answer",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1 if answers else 0),
@@ -111,7 +116,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.row_share:.0%}",
         f"{1000 * row.ttft_s:.0f} ms",
         f"{row.ttft_ratio:.2f}",
-        f"{row.kv_bytes / 2**20:.0f} MiB",
+        f"{row.kv_bytes / 2**20:.0f} + {row.shared_kv_bytes / 2**20:.0f}",
         agrees,
         f"{row.kl:.4f}",
         " ".join(row.answer.split()),

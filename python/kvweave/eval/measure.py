@@ -26,8 +26,8 @@ class Measurement:
 
     `kl`: nats to full at each scored token, full's own greedy answer (or the real text) being
     forced. `top1`: the share of these where the most likely token is full's. `first_token`: the
-    same for the first token to be generated. `score`: see the task's `score_name`. `mode` and
-    `mode_reason`: whether reused KV was shared, as the runner reported it.
+    same for the first token to be generated. `score`: see the task's `score_name`. `kv_bytes`,
+    `shared_kv_bytes`, `mode` and `mode_reason`: as in the runner's report.
     """
 
     sample: int
@@ -40,6 +40,7 @@ class Measurement:
     row_share: float
     ttft_s: float
     kv_bytes: int
+    shared_kv_bytes: int
     score: float
     kl: tuple[float, ...]
     top1: float
@@ -178,7 +179,8 @@ class SampleMeasurer:
             recomputed=report.recomputed,
             row_share=report.row_share,
             ttft_s=report.ttft_s,
-            kv_bytes=report.kv_bytes + report.shared_kv_bytes,
+            kv_bytes=report.kv_bytes,
+            shared_kv_bytes=report.shared_kv_bytes,
             score=self._score(outcome),
             kl=tuple(float(k) for k in kl_per_token(reference, outcome.logits)),
             top1=float(agrees.float().mean()),
