@@ -137,14 +137,15 @@ def unused_rust(root: Path) -> list[str]:
 
 
 def unused_kernels(root: Path) -> list[str]:
-    """A header that no source includes, or a kernel that no Rust file of its name launches."""
+    """A header that no source includes, or a kernel that no Rust file launches by its name."""
     sources = list(files(root / "csrc", {".cu", ".cuh", ".h"}))
     included = {
         Path(found).name
         for _, path in sources
         for found in re.findall(r'#include\s*"([^"]+)"', text_of(path))
     }
-    launched = {path.stem for _, path in files(root / "rust/cuda", {".rs"})}
+    launches = [text_of(path) for _, path in files(root / "rust/cuda/src", {".rs"})]
+    launched = {name for text in launches for name in re.findall(r'"(\w+)"', text)}
     return [
         f"csrc/{name}:1: nothing {'launches' if path.suffix == '.cu' else 'includes'} it"
         for name, path in sources

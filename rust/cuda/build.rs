@@ -3,25 +3,22 @@
 //! `KVWEAVE_CUDA` chooses: `off` builds without kernels, `auto` (default) builds them when an nvcc
 //! is found and warns otherwise, `require` makes a missing nvcc an error. No GPU is needed.
 //!
-//! An image is compiled again only when the bytes it is made of change (sources, headers, flags,
-//! nvcc version); the stamp beside it remembers them, so touching a file costs nothing.
+//! An image is compiled again only when the bytes it is made of change (source, the headers it
+//! includes, flags, nvcc version); the stamp beside it remembers them, so touching a file costs
+//! nothing.
 
+use std::collections::BTreeSet;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// Native code for A100 and H100/H200, and PTX that newer drivers compile for anything later.
-const FLAGS: &[&str] = &[
-    "-fatbin",
-    "-std=c++17",
-    "-O3",
-    "-Werror=all-warnings",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_80,code=compute_80",
-];
+const FLAGS: &[&str] = &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings"];
+/// Native code for A100 and H100/H200, and PTX that newer drivers compile for anything later. A
+/// source that needs one architecture names its own, in a line `// targets: sm_90a` at its head.
+const TARGETS: &str = "sm_80, sm_90a, compute_80";
 
 fn main() -> ExitCode {
     for name in ["KVWEAVE_CUDA", "NVCC", "PYO3_PYTHON", "CUDA_HOME", "PATH"] {
@@ -114,46 +111,50 @@ fn children(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Compiles every `.cu` on its own thread; returns their basenames.
+/// Compiles every `.cu`, as many at a time as there are cores; returns their basenames.
 fn compile_all(nvcc: &Path, csrc: &Path, out: &Path) -> Result<Vec<String>, String> {
     let version = Command::new(nvcc)
         .arg("--version")
         .output()
         .map_err(|error| format!("{} does not run: {error}", nvcc.display()))?;
-    let files = children(csrc);
-    let has = |path: &&PathBuf, kinds: &[&str]| {
-        path.extension().is_some_and(|kind| kinds.iter().any(|wanted| kind == *wanted))
+    let is_source = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "cu");
+    let sources: Vec<PathBuf> = children(csrc).into_iter().filter(is_source).collect();
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let (next, version) = (&AtomicUsize::new(0), &version.stdout);
+    let work = || {
+        let turn = || sources.get(next.fetch_add(1, Ordering::Relaxed));
+        std::iter::from_fn(turn).map(|source| compile(nvcc, source, version, out)).collect()
     };
-    let mut shared = version.stdout;
-    shared.extend(FLAGS.join(" ").bytes());
-    for header in files.iter().filter(|path| has(path, &["h", "cuh"])) {
-        shared.extend(read(header)?);
-    }
-    let sources: Vec<&PathBuf> = files.iter().filter(|path| has(path, &["cu"])).collect();
-    let shared = &shared;
-    thread::scope(|scope| {
-        let jobs: Vec<_> = sources
-            .into_iter()
-            .map(|source| scope.spawn(move || compile(nvcc, source, shared, out)))
-            .collect();
-        jobs.into_iter()
-            .map(|job| job.join().unwrap_or_else(|_| Err("a compile thread panicked".into())))
-            .collect()
-    })
+    let mut names = thread::scope(|scope| {
+        let jobs: Vec<_> = (0..cores.min(sources.len())).map(|_| scope.spawn(work)).collect();
+        let ended = jobs.into_iter().map(|job| {
+            job.join().unwrap_or_else(|_| vec![Err("a compile thread panicked".to_string())])
+        });
+        ended.flatten().collect::<Result<Vec<String>, String>>()
+    })?;
+    names.sort();
+    Ok(names)
 }
 
-fn compile(nvcc: &Path, source: &Path, shared: &[u8], out: &Path) -> Result<String, String> {
+fn compile(nvcc: &Path, source: &Path, version: &[u8], out: &Path) -> Result<String, String> {
     let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let image = out.join(format!("{name}.fatbin"));
     let stamp = out.join(format!("{name}.stamp"));
-    let mut content = read(source)?;
-    content.extend(shared);
+    let targets = targets_of(&String::from_utf8_lossy(&read(source)?));
+    let mut content = version.to_vec();
+    content.extend(
+        FLAGS.iter().copied().chain(targets.iter().map(String::as_str)).flat_map(str::bytes),
+    );
+    for file in with_includes(source) {
+        content.extend(read(&file)?);
+    }
     let wanted = format!("{:016x}", fnv1a(&content));
     if image.is_file() && fs::read_to_string(&stamp).is_ok_and(|old| old == wanted) {
         return Ok(name);
     }
     let output = Command::new(nvcc)
         .args(FLAGS)
+        .args(targets)
         .arg("-o")
         .arg(&image)
         .arg(source)
@@ -167,6 +168,37 @@ fn compile(nvcc: &Path, source: &Path, shared: &[u8], out: &Path) -> Result<Stri
     Ok(name)
 }
 
+/// nvcc's flags for the targets that a source names, or for the default ones.
+fn targets_of(text: &str) -> Vec<String> {
+    let named = text.lines().take(5).find_map(|line| line.strip_prefix("// targets: "));
+    let targets = named.unwrap_or(TARGETS).split(',').map(str::trim);
+    let flag = |target: &str| {
+        let number = target.trim_start_matches("sm_").trim_start_matches("compute_");
+        format!("-gencode=arch=compute_{number},code={target}")
+    };
+    targets.map(flag).collect()
+}
+
+/// A source and every header of ours that it includes, directly or not.
+fn with_includes(source: &Path) -> BTreeSet<PathBuf> {
+    let (mut seen, mut open) = (BTreeSet::new(), vec![source.to_path_buf()]);
+    while let Some(file) = open.pop() {
+        if !seen.insert(file.clone()) {
+            continue;
+        }
+        let text = fs::read_to_string(&file).unwrap_or_default();
+        let included = |line: &str| {
+            line.strip_prefix("#include \"")?
+                .split('"')
+                .next()
+                .map(Path::new)
+                .map(|name| file.with_file_name(name))
+        };
+        open.extend(text.lines().filter_map(included).filter(|path| path.is_file()));
+    }
+    seen
+}
+
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     fs::read(path).map_err(|error| format!("{}: {error}", path.display()))
 }
@@ -178,16 +210,15 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Writes the module that `images.rs` includes: one aligned static per kernel file.
+/// Writes the module that `images.rs` includes: the images by basename.
 fn write_module(out: &Path, names: &[String], why_absent: &str) -> Result<(), String> {
     let mut text = format!("pub(crate) const WHY_ABSENT: &str = {why_absent:?};\n");
-    let find = |name: &str| names.iter().any(|built| built == name);
-    text.push_str("pub(crate) static COPY_REROTATE: Option<&Image<[u8]>> = ");
-    text.push_str(if find("copy_rerotate") {
-        "Some(&Image(*include_bytes!(concat!(env!(\"OUT_DIR\"), \"/copy_rerotate.fatbin\"))));\n"
-    } else {
-        "None;\n"
-    });
+    text.push_str("static ALL: &[(&str, &Image<[u8]>)] = &[\n");
+    for name in names {
+        let file = format!("concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\")");
+        text.push_str(&format!("    ({name:?}, &Image(*include_bytes!({file}))),\n"));
+    }
+    text.push_str("];\n");
     let path = out.join("images.rs");
     fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()))
 }

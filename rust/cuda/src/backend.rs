@@ -2,54 +2,72 @@
 
 use std::sync::Arc;
 
-use crate::copy_rerotate::Kernels;
 use crate::error::{CudaError, Unavailable};
-use crate::ffi::{self, Context, DeviceBuffer, Module};
+use crate::ffi::{self, Context, DeviceBuffer, Function, Number};
 use crate::images;
+use crate::kernels::Kernels;
 
-/// A device with the kernels loaded.
+/// A device and the kernels that its ops have asked for so far.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) context: Arc<Context>,
-    pub(crate) copy_rerotate: Kernels,
+    kernels: Kernels,
 }
 
 impl CudaBackend {
-    /// Loads the kernels on a device.
+    /// Opens a device. Kernels are loaded when an op first needs them.
     ///
     /// # Errors
-    /// [`Unavailable`] when there is no driver, no such device, no kernels in this build, or when
-    /// none of them runs on the device.
+    /// [`Unavailable`] when there is no driver, no such device or no kernels in this build.
     pub fn new(device: u32) -> Result<Self, Unavailable> {
-        let image = usable()?;
+        usable()?;
         let count = ffi::device_count().map_err(|error| because(&error))?;
         if device >= count {
             return Err(Unavailable(format!("expected a device below {count}, got {device}")));
         }
         let context = Arc::new(Context::primary(device).map_err(|error| because(&error))?);
-        let module = Module::load(&context, image).map_err(|error| because(&error))?;
-        let copy_rerotate = Kernels::of(module).map_err(|error| because(&error))?;
-        Ok(Self { context, copy_rerotate })
+        Ok(Self { context, kernels: Kernels::default() })
     }
 
     /// Copies numbers to the device and waits for that: for tables that are made once.
     ///
     /// # Errors
-    /// What the driver says; it refuses while a graph is being captured.
-    pub fn upload(&self, values: &[f32]) -> Result<DeviceBuffer, CudaError> {
+    /// What the driver says.
+    pub fn upload<N: Number>(&self, values: &[N]) -> Result<DeviceBuffer, CudaError> {
         DeviceBuffer::upload(&self.context, values)
+    }
+
+    /// Streaming multiprocessors of the device.
+    #[must_use]
+    pub fn processors(&self) -> u32 {
+        self.context.device.processors
+    }
+
+    /// Compute capability: (9, 0) for H100 and H200.
+    #[must_use]
+    pub fn capability(&self) -> (i32, i32) {
+        self.context.device.capability
+    }
+
+    /// The kernel `name` of `csrc/<source>.cu`.
+    pub(crate) fn kernel(
+        &self,
+        source: &'static str,
+        name: &str,
+    ) -> Result<Arc<Function>, CudaError> {
+        self.kernels.get(&self.context, source, name)
     }
 }
 
-/// The kernels' image, or why no device can be used.
-fn usable() -> Result<&'static [u8], Unavailable> {
-    let Some(image) = images::COPY_REROTATE else {
+/// Refuses a build without kernels and a machine without a driver.
+fn usable() -> Result<(), Unavailable> {
+    if !images::present() {
         return Err(Unavailable(format!("no kernels in this build: {}", images::WHY_ABSENT)));
-    };
+    }
     if !ffi::present() {
         return Err(Unavailable("no NVIDIA driver on this machine (libcuda was not found)".into()));
     }
-    Ok(&image.0)
+    Ok(())
 }
 
 fn because(error: &CudaError) -> Unavailable {
@@ -59,10 +77,11 @@ fn because(error: &CudaError) -> Unavailable {
 /// "available: …" with the devices, or "unavailable: …" with the reason.
 #[must_use]
 pub fn status() -> String {
-    let devices = usable().and_then(|_| {
+    let devices = usable().and_then(|()| {
         let count = ffi::device_count().map_err(|error| because(&error))?;
         let describe = |device| {
-            let (name, major, minor) = ffi::describe(device).map_err(|error| because(&error))?;
+            let found = ffi::describe(device).map_err(|error| because(&error))?;
+            let (name, (major, minor)) = (found.name, found.capability);
             Ok(format!("cuda:{device} {name} (compute {major}.{minor})"))
         };
         (0..count).map(describe).collect::<Result<Vec<_>, Unavailable>>()

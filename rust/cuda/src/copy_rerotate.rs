@@ -5,22 +5,14 @@ use kvweave_core::ops::{PageGeometry, Pairing};
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, DeviceBuffer, Function, Module};
+use crate::ffi::{self, DeviceBuffer, Grid};
+use crate::operands::{DeviceTensor, blocks_of, blocks_within, bytes_of, long, name_of, narrow};
 use crate::params::CopyRerotateParams;
 
 /// Threads of the largest block, as the kernel's launch bounds say.
 const MAX_THREADS: usize = 256;
 /// Thread blocks that keep the largest devices busy to the end.
 const ENOUGH_BLOCKS: usize = 8192;
-
-/// A tensor on the device.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceTensor {
-    /// First element.
-    pub address: u64,
-    /// Elements from the first to one past the last.
-    pub len: usize,
-}
 
 /// Tokens of all layers and heads copied between blocks, keys rotated: see
 /// `kvweave_core::ops::CopyRerotate`, whose checks are the caller's where the table is on the host.
@@ -47,42 +39,6 @@ pub struct CopyRerotateLaunch<'a> {
     pub stream: u64,
 }
 
-/// The entry points, by (dtype, pairing, wide).
-#[derive(Debug)]
-pub(crate) struct Kernels {
-    functions: [Function; 12],
-    _module: Module,
-}
-
-const DTYPES: [(KvDtype, &str); 3] =
-    [(KvDtype::F32, "f32"), (KvDtype::Bf16, "bf16"), (KvDtype::F16, "f16")];
-const PAIRINGS: [(Pairing, &str); 2] =
-    [(Pairing::Half, "half"), (Pairing::Interleaved, "interleaved")];
-
-impl Kernels {
-    pub(crate) fn of(module: Module) -> Result<Self, CudaError> {
-        let mut functions = Vec::with_capacity(12);
-        for (_, dtype) in DTYPES {
-            for (_, pairing) in PAIRINGS {
-                for width in ["narrow", "wide"] {
-                    let name = format!("copy_rerotate_{dtype}_{pairing}_{width}");
-                    functions.push(module.function(&name)?);
-                }
-            }
-        }
-        let functions = functions
-            .try_into()
-            .map_err(|_| CudaError::invalid("kernels", "12 entry points", "fewer"))?;
-        Ok(Self { functions, _module: module })
-    }
-
-    fn get(&self, dtype: KvDtype, pairing: Pairing, wide: bool) -> Function {
-        let dtype = DTYPES.iter().position(|(of, _)| *of == dtype).unwrap_or(0);
-        let pairing = PAIRINGS.iter().position(|(of, _)| *of == pairing).unwrap_or(0);
-        self.functions[dtype * 4 + pairing * 2 + usize::from(wide)]
-    }
-}
-
 impl CudaBackend {
     /// Puts the copy on the stream. Nothing is waited for, nothing allocated.
     ///
@@ -99,27 +55,29 @@ impl CudaBackend {
         }
         let shape = Shape::of(call)?;
         let params = params_of(call, &shape)?;
-        let function = self.copy_rerotate.get(call.dtype, call.pairing, shape.wide);
-        let launch = (shape.grid, shape.threads, shape.shared_bytes);
+        let pairing = match call.pairing {
+            Pairing::Half => "half",
+            Pairing::Interleaved => "interleaved",
+        };
+        let width = if shape.wide { "wide" } else { "narrow" };
+        let name = format!("copy_rerotate_{}_{pairing}_{width}", name_of(call.dtype));
+        let kernel = self.kernel("copy_rerotate", &name)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, function, launch, call.stream, &params) }
+        unsafe { ffi::launch(&self.context, &kernel, shape.grid, call.stream, &params) }
     }
 }
 
 /// How the work is cut.
 struct Shape {
     wide: bool,
-    threads: u32,
     heads_per_block: usize,
-    grid: u32,
-    shared_bytes: u32,
+    grid: Grid,
 }
 
 impl Shape {
     fn of(call: &CopyRerotateLaunch<'_>) -> Result<Self, CudaError> {
         let geometry = &call.geometry;
-        let bytes = usize::try_from(call.dtype.bytes()).unwrap_or(usize::MAX);
-        let vector = 16 / bytes;
+        let vector = 16 / bytes_of(call.dtype);
         let strides = [
             geometry.block_stride,
             geometry.layer_stride,
@@ -142,19 +100,14 @@ impl Shape {
         let pages = call.copy_count * geometry.layers * geometry.kv_heads;
         let heads_per_block = (pages / ENOUGH_BLOCKS).clamp(1, geometry.kv_heads);
         let chunks = geometry.kv_heads.div_ceil(heads_per_block);
-        let grid = call.copy_count * geometry.layers * chunks;
+        let blocks = call.copy_count * geometry.layers * chunks;
         let wide_bytes = if call.dtype == KvDtype::F32 { 8 } else { 4 };
-        Ok(Self {
-            wide,
+        let grid = Grid {
+            blocks: [blocks_of("copies", blocks)?, 1, 1],
             threads: narrow("threads", wanted.min(MAX_THREADS))?,
-            heads_per_block,
-            grid: narrow("copies", grid).and_then(|grid| {
-                let limit = i32::MAX.cast_unsigned();
-                let refuse = || CudaError::invalid("thread blocks", format!("≤ {limit}"), grid);
-                if grid <= limit { Ok(grid) } else { Err(refuse()) }
-            })?,
             shared_bytes: narrow("rotary_dim", 2 * call.pairs * wide_bytes)?,
-        })
+        };
+        Ok(Self { wide, heads_per_block, grid })
     }
 }
 
@@ -166,14 +119,14 @@ fn params_of(
     if 2 * call.pairs > geometry.head_dim {
         return Err(CudaError::invalid("rotary_dim", geometry.head_dim, 2 * call.pairs));
     }
-    if call.copies.len < 6 * call.copy_count {
-        return Err(CudaError::invalid("copies", 6 * call.copy_count, call.copies.len));
-    }
+    call.copies.expect("copies", 6 * call.copy_count)?;
+    let last_page = (geometry.layers.saturating_sub(1)) * geometry.layer_stride
+        + (geometry.kv_heads.saturating_sub(1)) * geometry.head_stride;
     Ok(CopyRerotateParams {
         cache: call.cache.address,
         copies: call.copies.address,
         inv_freq: call.inv_freq.address(),
-        blocks: blocks_within(geometry, call.cache.len),
+        blocks: blocks_within(geometry, last_page, call.cache.len),
         block_stride: long("block_stride", geometry.block_stride)?,
         layer_stride: long("layer_stride", geometry.layer_stride)?,
         head_stride: long("head_stride", geometry.head_stride)?,
@@ -188,38 +141,4 @@ fn params_of(
         heads_per_block: narrow("kv_heads", shape.heads_per_block)?,
         head_chunks: narrow("kv_heads", geometry.kv_heads.div_ceil(shape.heads_per_block))?,
     })
-}
-
-/// Block numbers whose every (layer, head, slot) lies in a tensor of `len` elements.
-fn blocks_within(geometry: &PageGeometry, len: usize) -> i64 {
-    let first_block = (geometry.layers.saturating_sub(1)) * geometry.layer_stride
-        + (geometry.kv_heads.saturating_sub(1)) * geometry.head_stride
-        + (geometry.page_tokens.saturating_sub(1)) * geometry.token_stride
-        + geometry.value_offset
-        + geometry.head_dim;
-    let further = len.checked_sub(first_block).map(|rest| rest / geometry.block_stride.max(1));
-    further.map_or(0, |further| i64::try_from(further + 1).unwrap_or(i64::MAX))
-}
-
-fn narrow(what: &'static str, value: usize) -> Result<u32, CudaError> {
-    u32::try_from(value).map_err(|_| CudaError::invalid(what, "a 32-bit number", value))
-}
-
-fn long(what: &'static str, value: usize) -> Result<i64, CudaError> {
-    i64::try_from(value).map_err(|_| CudaError::invalid(what, "a 63-bit number", value))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_within_counts_the_last_block_that_fits() {
-        let geometry = PageGeometry::arena(2, 3, 4, 8);
-        let page = 2 * 4 * 8;
-        assert_eq!(blocks_within(&geometry, 6 * page), 1);
-        assert_eq!(blocks_within(&geometry, 6 * page - 1), 0);
-        assert_eq!(blocks_within(&geometry, 18 * page), 13);
-        assert_eq!(blocks_within(&geometry, 0), 0);
-    }
 }

@@ -23,6 +23,16 @@ pub enum CudaError {
         /// What came.
         got: String,
     },
+    /// Something that no kernel here does, or that this device cannot.
+    #[error("{what}: expected {expected}, got {got}")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+        /// What there is.
+        expected: String,
+        /// What came.
+        got: String,
+    },
     /// A driver call returned an error.
     #[error("{call}: expected success, got {got}")]
     Driver {
@@ -40,5 +50,12 @@ impl CudaError {
         got: impl Display,
     ) -> CudaError {
         CudaError::InvalidArgument { what, expected: expected.to_string(), got: got.to_string() }
+    }
+    pub(crate) fn unsupported(
+        what: &'static str,
+        expected: impl Display,
+        got: impl Display,
+    ) -> CudaError {
+        CudaError::Unsupported { what, expected: expected.to_string(), got: got.to_string() }
     }
 }

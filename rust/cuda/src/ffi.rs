@@ -6,11 +6,13 @@
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{DriverError, result, sys};
+use kvweave_core::KvDtype;
 
 use crate::error::CudaError;
+use crate::tensor_map::Tiled;
 
 /// Whether the driver's library can be loaded.
 pub(crate) fn present() -> bool {
@@ -35,8 +37,21 @@ pub(crate) fn device_count() -> Result<u32, CudaError> {
     Ok(u32::try_from(count).unwrap_or(0))
 }
 
-/// Name and compute capability of a device.
-pub(crate) fn describe(device: u32) -> Result<(String, i32, i32), CudaError> {
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Description {
+    pub(crate) name: String,
+    /// Compute capability: (9, 0) for H100 and H200.
+    pub(crate) capability: (i32, i32),
+    /// Streaming multiprocessors.
+    pub(crate) processors: u32,
+    /// Shared memory that a thread block may ask for.
+    shared_bytes: i32,
+}
+
+/// Name and limits of a device.
+pub(crate) fn describe(device: u32) -> Result<Description, CudaError> {
+    use sys::CUdevice_attribute_enum as Attribute;
     let handle = handle_of(device)?;
     let name = result::device::get_name(handle).map_err(named("cuDeviceGetName"))?;
     let attribute = |which| {
@@ -44,10 +59,12 @@ pub(crate) fn describe(device: u32) -> Result<(String, i32, i32), CudaError> {
         unsafe { result::device::get_attribute(handle, which) }
             .map_err(named("cuDeviceGetAttribute"))
     };
-    use sys::CUdevice_attribute_enum as Attribute;
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    Ok((name, major, minor))
+    let processors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let shared_bytes = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    let processors = u32::try_from(processors).unwrap_or(1).max(1);
+    Ok(Description { name, capability: (major, minor), processors, shared_bytes })
 }
 
 fn handle_of(device: u32) -> Result<sys::CUdevice, CudaError> {
@@ -61,6 +78,7 @@ fn handle_of(device: u32) -> Result<sys::CUdevice, CudaError> {
 pub(crate) struct Context {
     raw: sys::CUcontext,
     handle: sys::CUdevice,
+    pub(crate) device: Description,
 }
 
 // SAFETY: a context handle may be used from any thread; the driver locks inside.
@@ -70,11 +88,11 @@ unsafe impl Sync for Context {}
 
 impl Context {
     pub(crate) fn primary(device: u32) -> Result<Self, CudaError> {
-        let handle = handle_of(device)?;
+        let (handle, described) = (handle_of(device)?, describe(device)?);
         // SAFETY: `handle` came from cuDeviceGet; released in `drop`.
         let raw = unsafe { result::primary_ctx::retain(handle) }
             .map_err(named("cuDevicePrimaryCtxRetain"))?;
-        Ok(Self { raw, handle })
+        Ok(Self { raw, handle, device: described })
     }
 
     /// Runs `work` with this context current on the thread.
@@ -95,6 +113,32 @@ impl Context {
         restored.map_err(named("cuCtxSetCurrent"))?;
         outcome
     }
+
+    /// The same for work that a stream capture would forbid although it puts nothing on a stream,
+    /// such as loading a module: it is allowed while this or another thread captures a graph.
+    fn enter_uncaptured<T>(
+        &self,
+        work: impl FnOnce() -> Result<T, CudaError>,
+    ) -> Result<T, CudaError> {
+        self.enter(|| {
+            let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            let before = exchange_capture_mode(relaxed)?;
+            let outcome = work();
+            exchange_capture_mode(before)?;
+            outcome
+        })
+    }
+}
+
+/// Sets how this thread takes captures, and returns what was set before.
+fn exchange_capture_mode(
+    mut mode: sys::CUstreamCaptureMode,
+) -> Result<sys::CUstreamCaptureMode, CudaError> {
+    // SAFETY: `mode` is one number that the driver reads and replaces.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }
+        .result()
+        .map_err(named("cuThreadExchangeStreamCaptureMode"))?;
+    Ok(mode)
 }
 
 impl Drop for Context {
@@ -117,17 +161,42 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 /// A kernel of a module; valid as long as it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Function(sys::CUfunction);
+#[derive(Debug)]
+pub(crate) struct Function {
+    raw: sys::CUfunction,
+    /// Set once, when a launch first asks for more shared memory than every device gives.
+    enlarged: OnceLock<Result<(), CudaError>>,
+}
 
 // SAFETY: function handles may be used from any thread with the context current.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
+impl Function {
+    /// Allows launches to ask for all the shared memory that the kernel itself leaves.
+    fn enlarge(&self, device: &Description) -> Result<(), CudaError> {
+        use sys::CUfunction_attribute_enum as Attribute;
+        let set = || {
+            let mut own = 0;
+            let shared = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            // SAFETY: a live function and a number to write to.
+            unsafe { sys::cuFuncGetAttribute(&raw mut own, shared, self.raw) }
+                .result()
+                .map_err(named("cuFuncGetAttribute"))?;
+            let limit = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let rest = device.shared_bytes - own;
+            // SAFETY: a live function.
+            unsafe { result::function::set_function_attribute(self.raw, limit, rest) }
+                .map_err(named("cuFuncSetAttribute"))
+        };
+        self.enlarged.get_or_init(set).clone()
+    }
+}
+
 impl Module {
     pub(crate) fn load(context: &Arc<Context>, image: &'static [u8]) -> Result<Self, CudaError> {
-        let raw = context.enter(|| {
+        let raw = context.enter_uncaptured(|| {
             // SAFETY: a whole fatbin made by nvcc, aligned, alive as long as the process.
             unsafe { result::module::load_data(image.as_ptr().cast()) }
                 .map_err(named("cuModuleLoadData"))
@@ -138,11 +207,11 @@ impl Module {
     pub(crate) fn function(&self, name: &str) -> Result<Function, CudaError> {
         let owned = CString::new(name)
             .map_err(|_| CudaError::invalid("kernel name", "text without zeros", name))?;
-        self.context.enter(|| {
+        self.context.enter_uncaptured(|| {
             // SAFETY: the module is loaded and not unloaded before `drop`.
-            unsafe { result::module::get_function(self.raw, owned) }
-                .map(Function)
-                .map_err(named("cuModuleGetFunction"))
+            let raw = unsafe { result::module::get_function(self.raw, owned) }
+                .map_err(named("cuModuleGetFunction"))?;
+            Ok(Function { raw, enlarged: OnceLock::new() })
         })
     }
 }
@@ -163,11 +232,26 @@ pub struct DeviceBuffer {
     context: Arc<Context>,
 }
 
+/// Numbers that a table on the device may hold.
+pub trait Number: Copy + sealed::Sealed {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for f32 {}
+    impl Sealed for i32 {}
+}
+
+impl Number for f32 {}
+impl Number for i32 {}
+
 impl DeviceBuffer {
-    /// Copies `values` to the device and waits for that. Not allowed while a graph is captured.
-    pub(crate) fn upload(context: &Arc<Context>, values: &[f32]) -> Result<Self, CudaError> {
+    /// Copies `values` to the device and waits for that.
+    pub(crate) fn upload<N: Number>(
+        context: &Arc<Context>,
+        values: &[N],
+    ) -> Result<Self, CudaError> {
         let bytes = size_of_val(values).max(1);
-        let address = context.enter(|| {
+        let address = context.enter_uncaptured(|| {
             // SAFETY: a plain allocation; the address is freed in `drop`.
             let address = unsafe { result::malloc_sync(bytes) }.map_err(named("cuMemAlloc"))?;
             // SAFETY: `address` is a fresh allocation at least as long as `values`.
@@ -188,8 +272,22 @@ impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         // SAFETY: allocated once, freed once; the driver waits for kernels that still read it.
         let free = || unsafe { result::free_sync(self.address) }.map_err(named("cuMemFree"));
-        self.context.enter(free).ok();
+        self.context.enter_uncaptured(free).ok();
     }
+}
+
+/// Shared memory that every launch may ask for; more must be allowed for the kernel first.
+const SHARED_BYTES: u32 = 48 << 10;
+
+/// How a launch is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grid {
+    /// Thread blocks, by axis.
+    pub(crate) blocks: [u32; 3],
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    /// Dynamic shared memory of a block.
+    pub(crate) shared_bytes: u32,
 }
 
 /// Launches a kernel whose only argument is `params`.
@@ -199,8 +297,8 @@ impl Drop for DeviceBuffer {
 /// reads and writes until the stream has run it. `stream` belongs to `context`.
 pub(crate) unsafe fn launch<P: Copy>(
     context: &Context,
-    function: Function,
-    (grid, block, shared_bytes): (u32, u32, u32),
+    function: &Function,
+    grid: Grid,
     stream: u64,
     params: &P,
 ) -> Result<(), CudaError> {
@@ -208,11 +306,50 @@ pub(crate) unsafe fn launch<P: Copy>(
     let mut argument = *params;
     let mut arguments = [(&raw mut argument).cast::<c_void>()];
     context.enter(|| {
+        if grid.shared_bytes > SHARED_BYTES {
+            function.enlarge(&context.device)?;
+        }
+        let [x, y, z] = grid.blocks;
+        let (blocks, threads) = ((x, y, z), (grid.threads, 1, 1));
+        let bytes = grid.shared_bytes;
         // SAFETY: the driver copies the argument before it returns; the rest is the caller's.
         unsafe {
-            let (grid, block) = ((grid, 1, 1), (block, 1, 1));
-            result::launch_kernel(function.0, grid, block, shared_bytes, stream, &mut arguments)
+            result::launch_kernel(function.raw, blocks, threads, bytes, stream, &mut arguments)
         }
         .map_err(named("cuLaunchKernel"))
     })
+}
+
+/// The words of a `CUtensorMap`: see [`crate::TensorMap::tiled`],
+/// which checked that the axes belong together.
+pub(crate) fn encode_tiled(tensor: &Tiled<'_>) -> Result<[u64; 16], CudaError> {
+    let dtype = match tensor.dtype {
+        KvDtype::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        KvDtype::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        KvDtype::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    };
+    let axes = tensor.dims.len().min(tensor.copied.len()).min(tensor.strides_bytes.len() + 1);
+    let every = [1u32; 5];
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    // SAFETY: all four arrays have `axes` numbers (strides one fewer), at most 5; `map` is written.
+    // The address is only noted: it is the kernel's launch that promises its memory.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &raw mut map,
+            dtype,
+            axes.min(every.len()) as u32,
+            tensor.address as *mut c_void,
+            tensor.dims.as_ptr(),
+            tensor.strides_bytes.as_ptr(),
+            tensor.copied.as_ptr(),
+            every.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .map_err(named("cuTensorMapEncodeTiled"))?;
+    Ok(map.opaque)
 }

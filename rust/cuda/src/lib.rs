@@ -4,14 +4,23 @@
 //! call into it stands in `ffi.rs`. Launches never wait for the device and can be captured in a
 //! CUDA graph.
 
+mod attend;
 mod backend;
 mod copy_rerotate;
 mod error;
 mod ffi;
 mod images;
+mod kernels;
+mod operands;
+mod paged;
 mod params;
+mod tensor_map;
 
+pub use attend::AttendLaunch;
 pub use backend::{CudaBackend, status};
-pub use copy_rerotate::{CopyRerotateLaunch, DeviceTensor};
+pub use copy_rerotate::CopyRerotateLaunch;
 pub use error::{CudaError, Unavailable};
-pub use ffi::DeviceBuffer;
+pub use ffi::{DeviceBuffer, Number};
+pub use operands::{DeviceRows, DeviceTensor};
+pub use paged::{DeviceKv, DeviceReach};
+pub use tensor_map::{TensorMap, Tiled};

@@ -27,5 +27,66 @@ pub(crate) struct CopyRerotateParams {
     pub(crate) head_chunks: u32,
 }
 
+/// Mirror of `PagedKv`: the keys and values of one layer, as attention reads them.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct PagedKvParams {
+    pub(crate) cache: u64,
+    /// i32 [N, 5].
+    pub(crate) entries: u64,
+    /// i32 [B·tables + 1].
+    pub(crate) entry_offsets: u64,
+    /// i32 [G, 4], or 0.
+    pub(crate) heads: u64,
+    /// f32 [pairs].
+    pub(crate) inv_freq: u64,
+    /// Block numbers below this lie within the cache.
+    pub(crate) blocks: i64,
+    pub(crate) block_stride: i64,
+    pub(crate) head_stride: i64,
+    pub(crate) token_stride: i64,
+    pub(crate) value_offset: i64,
+    pub(crate) tables: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) page_tokens: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) pairs: u32,
+    pub(crate) interleaved: u32,
+    /// Without heads: the page of KV head 0.
+    pub(crate) first_rank: u32,
+    /// Without heads: keys a row sees at most, 0 for all.
+    pub(crate) window: u32,
+}
+
+/// Mirror of `AttendParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct AttendParams {
+    pub(crate) kv: PagedKvParams,
+    pub(crate) q: u64,
+    /// i32 [R].
+    pub(crate) positions: u64,
+    /// i32 [B + 1], or 0: row b is request b.
+    pub(crate) row_offsets: u64,
+    pub(crate) out: u64,
+    /// f32 [R, H].
+    pub(crate) lse: u64,
+    /// Workspace of split keys, or 0.
+    pub(crate) partial: u64,
+    /// Workspace of split keys, or 0.
+    pub(crate) counters: u64,
+    pub(crate) q_row_stride: i64,
+    pub(crate) q_head_stride: i64,
+    pub(crate) scale: f32,
+    /// 0 for none.
+    pub(crate) softcap: f32,
+    pub(crate) rows: u32,
+    pub(crate) requests: u32,
+    pub(crate) query_heads: u32,
+    pub(crate) splits: u32,
+}
+
 const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
+const _: () = assert!(size_of::<PagedKvParams>() == 112);
+const _: () = assert!(size_of::<AttendParams>() == 208);

@@ -37,6 +37,9 @@ impl From<CudaError> for Failure {
             CudaError::InvalidArgument { what, expected, got } => {
                 Self::invalid(what, expected, got)
             }
+            CudaError::Unsupported { what, expected, got } => {
+                Self::unsupported(what, expected, got)
+            }
             CudaError::Driver { call, got } => Self::unavailable(call, "success", got),
             other => Self::unavailable("cuda", "success", other),
         }

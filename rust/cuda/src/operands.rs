@@ -1,0 +1,113 @@
+//! What launches are given: tensors on the device, and numbers as kernels take them.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::PageGeometry;
+
+use crate::error::CudaError;
+
+/// A tensor on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceTensor {
+    /// First element.
+    pub address: u64,
+    /// Elements from the first to one past the last.
+    pub len: usize,
+}
+
+impl DeviceTensor {
+    /// Refuses a tensor of fewer elements.
+    pub(crate) fn expect(&self, what: &'static str, len: usize) -> Result<(), CudaError> {
+        if self.len >= len {
+            return Ok(());
+        }
+        Err(CudaError::invalid(what, format!("at least {len} elements"), self.len))
+    }
+}
+
+/// A tensor [rows, heads, D] on the device whose last axis is contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceRows {
+    /// Elements.
+    pub tensor: DeviceTensor,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+    /// Elements from one head to the next.
+    pub head_stride: usize,
+}
+
+impl DeviceRows {
+    /// Refuses strides that leave the tensor.
+    pub(crate) fn expect(
+        &self,
+        what: &'static str,
+        (rows, heads, head_dim): (usize, usize, usize),
+    ) -> Result<(), CudaError> {
+        if rows == 0 || heads == 0 {
+            return Ok(());
+        }
+        let reach = (rows - 1) * self.row_stride + (heads - 1) * self.head_stride + head_dim;
+        self.tensor.expect(what, reach)
+    }
+}
+
+/// How a dtype is called in the names of kernels.
+pub(crate) fn name_of(dtype: KvDtype) -> &'static str {
+    match dtype {
+        KvDtype::F32 => "f32",
+        KvDtype::Bf16 => "bf16",
+        KvDtype::F16 => "f16",
+    }
+}
+
+/// Bytes of an element.
+pub(crate) fn bytes_of(dtype: KvDtype) -> usize {
+    match dtype {
+        KvDtype::F32 => 4,
+        KvDtype::Bf16 | KvDtype::F16 => 2,
+    }
+}
+
+/// Block numbers whose page `last_page` elements after the block's start, and with it every page
+/// before that, lies in a tensor of `len` elements.
+pub(crate) fn blocks_within(geometry: &PageGeometry, last_page: usize, len: usize) -> i64 {
+    let first_block = last_page
+        + (geometry.page_tokens.saturating_sub(1)) * geometry.token_stride
+        + geometry.value_offset
+        + geometry.head_dim;
+    let further = len.checked_sub(first_block).map(|rest| rest / geometry.block_stride.max(1));
+    further.map_or(0, |further| i64::try_from(further + 1).unwrap_or(i64::MAX))
+}
+
+/// A count as kernels take it.
+pub(crate) fn narrow(what: &'static str, value: usize) -> Result<u32, CudaError> {
+    u32::try_from(value).map_err(|_| CudaError::invalid(what, "a 32-bit number", value))
+}
+
+/// A stride as kernels take it.
+pub(crate) fn long(what: &'static str, value: usize) -> Result<i64, CudaError> {
+    i64::try_from(value).map_err(|_| CudaError::invalid(what, "a 63-bit number", value))
+}
+
+/// Thread blocks of a launch's first axis, which takes the most.
+pub(crate) fn blocks_of(what: &'static str, count: usize) -> Result<u32, CudaError> {
+    let limit = i32::MAX.cast_unsigned();
+    match u32::try_from(count) {
+        Ok(count) if count <= limit => Ok(count),
+        _ => Err(CudaError::invalid(what, format!("at most {limit} thread blocks"), count)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_within_counts_the_last_block_that_fits() {
+        let geometry = PageGeometry::arena(2, 3, 4, 8);
+        let page = 2 * 4 * 8;
+        assert_eq!(blocks_within(&geometry, 5 * page, 6 * page), 1);
+        assert_eq!(blocks_within(&geometry, 5 * page, 6 * page - 1), 0);
+        assert_eq!(blocks_within(&geometry, 5 * page, 18 * page), 13);
+        assert_eq!(blocks_within(&geometry, 5 * page, 0), 0);
+    }
+}
