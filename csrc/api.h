@@ -69,7 +69,19 @@ struct AttendParams {
   uint32_t splits;
 };
 
+// A CUtensorMap, which the driver encodes.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// attend_prefill_sm90.
+struct TiledAttendParams {
+  TensorMap pages;  // the whole cache as rows of D elements, boxes of [page_tokens, 64]
+  AttendParams attend;
+};
+
 static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
+static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");

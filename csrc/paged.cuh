@@ -50,3 +50,59 @@ __device__ __forceinline__ bool sees(const Reach& reach, int position, int key) 
   return key <= position &&
          (reach.window == 0 || key > position - reach.window || key < reach.sink);
 }
+
+__device__ __forceinline__ int position_of(const PagedKv& kv, int entry) {
+  return __ldg(kv.entries + int64_t{5} * entry + 3);
+}
+
+// The first of entries [low, high) whose position is above `position`. Pages are mostly full, so it
+// is looked for where it would then be, counted from either end, before it is searched.
+__device__ __forceinline__ int entries_up_to(const PagedKv& kv, int low, int high, int position) {
+  if (low == high) return low;
+  const int last = position_of(kv, high - 1);
+  if (last <= position) return high;
+  const int page = static_cast<int>(kv.page_tokens);
+  const int guesses[2] = {low + position / page + 1, high - (last - position + page - 1) / page};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int guess = guesses[i];
+    if (guess > low && guess < high && position_of(kv, guess) > position &&
+        position_of(kv, guess - 1) <= position) {
+      return guess;
+    }
+  }
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (position_of(kv, middle) > position) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+// The entries that hold any key which some row between two positions sees.
+struct EntryRange {
+  int count;
+  int base;   // the first `sinks` of them are taken from here on
+  int sinks;
+  int start;  // the others from here on
+
+  __device__ __forceinline__ int operator[](int i) const {
+    return i < sinks ? base + i : start + i - sinks;
+  }
+};
+
+__device__ __forceinline__ EntryRange entries_seen(const PagedKv& kv, const Reach& reach,
+                                                   int request, int lowest, int highest) {
+  const int32_t* offsets = kv.entry_offsets + request * static_cast<int>(kv.tables) + reach.table;
+  EntryRange range = {0, offsets[0], 0, offsets[0]};
+  const int end = entries_up_to(kv, range.base, offsets[1], highest);
+  if (reach.window > 0 && lowest >= reach.window) {
+    const int oldest = lowest - reach.window + 1;
+    // The entry before may reach past `oldest`.
+    range.start = max(range.base, entries_up_to(kv, range.base, end, oldest) - 1);
+    if (reach.sink > 0) {
+      range.sinks = entries_up_to(kv, range.base, range.start, reach.sink - 1) - range.base;
+    }
+  }
+  range.count = range.sinks + end - range.start;
+  return range;
+}

@@ -1,0 +1,588 @@
+// attend_decode: one row per request over its paged keys, many keys per KV head shared by a group
+// of query heads.
+//
+// The simple version:
+//   for each request, query head: out = Σ softmax(scale · qᵀ R(delta) k) v over the keys it sees
+//
+// What makes it run at the speed of memory:
+// 1. The keys of all (request, KV head) pairs are laid end to end as units of 16 and cut into
+//    equal shares, one a thread block, so that ragged heads and requests balance. The cut is
+//    made on the device from the tables: no plan, no wait. Within a share the warps take turns.
+// 2. Each warp keeps several units in flight by asynchronous copies and never waits for another
+//    warp, except where a KV head's keys end.
+// 3. Tensor cores do the products with keys as rows and up to 8 query heads as columns, so no
+//    multiplication is spent on padding a group of 8: S = K qᵀ, and out = Vᵀ P.
+// 4. A pair whose keys lie in several shares is put together by the block that ends last.
+
+#include <cmath>
+
+#include "api.h"
+#include "paged.cuh"
+#include "rotation.cuh"
+#include "tensor_core.cuh"
+
+namespace {
+
+constexpr int kMaxItems = 1024;  // also in rust/cuda/src/attend.rs
+constexpr int kUnit = 16;        // keys of a unit
+constexpr int kHalf = 8;         // keys that surely lie in one page, side by side
+constexpr int kQueries = 8;      // query heads of an item
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// One KV head of one request, with up to 8 of its query heads.
+struct Item {
+  int end;  // units of all items up to this one, and this one's
+  EntryRange entries;
+};
+
+// Half a unit: where its keys are, and which of them the row sees.
+struct Half {
+  int64_t offset;  // element of the first key
+  uint32_t mask;   // bit j: key j is seen
+  int delta;
+};
+
+struct State {
+  float m, l;  // largest score, in powers of two; sum of 2^(score − m)
+};
+
+template <typename T, int D, int kWarps, int kStages>
+class Decode {
+ public:
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kSteps = D / 16;
+  static constexpr int kPitch = 2 * D + 16;  // bytes of a row: rows 8 apart share no bank
+  static constexpr int kTile = kUnit * kPitch;
+  static constexpr int kStage = 2 * kTile;  // K, then V
+  static constexpr int kOutPitch = D + 4;   // floats
+  static_assert(kQueries * kOutPitch * 4 <= kStage, "partial results fit a stage");
+  static_assert(kThreads * 16 <= kStage, "so do the last block's");
+
+  struct Shared {
+    Item items[kMaxItems];
+    uint2 halves[kWarps][kStages][2];  // mask, delta
+    State states[kWarps][kQueries];
+    int slots[kWarps];
+    float largest[kWarps][kQueries];
+    float sums[kThreads];
+    bool last;
+    alignas(16) unsigned char tiles[kWarps][kStages][kStage];
+  };
+
+  __device__ Decode(const AttendParams& params, Shared& shared)
+      : p(params), sh(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+    group = p.query_heads / p.kv.kv_heads;
+    chunks = (group + kQueries - 1) / kQueries;
+    items = p.requests * p.kv.kv_heads * chunks;
+    halves_per_entry = p.kv.page_tokens / kHalf;
+  }
+
+  __device__ void run() {
+    lay_out();
+    const int total = items > 0 ? sh.items[items - 1].end : 0;
+    share = (total + gridDim.x - 1) / gridDim.x;
+    first = blockIdx.x * share;
+    stop = min(first + share, total);
+    if (first >= stop) return;
+
+    int item = item_of(first);
+    next = {item, 0, 0};
+    open(next);
+    for (int s = 0; s < kStages; ++s) fetch(s);
+    for (; item < items && begin_of(item) < stop; ++item) {
+      if (sh.items[item].end > begin_of(item)) piece(item);
+    }
+    wait_for_copies<0>();
+  }
+
+ private:
+  const AttendParams& p;
+  Shared& sh;
+  const int warp, lane;
+  int group, chunks, items, halves_per_entry;
+  int share, first, stop;  // units of this thread block, of all items together
+
+  // What this warp fetches next.
+  struct Cursor {
+    int item, unit, end;  // units count from the item's first
+  } next;
+  int known_item = -1, known_from = 0;  // `known` is of units known_from, + kWarps, …, 16 of them
+  Half known;                           // of unit lane / 2, half lane % 2
+
+  uint32_t queries[kSteps][2];  // B fragments: rows are elements, columns query heads
+  int turned_by;                // delta that `queries` are turned back by
+
+  __device__ int begin_of(int item) const { return item == 0 ? 0 : sh.items[item - 1].end; }
+
+  __device__ int item_of(int unit) const {
+    int low = 0, high = items;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (sh.items[middle].end > unit) high = middle; else low = middle + 1;
+    }
+    return low;
+  }
+
+  // Finds what each item reads, and lays the items' units end to end.
+  __device__ void lay_out() {
+    for (int i = threadIdx.x; i < items; i += kThreads) {
+      const int kv_head = i / chunks % p.kv.kv_heads;
+      const int request = i / chunks / p.kv.kv_heads;
+      const Reach reach = reach_of(p.kv, kv_head);
+      const int position = p.positions[request];
+      const EntryRange range = entries_seen(p.kv, reach, request, position, position);
+      const Item item = {(range.count * halves_per_entry + 1) / 2, range};
+      sh.items[i] = item;
+      if (item.end == 0 && i % gridDim.x == blockIdx.x) write_nothing(i);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      int before = 0;
+      for (int i = 0; i < items; i += 32) {
+        int sum = i + lane < items ? sh.items[i + lane].end : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+          const int lower = __shfl_up_sync(~0u, sum, step);
+          if (lane >= step) sum += lower;
+        }
+        if (i + lane < items) sh.items[i + lane].end = before + sum;
+        before += __shfl_sync(~0u, sum, 31);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ void write_nothing(int i) const {
+    const Heads of = heads_of(i);
+    for (int q = 0; q < of.count; ++q) {
+      T* out = out_row(of, q);
+      for (int d = 0; d < D; ++d) out[d] = T(0.0f);
+      *lse_of(of, q) = -INFINITY;
+    }
+  }
+
+  struct Heads {
+    int request, first, count;
+  };
+  __device__ Heads heads_of(int item) const {
+    const int chunk = item % chunks;
+    const int kv_head = item / chunks % p.kv.kv_heads;
+    return {static_cast<int>(item / chunks / p.kv.kv_heads), kv_head * group + chunk * kQueries,
+            min(kQueries, group - chunk * kQueries)};
+  }
+  __device__ T* out_row(const Heads& of, int q) const {
+    return static_cast<T*>(p.out) + (int64_t{of.request} * p.query_heads + of.first + q) * D;
+  }
+  __device__ float* lse_of(const Heads& of, int q) const {
+    return p.lse + int64_t{of.request} * p.query_heads + of.first + q;
+  }
+
+  // ---- fetching -----------------------------------------------------------------------------
+
+  // Points a cursor at this warp's first unit of its item, within this block's share.
+  __device__ void open(Cursor& at) const {
+    if (at.item >= items) return;
+    const int begin = begin_of(at.item);
+    at.unit = max(first - begin, 0) + warp;
+    at.end = min(stop, sh.items[at.item].end) - begin;
+  }
+
+  // Half `index` of an item's keys.
+  __device__ Half half_of(int i, int index) const {
+    const Item& item = sh.items[i];
+    const int kv_head = i / chunks % p.kv.kv_heads;
+    const int request = i / chunks / p.kv.kv_heads;
+    const int which = index / halves_per_entry;
+    if (which >= item.entries.count) return {0, 0, 0};
+    const Reach reach = reach_of(p.kv, kv_head);
+    const Entry entry = read_entry(p.kv, item.entries[which]);
+    const int slot = index % halves_per_entry * kHalf;
+    const int position = p.positions[request];
+    Half half;
+    half.offset = entry.offset + reach.rank * p.kv.head_stride + slot * p.kv.token_stride;
+    half.delta = entry.delta;
+    half.mask = 0;
+#pragma unroll
+    for (int j = 0; j < kHalf; ++j) {
+      const bool held = slot + j >= entry.begin && slot + j < entry.end;
+      const int key = entry.position + slot + j - entry.begin;
+      if (held && sees(reach, position, key)) half.mask |= 1u << j;
+    }
+    return half;
+  }
+
+  // Starts the copies of this warp's next unit into a stage; an empty group when there is none.
+  __device__ void fetch(int stage) {
+    while (next.item < items && next.unit >= next.end && begin_of(next.item) < stop) {
+      ++next.item;
+      open(next);
+    }
+    if (next.item < items && begin_of(next.item) < stop && next.unit < next.end) {
+      if (next.item != known_item || next.unit - known_from >= 16 * kWarps) {
+        known_item = next.item;
+        known_from = next.unit;
+        known = half_of(next.item, 2 * (next.unit + lane / 2 * kWarps) + lane % 2);
+      }
+      copy_unit(stage, (next.unit - known_from) / kWarps * 2);
+      next.unit += kWarps;
+    }
+    commit_copies();
+  }
+
+  __device__ void copy_unit(int stage, int from_lane) {
+    const T* cache = static_cast<const T*>(p.kv.cache);
+    const int64_t offsets[2] = {__shfl_sync(~0u, known.offset, from_lane),
+                                __shfl_sync(~0u, known.offset, from_lane + 1)};
+    const uint32_t masks[2] = {__shfl_sync(~0u, known.mask, from_lane),
+                               __shfl_sync(~0u, known.mask, from_lane + 1)};
+    if (lane == from_lane || lane == from_lane + 1) {
+      sh.halves[warp][stage][lane - from_lane] = {known.mask, static_cast<uint32_t>(known.delta)};
+    }
+    constexpr int kChunks = D / 8;  // of 16 bytes, in a row
+    const uint32_t to = shared_address(sh.tiles[warp][stage]);
+#pragma unroll
+    for (int i = 0; i < kUnit * kChunks / 32; ++i) {
+      const int at = i * 32 + lane;
+      const int row = at / kChunks, chunk = at % kChunks;
+      const bool high = row >= kHalf;
+      const T* key = cache + (high ? offsets[1] : offsets[0]) +
+                     row % kHalf * p.kv.token_stride + chunk * 8;
+      const bool seen = ((high ? masks[1] : masks[0]) >> (row % kHalf)) & 1;
+      const uint32_t place = to + row * kPitch + chunk * 16;
+      copy_async(place, key, seen);
+      copy_async(place + kTile, key + p.kv.value_offset, seen);
+    }
+  }
+
+  // ---- attending ----------------------------------------------------------------------------
+
+  // One element of a query, turned back by delta.
+  __device__ float query_element(const T* query, int d, int delta) const {
+    const int pairs = p.kv.pairs;
+    const float raw = static_cast<float>(query[d]);
+    if (delta == 0 || d >= 2 * pairs) return raw;
+    const bool interleaved = p.kv.interleaved != 0;
+    const int i = interleaved ? d / 2 : d % pairs;
+    const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
+    const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
+    const float rest = static_cast<float>(query[other]);
+    float cosine, sine;
+    cos_sin(half_turns(-delta, p.kv.inv_freq[i]), cosine, sine);
+    return is_first ? raw * cosine - rest * sine : raw * cosine + rest * sine;
+  }
+
+  __device__ void load_queries(const Heads& of, int delta) {
+    turned_by = delta;
+    const int q = lane / 4;
+    const T* query = static_cast<const T*>(p.q) + of.request * p.q_row_stride +
+                     (of.first + q) * p.q_head_stride;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int d = 16 * s + 8 * h + lane % 4 * 2;
+        queries[s][h] = q < of.count ? pack<T>(query_element(query, d, delta),
+                                               query_element(query, d + 1, delta))
+                                     : 0u;
+      }
+    }
+  }
+
+  // Scores of 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
+  __device__ void score(float (&s)[4], uint32_t keys) const {
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t a[4];
+      load_matrices(a, keys + 32 * k);
+      multiply_add<T>(k % 2 ? odd : even, a, queries[k][0], queries[k][1]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
+  }
+
+  // This block's share of an item: every warp over its units, then all put together.
+  __device__ void piece(int item) {
+    const int begin = begin_of(item);
+    const int from = max(first - begin, 0), to = min(stop, sh.items[item].end) - begin;
+    const Heads of = heads_of(item);
+    float out[kSteps][4] = {};
+    float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
+    load_queries(of, 0);
+
+    int freed = -1;
+    for (int unit = from + warp; unit < to; unit += kWarps) {
+      if (freed >= 0) {
+        __syncwarp();
+        fetch(freed);
+      }
+      freed = stage;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      wait_for_copies<kStages - 1>();
+      __syncwarp();
+      attend(freed, of, out, m, l);
+    }
+    put_together(item, of, from == 0 && to == sh.items[item].end - begin, freed, out, m, l);
+    if (freed >= 0) fetch(freed);
+  }
+
+  int stage = 0;  // the one that is filled first
+
+  __device__ void attend(int at, const Heads& of, float (&out)[kSteps][4], float (&m)[2],
+                         float (&l)[2]) {
+    const uint2 low = sh.halves[warp][at][0], high = sh.halves[warp][at][1];
+    const uint32_t tile = shared_address(sh.tiles[warp][at]);
+    const uint32_t keys = tile + (lane % 16) * kPitch + lane / 16 * 16;
+    const uint32_t values = tile + kTile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+
+    // A page of 8 tokens may have another delta than the next one.
+    const int deltas[2] = {low.x ? static_cast<int>(low.y) : static_cast<int>(high.y),
+                           high.x ? static_cast<int>(high.y) : static_cast<int>(low.y)};
+    if (deltas[0] != turned_by) load_queries(of, deltas[0]);
+    float s[4];
+    score(s, keys);
+    if (deltas[1] != deltas[0]) {
+      float upper[4];
+      load_queries(of, deltas[1]);
+      score(upper, keys);
+      s[2] = upper[2];
+      s[3] = upper[3];
+    }
+
+    const bool seen[2] = {((low.x >> (lane / 4)) & 1) != 0, ((high.x >> (lane / 4)) & 1) != 0};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float capped = p.softcap > 0 ? p.softcap * tanhf(s[e] * p.scale / p.softcap)
+                                         : s[e] * p.scale;
+      s[e] = seen[e / 2] ? capped * kLog2e : -INFINITY;
+    }
+    float shrink[2];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      float largest = fmaxf(s[q], s[q + 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      }
+      largest = fmaxf(largest, m[q]);
+      const float base = largest == -INFINITY ? 0.0f : largest;
+      shrink[q] = exp2_fast(m[q] - base);
+      m[q] = largest;
+      s[q] = exp2_fast(s[q] - base);
+      s[q + 2] = exp2_fast(s[q + 2] - base);
+      l[q] = l[q] * shrink[q] + s[q] + s[q + 2];
+    }
+    if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[k][e] *= shrink[e % 2];
+      }
+    }
+    const uint32_t weights[2] = {transpose_matrix(pack<T>(s[0], s[1])),
+                                 transpose_matrix(pack<T>(s[2], s[3]))};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t a[4];
+      load_matrices_transposed(a, values + 32 * k);
+      multiply_add<T>(out[k], a, weights[0], weights[1]);
+    }
+  }
+
+  // ---- putting together ---------------------------------------------------------------------
+
+  // How much a partial sum counts beside one whose largest score is `largest`.
+  static __device__ float weight_of(const State& state, float largest) {
+    if (state.m == -INFINITY) return state.l == 0 ? 0.0f : NAN;
+    return exp2_fast(state.m - largest);
+  }
+
+  __device__ float* partial_of(int slot) const {
+    return p.partial + int64_t{slot} * (kQueries * D + 2 * kQueries);
+  }
+
+  // Adds up the warps' parts of a piece. A piece that is all of its item is the result; others go
+  // to the workspace, and the last block to leave one there adds them up. A warp's part lies in
+  // the stage that it read last, which nothing is fetched into meanwhile.
+  __device__ void put_together(int item, const Heads& of, bool whole, int freed,
+                               const float (&out)[kSteps][4], float (&m)[2], float (&l)[2]) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) l[q] += __shfl_xor_sync(~0u, l[q], step);
+      if (lane < 4) sh.states[warp][2 * lane + q] = {m[q], l[q]};
+    }
+    if (lane == 0) sh.slots[warp] = freed;
+    __syncwarp();
+    if (freed >= 0) {
+      float* part = reinterpret_cast<float*>(sh.tiles[warp][freed]);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          part[(lane % 4 * 2 + e % 2) * kOutPitch + 16 * k + e / 2 * 8 + lane / 4] = out[k][e];
+        }
+      }
+    }
+    __syncthreads();
+
+    // A block has two places in the workspace: for the item that begins before its share and for
+    // the one that goes on after it.
+    const int slot = 2 * blockIdx.x + (begin_of(item) > first ? 1 : 0);
+    float* partial = whole ? nullptr : partial_of(slot);
+    for (int i = threadIdx.x; i < of.count * D; i += kThreads) {
+      const int q = i / D, d = i % D;
+      float largest = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, sh.states[w][q].m);
+      float value = 0, sum = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (sh.slots[w] < 0) continue;
+        const float weight = weight_of(sh.states[w][q], largest);
+        const float* part = reinterpret_cast<const float*>(sh.tiles[w][sh.slots[w]]);
+        value += weight * part[q * kOutPitch + d];
+        sum += weight * sh.states[w][q].l;
+      }
+      if (whole) {
+        finish(of, q, d, value, sum, largest);
+      } else {
+        partial[i] = value;
+        if (d == 0) reinterpret_cast<State*>(partial + kQueries * D)[q] = {largest, sum};
+      }
+    }
+    if (!whole) {
+      __threadfence();
+      __syncthreads();
+      const int begin = begin_of(item), end = sh.items[item].end;
+      const int first_block = begin / share, last_block = (end - 1) / share;
+      if (threadIdx.x == 0) {
+        const uint32_t before = atomicAdd(p.counters + item, 1u);
+        sh.last = before == static_cast<uint32_t>(last_block - first_block);
+        if (sh.last) p.counters[item] = 0;
+      }
+      __syncthreads();
+      if (sh.last) {
+        __threadfence();
+        add_up(of, begin, first_block, last_block);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ void finish(const Heads& of, int q, int d, float value, float sum, float largest) const {
+    const bool nothing = largest == -INFINITY && sum == 0;
+    out_row(of, q)[d] = T(nothing ? 0.0f : value / sum);
+    if (d == 0) *lse_of(of, q) = nothing ? -INFINITY : (largest + log2f(sum)) * kLn2;
+  }
+
+  // Adds up the blocks' parts of an item. Groups of threads take turns at the parts, each thread
+  // four elements.
+  __device__ void add_up(const Heads& of, int begin, int first_block, int last_block) {
+    auto part_of = [&](int block) {
+      return partial_of(2 * block + (begin > block * share ? 1 : 0));
+    };
+    const int parts = last_block - first_block + 1;
+    float largest = -INFINITY;
+    for (int i = threadIdx.x / kQueries; i < parts; i += kThreads / kQueries) {
+      const float* states = part_of(first_block + i) + kQueries * D;
+      const int q = threadIdx.x % kQueries;
+      if (q < of.count) largest = fmaxf(largest, __ldcg(states + 2 * q));
+    }
+#pragma unroll
+    for (int step = kQueries; step < 32; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    }
+    if (lane < kQueries) sh.largest[warp][lane] = largest;
+    __syncthreads();
+
+    const int columns = of.count * D / 4;
+    const int teams = max(1, kThreads / columns);
+    const int team = threadIdx.x / columns;
+    float4* sums = reinterpret_cast<float4*>(sh.tiles[0][sh.slots[0]]);
+    for (int column = teams > 1 ? threadIdx.x % columns : threadIdx.x; column < columns;
+         column += teams > 1 ? columns : kThreads) {
+      const int q = column * 4 / D;
+      float top = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, sh.largest[w][q]);
+      float4 value = {0, 0, 0, 0};
+      float sum = 0;
+      if (team < teams) {
+#pragma unroll 8
+        for (int i = team; i < parts; i += teams) {
+          const float* part = part_of(first_block + i);
+          const float4 x = __ldcg(reinterpret_cast<const float4*>(part) + column);
+          const float2 y = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
+          const float weight = weight_of({y.x, y.y}, top);
+          value.x += weight * x.x;
+          value.y += weight * x.y;
+          value.z += weight * x.z;
+          value.w += weight * x.w;
+          sum += weight * y.y;
+        }
+      }
+      if (teams > 1) {
+        if (team < teams) {
+          sums[team * columns + column] = value;
+          sh.sums[team * columns + column] = sum;
+        }
+        __syncthreads();
+        if (team != 0) break;
+        for (int other = 1; other < teams; ++other) {
+          const float4 x = sums[other * columns + column];
+          value.x += x.x;
+          value.y += x.y;
+          value.z += x.z;
+          value.w += x.w;
+          sum += sh.sums[other * columns + column];
+        }
+      }
+      const int d = column * 4 % D;
+      finish(of, q, d, value.x, sum, top);
+      finish(of, q, d + 1, value.y, sum, top);
+      finish(of, q, d + 2, value.z, sum, top);
+      finish(of, q, d + 3, value.w, sum, top);
+    }
+  }
+};
+
+}  // namespace
+
+// Names and bytes of shared memory as rust/cuda/src/attend.rs has them. What fits a block of Hopper
+// would not fit older devices, which also have less memory speed to keep up with.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES) \
+  struct Shape##D {                                                            \
+    static constexpr int kWarps = WARPS, kStages = STAGES, kBytes = BYTES;     \
+  };
+#else
+#define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES)                   \
+  struct Shape##D {                                                                              \
+    static constexpr int kWarps = OTHER_WARPS, kStages = OTHER_STAGES, kBytes = OTHER_BYTES;     \
+  };
+#endif
+SHAPE(64, 8, 4, 170288, 4, 4, 95392)
+SHAPE(80, 8, 4, 203056, 4, 2, 66592)
+SHAPE(96, 8, 3, 182448, 4, 2, 74784)
+SHAPE(128, 8, 3, 231600, 4, 2, 91168)
+SHAPE(256, 4, 3, 224352, 4, 2, 156704)
+
+#define KERNEL(DTYPE, TYPE, D)                                                             \
+  extern "C" __global__ void __launch_bounds__(32 * Shape##D::kWarps, 1)                   \
+      attend_decode_##DTYPE##_##D(const __grid_constant__ AttendParams params) {           \
+    using Kernel = Decode<TYPE, D, Shape##D::kWarps, Shape##D::kStages>;                   \
+    static_assert(sizeof(typename Kernel::Shared) == Shape##D::kBytes, "as attend.rs has"); \
+    extern __shared__ __align__(16) unsigned char shared[];                                \
+    Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();             \
+  }
+#define KERNELS(D)                  \
+  KERNEL(bf16, __nv_bfloat16, D)    \
+  KERNEL(f16, __half, D)
+
+KERNELS(64)
+KERNELS(80)
+KERNELS(96)
+KERNELS(128)
+KERNELS(256)

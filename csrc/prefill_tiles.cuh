@@ -1,0 +1,153 @@
+// How prefill attention is cut: tiles of (query token, query head) pairs that share a KV head, and
+// tiles of keys that share one rotation.
+#pragma once
+
+#include <climits>
+
+#include "paged.cuh"
+
+constexpr int kNoKey = INT_MAX;  // position of a key that is not there: after every row
+
+// Pairs [begin, end) of one KV head of one request. Pair i is row first_row + i / group, query head
+// i % group of the KV head's: so a tile's pairs read nearly the same keys however the rows lie.
+struct RowTile {
+  int request;
+  int first_row;
+  int begin;
+  int end;
+};
+
+__device__ __forceinline__ int first_row_of(const AttendParams& p, int request) {
+  if (p.row_offsets != nullptr) return p.row_offsets[request];
+  return p.requests == 1 ? request * static_cast<int>(p.rows) : request;
+}
+
+// The tile at `index`, counted from the last one: within a request the last rows see most keys, and
+// the longest work should begin first. Empty (begin = end) past the first tile. One warp, whole.
+__device__ __forceinline__ RowTile row_tile(const AttendParams& p, int pairs, int index) {
+  const int group = static_cast<int>(p.query_heads / p.kv.kv_heads);
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int done = 0; done < static_cast<int>(p.requests); done += 32) {
+    const int request = static_cast<int>(p.requests) - 1 - done - lane;
+    const int first = request >= 0 ? first_row_of(p, request) : 0;
+    const int count = request >= 0 ? (first_row_of(p, request + 1) - first) * group : 0;
+    const int tiles = (count + pairs - 1) / pairs;
+    int sum = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int lower = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += lower;
+    }
+    const bool mine = index >= before + sum - tiles && index < before + sum;
+    const unsigned found = __ballot_sync(~0u, mine);
+    if (found != 0) {
+      const int tile = before + sum - 1 - index;
+      const RowTile it = {request, first, tile * pairs, min((tile + 1) * pairs, count)};
+      const int from = __ffs(found) - 1;
+      return {__shfl_sync(~0u, it.request, from), __shfl_sync(~0u, it.first_row, from),
+              __shfl_sync(~0u, it.begin, from), __shfl_sync(~0u, it.end, from)};
+    }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  return {0, 0, 0, 0};
+}
+
+// A tile of keys, in shared memory: whole pages, one after the other.
+template <int kKeys>
+struct KeyTile {
+  int64_t offsets[kKeys / 8];  // of each page: element of slot 0 of this KV head's keys
+  int positions[kKeys];
+  int pages;    // 0: there is no tile
+  int delta;    // the same for all of its keys
+  bool gaps;    // some slots hold no key of the request
+  bool masked;  // some row does not see some key
+};
+
+// One warp's walk over the pages that a tile of rows reads.
+template <int kKeys>
+class KeyWalk {
+ public:
+  // For rows at positions from `lowest` to `highest`; share `split` of `splits` of the pages.
+  __device__ KeyWalk(const PagedKv& kv, const Reach& reach, int request, int lowest, int highest,
+                     int split, int splits)
+      : kv(kv), reach(reach), lowest(lowest), highest(highest), lane(threadIdx.x % 32) {
+    page = static_cast<int>(kv.page_tokens);
+    pages_a_tile = kKeys / page;
+    range = entries_seen(kv, reach, request, lowest, highest);
+    const int tiles = (range.count + pages_a_tile - 1) / pages_a_tile;
+    const int share = (tiles + splits - 1) / splits * pages_a_tile;
+    at = min(split * share, range.count);
+    end = min(at + share, range.count);
+    look_ahead();
+  }
+
+  // Describes the next tile.
+  __device__ void write(KeyTile<kKeys>& tile) {
+    const int wanted = min(pages_a_tile, end - at);
+    const int delta = __shfl_sync(~0u, ahead.delta, 0);
+    const unsigned differs = __ballot_sync(~0u, lane < wanted && ahead.delta != delta);
+    const int pages = differs != 0 ? __ffs(differs) - 1 : wanted;
+    if (lane < pages) tile.offsets[lane] = ahead.offset + reach.rank * kv.head_stride;
+    int first = INT_MAX, last = -1;
+    bool gaps = pages * page < kKeys;
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i) {
+      const int key = i * 32 + lane;
+      const int which = min(key / page, 31), slot = key % page;
+      const int begin = __shfl_sync(~0u, ahead.begin, which);
+      const int stop = __shfl_sync(~0u, ahead.end, which);
+      const int position = __shfl_sync(~0u, ahead.position, which) + slot - begin;
+      const bool there = which < pages && slot >= begin && slot < stop;
+      gaps = gaps || !there;
+      first = min(first, there ? position : INT_MAX);
+      last = max(last, there ? position : -1);
+      tile.positions[key] = there ? position : kNoKey;
+    }
+    gaps = __any_sync(~0u, gaps);
+    const bool unseen = last > lowest || (reach.window > 0 && first <= highest - reach.window);
+    const bool masked = __any_sync(~0u, unseen) || gaps;
+    if (lane == 0) {
+      tile.pages = pages;
+      tile.delta = delta;
+      tile.gaps = gaps;
+      tile.masked = masked;
+    }
+    at += pages;
+    look_ahead();
+  }
+
+ private:
+  const PagedKv& kv;
+  const Reach reach;
+  const int lowest, highest, lane;
+  int page, pages_a_tile, at, end;
+  EntryRange range;
+  Entry ahead;  // of page at + lane, read before it is needed
+
+  __device__ void look_ahead() {
+    ahead = {0, 0, 0, 0, 0};
+    if (lane < pages_a_tile && at + lane < end) ahead = read_entry(kv, range[at + lane]);
+  }
+};
+
+// Where a pair's result goes. With split keys each split leaves floats in the workspace.
+struct ResultRow {
+  int64_t index;  // row · H + query head, or -1 for none
+};
+
+__device__ __forceinline__ ResultRow result_row(const AttendParams& p, const RowTile& rows,
+                                                int kv_head, int pair) {
+  if (pair >= rows.end) return {-1};
+  const int group = static_cast<int>(p.query_heads / p.kv.kv_heads);
+  return {int64_t{rows.first_row + pair / group} * p.query_heads + kv_head * group + pair % group};
+}
+
+__device__ __forceinline__ float* partial_out(const AttendParams& p, int split, int head_dim) {
+  return p.partial + int64_t{split} * p.rows * p.query_heads * head_dim;
+}
+
+__device__ __forceinline__ float* partial_lse(const AttendParams& p, int split, int head_dim) {
+  return partial_out(p, static_cast<int>(p.splits), head_dim) +
+         int64_t{split} * p.rows * p.query_heads;
+}
