@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -318,6 +319,32 @@ def test_the_same_seed_measures_the_same(runner: Runner, language: Evaluation) -
     before = {m.policy: m.kl for m in language.measurements if m.sample == 0}
     for measured in again.measurements:
         assert measured.kl == before[measured.policy]
+
+
+def test_an_interrupted_evaluation_goes_on(
+    runner: Runner, language: Evaluation, tmp_path: Path
+) -> None:
+    """A whole line is kept, a torn one is measured again, and all comes out the same."""
+    log = tmp_path / "logs" / "lm.jsonl"
+    task = task_of("lm", 256)
+    first = evaluate(runner, task, ["naive"], samples=1, seed=0, controlled=1, log=log)
+    with log.open("a") as file:
+        file.write('{"sample": 1, "measurem')
+    both = evaluate(runner, task, ["naive"], samples=2, seed=0, controlled=1, log=log)
+    assert [m for m in both.measurements if m.sample == 0] == list(first.measurements)
+    assert [m.kl for m in both.measurements if m.policy == "naive"] == [
+        m.kl for m in language.measurements if m.policy == "naive"
+    ]
+    counted = {summary.policy: summary.samples for summary in both.summaries()}
+    assert counted == {"full": 2, FLOOR: 1, "naive-no-rope": 1, "naive": 2}
+    before = log.read_bytes()
+    assert evaluate(runner, task, ["naive"], samples=2, seed=0, controlled=1, log=log) == both
+    assert log.read_bytes() == before
+    with pytest.raises(InvalidArgument, match="expected measurements with seed = 1, got 0"):
+        evaluate(runner, task, ["naive"], samples=1, seed=1, controlled=1, log=log)
+    log.write_text('{"an": "essay"}\n[]\n')
+    with pytest.raises(InvalidArgument, match="expected a log of measurements"):
+        evaluate(runner, task, ["naive"], samples=1, seed=0, log=log)
 
 
 def test_the_harness_refuses_bad_requests(runner: Runner) -> None:

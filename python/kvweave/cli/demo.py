@@ -75,8 +75,8 @@ def _table(rows: list[Row], averages: list[Row], answers: bool) -> Table:
 
     table = Table(
         title="Questions over one knowledge base, its passages in another order each time",
-        caption="reused: by prefix + by segment · rows: of tokens × layers · KV: MiB of its own + "
-        "shared\n1st: first token is full's · KL: to full, nats a token over full's own answer",
+        caption="reused: prefix + segment · rows: share computed · KV: MiB, own + shared\n"
+        "1st: first token is full's · KL: to full, nats a token of full's answer",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1 if answers else 0),
