@@ -63,7 +63,7 @@ impl Attend {
             HeadRows { row_stride: self.row_stride, ..HeadRows::contiguous(&q, 3, self.heads, D) };
         let queries = Queries { vectors, positions: &self.positions };
         let (geometry, layer, entries) = (self.geometry, self.layer, &self.entries[..]);
-        let kv = KvView { cache: &cache, geometry, layer, entries };
+        let kv = KvView { cache: &cache, geometry, layer, entries, reach: None };
         let (scale, window, softcap) = (self.scale, self.window, self.softcap);
         let scoring = Scoring { scale, rope: &rope, window, softcap };
         let (row_offsets, entry_offsets) = (&self.row_offsets[..], &self.entry_offsets[..]);
@@ -137,7 +137,8 @@ fn decode_and_score_check_their_own_shapes() {
     let rope = RopeTable::new(vec![1.0; 4], 1, Pairing::Half).expect("a valid table");
     let entries = [[2, 0, 4, 0, 0]];
     let queries = Queries { vectors: HeadRows::contiguous(&q, 1, 4, D), positions: &[0] };
-    let kv = KvView { cache: &cache, geometry: geometry(), layer: 0, entries: &entries };
+    let (geometry, reach) = (geometry(), None);
+    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach };
     let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
     let decode = |entry_offsets: &[i32], len: usize| {
         let (out, lse) = (&mut vec![0.0; len][..], &mut [0.0; 4][..]);
@@ -146,8 +147,11 @@ fn decode_and_score_check_their_own_shapes() {
     assert_eq!(decode(&[0, 1], 4 * D), Ok(()));
     assert_eq!(decode(&[0, 0, 1], 4 * D).expect_err("a refusal").what(), "q rows");
     assert_eq!(decode(&[0, 1], 3).expect_err("a refusal").what(), "out");
-    let score =
-        |len: usize| ScoreTokens { queries, kv, scoring, mass: &mut vec![0.0; len] }.validate();
+    let entry_offsets = &[0, 1][..];
+    let score = |len: usize| {
+        let mass = &mut vec![0.0; len][..];
+        ScoreTokens { queries, kv, scoring, entry_offsets, mass, edge: None }.validate()
+    };
     assert_eq!(score(4), Ok(()));
     assert_eq!(score(5).expect_err("a refusal").what(), "mass");
 }

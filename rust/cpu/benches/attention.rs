@@ -37,7 +37,8 @@ impl Bench {
     }
 
     fn kv(&self) -> KvView<'_, f32> {
-        KvView { cache: &self.cache, geometry: self.geometry, layer: 0, entries: &self.entries }
+        let (cache, geometry, entries) = (&self.cache[..], self.geometry, &self.entries[..]);
+        KvView { cache, geometry, layer: 0, entries, reach: None }
     }
 
     fn scoring(&self) -> Scoring<'_> {
@@ -137,12 +138,14 @@ fn score(c: &mut Criterion) {
         let positions: Vec<i32> = (0..2048).step_by(step).collect();
         let q = noise(positions.len() * 9 * 64);
         let mut mass = vec![0.0; 2048];
+        let entry_offsets = [0, bench.entries.len() as i32];
         group.throughput(Throughput::Elements(bench.visible(&positions) * 4 * 64));
         group.bench_function(BenchmarkId::from_parameter(name), |b| {
             b.iter(|| {
                 let (queries, kv) = (bench.queries(&q, &positions), bench.kv());
                 let (scoring, mass) = (bench.scoring(), &mut mass[..]);
-                let params = ScoreTokens { queries, kv, scoring, mass };
+                let (entry_offsets, edge) = (&entry_offsets[..], None);
+                let params = ScoreTokens { queries, kv, scoring, entry_offsets, mass, edge };
                 kvweave_cpu::score_tokens(params).expect("valid params");
             });
         });

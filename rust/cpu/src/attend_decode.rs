@@ -3,7 +3,7 @@
 use kvweave_core::ops::{AttendDecode, Element, OpError};
 use rayon::prelude::*;
 
-use crate::piece::{Piece, cut, within};
+use crate::piece::{Piece, Pieces, within};
 use crate::row_chunk::{Call, RowChunk, finish};
 use crate::tile::Tile;
 use crate::turn::Turns;
@@ -29,16 +29,15 @@ pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpEr
     let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
     let turns = Turns::new(scoring.rope, needed);
     let call = Call { queries, kv, scoring, turns: &turns };
-    let pieces: Vec<Vec<Piece>> = entry_offsets
-        .windows(2)
-        .map(|span| cut(kv.entries, span[0] as usize..span[1] as usize))
-        .collect();
+    let pieces = Pieces::new(&kv, &scoring, entry_offsets);
     let mut tasks = Vec::new();
     let mut ends = Vec::new();
-    for (row, pieces) in pieces.iter().enumerate() {
-        let seen = within(pieces, scoring.visible(queries.positions[row]));
+    for (row, &position) in queries.positions.iter().enumerate() {
         for kv_head in 0..kv.geometry.kv_heads {
-            tasks.extend(seen.chunks(SPLIT).map(|split| (row as u32, kv_head, split)));
+            let seen = kv.head(kv_head, &scoring).visible(position);
+            for part in within(pieces.of(row, kv_head), seen) {
+                tasks.extend(part.chunks(SPLIT).map(|split| (row as u32, kv_head, split)));
+            }
             ends.push(tasks.len());
         }
     }

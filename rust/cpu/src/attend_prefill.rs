@@ -4,7 +4,7 @@ use kvweave_core::ops::{AttendPrefill, Element, OpError};
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
-use crate::piece::{Piece, cut};
+use crate::piece::Pieces;
 use crate::row_chunk::{Call, RowChunk, finish};
 use crate::tile::Tile;
 use crate::turn::Turns;
@@ -29,10 +29,7 @@ pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), Op
     let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
     let turns = Turns::new(scoring.rope, needed);
     let call = Call { queries, kv, scoring, turns: &turns };
-    let pieces: Vec<Vec<Piece>> = entry_offsets
-        .windows(2)
-        .map(|span| cut(kv.entries, span[0] as usize..span[1] as usize))
-        .collect();
+    let pieces = Pieces::new(&kv, &scoring, entry_offsets);
     let orders: Vec<Vec<u32>> = row_offsets
         .windows(2)
         .map(|rows| sorted_rows(queries.positions, rows[0] as u32..rows[1] as u32))
@@ -49,7 +46,7 @@ pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), Op
         || Tile::new(kv.geometry.head_dim),
         |tile, &(request, kv_head, rows)| {
             let mut chunk = RowChunk::new(&call, rows, kv_head);
-            chunk.attend(&call, kv_head, &pieces[request], tile, true);
+            chunk.attend(&call, kv_head, pieces.of(request, kv_head), tile, true);
             store(&call, rows, kv_head, &chunk, &out, &lse);
         },
     );

@@ -9,6 +9,8 @@
 
 use std::ops::Range;
 
+use kvweave_core::ops::Visible;
+
 use crate::piece::Piece;
 use crate::simd::{Kernel, Vector, exp2, tanh};
 use crate::tile::{COLUMNS, KEYS, Tile};
@@ -43,8 +45,8 @@ impl State {
 pub(crate) struct Rows<'a> {
     /// [blocks, D] of six rows' d-th elements, scaled.
     pub(crate) q: &'a [[f32; ROWS]],
-    /// [blocks · ROWS] visible positions; `(0, 0)` for padding.
-    pub(crate) visible: &'a [(i64, i64)],
+    /// [blocks · ROWS] visible positions; none for padding.
+    pub(crate) visible: &'a [Visible],
     /// `c · log2 e`, where q was divided by the cap c.
     pub(crate) cap: Option<f32>,
 }
@@ -105,13 +107,47 @@ pub(crate) struct Absorb<'a> {
     pub(crate) states: &'a mut [State],
     /// [blocks, ROWS, width], not yet divided by the mass; empty where only the mass is wanted.
     pub(crate) out: &'a mut [f32],
+    /// Mass to be told apart from the rest.
+    pub(crate) edge: Option<Edge<'a>>,
+}
+
+/// The part of each row's mass that lies on some of its positions.
+pub(crate) struct Edge<'a> {
+    /// [blocks · ROWS] positions `[first, end)`.
+    pub(crate) positions: &'a [(i64, i64)],
+    /// [blocks] Σ 2^(score − top) over them.
+    pub(crate) mass: &'a mut [[f32; ROWS]],
+}
+
+impl Edge<'_> {
+    /// Takes one piece in, whose weights stand in `scores`.
+    #[inline(always)]
+    fn absorb<V: Vector>(
+        &mut self,
+        block: usize,
+        piece: &Piece,
+        scores: &Scores,
+        rescale: &[f32; COLUMNS],
+    ) {
+        for r in 0..ROWS {
+            let (low, high) = piece.clip_to(self.positions[block * ROWS + r]);
+            let mut weights = [0.0; KEYS];
+            weights[low..high].copy_from_slice(&scores.0[r][low..high]);
+            let mut sum = V::splat(0.0);
+            for column in (0..KEYS).step_by(V::LANES) {
+                sum = sum.add(V::load(&weights[column..]));
+            }
+            let mass = &mut self.mass[block][r];
+            *mass = *mass * rescale[r] + sum.sum();
+        }
+    }
 }
 
 impl Kernel for Absorb<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<V: Vector, const C: usize>(self) {
+    fn run<V: Vector, const C: usize>(mut self) {
         let width = self.tile.width;
         let mut scores = Scores([[0.0; KEYS]; ROWS]);
         for (block, state) in self.states.iter_mut().enumerate() {
@@ -121,6 +157,9 @@ impl Kernel for Absorb<'_> {
             }
             self.rows.scores::<V, C>(block, self.tile, &mut scores);
             let rescale = weigh::<V>(&mut scores, &ranges, state);
+            if let Some(edge) = &mut self.edge {
+                edge.absorb::<V>(block, self.piece, &scores, &rescale);
+            }
             if self.out.is_empty() {
                 continue;
             }

@@ -1,10 +1,10 @@
 //! A chunk of rows of one KV head, taken through the pieces of its request.
 
-use kvweave_core::ops::{Element, KvView, Queries, Scoring};
+use kvweave_core::ops::{Element, KvView, Queries, Scoring, Visible};
 
 use crate::aligned::Aligned;
 use crate::piece::{Piece, within};
-use crate::row_block::{Absorb, ROWS, Rows, State};
+use crate::row_block::{Absorb, Edge, ROWS, Rows, State};
 use crate::simd::dispatch;
 use crate::tile::{COLUMNS, Tile};
 use crate::turn::Turns;
@@ -32,7 +32,7 @@ pub(crate) struct RowChunk {
     /// `q` turned by −`turned_by`, where that is not 0.
     turned: Vec<[f32; ROWS]>,
     turned_by: i32,
-    visible: Vec<(i64, i64)>,
+    visible: Vec<Visible>,
     cap: Option<f32>,
     dim: usize,
     packed: usize,
@@ -40,6 +40,13 @@ pub(crate) struct RowChunk {
     pub(crate) states: Vec<State>,
     /// [blocks, ROWS, width]
     out: Aligned,
+    edge: Option<WatchedEdge>,
+}
+
+/// The positions of each packed row whose mass is told apart.
+struct WatchedEdge {
+    positions: Vec<(i64, i64)>,
+    mass: Vec<[f32; ROWS]>,
 }
 
 impl RowChunk {
@@ -55,12 +62,13 @@ impl RowChunk {
             None => (call.scoring.scale * log2_e, None),
         };
         let mut q = vec![[0.0; ROWS]; blocks * dim];
-        let mut visible = vec![(0, 0); blocks * ROWS];
+        let mut visible = vec![Visible::default(); blocks * ROWS];
+        let reach = call.kv.head(kv_head, &call.scoring);
         let mut wide = vec![0.0; dim];
         for (i, visible) in visible.iter_mut().enumerate().take(packed) {
             let row = rows[i / group] as usize;
             let head = kv_head * group + i % group;
-            *visible = call.scoring.visible(call.queries.positions[row]);
+            *visible = reach.visible(call.queries.positions[row]);
             T::widen(call.queries.vectors.vector(row, head), &mut wide);
             let block = &mut q[i / ROWS * dim..(i / ROWS + 1) * dim];
             for (lanes, x) in block.iter_mut().zip(&wide) {
@@ -69,15 +77,26 @@ impl RowChunk {
         }
         let states = vec![State::EMPTY; blocks];
         let (turned, out) = (Vec::new(), Aligned::zeroed(0));
-        Self { q, turned, turned_by: 0, visible, cap, dim, packed, states, out }
+        Self { q, turned, turned_by: 0, visible, cap, dim, packed, states, out, edge: None }
     }
 
-    /// The chunk's reach: positions seen by any of its rows.
-    pub(crate) fn reach(&self) -> (i64, i64) {
-        let seen = &self.visible[..self.packed];
-        let first = seen.iter().map(|visible| visible.0).min().unwrap_or(0);
-        let end = seen.iter().map(|visible| visible.1).max().unwrap_or(0);
-        (first, end)
+    /// Has `attend` tell apart the mass of keys that are not `near` a row: what lies between the
+    /// sink and the window of that.
+    pub(crate) fn watch_edge(&mut self, positions: impl Iterator<Item = Visible>) {
+        let mut edges: Vec<_> = positions.map(|near| (near.sink, near.first)).collect();
+        let mass = vec![[0.0; ROWS]; self.states.len()];
+        edges.resize(mass.len() * ROWS, (0, 0));
+        self.edge = Some(WatchedEdge { positions: edges, mass });
+    }
+
+    /// The positions seen by any of its rows.
+    pub(crate) fn seen(&self) -> Visible {
+        let rows = &self.visible[..self.packed];
+        let first = rows.iter().map(|row| row.first).min().unwrap_or(0);
+        let end = rows.iter().map(|row| row.end).max().unwrap_or(0);
+        // A row near the start, to which sink and window are one, brings first to 0.
+        let sink = if first == 0 { 0 } else { rows[0].sink };
+        Visible { sink, first, end }
     }
 
     /// The rows as the kernels want them, turned by −delta: once per run of pieces of one delta.
@@ -95,7 +114,7 @@ impl RowChunk {
         Rows { q, visible: &self.visible, cap: self.cap }
     }
 
-    /// Attends to the pieces in reach: softmax states and, with `values`, the output.
+    /// Attends to the pieces seen: softmax states and, with `values`, the output.
     pub(crate) fn attend<T: Element>(
         &mut self,
         call: &Call<'_, T>,
@@ -107,16 +126,29 @@ impl RowChunk {
         let width = self.dim.next_multiple_of(COLUMNS);
         let mut out = Aligned::zeroed(if values { self.states.len() * ROWS * width } else { 0 });
         let mut states = std::mem::take(&mut self.states);
-        for piece in within(pieces, self.reach()) {
+        let mut edge = self.edge.take();
+        for piece in within(pieces, self.seen()).into_iter().flatten() {
             tile.load_keys(&call.kv, kv_head, piece);
             if values {
                 tile.load_values(&call.kv, kv_head, piece);
             }
             let rows = self.rows(call, piece.delta);
             let (states, out) = (&mut states, &mut out);
-            dispatch(Absorb { rows, tile, piece, states, out });
+            let edge = edge.as_mut().map(|edge| {
+                let (positions, mass) = (&edge.positions[..], &mut edge.mass[..]);
+                Edge { positions, mass }
+            });
+            dispatch(Absorb { rows, tile, piece, states, out, edge });
         }
-        (self.states, self.out) = (states, out);
+        (self.states, self.out, self.edge) = (states, out, edge);
+    }
+
+    /// Share of a packed row's mass on its watched edge.
+    pub(crate) fn edge_share(&self, packed: usize) -> f32 {
+        let (block, r) = (packed / ROWS, packed % ROWS);
+        let mass = self.states[block].mass[r];
+        let edge = self.edge.as_ref().map_or(0.0, |edge| edge.mass[block][r]);
+        if mass == 0.0 { 0.0 } else { edge / mass }
     }
 
     /// Softmax state and undivided output [D] of a packed row: (top, mass, out).

@@ -43,7 +43,7 @@ impl Tile {
     pub(crate) fn load_keys<T: Element>(&mut self, kv: &KvView<'_, T>, head: usize, piece: &Piece) {
         let dim = self.dim;
         for_each_run(kv, piece, |run| {
-            let start = kv.geometry.key_offset(run.block, kv.layer, head, run.slot);
+            let start = kv.key_offset(run.block, head, run.slot);
             let target = &mut self.rows[run.first * dim..];
             load_rows(&kv.cache[start..], kv.geometry.token_stride, run.tokens, dim, target, dim);
         });
@@ -71,7 +71,7 @@ impl Tile {
         let (dim, width) = (self.dim, self.width);
         self.values_finite = true;
         for_each_run(kv, piece, |run| {
-            let start = kv.geometry.value_offset(run.block, kv.layer, head, run.slot);
+            let start = kv.value_offset(run.block, head, run.slot);
             let (cache, stride) = (&kv.cache[start..], kv.geometry.token_stride);
             let target = &mut self.values[run.first * width..];
             self.values_finite &= load_rows(cache, stride, run.tokens, dim, target, width);

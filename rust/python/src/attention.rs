@@ -71,7 +71,7 @@ impl Attention<'_> {
         let entries = self.entries.rows("entries")?;
         // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
         let cache = unsafe { cache.slice("cache") }?;
-        Ok(KvView { cache, geometry, layer: self.layer, entries })
+        Ok(KvView { cache, geometry, layer: self.layer, entries, reach: None })
     }
 
     fn read(&self) -> [(&'static str, &TensorRef); 4] {
@@ -163,11 +163,13 @@ pub fn score_tokens(
 ) -> PyResult<()> {
     let call = arguments.borrow(py)?;
     let mass = borrow("mass", mass)?;
+    let entry_offsets = Offsets::of("entry_offsets", None, &call.entries)?;
     with_element!(py, "cache", call.cache.tensor.dtype, T => {
         let params = || {
             let (queries, kv) = (call.queries::<T>()?, call.kv()?);
             let mass = output("mass", &mass.tensor, &[("T", None)], &call.read())?;
-            Ok(ScoreTokens { queries, kv, scoring: call.scoring, mass })
+            let entry_offsets = entry_offsets.list("entry_offsets")?;
+            Ok(ScoreTokens { queries, kv, scoring: call.scoring, entry_offsets, mass, edge: None })
         };
         run!(py, reference, score_tokens, raised(py, params())?)
     })

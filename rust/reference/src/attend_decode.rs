@@ -11,7 +11,7 @@ use crate::attend_prefill;
 pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError> {
     params.validate()?;
     let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
-    let row_offsets: Vec<i32> = (0..).take(entry_offsets.len()).collect();
+    let row_offsets: Vec<i32> = (0..).take(queries.vectors.rows + 1).collect();
     let row_offsets = &row_offsets;
     attend_prefill(AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse })
 }

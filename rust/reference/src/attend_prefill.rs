@@ -14,13 +14,15 @@ pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), Op
     let heads = queries.vectors.heads;
     let group = heads / kv.geometry.kv_heads;
     let dim = kv.geometry.head_dim;
-    for (rows, span) in row_offsets.windows(2).zip(entry_offsets.windows(2)) {
-        let entries = &kv.entries[span[0] as usize..span[1] as usize];
+    for (request, rows) in row_offsets.windows(2).enumerate() {
         for row in rows[0] as usize..rows[1] as usize {
             let position = queries.positions[row];
             for head in 0..heads {
                 let q = queries.vectors.vector(row, head);
-                let keys = visible_keys(q, position, &kv, entries, head / group, &scoring);
+                let reach = kv.head(head / group, &scoring);
+                let entries = &kv.entries[kv.span(entry_offsets, request, reach.table)];
+                let seen = reach.visible(position);
+                let keys = visible_keys(q, &seen, &kv, entries, head / group, &scoring);
                 let state = row * heads + head;
                 lse[state] = attend_row(&keys, &kv, &mut out[state * dim..(state + 1) * dim]);
             }

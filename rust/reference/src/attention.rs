@@ -1,11 +1,11 @@
 //! One row of paged attention: the definition that prefill, decode and scoring share.
 
-use kvweave_core::ops::{Element, Entry, KvView, Scoring};
+use kvweave_core::ops::{Element, Entry, KvView, Scoring, Visible};
 
 use crate::rotate::rotate;
 
 /// A key that a row sees.
-pub(crate) struct Visible {
+pub(crate) struct SeenKey {
     pub(crate) position: usize,
     /// Scaled and capped score.
     pub(crate) score: f64,
@@ -13,16 +13,15 @@ pub(crate) struct Visible {
     pub(crate) value: usize,
 }
 
-/// The keys of `entries` visible to a row at `position`, in order, with their scores.
+/// The keys of `entries` at positions that are `seen`, in order, with their scores.
 pub(crate) fn visible_keys<T: Element>(
     q: &[T],
-    position: i32,
+    seen: &Visible,
     kv: &KvView<'_, T>,
     entries: &[[i32; 5]],
     kv_head: usize,
     scoring: &Scoring<'_>,
-) -> Vec<Visible> {
-    let (first, end) = scoring.visible(position);
+) -> Vec<SeenKey> {
     let dim = kv.geometry.head_dim;
     let mut keys = Vec::new();
     for &row in entries {
@@ -33,15 +32,15 @@ pub(crate) fn visible_keys<T: Element>(
         }
         for slot in entry.begin..entry.end {
             let position = entry.position + (slot - entry.begin) as i64;
-            if position < first || position >= end {
+            if !seen.contains(position) {
                 continue;
             }
-            let start = kv.geometry.key_offset(entry.block, kv.layer, kv_head, slot);
+            let start = kv.key_offset(entry.block, kv_head, slot);
             let key = &kv.cache[start..start + dim];
             let dot: f64 = q.iter().zip(key).map(|(a, b)| a * b.to_f64()).sum();
-            let value = kv.geometry.value_offset(entry.block, kv.layer, kv_head, slot);
+            let value = kv.value_offset(entry.block, kv_head, slot);
             let position = usize::try_from(position).unwrap_or(usize::MAX);
-            keys.push(Visible { position, score: capped(dot, scoring), value });
+            keys.push(SeenKey { position, score: capped(dot, scoring), value });
         }
     }
     keys
@@ -53,7 +52,7 @@ fn capped(dot: f64, scoring: &Scoring<'_>) -> f64 {
 }
 
 /// ln Σ exp(score), and NaN when a score is; −∞ for no keys or no mass.
-pub(crate) fn log_sum_exp(keys: &[Visible]) -> f64 {
+pub(crate) fn log_sum_exp(keys: &[SeenKey]) -> f64 {
     let top = keys.iter().map(|key| key.score).fold(f64::NEG_INFINITY, f64::max);
     if top == f64::NEG_INFINITY && !keys.iter().any(|key| key.score.is_nan()) {
         return f64::NEG_INFINITY;
@@ -62,7 +61,7 @@ pub(crate) fn log_sum_exp(keys: &[Visible]) -> f64 {
 }
 
 /// Writes the row's output [D] and returns its log-sum-exp.
-pub(crate) fn attend_row<T: Element>(keys: &[Visible], kv: &KvView<'_, T>, out: &mut [T]) -> f32 {
+pub(crate) fn attend_row<T: Element>(keys: &[SeenKey], kv: &KvView<'_, T>, out: &mut [T]) -> f32 {
     let lse = log_sum_exp(keys);
     let mut sum = vec![0.0f64; out.len()];
     for key in keys {

@@ -10,16 +10,28 @@ use crate::attention::{log_sum_exp, visible_keys};
 /// What [`ScoreTokens::validate`] refuses.
 pub fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let ScoreTokens { queries, kv, scoring, mass } = params;
-    let group = queries.vectors.heads / kv.geometry.kv_heads;
+    let ScoreTokens { queries, kv, scoring, entry_offsets, mass, mut edge } = params;
+    let heads = queries.vectors.heads;
+    let group = heads / kv.geometry.kv_heads;
     let mut sums = vec![0.0f64; mass.len()];
     for (row, &position) in queries.positions.iter().enumerate() {
-        for head in 0..queries.vectors.heads {
+        for head in 0..heads {
             let q = queries.vectors.vector(row, head);
-            let keys = visible_keys(q, position, &kv, kv.entries, head / group, &scoring);
+            let reach = kv.head(head / group, &scoring);
+            let entries = &kv.entries[kv.span(entry_offsets, 0, reach.table)];
+            let seen = reach.visible(position);
+            let keys = visible_keys(q, &seen, &kv, entries, head / group, &scoring);
             let lse = log_sum_exp(&keys);
-            for key in keys.iter().filter(|_| lse != f64::NEG_INFINITY) {
-                sums[key.position] += (key.score - lse).exp();
+            let weigh =
+                |score: f64| if lse == f64::NEG_INFINITY { 0.0 } else { (score - lse).exp() };
+            for key in &keys {
+                sums[key.position] += weigh(key.score);
+            }
+            if let Some(edge) = &mut edge {
+                let near = edge.near(position);
+                let far = keys.iter().filter(|key| !near.contains(key.position as i64));
+                let share: f64 = far.map(|key| weigh(key.score)).sum();
+                edge.share[row * heads + head] = f32::from_f64(share);
             }
         }
     }

@@ -31,7 +31,7 @@ fn attend(
     let entries = [[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]];
     attend_prefill(AttendPrefill {
         queries: Queries { vectors: HeadRows::contiguous(q, rows, 4, D), positions },
-        kv: KvView { cache, geometry: geometry(), layer: 1, entries: &entries },
+        kv: KvView { cache, geometry: geometry(), layer: 1, entries: &entries, reach: None },
         scoring: Scoring { scale: 0.5, rope: &rope(Pairing::Half), window, softcap },
         row_offsets: &[0, rows as i32],
         entry_offsets: &[0, 2],
@@ -157,9 +157,12 @@ fn uniform_rows_spread_their_mass_evenly() {
             geometry: geometry(),
             layer: 1,
             entries: &[[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]],
+            reach: None,
         },
         scoring: Scoring { scale: 1.0, rope: &rope(Pairing::Half), window: None, softcap: None },
+        entry_offsets: &[0, 2],
         mass: &mut mass,
+        edge: None,
     })
     .expect("valid params");
     let expected = |p: usize| 4.0 * ([0.25, 0.0][p / 4 % 2] + 0.125) * [1.0, 0.0][p / 8];

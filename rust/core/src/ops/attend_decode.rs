@@ -13,7 +13,7 @@ pub struct AttendDecode<'a, T> {
     pub kv: KvView<'a, T>,
     /// Scale, rotation, window, soft cap.
     pub scoring: Scoring<'a>,
-    /// [B+1]: entries of request b.
+    /// [B+1]: entries of request b; with a reach [B·R+1], of request b and table r at b·R + r.
     pub entry_offsets: &'a [i32],
     /// [B, H, D], contiguous.
     pub out: &'a mut [T],
@@ -30,7 +30,8 @@ impl<T> AttendDecode<'_, T> {
         self.kv.validate(self.entry_offsets)?;
         self.queries.validate(&self.kv)?;
         self.scoring.validate(&self.kv)?;
-        ensure_len("q rows", self.entry_offsets.len() - 1, self.queries.vectors.rows)?;
+        let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
+        ensure_len("q rows", requests, self.queries.vectors.rows)?;
         let states = self.queries.vectors.rows * self.queries.vectors.heads;
         ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
         ensure_len("lse", states, self.lse.len())

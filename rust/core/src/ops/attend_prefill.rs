@@ -6,7 +6,7 @@ use super::queries::{Queries, Scoring};
 
 /// Paged attention of rows at arbitrary positions, causal by position, for a batch of requests.
 ///
-/// Row r of request b reads the entries of b that `scoring` lets it see, and gets
+/// Row r of request b reads the entries of b that `scoring` or the reach lets it see, and gets
 /// `out[r, h] = Σ softmax(s)·v` and `lse[r, h] = ln Σ exp(s)`. A row that sees no key gets
 /// out 0 and lse −∞. Query head h reads KV head `h / (H / G)`.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub struct AttendPrefill<'a, T> {
     pub scoring: Scoring<'a>,
     /// [B+1]: rows of request b are `row_offsets[b] .. row_offsets[b+1]`.
     pub row_offsets: &'a [i32],
-    /// [B+1]: entries of request b.
+    /// [B+1]: entries of request b; with a reach [B·R+1], of request b and table r at b·R + r.
     pub entry_offsets: &'a [i32],
     /// [R, H, D], contiguous.
     pub out: &'a mut [T],
@@ -37,7 +37,8 @@ impl<T> AttendPrefill<'_, T> {
         self.queries.validate(&self.kv)?;
         self.scoring.validate(&self.kv)?;
         check_offsets("row_offsets", self.row_offsets, self.queries.vectors.rows)?;
-        ensure_len("row_offsets", self.entry_offsets.len(), self.row_offsets.len())?;
+        let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
+        ensure_len("row_offsets", requests + 1, self.row_offsets.len())?;
         let states = self.queries.vectors.rows * self.queries.vectors.heads;
         ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
         ensure_len("lse", states, self.lse.len())

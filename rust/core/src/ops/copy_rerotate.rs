@@ -100,7 +100,7 @@ pub fn validate_copies(
     blocks.extend(read);
     blocks.sort_unstable();
     let Some(&last) = blocks.last() else { return Ok(()) };
-    geometry.check_reach(last as usize, geometry.layers - 1, len)?;
+    geometry.check_inside(last as usize, geometry.layers - 1, len)?;
     geometry.check_disjoint(&blocks)
 }
 

@@ -1,7 +1,11 @@
 //! The KV a request reads: entries over a paged tensor.
 
+use std::ops::Range;
+
 use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
+use super::queries::Scoring;
+use super::reach::{HeadReach, Reach};
 
 /// One row of an entry table, decoded.
 ///
@@ -57,29 +61,115 @@ pub struct KvView<'a, T> {
     pub geometry: PageGeometry,
     /// The layer read.
     pub layer: usize,
-    /// Rows `[block, begin, end, position, delta]`; those of one request are sorted by position
-    /// and do not overlap. Gaps between them are positions that no row sees.
+    /// Rows `[block, begin, end, position, delta]`; those of one table of one request are sorted
+    /// by position and do not overlap. Gaps between them are positions that no row sees.
     pub entries: &'a [[i32; 5]],
+    /// Tables, pages and windows of each KV head. `None`: one table a request, all heads read it,
+    /// and the page of a head is where the geometry has that of (layer, head).
+    pub reach: Option<Reach<'a>>,
 }
 
-impl<T> KvView<'_, T> {
-    /// Checks geometry and entries; `offsets` [B+1] splits the entries by request.
-    pub(crate) fn validate(&self, offsets: &[i32]) -> Result<(), OpError> {
+impl<'a, T> KvView<'a, T> {
+    /// R: entry tables of a request.
+    #[must_use]
+    pub fn tables(&self) -> usize {
+        self.reach.map_or(1, |reach| reach.tables)
+    }
+
+    /// What a KV head reads; `rank` counts pages of our arena where there is no reach.
+    ///
+    /// # Panics
+    /// If the layer has no such head.
+    #[must_use]
+    pub fn head(&self, head: usize, scoring: &Scoring<'_>) -> HeadReach {
+        self.reach.map_or_else(
+            || {
+                let rank = self.layer * self.geometry.kv_heads + head;
+                HeadReach { table: 0, rank, window: scoring.window, sink: 0 }
+            },
+            |reach| HeadReach::new(reach.heads[head]),
+        )
+    }
+
+    /// Entries of one table of a request, as a range of `entries`.
+    ///
+    /// # Panics
+    /// If `offsets` [B·R+1] has no such request.
+    #[must_use]
+    pub fn span(&self, offsets: &[i32], request: usize, table: usize) -> Range<usize> {
+        let at = request * self.tables() + table;
+        offsets[at] as usize..offsets[at + 1] as usize
+    }
+
+    /// First element of a key vector. Valid for indices that `validate()` accepted.
+    ///
+    /// # Panics
+    /// If the layer has no such head.
+    #[must_use]
+    pub fn key_offset(&self, block: usize, head: usize, slot: usize) -> usize {
+        match self.reach {
+            None => self.geometry.key_offset(block, self.layer, head, slot),
+            Some(reach) => {
+                self.geometry.key_offset(block, 0, HeadReach::new(reach.heads[head]).rank, slot)
+            }
+        }
+    }
+
+    /// First element of a value vector. Valid for indices that `validate()` accepted.
+    ///
+    /// # Panics
+    /// If the layer has no such head.
+    #[must_use]
+    pub fn value_offset(&self, block: usize, head: usize, slot: usize) -> usize {
+        self.key_offset(block, head, slot) + self.geometry.value_offset
+    }
+
+    /// Checks geometry, entries and reach; `offsets` [B·R+1] splits the entries by request and
+    /// table. Only the cache's length is looked at, so `T` may be `()` where the memory is
+    /// elsewhere, such as on a device.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate(&self, offsets: &[i32]) -> Result<(), OpError> {
         self.geometry.check_counts()?;
         ensure(self.layer < self.geometry.layers, OpErrorKind::OutOfRange, "layer", || {
             (format!("a layer below {}", self.geometry.layers), self.layer)
         })?;
+        if let Some(reach) = &self.reach {
+            reach.validate(self.geometry.kv_heads)?;
+        }
         check_offsets("entry_offsets", offsets, self.entries.len())?;
-        let mut last_block = 0;
-        for row in self.entries {
-            self.check_row(row)?;
-            last_block = last_block.max(row[0]);
-        }
-        if !self.entries.is_empty() {
-            self.geometry.check_reach(last_block as usize, self.layer, self.cache.len())?;
-        }
+        let (spans, tables) = (offsets.len() - 1, self.tables());
+        ensure(spans.is_multiple_of(tables), OpErrorKind::Shape, "entry_offsets", || {
+            (format!("one more than a multiple of {tables} (tables)"), offsets.len())
+        })?;
+        self.entries.iter().try_for_each(|row| self.check_row(row))?;
+        self.check_pages(offsets)?;
         for span in offsets.windows(2) {
             check_order(&self.entries[span[0] as usize..span[1] as usize])?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the pages which heads reach through their tables lie in the cache.
+    fn check_pages(&self, offsets: &[i32]) -> Result<(), OpError> {
+        let len = self.cache.len();
+        let Some(reach) = self.reach else {
+            let last = last_block(self.entries);
+            return last.map_or(Ok(()), |block| self.geometry.check_inside(block, self.layer, len));
+        };
+        for (i, &[table, ..]) in reach.heads.iter().enumerate() {
+            let of_table = |row: &&[i32; 4]| row[0] == table;
+            if reach.heads[..i].iter().any(|row| of_table(&row)) {
+                continue;
+            }
+            let spans = offsets.windows(2).skip(table as usize).step_by(reach.tables);
+            let entries = |span: &[i32]| &self.entries[span[0] as usize..span[1] as usize];
+            let last = spans.filter_map(|span| last_block(entries(span))).max();
+            let rank = reach.heads.iter().filter(of_table).map(|row| row[1]).max();
+            if let (Some(block), Some(rank)) = (last, rank) {
+                self.geometry.check_page(block, rank as usize, len)?;
+            }
         }
         Ok(())
     }
@@ -98,6 +188,10 @@ impl<T> KvView<'_, T> {
     }
 }
 
+fn last_block(entries: &[[i32; 5]]) -> Option<usize> {
+    entries.iter().map(|row| row[0] as usize).max()
+}
+
 fn check_order(entries: &[[i32; 5]]) -> Result<(), OpError> {
     let mut free_from = 0;
     for &[_, begin, end, position, _] in entries {
@@ -109,12 +203,11 @@ fn check_order(entries: &[[i32; 5]]) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Checks that `offsets` [B+1] splits `[0, len)` into B ranges.
-pub(crate) fn check_offsets(
-    what: &'static str,
-    offsets: &[i32],
-    len: usize,
-) -> Result<(), OpError> {
+/// Checks that `offsets` [N+1] splits `[0, len)` into N ranges.
+///
+/// # Errors
+/// `Shape` naming `what`.
+pub fn check_offsets(what: &'static str, offsets: &[i32], len: usize) -> Result<(), OpError> {
     let ends = (offsets.first(), offsets.last());
     let whole = ends.0 == Some(&0) && ends.1.is_some_and(|&end| end as usize == len);
     ensure(whole, OpErrorKind::Shape, what, || {

@@ -82,15 +82,30 @@ impl PageGeometry {
 
     /// Checks that every (layer ≤ `last_layer`, head, slot) of block `last_block` lies in a tensor
     /// of `len` elements; smaller blocks then do as well.
-    pub(crate) fn check_reach(
+    pub(crate) fn check_inside(
         &self,
         last_block: usize,
         last_layer: usize,
         len: usize,
     ) -> Result<(), OpError> {
-        let end = self.end_of(last_block, last_layer);
+        let end = self.end_of(last_block, last_layer, self.kv_heads - 1);
         ensure(end.is_some_and(|end| end <= len), OpErrorKind::OutOfRange, "block", || {
             (format!("a block within the cache of {len} elements"), last_block)
+        })
+    }
+
+    /// Checks that every slot of page `last_rank` of block `last_block` lies in a tensor of `len`
+    /// elements; smaller ranks and blocks then do as well.
+    pub(crate) fn check_page(
+        &self,
+        last_block: usize,
+        last_rank: usize,
+        len: usize,
+    ) -> Result<(), OpError> {
+        let end = self.end_of(last_block, 0, last_rank);
+        ensure(end.is_some_and(|end| end <= len), OpErrorKind::OutOfRange, "rank of a head", || {
+            let got = format!("rank {last_rank} of block {last_block}");
+            (format!("a page within the cache of {len} elements"), got)
         })
     }
 
@@ -126,12 +141,12 @@ impl PageGeometry {
         Ok(())
     }
 
-    /// One past the last element of (block, layer), or `None` when that overflows.
-    fn end_of(&self, block: usize, layer: usize) -> Option<usize> {
+    /// One past the last element of (block, layer, head), or `None` when that overflows.
+    fn end_of(&self, block: usize, layer: usize, head: usize) -> Option<usize> {
         let axes = [
             (block, self.block_stride),
             (layer, self.layer_stride),
-            (self.kv_heads - 1, self.head_stride),
+            (head, self.head_stride),
             (self.page_tokens - 1, self.token_stride),
             (1, self.value_offset),
         ];

@@ -67,7 +67,11 @@ pub struct Queries<'a, T> {
 }
 
 impl<T> Queries<'_, T> {
-    pub(crate) fn validate(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
+    /// Checks shapes and positions. Of the vectors, only the length is looked at.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
         self.vectors.validate("q")?;
         ensure_len("positions", self.vectors.rows, self.positions.len())?;
         ensure_len("head_dim of q", kv.geometry.head_dim, self.vectors.head_dim)?;
@@ -84,34 +88,33 @@ impl<T> Queries<'_, T> {
 /// How a score is made: `s = softcap(scale · qᵀ R(delta) k)`, kept where the key is visible.
 ///
 /// A key is visible to a row when `key position ≤ row position` and, with a window w,
-/// `key position > row position − w`. Softcap c maps s to `c · tanh(s / c)`.
+/// `key position > row position − w`; with a reach, each KV head has a window of its own, see
+/// [`HeadReach`](super::HeadReach). Softcap c maps s to `c · tanh(s / c)`.
 #[derive(Clone, Copy, Debug)]
 pub struct Scoring<'a> {
     /// Factor on qᵀk, finite.
     pub scale: f32,
     /// Rotation of the model; read only where an entry has `delta ≠ 0`.
     pub rope: &'a RopeTable,
-    /// Keys a row sees at most, itself included; at least 1.
+    /// Keys a row sees at most, itself included; at least 1. `None` where there is a reach.
     pub window: Option<u32>,
     /// Soft cap c > 0.
     pub softcap: Option<f32>,
 }
 
 impl Scoring<'_> {
-    pub(crate) fn validate<T>(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
+    /// Checks the numbers against each other and against the geometry.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate<T>(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
         self.rope.check_fits(&kv.geometry)?;
         let invalid = OpErrorKind::InvalidArgument;
         ensure(self.scale.is_finite(), invalid, "scale", || ("a finite number", self.scale))?;
         ensure(self.window != Some(0), invalid, "window", || ("at least 1", 0))?;
+        let one = self.window.is_none() || kv.reach.is_none();
+        ensure(one, invalid, "window", || ("none beside a reach, whose heads have theirs", "one"))?;
         let cap = self.softcap.unwrap_or(1.0);
         ensure(cap.is_finite() && cap > 0.0, invalid, "softcap", || ("above 0 and finite", cap))
-    }
-
-    /// Positions `[first, end)` visible to a row at `position`.
-    #[must_use]
-    pub fn visible(&self, position: i32) -> (i64, i64) {
-        let end = i64::from(position) + 1;
-        let first = self.window.map_or(0, |window| (end - i64::from(window)).max(0));
-        (first, end)
     }
 }

@@ -1,13 +1,18 @@
 //! Params of `score_tokens`.
 
 use super::entries::{Entry, KvView};
-use super::error::{OpError, ensure_len};
+use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::queries::{Queries, Scoring};
+use super::reach::Visible;
 
 /// Attention mass of every key of one request: `mass[p] = Σ_{rows, heads} softmax(s)[p]`.
 ///
 /// The Sparse-Q score (SparseX, §3 and Algorithm 1), aggregated over the query heads. The rows'
 /// score matrix is never stored. Positions that no entry covers get 0.
+///
+/// What RedKnot's sparse FFN ranks its rows by (§4.2; Algorithm 1, SelectImportantTokens) needs no
+/// output of its own: the size of a row's attention output is `attend_prefill`'s `out`, and the
+/// mass that a row's token received is `mass` at the row's position.
 #[derive(Debug)]
 pub struct ScoreTokens<'a, T> {
     /// The probing rows, [R, H, D].
@@ -16,8 +21,35 @@ pub struct ScoreTokens<'a, T> {
     pub kv: KvView<'a, T>,
     /// Scale, rotation, window, soft cap.
     pub scoring: Scoring<'a>,
-    /// [end of the last entry], by position.
+    /// [2]: all entries; with a reach [tables+1], those of each table.
+    pub entry_offsets: &'a [i32],
+    /// [largest end of an entry], by position.
     pub mass: &'a mut [f32],
+    /// Mass far from the row, where it is wanted.
+    pub edge: Option<EdgeMass<'a>>,
+}
+
+/// Share of a row's softmax mass on keys outside the first `sink` and the latest `window`: what a
+/// local head would not see. A local head with much of it is promoted (RedKnot, §1 and §3.2).
+///
+/// Kept per row and query head: the mean over rows is a head's figure, the largest of a KV head's
+/// query heads decides for it, and the mean over heads tells rows with far context from others.
+#[derive(Debug)]
+pub struct EdgeMass<'a> {
+    /// Latest keys that are not edge, the row itself included; at least 1.
+    pub window: u32,
+    /// Keys at the start of the sequence that are not edge.
+    pub sink: u32,
+    /// [R, H], each from 0 to 1; 0 for a row that sees no key.
+    pub share: &'a mut [f32],
+}
+
+impl EdgeMass<'_> {
+    /// Positions that are not edge to a row at `position`.
+    #[must_use]
+    pub fn near(&self, position: i32) -> Visible {
+        Visible::new(position, Some(self.window), self.sink)
+    }
 }
 
 impl<T> ScoreTokens<'_, T> {
@@ -26,11 +58,23 @@ impl<T> ScoreTokens<'_, T> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
-        let entries = i32::try_from(self.kv.entries.len()).unwrap_or(i32::MAX);
-        self.kv.validate(&[0, entries])?;
+        self.kv.validate(self.entry_offsets)?;
+        ensure_len("entry_offsets", self.kv.tables().saturating_add(1), self.entry_offsets.len())?;
         self.queries.validate(&self.kv)?;
         self.scoring.validate(&self.kv)?;
-        let end = self.kv.entries.last().map_or(0, |&row| Entry::new(row).end_position());
-        ensure_len("mass", end as usize, self.mass.len())
+        ensure_len("mass", self.end() as usize, self.mass.len())?;
+        let Some(edge) = &self.edge else { return Ok(()) };
+        ensure(edge.window > 0, OpErrorKind::InvalidArgument, "window of edge", || {
+            ("at least 1", edge.window)
+        })?;
+        let states = self.queries.vectors.rows * self.queries.vectors.heads;
+        ensure_len("edge", states, edge.share.len())
+    }
+
+    /// One past the last position of any table.
+    fn end(&self) -> i64 {
+        let last = |span: &[i32]| self.kv.entries[span[0] as usize..span[1] as usize].last();
+        let ends = self.entry_offsets.windows(2).filter_map(last);
+        ends.map(|&row| Entry::new(row).end_position()).max().unwrap_or(0)
     }
 }

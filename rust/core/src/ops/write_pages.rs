@@ -51,7 +51,7 @@ impl<T> WritePages<'_, T> {
         let mut blocks: Vec<i32> = sorted.iter().map(|&[block, _]| block).collect();
         blocks.dedup();
         let Some(&last) = blocks.last() else { return Ok(()) };
-        self.geometry.check_reach(last as usize, self.layer, self.cache.len())?;
+        self.geometry.check_inside(last as usize, self.layer, self.cache.len())?;
         self.geometry.check_disjoint(&blocks)
     }
 }

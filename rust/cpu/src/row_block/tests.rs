@@ -1,6 +1,8 @@
 //! The kernels on every instruction set of this machine against scalar f64 loops.
 
-use super::{Absorb, AddMass, ROWS, Rows, State};
+use kvweave_core::ops::Visible;
+
+use super::{Absorb, AddMass, Edge, ROWS, Rows, State};
 use crate::piece::Piece;
 use crate::simd::{Kernel, Vector, on_every_set};
 use crate::tile::{COLUMNS, KEYS, Tile};
@@ -14,7 +16,8 @@ struct Scene {
     q: Vec<[f32; ROWS]>,
     keys: Vec<Vec<[f32; KEYS]>>,
     values: Vec<Vec<f32>>,
-    visible: Vec<(i64, i64)>,
+    visible: Vec<Visible>,
+    edge: Vec<(i64, i64)>,
     cap: Option<f32>,
 }
 
@@ -37,11 +40,14 @@ fn scene(cap: Option<f32>) -> Scene {
         3 => (70, 100),
         _ => (0, 0),
     };
+    let seen = |(first, end)| Visible { sink: 0, first, end };
+    let edge = |row: usize| [(0, 0), (20, 66), (64, 128), (0, 128)][row % 4];
     Scene {
         q: q.collect(),
         keys: (0..PIECES).map(|p| keys(p).collect()).collect(),
         values: (0..PIECES).map(|p| values(p).collect()).collect(),
-        visible: (0..BLOCKS * ROWS).map(visible).collect(),
+        visible: (0..BLOCKS * ROWS).map(visible).map(seen).collect(),
+        edge: (0..BLOCKS * ROWS).map(edge).collect(),
         cap,
     }
 }
@@ -73,7 +79,7 @@ impl Scene {
 
     /// (piece, key, 2^score) of what a row sees.
     fn seen(&self, row: usize) -> Vec<(usize, usize, f64)> {
-        let (first, end) = self.visible[row];
+        let Visible { first, end, .. } = self.visible[row];
         (first..end.min(KEYS as i64 + 50))
             .map(|at| (at as usize / KEYS, at as usize % KEYS))
             .map(|(p, key)| (p, key, self.score(row, p, key).exp2()))
@@ -83,16 +89,18 @@ impl Scene {
 
 /// Absorbs both pieces, then spreads the mass over their keys.
 impl Kernel for Scene {
-    type Output = (Vec<State>, Vec<f32>, [[f32; KEYS]; PIECES]);
+    type Output = (Vec<State>, Vec<f32>, [[f32; KEYS]; PIECES], Vec<[f32; ROWS]>);
 
     #[inline(always)]
     fn run<V: Vector, const C: usize>(self) -> Self::Output {
         let width = D.next_multiple_of(COLUMNS);
         let mut states = vec![State::EMPTY; BLOCKS];
         let mut out = vec![0.0; BLOCKS * ROWS * width];
+        let mut edges = vec![[0.0; ROWS]; BLOCKS];
         for p in 0..PIECES {
             let (rows, tile, piece) = (self.rows(), &self.tile(p), &piece(p));
-            Absorb { rows, tile, piece, states: &mut states, out: &mut out }.run::<V, C>();
+            let edge = Some(Edge { positions: &self.edge, mass: &mut edges });
+            Absorb { rows, tile, piece, states: &mut states, out: &mut out, edge }.run::<V, C>();
         }
         let log2_sum = |row: usize| states[row / ROWS].log2_sum(row % ROWS);
         let log2_sums: Vec<f32> = (0..BLOCKS * ROWS).map(log2_sum).collect();
@@ -101,13 +109,13 @@ impl Kernel for Scene {
             let (rows, tile, piece) = (self.rows(), &self.tile(p), &piece(p));
             AddMass { rows, tile, piece, log2_sums: &log2_sums, mass }.run::<V, C>();
         }
-        (states, out, masses)
+        (states, out, masses, edges)
     }
 }
 
 fn check(scene: &Scene) {
     let width = D.next_multiple_of(COLUMNS);
-    for (states, out, masses) in on_every_set(scene) {
+    for (states, out, masses, edges) in on_every_set(scene) {
         let mut expected_masses = [[0.0f64; KEYS]; PIECES];
         for row in 0..BLOCKS * ROWS {
             let seen = scene.seen(row);
@@ -122,6 +130,13 @@ fn check(scene: &Scene) {
                 let got = f64::from(out[row * width + d]) / f64::from(mass.max(1e-30));
                 assert!((got - sum / total.max(1e-30)).abs() < 1e-5, "row {row} column {d}");
             }
+            let (first, end) = scene.edge[row];
+            let edge = |&&(p, k, _): &&(usize, usize, f64)| {
+                (first..end).contains(&((p * KEYS + k) as i64))
+            };
+            let far: f64 = seen.iter().filter(edge).map(|&(_, _, weight)| weight).sum();
+            let got = f64::from(edges[row / ROWS][row % ROWS]) / f64::from(mass.max(1e-30));
+            assert!((got - far / total.max(1e-30)).abs() < 1e-5, "row {row}");
             for (p, k, weight) in seen {
                 expected_masses[p][k] += weight / total;
             }

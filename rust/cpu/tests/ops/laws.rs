@@ -186,7 +186,7 @@ fn nothing_to_see<B: Backend>() {
     assert!(lse.iter().all(|&x| x == f32::NEG_INFINITY));
     let mut world = World::<f32>::new(&Case { lens: vec![], rows: vec![], ..case(0) });
     assert!(world.prefill::<B>().0.is_empty() && world.decode::<B>().0.is_empty());
-    world.entry_offsets = vec![0];
+    world.entry_offsets = vec![0, 0];
     assert!(world.score::<B>().is_empty());
     // A hole in the entries is as good as a mask.
     let mut world = World::<f32>::new(&Case { window: Some(3), ..case(2) });

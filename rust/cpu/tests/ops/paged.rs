@@ -3,8 +3,8 @@
 //! Everything a row may not read is NaN: unused slots, other layers, padding between rows of q.
 
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, CopyRerotate, Element, HeadRows, KvView, MergeStates, OpError,
-    PageGeometry, Pairing, Queries, RopeTable, ScoreTokens, Scoring, WritePages,
+    AttendDecode, AttendPrefill, CopyRerotate, EdgeMass, Element, HeadRows, KvView, MergeStates,
+    OpError, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
 };
 
 /// A backend under test.
@@ -119,6 +119,15 @@ pub struct World<T> {
     pub scale: f32,
     pub window: Option<u32>,
     pub softcap: Option<f32>,
+    /// Rows of a reach, where the world has one.
+    pub reach: Option<WorldReach>,
+}
+
+/// A reach and who owns its rows.
+#[derive(Clone, Debug)]
+pub struct WorldReach {
+    pub tables: usize,
+    pub heads: Vec<[i32; 4]>,
 }
 
 pub const LAYERS: usize = 2;
@@ -167,6 +176,7 @@ impl<T: Element> World<T> {
             scale,
             window,
             softcap,
+            reach: None,
         };
         world.fill(&mut random);
         world
@@ -216,7 +226,8 @@ impl<T: Element> World<T> {
 
     pub fn kv(&self) -> KvView<'_, T> {
         let (geometry, layer) = (self.geometry, self.layer);
-        KvView { cache: &self.cache, geometry, layer, entries: &self.entries }
+        let reach = self.reach.as_ref().map(|r| Reach { tables: r.tables, heads: &r.heads });
+        KvView { cache: &self.cache, geometry, layer, entries: &self.entries, reach }
     }
 
     pub fn scoring(&self) -> Scoring<'_> {
@@ -257,12 +268,22 @@ impl<T: Element> World<T> {
 
     /// Runs scoring; the world must have one request.
     pub fn score<B: Backend>(&self) -> Vec<f32> {
-        let len = self.entries.last().map_or(0, |e| e[3] + e[2] - e[1]);
+        self.score_and_edge::<B>(1, 0).0
+    }
+
+    /// Runs scoring with the edge beyond a window and a sink.
+    pub fn score_and_edge<B: Backend>(&self, window: u32, sink: u32) -> (Vec<f32>, Vec<f32>) {
+        let tables = self.reach.as_ref().map_or(1, |reach| reach.tables);
+        let entry_offsets = &self.entry_offsets[..=tables];
+        let len = self.entries.iter().map(|e| e[3] + e[2] - e[1]).max().unwrap_or(0);
         let mut mass = vec![POISON; len as usize];
         let (queries, kv, scoring) = (self.queries(), self.kv(), self.scoring());
-        B::score_tokens(ScoreTokens { queries, kv, scoring, mass: &mut mass })
+        let mut share = vec![POISON; self.positions.len() * self.heads];
+        let edge = Some(EdgeMass { window, sink, share: &mut share });
+        let mass_of = &mut mass;
+        B::score_tokens(ScoreTokens { queries, kv, scoring, entry_offsets, mass: mass_of, edge })
             .expect("valid params");
-        mass
+        (mass, share)
     }
 
     fn poisoned(&self) -> (Vec<T>, Vec<f32>) {
