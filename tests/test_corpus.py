@@ -54,7 +54,7 @@ def test_tasks_take_their_text_from_the_corpus(name: str, tokenizer) -> None:
 
 
 def test_tables_use_no_text() -> None:
-    with pytest.raises(InvalidArgument, match="lookup: expected no corpus"):
+    with pytest.raises(InvalidArgument, match="lookup: expected no corpus, as it uses no text"):
         task_of("lookup", 512, "kjv")
 
 

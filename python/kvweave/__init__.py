@@ -88,11 +88,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"kvweave.{name}")
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module 'kvweave' has no attribute {name!r}")
+    if name not in _MODULES and name not in _LATER:
+        raise AttributeError(f"module 'kvweave' has no attribute {name!r}")
+    try:
+        module = import_module(_LATER.get(name, f"kvweave.{name}"))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("kvweave"):
+            raise
+        raise ModuleNotFoundError(
+            f"kvweave.{name}: expected the package {error.name} to be installed; "
+            "run: pip install 'kvweave[transformers]'",
+            name=error.name,
+        ) from error
+    return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

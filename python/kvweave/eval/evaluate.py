@@ -30,7 +30,7 @@ def task_of(name: str, length: int, corpus: str | None = None) -> Task:
     """A task by its name, at a prompt length in tokens, on a corpus (see `corpus_of`).
 
     Raises InvalidArgument naming the known tasks, for a length that the task cannot fill, or a
-    corpus where the task uses no text.
+    corpus where the task uses no text; what `corpus_of` raises for a corpus that is not there.
     """
     text = corpus or DEFAULT_CORPUS
     tasks: dict[str, Callable[[], Task]] = {
@@ -44,8 +44,10 @@ def task_of(name: str, length: int, corpus: str | None = None) -> Task:
     if name not in tasks:
         raise InvalidArgument(f"task: expected one of {', '.join(tasks)}, got {name!r}")
     task = tasks[name]()
-    if corpus is not None and task.corpus is None:
-        raise InvalidArgument(f"{name}: expected no corpus, since it uses no text, got {corpus!r}")
+    if corpus is not None:
+        if task.corpus is None:
+            raise InvalidArgument(f"{name}: expected no corpus, as it uses no text, got {corpus!r}")
+        corpus_of(corpus)  # what is missing is said now, not after a model was loaded
     return task
 
 
