@@ -72,12 +72,12 @@ class _Recorder(Sampling):
     script: tuple[int, ...] = ()
     seen: list[torch.Tensor] = field(default_factory=list)
 
-    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+    def pick(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """The next token of the script, or the most likely one."""
         self.seen.append(logits.float().cpu().clone())
         if self.script:
-            return self.script[len(self.seen) - 1]
-        return super().choose(logits, generator)
+            return torch.tensor(self.script[len(self.seen) - 1], device=logits.device)
+        return super().pick(logits, generator)
 
 
 class SampleMeasurer:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import highest, union
+from kvweave.policies.row_sets import highest, scores_of, union
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class CacheBlend:
         for layer in range(1, prompt.layers):
             moved = yield LayerPlan(layer, rows, Probe.DEVIATION)
             assert moved is not None
-            kept = np.isin(rows, reused, assume_unique=True)
+            index = np.flatnonzero(np.isin(rows, reused, assume_unique=True))
             count = round(self.kept(layer, prompt.layers) * len(reused))
-            chosen = highest(moved[torch.from_numpy(kept).to(moved.device)], rows[kept], count)
+            chosen = highest(scores_of(moved, index), rows[index], count)
             rows = union(prompt.fresh, chosen)
             yield LayerPlan(layer, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave.plan import Rows
@@ -35,14 +36,22 @@ def overflow(edges: list[tuple[int, int]], reused: Rows, tokens: int) -> Rows:
     return np.unique(near).astype(np.int32)
 
 
+def scores_of(scores: torch.Tensor, index: npt.NDArray[np.integer]) -> torch.Tensor:
+    """The scores at some indices, left where they are."""
+    chosen = torch.from_numpy(index.astype(np.int64, copy=False))
+    return scores.index_select(0, chosen.to(scores.device, non_blocking=True))
+
+
 def highest(scores: torch.Tensor, rows: Rows, count: int) -> Rows:
     """The `count` rows of highest score, sorted by position; scores f32 [len(rows)].
 
     A score that is not a number counts as lowest, and equal scores go to the earlier row, so the
-    same input gives the same plan.
+    same input gives the same plan. The choice is made where the scores are; only the chosen
+    indices come to the host, in one transfer.
     """
     if count <= 0 or len(rows) == 0:
         return np.zeros(0, np.int32)
-    values = torch.nan_to_num(scores, nan=-torch.inf).cpu().numpy()
-    order = np.argsort(-values, kind="stable")[:count]
-    return np.sort(rows[order]).astype(np.int32)
+    values = torch.nan_to_num(scores, nan=-torch.inf)
+    order = torch.sort(values, descending=True, stable=True).indices[:count]
+    chosen: Rows = rows[np.sort(order.cpu().numpy())].astype(np.int32)
+    return chosen

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import highest, intervals, overflow, union
+from kvweave.policies.row_sets import highest, intervals, overflow, scores_of, union
 
 DEFAULT_DEPTH = 0.15
 """ℓ* as a share of the layers: §3.4 sets 15–20 % for small dense models, 10–15 % for large."""
@@ -76,8 +75,7 @@ class SparseX:
             yield LayerPlan(layer, first)
         scores = yield LayerPlan(probing, first, Probe.SCORES, sparse_q)
         assert scores is not None
-        mass = scores[torch.from_numpy(reused).to(scores.device).long()]
-        rows = union(rows, highest(mass, reused, count))
+        rows = union(rows, highest(scores_of(scores, reused), reused, count))
         if boundary == 0:
             yield LayerPlan(0, rows)
         for layer in range(probing + 1, prompt.layers):

@@ -4,109 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kvweave import ops
-from kvweave.cache import KvRequest
-from kvweave.runner.layer import RowGrid, finish, project
+from kvweave.runner.decode_graph import StepGraphs
+from kvweave.runner.decode_step import StepTables, forward
+from kvweave.runner.decoding import Decoding, choose_all
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.report import Report
-from kvweave.runner.rope import PositionTable, rows_of
-from kvweave.runner.sampling import Sampling
+from kvweave.runner.rope import Rotary
 
 
-@dataclass
-class Decoding:
-    """One request while it decodes: what it has said and how it goes on.
+class Decoder:
+    """Decode steps of one model over one arena.
 
-    `tokens` are the generated ids; the last of them has no KV yet.
+    On a GPU a step is captured once for each size of batch and replayed from then on, where the
+    frequencies of RoPE are fixed and the model itself waits for nothing.
     """
 
-    request: KvRequest
-    positions: PositionTable
-    sampling: Sampling
-    report: Report
-    limit: int
-    stop: frozenset[int]
-    exact: bool
-    tokens: list[int] = field(default_factory=list)
-    generator: torch.Generator = field(init=False)
+    def __init__(self, spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> None:
+        self.spec = spec
+        self.rotary = rotary
+        self.pages = pages
+        captured = spec.device.type == "cuda" and rotary.is_fixed
+        self.graphs = StepGraphs(spec, rotary, pages) if captured else None
 
-    def __post_init__(self) -> None:
-        self.generator = self.sampling.generator()
+    def step(self, batch: Sequence[Decoding]) -> list[int]:
+        """Feeds each sequence's last token through the model and chooses its next: B ids.
 
-    @property
-    def done(self) -> bool:
-        """Whether the limit or a stop token was reached."""
-        return len(self.tokens) >= self.limit or (
-            bool(self.tokens) and self.tokens[-1] in self.stop
-        )
+        All keys of the batch were rotated by the same frequencies: see `by_regime`.
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """Samples from logits [V] and remembers the token."""
-        token = self.sampling.choose(logits, self.generator)
-        self.tokens.append(token)
-        return token
+        # Errors
+        `PoolFull` when a sequence needs a block and there is none; its request is unchanged.
+        """
+        start = time.perf_counter()
+        for sequence in batch:
+            sequence.request.append(np.asarray(sequence.tokens[-1:], np.int32))
+        chosen = choose_all(batch, self._logits(batch))
+        spent = time.perf_counter() - start
+        for sequence in batch:
+            sequence.report.timings.decode_s += spent
+        return chosen
 
+    def _logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
+        if self.graphs is not None:
+            return self.graphs.logits(batch)
+        tables = StepTables.of(self.spec, self.rotary, batch)
+        return forward(self.spec, self.pages, tables, batch[0].positions.rope)
 
-def step(spec: ModelSpec, pages: torch.Tensor, batch: Sequence[Decoding]) -> list[int]:
-    """Feeds each sequence's last token through the model and chooses its next: B ids.
-
-    # Errors
-    `PoolFull` when a sequence needs a block and there is none; its request is unchanged.
-    """
-    start = time.perf_counter()
-    for sequence in batch:
-        sequence.request.append(np.asarray(sequence.tokens[-1:], np.int32))
-    hidden = _forward(spec, pages, batch)
-    logits = spec.head(spec.final_norm(hidden)).float()
-    if spec.final_softcap is not None:
-        logits = torch.tanh(logits / spec.final_softcap) * spec.final_softcap
-    chosen = [sequence.choose(row) for sequence, row in zip(batch, logits, strict=True)]
-    spent = time.perf_counter() - start
-    for sequence in batch:
-        sequence.report.timings.decode_s += spent
-    return chosen
-
-
-def _forward(spec: ModelSpec, pages: torch.Tensor, batch: Sequence[Decoding]) -> torch.Tensor:
-    """The last layer's hidden states [B, E] of each sequence's newest token."""
-    places = np.asarray([s.request.length - 1 for s in batch], np.int32)
-    slots = np.concatenate([s.request.slots(places[i : i + 1]) for i, s in enumerate(batch)])
-    entries = [s.request.entries() for s in batch]
-    offsets = np.cumsum([0, *(len(e) for e in entries)], dtype=np.int32)
-    joined = np.concatenate(entries)
-    turns = rows_of(spec, places)
-    ids = torch.tensor([s.tokens[-1] for s in batch], device=spec.device)
-    hidden: torch.Tensor = spec.embed(ids)
-    grid = RowGrid.packed(len(batch))
-    for index, layer in enumerate(spec.layers):
-        cos, sin = turns[layer.rope_key] if layer.rotates else (None, None)
-        q, k, v = project(spec, layer, grid, hidden, cos, sin)
-        ops.write_pages(pages, index, k, v, slots)
-        attended, _ = ops.attend_decode(
-            q,
-            places,
-            joined,
-            pages,
-            index,
-            kv_heads=spec.kv_heads,
-            scale=layer.scale,
-            rope=batch[0].positions.rope,
-            entry_offsets=offsets,
-            window=layer.window,
-            softcap=layer.softcap,
-        )
-        hidden = finish(layer, grid, hidden, attended)
-    return hidden
-
-
-def by_regime(batch: Sequence[Decoding]) -> list[list[Decoding]]:
-    """Sequences that can share a step: those whose keys were rotated by the same frequencies."""
-    groups: dict[int, list[Decoding]] = {}
-    for sequence in batch:
-        groups.setdefault(sequence.positions.regime, []).append(sequence)
-    return list(groups.values())
+    def forget(self) -> None:
+        """Lets go of the requests of the last step."""
+        if self.graphs is not None:
+            self.graphs.forget()

@@ -6,31 +6,41 @@ the policy asked to measure goes back to it before it says what comes next.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
-from kvweave.runner.layer import TILE, RowGrid, finish, project
+from kvweave.runner.clock import Clock, Mark
+from kvweave.runner.layer import TILE, RowGrid, dense_attention, finish, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import PositionTable
+from kvweave.runner.tables import KvTable, RowTable, send_index
 
 Policy = Generator[LayerPlan, ProbeResult, None]
+
+_COMPARED_ROWS = 4096
+"""Rows whose fresh and cached KV are compared at once, in f32: bounds the memory that takes."""
+
+
+def same_rows(one: Rows, other: Rows) -> bool:
+    """Whether two sets of rows are equal; layers mostly plan the very same array."""
+    return one is other or (len(one) == len(other) and np.array_equal(one, other))
 
 
 @dataclass
 class Trace:
-    """What the executor did: rows computed per layer [L], seconds spent on probes and choices."""
+    """What the executor did: rows computed per layer [L], when probes began and choices ended."""
 
     rows_per_layer: list[int] = field(default_factory=list)
-    select_s: float = 0.0
+    selections: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 @dataclass
@@ -47,7 +57,7 @@ class Hidden:
         # Errors
         `InvalidArgument` when a row has no hidden state here.
         """
-        if len(rows) == len(self.rows) and np.array_equal(rows, self.rows):
+        if same_rows(rows, self.rows):
             return self
         index = np.searchsorted(self.rows, rows)
         known = index < len(self.rows)
@@ -56,16 +66,19 @@ class Hidden:
                 "layer plan: expected rows that the layer before computed, "
                 f"got {int(len(rows) - np.isin(rows, self.rows).sum())} others"
             )
-        states = self.grid.real(self.states)[torch.from_numpy(index).to(self.states.device)]
-        return Hidden(rows, RowGrid.packed(len(rows)), states)
+        return self._packed(rows, self.grid.real(self.states), index)
 
     def merge(self, other: Hidden) -> Hidden:
         """The union of two disjoint sets of rows, in order of position."""
         rows = np.concatenate((self.rows, other.rows))
         order = np.argsort(rows, kind="stable")
         states = torch.cat((self.grid.real(self.states), other.grid.real(other.states)))
-        index = torch.from_numpy(order).to(states.device)
-        return Hidden(rows[order], RowGrid.packed(len(rows)), states[index])
+        return self._packed(rows[order], states, order)
+
+    @staticmethod
+    def _packed(rows: Rows, states: torch.Tensor, index: npt.NDArray[np.int64]) -> Hidden:
+        chosen = states.index_select(0, send_index(states.device, index))
+        return Hidden(rows, RowGrid.packed(len(rows)), chosen)
 
 
 class Executor:
@@ -128,10 +141,7 @@ class Executor:
             )
         grid, last = hidden.grid, int(np.searchsorted(hidden.rows, from_position))
         first_tile = (grid.lead + last) // TILE * TILE if grid.padded != grid.rows else last
-        normed = self.spec.final_norm(hidden.states[first_tile:])
-        scores: torch.Tensor = self.spec.head(normed).float()
-        if self.spec.final_softcap is not None:
-            scores = torch.tanh(scores / self.spec.final_softcap) * self.spec.final_softcap
+        scores = self.spec.scores(hidden.states[first_tile:])
         skip = grid.lead + last - first_tile
         return scores[skip : skip + len(wanted)]
 
@@ -153,33 +163,34 @@ class _Run:
         self.tokens = tokens
         self.positions = positions
         self.trace = Trace(rows_per_layer=[0] * len(executor.spec.layers))
-        self.entries = request.entries()
-        self.prepared: Rows | None = None
+        self.clock = Clock(executor.spec.device)
+        self.probed = self.clock.mark()
+        self.kv = KvTable.of(request, executor.spec.device)
+        self.table: RowTable | None = None
 
     def embed(self, rows: Rows) -> Hidden:
         """The embeddings of some positions: layer 0's input."""
         if len(rows) == 0:
             raise InvalidArgument("layer plan: expected at least one row, got none")
-        index = torch.from_numpy(rows).to(self.tokens.device).long()
-        states = self.spec.embed(self.tokens[index])
-        first = int(rows[0])
-        consecutive = int(rows[-1]) - first + 1 == len(rows) and int(rows[-1]) + 1 == len(
-            self.tokens
-        )
-        if not consecutive:
+        first, length = int(rows[0]), len(self.tokens)
+        if first + len(rows) != length:
+            tokens = self.tokens.index_select(0, send_index(self.tokens.device, rows))
+            return Hidden(rows, RowGrid.packed(len(rows)), self.spec.embed(tokens))
+        states = self.spec.embed(self.tokens[first:])
+        if self.spec.device.type != "cpu":
             return Hidden(rows, RowGrid.packed(len(rows)), states)
         grid = RowGrid.aligned(first, len(rows), self.tiled)
         return Hidden(rows, grid, grid.pad(states))
 
     def ask(self, policy: Policy, result: ProbeResult) -> LayerPlan | None:
         """The policy's next plan, or None when it has no more."""
-        start = time.perf_counter()
         try:
             return policy.send(result)
         except StopIteration:
             return None
         finally:
-            self.trace.select_s += time.perf_counter() - start
+            if result is not None:
+                self.trace.selections.append((self.probed, self.clock.mark()))
 
     def extend(
         self, hidden: Hidden, plan: LayerPlan, policy: Policy
@@ -191,17 +202,21 @@ class _Run:
             hidden = hidden.merge(more)
         return hidden, self.ask(policy, None)
 
-    def prepare(self, rows: Rows) -> None:
-        """Where the rows' K, V will be written; copy-on-write of blocks still shared."""
-        if self.prepared is not None and np.array_equal(self.prepared, rows):
+    def table_of(self, rows: Rows) -> RowTable:
+        """The tables of some rows; the last ones are kept, for most layers compute the same."""
+        if self.table is None or not same_rows(self.table.rows, rows):
+            self.table = RowTable.of(self.request, rows, self.positions, self.spec.device)
+        return self.table
+
+    def own(self, rows: Rows) -> None:
+        """Copy-on-write of blocks that rows will be written to and that are still shared."""
+        if self.table is not None and same_rows(self.table.rows, rows):
             return
         copies = self.request.make_writable(rows)
         if len(copies):
             ops.copy_rerotate(self.pages, copies, self.positions.rope, kv_heads=self.spec.kv_heads)
             self.request.finish_copies()
-            self.entries = self.request.entries()
-        self.slots = self.request.slots(rows)
-        self.prepared = rows
+            self.kv = KvTable.of(self.request, self.spec.device)
 
     def layer(
         self, hidden: Hidden, plan: LayerPlan, policy: Policy
@@ -209,50 +224,90 @@ class _Run:
         """One layer over the plan's rows; returns the probe's result, if one was asked for."""
         spec, layer = self.spec, self.spec.layers[plan.layer]
         hidden = hidden.narrow(plan.rows)
-        cos, sin = self.turn(layer.rope_key if layer.rotates else None, layer.rotates, plan.rows)
-        q, k, v = project(spec, layer, hidden.grid, hidden.states, cos, sin)
+        if plan.probe is not Probe.DEVIATION:
+            self.own(plan.rows)
+        table = self.table_of(plan.rows)
+        turn = table.turns[layer.rope_key] if layer.rotates else None
+        q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
         if plan.probe is Probe.DEVIATION:
-            start = time.perf_counter()
-            moved = self.deviation(plan, k, v)
-            self.trace.select_s += time.perf_counter() - start
-            narrowed = self.ask(policy, moved)
-            if narrowed is None or narrowed.layer != plan.layer:
-                raise InvalidArgument("layer plan: expected the same layer after a deviation probe")
-            keep = torch.from_numpy(np.searchsorted(plan.rows, narrowed.rows)).to(q.device)
-            q, k, v = q[keep], k[keep], v[keep]
+            narrowed = self.narrowed(plan, policy, k, v)
+            kept = send_index(q.device, np.searchsorted(plan.rows, narrowed.rows))
+            q, k, v = (x.index_select(0, kept) for x in (q, k, v))
             hidden, plan = hidden.narrow(narrowed.rows), narrowed
-        self.prepare(plan.rows)
-        ops.write_pages(self.pages, plan.layer, k, v, self.slots)
-        attention: dict[str, Any] = {
-            "kv_heads": spec.kv_heads,
+            self.own(plan.rows)
+            table = self.table_of(plan.rows)
+        ops.write_pages(self.pages, plan.layer, k, v, table.slots)
+        attended = self.attend(plan, table, q, k, v)
+        probing = self.probing(plan, q) if plan.probe is Probe.SCORES else None
+        self.trace.rows_per_layer[plan.layer] += len(plan.rows)
+        del q, k, v
+        states = finish(layer, hidden.grid, hidden.states, attended)
+        result = None if probing is None else self.scores(plan, probing)
+        return Hidden(hidden.rows, hidden.grid, states), result, plan
+
+    def narrowed(
+        self, plan: LayerPlan, policy: Policy, k: torch.Tensor, v: torch.Tensor
+    ) -> LayerPlan:
+        """The same layer with the rows that the policy keeps once it knows how far KV moved."""
+        self.probed = self.clock.mark()
+        narrowed = self.ask(policy, self.deviation(plan, k, v))
+        if narrowed is None or narrowed.layer != plan.layer:
+            raise InvalidArgument("layer plan: expected the same layer after a deviation probe")
+        return narrowed
+
+    def reading(self, plan: LayerPlan) -> dict[str, Any]:
+        """What the reading ops take by name in this layer."""
+        layer = self.spec.layers[plan.layer]
+        return {
+            "kv_heads": self.spec.kv_heads,
             "scale": layer.scale,
             "rope": self.positions.rope,
             "window": layer.window,
             "softcap": layer.softcap,
         }
-        attended, _ = ops.attend_prefill(
-            q, plan.rows, self.entries, self.pages, plan.layer, **attention
-        )
-        result: ProbeResult = None
-        if plan.probe is Probe.SCORES:
-            start = time.perf_counter()
-            chosen = torch.from_numpy(np.searchsorted(plan.rows, plan.score_rows)).to(q.device)
-            result = ops.score_tokens(
-                q[chosen], plan.score_rows, self.entries, self.pages, plan.layer, **attention
-            )
-            self.trace.select_s += time.perf_counter() - start
-        self.trace.rows_per_layer[plan.layer] += len(plan.rows)
-        states = finish(layer, hidden.grid, hidden.states, attended)
-        return Hidden(hidden.rows, hidden.grid, states), result, plan
 
-    def turn(
-        self, key: str | None, rotates: bool, rows: Rows
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Cos and sin of some rows, or none on a layer without positions."""
-        if not rotates:
-            return None, None
-        index = torch.from_numpy(rows).to(self.tokens.device).long()
-        return self.positions.cos[key][index], self.positions.sin[key][index]
+    def attend(
+        self, plan: LayerPlan, table: RowTable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the plan's rows over all KV up to them: [R, H, D]."""
+        if self.is_dense(plan):
+            return dense_attention(q, k, v, self.spec.layers[plan.layer].scale)
+        attended, _ = ops.attend_prefill(
+            q,
+            table.positions,
+            self.kv.entries,
+            self.pages,
+            plan.layer,
+            row_offsets=table.offsets,
+            entry_offsets=self.kv.offsets,
+            **self.reading(plan),
+        )
+        return attended
+
+    def is_dense(self, plan: LayerPlan) -> bool:
+        """Whether the rows are the whole prompt, so that k and v in hand are all there is to read.
+
+        Then a GPU's own kernels for dense attention are faster than any that reads pages.
+        """
+        layer, length = self.spec.layers[plan.layer], len(self.tokens)
+        half = self.spec.dtype in (torch.bfloat16, torch.float16)
+        seen = layer.window is None or layer.window >= length
+        whole = len(plan.rows) == length
+        return self.spec.device.type == "cuda" and half and whole and seen and not layer.softcap
+
+    def probing(self, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
+        """The queries [S, H, D] that are to be scored."""
+        if same_rows(plan.rows, plan.score_rows):
+            return q
+        chosen = np.searchsorted(plan.rows, plan.score_rows)
+        return q.index_select(0, send_index(q.device, chosen))
+
+    def scores(self, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
+        """Sparse-Q mass of every token, f32 [T]; tables go over with the call, once a prefill."""
+        self.probed = self.clock.mark()
+        return ops.score_tokens(
+            q, plan.score_rows, self.kv.on_host, self.pages, plan.layer, **self.reading(plan)
+        )
 
     def deviation(self, plan: LayerPlan, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Squared distance of fresh K, V from the cached ones, summed over heads: f32 [R].
@@ -260,10 +315,17 @@ class _Run:
         Rows that hold no cached KV yet compare with whatever the page holds; the policy knows
         which rows those are.
         """
-        slots = torch.from_numpy(self.request.slots(plan.rows)).to(k.device).long()
-        heads = torch.arange(self.spec.kv_heads, device=k.device)
-        page = slots[:, :1] + plan.layer * self.spec.kv_heads + heads
-        cached_k = self.pages[page, 0, slots[:, 1:]].float()
-        cached_v = self.pages[page, 1, slots[:, 1:]].float()
-        moved: torch.Tensor = (k.float() - cached_k).square().sum((1, 2))
-        return moved + (v.float() - cached_v).square().sum((1, 2))
+        slots = torch.as_tensor(self.table_of(plan.rows).slots).long()
+        first = plan.layer * self.spec.kv_heads
+        heads = torch.arange(first, first + self.spec.kv_heads, device=k.device)
+        parts = zip(*(torch.split(x, _COMPARED_ROWS) for x in (slots, k, v)), strict=True)
+        return torch.cat(
+            [self._moved(at, heads, fresh_k, fresh_v) for at, fresh_k, fresh_v in parts]
+        )
+
+    def _moved(
+        self, slots: torch.Tensor, heads: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        pages, slot = slots[:, :1] + heads, slots[:, 1:]
+        apart: torch.Tensor = (k.float() - self.pages[pages, 0, slot].float()).square().sum((1, 2))
+        return apart + (v.float() - self.pages[pages, 1, slot].float()).square().sum((1, 2))

@@ -2,7 +2,8 @@
 
 Rows are independent in everything but attention. To keep a row's bits independent of which other
 rows are in the call (so that a prefix hit changes no bit), rows that run to the end of the prompt
-are laid out on a fixed grid of `TILE` positions: see `RowGrid`.
+are laid out on a fixed grid of `TILE` positions: see `RowGrid`. On a GPU rows are packed, and a
+row is the same but for rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from kvweave.runner.rope import rotate
 TILE = 64
 """Rows of one tile of the grid: matrix products of this height and its multiples were measured
 to give the same bits for a row on every BLAS tried; smaller ones take other kernels."""
+
+FEED_FORWARD_ROWS = 8192
+"""Rows of one feed-forward, a multiple of TILE: tall enough for any BLAS, and the intermediate
+states, several times wider than the hidden ones, stay small beside the KV of a long prompt."""
 
 
 @dataclass(frozen=True)
@@ -68,37 +73,66 @@ def project(
     layer: LayerSpec,
     grid: RowGrid,
     hidden: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q [R, H, D], k and v [R, G, D] of the real rows, rotated; hidden is [padded, E]."""
-    attention = layer.attention
+    """Q [R, H, D], k and v [R, G, D] of the real rows; hidden is [padded, E].
+
+    `turn`: cos and sin of the rows, by which q and k are rotated.
+    """
+    q, k, v = _heads(spec, layer, grid, hidden)
+    if layer.query_norm is not None:
+        q = layer.query_norm(q)
+    if layer.key_norm is not None:
+        k = layer.key_norm(k)
+    if turn is not None:
+        q, k = (rotate(x, *turn, spec.interleaved) for x in (q, k))
+    return q, k, v
+
+
+def _heads(
+    spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = grid.apply(layer.attention_in_norm, hidden)
 
     def heads(projection: torch.nn.Module, count: int) -> torch.Tensor:
         return grid.real(grid.apply(projection, x)).view(grid.rows, count, spec.head_dim)
 
-    q = heads(attention.q_proj, spec.query_heads)
-    k = heads(attention.k_proj, spec.kv_heads)
-    v = heads(attention.v_proj, spec.kv_heads)
-    if getattr(attention, "q_norm", None) is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    if cos is not None and sin is not None:
-        q, k = rotate(q, cos, sin, spec.interleaved), rotate(k, cos, sin, spec.interleaved)
-    return q, k, v
+    attention = layer.attention
+    return (
+        heads(attention.q_proj, spec.query_heads),
+        heads(attention.k_proj, spec.kv_heads),
+        heads(attention.v_proj, spec.kv_heads),
+    )
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of all T rows of a prompt over each other: q [T, H, D], k, v [T, G, D]."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out[0].transpose(0, 1)
 
 
 def finish(
     layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor, attended: torch.Tensor
 ) -> torch.Tensor:
-    """Output projection, residuals and feed-forward; attended is [R, H, D] of the real rows."""
+    """Output projection, residuals and feed-forward; attended is [R, H, D] of the real rows.
+
+    Adds to `hidden` in place and returns it.
+    """
     mixed = grid.pad(attended.reshape(grid.rows, -1))
     mixed = grid.apply(layer.attention.o_proj, mixed)
     if layer.attention_out_norm is not None:
         mixed = grid.apply(layer.attention_out_norm, mixed)
-    hidden = hidden + mixed
-    out = grid.apply(lambda x: _feed_forward(layer, x), hidden)
-    return hidden + out
+    hidden += mixed
+    del mixed
+    for part in torch.split(hidden, FEED_FORWARD_ROWS):
+        part += grid.apply(lambda x: _feed_forward(layer, x), part)
+    return hidden
 
 
 def _feed_forward(layer: LayerSpec, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,7 +149,10 @@ def needs_tiling(layer: LayerSpec, width: int, dtype: torch.dtype, device: torch
 
     Asked once, of real weights on random rows: 16 tiles at once against each tile alone. With a
     number of threads that is no power of two, elementwise loops end inside a tile, so it is so.
+    A GPU's library picks kernels by shape, and no grid makes that good: there it is never asked.
     """
+    if device.type != "cpu":
+        return False
     threads = torch.get_num_threads()
     if threads & (threads - 1):
         return True

@@ -8,8 +8,9 @@ with the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,23 +20,27 @@ from kvweave.errors import Unsupported
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Model dtypes with ops, and the name of each as a KV dtype."""
 
+Norm: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: its modules and the constants of its attention.
 
     `attention_out_norm` and `feed_forward_out_norm` exist in sandwich-norm families (Gemma 2, 3)
-    alone. `window` w keeps keys with position > row position − w. `rope_key` names the rotary
-    parameters (a layer type, or None when there is one set); `rotates` is False on layers
-    without positions (SmolLM3).
+    alone, `query_norm` and `key_norm` where heads are normed (Qwen 3). `window` w keeps keys with
+    position > row position − w. `rope_key` names the rotary parameters (a layer type, or None
+    when there is one set); `rotates` is False on layers without positions (SmolLM3).
     """
 
     attention: Any
     feed_forward: nn.Module
-    attention_in_norm: nn.Module
-    feed_forward_in_norm: nn.Module
-    attention_out_norm: nn.Module | None
-    feed_forward_out_norm: nn.Module | None
+    attention_in_norm: Norm
+    query_norm: Norm | None
+    key_norm: Norm | None
+    feed_forward_in_norm: Norm
+    attention_out_norm: Norm | None
+    feed_forward_out_norm: Norm | None
     scale: float
     window: int | None
     softcap: float | None
@@ -53,7 +58,7 @@ class ModelSpec:
     head_dim: int
     vocabulary: int
     embed: nn.Module
-    final_norm: nn.Module
+    final_norm: Norm
     head: nn.Module
     final_softcap: float | None
     rotary: Any
@@ -61,6 +66,13 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     fingerprint: str
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits f32 [R, V] of the last layer's hidden states [R, E]."""
+        logits: torch.Tensor = self.head(self.final_norm(hidden)).float()
+        if self.final_softcap is not None:
+            logits = torch.tanh(logits / self.final_softcap) * self.final_softcap
+        return logits
 
 
 def _need(owner: Any, name: str, what: str) -> Any:
@@ -112,6 +124,8 @@ def _layer_spec(layer: Any, config: Any, index: int, keyed_rope: bool) -> LayerS
         attention=attention,
         feed_forward=_need(layer, "mlp", "decoder layer"),
         attention_in_norm=_need(layer, "input_layernorm", "decoder layer"),
+        query_norm=getattr(attention, "q_norm", None),
+        key_norm=getattr(attention, "k_norm", None),
         feed_forward_in_norm=layer.pre_feedforward_layernorm if sandwich else after,
         attention_out_norm=after if sandwich else None,
         feed_forward_out_norm=(
@@ -148,7 +162,7 @@ def describe(model: Any) -> ModelSpec:
 
     # Errors
     `Unsupported` naming what is missing: no decoder layers, no rotary embedding (a model without
-    RoPE), a fused projection, an unknown layer type.
+    RoPE), a fused projection, an unknown layer type, one device for all weights.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -168,6 +182,9 @@ def describe(model: Any) -> ModelSpec:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(attention.head_dim)
     weight = next(head.parameters())
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise Unsupported(f"model: expected its weights on one device, got {', '.join(devices)}")
     return ModelSpec(
         layers=tuple(_layer_spec(m, config, i, keyed) for i, m in enumerate(modules)),
         query_heads=heads,

@@ -12,11 +12,12 @@ from kvweave import ops
 from kvweave.cache import KvCache, KvRequest
 from kvweave.plan import PromptView
 from kvweave.policies import Policy
-from kvweave.runner.executor import Executor
+from kvweave.runner.clock import Clock, Mark
+from kvweave.runner.executor import Executor, Hidden, Trace
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
-from kvweave.runner.rope import PositionTable, position_table
+from kvweave.runner.rope import PositionTable, Rotary
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,20 @@ class Prefiller:
     """Prefills prompts of one model into one cache; `mode` is "materialise" or "share"."""
 
     def __init__(
-        self, spec: ModelSpec, cache: KvCache, pages: torch.Tensor, tiled: bool, mode: str
+        self,
+        spec: ModelSpec,
+        rotary: Rotary,
+        cache: KvCache,
+        pages: torch.Tensor,
+        tiled: bool,
+        mode: str,
     ) -> None:
         self.spec = spec
+        self.rotary = rotary
         self.cache = cache
         self.pages = pages
         self.mode = mode
+        self.clock = Clock(spec.device)
         self.executor = Executor(spec, pages, tiled)
 
     @torch.inference_mode()
@@ -97,7 +106,7 @@ class Prefiller:
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
         start = time.perf_counter()
-        positions = position_table(self.spec, len(prompt.tokens))
+        positions = self.rotary.table(len(prompt.tokens))
         mode, mode_reason = self._mode_for(policy)
         request = self.cache.admit(
             prompt.tokens,
@@ -111,18 +120,23 @@ class Prefiller:
         )
         timings = Timings(lookup_s=time.perf_counter() - start)
         try:
-            self._copy(request, positions, policy, timings)
-            logits, rows_per_layer, exact = self._run(
-                request, prompt, positions, policy, timings, logits_from
-            )
+            copied = self._copy(request, positions, policy)
+            hidden, trace, exact = self._run(request, prompt, positions, policy)
+            length = len(prompt.tokens)
+            first = length - 1 if logits_from is None else logits_from
+            logits = self.executor.logits(hidden, first)
+            self.clock.wait()
+            timings.copy_s = Clock.seconds(*copied)
+            timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
+            timings.prefill_s = time.perf_counter() - start - timings.lookup_s - timings.copy_s
             if lookup.remember:
-                request.commit(len(prompt.tokens), exact)
-            report = self._report(request, policy, rows_per_layer, timings)
+                request.commit(length, exact)
+            report = self._report(request, policy, trace, timings)
             report.mode, report.mode_reason = mode, mode_reason
         except BaseException:
             request.release()
             raise
-        return Prefill(request, logits, report, positions, exact == len(prompt.tokens))
+        return Prefill(request, logits, report, positions, exact == length)
 
     def _mode_for(self, policy: Policy) -> tuple[str, str]:
         if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
@@ -132,16 +146,17 @@ class Prefiller:
         return self.mode, ""
 
     def _copy(
-        self, request: KvRequest, positions: PositionTable, policy: Policy, timings: Timings
-    ) -> None:
-        start = time.perf_counter()
+        self, request: KvRequest, positions: PositionTable, policy: Policy
+    ) -> tuple[Mark, Mark]:
+        """Copies what admission asked for; returns when that began and when it ends."""
+        begin = self.clock.mark()
         copies = request.take_copies()
         if len(copies):
             if not policy.delta_rope:
                 copies[:, 5] = 0
             ops.copy_rerotate(self.pages, copies, positions.rope, kv_heads=self.spec.kv_heads)
         request.finish_copies()
-        timings.copy_s = time.perf_counter() - start
+        return begin, self.clock.mark()
 
     def _run(
         self,
@@ -149,13 +164,9 @@ class Prefiller:
         prompt: TokenizedPrompt,
         positions: PositionTable,
         policy: Policy,
-        timings: Timings,
-        logits_from: int | None,
-    ) -> tuple[torch.Tensor, list[int], int]:
-        """Logits, rows per layer, and how many leading tokens have exact KV."""
-        start = time.perf_counter()
-        length = len(prompt.tokens)
-        plan = request.plan
+    ) -> tuple[Hidden, Trace, int]:
+        """The last layer's states, the trace, and how many leading tokens have exact KV."""
+        length, plan = len(prompt.tokens), request.plan
         view = PromptView(
             tokens=length,
             layers=len(self.spec.layers),
@@ -164,16 +175,11 @@ class Prefiller:
             fresh=plan.rows(),
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
         )
-        tokens = torch.from_numpy(prompt.tokens).long().to(self.spec.device)
+        tokens = torch.from_numpy(prompt.tokens).to(self.spec.device).long()
         hidden, trace = self.executor.prefill(request, tokens, positions, policy.plan(view))
-        logits = self.executor.logits(hidden, length - 1 if logits_from is None else logits_from)
-        timings.prefill_s = time.perf_counter() - start
-        timings.select_s = trace.select_s
-        return logits, trace.rows_per_layer, view.segments[0][0] if view.segments else length
+        return hidden, trace, view.segments[0][0] if view.segments else length
 
-    def _report(
-        self, request: KvRequest, policy: Policy, rows_per_layer: list[int], timings: Timings
-    ) -> Report:
+    def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
         plan = request.plan
         own, shared = request.block_counts()
         return Report(
@@ -184,7 +190,7 @@ class Prefiller:
             reused_segment=plan.reused_segment,
             recomputed=plan.recomputed,
             mode=self.mode,
-            rows_per_layer=rows_per_layer,
+            rows_per_layer=trace.rows_per_layer,
             timings=timings,
             kv_bytes=own * self.cache.block_bytes,
             shared_kv_bytes=shared * self.cache.block_bytes,

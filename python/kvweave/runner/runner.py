@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from kvweave.cache import FrozenSegment, KvCache, KvShape
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.cache import FrozenSegment, cuda_status
+from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.policies import Policy, policy_of
-from kvweave.runner.decode import Decoding, by_regime, step
+from kvweave.runner.decode import Decoder
+from kvweave.runner.decoding import Decoding, by_regime
+from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.layer import needs_tiling
 from kvweave.runner.model_spec import KV_DTYPES, describe
+from kvweave.runner.pages import make_cache
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt
 from kvweave.runner.report import Generation, StreamedToken
+from kvweave.runner.rope import Rotary
 from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
 
@@ -40,10 +43,12 @@ class Runner:
     `max_tokens` (or `arena_bytes`) sizes the arena: tokens of KV that fit at once. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `check` compares our forward with the model's own on a short
-    random prompt before anything else.
+    random prompt before anything else. The pages lie where the model lies, on the CPU or a GPU;
+    logits come back there too.
 
     # Errors
-    `Unsupported` for a model, dtype or device without support, or one whose forward differs.
+    `Unsupported` for a model, dtype or device without support, or one whose forward differs;
+    `DeviceUnavailable` for a model on a GPU that the kernels cannot use.
     """
 
     def __init__(
@@ -66,22 +71,20 @@ class Runner:
                 f"model dtype: expected one of {', '.join(map(str, KV_DTYPES))}, "
                 f"got {self.spec.dtype}"
             )
-        if self.spec.device.type != "cpu":
-            raise Unsupported(f"model device: expected cpu, got {self.spec.device}")
+        if self.spec.device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"model device: expected cpu or cuda, got {self.spec.device}")
+        if self.spec.device.type == "cuda":
+            status = cuda_status()
+            if not status.startswith("available"):
+                raise DeviceUnavailable(f"model on {self.spec.device}: {status}")
         if mode not in ("materialise", "share"):
             raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
-        shape = KvShape(
-            len(self.spec.layers),
-            self.spec.kv_heads,
-            self.spec.head_dim,
-            page_tokens,
-            KV_DTYPES[self.spec.dtype],
-        )
         blocks = None
         if arena_bytes is None:
             blocks = -(-(max_tokens or 32768) // page_tokens) + 1
-        self.cache = KvCache(
-            shape,
+        self.cache, pages = make_cache(
+            self.spec,
+            page_tokens,
             arena_bytes=arena_bytes,
             blocks=blocks,
             hash=hash,
@@ -90,14 +93,17 @@ class Runner:
         )
         self.progress = progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
-        pages: torch.Tensor = from_dlpack(self.cache.arena)
+        rotary = Rotary(self.spec)
         with torch.inference_mode():
+            if self.spec.device.type == "cuda":
+                self.spec = with_fused_norms(self.spec)
             first = self.spec.layers[0]
             width = first.attention.q_proj.in_features
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
             if check:
                 verify(model, self.spec)
-        self._prefiller = Prefiller(self.spec, self.cache, pages, tiled, mode)
+        self._prefiller = Prefiller(self.spec, rotary, self.cache, pages, tiled, mode)
+        self._decoder = Decoder(self.spec, rotary, pages)
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -230,6 +236,7 @@ class Runner:
             self._decode(sequences)
             return [self._finished(sequence, ask) for sequence in sequences]
         finally:
+            self._decoder.forget()
             for sequence in sequences:
                 sequence.request.release()
 
@@ -260,9 +267,10 @@ class Runner:
                 if sequence.done:
                     break
                 with torch.inference_mode():
-                    step(self.spec, self._prefiller.pages, [sequence])
+                    self._decoder.step([sequence])
             self._commit(sequence, ask)
         finally:
+            self._decoder.forget()
             sequence.request.release()
 
     def _ask(
@@ -294,6 +302,7 @@ class Runner:
             limit=ask.max_new_tokens,
             stop=ask.stop,
             exact=done.exact,
+            device=self.spec.device,
         )
         sequence.choose(done.logits[-1])
         return sequence
@@ -302,7 +311,7 @@ class Runner:
     def _decode(self, sequences: Sequence[Decoding]) -> None:
         while active := [s for s in sequences if not s.done]:
             for group in by_regime(active):
-                step(self.spec, self._prefiller.pages, group)
+                self._decoder.step(group)
 
     def _commit(self, sequence: Decoding, ask: _Ask) -> None:
         if ask.lookup.remember:

@@ -26,22 +26,25 @@ class Sampling:
         if self.top_k < 0:
             raise InvalidArgument(f"top_k: expected >= 0, got {self.top_k}")
 
-    def generator(self) -> torch.Generator:
-        """A generator of this request's own, so that batching does not change its draws."""
-        return torch.Generator().manual_seed(self.seed)
+    def generator(self, device: torch.device) -> torch.Generator:
+        """A generator of this request's own, so that batching does not change its draws.
 
-    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """The next token id from logits [V]."""
+        Its numbers depend on the kind of device.
+        """
+        return torch.Generator(device).manual_seed(self.seed)
+
+    def pick(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """The next token id, i64 [], from logits [V]; nothing waits for the device."""
         if self.temperature == 0.0:
-            return int(logits.argmax())
-        scaled = logits.float().cpu() / self.temperature
+            return logits.argmax()
+        scaled = logits.float() / self.temperature
         if self.top_k:
             kth = torch.topk(scaled, min(self.top_k, scaled.numel())).values[-1]
             scaled = scaled.masked_fill(scaled < kth, -torch.inf)
         probabilities = torch.softmax(scaled, dim=-1)
         if self.top_p < 1.0:
             probabilities = _nucleus(probabilities, self.top_p)
-        return int(torch.multinomial(probabilities, 1, generator=generator))
+        return torch.multinomial(probabilities, 1, generator=generator)[0]
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:

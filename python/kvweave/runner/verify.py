@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from kvweave.cache import KvCache, KvShape
 from kvweave.errors import Unsupported
 from kvweave.plan import PromptView
 from kvweave.policies.full import Full
 from kvweave.runner.executor import Executor
-from kvweave.runner.model_spec import KV_DTYPES, ModelSpec
-from kvweave.runner.rope import position_table
+from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.pages import make_cache
+from kvweave.runner.rope import Rotary
 
 TOKENS = 24
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
@@ -26,15 +25,14 @@ def verify(model: Any, spec: ModelSpec) -> None:
     # Errors
     `Unsupported` when they differ: the model's layer does something this package does not know.
     """
-    shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, 16, KV_DTYPES[spec.dtype])
-    cache = KvCache(shape, blocks=4)
+    cache, pages = make_cache(spec, 16, blocks=4)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, spec.vocabulary, (TOKENS,), generator=generator).to(spec.device)
-    request = cache.admit(tokens.int().numpy(), reuse="none")
-    positions = position_table(spec, TOKENS)
+    ids = torch.randint(0, spec.vocabulary, (TOKENS,), generator=generator)
+    request = cache.admit(ids.int().numpy(), reuse="none")
+    tokens, positions = ids.to(spec.device), Rotary(spec).table(TOKENS)
     rows = request.plan.rows()
     view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, ())
-    executor = Executor(spec, from_dlpack(cache.arena), False)
+    executor = Executor(spec, pages, False)
     hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view))
     ours = executor.logits(hidden, 0)
     theirs = model(tokens[None], use_cache=False).logits[0].float()

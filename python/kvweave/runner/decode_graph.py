@@ -1,0 +1,244 @@
+"""Decode steps on a GPU: tables at fixed addresses, patched between steps, and one graph a size.
+
+A step changes little: each request has a new token, position and slot, and its last entry grows
+by one or a new one begins. So a step sends one small patch over, and what it launches is always
+the same: it is captured once for each size of batch and then replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.ops import RopeTable
+from kvweave.runner.decode_step import StepTables, forward, newest, slot_of
+from kvweave.runner.decoding import Decoding
+from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.rope import PositionTable, Rotary
+from kvweave.runner.tables import Int32
+
+_log = logging.getLogger(__name__)
+
+NO_ENTRY = (-1, 0, 0, 0, 0)
+"""An entry outside the cache: it covers no token."""
+
+_SPARE = 32
+"""Most entries that a request gets room for beyond those it has, so that tables are seldom made
+anew; readers pass over them, so there must not be many."""
+
+_FEWEST_ENTRIES = 256
+_MOST_SIZES = 32
+
+# Columns of a patch: token id, position, block, slot, row of the entry, the entry.
+_ID, _POSITION, _SLOT, _ROW, _ENTRY = 0, 1, slice(2, 4), 4, slice(5, 10)
+
+
+def rows_for(requests: int) -> int:
+    """Rows of the smallest graph that serves so many requests."""
+    return 1 << (requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
+
+
+def entries_for(entries: int) -> int:
+    """Entries of the smallest table that is kept for so many."""
+    return max(_FEWEST_ENTRIES, 1 << (entries - 1).bit_length())
+
+
+class _Tails:
+    """The last entry of each request of a batch as it grows, and the room behind it."""
+
+    def __init__(self, batch: Sequence[Decoding], page_tokens: int) -> None:
+        self.batch = list(batch)
+        self.entries = [s.request.entries() for s in batch]
+        spare = [min(_SPARE, s.remaining // page_tokens + 1) for s in batch]
+        sizes = (len(e) + more for e, more in zip(self.entries, spare, strict=True))
+        self.offsets = np.cumsum([0, *sizes], dtype=np.int32)
+        self.rows = [
+            int(start) + len(e) - 1 for start, e in zip(self.offsets, self.entries, strict=False)
+        ]
+        self.tails = [e[-1].tolist() for e in self.entries]
+
+    def table(self, rows: int) -> Int32:
+        """All entries i32 [rows, 5], with the room between requests left empty."""
+        table = np.full((rows, 5), NO_ENTRY, np.int32)
+        for start, entries in zip(self.offsets, self.entries, strict=False):
+            table[start : start + len(entries)] = entries
+        return table
+
+    def of(self, batch: Sequence[Decoding]) -> bool:
+        """Whether they are the tails of this very batch."""
+        return len(batch) == len(self.batch) and all(
+            one is other for one, other in zip(batch, self.batch, strict=True)
+        )
+
+    def grow(self, positions: Int32, slots: list[Int32]) -> bool:
+        """Takes in each request's newest token; False when one has no room left."""
+        ends = [end for _, end in pairwise(self.offsets.tolist())]
+        for index, (position, at) in enumerate(zip(positions.tolist(), slots, strict=True)):
+            block, slot = at[0].tolist()
+            tail = self.tails[index]
+            if tail[0] == block and tail[1] <= slot <= tail[2]:
+                tail[2] = slot + 1
+                continue
+            if self.rows[index] + 1 == ends[index]:
+                return False
+            self.rows[index] += 1
+            self.tails[index] = [block, slot, slot + 1, position, 0]
+        return True
+
+
+class _Size:
+    """Tables of one size at fixed addresses, and the graph that reads them."""
+
+    def __init__(self, spec: ModelSpec, rows: int, entries: int) -> None:
+        self.rows = rows
+        self.patch = torch.zeros(rows, 10, dtype=torch.int32, device=spec.device)
+        # Rows without a request patch rows of their own behind the table.
+        self.entries = torch.empty(entries + rows, 5, dtype=torch.int32, device=spec.device)
+        self.offsets = torch.empty(rows + 1, dtype=torch.int32, device=spec.device)
+        self.sent = torch.empty(rows, 10, dtype=torch.int32, pin_memory=True)
+        self.tails: _Tails | None = None
+        self.positions: PositionTable | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None
+        self.tried = False
+
+    def load(self, tails: _Tails) -> None:
+        """Sends the tables of a batch that was not here in the step before."""
+        offsets = np.full(self.rows + 1, tails.offsets[-1], np.int32)
+        offsets[: len(tails.offsets)] = tails.offsets
+        for kept, sent in ((self.entries, tails.table(len(self.entries))), (self.offsets, offsets)):
+            kept.copy_(torch.from_numpy(sent).pin_memory(), non_blocking=True)
+        self.tails = tails
+
+    def write(self, batch: Sequence[Decoding], positions: Int32, slots: list[Int32]) -> None:
+        """Sends the patch of one step. The step before must have ended: it read the same memory."""
+        assert self.tails is not None
+        count, sent = len(batch), self.sent.numpy()
+        sent[:count, _ID] = [s.tokens[-1] for s in batch]
+        sent[:count, _POSITION] = positions
+        sent[:count, _SLOT] = np.concatenate(slots)
+        sent[:count, _ROW] = self.tails.rows
+        sent[:count, _ENTRY] = self.tails.tails
+        if count < self.rows:
+            free = len(self.entries) - self.rows
+            sent[count:, [_ID, _POSITION]] = 0
+            sent[count:, _SLOT] = -1
+            sent[count:, _ROW] = np.arange(free + count, free + self.rows)
+            sent[count:, _ENTRY] = NO_ENTRY
+        self.patch.copy_(self.sent, non_blocking=True)
+
+    def tables(self) -> StepTables:
+        """The tables of the step, cut from the patch on the device."""
+        assert self.positions is not None
+        patch = self.patch
+        self.entries.index_copy_(0, patch[:, _ROW].long(), patch[:, _ENTRY])
+        places = patch[:, _POSITION].contiguous()
+        return StepTables(
+            ids=patch[:, _ID].long(),
+            positions=places,
+            slots=patch[:, _SLOT].contiguous(),
+            entries=self.entries,
+            offsets=self.offsets,
+            turns=self.positions.turns(places),
+        )
+
+
+class StepGraphs:
+    """Decode steps of one model over one arena on a GPU; the frequencies of RoPE are fixed."""
+
+    def __init__(self, spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> None:
+        self.spec = spec
+        self.rotary = rotary
+        self.pages = pages
+        self.capturable = True
+        self._sizes: dict[tuple[int, int, int], _Size] = {}
+        self._pool: Any = None
+        self._last: _Size | None = None
+
+    def logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
+        """Logits f32 [B, V] of each request's newest token; they hold until the next step."""
+        positions, slots = newest(batch), [slot_of(s) for s in batch]
+        tails = None if self._last is None else self._last.tails
+        goes_on = tails is not None and tails.of(batch) and tails.grow(positions, slots)
+        size = self._last if self._last is not None and goes_on else self._described(batch)
+        self._last = size
+        size.write(batch, positions, slots)
+        return self._run(size, batch[0].positions.rope)[: len(batch)]
+
+    def forget(self) -> None:
+        """Lets go of the requests of the last step."""
+        if self._last is not None:
+            self._last.tails = None
+            self._last = None
+
+    def _described(self, batch: Sequence[Decoding]) -> _Size:
+        """Tables large enough for the batch, with its entries in them."""
+        tails = _Tails(batch, self.pages.shape[2])
+        self.forget()
+        key = (rows_for(len(batch)), entries_for(int(tails.offsets[-1])), batch[0].positions.regime)
+        if key not in self._sizes:
+            if len(self._sizes) == _MOST_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            self._sizes[key] = _Size(self.spec, *key[:2])
+        size = self._sizes[key]
+        # A longer request than ever moves the table of positions, and a graph knows addresses.
+        longest = max(s.request.length + s.remaining for s in batch)
+        positions = self.rotary.fixed(longest)
+        if size.positions is not positions:
+            size.positions, size.graph, size.tried = positions, None, False
+        size.load(tails)
+        return size
+
+    def _run(self, size: _Size, rope: RopeTable) -> torch.Tensor:
+        if not self.capturable:
+            return self._forward(size, rope)
+        if not size.tried:
+            return self._try(size, rope)
+        if size.graph is None:
+            self._capture(size, rope)
+        if size.graph is None or size.logits is None:
+            return self._forward(size, rope)
+        size.graph.replay()
+        return size.logits
+
+    def _forward(self, size: _Size, rope: RopeTable) -> torch.Tensor:
+        return forward(self.spec, self.pages, size.tables(), rope)
+
+    def _try(self, size: _Size, rope: RopeTable) -> torch.Tensor:
+        """The first step of a size runs launch by launch, and shows whether the model waits.
+
+        It also makes what a capture may not: handles of libraries, uploaded frequencies.
+        """
+        size.tried = True
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._forward(size, rope)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self._give_up(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return self._forward(size, rope)
+
+    def _capture(self, size: _Size, rope: RopeTable) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                size.logits = self._forward(size, rope)
+        except RuntimeError as error:
+            self._give_up(error)
+            return
+        self._pool = graph.pool()
+        size.graph = graph
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.capturable = False
+        _log.warning("decode steps are launched one kernel at a time: %s", error)

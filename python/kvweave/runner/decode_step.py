@@ -1,0 +1,92 @@
+"""One decode step: what it reads, and the forward of one row of each of B requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.ops import RopeTable, Table
+from kvweave.runner.decoding import Decoding
+from kvweave.runner.layer import RowGrid, finish, project
+from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.rope import Rotary, Turns
+from kvweave.runner.tables import Int32, send
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """The newest token of each of B requests, and where its KV and that before it lie.
+
+    ids i64 [B], positions i32 [B], slots i32 [B, 2], entries i32 [N, 5] of all requests, split
+    by offsets i32 [B + 1], and the rows' turns.
+    """
+
+    ids: torch.Tensor
+    positions: Table
+    slots: Table
+    entries: Table
+    offsets: Table
+    turns: Turns
+
+    @staticmethod
+    def of(spec: ModelSpec, rotary: Rotary, batch: Sequence[Decoding]) -> StepTables:
+        """The tables of one step, made anew."""
+        places = newest(batch)
+        slots = np.concatenate([slot_of(s) for s in batch])
+        entries = [s.request.entries() for s in batch]
+        offsets = np.cumsum([0, *(len(e) for e in entries)], dtype=np.int32)
+        positions, slot_table, entry_table, splits = send(
+            spec.device, places, slots, np.concatenate(entries), offsets
+        )
+        ids = torch.tensor([s.tokens[-1] for s in batch], device=spec.device)
+        turns = turns_of(rotary, places)
+        return StepTables(ids, positions, slot_table, entry_table, splits, turns)
+
+
+def newest(batch: Sequence[Decoding]) -> Int32:
+    """The position of each request's newest token, i32 [B]."""
+    return np.asarray([s.request.length - 1 for s in batch], np.int32)
+
+
+def slot_of(sequence: Decoding) -> Int32:
+    """Where the newest token's K, V go: i32 [1, 2]."""
+    return sequence.request.slots(np.asarray([sequence.request.length - 1], np.int32))
+
+
+def turns_of(rotary: Rotary, places: Int32) -> Turns:
+    """Turns of one row a request, at the frequencies that its length asks for."""
+    if not rotary.is_fixed:
+        return rotary.lone_turns(places)
+    table = rotary.fixed(int(places.max()) + 1)
+    return table.turns(torch.from_numpy(places).to(rotary.spec.device))
+
+
+def forward(
+    spec: ModelSpec, pages: torch.Tensor, tables: StepTables, rope: RopeTable
+) -> torch.Tensor:
+    """Logits f32 [B, V] of each request's newest token, whose K, V it writes."""
+    hidden: torch.Tensor = spec.embed(tables.ids)
+    grid = RowGrid.packed(len(tables.ids))
+    for index, layer in enumerate(spec.layers):
+        turn = tables.turns[layer.rope_key] if layer.rotates else None
+        q, k, v = project(spec, layer, grid, hidden, turn)
+        ops.write_pages(pages, index, k, v, tables.slots)
+        attended, _ = ops.attend_decode(
+            q,
+            tables.positions,
+            tables.entries,
+            pages,
+            index,
+            kv_heads=spec.kv_heads,
+            scale=layer.scale,
+            rope=rope,
+            entry_offsets=tables.offsets,
+            window=layer.window,
+            softcap=layer.softcap,
+        )
+        hidden = finish(layer, grid, hidden, attended)
+    return spec.scores(hidden)

@@ -1,0 +1,41 @@
+"""The arena where the model is: host memory of the cache's own, or one tensor on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from kvweave.cache import KvCache, KvShape
+from kvweave.runner.model_spec import KV_DTYPES, ModelSpec
+
+
+def make_cache(
+    spec: ModelSpec,
+    page_tokens: int,
+    *,
+    arena_bytes: int | None = None,
+    blocks: int | None = None,
+    **settings: Any,
+) -> tuple[KvCache, torch.Tensor]:
+    """A cache for a model and all its pages [pages, 2, P, D], on the model's device.
+
+    The arena has `arena_bytes`, or room for `blocks` blocks. `settings` are `KvCache`'s own.
+
+    # Errors
+    `InvalidArgument` for an arena too small; torch's out-of-memory error on a GPU without room.
+    """
+    shape = KvShape(
+        len(spec.layers), spec.kv_heads, spec.head_dim, page_tokens, KV_DTYPES[spec.dtype]
+    )
+    if spec.device.type == "cpu":
+        cache = KvCache(shape, arena_bytes=arena_bytes, blocks=blocks, **settings)
+        return cache, from_dlpack(cache.arena)
+    if arena_bytes is not None:
+        count = arena_bytes // shape.page_bytes
+    else:
+        count = ((blocks or 0) + 1) * shape.layers * shape.kv_heads  # and the null block
+    sizes = (max(0, count), 2, page_tokens, spec.head_dim)
+    pages = torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
+    return KvCache(shape, external=pages, **settings), pages
