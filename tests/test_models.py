@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave import models
+from kvweave import DeviceUnavailable, InvalidArgument, models
 from kvweave.models import GgufPart, ModelUnavailable, PackagedModel
 
 
@@ -111,6 +111,26 @@ def test_an_unknown_model_names_the_known_ones() -> None:
         models.load("gpt-17")
     with pytest.raises(ModelUnavailable, match="smollm2, qwen-coder"):
         models.load_tokenizer("gpt-17")
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "meta", "cudas"])
+def test_an_unknown_device_is_refused(device: str, cache: Path) -> None:
+    with pytest.raises(InvalidArgument, match=f"expected cpu or cuda, got '{device}'"):
+        models.load("smollm2", device=device, cache_dir=cache)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_said_so(cache: Path) -> None:
+    with pytest.raises(DeviceUnavailable, match="expected a GPU that torch can use, got none"):
+        models.load("smollm2", device="cuda", cache_dir=cache)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_on_a_gpu_the_dtype_is_bfloat16_unless_given(cache: Path) -> None:
+    model, _ = models.load("smollm2", device="cuda", cache_dir=cache)
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cuda")
+    model, _ = models.load("smollm2", torch.float32, device="cuda:0", cache_dir=cache)
+    assert (model.dtype, model.device.type) == (torch.float32, "cuda")
 
 
 def test_a_local_folder_is_a_model_too(smollm2, cache: Path) -> None:

