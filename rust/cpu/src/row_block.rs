@@ -129,7 +129,7 @@ impl Edge<'_> {
         scores: &Scores,
         rescale: &[f32; COLUMNS],
     ) {
-        for r in 0..ROWS {
+        for (r, rescale) in rescale[..ROWS].iter().enumerate() {
             let (low, high) = piece.clip_to(self.positions[block * ROWS + r]);
             let mut weights = [0.0; KEYS];
             weights[low..high].copy_from_slice(&scores.0[r][low..high]);
@@ -138,7 +138,7 @@ impl Edge<'_> {
                 sum = sum.add(V::load(&weights[column..]));
             }
             let mass = &mut self.mass[block][r];
-            *mass = *mass * rescale[r] + sum.sum();
+            *mass = *mass * rescale + sum.sum();
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The definition against index arithmetic and closed forms.
 
 use kvweave_core::ops::{
-    AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, PageGeometry, Pairing, Queries,
-    RopeTable, ScoreTokens, Scoring, WritePages,
+    AttendPrefill, CopyRerotate, EdgeMass, HeadRows, KvView, MergeStates, PageGeometry, Pairing,
+    Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
 };
 use kvweave_reference::{attend_prefill, copy_rerotate, merge_states, score_tokens, write_pages};
 
@@ -82,6 +82,63 @@ fn a_window_keeps_the_last_keys() {
     assert!((out[0] - 10.5).abs() < 1e-5, "positions 9 to 12");
     assert!((out[4 * D] - 0.5).abs() < 1e-5, "positions 0 and 1");
     assert!((lse[0] - 4f32.ln()).abs() < 1e-6);
+}
+
+/// Head 0 reads all of table 0, head 1 a sink of 2 and a window of 3 through table 1, whose pages
+/// lie elsewhere and which has no entry for what head 1 never sees.
+#[test]
+fn heads_read_tables_pages_and_windows_of_their_own() {
+    let cache = counting_values();
+    let pages_of = |block: usize, head: usize| (block + 2 + head) as i32;
+    let (global, local) = (pages_of(4, 0) - 1, pages_of(4, 1));
+    let entries = [
+        [global, 0, 8, 0, 0],
+        [global + 4, 0, 8, 8, 0],
+        [local, 0, 4, 0, 0],
+        [local + 4, 1, 8, 9, 0],
+    ];
+    let heads = [[0, 1, 0, 0], [1, 0, 3, 2]];
+    let geometry = PageGeometry { layers: 1, ..geometry() };
+    let rope = RopeTable::new(vec![1.0], 1, Pairing::Half).expect("a valid table");
+    let (q, positions) = (vec![1.0; 3 * 4 * D], [15, 3, 1]);
+    let (mut out, mut lse) = (vec![9.0; 3 * 4 * D], vec![9.0; 3 * 4]);
+    let queries = Queries { vectors: HeadRows::contiguous(&q, 3, 4, D), positions: &positions };
+    let reach = Some(Reach { tables: 2, heads: &heads });
+    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach };
+    let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
+    attend_prefill(AttendPrefill {
+        queries,
+        kv,
+        scoring,
+        row_offsets: &[0, 3],
+        entry_offsets: &[0, 2, 4],
+        out: &mut out,
+        lse: &mut lse,
+    })
+    .expect("valid params");
+    let local: [&[f32]; 3] = [&[0.0, 1.0, 13.0, 14.0, 15.0], &[0.0, 1.0, 2.0, 3.0], &[0.0, 1.0]];
+    for (row, seen) in local.iter().enumerate() {
+        let count = positions[row] as f32 + 1.0;
+        let all = (count - 1.0) / 2.0;
+        let few = 100.0 + seen.iter().sum::<f32>() / seen.len() as f32;
+        for head in 0..4 {
+            let (mean, keys) = [(all, count), (few, seen.len() as f32)][head / 2];
+            let state = row * 4 + head;
+            assert!((out[state * D] - mean).abs() < 1e-4, "row {row} head {head}");
+            assert!((lse[state] - keys.ln()).abs() < 1e-6);
+        }
+    }
+    let (mut mass, mut share) = (vec![9.0; 16], vec![9.0; 3 * 4]);
+    let edge = Some(EdgeMass { window: 4, sink: 1, share: &mut share });
+    let (entry_offsets, mass_of) = (&[0, 2, 4][..], &mut mass[..]);
+    score_tokens(ScoreTokens { queries, kv, scoring, entry_offsets, mass: mass_of, edge })
+        .expect("valid params");
+    let shares = [[11.0f32 / 16.0, 1.0 / 5.0], [0.0, 0.0], [0.0, 0.0]];
+    for (state, share) in share.iter().enumerate() {
+        assert!((share - shares[state / 4][state / 2 % 2]).abs() < 1e-6, "state {state}");
+    }
+    let at_zero = 2.0 * (1.0 / 16.0 + 0.25 + 0.5) + 2.0 * (0.2 + 0.25 + 0.5);
+    assert!((mass[0] - at_zero).abs() < 1e-5 && (mass[9] - 2.0 / 16.0).abs() < 1e-6);
 }
 
 #[test]

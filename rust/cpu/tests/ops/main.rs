@@ -3,4 +3,5 @@
 mod laws;
 mod match_reference;
 mod paged;
+mod reach;
 mod row_bits;

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, WritePages};
 use proptest::prelude::*;
 
-fn cases() -> impl Strategy<Value = Case> {
+pub fn cases() -> impl Strategy<Value = Case> {
     let shape = (
         prop::sample::select(vec![8usize, 64, 72, 80, 96, 128, 256]),
         1usize..4,
