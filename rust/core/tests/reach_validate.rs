@@ -155,7 +155,8 @@ proptest! {
         prop_assert_eq!(seen.contains(key), key <= row && near);
         prop_assert!(seen.sink == 0 || seen.sink < seen.first);
         prop_assert_eq!(head.visible(i32::MAX).end, 1 << 31);
-        prop_assert_eq!(Visible::new(position, None, 9), Visible { sink: 0, first: 0, end: row + 1 });
+        let all = Visible { sink: 0, first: 0, end: row + 1 };
+        prop_assert_eq!(Visible::new(position, None, 9), all);
     }
 
     /// Whatever the numbers, validation answers: it neither panics nor overflows.
