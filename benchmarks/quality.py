@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import record
-from benchmarks.measure import Row
+from kvweave.bench.rows import Row
 from kvweave.eval import Evaluation, Interval, bootstrap, evaluate, task_of
 from kvweave.models import load
 from kvweave.runner import Runner

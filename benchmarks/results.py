@@ -22,7 +22,7 @@ TITLES = {
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 ", "cuda_copy_rerotate": "Llama-8B"}
-COMMANDS = {"cuda_copy_rerotate": "python -m benchmarks.cuda_copy_rerotate"}
+COMMANDS = {"cuda_copy_rerotate": "kvweave bench ops --case copy_rerotate"}
 HIDDEN = {"elements", "tokens"}
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks import record
 from benchmarks.cases import attention, block_manager, copy_rerotate, ttft
-from benchmarks.measure import Row
+from kvweave.bench.rows import Row
 
 Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {

@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks import record, results
 from benchmarks.cases import attention, block_manager, copy_rerotate
-from benchmarks.measure import Row, WrongAnswer, compare, expect, summarise
 from benchmarks.run import CASES, main
+from kvweave.bench.rows import Row, WrongAnswer, expect
+from kvweave.bench.timing import compare, summarise
 
 
 def test_contenders_take_turns_at_being_first() -> None:

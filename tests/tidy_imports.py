@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"errors"},
     {"cache", "ops"},
     {"plan", "models"},
-    {"policies", "drawing"},
+    {"policies", "drawing", "bench"},
     {"runner"},
     {"adapters"},
     {"eval"},

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 import kvweave
-from benchmarks.measure import Row, compare, expect
 from benchmarks.peers import VLLM_LOOKUP_128K_MS, VLLM_NS_PER_BLOCK
 from benchmarks.record import ROOT
+from kvweave.bench.rows import Row, expect
+from kvweave.bench.timing import compare
 
 TOKENS = 128 * 1024
 PAGE = 16

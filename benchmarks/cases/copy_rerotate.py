@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.measure import Row, compare, expect
-from benchmarks.pages import PAGE, Shape, empty_pages, shuffled_blocks
 from kvweave import ops
+from kvweave.bench.pages import PAGE, Shape, empty_pages, shuffled_blocks
+from kvweave.bench.rows import Row, expect
+from kvweave.bench.timing import compare
 
 SHAPES = (Shape("SmolLM2", 30, 9, 3, 64), Shape("Llama-8B", 32, 32, 8, 128, 5e5))
 DELTA = 1234

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import kvweave
-from benchmarks.measure import Row, compare, expect, summarise
+from kvweave.bench.rows import Row, expect
+from kvweave.bench.timing import compare, summarise
 from kvweave.eval.corpus import Encode, corpus_of
 from kvweave.models import load_smollm2
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,27 +18,6 @@ class Timing:
     rounds: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measured figure. `of` are ratios and counts a reader wants beside it, by name."""
-
-    name: str
-    value: float
-    unit: str
-    p95: float | None
-    of: dict[str, Any]
-
-
-class WrongAnswer(Exception):
-    """A contender computed something else than expected; its speed means nothing."""
-
-
-def expect(holds: bool, what: str) -> None:
-    """Raises `WrongAnswer` unless a contender's answer holds."""
-    if not holds:
-        raise WrongAnswer(what)
-
-
 def compare(
     contenders: Mapping[str, Callable[[], object]],
     *,
@@ -47,22 +25,26 @@ def compare(
     warm_up: int = 1,
     at_least_s: float = 0.0,
 ) -> dict[str, Timing]:
-    """Times each contender `rounds` times, each round starting with another one.
+    """Times each contender `rounds` times on the host's clock.
 
     A call shorter than `at_least_s` is repeated inside one sample until it takes that long, so
     that the clock's own cost disappears.
     """
     repeats = {name: _repeats(call, warm_up, at_least_s) for name, call in contenders.items()}
     samples: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
-    for turn in range(rounds):
-        shift = turn % len(order)
-        for name in order[shift:] + order[:shift]:
-            samples[name].append(_sample(contenders[name], repeats[name]))
+    for name in turns(list(contenders), rounds):
+        samples[name].append(_sample(contenders[name], repeats[name]))
     return {name: summarise(values) for name, values in samples.items()}
 
 
-def summarise(samples: list[float]) -> Timing:
+def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """All names `rounds` times, each round starting with another one."""
+    for turn in range(rounds):
+        shift = turn % len(names)
+        yield from (*names[shift:], *names[:shift])
+
+
+def summarise(samples: Sequence[float]) -> Timing:
     """Median and 95th percentile of samples in seconds."""
     median, p95 = np.percentile(samples, [50, 95])
     return Timing(float(median), float(p95), len(samples))

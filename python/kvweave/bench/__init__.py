@@ -1,0 +1,1 @@
+"""Speed, measured: `kvweave bench ops`, and what the repository's benchmarks share with it."""
