@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import kvweave
+from families import FAMILIES, greedy, random_tokens, reference, tiny
 from kvweave.runner import Runner, Sampling, Segment
 
 PROMPTS = [
@@ -23,27 +24,11 @@ def runner(smollm2):
     return Runner(model, tokenizer, max_tokens=16384, progress=False)
 
 
-def reference(model, ids):
-    with torch.inference_mode():
-        return model(torch.as_tensor(ids)[None].long(), use_cache=False).logits[0].float()
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_full_equals_the_models_own_forward(runner, smollm2, prompt):
     ids = runner.tokenize(prompt).tokens
     with runner.prefill(prompt, "full", logits_from=0) as done:
         assert torch.allclose(done.logits, reference(smollm2[0], ids), atol=1e-4, rtol=0)
-
-
-def greedy(model, tokens, count):
-    """The model's own greedy continuation through transformers' cache, no token suppressed."""
-    ids, past, said = torch.as_tensor(tokens)[None].long(), None, []
-    with torch.inference_mode():
-        for _ in range(count):
-            out = model(ids, past_key_values=past, use_cache=True)
-            past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            said.append(int(ids))
-    return said
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -112,84 +97,9 @@ def test_second_turn_reuses_the_first_turns_blocks(runner):
         assert done.report.reused_prefix == 0
 
 
-FAMILIES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "llama3-rope": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "llama-yarn": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "llama-dynamic": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        {
-            "max_position_embeddings": 64,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        },
-    ),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "qwen2-sliding": (
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
-    ),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
-    "qwen3-moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24}),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 24}),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 0, 1]}),
-}
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    config_name, model_name, extra = FAMILIES[request.param]
-    torch.manual_seed(1)
-    options = {
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "attn_implementation": "eager",
-    }
-    config = getattr(transformers, config_name)(**{**options, **extra})
-    return getattr(transformers, model_name)(config).eval()
-
-
-def random_tokens(count, seed):
-    return np.random.default_rng(seed).integers(0, 300, count).astype(np.int32)
+    return tiny(request.param)
 
 
 @pytest.mark.parametrize("length", [1, 17, 150])

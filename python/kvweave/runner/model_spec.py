@@ -50,7 +50,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole decoder-only model: L layers, H query heads, G KV heads, D head dim."""
+    """A whole decoder-only model: L layers, H query heads, G KV heads, D head dim.
+
+    `weight_bytes`: of all parameters and buffers.
+    """
 
     layers: tuple[LayerSpec, ...]
     query_heads: int
@@ -65,6 +68,7 @@ class ModelSpec:
     interleaved: bool
     dtype: torch.dtype
     device: torch.device
+    weight_bytes: int
     fingerprint: str
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -199,6 +203,9 @@ def describe(model: Any) -> ModelSpec:
         interleaved=_is_interleaved(modules[0], head_dim),
         dtype=weight.dtype,
         device=weight.device,
+        weight_bytes=sum(
+            t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())
+        ),
         fingerprint=_fingerprint(model, config),
     )
 

@@ -14,10 +14,12 @@ from kvweave.plan import PromptView
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock, Mark
 from kvweave.runner.executor import Executor, Hidden, Trace
+from kvweave.runner.memory import resident_bytes, working_bytes
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.rope import PositionTable, Rotary
+from kvweave.runner.tables import send_index
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class Prefiller:
                 request.commit(length, exact)
             report = self._report(request, policy, trace, timings)
             report.mode, report.mode_reason = mode, mode_reason
+            report.device_bytes = self._device_bytes(report, len(logits))
         except BaseException:
             request.release()
             raise
@@ -175,9 +178,14 @@ class Prefiller:
             fresh=plan.rows(),
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
         )
-        tokens = torch.from_numpy(prompt.tokens).to(self.spec.device).long()
+        tokens = send_index(self.spec.device, prompt.tokens).long()
         hidden, trace = self.executor.prefill(request, tokens, positions, policy.plan(view))
         return hidden, trace, view.segments[0][0] if view.segments else length
+
+    def _device_bytes(self, report: Report, logits: int) -> int:
+        rows = max(report.rows_per_layer)
+        working = working_bytes(self.spec, report.tokens, rows, logits)
+        return resident_bytes(self.spec, self.pages) + working
 
     def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
         plan = request.plan

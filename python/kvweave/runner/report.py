@@ -32,6 +32,7 @@ class Report:
     `rows_per_layer` [L]: rows computed in each layer. `kv_bytes`: bytes of the blocks that only
     this request holds; `shared_kv_bytes`: bytes of blocks it reads together with others.
     `mode`: "materialise" or "share", and `mode_reason` when it differs from the runner's.
+    `device_bytes`: the most that weights, pages and this prefill take where the model lies.
     """
 
     policy: str
@@ -46,6 +47,7 @@ class Report:
     timings: Timings = field(default_factory=Timings)
     kv_bytes: int = 0
     shared_kv_bytes: int = 0
+    device_bytes: int = 0
 
     @property
     def ttft_s(self) -> float:

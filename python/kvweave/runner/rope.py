@@ -88,7 +88,7 @@ class Rotary:
 
         For frequencies that depend on the request's length.
         """
-        asked = torch.from_numpy(positions).long().to(self.spec.device)
+        asked = torch.from_numpy(positions).to(self.spec.device).long()
         turns: Turns = {}
         for key in self.keys:
             pairs = [self._ask(part, key) for part in torch.split(asked, 1)]

@@ -1,0 +1,109 @@
+"""Tiny random models of every family that the runner knows, and their own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+VOCABULARY = 300
+
+FAMILIES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama3-rope": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-yarn": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-dynamic": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+    ),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen2-sliding": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 24}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"sliding_window": 24}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"sliding_window": 24}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 0, 1]}),
+}
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    """A random model of a family, f32 on the CPU."""
+    config_name, model_name, extra = FAMILIES[name]
+    torch.manual_seed(1)
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }
+    config = getattr(transformers, config_name)(**{**options, **extra, **changes})
+    return getattr(transformers, model_name)(config).eval()
+
+
+def random_tokens(count: int, seed: int) -> np.ndarray:
+    """Token ids of the tiny models, i32 [count]."""
+    return np.random.default_rng(seed).integers(0, VOCABULARY, count).astype(np.int32)
+
+
+def reference(model: Any, ids: Any) -> torch.Tensor:
+    """Logits f32 [T, V] of the model's own forward, on the CPU."""
+    with torch.inference_mode():
+        tokens = torch.as_tensor(ids, device=model.device)[None].long()
+        return model(tokens, use_cache=False).logits[0].float().cpu()
+
+
+def greedy(model: Any, tokens: Any, count: int) -> list[int]:
+    """The model's own greedy continuation through transformers' cache, no token suppressed."""
+    ids, past, said = torch.as_tensor(tokens, device=model.device)[None].long(), None, []
+    with torch.inference_mode():
+        for _ in range(count):
+            out = model(ids, past_key_values=past, use_cache=True)
+            past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            said.append(int(ids))
+    return said

@@ -1,0 +1,333 @@
+"""The runner on a CUDA device: against transformers' own forward there, and against itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvweave
+from families import FAMILIES, greedy, random_tokens, reference, tiny
+from kvweave.policies import CacheBlend, Epic, Naive, SparseX
+from kvweave.runner import Runner, Sampling, Segment
+from kvweave.runner.clock import Clock
+from kvweave.runner.decode_graph import entries_for, rows_for
+
+STATUS = kvweave.cuda_status()
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(not STATUS.startswith("available"), reason=f"kvweave: {STATUS}"),
+]
+
+DEVICE = "cuda"
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+"""Largest difference of two logits of the tiny models that are the same but for rounding."""
+# Experts pick their rows by looking at numbers on the host: such a step cannot be captured.
+WAITING = {"qwen3-moe"}
+
+
+def on_device(name: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    return tiny(name, **changes).to(DEVICE, dtype)
+
+
+def runner_of(model: Any, **settings: Any) -> Runner:
+    return Runner(model, **{"max_tokens": 2048, "progress": False, **settings})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param, on_device(request.param)
+
+
+@pytest.mark.parametrize("length", [1, 17, 150])
+def test_families_full(family, length) -> None:
+    _, model = family
+    tokens = random_tokens(length, length)
+    with runner_of(model).prefill(tokens, "full", logits_from=0) as done:
+        assert done.logits.is_cuda
+        assert torch.allclose(done.logits.cpu(), reference(model, tokens), atol=1e-4, rtol=0)
+
+
+def test_families_decode(family) -> None:
+    name, model = family
+    runner, tokens = runner_of(model), random_tokens(50, 3)
+    made = runner.generate(tokens, "full", max_new_tokens=40, stop=())
+    assert made.tokens == greedy(model, tokens, 40)
+    graphs = runner._decoder.graphs
+    if runner._prefiller.rotary.is_fixed:
+        assert graphs is not None
+        assert graphs.capturable == (name not in WAITING)
+    else:
+        assert graphs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_half_precision_full(name, dtype) -> None:
+    model, tokens = on_device(name, dtype, head_dim=64), random_tokens(200, 1)
+    with runner_of(model).prefill(tokens, "full", logits_from=0) as done:
+        apart = (done.logits.cpu() - reference(model, tokens)).abs().max()
+        assert float(apart) <= ROUNDING[dtype]
+
+
+def test_the_pages_are_the_only_arena() -> None:
+    runner = runner_of(on_device())
+    pages = runner._prefiller.pages
+    assert runner.cache.arena is pages
+    assert pages.is_cuda
+    runner.cache.check()
+
+
+# ---- reuse --------------------------------------------------------------------------------
+
+
+def knowledge(runner: Runner) -> list[Any]:
+    """A prompt of three cached segments with fresh text between; nothing stands where it was."""
+    parts: list[Any] = []
+    for index in range(3):
+        segment = random_tokens(90 + 7 * index, index).tolist()
+        runner.insert(segment, f"segment {index}", "kb")
+        fresh = random_tokens(11 + index, 10 + index).tolist()
+        parts += [Segment(tokens=fresh, namespace="fresh"), Segment(tokens=segment, namespace="kb")]
+    return [*parts, Segment(tokens=random_tokens(9, 20).tolist(), namespace="fresh")]
+
+
+def logits_of(runner: Runner, parts: Any, policy: Any) -> tuple[torch.Tensor, kvweave.Report]:
+    start = runner.tokenize(parts).segments[-1][0]
+    with runner.prefill(parts, policy, logits_from=start, remember=False) as done:
+        return done.logits.clone(), done.report
+
+
+@pytest.mark.parametrize("mode", ["materialise", "share"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SparseX(boundary=0, top_k=1.0),
+        SparseX(boundary=100),
+        CacheBlend(1.0, 1.0),
+        Epic(first=1000),
+    ],
+    ids=["sparsex-all-rows", "sparsex-all-layers", "cacheblend-all", "epic-all"],
+)
+def test_recomputing_every_row_is_full(name, mode, policy) -> None:
+    runner = runner_of(on_device(name), mode=mode)
+    parts = knowledge(runner)
+    exact, _ = logits_of(runner, parts, "full")
+    got, report = logits_of(runner, parts, policy)
+    assert report.reused_segment > 0.8 * report.tokens
+    assert torch.allclose(got, exact, atol=1e-4, rtol=0)
+    runner.cache.check()
+
+
+@pytest.mark.parametrize("policy", ["naive", "epic", "cacheblend", "sparsex", SparseX(boundary=0)])
+def test_the_gpu_plans_and_computes_what_the_cpu_does(policy) -> None:
+    host, device = runner_of(tiny("qwen3")), runner_of(on_device("qwen3"))
+    made = [logits_of(runner, knowledge(runner), policy) for runner in (host, device)]
+    (wanted, planned), (got, report) = made
+    assert report.rows_per_layer == planned.rows_per_layer
+    assert torch.allclose(got.cpu(), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_sharing_is_materialising_within_rounding(dtype) -> None:
+    logits, held = [], []
+    for mode in ("materialise", "share"):
+        runner = runner_of(on_device("llama", dtype), mode=mode)
+        got, report = logits_of(runner, knowledge(runner), "naive")
+        logits.append(got)
+        held.append(report.kv_bytes)
+        assert report.mode == mode
+    assert float((logits[0] - logits[1]).abs().max()) <= ROUNDING[dtype]
+    assert held[1] < 0.6 * held[0]
+
+
+def test_delta_rope_matters() -> None:
+    runner = runner_of(on_device())
+    parts = knowledge(runner)
+    exact, _ = logits_of(runner, parts, "full")
+    rotated, _ = logits_of(runner, parts, Naive())
+    left, _ = logits_of(runner, parts, Naive(delta_rope=False))
+    assert (left - exact).square().sum() > (rotated - exact).square().sum()
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("shared", [16, 64, 80, 300])
+def test_prefix_hit_is_full_within_rounding(shared, dtype) -> None:
+    """A library of a GPU picks kernels by shape: bits may differ, where on the CPU they do not."""
+    runner = runner_of(on_device("llama", dtype))
+    tokens, first = random_tokens(341, shared), random_tokens(341, shared + 1)
+    first[:shared] = tokens[:shared]
+    with runner.prefill(tokens, "full", logits_from=shared) as done:
+        exact = done.logits.clone()
+    runner.prefill(first, "prefix", namespace="prefix").release()
+    with runner.prefill(tokens, "prefix", logits_from=shared, namespace="prefix") as done:
+        assert done.report.reused_prefix >= shared
+        start = done.report.reused_prefix - shared
+        apart = (done.logits - exact)[start:].abs().max()
+        assert float(apart) <= ROUNDING[dtype]
+
+
+# ---- decode -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoding() -> Runner:
+    return runner_of(on_device())
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 7, 9, 20])
+def test_batch_equals_alone(decoding, requests) -> None:
+    """Requests of unlike lengths that end at unlike times, beyond the room made for entries."""
+    prompts = [random_tokens(5 + 13 * i, i) for i in range(requests)]
+    stop = tuple(range(8))
+    alone = [decoding.generate(p, "full", max_new_tokens=30, stop=stop).tokens for p in prompts]
+    batch = decoding.generate_batch(prompts, "full", max_new_tokens=30, stop=stop)
+    assert [made.tokens for made in batch] == alone
+    decoding.cache.check()
+
+
+def test_a_long_answer_outgrows_its_tables(decoding) -> None:
+    model_tokens = greedy(on_device(), random_tokens(3, 1), 900)
+    made = decoding.generate(random_tokens(3, 1), "full", max_new_tokens=900, stop=())
+    assert made.tokens == model_tokens
+
+
+def test_decoding_over_shared_segments() -> None:
+    runner = runner_of(on_device(), mode="share")
+    copied = runner_of(on_device())
+    made = [
+        r.generate_batch([knowledge(r)] * 2, "naive", max_new_tokens=24, stop=(), remember=False)
+        for r in (runner, copied)
+    ]
+    assert [m.tokens for m in made[0]] == [m.tokens for m in made[1]]
+    assert made[0][0].tokens == made[0][1].tokens
+
+
+def test_stream_says_what_generate_says(decoding) -> None:
+    whole = decoding.generate(random_tokens(40, 2), "full", max_new_tokens=20, stop=())
+    said = list(decoding.stream(random_tokens(40, 2), "full", max_new_tokens=20, stop=()))
+    assert [token.token for token in said] == whole.tokens
+    assert decoding.cache.stats()["held"] == 0
+
+
+def test_sampling_is_seeded_and_batch_independent(decoding) -> None:
+    prompt = random_tokens(30, 4)
+    hot = Sampling(temperature=1.0, top_p=0.9, top_k=50, seed=7)
+    once = decoding.generate(prompt, "full", max_new_tokens=8, sampling=hot, stop=())
+    again = decoding.generate_batch(
+        [prompt] * 2, "full", max_new_tokens=8, sampling=hot, stop=(), remember=False
+    )
+    assert once.tokens == again[0].tokens == again[1].tokens
+    cold = Sampling(temperature=1.0, seed=8)
+    other = decoding.generate(prompt, "full", max_new_tokens=8, sampling=cold, stop=())
+    assert other.tokens != once.tokens
+
+
+def test_second_turn_reuses_the_first_turns_blocks(decoding) -> None:
+    first = random_tokens(100, 6)
+    answer = decoding.generate(first, "prefix", max_new_tokens=40, namespace="chat", stop=())
+    tokens = [*first.tolist(), *answer.tokens, 1, 2, 3]
+    with decoding.prefill(tokens, "full", logits_from=0) as done:
+        exact = done.logits[-1].clone()
+    with decoding.prefill(tokens, "prefix", namespace="chat") as done:
+        assert done.report.reused_prefix == len(tokens) - 4
+        assert torch.allclose(done.logits[-1], exact, atol=1e-4, rtol=0)
+
+
+def test_sizes_of_graphs() -> None:
+    assert [rows_for(n) for n in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
+    assert [entries_for(n) for n in (0, 1, 256, 257, 5000)] == [256, 256, 256, 512, 8192]
+
+
+# ---- what must not happen -----------------------------------------------------------------
+
+
+def test_full_pool_takes_nothing() -> None:
+    runner = runner_of(on_device(), max_tokens=256, check=False)
+    with pytest.raises(kvweave.PoolFull):
+        runner.prefill(random_tokens(1000, 1), "full")
+    runner.cache.check()
+    assert runner.cache.stats()["held"] == 0
+    with runner.prefill(random_tokens(200, 2), "full") as held:
+        with pytest.raises(kvweave.PoolFull):
+            runner.generate(random_tokens(100, 3), "full", max_new_tokens=4)
+        runner.cache.check()
+        tokens = random_tokens(40, 4)
+        made = runner.generate(tokens, "full", max_new_tokens=4, stop=(), remember=False)
+        assert made.tokens == greedy(on_device(), tokens, 4)
+        assert held.request.length == 200
+    runner.cache.check()
+
+
+@pytest.mark.parametrize("policy", ["full", "naive", "epic"])
+def test_a_prefill_waits_only_at_its_end(policy, monkeypatch) -> None:
+    runner = runner_of(on_device("qwen3", torch.bfloat16, head_dim=64))
+    parts = knowledge(runner)
+    prompt = runner.tokenize(parts)
+    wanted, _ = logits_of(runner, parts, policy)
+
+    def wait(_: Clock) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(Clock, "wait", wait)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with runner.prefill(parts, policy, remember=False) as done:
+            assert len(done.logits) == 1
+            assert done.report.tokens == len(prompt.tokens)
+            apart = (done.logits[-1] - wanted[-1]).abs().max()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(apart) <= ROUNDING[torch.bfloat16]
+
+
+def test_memory_is_what_the_report_says() -> None:
+    model = on_device(
+        "llama",
+        torch.bfloat16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=32768,
+    )
+    runner = runner_of(model, max_tokens=40960)
+    tokens = random_tokens(20000, 1)
+    runner.prefill(tokens[:100], "full", remember=False).release()
+    before = torch.cuda.memory_allocated()
+    others = before - runner.spec.weight_bytes - runner._prefiller.pages.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    with runner.prefill(tokens, "full", remember=False) as done:
+        peak = torch.cuda.max_memory_allocated() - others
+        assert abs(peak / done.report.device_bytes - 1) <= 0.02
+
+
+def test_weights_on_two_devices_are_refused() -> None:
+    model = on_device()
+    model.lm_head.to("cpu")
+    with pytest.raises(kvweave.Unsupported, match="on one device, got cpu, cuda:0"):
+        Runner(model)
+
+
+def test_unknown_arithmetic_is_refused() -> None:
+    model = on_device()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Tanh()
+    plain = runner_of(model)
+    assert plain.spec.device.type == "cuda"
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda _m, _i, out: out * 2)
+    runner_of(model)
+    model.model.layers[1].register_forward_hook(lambda _m, _i, out: out * 2)
+    with pytest.raises(kvweave.Unsupported, match="expected our forward"):
+        runner_of(model)
+
+
+def test_tokens_of_numpy_and_lists_are_one_prompt() -> None:
+    runner, tokens = runner_of(on_device()), random_tokens(33, 9)
+    with runner.prefill(tokens, "full") as a, runner.prefill(np.asarray(tokens), "full") as b:
+        assert torch.equal(a.logits, b.logits)
