@@ -80,8 +80,38 @@ struct TiledAttendParams {
   AttendParams attend;
 };
 
+// score_tokens. V = rows · query_heads / kv_heads: query vectors of one KV head, those of a row next
+// to each other. Scores and their logarithms are powers of two.
+struct ScoreParams {
+  PagedKv kv;                // entry_offsets [tables + 1]
+  const void* q;             // [rows, query_heads, head_dim] by strides
+  const int32_t* positions;  // [rows]
+  float* mass;               // [keys]
+  float* edge;               // [rows, query_heads], or null
+  int64_t* key_at;           // workspace [tables, padded_keys]: element of rank 0's key, or −1
+  int32_t* delta_at;         // workspace [tables, padded_keys]
+  float* partial;            // workspace [splits, 3, kv_heads, V]: reference, sum, edge sum
+  float* lse;                // workspace [kv_heads, V], ∞ for a row that counts for nothing
+  float* head_mass;          // workspace [kv_heads, padded_keys]
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  float scale;
+  float softcap;  // 0 for none
+  uint32_t rows;
+  uint32_t query_heads;
+  uint32_t keys;          // positions scored, from 0 on
+  uint32_t padded_keys;   // a multiple of 256
+  uint32_t splits;        // parts of the keys in the first pass
+  uint32_t rows_held;     // query vectors that a thread block holds in the first pass: 64, 128, 256
+  uint32_t keys_held;     // keys that it holds in the second: 64, 128, 256
+  uint32_t edge_window;   // keys up to this far back are no edge
+  uint32_t edge_sink;     // nor are those at positions below this
+  uint32_t group_factor;  // 2^32 / (query_heads / kv_heads) rounded up, 0 for a group of one
+};
+
 static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
+static_assert(sizeof(ScoreParams) == 248, "params.rs says 248 bytes");

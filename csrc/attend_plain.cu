@@ -11,8 +11,8 @@
 // 3. warps of one KV head stand next to each other, so that its keys come from the first cache;
 // 4. entries before the window are skipped by binary search.
 //
-// Launch: ceil(rows · H / 4) blocks of 128 threads. `splits`, `partial` and `counters` are not used.
-// Keys that a row does not see are never read.
+// Launch: ceil(rows · H / 4) blocks of 128 threads. Keys that a row does not see are never read;
+// `splits`, `partial` and `counters` are not used.
 
 #include "api.h"
 #include "plain_row.cuh"
@@ -20,7 +20,6 @@
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kKeys = 4;  // keys that a lane reads before it uses the first
 
 struct Row {
   int row, head, kv_head;
@@ -61,89 +60,52 @@ class AttendRow {
  public:
   // `query` and `turned` are this warp's, [head_dim] each.
   __device__ AttendRow(const AttendParams& params, const Row& row, float* query, float* turned)
-      : p_(params), row_(row), query_(query), turned_(turned),
-        lanes_(share_lanes(params.kv.head_dim)), aligned_(is_aligned<T>(params.kv)) {}
+      : p_(params), row_(row), query_(params.kv, params.scale, params.softcap, query, turned) {}
 
   __device__ void run() {
-    const T* q = static_cast<const T*>(p_.q) + row_.row * p_.q_row_stride +
-                 row_.head * p_.q_head_stride;
-    for (int i = threadIdx.x % 32; i < static_cast<int>(p_.kv.head_dim); i += 32) {
-      query_[i] = static_cast<float>(q[i]);
-    }
-    __syncwarp();
-    turn(0);
-
+    query_.load(static_cast<const T*>(p_.q) + row_.row * p_.q_row_stride +
+                row_.head * p_.q_head_stride);
     const Reach reach = reach_of(p_.kv, row_.kv_head);
-    const int64_t end = int64_t{row_.position} + 1;
-    const int64_t oldest = reach.window == 0 ? 0 : max(end - reach.window, int64_t{0});
-    const int64_t sink = min(int64_t{reach.sink}, min(oldest, end));
+    const KeySpan span = span_of(reach, row_.position);
 #pragma unroll 1
     for (int part = 0; part < 2; ++part) {
-      walk_keys(p_.kv, row_.begin, row_.end, part == 0 ? 0 : oldest, part == 0 ? sink : end,
-                [&](const Entry& entry, int first, int last) {
-                  attend(reach, entry, first, last);
+      walk_keys(p_.kv, row_.begin, row_.end, part == 0 ? 0 : span.oldest,
+                part == 0 ? span.sink : span.end, [&](const Entry& entry, int first, int last) {
+                  attend(query_.keys_of(entry, reach.rank), first, last);
                 });
     }
-
-    for (int step = lanes_.width; step < 32; step *= 2) merge(step);
+    for (int step = query_.lanes.width; step < 32; step *= 2) merge(step);
     write(row_.row * int64_t{p_.query_heads} + row_.head);
   }
 
  private:
+  static constexpr int kKeys = PlainQuery<T>::kKeys;
   const AttendParams& p_;
   const Row& row_;
-  float* query_;
-  float* turned_;
-  const Lanes lanes_;
-  const bool aligned_;
-
-  float q_[kSlice];  // turned back by delta_
-  int delta_;
+  PlainQuery<T> query_;
   float largest_ = -INFINITY;  // score in powers of two
   float sum_ = 0.0f;           // of 2^(score − largest)
   float out_[kSlice] = {};     // the same, each times its value
 
-  // Scores of keys stored `delta` positions off need q turned back by as much.
-  __device__ void turn(int delta) {
-    __syncwarp();
-    rotate_vector<true>(p_.kv, delta, query_, turned_);
-    delta_ = delta;
-#pragma unroll
-    for (int e = 0; e < kSlice; ++e) {
-      q_[e] = lanes_.holds ? turned_[lanes_.slice * kSlice + e] : 0.0f;
-    }
-  }
-
   // Takes in slots [first, last) of an entry, all of which the row sees.
-  __device__ void attend(const Reach& reach, const Entry& entry, int first, int last) {
-    if (entry.delta != delta_) turn(entry.delta);
-    const T* keys = static_cast<const T*>(p_.kv.cache) + entry.offset +
-                    reach.rank * p_.kv.head_stride + lanes_.slice * kSlice;
-    for (int from = first; from < last; from += kKeys * lanes_.vectors) {
-      Pack<T, kSlice> key[kKeys], value[kKeys];
-      bool seen[kKeys];
+  __device__ void attend(const T* keys, int first, int last) {
+    const Lanes& lanes = query_.lanes;
+    const T* values = keys + p_.kv.value_offset;
+    for (int from = first; from < last; from += kKeys * lanes.vectors) {
+      Pack<T, kSlice> value[kKeys];
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const int slot = from + i * lanes_.vectors + lanes_.vector;
-        seen[i] = slot < last;
-        if (seen[i] && lanes_.holds) {
-          key[i] = load_slice(keys + slot * p_.kv.token_stride, aligned_);
-          value[i] = load_slice(keys + slot * p_.kv.token_stride + p_.kv.value_offset, aligned_);
-        } else {
-          key[i] = value[i] = {};
+        const int slot = from + i * lanes.vectors + lanes.vector;
+        value[i] = {};
+        if (slot < last && lanes.holds) {
+          value[i] = load_slice(values + slot * p_.kv.token_stride, query_.aligned);
         }
       }
       float scores[kKeys];
+      query_.score(keys, from, last, scores);
       float largest = largest_;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
-        float dot = 0.0f;
-#pragma unroll
-        for (int e = 0; e < kSlice; ++e) dot += q_[e] * static_cast<float>(key[i].at[e]);
-        const float score = score_of(sum_of_vector(lanes_, dot), p_.scale, p_.softcap);
-        scores[i] = seen[i] ? score : -INFINITY;
-        largest = fmaxf(largest, scores[i]);
-      }
+      for (int i = 0; i < kKeys; ++i) largest = fmaxf(largest, scores[i]);
       rescale(largest);
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
@@ -175,12 +137,13 @@ class AttendRow {
   }
 
   __device__ void write(int64_t state) {
-    if (lanes_.vector != 0) return;
+    const Lanes& lanes = query_.lanes;
+    if (lanes.vector != 0) return;
     // No key seen, or none with a weight: NaN is neither.
     const bool nothing = sum_ == 0.0f;
-    if (lanes_.slice == 0) p_.lse[state] = nothing ? -INFINITY : kLn2 * (largest_ + log2f(sum_));
-    if (!lanes_.holds) return;
-    T* out = static_cast<T*>(p_.out) + state * p_.kv.head_dim + lanes_.slice * kSlice;
+    if (lanes.slice == 0) p_.lse[state] = nothing ? -INFINITY : kLn2 * (largest_ + log2f(sum_));
+    if (!lanes.holds) return;
+    T* out = static_cast<T*>(p_.out) + state * p_.kv.head_dim + lanes.slice * kSlice;
 #pragma unroll
     for (int e = 0; e < kSlice; ++e) {
       out[e] = static_cast<T>(nothing ? 0.0f : out_[e] / sum_);

@@ -5,13 +5,12 @@
 #include <cmath>
 
 #include "paged.cuh"
+#include "powers.cuh"
 #include "rotation.cuh"
 #include "vector.cuh"
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kSlice = 8;  // elements of a vector that one lane holds
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
 
 // How the lanes of a warp share out vectors of head_dim elements.
 struct Lanes {
@@ -41,11 +40,10 @@ __device__ __forceinline__ float sum_of_vector(const Lanes& lanes, float x) {
   return x;
 }
 
-// Whether every vector of the cache starts on a 16-byte boundary.
+// Whether vectors that lie sums of strides apart, here given or-ed, start on 16-byte boundaries.
 template <typename T>
-__device__ __forceinline__ bool is_aligned(const PagedKv& kv) {
-  const int64_t strides = kv.block_stride | kv.head_stride | kv.token_stride | kv.value_offset;
-  return (reinterpret_cast<uintptr_t>(kv.cache) | strides * sizeof(T)) % 16 == 0;
+__device__ __forceinline__ bool are_aligned(const void* first, int64_t strides) {
+  return (reinterpret_cast<uintptr_t>(first) | strides * sizeof(T)) % 16 == 0;
 }
 
 template <typename T>
@@ -123,3 +121,84 @@ __device__ void walk_keys(const PagedKv& kv, int begin, int end, int64_t from, i
     if (first < last) read(entry, first, last);
   }
 }
+
+// Positions that a row sees: [0, sink) and [oldest, end), which do not overlap.
+struct KeySpan {
+  int64_t sink, oldest, end;
+};
+
+__device__ __forceinline__ KeySpan span_of(const Reach& reach, int position) {
+  KeySpan span;
+  span.end = int64_t{position} + 1;
+  span.oldest = reach.window == 0 ? 0 : max(span.end - reach.window, int64_t{0});
+  span.sink = min(int64_t{reach.sink}, min(span.oldest, span.end));
+  return span;
+}
+
+// A query vector that a warp scores keys with.
+template <typename T>
+class PlainQuery {
+ public:
+  static constexpr int kKeys = 4;  // keys that a lane reads before it uses the first
+  const Lanes lanes;
+  const bool aligned;
+
+  // `query` and `turned` are this warp's, [head_dim] each, in shared memory.
+  __device__ PlainQuery(const PagedKv& kv, float scale, float softcap, float* query, float* turned)
+      : lanes(share_lanes(kv.head_dim)),
+        aligned(are_aligned<T>(kv.cache, kv.block_stride | kv.head_stride | kv.token_stride |
+                                             kv.value_offset)),
+        kv_(kv), scale_(scale), softcap_(softcap), query_(query), turned_(turned) {}
+
+  __device__ void load(const T* q) {
+    for (int i = threadIdx.x % 32; i < static_cast<int>(kv_.head_dim); i += 32) {
+      query_[i] = static_cast<float>(q[i]);
+    }
+    turn(0);
+  }
+
+  // This lane's elements of an entry's slot 0, once the query is turned to the entry's keys.
+  __device__ const T* keys_of(const Entry& entry, int rank) {
+    if (entry.delta != delta_) turn(entry.delta);
+    return static_cast<const T*>(kv_.cache) + entry.offset + rank * kv_.head_stride +
+           lanes.slice * kSlice;
+  }
+
+  // Scores of this lane's keys, slots first + i · vectors + vector; −∞ from `last` on.
+  __device__ void score(const T* keys, int first, int last, float (&scores)[kKeys]) const {
+    Pack<T, kSlice> key[kKeys];
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int slot = first + i * lanes.vectors + lanes.vector;
+      key[i] = {};
+      if (slot < last && lanes.holds) key[i] = load_slice(keys + slot * kv_.token_stride, aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      float dot = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kSlice; ++e) dot += q_[e] * static_cast<float>(key[i].at[e]);
+      const float score = score_of(sum_of_vector(lanes, dot), scale_, softcap_);
+      scores[i] = first + i * lanes.vectors + lanes.vector < last ? score : -INFINITY;
+    }
+  }
+
+ private:
+  const PagedKv& kv_;
+  const float scale_, softcap_;
+  float* query_;
+  float* turned_;
+  float q_[kSlice];  // turned back by delta_
+  int delta_;
+
+  // Scores of keys stored `delta` positions off need q turned back by as much.
+  __device__ void turn(int delta) {
+    __syncwarp();
+    rotate_vector<true>(kv_, delta, query_, turned_);
+    delta_ = delta;
+#pragma unroll
+    for (int e = 0; e < kSlice; ++e) {
+      q_[e] = lanes.holds ? turned_[lanes.slice * kSlice + e] : 0.0f;
+    }
+  }
+};

@@ -49,6 +49,13 @@ pub(crate) struct Description {
     shared_bytes: i32,
 }
 
+impl Description {
+    /// Whether a thread block may have so much shared memory.
+    pub(crate) fn gives(&self, shared_bytes: usize) -> bool {
+        usize::try_from(self.shared_bytes).is_ok_and(|limit| shared_bytes <= limit)
+    }
+}
+
 /// Name and limits of a device.
 pub(crate) fn describe(device: u32) -> Result<Description, CudaError> {
     use sys::CUdevice_attribute_enum as Attribute;

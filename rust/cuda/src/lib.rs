@@ -14,6 +14,7 @@ mod kernels;
 mod operands;
 mod paged;
 mod params;
+mod score_tokens;
 mod tensor_map;
 
 pub use attend::AttendLaunch;
@@ -23,4 +24,5 @@ pub use error::{CudaError, Unavailable};
 pub use ffi::{DeviceBuffer, Number};
 pub use operands::{DeviceRows, DeviceTensor};
 pub use paged::{DeviceKv, DeviceReach};
+pub use score_tokens::{EdgeLaunch, ScoreTokensLaunch};
 pub use tensor_map::{TensorMap, Tiled};

@@ -86,7 +86,48 @@ pub(crate) struct AttendParams {
     pub(crate) splits: u32,
 }
 
+/// Mirror of `ScoreParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct ScoreParams {
+    pub(crate) kv: PagedKvParams,
+    pub(crate) q: u64,
+    /// i32 [rows].
+    pub(crate) positions: u64,
+    /// f32 [keys].
+    pub(crate) mass: u64,
+    /// f32 [rows, query_heads], or 0.
+    pub(crate) edge: u64,
+    /// Workspace: i64 [tables, padded_keys].
+    pub(crate) key_at: u64,
+    /// Workspace: i32 [tables, padded_keys].
+    pub(crate) delta_at: u64,
+    /// Workspace: f32 [splits, 3, kv_heads, V], V = rows · query_heads / kv_heads.
+    pub(crate) partial: u64,
+    /// Workspace: f32 [kv_heads, V].
+    pub(crate) lse: u64,
+    /// Workspace: f32 [kv_heads, padded_keys].
+    pub(crate) head_mass: u64,
+    pub(crate) q_row_stride: i64,
+    pub(crate) q_head_stride: i64,
+    pub(crate) scale: f32,
+    /// 0 for none.
+    pub(crate) softcap: f32,
+    pub(crate) rows: u32,
+    pub(crate) query_heads: u32,
+    pub(crate) keys: u32,
+    pub(crate) padded_keys: u32,
+    pub(crate) splits: u32,
+    pub(crate) rows_held: u32,
+    pub(crate) keys_held: u32,
+    pub(crate) edge_window: u32,
+    pub(crate) edge_sink: u32,
+    /// 2^32 / group rounded up, 0 for a group of one.
+    pub(crate) group_factor: u32,
+}
+
 const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
 const _: () = assert!(size_of::<AttendParams>() == 208);
+const _: () = assert!(size_of::<ScoreParams>() == 248);

@@ -1,0 +1,366 @@
+//! Launch of `score_tokens.cu`.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::Pairing;
+
+use crate::backend::CudaBackend;
+use crate::error::CudaError;
+use crate::ffi::{self, Grid};
+use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, name_of, narrow};
+use crate::paged::DeviceKv;
+use crate::params::ScoreParams;
+
+/// Head dims of the tensor-core kernels.
+const TILED_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
+/// Vectors that a thread block of theirs may hold, the most first.
+const HELD: [usize; 3] = [256, 128, 64];
+/// Keys of the tiles that stream past it.
+const TILE: usize = 64;
+/// Threads of every kernel but the plain passes.
+const THREADS: u32 = 256;
+/// Warps of the plain passes, each with one query vector or a few keys.
+const PLAIN_WARPS: usize = 4;
+const PLAIN_KEYS: usize = 4;
+/// Parts of the keys in the first pass, at most: each leaves numbers for every (row, query head).
+const MAX_SPLITS: usize = 64;
+/// Where the parts of the workspace start.
+const ALIGNMENT: usize = 256;
+
+/// Attention mass of every key of one request: `kvweave_core::ops::ScoreTokens`, whose checks are
+/// the caller's where the tables are on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct ScoreTokensLaunch<'a> {
+    /// Keys of the request; values are not read. With a reach `entry_offsets` is [tables + 1],
+    /// otherwise [2].
+    pub kv: DeviceKv<'a>,
+    /// The probing rows, [R, H, D], of the cache's dtype. Tensor cores take rows and heads that
+    /// start on 16-byte boundaries; others are scored by the plain kernels.
+    pub q: DeviceRows,
+    /// i32 [R].
+    pub positions: DeviceTensor,
+    /// f32 [keys], by position: all of it is written. Keys at positions from `keys` on are not
+    /// read, so this is as long as the largest end of an entry.
+    pub mass: DeviceTensor,
+    /// Mass far from the row, where it is wanted.
+    pub edge: Option<EdgeLaunch>,
+    /// Bytes on a 16-byte boundary, as many as `score_tokens_workspace` says; what they hold
+    /// before and after is no matter.
+    pub workspace: DeviceTensor,
+    /// Factor on qᵀk.
+    pub scale: f32,
+    /// Soft cap c > 0.
+    pub softcap: Option<f32>,
+    /// R.
+    pub rows: usize,
+    /// H.
+    pub query_heads: usize,
+    /// The stream's handle; 0 is the default stream.
+    pub stream: u64,
+}
+
+/// `kvweave_core::ops::EdgeMass` on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct EdgeLaunch {
+    /// Latest keys that are not edge, the row itself included; at least 1.
+    pub window: u32,
+    /// Keys at the start of the sequence that are not edge.
+    pub sink: u32,
+    /// f32 [R, H], contiguous.
+    pub share: DeviceTensor,
+}
+
+impl CudaBackend {
+    /// Bytes of workspace that [`CudaBackend::score_tokens`] needs for a call, whose own
+    /// `workspace` is not looked at.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for query heads that KV heads do not divide.
+    pub fn score_tokens_workspace(&self, call: &ScoreTokensLaunch<'_>) -> Result<usize, CudaError> {
+        let plan = self.plan(call)?;
+        Ok(Workspace::of(call, &plan).bytes)
+    }
+
+    /// Puts the scoring on the stream: five kernels. Nothing is waited for, nothing allocated, and
+    /// the same call gives the same bits.
+    ///
+    /// # Safety
+    /// Addresses and sizes describe memory of this device that stays valid until the stream has
+    /// run the kernels, offsets split their tables, and `stream` is a stream of this device.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for shapes that do not belong together, `Unsupported` for a head dim that
+    /// no kernel takes, `Driver` when a launch fails.
+    pub unsafe fn score_tokens(&self, call: &ScoreTokensLaunch<'_>) -> Result<(), CudaError> {
+        if call.mass.len == 0 {
+            return Ok(());
+        }
+        let plan = self.plan(call)?;
+        let params = params_of(call, &plan)?;
+        for launch in plan.launches(call)? {
+            let kernel = self.kernel("score_tokens", &launch.kernel)?;
+            // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
+            unsafe { ffi::launch(&self.context, &kernel, launch.grid, call.stream, &params)? };
+        }
+        Ok(())
+    }
+
+    fn plan(&self, call: &ScoreTokensLaunch<'_>) -> Result<Plan, CudaError> {
+        let geometry = &call.kv.geometry;
+        let (heads, kv_heads) = (call.query_heads, geometry.kv_heads);
+        if kv_heads == 0 || heads == 0 || !heads.is_multiple_of(kv_heads) {
+            let expected = format!("a positive multiple of {kv_heads} KV heads");
+            return Err(CudaError::invalid("query heads", expected, heads));
+        }
+        let size = Size {
+            vectors: call.rows * (heads / kv_heads),
+            kv_heads,
+            keys: call.mass.len,
+            head_dim: geometry.head_dim,
+        };
+        let tiled = is_tiled(call) && self.context.device.gives(shared_bytes(geometry.head_dim));
+        Ok(Plan::of(&size, tiled, self.processors() as usize))
+    }
+}
+
+/// Whether tensor cores take the call.
+fn is_tiled(call: &ScoreTokensLaunch<'_>) -> bool {
+    let (geometry, kv) = (&call.kv.geometry, &call.kv);
+    let strides = [
+        geometry.block_stride,
+        geometry.head_stride,
+        geometry.token_stride,
+        call.q.row_stride,
+        call.q.head_stride,
+    ];
+    kv.dtype != KvDtype::F32
+        && TILED_DIMS.contains(&geometry.head_dim)
+        && call.scale > 0.0
+        && (kv.pairs.is_multiple_of(2) || kv.pairing == Pairing::Interleaved)
+        && [kv.cache.address, call.q.tensor.address].iter().all(|at| at.is_multiple_of(16))
+        && strides.iter().all(|stride| (stride * bytes_of(kv.dtype)).is_multiple_of(16))
+}
+
+/// Shared memory of a tensor-core kernel: `Shared` of `score_tiles.cuh`.
+fn shared_bytes(head_dim: usize) -> usize {
+    8256 + 4 * head_dim + 4 * TILE * (2 * head_dim + 16)
+}
+
+/// What decides how the work is cut.
+#[derive(Clone, Copy, Debug)]
+struct Size {
+    /// Query vectors of a KV head.
+    vectors: usize,
+    kv_heads: usize,
+    keys: usize,
+    head_dim: usize,
+}
+
+/// How the work is cut; the same for the same sizes, and so are the results' bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plan {
+    tiled: bool,
+    vectors: usize,
+    /// Query vectors that a thread block holds in the first pass.
+    rows_held: usize,
+    /// Keys that it holds in the second.
+    keys_held: usize,
+    splits: usize,
+    padded_keys: usize,
+}
+
+struct Launch {
+    kernel: String,
+    grid: Grid,
+}
+
+impl Plan {
+    fn of(size: &Size, tiled: bool, processors: usize) -> Self {
+        let Size { vectors, kv_heads, keys, head_dim } = *size;
+        let at_once = if head_dim > 128 { processors } else { 2 * processors };
+        let least = HELD[HELD.len() - 1];
+        // The most that leaves no more than a quarter of its places empty.
+        let wastes_little = |held: &usize| {
+            let places = vectors.next_multiple_of(*held);
+            places - vectors <= places / 4
+        };
+        let rows_held = HELD.into_iter().find(wastes_little).unwrap_or(least);
+        let fills = |held: &usize| keys.div_ceil(*held) * kv_heads >= at_once;
+        let keys_held = HELD.into_iter().find(fills).unwrap_or(least);
+        let blocks = vectors.div_ceil(if tiled { rows_held } else { PLAIN_WARPS }) * kv_heads;
+        let most = keys.div_ceil(4 * TILE).clamp(1, MAX_SPLITS);
+        Self {
+            tiled,
+            vectors,
+            rows_held,
+            keys_held,
+            splits: splits_of(blocks, at_once, most),
+            padded_keys: keys.next_multiple_of(HELD[0]),
+        }
+    }
+
+    /// The kernels of a call, in order. Without rows there is nothing to normalise by.
+    fn launches(&self, call: &ScoreTokensLaunch<'_>) -> Result<Vec<Launch>, CudaError> {
+        let dim = call.kv.geometry.head_dim;
+        let kv_heads = narrow("kv_heads", call.kv.geometry.kv_heads)?;
+        let tables = narrow("tables", call.kv.tables())?;
+        let dtype = name_of(call.kv.dtype);
+        let (kind, threads, shared, row_items, key_items) = if self.tiled {
+            let shared = narrow("head_dim", shared_bytes(dim))?;
+            (format!("{dtype}_{dim}"), THREADS, shared, self.rows_held, self.keys_held)
+        } else {
+            let threads = 32 * PLAIN_WARPS as u32;
+            (format!("plain_{dtype}"), threads, 0, PLAIN_WARPS, PLAIN_WARPS * PLAIN_KEYS)
+        };
+        let pass = |name: &str, blocks: usize, splits: u32| -> Result<Launch, CudaError> {
+            let blocks = [blocks_of("rows and keys", blocks)?, kv_heads, splits];
+            let grid = Grid { blocks, threads, shared_bytes: shared };
+            Ok(Launch { kernel: format!("score_tokens_{name}_{kind}"), grid })
+        };
+        let simple = |name: &str, items: usize, rows: u32| -> Result<Launch, CudaError> {
+            let blocks = [blocks_of("rows and keys", items.div_ceil(THREADS as usize))?, rows, 1];
+            let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
+            Ok(Launch { kernel: format!("score_tokens_{name}"), grid })
+        };
+        let splits = narrow("splits", self.splits)?;
+        let mut launches = vec![simple("find", self.padded_keys, tables)?];
+        if self.vectors > 0 {
+            launches.push(pass("rows", self.vectors.div_ceil(row_items), splits)?);
+            launches.push(simple("merge", self.vectors * kv_heads as usize, 1)?);
+        }
+        launches.push(pass("keys", self.padded_keys / key_items, 1)?);
+        launches.push(simple("sum", call.mass.len, 1)?);
+        Ok(launches)
+    }
+}
+
+/// The fewest parts that keep nine tenths of the device busy, or those that keep most of it.
+fn splits_of(blocks: usize, at_once: usize, most: usize) -> usize {
+    let busy = |splits: usize| {
+        let all = blocks * splits;
+        1000 * all / all.next_multiple_of(at_once).max(1)
+    };
+    let enough = (1..=most).find(|&splits| busy(splits) >= 900);
+    enough.unwrap_or_else(|| (1..=most).rev().max_by_key(|&splits| busy(splits)).unwrap_or(1))
+}
+
+/// Offsets of the workspace's parts, in bytes.
+struct Workspace {
+    delta_at: usize,
+    partial: usize,
+    lse: usize,
+    head_mass: usize,
+    bytes: usize,
+}
+
+impl Workspace {
+    fn of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Self {
+        let places = call.kv.tables() * plan.padded_keys;
+        let states = call.kv.geometry.kv_heads * plan.vectors;
+        let after = |start: usize, bytes: usize| (start + bytes).next_multiple_of(ALIGNMENT);
+        let delta_at = after(0, places * size_of::<i64>());
+        let partial = after(delta_at, places * size_of::<i32>());
+        let lse = after(partial, 3 * plan.splits * states * size_of::<f32>());
+        let head_mass = after(lse, states * size_of::<f32>());
+        let masses = call.kv.geometry.kv_heads * plan.padded_keys;
+        let bytes = after(head_mass, masses * size_of::<f32>());
+        Self { delta_at, partial, lse, head_mass, bytes }
+    }
+}
+
+fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, CudaError> {
+    let (rows, heads) = (call.rows, call.query_heads);
+    let cap = call.softcap.unwrap_or(1.0);
+    if !(call.scale.is_finite() && cap.is_finite() && cap > 0.0) {
+        let (expected, got) = ("finite numbers, softcap above 0", (call.scale, cap));
+        return Err(CudaError::invalid("scale and softcap", expected, format!("{got:?}")));
+    }
+    call.q.expect("q", (rows, heads, call.kv.geometry.head_dim))?;
+    call.positions.expect("positions", rows)?;
+    if let Some(edge) = &call.edge {
+        edge.share.expect("edge", rows * heads)?;
+        if edge.window == 0 {
+            return Err(CudaError::invalid("window of edge", "at least 1", 0));
+        }
+    }
+    let workspace = Workspace::of(call, plan);
+    call.workspace.expect("workspace", workspace.bytes)?;
+    let group = heads / call.kv.geometry.kv_heads;
+    // Kernels count in 32 bits, and divide by the group with one multiplication.
+    let limit = i32::MAX as usize;
+    if plan.vectors.saturating_mul(group) > limit || plan.padded_keys > limit {
+        let got = format!("{rows} rows and {} keys", call.mass.len);
+        return Err(CudaError::unsupported("rows and keys", format!("at most {limit}"), got));
+    }
+    let at = |offset: usize| call.workspace.address + offset as u64;
+    let signed = |count: u32| count.min(i32::MAX.cast_unsigned());
+    Ok(ScoreParams {
+        kv: call.kv.params(1)?,
+        q: call.q.tensor.address,
+        positions: call.positions.address,
+        mass: call.mass.address,
+        edge: call.edge.map_or(0, |edge| edge.share.address),
+        key_at: at(0),
+        delta_at: at(workspace.delta_at),
+        partial: at(workspace.partial),
+        lse: at(workspace.lse),
+        head_mass: at(workspace.head_mass),
+        q_row_stride: long("q", call.q.row_stride)?,
+        q_head_stride: long("q", call.q.head_stride)?,
+        scale: call.scale,
+        softcap: call.softcap.unwrap_or(0.0),
+        rows: narrow("rows", rows)?,
+        query_heads: narrow("query heads", heads)?,
+        keys: narrow("mass", call.mass.len)?,
+        padded_keys: narrow("mass", plan.padded_keys)?,
+        splits: narrow("splits", plan.splits)?,
+        rows_held: narrow("rows", plan.rows_held)?,
+        keys_held: narrow("keys", plan.keys_held)?,
+        edge_window: call.edge.map_or(1, |edge| signed(edge.window)),
+        edge_sink: call.edge.map_or(0, |edge| signed(edge.sink)),
+        group_factor: if group == 1 {
+            0
+        } else {
+            narrow("group", (1_usize << 32).div_ceil(group))?
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: usize = 132;
+
+    fn plan(vectors: usize, kv_heads: usize, keys: usize) -> Plan {
+        Plan::of(&Size { vectors, kv_heads, keys, head_dim: 128 }, true, H200)
+    }
+
+    #[test]
+    fn few_rows_are_split_until_the_device_is_full() {
+        let plan = plan(256, 8, 32768);
+        assert_eq!((plan.rows_held, plan.keys_held, plan.padded_keys), (256, 256, 32768));
+        assert!((30..=33).contains(&plan.splits), "{plan:?}");
+    }
+
+    #[test]
+    fn blocks_hold_what_wastes_few_places() {
+        let held = |vectors| plan(vectors, 8, 32768).rows_held;
+        let counts = [1, 64, 96, 130, 200, 4096, 4097];
+        assert_eq!(counts.map(held), [64, 64, 128, 64, 256, 256, 256]);
+    }
+
+    #[test]
+    fn short_contexts_are_cut_finer() {
+        assert_eq!(plan(256, 8, 4096).keys_held, 64);
+        let tiny = plan(4, 1, 1);
+        assert_eq!((tiny.splits, tiny.padded_keys), (1, 256));
+    }
+
+    #[test]
+    fn parts_fill_whole_rounds() {
+        assert_eq!(splits_of(264, 264, 64), 1);
+        assert_eq!(splits_of(128, 264, 64), 2);
+        assert_eq!(splits_of(1, 264, 8), 8);
+        assert_eq!(splits_of(0, 264, 8), 1);
+    }
+}
