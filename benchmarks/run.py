@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
-from benchmarks.cases import attention, block_manager, copy_rerotate, ttft
+from benchmarks.cases import attention, block_manager, copy_rerotate, ttft, ttft_cuda
 from kvweave.bench.rows import Row
 
 Case = Callable[[bool], list[Row]]
@@ -20,7 +21,9 @@ CASES: dict[str, Case] = {
     "copy_rerotate": copy_rerotate.run,
     "attention": attention.run,
     "ttft": ttft.run,
+    "ttft_cuda": ttft_cuda.run,
 }
+ON_A_GPU = {"ttft_cuda"}
 
 
 def show(case: str, rows: list[Row], console: Console) -> None:
@@ -50,10 +53,13 @@ def main(words: list[str] | None = None) -> int:
     unknown = [case for case in chosen.case if case not in CASES]
     if unknown:
         parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(unknown)}")
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and ON_A_GPU & set(chosen.case):
+        parser.error(f"{', '.join(ON_A_GPU & set(chosen.case))}: expected a GPU, got none")
     if chosen.record and (chosen.quick or record.busy()):
         parser.error("--record with --quick" if chosen.quick else record.busy())
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for case in chosen.case or CASES:
+    for case in chosen.case or [case for case in CASES if has_gpu or case not in ON_A_GPU]:
         rows = CASES[case](chosen.quick)
         show(case, rows, console)
         if chosen.record:

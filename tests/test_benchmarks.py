@@ -53,7 +53,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
-    assert set(CASES) == {"block_manager", "copy_rerotate", "attention", "ttft"}
+    assert set(CASES) == {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
