@@ -88,6 +88,24 @@ fn the_frozen_share_is_a_limit() {
 }
 
 #[test]
+fn what_cannot_fit_takes_nothing_from_the_frozen() {
+    let cache = cache(20);
+    insert(&cache, "book", &text(100, 16));
+    let held = admitted(&cache, &text(1000, 20));
+    let before = cache.stats();
+    for tokens in [61, 81, 4000] {
+        let error = cache.admit(&Admission::new(&text(5000, tokens))).err().unwrap();
+        assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }));
+        assert_eq!(cache.stats(), before);
+        cache.check().unwrap();
+    }
+    // Fifteen blocks are left besides the held five: the book yields to who needs them all.
+    drop(admitted(&cache, &text(6000, 60)));
+    assert_eq!(resident(&cache), [0]);
+    drop(held);
+}
+
+#[test]
 fn the_least_referenced_blocks_yield_above_the_watermark_and_come_back() {
     let cache = cache(20);
     insert(&cache, "cold", &text(100, 16));

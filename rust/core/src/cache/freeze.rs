@@ -28,7 +28,7 @@ fn rows_total(shared: &Shared, state: &State) -> u64 {
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
-/// below the watermark with `needed` more rows.
+/// below the watermark with `needed` more rows; none where all of them would not make the room.
 pub(super) fn relieve(shared: &Shared, state: &mut State, needed: usize) {
     if state.index.frozen.resident() == 0 {
         return;
@@ -45,6 +45,10 @@ pub(super) fn relieve(shared: &Shared, state: &mut State, needed: usize) {
         if state.pool.references(block) == index.frozen.pins(block) {
             idle.push((index.uses(block), Reverse(place), block));
         }
+    }
+    let least = state.pool.held_pages() - idle.len() as u64 * shared.row_pages();
+    if least + needed as u64 * shared.row_pages() > state.pool.slab_pages_total() {
+        return;
     }
     idle.sort_unstable();
     let given: Vec<BlockId> = idle.into_iter().take(excess).map(|(_, _, block)| block).collect();
