@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvweave
 from kvweave.eval.text import speech, speech_names
 from kvweave.plan import Probe, PromptView
-from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX
+from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX, policy_of
 from kvweave.policies.row_sets import highest, intervals, overflow, union
 from kvweave.runner import Runner, Segment
 
@@ -22,11 +22,11 @@ POLICIES = [Full(), Prefix(), Naive(), Epic(), CacheBlend(), SparseX(), SparseX(
 
 @st.composite
 def views(draw):
-    """A prompt with an exact prefix and reused segments between fresh intervals."""
+    """A prompt with an exact prefix and reused segments, or none, between fresh intervals."""
     layers = draw(st.integers(2, 12))
     cursor = prefix = draw(st.integers(0, 40))
     fresh, segments = [], []
-    for _ in range(draw(st.integers(1, 5))):
+    for _ in range(draw(st.integers(0, 5))):
         gap = draw(st.integers(0, 30))
         fresh.extend(range(cursor, cursor + gap))
         cursor += gap
@@ -124,6 +124,11 @@ def test_tail_fallback_when_the_prompt_ends_in_reused_text():
 def test_bad_settings(make):
     with pytest.raises(kvweave.InvalidArgument, match="expected .* got"):
         make()
+
+
+def test_a_policys_class_is_not_a_policy():
+    with pytest.raises(kvweave.InvalidArgument, match=r"expected a name or SparseX\(\), got the"):
+        policy_of(SparseX)
 
 
 # ---- on a real model ----------------------------------------------------------------------

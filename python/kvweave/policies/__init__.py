@@ -28,8 +28,10 @@ def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name with default settings, or the policy itself.
 
     # Errors
-    `InvalidArgument` naming the known policies.
+    `InvalidArgument` naming the known policies; also for a policy's class instead of the policy.
     """
+    if isinstance(policy, type):
+        raise InvalidArgument(f"policy: expected a name or {policy.__name__}(), got the class")
     if not isinstance(policy, str):
         return policy
     if policy not in POLICIES:

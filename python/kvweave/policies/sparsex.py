@@ -96,8 +96,7 @@ class SparseX:
 
         The last prompt token is always computed (its logits are wanted), so it does not count.
         """
-        last = prompt.segments[-1][1] if prompt.segments else 0
-        if last < prompt.tokens - 1:
+        if not prompt.segments or prompt.segments[-1][1] < prompt.tokens - 1:
             return np.zeros(0, np.int32)
         start, end = prompt.segments[-1]
         return np.arange(max(start, end - self.tail), end, dtype=np.int32)
