@@ -16,6 +16,7 @@ import torch
 
 import kvweave
 from kvweave import InvalidArgument, ops
+from kvweave.ops.reading import Reading
 from paged import NAMES, Paged, paged, rope_table
 
 DTYPES = list(NAMES)
@@ -189,15 +190,16 @@ def test_borrowed_memory_lives_through_the_call(generator) -> None:
         "rope": rope_table(1, 64),
         "window": None,
         "softcap": None,
+        "reach": None,
     }
     wanted, lse = torch.empty(800, 4, 64), torch.empty(800, 4)
-    kvweave._native.attend_prefill(call, None, None, wanted, lse, False)
+    kvweave._native.attend_prefill(Reading(**call), None, None, wanted, lse, False)
     lent = {
         name: Lender(value) if isinstance(value, torch.Tensor) else value
         for name, value in call.items()
     }
     out = torch.empty(800, 4, 64)
-    kvweave._native.attend_prefill(lent, None, None, out, Lender(lse), False)
+    kvweave._native.attend_prefill(Reading(**lent), None, None, out, Lender(lse), False)
     assert torch.equal(out, wanted)
     slots = torch.from_numpy(case.request.slots(rows))
     kvweave._native.write_pages(
@@ -433,10 +435,11 @@ def test_rope_tables_refuse(inv_freq, pairing, words) -> None:
 
 
 def test_cuda_is_refused_by_name_where_it_is_not(case) -> None:
-    with pytest.raises(kvweave.Unsupported, match="attend_prefill: expected tensors on cpu"):
+    words = "cache: expected a tensor on cuda, got one on cpu"
+    with pytest.raises(InvalidArgument, match=words):
         ops.attend_prefill(**arguments(case), backend="cuda")
     copies = np.zeros((0, 6), np.int32)
-    with pytest.raises(InvalidArgument, match="cache: expected a tensor on cuda, got one on cpu"):
+    with pytest.raises(InvalidArgument, match=words):
         ops.copy_rerotate(case.pages, copies, rope_table(2, 64), kv_heads=2, backend="cuda")
 
 

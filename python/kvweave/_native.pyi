@@ -1,6 +1,6 @@
 """Types of the native module. Shapes and meaning stand in `kvweave.ops` and `kvweave.cache`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -14,9 +14,11 @@ __all__ = [
     "KvRequest",
     "KvShape",
     "PlanSpan",
+    "Reach",
     "ReusePlan",
     "RopeTable",
     "__version__",
+    "attend_cuda",
     "attend_decode",
     "attend_prefill",
     "copy_rerotate",
@@ -32,6 +34,8 @@ __version__: str
 _Rows: TypeAlias = npt.NDArray[np.int32]
 _Array: TypeAlias = Any
 """Anything with `__dlpack__` or of numpy: checked at run time."""
+_TablePair: TypeAlias = tuple[_Array, _Array | None]
+"""A table on a CUDA device, and the same on the host where it came from there."""
 
 @final
 class Arena:
@@ -237,6 +241,16 @@ class RopeTable:
     @property
     def inv_freq(self) -> npt.NDArray[np.float32]: ...
 
+@final
+class Reach:
+    """What each KV head of a layer reads: its entry table, page, window and sink."""
+
+    def __new__(cls, tables: int, heads: _Array) -> Reach: ...
+    @property
+    def tables(self) -> int: ...
+    @property
+    def heads(self) -> _Rows: ...
+
 def cuda_status() -> str: ...
 def write_pages(
     cache: _Array, layer: int, k: _Array, v: _Array, slots: _Array, reference: bool
@@ -245,15 +259,10 @@ def copy_rerotate(
     cache: _Array, copies: _Array, rope: RopeTable, kv_heads: int, reference: bool
 ) -> None: ...
 def copy_rerotate_cuda(
-    cache: _Array,
-    copies: _Array,
-    on_host: _Array | None,
-    rope: RopeTable,
-    kv_heads: int,
-    stream: int,
+    cache: _Array, copies: _TablePair, rope: RopeTable, kv_heads: int, stream: int
 ) -> None: ...
 def attend_prefill(
-    arguments: Mapping[str, Any],
+    arguments: Any,
     row_offsets: _Array | None,
     entry_offsets: _Array | None,
     out: _Array,
@@ -261,11 +270,21 @@ def attend_prefill(
     reference: bool,
 ) -> None: ...
 def attend_decode(
-    arguments: Mapping[str, Any],
-    entry_offsets: _Array,
+    arguments: Any, entry_offsets: _Array, out: _Array, lse: _Array, reference: bool
+) -> None: ...
+def attend_cuda(
+    arguments: Any,
+    row_offsets: _TablePair | None,
+    entry_offsets: _TablePair,
     out: _Array,
     lse: _Array,
+    stream: int,
+) -> None: ...
+def score_tokens(
+    arguments: Any,
+    entry_offsets: _Array | None,
+    mass: _Array,
+    edge: tuple[_Array, int, int] | None,
     reference: bool,
 ) -> None: ...
-def score_tokens(arguments: Mapping[str, Any], mass: _Array, reference: bool) -> None: ...
 def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference: bool) -> None: ...

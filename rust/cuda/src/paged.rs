@@ -99,7 +99,8 @@ impl DeviceKv<'_> {
             pairs: narrow("rotary_dim", self.pairs)?,
             interleaved: u32::from(self.pairing == Pairing::Interleaved),
             first_rank: narrow("layer", first_rank)?,
-            window: self.window.unwrap_or(0),
+            // A window that holds every position; kernels compute with signed numbers.
+            window: self.window.unwrap_or(0).min(i32::MAX.cast_unsigned()),
         })
     }
 

@@ -64,8 +64,19 @@ pub fn head_rows<'a, T: Stored>(
     what: &str,
     tensor: &TensorRef,
 ) -> Result<HeadRows<'a, T>, Failure> {
+    // SAFETY: the owner outlives the call that made `tensor`; writers are excluded as the head of
+    // this file says.
+    let values = unsafe { tensor.slice(what) }?;
+    rows_of(what, tensor, values)
+}
+
+/// The same with its elements given.
+pub fn rows_of<'a, T>(
+    what: &str,
+    tensor: &TensorRef,
+    values: &'a [T],
+) -> Result<HeadRows<'a, T>, Failure> {
     tensor.expect_shape(what, &[("R", None), ("heads", None), ("D", None)])?;
-    tensor.reach(what)?;
     let (&[rows, heads, head_dim], &[row, head, last]) = (tensor.shape(), tensor.strides()) else {
         return Err(Failure::invalid(what, "3 axes", tensor.axes));
     };
@@ -73,9 +84,6 @@ pub fn head_rows<'a, T: Stored>(
         let got = format!("strides {:?}", tensor.strides());
         return Err(Failure::invalid(what, "a contiguous last axis", got));
     }
-    // SAFETY: the owner outlives the call that made `tensor`; writers are excluded as the head of
-    // this file says.
-    let values = unsafe { tensor.slice(what) }?;
     let (row_stride, head_stride) = (row.unsigned_abs(), head.unsigned_abs());
     Ok(HeadRows { values, rows, heads, head_dim, row_stride, head_stride })
 }

@@ -1,7 +1,9 @@
 //! The ops that read pages: attention of prefill rows and of decode rows, and token scores.
 
 use half::{bf16, f16};
-use kvweave_core::ops::{AttendDecode, AttendPrefill, KvView, Queries, ScoreTokens, Scoring};
+use kvweave_core::ops::{
+    self, AttendDecode, AttendPrefill, EdgeMass, KvView, Queries, ScoreTokens, Scoring,
+};
 use kvweave_cpu as cpu;
 use kvweave_reference as reference;
 use pyo3::prelude::*;
@@ -11,23 +13,24 @@ use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
 use crate::ops::{run, with_element};
+use crate::reach::Reach;
 use crate::rope::RopeTable;
 use crate::tensor::{KvElement, TensorRef};
 
-/// What all three ops take, by name: a mapping with these keys.
+/// What all three ops take: `kvweave.ops.reading.Reading`, whose fields have these names.
 #[derive(FromPyObject)]
-#[pyo3(from_item_all)]
 pub struct AttentionArguments<'py> {
-    q: Bound<'py, PyAny>,
-    positions: Bound<'py, PyAny>,
-    entries: Bound<'py, PyAny>,
-    cache: Bound<'py, PyAny>,
-    layer: i64,
-    kv_heads: i64,
-    scale: f32,
-    rope: Py<RopeTable>,
-    window: Option<i64>,
-    softcap: Option<f32>,
+    pub q: Bound<'py, PyAny>,
+    pub positions: Bound<'py, PyAny>,
+    pub entries: Bound<'py, PyAny>,
+    pub cache: Bound<'py, PyAny>,
+    pub layer: i64,
+    pub kv_heads: i64,
+    pub scale: f32,
+    pub rope: Py<RopeTable>,
+    pub window: Option<i64>,
+    pub softcap: Option<f32>,
+    pub reach: Option<Py<Reach>>,
 }
 
 /// The same, borrowed.
@@ -39,13 +42,17 @@ struct Attention<'py> {
     layer: usize,
     kv_heads: usize,
     scoring: Scoring<'py>,
+    reach: Option<ops::Reach<'py>>,
 }
 
 impl<'py> AttentionArguments<'py> {
-    fn borrow(&'py self, py: Python<'py>) -> PyResult<Attention<'py>> {
-        let window = self.window.map(|w| count("window", w)).transpose();
-        let window = raised(py, window)?.map(|w| u32::try_from(w).unwrap_or(u32::MAX));
+    pub fn scoring(&self) -> Result<Scoring<'_>, Failure> {
+        let window = self.window.map(|window| keys("window", window)).transpose()?;
         let (scale, softcap, rope) = (self.scale, self.softcap, &self.rope.get().table);
+        Ok(Scoring { scale, rope, window, softcap })
+    }
+
+    fn borrow(&'py self, py: Python<'py>) -> PyResult<Attention<'py>> {
         Ok(Attention {
             q: borrow("q", &self.q)?,
             positions: Table::of("positions", &self.positions)?,
@@ -53,7 +60,8 @@ impl<'py> AttentionArguments<'py> {
             cache: borrow("cache", &self.cache)?,
             layer: raised(py, count("layer", self.layer))?,
             kv_heads: raised(py, count("kv_heads", self.kv_heads))?,
-            scoring: Scoring { scale, rope, window, softcap },
+            scoring: raised(py, self.scoring())?,
+            reach: self.reach.as_ref().map(|reach| reach.get().core()),
         })
     }
 }
@@ -71,7 +79,7 @@ impl Attention<'_> {
         let entries = self.entries.rows("entries")?;
         // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
         let cache = unsafe { cache.slice("cache") }?;
-        Ok(KvView { cache, geometry, layer: self.layer, entries, reach: None })
+        Ok(KvView { cache, geometry, layer: self.layer, entries, reach: self.reach })
     }
 
     fn read(&self) -> [(&'static str, &TensorRef); 4] {
@@ -152,27 +160,69 @@ pub fn attend_decode(
     })
 }
 
+/// `edge` is written when it is given.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (arguments, mass, reference))]
+#[pyo3(signature = (arguments, entry_offsets, mass, edge, reference))]
 pub fn score_tokens(
     py: Python<'_>,
     arguments: AttentionArguments<'_>,
+    entry_offsets: Option<&Bound<'_, PyAny>>,
     mass: &Bound<'_, PyAny>,
+    edge: Option<EdgeArguments<'_>>,
     reference: bool,
 ) -> PyResult<()> {
     let call = arguments.borrow(py)?;
+    let entry_offsets = Offsets::of("entry_offsets", entry_offsets, &call.entries)?;
     let mass = borrow("mass", mass)?;
-    let entry_offsets = Offsets::of("entry_offsets", None, &call.entries)?;
+    let edge = edge.map(|edge| Edge::of(py, &edge)).transpose()?;
     with_element!(py, "cache", call.cache.tensor.dtype, T => {
         let params = || {
             let (queries, kv) = (call.queries::<T>()?, call.kv()?);
-            let mass = output("mass", &mass.tensor, &[("T", None)], &call.read())?;
+            let mut read = call.read().to_vec();
+            let values = output("mass", &mass.tensor, &[("T", None)], &read)?;
+            read.push(("mass", &mass.tensor));
+            let rows = &queries.vectors;
+            let shape = [("R", Some(rows.rows)), ("H", Some(rows.heads))];
+            let edge = edge.as_ref().map(|edge| edge.params(&shape, &read)).transpose()?;
             let entry_offsets = entry_offsets.list("entry_offsets")?;
-            Ok(ScoreTokens { queries, kv, scoring: call.scoring, entry_offsets, mass, edge: None })
+            let (scoring, mass) = (call.scoring, values);
+            Ok(ScoreTokens { queries, kv, scoring, entry_offsets, mass, edge })
         };
         run!(py, reference, score_tokens, raised(py, params())?)
     })
+}
+
+/// The share [R, H] to write, and the window and sink of what is not edge.
+pub type EdgeArguments<'py> = (Bound<'py, PyAny>, i64, i64);
+
+/// The same, borrowed.
+struct Edge<'py> {
+    share: Borrowed<'py>,
+    window: u32,
+    sink: u32,
+}
+
+impl<'py> Edge<'py> {
+    fn of(py: Python<'py>, (share, window, sink): &EdgeArguments<'py>) -> PyResult<Self> {
+        let window = raised(py, keys("window of edge", *window))?;
+        let sink = raised(py, keys("sink of edge", *sink))?;
+        Ok(Self { share: borrow("edge", share)?, window, sink })
+    }
+
+    fn params<'a>(
+        &self,
+        shape: &[(&str, Option<usize>)],
+        read: &[(&str, &TensorRef)],
+    ) -> Result<EdgeMass<'a>, Failure> {
+        let share = output("edge", &self.share.tensor, shape, read)?;
+        Ok(EdgeMass { window: self.window, sink: self.sink, share })
+    }
+}
+
+/// A number of keys; more than positions can be is as good as all.
+pub fn keys(what: &str, value: i64) -> Result<u32, Failure> {
+    Ok(u32::try_from(count(what, value)?).unwrap_or(u32::MAX))
 }
 
 /// Offsets as given, or those of a call with one request.

@@ -10,6 +10,7 @@ mod dtype;
 mod failure;
 mod ops;
 mod plan;
+mod reach;
 mod request;
 mod rope;
 mod shape;
@@ -31,11 +32,13 @@ mod _native {
     #[pymodule_export]
     use super::cache::{FrozenSegment, KvCache};
     #[pymodule_export]
-    use super::cuda::{copy_rerotate_cuda, cuda_status};
+    use super::cuda::{attend_cuda, copy_rerotate_cuda, cuda_status};
     #[pymodule_export]
     use super::ops::{copy_rerotate, merge_states, write_pages};
     #[pymodule_export]
     use super::plan::{PlanSpan, ReusePlan};
+    #[pymodule_export]
+    use super::reach::Reach;
     #[pymodule_export]
     use super::request::KvRequest;
     #[pymodule_export]

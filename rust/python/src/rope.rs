@@ -1,10 +1,13 @@
 //! `RopeTable` as Python sees it.
 
+use std::sync::Arc;
+
 use kvweave_core::ops::{self, Pairing};
+use kvweave_cuda::{CudaBackend, DeviceBuffer};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-use crate::cuda::DeviceTables;
+use crate::cuda::OnDevices;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
@@ -18,7 +21,16 @@ use crate::tensor::Device;
 pub struct RopeTable {
     pub table: ops::RopeTable,
     /// Copies on CUDA devices, made at the first use there.
-    pub on_devices: DeviceTables,
+    on_devices: OnDevices,
+}
+
+impl RopeTable {
+    /// The frequencies of all layers on a device.
+    pub fn on(&self, backend: &CudaBackend, device: u32) -> Result<Arc<DeviceBuffer>, Failure> {
+        let layers = || 0..self.table.layers();
+        let all = || layers().flat_map(|layer| self.table.inv_freq(layer)).copied().collect();
+        self.on_devices.get(backend, device, all)
+    }
 }
 
 #[pymethods]
@@ -49,7 +61,7 @@ impl RopeTable {
         };
         let (values, layers) = checks().map_err(|failure| failure.raise(py))?;
         let table = entry(py, || ops::RopeTable::new(values, layers, pairing))?;
-        Ok(Self { table, on_devices: DeviceTables::default() })
+        Ok(Self { table, on_devices: OnDevices::default() })
     }
 
     /// L.

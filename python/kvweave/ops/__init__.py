@@ -1,0 +1,42 @@
+"""The ops on paged KV: torch tensors in, torch tensors out, no copies of K or V.
+
+Shapes: R rows, H query heads, G KV heads, D head dim, P tokens a page, B requests, L layers.
+`cache` is always the whole arena [pages, 2, P, D] (f32, bf16 or f16): K of a page, then V.
+Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, end, position,
+delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
+(block, slot), as `KvRequest` makes them.
+
+Every op takes `backend`: None picks the fast version for the cache's device, "reference" the
+definition in plain loops, which every other version is checked against. Ops are not
+differentiable. While an op runs, other threads must not write to its tensors.
+
+On CUDA an op runs on torch's current stream of the cache's device and waits for nothing. Tables
+may lie on either side. On the host they are checked like those of the CPU and go over in one copy.
+On the device (int32) they are used as they are, what points outside the cache being skipped and
+offsets trusted; a call whose tables all lie on the device may be captured in a CUDA graph.
+
+Errors: `InvalidArgument` for a wrong dtype, shape, stride, device, alignment, range or overlap,
+naming what was expected and what came; `Unsupported` for what a device does not do.
+"""
+
+from kvweave._native import Reach, RopeTable
+from kvweave.ops.attention import attend_decode, attend_prefill
+from kvweave.ops.dispatch import Backend, Pages, Table
+from kvweave.ops.merge import merge_states
+from kvweave.ops.pages import copy_rerotate, write_pages
+from kvweave.ops.scores import EdgeMass, score_tokens
+
+__all__ = [
+    "Backend",
+    "EdgeMass",
+    "Pages",
+    "Reach",
+    "RopeTable",
+    "Table",
+    "attend_decode",
+    "attend_prefill",
+    "copy_rerotate",
+    "merge_states",
+    "score_tokens",
+    "write_pages",
+]

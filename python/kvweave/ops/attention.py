@@ -1,0 +1,115 @@
+"""Attention of prefill rows and of decode rows over paged KV."""
+
+from __future__ import annotations
+
+import torch
+
+from kvweave import _native
+from kvweave._native import Reach, RopeTable
+from kvweave.ops.dispatch import (
+    Backend,
+    Pages,
+    Table,
+    cuda_device,
+    on_device,
+    refuse_gradients,
+    stream_of,
+    whole,
+)
+from kvweave.ops.reading import Reading
+
+
+def attend_prefill(
+    q: torch.Tensor,
+    positions: Table,
+    entries: Table,
+    cache: Pages,
+    layer: int,
+    *,
+    kv_heads: int,
+    scale: float,
+    rope: RopeTable,
+    window: int | None = None,
+    softcap: float | None = None,
+    reach: Reach | None = None,
+    row_offsets: Table | None = None,
+    entry_offsets: Table | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of rows at arbitrary positions over paged KV, causal by position.
+
+    q [R, H, D], rotated to its positions i32 [R]; rows in any order. A row sees the keys at
+    positions up to its own and, with `window` w, only those above its position − w. Keys of an
+    entry with delta ≠ 0 are read where they are, q turned back by delta (zero-copy `share`).
+    `softcap` c maps a score s to c · tanh(s / c). For B requests, row_offsets and entry_offsets
+    i32 [B + 1] split rows and entries; without them there is one request. With a `reach` each KV
+    head has a table, page, window and sink of its own, entry_offsets has B · tables + 1 numbers,
+    and `window` stays None.
+
+    Returns out [R, H, D] (written to `out` if given) and lse f32 [R, H], natural logarithm. A row
+    that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows.
+    """
+    refuse_gradients(q)
+    call = Reading(
+        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
+    )
+    device = cuda_device("cache", cache, backend)
+    out, lse = _results(q, out)
+    if device is None:
+        reference = backend == "reference"
+        _native.attend_prefill(call, row_offsets, entry_offsets, out, lse, reference)
+        return out, lse
+    tables = on_device(
+        device,
+        positions=positions,
+        entries=entries,
+        row_offsets=whole(len(positions), positions) if row_offsets is None else row_offsets,
+        entry_offsets=whole(len(entries), entries) if entry_offsets is None else entry_offsets,
+    )
+    rows, spans = tables["row_offsets"], tables["entry_offsets"]
+    _native.attend_cuda(call.placed(tables), rows, spans, out, lse, stream_of(device))
+    return out, lse
+
+
+def attend_decode(
+    q: torch.Tensor,
+    positions: Table,
+    entries: Table,
+    cache: Pages,
+    layer: int,
+    *,
+    kv_heads: int,
+    scale: float,
+    rope: RopeTable,
+    entry_offsets: Table,
+    window: int | None = None,
+    softcap: float | None = None,
+    reach: Reach | None = None,
+    out: torch.Tensor | None = None,
+    backend: Backend = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one row per request: a decode step. Same result as `attend_prefill`.
+
+    q [B, H, D], positions i32 [B], entry_offsets i32 [B + 1], or [B · tables + 1] with a `reach`.
+    Returns out [B, H, D] and lse f32 [B, H].
+    """
+    refuse_gradients(q)
+    call = Reading(
+        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
+    )
+    device = cuda_device("cache", cache, backend)
+    out, lse = _results(q, out)
+    if device is None:
+        _native.attend_decode(call, entry_offsets, out, lse, backend == "reference")
+        return out, lse
+    tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
+    spans = tables["entry_offsets"]
+    _native.attend_cuda(call.placed(tables), None, spans, out, lse, stream_of(device))
+    return out, lse
+
+
+def _results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -1,0 +1,109 @@
+"""Which version of an op runs a call, and how tables reach it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave._native import Arena
+from kvweave.errors import InvalidArgument, Unsupported
+
+Backend: TypeAlias = Literal["cpu", "cuda", "reference"] | None
+Pages: TypeAlias = torch.Tensor | Arena
+Table: TypeAlias = npt.NDArray[np.int32] | torch.Tensor
+
+_BACKENDS = (None, "cpu", "cuda", "reference")
+
+
+class OnDevice(NamedTuple):
+    """A table on a CUDA device, and the same one on the host where it came from there."""
+
+    device: torch.Tensor
+    host: Table | None
+
+
+def cuda_device(what: str, tensor: Any, backend: Backend) -> torch.device | None:
+    """The CUDA device that runs a call, chosen by name or by its tensor `what`; None: the host."""
+    if backend not in _BACKENDS:
+        raise _invalid("backend", "cpu, cuda, reference or None", repr(backend))
+    there = isinstance(tensor, torch.Tensor) and tensor.is_cuda
+    if backend == "cuda" and not there:
+        got = str(tensor.device) if isinstance(tensor, torch.Tensor) else "cpu"
+        raise _invalid(what, "a tensor on cuda", f"one on {got}")
+    return tensor.device if there and backend in (None, "cuda") else None
+
+
+def refuse_cuda(op: str, what: str, tensor: Any, backend: Backend) -> None:
+    """Refuses the call of an op that CUDA does not have."""
+    device = cuda_device(what, tensor, backend)
+    if device is not None:
+        text = f"{op}: expected tensors on cpu, got {device}"
+        raise Unsupported(text, expected="tensors on cpu", got=str(device))
+
+
+def refuse_gradients(*tensors: torch.Tensor) -> None:
+    """Ops are not differentiable, and say so before a wrong gradient is computed."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise InvalidArgument(
+                "tensor: expected one without gradient (ops are not differentiable), "
+                "got requires_grad=True",
+                expected="requires_grad=False",
+                got="requires_grad=True",
+            )
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of torch's current stream."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def on_device(device: torch.device, **tables: Table) -> dict[str, OnDevice]:
+    """Tables where kernels of `device` read them: those of the host go over in one copy.
+
+    Nothing is waited for: the copy starts from pinned memory, which torch keeps until it is done.
+    """
+    placed = {
+        name: OnDevice(table, None)
+        for name, table in tables.items()
+        if isinstance(table, torch.Tensor) and table.is_cuda
+    }
+    host = {name: _numbers(name, table) for name, table in tables.items() if name not in placed}
+    if not host:
+        return placed
+    if torch.cuda.is_current_stream_capturing():
+        raise _invalid(next(iter(host)), "a table on cuda while a graph is captured", "one on cpu")
+    sizes = [table.size for table in host.values()]
+    pinned = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    np.concatenate([table.ravel() for table in host.values()], out=pinned.numpy())
+    parts = torch.split(pinned.to(device, non_blocking=True), sizes)
+    for (name, table), part in zip(host.items(), parts, strict=True):
+        placed[name] = OnDevice(part.view(table.shape), tables[name])
+    return placed
+
+
+def whole(length: int, beside: Table) -> Table:
+    """Offsets [0, length] of a call with one request, on the device of the table they split."""
+    if isinstance(beside, torch.Tensor) and beside.is_cuda:
+        return torch.linspace(0, length, 2, dtype=torch.int32, device=beside.device)
+    return np.array([0, length], np.int32)
+
+
+def _numbers(name: str, table: Any) -> npt.NDArray[np.int32]:
+    if isinstance(table, torch.Tensor):
+        table = table.numpy()
+    if not isinstance(table, np.ndarray):
+        raise _invalid(name, "a tensor", f"an object of type {type(table).__name__}")
+    if table.dtype != np.int32:
+        raise _invalid(name, "int32", str(table.dtype))
+    return table
+
+
+def _invalid(what: str, expected: str, got: str) -> InvalidArgument:
+    text = f"{what}: expected {expected}, got {got}"
+    return InvalidArgument(text, expected=expected, got=got)

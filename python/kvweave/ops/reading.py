@@ -1,0 +1,32 @@
+"""What the ops that read pages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvweave._native import Reach, RopeTable
+from kvweave.ops.dispatch import OnDevice, Pages, Table
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Arguments of one call; the native module reads the fields by name."""
+
+    q: torch.Tensor
+    positions: Table | OnDevice
+    entries: Table | OnDevice
+    cache: Pages
+    layer: int
+    kv_heads: int
+    scale: float
+    rope: RopeTable
+    window: int | None
+    softcap: float | None
+    reach: Reach | None
+
+    def placed(self, tables: Mapping[str, OnDevice]) -> Reading:
+        """The same call with its tables on a device."""
+        return replace(self, positions=tables["positions"], entries=tables["entries"])

@@ -1,0 +1,70 @@
+"""How much attention each token gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import _native
+from kvweave._native import Reach, RopeTable
+from kvweave.ops.dispatch import Backend, Pages, Table, refuse_cuda, refuse_gradients
+from kvweave.ops.reading import Reading
+
+
+@dataclass(frozen=True)
+class EdgeMass:
+    """Where `score_tokens` writes how much of each row's attention goes to far keys.
+
+    `share` f32 [R, H], contiguous: the softmax mass of row and query head on keys outside the
+    first `sink` and the latest `window` (at least 1), from 0 to 1: what a local head would not see
+    (RedKnot, sections 1 and 3.2). 0 for a row that sees no key.
+    """
+
+    share: torch.Tensor
+    window: int
+    sink: int = 0
+
+
+def score_tokens(
+    q: torch.Tensor,
+    positions: Table,
+    entries: Table,
+    cache: Pages,
+    layer: int,
+    *,
+    kv_heads: int,
+    scale: float,
+    rope: RopeTable,
+    window: int | None = None,
+    softcap: float | None = None,
+    reach: Reach | None = None,
+    entry_offsets: Table | None = None,
+    edge: EdgeMass | None = None,
+    backend: Backend = None,
+) -> torch.Tensor:
+    """Attention mass of every key of one request: Sparse-Q (SparseX, section 3, Algorithm 1).
+
+    q [R, H, D] are the probing rows. With a `reach`, entry_offsets i32 [tables + 1] splits the
+    entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads of
+    the softmax weight of each key. The score matrix is never stored. `edge` is written in the
+    same passes.
+    """
+    refuse_gradients(q)
+    call = Reading(
+        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
+    )
+    refuse_cuda("score_tokens", "cache", cache, backend)
+    mass = torch.empty(_end_of(entries), dtype=torch.float32)
+    far = None if edge is None else (edge.share, edge.window, edge.sink)
+    _native.score_tokens(call, entry_offsets, mass, far, backend == "reference")
+    return mass
+
+
+def _end_of(entries: Table) -> int:
+    """The largest end of an entry; 0 for a table that the op itself will refuse."""
+    if entries.ndim != 2 or entries.shape[1] != 5 or len(entries) == 0:
+        return 0
+    _, begin, end, position, _ = np.asarray(entries).T.astype(np.int64)
+    return max(0, int((position + end - begin).max()))

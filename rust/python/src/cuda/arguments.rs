@@ -1,0 +1,148 @@
+//! CUDA tensors as arguments: dtype, shape, strides, device, alignment and overlap.
+//!
+//! Their owners are held for the call; that memory lives until the stream has passed is torch's
+//! own promise for tensors that are used on the current stream.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::HeadRows;
+use kvweave_cuda::{DeviceRows, DeviceTensor};
+use pyo3::prelude::*;
+
+use crate::arguments::{Table, rows_of};
+use crate::dlpack::{Borrowed, borrow};
+use crate::dtype::DType;
+use crate::failure::Failure;
+use crate::tensor::{Device, TensorRef};
+
+/// A table as Python hands it over: on the device, and on the host too where it came from there.
+pub type TablePair<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
+
+/// Where a call runs, and on what elements: the cache says it.
+#[derive(Clone, Copy)]
+pub struct Place {
+    pub device: Device,
+    /// The device's number.
+    pub ordinal: u32,
+    pub dtype: KvDtype,
+}
+
+impl Place {
+    /// The place of a tensor whose elements a KV cache may hold.
+    pub fn of(what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
+        let Device::Cuda(ordinal) = tensor.device else {
+            return Err(Failure::invalid(what, "a CUDA tensor", tensor.device.name()));
+        };
+        let ordinal = u32::try_from(ordinal)
+            .map_err(|_| Failure::invalid(what, "a device of at least 0", ordinal))?;
+        let dtype = match tensor.dtype {
+            DType::F32 => KvDtype::F32,
+            DType::Bf16 => KvDtype::Bf16,
+            DType::F16 => KvDtype::F16,
+            other => {
+                let expected = "float32, bfloat16 or float16";
+                return Err(Failure::invalid(what, expected, other.name()));
+            }
+        };
+        tensor.expect_aligned(what, tensor.dtype.bytes())?;
+        Ok(Self { device: tensor.device, ordinal, dtype })
+    }
+
+    /// Refuses a tensor of another dtype, on another device, or between two elements.
+    fn expect(&self, what: &str, tensor: &TensorRef, dtype: DType) -> Result<(), Failure> {
+        tensor.expect_dtype(what, dtype)?;
+        tensor.expect_device(what, self.device)?;
+        tensor.expect_aligned(what, dtype.bytes())
+    }
+
+    /// A tensor [R, heads, D] of the cache's dtype, by strides; and the same without elements, for
+    /// the core's checks.
+    pub fn rows(
+        &self,
+        what: &str,
+        tensor: &TensorRef,
+    ) -> Result<(DeviceRows, HeadRows<'static, ()>), Failure> {
+        self.expect(what, tensor, self.dtype.into())?;
+        let rows = rows_of(what, tensor, nothing(tensor.reach(what)?))?;
+        let (row_stride, head_stride) = (rows.row_stride, rows.head_stride);
+        Ok((DeviceRows { tensor: reach_of(what, tensor)?, row_stride, head_stride }, rows))
+    }
+
+    /// A contiguous tensor to write results to, apart from everything that is read.
+    pub fn output(
+        &self,
+        what: &str,
+        tensor: &TensorRef,
+        (dtype, shape): (DType, &[(&str, Option<usize>)]),
+        read: &[(&str, &TensorRef)],
+    ) -> Result<DeviceTensor, Failure> {
+        self.expect(what, tensor, dtype)?;
+        tensor.expect_shape(what, shape)?;
+        tensor.expect_contiguous(what)?;
+        tensor.expect_writable(what)?;
+        read.iter().try_for_each(|(name, other)| tensor.expect_apart(what, other, name))?;
+        reach_of(what, tensor)
+    }
+}
+
+/// A table of i32 on the device, and on the host too where it came from there.
+pub struct DeviceTable<'py> {
+    pub on_device: Borrowed<'py>,
+    on_host: Option<Table<'py>>,
+}
+
+impl<'py> DeviceTable<'py> {
+    pub fn of(what: &str, (on_device, on_host): &TablePair<'py>) -> PyResult<Self> {
+        let on_host = on_host.as_ref().map(|table| Table::of(what, table)).transpose()?;
+        Ok(Self { on_device: borrow(what, on_device)?, on_host })
+    }
+
+    /// The table [N, `COLUMNS`] on the device, and N.
+    pub fn rows<const COLUMNS: usize>(
+        &self,
+        what: &str,
+        place: &Place,
+    ) -> Result<(DeviceTensor, usize), Failure> {
+        self.shaped(what, place, &[("N", None), ("columns", Some(COLUMNS))])
+    }
+
+    /// The list [N] on the device, and N.
+    pub fn list(&self, what: &str, place: &Place) -> Result<(DeviceTensor, usize), Failure> {
+        self.shaped(what, place, &[("N", None)])
+    }
+
+    fn shaped(
+        &self,
+        what: &str,
+        place: &Place,
+        shape: &[(&str, Option<usize>)],
+    ) -> Result<(DeviceTensor, usize), Failure> {
+        let tensor = &self.on_device.tensor;
+        place.expect(what, tensor, DType::I32)?;
+        tensor.expect_shape(what, shape)?;
+        tensor.expect_contiguous(what)?;
+        Ok((reach_of(what, tensor)?, tensor.shape()[0]))
+    }
+
+    /// The same table on the host, where it can be checked without waiting.
+    pub fn rows_on_host<const COLUMNS: usize>(
+        &self,
+        what: &str,
+    ) -> Result<Option<&[[i32; COLUMNS]]>, Failure> {
+        self.on_host.as_ref().map(|table| table.rows(what)).transpose()
+    }
+
+    /// The same list on the host.
+    pub fn list_on_host(&self, what: &str) -> Result<Option<&[i32]>, Failure> {
+        self.on_host.as_ref().map(|table| table.list(what)).transpose()
+    }
+}
+
+/// The elements of a tensor from its first to one past its last.
+pub fn reach_of(what: &str, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
+    Ok(DeviceTensor { address: tensor.ptr as u64, len: tensor.reach(what)? })
+}
+
+/// A slice of some length without memory: what the core's checks take for memory elsewhere.
+pub fn nothing(len: usize) -> &'static [()] {
+    Vec::leak(vec![(); len])
+}

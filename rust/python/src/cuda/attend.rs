@@ -1,0 +1,98 @@
+//! `attend_prefill` and `attend_decode` on CUDA.
+
+use kvweave_core::ops::check_offsets;
+use kvweave_cuda::AttendLaunch;
+use pyo3::prelude::*;
+
+use super::arguments::{DeviceTable, TablePair};
+use super::device::backend;
+use super::reading::{Call, Reading};
+use crate::arguments::raised;
+use crate::attention::AttentionArguments;
+use crate::dlpack::borrow;
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+
+/// Without `row_offsets` row b is request b: a decode step. `stream` is the handle of the stream
+/// to run on.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, stream))]
+pub fn attend_cuda(
+    py: Python<'_>,
+    arguments: AttentionArguments<'_>,
+    row_offsets: Option<TablePair<'_>>,
+    entry_offsets: TablePair<'_>,
+    out: &Bound<'_, PyAny>,
+    lse: &Bound<'_, PyAny>,
+    stream: u64,
+) -> PyResult<()> {
+    let reading = Reading::of(py, &arguments, &entry_offsets)?;
+    let row_offsets = row_offsets.map(|pair| DeviceTable::of("row_offsets", &pair)).transpose()?;
+    let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
+    let checks = || {
+        let call = reading.call()?;
+        let (out, lse) = (&out.tensor, &lse.tensor);
+        let vectors = &call.vectors;
+        let [r, h, d] = [("R", vectors.rows), ("H", vectors.heads), ("D", vectors.head_dim)]
+            .map(|(name, size)| (name, Some(size)));
+        let [q, positions, entries, offsets, cache] = reading.read();
+        let read = [q, positions, entries, offsets, cache, ("lse", lse)];
+        let element = DType::from(call.place.dtype);
+        let values = call.place.output("out", out, (element, &[r, h, d]), &read)?;
+        let lse = call.place.output("lse", lse, (DType::F32, &[r, h]), &read[..5])?;
+        let rows = Rows::of(&call, row_offsets.as_ref())?;
+        Ok((call, rows, values, lse))
+    };
+    let (call, rows, out, lse) = raised(py, checks())?;
+    entry(py, || {
+        call.validate()?;
+        if let Some(offsets) = rows.on_host {
+            check_offsets("row_offsets", offsets, call.vectors.rows)?;
+        }
+        let backend = backend(call.place.ordinal)?;
+        let kept = call.kept_tables(&backend)?;
+        let launch = AttendLaunch {
+            kv: call.kv(&kept),
+            q: call.q,
+            positions: call.positions,
+            row_offsets: rows.offsets,
+            out,
+            lse,
+            scale: call.scoring.scale,
+            softcap: call.scoring.softcap,
+            rows: call.vectors.rows,
+            requests: call.requests,
+            query_heads: call.vectors.heads,
+            stream,
+        };
+        // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
+        // the stream has passed; tables that are kept live as long as their owners. Offsets were
+        // checked on the host, or are the caller's promise where they lie on the device.
+        unsafe { backend.attend(&launch) }.map_err(Failure::from)
+    })
+}
+
+/// How rows belong to requests.
+struct Rows<'a> {
+    offsets: Option<kvweave_cuda::DeviceTensor>,
+    on_host: Option<&'a [i32]>,
+}
+
+impl<'a> Rows<'a> {
+    fn of(call: &Call<'_>, table: Option<&'a DeviceTable<'_>>) -> Result<Self, Failure> {
+        let expected = |count: usize| format!("{count} elements");
+        let Some(table) = table else {
+            let rows = call.vectors.rows;
+            if rows != call.requests {
+                return Err(Failure::invalid("q rows", expected(call.requests), rows));
+            }
+            return Ok(Self { offsets: None, on_host: None });
+        };
+        let (offsets, ends) = table.list("row_offsets", &call.place)?;
+        if ends != call.requests + 1 {
+            return Err(Failure::invalid("row_offsets", expected(call.requests + 1), ends));
+        }
+        Ok(Self { offsets: Some(offsets), on_host: table.list_on_host("row_offsets")? })
+    }
+}
