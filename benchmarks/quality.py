@@ -1,14 +1,15 @@
 """Quality on held-out text: `python -m benchmarks.quality LOGS [--steps N] [--record]`.
 
-The policies' settings were chosen on State of the Union speeches. The texts here are others, the
-list of samples below was fixed before any of them was measured, and every policy has its default
-settings. LOGS is a folder that keeps each sample once it is measured: an interrupted run goes on.
+The policies' settings were chosen on State of the Union speeches. The other texts here are held
+out, the list of samples below was fixed before any of them was measured, and every policy has its
+default settings. LOGS is a folder that keeps each sample once it is measured: an interrupted run goes on.
 Quality does not depend on how busy the machine is; times are not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ import numpy as np
 from benchmarks import record
 from kvweave.bench.rows import Row
 from kvweave.eval import Evaluation, Interval, bootstrap, evaluate, task_of
+from kvweave.eval.corpus import corpus_of
 from kvweave.models import load
 from kvweave.runner import Runner
 
 SEED = 1
+TUNED_ON = "sotu"
 CONTROLLED = 10
 """Samples of `lm` that also get the noise floor and the control without Δ-RoPE."""
 
@@ -39,6 +42,8 @@ class Job:
     def name(self) -> str:
         model = "" if self.model == "smollm2" else f"{self.model}, "
         text = "" if self.corpus is None else f", {self.corpus}"
+        if self.corpus == TUNED_ON:
+            text += " (tuned on)"
         return f"{model}{self.task}{text}, {self.length}"
 
 
@@ -53,6 +58,7 @@ STEPS: tuple[tuple[Job, int], ...] = (
     (CODE, 100),
     (Job("lm", "kjv", 1024, "qwen-coder"), 12),
     (Job("lm", "python", 1024, "qwen-coder"), 12),
+    (Job("lm", TUNED_ON, 1024), 50),
 )
 
 
@@ -71,10 +77,17 @@ def run(logs: Path, steps: int) -> list[Row]:
             samples=samples,
             seed=SEED,
             controlled=CONTROLLED if job.task == "lm" else 0,
-            log=logs / f"{job.name.replace(', ', '-')}.jsonl",
+            log=logs / f"{re.sub(r'[^a-z0-9]+', '-', job.name)}.jsonl",
         )
         print(f"{job.name}: {samples} samples", flush=True)
-    return [row for job, evaluation in found.items() for row in rows_of(job.name, evaluation)]
+    rows = []
+    for job, evaluation in found.items():
+        text = "" if job.corpus is None else corpus_of(job.corpus).digest
+        rows += [
+            Row(row.name, row.value, row.unit, row.p95, {**row.of, "text": text})
+            for row in rows_of(job.name, evaluation)
+        ]
+    return rows
 
 
 def rows_of(name: str, evaluation: Evaluation) -> list[Row]:

@@ -14,6 +14,7 @@ from benchmarks.record import RECORDS, ROOT
 
 START, END = "<!-- results -->\n", "<!-- end of results -->"
 TITLES = {
+    "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
     "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
     "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
@@ -22,8 +23,12 @@ TITLES = {
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 ", "cuda_copy_rerotate": "Llama-8B"}
-COMMANDS = {"cuda_copy_rerotate": "kvweave bench ops --case copy_rerotate"}
-HIDDEN = {"elements", "tokens"}
+COMMANDS = {
+    "quality": "python -m benchmarks.quality out/quality",
+    "cuda_copy_rerotate": "kvweave bench ops --case copy_rerotate",
+}
+HIDDEN = {"elements", "tokens", "text"}
+VALUE = {"quality": "KL to full"}
 
 
 def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
@@ -50,18 +55,25 @@ def _table(case: str, run: dict[str, Any]) -> str:
         f"**{TITLES[case]}** — `{command}`, {run['time'][:10]}: "
         f"{machine['processor']}, {machine['cores']} cores; {versions}.",
         "",
-        "| what | median | p95 | " + " | ".join(beside) + " |",
-        "|---|" + "---:|" * (2 + len(beside)),
     ]
+    spread = ["p95"] if any(row["p95"] is not None for row in rows) else []
+    heads = ["what", VALUE.get(case, "median"), *spread, *beside]
+    lines += [_line(heads), "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        p95 = "" if row["p95"] is None else _figure(row["p95"])
+        measured = f"{_figure(row['value'])} {row['unit']}".rstrip()
+        p95 = ["" if row["p95"] is None else _figure(row["p95"]) for _ in spread]
         cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
-        measured = f"{_figure(row['value'])} {row['unit']}"
-        lines.append(f"| {row['name']} | {measured} | {p95} | " + " | ".join(cells) + " |")
+        lines.append(_line([row["name"], measured, *p95, *cells]))
     return "\n".join(lines) + "\n"
 
 
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def _figure(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_figure, value))}]"
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
