@@ -2,8 +2,8 @@
 
 The policies' settings were chosen on State of the Union speeches. The other texts here are held
 out, the list of samples below was fixed before any of them was measured, and every policy has its
-default settings. LOGS is a folder that keeps each sample once it is measured: an interrupted run goes on.
-Quality does not depend on how busy the machine is; times are not recorded.
+default settings. LOGS is a folder that keeps each sample once it is measured: an interrupted run
+goes on. Quality does not depend on how busy the machine is; times are not recorded.
 """
 
 from __future__ import annotations
