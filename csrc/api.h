@@ -76,8 +76,11 @@ struct alignas(64) TensorMap {
 
 // attend_prefill_sm90.
 struct TiledAttendParams {
-  TensorMap pages;  // the whole cache as rows of D elements, boxes of [page_tokens, 64]
+  // The cache by axes: 64 columns, slot, K or V, block of 64 columns, and where a page begins in
+  // units of `page_unit` elements. A box is 16 slots of one page: [1, D / 64, 2, 16, 64].
+  TensorMap pages;
   AttendParams attend;
+  int64_t page_unit;
 };
 
 // score_tokens. V = rows · query_heads / kv_heads: query vectors of one KV head, those of a row next

@@ -47,6 +47,39 @@ struct State {
   float m, l;  // largest score, in powers of two; sum of 2^(score − m)
 };
 
+// What is rare is not inlined, and has loops: from cold memory, instructions cost as much as data.
+
+__device__ __noinline__ float capped(float score, float cap) { return cap * tanhf(score / cap); }
+
+// One element of a query, turned back by delta.
+template <typename T>
+__device__ __forceinline__ float turned_element(const T* query, int d, int delta,
+                                                const PagedKv& kv) {
+  const int pairs = static_cast<int>(kv.pairs);
+  const float raw = static_cast<float>(query[d]);
+  if (delta == 0 || d >= 2 * pairs) return raw;
+  const bool interleaved = kv.interleaved != 0;
+  const int i = interleaved ? d / 2 : d % pairs;
+  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
+  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
+  const float rest = static_cast<float>(query[other]);
+  float cosine, sine;
+  cos_sin(half_turns(-delta, kv.inv_freq[i]), cosine, sine);
+  return raw * cosine + (is_first ? -rest : rest) * sine;
+}
+
+// The fragments of a turned query (null for none), [D / 8].
+template <typename T, int D>
+__device__ __noinline__ void turned_queries(uint32_t* to, const T* query, int delta,
+                                            const PagedKv& kv) {
+#pragma unroll 1
+  for (int i = 0; i < D / 8; ++i) {
+    const int d = 8 * i + threadIdx.x % 4 * 2;
+    to[i] = query == nullptr ? 0u : pack<T>(turned_element(query, d, delta, kv),
+                                            turned_element(query, d + 1, delta, kv));
+  }
+}
+
 template <typename T, int D, int kWarps, int kStages>
 class Decode {
  public:
@@ -64,8 +97,7 @@ class Decode {
     uint2 halves[kWarps][kStages][2];  // mask, delta
     State states[kWarps][kQueries];
     int slots[kWarps];
-    float largest[kWarps][kQueries];
-    float sums[kThreads];
+    State sums[kThreads];
     bool last;
     alignas(16) unsigned char tiles[kWarps][kStages][kStage];
   };
@@ -89,6 +121,7 @@ class Decode {
     int item = item_of(first);
     next = {item, 0, 0};
     open(next);
+#pragma unroll 1
     for (int s = 0; s < kStages; ++s) fetch(s);
     for (; item < items && begin_of(item) < stop; ++item) {
       if (sh.items[item].end > begin_of(item)) piece(item);
@@ -126,12 +159,13 @@ class Decode {
 
   // Finds what each item reads, and lays the items' units end to end.
   __device__ void lay_out() {
+#pragma unroll 1
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const int kv_head = i / chunks % p.kv.kv_heads;
       const int request = i / chunks / p.kv.kv_heads;
       const Reach reach = reach_of(p.kv, kv_head);
       const int position = p.positions[request];
-      const EntryRange range = entries_seen(p.kv, reach, request, position, position);
+      const EntryRange range = entries_seen(p.kv, reach, request, position, position, true);
       const Item item = {(range.count * halves_per_entry + 1) / 2, range};
       sh.items[i] = item;
       if (item.end == 0 && i % gridDim.x == blockIdx.x) write_nothing(i);
@@ -139,6 +173,7 @@ class Decode {
     __syncthreads();
     if (warp == 0) {
       int before = 0;
+#pragma unroll 1
       for (int i = 0; i < items; i += 32) {
         int sum = i + lane < items ? sh.items[i + lane].end : 0;
 #pragma unroll
@@ -155,8 +190,10 @@ class Decode {
 
   __device__ void write_nothing(int i) const {
     const Heads of = heads_of(i);
+#pragma unroll 1
     for (int q = 0; q < of.count; ++q) {
       T* out = out_row(of, q);
+#pragma unroll 1
       for (int d = 0; d < D; ++d) out[d] = T(0.0f);
       *lse_of(of, q) = -INFINITY;
     }
@@ -257,36 +294,30 @@ class Decode {
 
   // ---- attending ----------------------------------------------------------------------------
 
-  // One element of a query, turned back by delta.
-  __device__ float query_element(const T* query, int d, int delta) const {
-    const int pairs = p.kv.pairs;
-    const float raw = static_cast<float>(query[d]);
-    if (delta == 0 || d >= 2 * pairs) return raw;
-    const bool interleaved = p.kv.interleaved != 0;
-    const int i = interleaved ? d / 2 : d % pairs;
-    const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-    const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-    const float rest = static_cast<float>(query[other]);
-    float cosine, sine;
-    cos_sin(half_turns(-delta, p.kv.inv_freq[i]), cosine, sine);
-    return is_first ? raw * cosine - rest * sine : raw * cosine + rest * sine;
+  __device__ void load_queries(const Heads& of) {
+    turned_by = 0;
+    const T* query = query_of(of);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      queries[i / 2][i % 2] =
+          query == nullptr ? 0u : reinterpret_cast<const uint32_t*>(query)[4 * i + lane % 4];
+    }
   }
 
-  __device__ void load_queries(const Heads& of, int delta) {
+  __device__ void turn_queries(const Heads& of, int delta) {
     turned_by = delta;
+    uint32_t turned[2 * kSteps];
+    turned_queries<T, D>(turned, query_of(of), delta, p.kv);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
+  }
+
+  // Element 0 of the query of this lane's column, or null.
+  __device__ const T* query_of(const Heads& of) const {
     const int q = lane / 4;
-    const T* query = static_cast<const T*>(p.q) + of.request * p.q_row_stride +
-                     (of.first + q) * p.q_head_stride;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int d = 16 * s + 8 * h + lane % 4 * 2;
-        queries[s][h] = q < of.count ? pack<T>(query_element(query, d, delta),
-                                               query_element(query, d + 1, delta))
-                                     : 0u;
-      }
-    }
+    return q < of.count ? static_cast<const T*>(p.q) + of.request * p.q_row_stride +
+                              (of.first + q) * p.q_head_stride
+                        : nullptr;
   }
 
   // Scores of 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
@@ -309,9 +340,10 @@ class Decode {
     const Heads of = heads_of(item);
     float out[kSteps][4] = {};
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-    load_queries(of, 0);
+    load_queries(of);
 
-    int freed = -1;
+    bool any = false;
+#pragma unroll 1
     for (int unit = from + warp; unit < to; unit += kWarps) {
       if (freed >= 0) {
         __syncwarp();
@@ -322,12 +354,14 @@ class Decode {
       wait_for_copies<kStages - 1>();
       __syncwarp();
       attend(freed, of, out, m, l);
+      any = true;
     }
-    put_together(item, of, from == 0 && to == sh.items[item].end - begin, freed, out, m, l);
-    if (freed >= 0) fetch(freed);
+    put_together(item, of, from == 0 && to == sh.items[item].end - begin, any ? freed : -1, out, m,
+                 l);
   }
 
-  int stage = 0;  // the one that is filled first
+  int stage = 0;   // the one that is filled first
+  int freed = -1;  // the one that was read last, to be filled again
 
   __device__ void attend(int at, const Heads& of, float (&out)[kSteps][4], float (&m)[2],
                          float (&l)[2]) {
@@ -339,12 +373,12 @@ class Decode {
     // A page of 8 tokens may have another delta than the next one.
     const int deltas[2] = {low.x ? static_cast<int>(low.y) : static_cast<int>(high.y),
                            high.x ? static_cast<int>(high.y) : static_cast<int>(low.y)};
-    if (deltas[0] != turned_by) load_queries(of, deltas[0]);
+    if (deltas[0] != turned_by) turn_queries(of, deltas[0]);
     float s[4];
     score(s, keys);
     if (deltas[1] != deltas[0]) {
       float upper[4];
-      load_queries(of, deltas[1]);
+      turn_queries(of, deltas[1]);
       score(upper, keys);
       s[2] = upper[2];
       s[3] = upper[3];
@@ -353,9 +387,8 @@ class Decode {
     const bool seen[2] = {((low.x >> (lane / 4)) & 1) != 0, ((high.x >> (lane / 4)) & 1) != 0};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float capped = p.softcap > 0 ? p.softcap * tanhf(s[e] * p.scale / p.softcap)
-                                         : s[e] * p.scale;
-      s[e] = seen[e / 2] ? capped * kLog2e : -INFINITY;
+      s[e] = p.softcap > 0 ? capped(s[e] * p.scale, p.softcap) : s[e] * p.scale;
+      s[e] = seen[e / 2] ? s[e] * kLog2e : -INFINITY;
     }
     float shrink[2];
 #pragma unroll
@@ -431,6 +464,7 @@ class Decode {
     // the one that goes on after it.
     const int slot = 2 * blockIdx.x + (begin_of(item) > first ? 1 : 0);
     float* partial = whole ? nullptr : partial_of(slot);
+#pragma unroll 1
     for (int i = threadIdx.x; i < of.count * D; i += kThreads) {
       const int q = i / D, d = i % D;
       float largest = -INFINITY;
@@ -453,18 +487,18 @@ class Decode {
       }
     }
     if (!whole) {
-      __threadfence();
       __syncthreads();
       const int begin = begin_of(item), end = sh.items[item].end;
       const int first_block = begin / share, last_block = (end - 1) / share;
       if (threadIdx.x == 0) {
+        __threadfence();
         const uint32_t before = atomicAdd(p.counters + item, 1u);
         sh.last = before == static_cast<uint32_t>(last_block - first_block);
         if (sh.last) p.counters[item] = 0;
+        __threadfence();
       }
       __syncthreads();
       if (sh.last) {
-        __threadfence();
         add_up(of, begin, first_block, last_block);
       }
     }
@@ -480,71 +514,55 @@ class Decode {
   // Adds up the blocks' parts of an item. Groups of threads take turns at the parts, each thread
   // four elements.
   __device__ void add_up(const Heads& of, int begin, int first_block, int last_block) {
-    auto part_of = [&](int block) {
+    const auto part_of = [&](int block) {
       return partial_of(2 * block + (begin > block * share ? 1 : 0));
     };
     const int parts = last_block - first_block + 1;
-    float largest = -INFINITY;
-    for (int i = threadIdx.x / kQueries; i < parts; i += kThreads / kQueries) {
-      const float* states = part_of(first_block + i) + kQueries * D;
-      const int q = threadIdx.x % kQueries;
-      if (q < of.count) largest = fmaxf(largest, __ldcg(states + 2 * q));
-    }
-#pragma unroll
-    for (int step = kQueries; step < 32; step *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    }
-    if (lane < kQueries) sh.largest[warp][lane] = largest;
-    __syncthreads();
-
     const int columns = of.count * D / 4;
     const int teams = max(1, kThreads / columns);
     const int team = threadIdx.x / columns;
-    float4* sums = reinterpret_cast<float4*>(sh.tiles[0][sh.slots[0]]);
+    float4* values = reinterpret_cast<float4*>(sh.tiles[0][sh.slots[0]]);
     for (int column = teams > 1 ? threadIdx.x % columns : threadIdx.x; column < columns;
          column += teams > 1 ? columns : kThreads) {
       const int q = column * 4 / D;
-      float top = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, sh.largest[w][q]);
       float4 value = {0, 0, 0, 0};
-      float sum = 0;
+      State state = {-INFINITY, 0};
       if (team < teams) {
-#pragma unroll 8
+#pragma unroll 4
         for (int i = team; i < parts; i += teams) {
           const float* part = part_of(first_block + i);
           const float4 x = __ldcg(reinterpret_cast<const float4*>(part) + column);
           const float2 y = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
-          const float weight = weight_of({y.x, y.y}, top);
-          value.x += weight * x.x;
-          value.y += weight * x.y;
-          value.z += weight * x.z;
-          value.w += weight * x.w;
-          sum += weight * y.y;
+          add(value, state, x, {y.x, y.y});
         }
       }
       if (teams > 1) {
         if (team < teams) {
-          sums[team * columns + column] = value;
-          sh.sums[team * columns + column] = sum;
+          values[threadIdx.x] = value;
+          sh.sums[threadIdx.x] = state;
         }
         __syncthreads();
         if (team != 0) break;
         for (int other = 1; other < teams; ++other) {
-          const float4 x = sums[other * columns + column];
-          value.x += x.x;
-          value.y += x.y;
-          value.z += x.z;
-          value.w += x.w;
-          sum += sh.sums[other * columns + column];
+          add(value, state, values[other * columns + column], sh.sums[other * columns + column]);
         }
       }
       const int d = column * 4 % D;
-      finish(of, q, d, value.x, sum, top);
-      finish(of, q, d + 1, value.y, sum, top);
-      finish(of, q, d + 2, value.z, sum, top);
-      finish(of, q, d + 3, value.w, sum, top);
+      finish(of, q, d, value.x, state.l, state.m);
+      finish(of, q, d + 1, value.y, state.l, state.m);
+      finish(of, q, d + 2, value.z, state.l, state.m);
+      finish(of, q, d + 3, value.w, state.l, state.m);
     }
+  }
+
+  static __device__ void add(float4& value, State& state, const float4& x, const State& other) {
+    const float largest = fmaxf(state.m, other.m);
+    const float mine = weight_of(state, largest), its = weight_of(other, largest);
+    value.x = mine * value.x + its * x.x;
+    value.y = mine * value.y + its * x.y;
+    value.z = mine * value.z + its * x.z;
+    value.w = mine * value.w + its * x.w;
+    state = {largest, mine * state.l + its * other.l};
   }
 };
 
@@ -563,11 +581,11 @@ class Decode {
     static constexpr int kWarps = OTHER_WARPS, kStages = OTHER_STAGES, kBytes = OTHER_BYTES;     \
   };
 #endif
-SHAPE(64, 8, 4, 170288, 4, 4, 95392)
-SHAPE(80, 8, 4, 203056, 4, 2, 66592)
-SHAPE(96, 8, 3, 182448, 4, 2, 74784)
-SHAPE(128, 8, 3, 231600, 4, 2, 91168)
-SHAPE(256, 4, 3, 224352, 4, 2, 156704)
+SHAPE(64, 8, 4, 171056, 4, 4, 95776)
+SHAPE(80, 8, 4, 203824, 4, 2, 66976)
+SHAPE(96, 8, 3, 183216, 4, 2, 75168)
+SHAPE(128, 8, 3, 232368, 4, 2, 91552)
+SHAPE(256, 4, 3, 224736, 4, 2, 157088)
 
 #define KERNEL(DTYPE, TYPE, D)                                                             \
   extern "C" __global__ void __launch_bounds__(32 * Shape##D::kWarps, 1)                   \

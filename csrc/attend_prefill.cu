@@ -49,9 +49,9 @@ class Prefill {
       : p(params), sh(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
   __device__ void run() {
-    rows = row_tile(p, kPairs, blockIdx.x);
+    rows = row_tile(p, kPairs, blockIdx.y);
     if (rows.begin == rows.end) return;
-    kv_head = blockIdx.y;
+    kv_head = blockIdx.x;
     group = static_cast<int>(p.query_heads / p.kv.kv_heads);
     reach = reach_of(p.kv, kv_head);
 #pragma unroll

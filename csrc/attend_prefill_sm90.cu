@@ -6,10 +6,15 @@
 // While the tensor cores multiply the values of one tile, the threads make weights of the next
 // tile's scores (the order of FlashAttention-3), so both are busy.
 //
-// Needs pages of 8, 16, 32, 64 or 128 tokens whose tokens follow each other without gaps, D 64 or
-// 128, and a positive scale; rust/cuda/src/attend.rs asks for attend_prefill.cu otherwise.
+// A copy takes keys and values of 16 tokens at once, all columns, so the tile in shared memory is a
+// row of such chunks. The first product takes rows 0–7 of every chunk as its keys, the second one
+// rows 8–15: a permutation of the keys that the weights undo for free.
+//
+// Needs pages of 16, 32, 64 or 128 tokens, D 64 or 128, a positive scale and no soft cap;
+// rust/cuda/src/attend.rs asks for attend_prefill.cu otherwise.
 
 #include <cmath>
+#include <cstddef>
 
 #include "api.h"
 #include "hopper.cuh"
@@ -23,24 +28,45 @@ constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kThreads = 128 * (1 + kGroups);
 constexpr int kPairs = 64 * kGroups;
 constexpr int kKeys = 128;
-constexpr int kStages = 2;
-constexpr int kTiles = 4;  // descriptions alive at once: of the tiles in both stages, and one done
+constexpr int kChunk = 16;  // tokens copied at once
+constexpr int kStages = 3;
+constexpr int kTiles = 4;  // descriptions alive at once: of the tiles in the stages, and one done
 constexpr int kFetchRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
+constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Keys and values of 16 tokens, by blocks of 64 columns, rows of 128 bytes swizzled.
+template <int D>
+struct Chunk {
+  struct {
+    unsigned char keys[kChunk * 128], values[kChunk * 128];
+  } blocks[D / 64];
+};
+
 template <typename T, int D>
 struct Shared {
-  static constexpr int kBlocks = D / 64;  // of 128 bytes, in a row
-  alignas(1024) unsigned char queries[kGroups][kBlocks][64 * 128];
-  alignas(1024) unsigned char keys[kStages][kBlocks][kKeys * 128];
-  alignas(1024) unsigned char values[kStages][kBlocks][kKeys * 128];
+  alignas(1024) Chunk<D> stages[kStages][kKeys / kChunk];
   KeyTile<kKeys> tiles[kTiles];
   float cosines[kGroups][D / 2], sines[kGroups][D / 2];
-  uint64_t keys_full[kStages], values_full[kStages];    // copied
-  uint64_t keys_empty[kStages], values_empty[kStages];  // read by all warps
+  uint64_t full[kStages];   // copied
+  uint64_t empty[kStages];  // read by all warps
   int lowest, highest;
+};
+
+// Its bytes, without the padding after the last member.
+template <typename T, int D>
+__host__ __device__ constexpr int used() {
+  using All = Shared<T, D>;
+  return static_cast<int>(offsetof(All, highest) + sizeof(int));
+}
+
+// The stage that tile t uses, and the parity of its phase.
+struct Turn {
+  uint32_t stage, parity;
+  __device__ __forceinline__ explicit Turn(uint32_t t)
+      : stage(t % kStages), parity(t / kStages % 2) {}
 };
 
 // The one warp that fetches.
@@ -49,34 +75,55 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
                                       const RowTile& rows, const Reach& reach) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32;
-  constexpr int kBlocks = Shared<T, D>::kBlocks;
   const int page = static_cast<int>(p.kv.page_tokens);
+  const int chunks = page / kChunk;  // of a page
   KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
   for (uint32_t t = 0;; ++t) {
-    const uint32_t stage = t % kStages, parity = t / kStages % 2;
-    barrier_wait(sh.keys_empty[stage], parity ^ 1);
+    const Turn turn(t);
+    barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
     KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     walk.write(tile);
     __syncwarp();
-    const uint32_t bytes = static_cast<uint32_t>(tile.pages * page * D * 2);
-    if (lane == 0) barrier_arrive_expecting(sh.keys_full[stage], bytes);
-    if (bytes == 0) return;
+    const int count = tile.pages * chunks;
+    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * sizeof(Chunk<D>));
+    if (count == 0) return;
     __syncwarp();
-    for (int i = lane; i < tile.pages * kBlocks; i += 32) {
-      const int which = i / kBlocks, block = i % kBlocks;
-      const int row = static_cast<int>(tile.offsets[which] / D);
-      copy_box(shared_address(sh.keys[stage][block]) + which * page * 128, &params.pages,
-               64 * block, row, sh.keys_full[stage]);
+    if (lane < count) {
+      copy_box(shared_address(&sh.stages[turn.stage][lane]), &params.pages,
+               lane % chunks * kChunk,
+               static_cast<int>(tile.offsets[lane / chunks] / params.page_unit),
+               sh.full[turn.stage]);
     }
-    barrier_wait(sh.values_empty[stage], parity ^ 1);
-    if (lane == 0) barrier_arrive_expecting(sh.values_full[stage], bytes);
-    __syncwarp();
-    for (int i = lane; i < tile.pages * kBlocks; i += 32) {
-      const int which = i / kBlocks, block = i % kBlocks;
-      const int row = static_cast<int>((tile.offsets[which] + p.kv.value_offset) / D);
-      copy_box(shared_address(sh.values[stage][block]) + which * page * 128, &params.pages,
-               64 * block, row, sh.values_full[stage]);
-    }
+  }
+}
+
+// One element of a query, turned by the angles of the given cosines and sines.
+template <typename T>
+__device__ __forceinline__ float turned_element(const T* query, int d, const float* cosines,
+                                                const float* sines, int pairs, bool interleaved) {
+  const float raw = static_cast<float>(query[d]);
+  if (d >= 2 * pairs) return raw;
+  const int which = interleaved ? d / 2 : d % pairs;
+  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
+  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
+  const float rest = static_cast<float>(query[other]) * sines[which];
+  return raw * cosines[which] + (is_first ? -rest : rest);
+}
+
+// The fragments of two turned queries (null for none), [D / 16][4]. Not inlined, and with loops: it
+// is rare, and its code should not crowd out the rest.
+template <typename T, int D>
+__device__ __noinline__ void turned_queries(uint32_t* to, const T* low, const T* high,
+                                            const float* cosines, const float* sines, int pairs,
+                                            bool interleaved) {
+#pragma unroll 1
+  for (int i = 0; i < D / 16 * 4; ++i) {
+    const T* query = i % 2 == 0 ? low : high;
+    const int d = i / 4 * 16 + i % 4 / 2 * 8 + threadIdx.x % 4 * 2;
+    to[i] = 0;
+    if (query == nullptr) continue;
+    to[i] = pack<T>(turned_element(query, d, cosines, sines, pairs, interleaved),
+                    turned_element(query, d + 1, cosines, sines, pairs, interleaved));
   }
 }
 
@@ -102,53 +149,56 @@ class Multiply {
   }
 
   __device__ __forceinline__ void run() {
-    float s[64];
-    uint32_t weights[32];
-    load_queries(0);
-    uint32_t t = 0;
-    barrier_wait(sh.keys_full[0], 0);
+    float s[2][32];
+    uint32_t weights[kKeys / 16][4];
+    load_queries();
+    wait_for(0);
     if (sh.tiles[0].pages > 0) {
       turn_queries(sh.tiles[0]);
       products_begin();
       multiply_keys(s, 0);
       products_commit();
       products_wait<0>();
-      hold(s);
-      release(sh.keys_empty[0]);
+      hold(s[0]);
+      hold(s[1]);
       float shrink[2];
       soften(s, sh.tiles[0], shrink);
       round(s, weights);
+      if (me == 0) give_turn();
+      uint32_t t = 0;
       while (true) {
-        const uint32_t next = t + 1;
-        const KeyTile<kKeys>& tile = sh.tiles[next % kTiles];
-        barrier_wait(sh.keys_full[next % kStages], next / kStages % 2);
+        const KeyTile<kKeys>& tile = sh.tiles[(t + 1) % kTiles];
+        wait_for(t + 1);
         if (tile.pages == 0) break;
         turn_queries(tile);
-        hold(s);
+        clear_gaps(t);
+        take_turn();
+        hold(s[0]);
+        hold(s[1]);
         products_begin();
-        multiply_keys(s, next % kStages);
+        multiply_keys(s, t + 1);
         products_commit();
-        wait_for_values(t);
         hold(out);
         products_begin();
-        multiply_values(weights, t % kStages);
+        multiply_values(weights, t);
         products_commit();
+        give_turn();
         products_wait<1>();
-        hold(s);
-        release(sh.keys_empty[next % kStages]);
+        hold(s[0]);
+        hold(s[1]);
         soften(s, tile, shrink);
         products_wait<0>();
         hold(out);
-        release(sh.values_empty[t % kStages]);
+        if (lane == 0) barrier_arrive(sh.empty[Turn(t).stage]);
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) out[i] *= shrink[i / 2 % 2];
         round(s, weights);
-        t = next;
+        ++t;
       }
-      wait_for_values(t);
+      clear_gaps(t);
       hold(out);
       products_begin();
-      multiply_values(weights, t % kStages);
+      multiply_values(weights, t);
       products_commit();
       products_wait<0>();
       hold(out);
@@ -165,117 +215,120 @@ class Multiply {
   int group, first_pair;
   int positions[2];  // of pairs first_pair and + 8
   int turned_by = 0;
+  uint32_t queries[D / 16][4];
   float out[D / 2] = {};
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // largest score, before `scale`
 
-  __device__ __forceinline__ void release(uint64_t& barrier) {
-    if (lane == 0) barrier_arrive(barrier);
+  __device__ __forceinline__ void wait_for(uint32_t t) {
+    const Turn turn(t);
+    barrier_wait(sh.full[turn.stage], turn.parity);
   }
 
-  __device__ __forceinline__ void sync_group() { barrier_of_threads(1 + me, 128); }
-
-  // This warpgroup's queries, turned back by delta, into shared memory.
-  __device__ __forceinline__ void load_queries(int delta) {
-    const int thread = threadIdx.x % 128;
-    const int pairs = static_cast<int>(p.kv.pairs);
-    const bool interleaved = p.kv.interleaved != 0;
-    if (delta != 0) {
-      for (int i = thread; i < pairs; i += 128) {
-        cos_sin(half_turns(-delta, p.kv.inv_freq[i]), sh.cosines[me][i], sh.sines[me][i]);
-      }
-      sync_group();
-    }
-    for (int i = thread; i < 64 * (D / 8); i += 128) {
-      const int row = i / (D / 8), chunk = i % (D / 8);
-      const int pair = rows.begin + 64 * me + row;
-      uint4 packed = {0, 0, 0, 0};
-      if (pair < rows.end) {
-        const T* query = static_cast<const T*>(p.q) +
-                         (rows.first_row + pair / group) * p.q_row_stride +
-                         (blockIdx.y * group + pair % group) * p.q_head_stride;
-        packed = *reinterpret_cast<const uint4*>(query + 8 * chunk);
-        if (delta != 0) packed = turned(query, packed, 8 * chunk, pairs, interleaved);
-      }
-      *reinterpret_cast<uint4*>(sh.queries[me][chunk / 8] + row * 128 +
-                                (chunk % 8 ^ row % 8) * 16) = packed;
-    }
-    show_to_async_units();
-    sync_group();
+  // The warpgroups order their products in turns, so that one makes weights while the other's
+  // products run.
+  __device__ __forceinline__ void take_turn() {
+    barrier_of_threads(kFirstTurn + me, 128 * kGroups);
   }
 
-  __device__ __noinline__ uint4 turned(const T* query, uint4 raw, int from, int pairs,
-                                       bool interleaved) const {
-    float x[8];
-    const T* mine = reinterpret_cast<const T*>(&raw);
+  __device__ __forceinline__ void give_turn() {
+    barrier_pass(kFirstTurn + 1 - me, 128 * kGroups);
+  }
+
+  __device__ __forceinline__ void sync_group() { barrier_of_threads(kFirstGroup + me, 128); }
+
+  // Element 0 of a pair's query, or null where the tile has no such pair.
+  __device__ __forceinline__ const T* query_of(int pair) const {
+    if (pair >= rows.end) return nullptr;
+    return static_cast<const T*>(p.q) + (rows.first_row + pair / group) * p.q_row_stride +
+           (blockIdx.x * group + pair % group) * p.q_head_stride;
+  }
+
+  __device__ __forceinline__ void load_queries() {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int d = from + e;
-      x[e] = static_cast<float>(mine[e]);
-      if (d >= 2 * pairs) continue;
-      const int which = interleaved ? d / 2 : d % pairs;
-      const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-      const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-      const float rest = static_cast<float>(query[other]);
-      x[e] = x[e] * sh.cosines[me][which] + (is_first ? -rest : rest) * sh.sines[me][which];
+    for (int i = 0; i < 2; ++i) {
+      const T* query = query_of(first_pair + 8 * i);
+#pragma unroll
+      for (int k = 0; k < D / 16; ++k) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int d = 16 * k + 8 * h + lane % 4 * 2;
+          queries[k][2 * h + i] =
+              query == nullptr ? 0u : *reinterpret_cast<const uint32_t*>(query + d);
+        }
+      }
     }
-    return {pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7])};
   }
 
+  // Turns the queries back by the tile's delta, from the ones in memory: one rounding.
   __device__ __forceinline__ void turn_queries(const KeyTile<kKeys>& tile) {
     if (tile.delta == turned_by) return;
     turned_by = tile.delta;
-    load_queries(tile.delta);
+    for (int i = threadIdx.x % 128; i < static_cast<int>(p.kv.pairs); i += 128) {
+      cos_sin(half_turns(-turned_by, p.kv.inv_freq[i]), sh.cosines[me][i], sh.sines[me][i]);
+    }
+    sync_group();
+    uint32_t turned[D / 16 * 4];
+    turned_queries<T, D>(turned, query_of(first_pair), query_of(first_pair + 8), sh.cosines[me],
+                         sh.sines[me], static_cast<int>(p.kv.pairs), p.kv.interleaved != 0);
+#pragma unroll
+    for (int i = 0; i < D / 16 * 4; ++i) queries[i / 4][i % 4] = turned[i];
+    sync_group();
   }
 
-  __device__ __forceinline__ void multiply_keys(float (&s)[64], uint32_t stage) {
+  __device__ __forceinline__ void multiply_keys(float (&s)[2][32], uint32_t t) {
+    const uint32_t from = shared_address(sh.stages[Turn(t).stage]);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      const uint32_t a = shared_address(sh.queries[me][k / 4]) + k % 4 * 32;
-      const uint32_t b = shared_address(sh.keys[stage][k / 4]) + k % 4 * 32;
-      Products<T>::keys(s, tile_of(a, 1024, 16), tile_of(b, 1024, 16), k > 0);
+      const uint32_t b = from + k / 4 * sizeof(Chunk<D>::blocks[0]) + k % 4 * 32;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Products<T>::keys(s[half], queries[k],
+                          tile_of(b + half * 8 * 128, sizeof(Chunk<D>), 16), k > 0);
+      }
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[32], uint32_t stage) {
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeys / 16][4],
+                                                  uint32_t t) {
+    const uint32_t from = shared_address(sh.stages[Turn(t).stage]) + kChunk * 128;
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      const uint32_t b = shared_address(sh.values[stage][0]) + k * 16 * 128;
-      Products<T>::values(out, weights + 4 * k, tile_of(b, 1024, kKeys * 128));
+      Products<T>::values(out, weights[k], tile_of(from + k * sizeof(Chunk<D>), 8 * 128,
+                                                   sizeof(Chunk<D>::blocks[0])));
     }
   }
 
   // Values of slots without a key may be anything, and nothing times infinity is not nothing.
-  __device__ __forceinline__ void wait_for_values(uint32_t t) {
-    const uint32_t stage = t % kStages;
-    barrier_wait(sh.values_full[stage], t / kStages % 2);
-    if (!sh.tiles[t % kTiles].gaps) return;
-    constexpr int kBlocks = Shared<T, D>::kBlocks;
-    const int thread = threadIdx.x - 128;
-    for (int i = thread; i < kKeys * kBlocks * 8; i += 128 * kGroups) {
-      const int row = i / 8 % kKeys, block = i / (8 * kKeys), chunk = i % 8;
-      if (sh.tiles[t % kTiles].positions[row] == kNoKey) {
-        *reinterpret_cast<uint4*>(sh.values[stage][block] + row * 128 + chunk * 16) = {0, 0, 0, 0};
+  // Both warpgroups do this together, so neither may have the other's turn meanwhile.
+  __device__ __forceinline__ void clear_gaps(uint32_t t) {
+    const KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
+    if (!tile.gaps) return;
+    Chunk<D>(&chunks)[kKeys / kChunk] = sh.stages[Turn(t).stage];
+#pragma unroll 1
+    for (int i = threadIdx.x - 128; i < kKeys * (D / 8); i += 128 * kGroups) {
+      const int key = i / (D / 8), column = i % (D / 8);
+      if (tile.positions[key] == kNoKey) {
+        unsigned char* row = chunks[key / kChunk].blocks[column / 8].values + key % kChunk * 128;
+        reinterpret_cast<uint4*>(row)[column % 8] = {0, 0, 0, 0};
       }
     }
     show_to_async_units();
-    barrier_of_threads(1 + kGroups, 128 * kGroups);
+    barrier_of_threads(kBoth, 128 * kGroups);
   }
 
   // Scores to weights 2^(score − m): masks, moves m, adds to l, tells by how much `out` shrinks.
-  __device__ __forceinline__ void soften(float (&s)[64], const KeyTile<kKeys>& tile,
+  // s[half][4 c + e] is of row e / 2 and key lane % 4 · 2 + e % 2 of half a chunk c.
+  __device__ __forceinline__ void soften(float (&s)[2][32], const KeyTile<kKeys>& tile,
                                          float (&shrink)[2]) {
-    if (p.softcap > 0) {
-      const float to = p.scale / p.softcap, from = p.softcap / p.scale;
-#pragma unroll
-      for (int i = 0; i < 64; ++i) s[i] = tanhf(s[i] * to) * from;
-    }
     if (tile.masked) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
         const int2 keys = *reinterpret_cast<const int2*>(tile.positions + 8 * n + lane % 4 * 2);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (!sees(reach, positions[e / 2], e % 2 ? keys.y : keys.x)) s[4 * n + e] = -INFINITY;
+          if (!sees(reach, positions[e / 2], e % 2 ? keys.y : keys.x)) {
+            s[n % 2][n / 2 * 4 + e] = -INFINITY;
+          }
         }
       }
     }
@@ -285,7 +338,8 @@ class Multiply {
       float largest = m[i];
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
-        largest = fmaxf(largest, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+        const int at = n / 2 * 4 + 2 * i;
+        largest = fmaxf(largest, fmaxf(s[n % 2][at], s[n % 2][at + 1]));
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
@@ -297,7 +351,7 @@ class Multiply {
       for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * n + 2 * i + e];
+          float& x = s[n % 2][n / 2 * 4 + 2 * i + e];
           x = exp2_fast(fmaf(x, scale, -base));
           sum += x;
         }
@@ -306,9 +360,15 @@ class Multiply {
     }
   }
 
-  __device__ __forceinline__ void round(const float (&s)[64], uint32_t (&weights)[32]) const {
+  __device__ __forceinline__ void round(const float (&s)[2][32],
+                                        uint32_t (&weights)[kKeys / 16][4]) const {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) weights[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+    for (int c = 0; c < kKeys / kChunk; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        weights[c][e] = pack<T>(s[e / 2][4 * c + e % 2 * 2], s[e / 2][4 * c + e % 2 * 2 + 1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void write_results() {
@@ -316,7 +376,7 @@ class Multiply {
     for (int i = 0; i < 2; ++i) {
       l[i] += __shfl_xor_sync(~0u, l[i], 1);
       l[i] += __shfl_xor_sync(~0u, l[i], 2);
-      const int64_t at = result_row(p, rows, blockIdx.y, first_pair + 8 * i).index;
+      const int64_t at = result_row(p, rows, blockIdx.x, first_pair + 8 * i).index;
       if (at < 0) continue;
       const bool nothing = m[i] == -INFINITY && l[i] == 0;
       const float factor = nothing ? 0.0f : 1.0f / l[i];
@@ -348,9 +408,9 @@ template <typename T, int D>
 __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, Shared<T, D>& sh) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const RowTile rows = row_tile(p, kPairs, blockIdx.x);
+  const RowTile rows = row_tile(p, kPairs, blockIdx.y);
   if (rows.begin == rows.end) return;
-  const Reach reach = reach_of(p.kv, blockIdx.y);
+  const Reach reach = reach_of(p.kv, blockIdx.x);
   if (warp == 0) {
     const int group = static_cast<int>(p.query_heads / p.kv.kv_heads);
     int lowest = INT_MAX, highest = -1;
@@ -362,12 +422,8 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
     sh.lowest = __reduce_min_sync(~0u, lowest);
     sh.highest = __reduce_max_sync(~0u, highest);
     if (lane == 0) {
-      for (int i = 0; i < kStages; ++i) {
-        barrier_init(sh.keys_full[i], 1);
-        barrier_init(sh.values_full[i], 1);
-        barrier_init(sh.keys_empty[i], 4 * kGroups);
-        barrier_init(sh.values_empty[i], 4 * kGroups);
-      }
+      for (uint64_t& full : sh.full) barrier_init(full, 1);
+      for (uint64_t& empty : sh.empty) barrier_init(empty, 4 * kGroups);
       barrier_init_done();
     }
   }
@@ -383,19 +439,18 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
 
 }  // namespace
 
-// Names and bytes of shared memory as rust/cuda/src/attend.rs has them; the bytes count what it
-// takes to begin at a multiple of 1024.
+// Names and bytes of shared memory as rust/cuda/src/attend.rs has them. A kernel without variables
+// of its own in shared memory gets it from a multiple of 1024 on, as the swizzle needs.
 #define KERNEL(DTYPE, TYPE, D, BYTES)                                                          \
   extern "C" __global__ void __launch_bounds__(kThreads, 1)                                    \
       attend_prefill_sm90_##DTYPE##_##D(const __grid_constant__ TiledAttendParams params) {    \
-    static_assert(sizeof(Shared<TYPE, D>) + 1024 == BYTES, "as attend.rs has");                \
-    extern __shared__ unsigned char shared[];                                                  \
-    const uint32_t up = -shared_address(shared) & 1023;                                        \
-    attend_prefill(params, *reinterpret_cast<Shared<TYPE, D>*>(shared + up));                  \
+    static_assert(used<TYPE, D>() == BYTES, "as attend.rs has");                                \
+    extern __shared__ __align__(1024) unsigned char shared[];                                  \
+    attend_prefill(params, *reinterpret_cast<Shared<TYPE, D>*>(shared));                       \
   }
 #define KERNELS(D, BYTES)               \
   KERNEL(bf16, __nv_bfloat16, D, BYTES) \
   KERNEL(f16, __half, D, BYTES)
 
-KERNELS(64, 87040)
-KERNELS(128, 168960)
+KERNELS(64, 101496)
+KERNELS(128, 200312)

@@ -57,13 +57,13 @@ __device__ __forceinline__ int position_of(const PagedKv& kv, int entry) {
 
 // The first of entries [low, high) whose position is above `position`. Pages are mostly full, so it
 // is looked for where it would then be, counted from either end, before it is searched.
-__device__ __forceinline__ int entries_up_to(const PagedKv& kv, int low, int high, int position) {
+__device__ __noinline__ int entries_up_to(const PagedKv& kv, int low, int high, int position) {
   if (low == high) return low;
   const int last = position_of(kv, high - 1);
   if (last <= position) return high;
   const int page = static_cast<int>(kv.page_tokens);
   const int guesses[2] = {low + position / page + 1, high - (last - position + page - 1) / page};
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const int guess = guesses[i];
     if (guess > low && guess < high && position_of(kv, guess) > position &&
@@ -90,11 +90,21 @@ struct EntryRange {
   }
 };
 
+// Keys that a row does not see are masked anyhow, and looking for the ends costs reads that wait for
+// each other. So a table that holds little more than a window's keys is taken whole, and so is the
+// table of a row that is `newest`: surely near the end of it.
 __device__ __forceinline__ EntryRange entries_seen(const PagedKv& kv, const Reach& reach,
-                                                   int request, int lowest, int highest) {
+                                                   int request, int lowest, int highest,
+                                                   bool newest) {
   const int32_t* offsets = kv.entry_offsets + request * static_cast<int>(kv.tables) + reach.table;
   EntryRange range = {0, offsets[0], 0, offsets[0]};
-  const int end = entries_up_to(kv, range.base, offsets[1], highest);
+  int end = offsets[1];
+  const int page = static_cast<int>(kv.page_tokens);
+  if (reach.window > 0 && (end - range.base - 4) * page <= reach.window + reach.sink) {
+    range.count = end - range.base;
+    return range;
+  }
+  if (!newest) end = entries_up_to(kv, range.base, end, highest);
   if (reach.window > 0 && lowest >= reach.window) {
     const int oldest = lowest - reach.window + 1;
     // The entry before may reach past `oldest`.

@@ -74,7 +74,7 @@ class KeyWalk {
       : kv(kv), reach(reach), lowest(lowest), highest(highest), lane(threadIdx.x % 32) {
     page = static_cast<int>(kv.page_tokens);
     pages_a_tile = kKeys / page;
-    range = entries_seen(kv, reach, request, lowest, highest);
+    range = entries_seen(kv, reach, request, lowest, highest, false);
     const int tiles = (range.count + pages_a_tile - 1) / pages_a_tile;
     const int share = (tiles + splits - 1) / splits * pages_a_tile;
     at = min(split * share, range.count);
