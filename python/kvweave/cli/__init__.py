@@ -1,10 +1,11 @@
-"""The `kvweave` command: demo, generate, plan, capacity, eval. One file a command.
+"""The `kvweave` command: demo, generate, plan, capacity, eval, bench. One file a command.
 
 Frameworks are imported inside the commands, so that help and bad input answer at once.
 """
 
 import typer
 
+from kvweave.cli import bench
 from kvweave.cli.capacity import capacity
 from kvweave.cli.demo import demo
 from kvweave.cli.evaluate import evaluate
@@ -23,6 +24,7 @@ app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("capacity")(capacity)
 app.command("eval")(evaluate)
+app.add_typer(bench.app)
 
 
 def main() -> None:

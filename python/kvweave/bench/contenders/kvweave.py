@@ -1,0 +1,120 @@
+"""Our ops. All tables lie on the device, as in a step that is captured in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvweave import ops
+from kvweave.bench.contenders.contender import Contender
+from kvweave.bench.device_timing import Call
+from kvweave.bench.problems import Attention, Copies, Merges, Problem, Scores, Writes
+from kvweave.bench.shapes import Decode
+
+NAME = "kvweave"
+
+
+def missing(device: torch.device) -> str:
+    """It is always there."""
+    return ""
+
+
+def contenders(problem: Problem) -> Iterator[Contender]:
+    """The op of the problem."""
+    match problem:
+        case Attention():
+            yield Contender(NAME, lambda: _attend(problem))
+        case Scores():
+            yield Contender(NAME, lambda: _score(problem))
+        case Copies():
+            yield Contender(NAME, lambda: _copy(problem))
+        case Writes():
+            yield Contender(NAME, lambda: _write(problem))
+        case Merges():
+            yield Contender(NAME, lambda: lambda: ops.merge_states(problem.outs, problem.lses)[0])
+
+
+def _attend(problem: Attention) -> Call:
+    pool = problem.pool
+    s, reach, rope = pool.shape, pool.reach(), pool.shape.rope()
+    entries, offsets = pool.entries()
+    positions = pool.put(problem.positions)
+    # What is not written stays NaN, which no check lets pass.
+    out = torch.full_like(problem.q, torch.nan)
+    scale = s.head_dim**-0.5
+    if isinstance(problem.work, Decode):
+
+        def decode() -> torch.Tensor:
+            return ops.attend_decode(
+                problem.q,
+                positions,
+                entries,
+                pool.pages,
+                0,
+                kv_heads=s.kv_heads,
+                scale=scale,
+                rope=rope,
+                entry_offsets=offsets,
+                reach=reach,
+                out=out,
+            )[0]
+
+        return decode
+    rows = torch.tensor([0, len(positions)], dtype=torch.int32, device=pool.device)
+
+    def prefill() -> torch.Tensor:
+        return ops.attend_prefill(
+            problem.q,
+            positions,
+            entries,
+            pool.pages,
+            0,
+            kv_heads=s.kv_heads,
+            scale=scale,
+            rope=rope,
+            row_offsets=rows,
+            entry_offsets=offsets,
+            out=out,
+        )[0]
+
+    return prefill
+
+
+def _score(problem: Scores) -> Call:
+    pool = problem.pool
+    s, rope = pool.shape, pool.shape.rope()
+    entries, _ = pool.entries()
+    positions = pool.put(problem.positions)
+
+    def call() -> torch.Tensor:
+        return ops.score_tokens(
+            problem.q,
+            positions,
+            entries,
+            pool.pages,
+            0,
+            kv_heads=s.kv_heads,
+            scale=s.head_dim**-0.5,
+            rope=rope,
+        )
+
+    return call
+
+
+def _copy(problem: Copies) -> Call:
+    def call() -> torch.Tensor:
+        ops.copy_rerotate(
+            problem.pages, problem.copies, problem.rope, kv_heads=problem.work.shape.kv_heads
+        )
+        return problem.pages
+
+    return call
+
+
+def _write(problem: Writes) -> Call:
+    def call() -> torch.Tensor:
+        ops.write_pages(problem.pages, 0, problem.k, problem.v, problem.slots)
+        return problem.pages
+
+    return call

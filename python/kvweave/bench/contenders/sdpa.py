@@ -1,0 +1,57 @@
+"""torch's scaled_dot_product_attention over contiguous K, V of exactly the right shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvweave.bench.contenders.contender import Contender
+from kvweave.bench.device_timing import Call
+from kvweave.bench.problems import Attention, Problem
+from kvweave.bench.shapes import Decode
+
+
+def missing(device: torch.device) -> str:
+    """It comes with torch."""
+    return ""
+
+
+def contenders(problem: Problem) -> Iterator[Contender]:
+    """Decode, dense prefill, and with a mask what reads or computes less than everything."""
+    if not isinstance(problem, Attention):
+        return
+    call = _decode if isinstance(problem.work, Decode) else _prefill
+    yield Contender("SDPA" if problem.work.dense else "SDPA + mask", lambda: call(problem))
+
+
+def _decode(problem: Attention) -> Call:
+    """The query heads of a KV head stand as rows, so that its keys are read once."""
+    s = problem.pool.shape
+    k, v, there = problem.pool.dense()
+    q = problem.q.view(len(problem.q), s.kv_heads, -1, s.head_dim)
+    mask = None if problem.work.dense else there[None, :, None]
+
+    def call() -> torch.Tensor:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.reshape(problem.q.shape)
+
+    return call
+
+
+def _prefill(problem: Attention) -> Call:
+    k, v, _ = problem.pool.dense()
+    q = problem.q.transpose(0, 1)[None]
+    mask = None
+    if not problem.work.dense:
+        keys = torch.arange(problem.pool.tokens, device=problem.pool.device)
+        mask = keys <= problem.pool.put(problem.positions)[:, None]
+
+    def call() -> torch.Tensor:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    return call

@@ -1,0 +1,225 @@
+"""A case's data on a device, and the check that an answer must pass before it is timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.bench.pages import PAGE, shuffled_blocks
+from kvweave.bench.pool import Pool, Rows, pool
+from kvweave.bench.rows import expect
+from kvweave.bench.shapes import Copy, Decode, Merge, Prefill, Score, Work, Write
+
+TOLERANCE = 0.02
+"""‖answer − f32‖ / ‖f32‖ of one row and head; bf16 operands leave a few thousandths."""
+CHECKED_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Attention:
+    """q [R, H, D] at positions i32 [R] over a pool; row r is request r's, or the only request's."""
+
+    work: Decode | Prefill
+    pool: Pool
+    q: torch.Tensor
+    positions: Rows
+
+    def poison(self) -> None:
+        """Nothing: an answer is a tensor of its own."""
+
+    def check(self, out: torch.Tensor) -> None:
+        """A sample of rows, first and last among them, against attention in f32."""
+        rows = len(self.positions)
+        for row in np.unique(np.linspace(0, rows - 1, CHECKED_ROWS).astype(int)).tolist():
+            wanted = self._row(row)
+            differs(f"row {row}", out[row], wanted)
+
+    def _row(self, row: int) -> torch.Tensor:
+        s = self.pool.shape
+        request = row if self.pool.batch > 1 else 0
+        q = self.q[row].float().view(s.kv_heads, -1, s.head_dim)
+        out = []
+        for head in range(s.kv_heads):
+            k, v, positions = self.pool.keys(request, head)
+            scores = q[head] @ k.T * s.head_dim**-0.5
+            hidden = positions > int(self.positions[row])
+            out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+        return torch.cat(out)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Probing rows q [R, H, D] at the end of one request."""
+
+    work: Score
+    pool: Pool
+    q: torch.Tensor
+    positions: Rows
+
+    def poison(self) -> None:
+        """Nothing: an answer is a tensor of its own."""
+
+    def check(self, mass: torch.Tensor) -> None:
+        """All keys against the softmax written out, f32; each row gives 1 for each query head."""
+        s = self.pool.shape
+        wanted = torch.zeros(self.pool.tokens, device=self.pool.device)
+        rows = self.pool.put(self.positions)
+        for head in range(s.kv_heads):
+            k, _, positions = self.pool.keys(0, head)
+            hidden = positions[None] > rows[:, None]
+            for q in self.q.float().view(len(rows), s.kv_heads, -1, s.head_dim)[:, head].unbind(1):
+                scores = (q @ k.T * s.head_dim**-0.5).masked_fill(hidden, -torch.inf)
+                wanted += scores.softmax(-1).sum(0)
+        differs("mass", mass.to(wanted.device), wanted)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies i32 [C, 6] of whole blocks from one half of an arena to the other."""
+
+    work: Copy
+    pages: torch.Tensor
+    copies: torch.Tensor
+    rope: ops.RopeTable
+
+    def poison(self) -> None:
+        """The half that is copied to holds no numbers."""
+        self.pages[(self.work.blocks + 1) * self.work.shape.block_pages :] = torch.nan
+
+    def check(self, pages: torch.Tensor) -> None:
+        """Two blocks against the definition on the CPU: V bit for bit, K within one ulp."""
+        size, kv_heads = self.work.shape.block_pages, self.work.shape.kv_heads
+        ulp = {"float32": 2**-23, "bfloat16": 2**-7, "float16": 2**-10}[self.work.dtype]
+        for row in self.copies[:: max(1, len(self.copies) - 1)].tolist():
+            small = torch.zeros(3 * size, *pages.shape[1:], dtype=pages.dtype)
+            small[size : 2 * size] = pages[row[0] : row[0] + size].cpu()
+            table = np.array([[size, 0, 2 * size, 0, PAGE, self.work.delta]], np.int32)
+            ops.copy_rerotate(small, table, self.rope, kv_heads=kv_heads, backend="reference")
+            got, wanted = pages[row[2] : row[2] + size].cpu(), small[2 * size :]
+            expect(torch.equal(got[:, 1], wanted[:, 1]), "V is not copied as it is")
+            apart = (got[:, 0].double() - wanted[:, 0].double()).abs()
+            worst = float((apart / wanted[:, 0].double().abs().amax(-1, keepdim=True)).max())
+            expect(worst <= ulp, f"expected K within {ulp}, got {worst}")
+
+
+@dataclass(frozen=True)
+class Writes:
+    """k, v [R, G, D] for slots i32 [R, 2] of zeroed pages."""
+
+    work: Write
+    pages: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: torch.Tensor
+
+    def poison(self) -> None:
+        """Pages as they were."""
+        self.pages.zero_()
+
+    def check(self, pages: torch.Tensor) -> None:
+        """Every element of every page: what was written, and zero elsewhere."""
+        wanted = torch.zeros_like(pages)
+        page, slot = self.targets()
+        wanted[page, 0, slot] = self.k
+        wanted[page, 1, slot] = self.v
+        expect(torch.equal(pages, wanted), "pages differ from an indexed assignment")
+
+    def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages [R, G] and slots [R, 1] as torch indexes them."""
+        heads = torch.arange(self.work.shape.kv_heads, device=self.pages.device)
+        return self.slots[:, :1].long() + heads, self.slots[:, 1:].long()
+
+
+@dataclass(frozen=True)
+class Merges:
+    """Partial results outs [S, R, H, D] with lses f32 [S, R, H]."""
+
+    work: Merge
+    outs: torch.Tensor
+    lses: torch.Tensor
+
+    def poison(self) -> None:
+        """Nothing: an answer is a tensor of its own."""
+
+    def check(self, out: torch.Tensor) -> None:
+        """All rows against weights from the log-sum-exps, f32."""
+        weights = self.lses.softmax(0)[..., None]
+        differs("rows", out, (self.outs.float() * weights).sum(0))
+
+
+Problem: TypeAlias = Attention | Scores | Copies | Writes | Merges
+
+
+def differs(what: str, got: torch.Tensor, wanted: torch.Tensor, limit: float = TOLERANCE) -> None:
+    """Raises `WrongAnswer` where a vector along the last axis is off by more than the limit.
+
+    NaN never passes.
+    """
+    expect(got.shape == wanted.shape, f"expected {tuple(wanted.shape)}, got {tuple(got.shape)}")
+    apart = (got.float() - wanted.float()).norm(dim=-1)
+    worst = float((apart / wanted.float().norm(dim=-1).clamp(min=1e-20)).max())
+    expect(worst <= limit, f"{what}: expected a relative error <= {limit:g}, got {worst:.3g}")
+
+
+def problem(work: Work, device: torch.device) -> Problem:
+    """Fresh random data for a case."""
+    torch.manual_seed(0)
+    match work:
+        case Decode() | Prefill():
+            return _attention(work, device)
+        case Score():
+            data = pool(work.shape, 1, work.tokens, full_heads=work.shape.kv_heads, device=device)
+            positions = np.arange(work.tokens - work.rows, work.tokens, dtype=np.int32)
+            return Scores(work, data, _queries(data, work.rows), positions)
+        case Copy():
+            return _copies(work, device)
+        case Write():
+            return _writes(work, device)
+        case Merge():
+            s = work.shape
+            size = (work.parts, work.rows, s.heads, s.head_dim)
+            outs = torch.randn(size, device=device).bfloat16()
+            return Merges(work, outs, torch.randn(size[:3], device=device))
+
+
+def _attention(work: Decode | Prefill, device: torch.device) -> Attention:
+    s = work.shape
+    if isinstance(work, Decode):
+        data = pool(s, work.batch, work.tokens, full_heads=work.full_heads, device=device)
+        positions = np.full(work.batch, work.tokens - 1, np.int32)
+    else:
+        data = pool(s, 1, work.tokens, full_heads=s.kv_heads, device=device)
+        positions = work.positions()
+    return Attention(work, data, _queries(data, len(positions)), positions)
+
+
+def _queries(data: Pool, rows: int) -> torch.Tensor:
+    s = data.shape
+    return torch.randn(rows, s.heads, s.head_dim, device=data.device).to(data.pages.dtype)
+
+
+def _copies(work: Copy, device: torch.device) -> Copies:
+    s, count = work.shape, work.blocks
+    source = shuffled_blocks(s, count, seed=1)
+    target = shuffled_blocks(s, count, seed=2) + count * s.block_pages
+    zero = np.zeros(count)
+    columns = (source, zero, target, zero, zero + PAGE, zero + work.delta)
+    copies = torch.from_numpy(np.stack(columns, 1).astype(np.int32)).to(device)
+    size = ((2 * count + 1) * s.block_pages, 2, PAGE, s.head_dim)
+    pages = torch.empty(size, dtype=getattr(torch, work.dtype), device=device).normal_()
+    return Copies(work, pages, copies, ops.RopeTable(s.rope().inv_freq, work.pairing))
+
+
+def _writes(work: Write, device: torch.device) -> Writes:
+    s = work.shape
+    count = 2 * -(-work.rows // PAGE)
+    size = ((count + 1) * s.kv_heads, 2, PAGE, s.head_dim)
+    pages = torch.zeros(size, dtype=torch.bfloat16, device=device)
+    k, v = torch.randn(2, work.rows, s.kv_heads, s.head_dim, device=device).bfloat16()
+    chosen = np.random.default_rng(3).permutation(count * PAGE)[: work.rows]
+    slots = np.stack(((chosen // PAGE + 1) * s.kv_heads, chosen % PAGE), 1).astype(np.int32)
+    return Writes(work, pages, k, v, torch.from_numpy(slots).to(device))
