@@ -25,8 +25,8 @@ from kvweave.runner import Runner
 
 SEED = 1
 TUNED_ON = "sotu"
-CONTROLLED = 10
-"""Samples of `lm` that also get the noise floor and the control without Δ-RoPE."""
+CONTROLLED = {"smollm2": 10, "qwen-coder": 3}
+"""Samples of `lm` that also get the noise floor and the control without Δ-RoPE, by model."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,19 @@ class Job:
 
 BIBLE, CODE = Job("lm", "kjv", 1024), Job("lm", "python", 1024)
 TASKS = (Job("needles", "kjv", 768), Job("lookups", None, 768), Job("chain", "kjv", 768))
+OTHER_MODEL = (
+    Job("lm", "kjv", 1024, "qwen-coder"),
+    Job("lm", "python", 1024, "qwen-coder"),
+)
 # A job that comes again goes on to more samples: what is interrupted has all jobs in it.
 STEPS: tuple[tuple[Job, int], ...] = (
     (BIBLE, 50),
     (CODE, 50),
+    *((job, 25) for job in TASKS),
+    *((job, 6) for job in OTHER_MODEL),
     *((job, 50) for job in TASKS),
     (BIBLE, 100),
     (CODE, 100),
-    (Job("lm", "kjv", 1024, "qwen-coder"), 12),
-    (Job("lm", "python", 1024, "qwen-coder"), 12),
     (Job("lm", TUNED_ON, 1024), 50),
 )
 
@@ -76,7 +80,7 @@ def run(logs: Path, steps: int) -> list[Row]:
             task_of(job.task, job.length, job.corpus),
             samples=samples,
             seed=SEED,
-            controlled=CONTROLLED if job.task == "lm" else 0,
+            controlled=CONTROLLED[job.model] if job.task == "lm" else 0,
             log=logs / f"{re.sub(r'[^a-z0-9]+', '-', job.name)}.jsonl",
         )
         print(f"{job.name}: {samples} samples", flush=True)
