@@ -3,6 +3,7 @@
 use kvweave_core::ops::{AttendDecode, Element, OpError};
 use rayon::prelude::*;
 
+use crate::grain::{least_tasks, work};
 use crate::piece::{Piece, Pieces, within};
 use crate::row_chunk::{Call, RowChunk, finish};
 use crate::tile::Tile;
@@ -10,6 +11,9 @@ use crate::turn::Turns;
 
 /// Pieces of a split: a constant, so that the bits do not depend on the number of threads.
 const SPLIT: usize = 4;
+
+/// Elements of partials that are merged in the time of a unit of work.
+const MERGED_A_UNIT: usize = 64;
 
 /// Undivided attention of the query heads of one KV head over one split.
 struct Partial {
@@ -41,24 +45,26 @@ pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpEr
             ends.push(tasks.len());
         }
     }
+    let (group, dim) = (call.group(), kv.geometry.head_dim);
+    let attended = tasks.iter().map(|(.., split)| work(split.len(), group, dim)).sum();
     let partials: Vec<Partial> = tasks
         .par_iter()
+        .with_min_len(least_tasks(tasks.len(), attended))
         .map_init(
-            || Tile::new(kv.geometry.head_dim),
+            || Tile::new(dim),
             |tile, &(row, kv_head, split)| attend_split(&call, row, kv_head, split, tile),
         )
         .collect();
-    let (group, dim) = (call.group(), kv.geometry.head_dim);
     let starts = std::iter::once(0).chain(ends.iter().copied());
     let spans: Vec<&[Partial]> =
         starts.zip(&ends).map(|(start, &end)| &partials[start..end]).collect();
-    out.par_chunks_exact_mut(group * dim).zip(lse.par_chunks_exact_mut(group)).zip(spans).for_each(
-        |((out, lse), span)| {
-            for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-                *lse = merge(span, head, out);
-            }
-        },
-    );
+    let least = least_tasks(spans.len(), partials.len() * group * dim / MERGED_A_UNIT);
+    let states = out.par_chunks_exact_mut(group * dim).zip(lse.par_chunks_exact_mut(group));
+    states.zip(spans).with_min_len(least).for_each(|((out, lse), span)| {
+        for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
+            *lse = merge(span, head, out);
+        }
+    });
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use kvweave_core::ops::{AttendPrefill, Element, OpError};
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
+use crate::grain::{least_tasks, work};
 use crate::piece::Pieces;
 use crate::row_chunk::{Call, RowChunk, finish};
 use crate::tile::Tile;
@@ -42,8 +43,13 @@ pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), Op
         }
     }
     let (out, lse) = (Disjoint::new(out), Disjoint::new(lse));
-    tasks.par_iter().with_max_len(1).for_each_init(
-        || Tile::new(kv.geometry.head_dim),
+    let (group, dim) = (call.group(), kv.geometry.head_dim);
+    let attended = tasks.iter().map(|&(request, kv_head, rows)| {
+        work(pieces.of(request, kv_head).len(), rows.len() * group, dim)
+    });
+    let least = least_tasks(tasks.len(), attended.sum());
+    tasks.par_iter().with_max_len(1).with_min_len(least).for_each_init(
+        || Tile::new(dim),
         |tile, &(request, kv_head, rows)| {
             let mut chunk = RowChunk::new(&call, rows, kv_head);
             chunk.attend(&call, kv_head, pieces.of(request, kv_head), tile, true);

@@ -10,6 +10,7 @@ mod attend_decode;
 mod attend_prefill;
 mod copy_rerotate;
 mod disjoint;
+mod grain;
 mod merge_states;
 mod piece;
 mod row_block;

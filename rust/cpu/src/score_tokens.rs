@@ -7,6 +7,7 @@
 use kvweave_core::ops::{Element, OpError, ScoreTokens, Visible};
 use rayon::prelude::*;
 
+use crate::grain::{least_tasks, work};
 use crate::piece::{Piece, Pieces};
 use crate::row_block::{AddMass, ROWS};
 use crate::row_chunk::{Call, RowChunk};
@@ -44,12 +45,15 @@ pub fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpErro
     let heads = kv.geometry.kv_heads;
     let tasks: Vec<(usize, &[u32])> =
         (0..heads).flat_map(|head| chunks.iter().map(move |&rows| (head, rows))).collect();
+    let (packed, dim) = (queries.vectors.rows * call.group(), kv.geometry.head_dim);
+    let attended = (0..heads).map(|head| work(pieces.of(0, head).len(), packed, dim)).sum();
     let near = edge.as_ref().map(|edge| (edge.window, edge.sink));
     let sums: Vec<Sums> = tasks
         .par_iter()
         .with_max_len(1)
+        .with_min_len(least_tasks(tasks.len(), attended))
         .map_init(
-            || Tile::new(kv.geometry.head_dim),
+            || Tile::new(dim),
             |tile, &(head, rows)| row_sums(&call, rows, head, pieces.of(0, head), near, tile),
         )
         .collect();
@@ -59,6 +63,7 @@ pub fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpErro
     let masses: Vec<Vec<[f64; KEYS]>> = spans
         .par_iter()
         .with_max_len(1)
+        .with_min_len(least_tasks(spans.len(), attended))
         .map(|&(head, span)| {
             let sums = &sums[head * chunks.len()..(head + 1) * chunks.len()];
             span_mass(&call, head, span, &chunks, sums)
