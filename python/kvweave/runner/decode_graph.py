@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,12 @@ import torch
 from kvweave.ops import RopeTable
 from kvweave.runner.decode_step import StepTables, forward, newest, slot_of
 from kvweave.runner.decoding import Decoding
+from kvweave.runner.entry_tails import NO_ENTRY, EntryTails
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import PositionTable, Rotary
 from kvweave.runner.tables import Int32
 
 _log = logging.getLogger(__name__)
-
-NO_ENTRY = (-1, 0, 0, 0, 0)
-"""An entry outside the cache: it covers no token."""
-
-_SPARE = 32
-"""Most entries that a request gets room for beyond those it has, so that tables are seldom made
-anew; readers pass over them, so there must not be many."""
 
 _FEWEST_ENTRIES = 256
 _MOST_SIZES = 32
@@ -48,49 +41,6 @@ def entries_for(entries: int) -> int:
     return max(_FEWEST_ENTRIES, 1 << (entries - 1).bit_length())
 
 
-class _Tails:
-    """The last entry of each request of a batch as it grows, and the room behind it."""
-
-    def __init__(self, batch: Sequence[Decoding], page_tokens: int) -> None:
-        self.batch = list(batch)
-        self.entries = [s.request.entries() for s in batch]
-        spare = [min(_SPARE, s.remaining // page_tokens + 1) for s in batch]
-        sizes = (len(e) + more for e, more in zip(self.entries, spare, strict=True))
-        self.offsets = np.cumsum([0, *sizes], dtype=np.int32)
-        self.rows = [
-            int(start) + len(e) - 1 for start, e in zip(self.offsets, self.entries, strict=False)
-        ]
-        self.tails = [e[-1].tolist() for e in self.entries]
-
-    def table(self, rows: int) -> Int32:
-        """All entries i32 [rows, 5], with the room between requests left empty."""
-        table = np.full((rows, 5), NO_ENTRY, np.int32)
-        for start, entries in zip(self.offsets, self.entries, strict=False):
-            table[start : start + len(entries)] = entries
-        return table
-
-    def of(self, batch: Sequence[Decoding]) -> bool:
-        """Whether they are the tails of this very batch."""
-        return len(batch) == len(self.batch) and all(
-            one is other for one, other in zip(batch, self.batch, strict=True)
-        )
-
-    def grow(self, positions: Int32, slots: list[Int32]) -> bool:
-        """Takes in each request's newest token; False when one has no room left."""
-        ends = [end for _, end in pairwise(self.offsets.tolist())]
-        for index, (position, at) in enumerate(zip(positions.tolist(), slots, strict=True)):
-            block, slot = at[0].tolist()
-            tail = self.tails[index]
-            if tail[0] == block and tail[1] <= slot <= tail[2]:
-                tail[2] = slot + 1
-                continue
-            if self.rows[index] + 1 == ends[index]:
-                return False
-            self.rows[index] += 1
-            self.tails[index] = [block, slot, slot + 1, position, 0]
-        return True
-
-
 class _Size:
     """Tables of one size at fixed addresses, and the graph that reads them."""
 
@@ -101,13 +51,13 @@ class _Size:
         self.entries = torch.empty(entries + rows, 5, dtype=torch.int32, device=spec.device)
         self.offsets = torch.empty(rows + 1, dtype=torch.int32, device=spec.device)
         self.sent = torch.empty(rows, 10, dtype=torch.int32, pin_memory=True)
-        self.tails: _Tails | None = None
+        self.tails: EntryTails | None = None
         self.positions: PositionTable | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         self.tried = False
 
-    def load(self, tails: _Tails) -> None:
+    def load(self, tails: EntryTails) -> None:
         """Sends the tables of a batch that was not here in the step before."""
         offsets = np.full(self.rows + 1, tails.offsets[-1], np.int32)
         offsets[: len(tails.offsets)] = tails.offsets
@@ -178,7 +128,7 @@ class StepGraphs:
 
     def _described(self, batch: Sequence[Decoding]) -> _Size:
         """Tables large enough for the batch, with its entries in them."""
-        tails = _Tails(batch, self.pages.shape[2])
+        tails = EntryTails(batch, self.pages.shape[2])
         self.forget()
         key = (rows_for(len(batch)), entries_for(int(tails.offsets[-1])), batch[0].positions.regime)
         if key not in self._sizes:

@@ -1,0 +1,77 @@
+"""Entry tables that grow in place say what the cache says, after any number of steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.cache import KvCache, KvRequest, KvShape
+from kvweave.runner import Report, Sampling
+from kvweave.runner.decode_step import newest, slot_of
+from kvweave.runner.decoding import Decoding, by_regime
+from kvweave.runner.entry_tails import NO_ENTRY, SPARE, EntryTails
+from kvweave.runner.rope import PositionTable
+
+PAGE = 8
+CPU = torch.device("cpu")
+
+
+def decoding(request: KvRequest, limit: int) -> Decoding:
+    report = Report("full", request.plan, request.length, 0, 0, request.length, "share")
+    table = PositionTable({}, {}, None, 7)
+    return Decoding(request, table, Sampling(), report, limit, frozenset(), True, CPU)
+
+
+def admitted(cache: KvCache, length: int, seed: int, donor: np.ndarray | None) -> KvRequest:
+    """A prompt, or one that reads part of a donor's blocks in place."""
+    tokens = np.random.default_rng(seed).integers(0, 99, length).astype(np.int32)
+    if donor is None:
+        return cache.admit(tokens, reuse="none")
+    whole = np.concatenate((tokens, donor, tokens[:3]))
+    marks = [(length, length + len(donor), "kb")]
+    return cache.admit(whole, segments=marks, mode="share")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    shared=st.booleans(),
+    steps=st.integers(0, 3 * PAGE * 4),
+    limit=st.integers(1, 400),
+)
+def test_a_table_that_grows_is_the_caches_own(lengths, shared, steps, limit) -> None:
+    cache = KvCache(KvShape(2, 2, 8, PAGE), blocks=400)
+    donor = np.arange(100, 100 + 5 * PAGE, dtype=np.int32) if shared else None
+    if donor is not None:
+        with cache.admit(donor, namespace="kb") as request:
+            request.commit(len(donor), len(donor))
+    requests = [admitted(cache, length, i, donor) for i, length in enumerate(lengths)]
+    batch = [decoding(request, limit) for request in requests]
+    tails = EntryTails(batch, PAGE)
+    table = tails.table(int(tails.offsets[-1]) + 3)
+    for _ in range(steps):
+        for request in requests:
+            request.append(np.asarray([5], np.int32))
+        assert tails.of(batch)
+        if not tails.grow(newest(batch), [slot_of(s) for s in batch]):
+            tails = EntryTails(batch, PAGE)
+            table = tails.table(int(tails.offsets[-1]) + 3)
+        table[tails.rows] = tails.tails
+        for index, request in enumerate(requests):
+            start, end = tails.offsets[index : index + 2]
+            entries = request.entries()
+            assert np.array_equal(table[start : start + len(entries)], entries)
+            assert all(tuple(row) == NO_ENTRY for row in table[start + len(entries) : end])
+            assert end - start - len(entries) <= SPARE
+    assert all(tuple(row) == NO_ENTRY for row in table[tails.offsets[-1] :])
+
+
+def test_another_batch_is_another_table() -> None:
+    cache = KvCache(KvShape(2, 2, 8, PAGE), blocks=40)
+    batch = [decoding(admitted(cache, 5, i, None), 9) for i in range(3)]
+    tails = EntryTails(batch, PAGE)
+    assert tails.of(batch)
+    assert not tails.of(batch[:2])
+    assert not tails.of([batch[0], batch[2], batch[1]])
+    assert by_regime(batch) == [batch]
