@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+import kvweave
 from kvweave.cache import KvCache, KvShape
 from kvweave.cli import app
 from kvweave.cli.capacity_plan import capacity_of, parse_bytes, presets, shape_of
@@ -324,6 +325,12 @@ def test_commands_refuse_bad_input(folder: Path) -> None:
     assert "expected one of sotu, kjv" in refused("eval", "--corpus", folder / "nowhere")
     assert "expected no corpus" in refused("eval", "--task", "lookup", "--corpus", "kjv")
     assert "smollm2" in refused("demo", "--model", "gpt-17")
+
+
+def test_the_version_is_said_with_the_state_of_cuda() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"kvweave {kvweave.__version__}, CUDA {kvweave.cuda_status()}\n"
 
 
 def test_help_imports_no_framework() -> None:

@@ -3,6 +3,8 @@
 Frameworks are imported inside the commands, so that help and bad input answer at once.
 """
 
+from typing import Annotated
+
 import typer
 
 from kvweave.cli import bench
@@ -14,11 +16,35 @@ from kvweave.cli.plan import plan
 
 app = typer.Typer(
     name="kvweave",
-    help="Reuse a document's KV anywhere in a prompt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvweave import __version__, cuda_status
+
+        typer.echo(f"kvweave {__version__}, CUDA {cuda_status()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Say which, and whether CUDA can be used.",
+        ),
+    ] = False,
+) -> None:
+    """Reuse a document's KV anywhere in a prompt."""
+
+
 app.command("demo")(demo)
 app.command("generate")(generate)
 app.command("plan")(plan)
