@@ -158,10 +158,17 @@ def test_capacity_refuses_corrupt_head_maps(tmp_path: Path) -> None:
     for text in ("not json", "{}", '{"heads": [{"layer": 0}]}', json.dumps(head_map(2, 8, 1))):
         path.write_text(text)
         assert "expected" in refused("capacity", "llama-3.1-8b", "--heads", path)
-    broken = head_map(32, 8, 1)
-    broken["heads"][0]["class"] = {"kind": "psychic"}  # type: ignore[index]
-    path.write_text(json.dumps(broken))
-    assert "got 'psychic'" in refused("capacity", "llama-3.1-8b", "--heads", path)
+    for broken, says in (
+        ({"kind": "psychic"}, "psychic"),
+        ({"kind": "window"}, "missing field `sink`"),
+        ({"kind": "window", "sink": -5, "recent": 4}, "-5"),
+        ({"kind": "window", "sink": [1], "recent": 4}, "expected u32"),
+        ("window", "expected internally tagged"),
+    ):
+        corrupt = head_map(32, 8, 1)
+        corrupt["heads"][0]["class"] = broken  # type: ignore[index]
+        path.write_text(json.dumps(corrupt))
+        assert says in refused("capacity", "llama-3.1-8b", "--heads", path)
     assert issubclass(CorruptHeadMap, ValueError)
 
 

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -104,24 +105,21 @@ def parse_bytes(text: str) -> int:
 
 
 def read_head_map(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """A `HeadClassMap` as JSON, checked against the shape.
+    """A `HeadClassMap` as JSON, which is valid and of the shape.
 
     Raises CorruptHeadMap naming what is wrong.
     """
+    text = path.read_text(encoding="utf-8")
     try:
-        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        pairs = {(int(h["layer"]), int(h["head"])) for h in loaded["heads"]}
-        kinds = {str(h["class"]["kind"]) for h in loaded["heads"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptHeadMap(f"{path}: expected a head class map, got {error!r}") from error
-    expected = {(x, g) for x in range(shape.layers) for g in range(shape.kv_heads)}
-    if pairs != expected or len(loaded["heads"]) != len(expected):
+        head_map = HeadClassMap.from_json(text)
+    except CorruptHeadMap as error:
+        raise CorruptHeadMap(f"{path}: {error}") from error
+    if (head_map.layers, head_map.kv_heads) != (shape.layers, shape.kv_heads):
         raise CorruptHeadMap(
-            f"{path}: expected each of {shape.layers} × {shape.kv_heads} (layer, KV head) once, "
-            f"got {len(loaded['heads'])} entries, {len(pairs & expected)} of them in range"
+            f"{path}: expected {shape.layers} layers × {shape.kv_heads} KV heads, "
+            f"got {head_map.layers} × {head_map.kv_heads}"
         )
-    if unknown := kinds - {"full", "window", "top_k"}:
-        raise CorruptHeadMap(f"{path}: expected class full, window or top_k, got {min(unknown)!r}")
+    loaded: dict[str, Any] = json.loads(text)
     return loaded
 
 
