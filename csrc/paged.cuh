@@ -57,13 +57,13 @@ __device__ __forceinline__ int position_of(const PagedKv& kv, int entry) {
 
 // The first of entries [low, high) whose position is above `position`. Pages are mostly full, so it
 // is looked for where it would then be, counted from either end, before it is searched.
-__device__ __noinline__ int entries_up_to(const PagedKv& kv, int low, int high, int position) {
+__device__ __forceinline__ int entries_up_to(const PagedKv& kv, int low, int high, int position) {
   if (low == high) return low;
   const int last = position_of(kv, high - 1);
   if (last <= position) return high;
   const int page = static_cast<int>(kv.page_tokens);
   const int guesses[2] = {low + position / page + 1, high - (last - position + page - 1) / page};
-#pragma unroll 1
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int guess = guesses[i];
     if (guess > low && guess < high && position_of(kv, guess) > position &&
