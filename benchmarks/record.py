@@ -1,12 +1,18 @@
-"""Keeps measurements in the tree: `records/<machine>/<date>-<case>.json`, one list a file."""
+"""Keeps measurements in the tree: `records/<machine>/<date>-<case>.json`, one list a file.
+
+What another machine measured (`kvweave bench ops --json FILE`) is kept by
+`python -m benchmarks.record FILE [--commit COMMIT]`, COMMIT being what was built there.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -39,24 +45,34 @@ def busy() -> str:
 
 
 def append(case: str, rows: list[Row], folder: Path = RECORDS) -> Path:
-    """Adds one run to the file of this machine, day and case; returns the file."""
-    now = datetime.now(timezone.utc)
-    here = machine()
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{here['processor']} {here['cores']} cores".lower())
-    path = folder / slug.strip("-") / f"{now:%Y-%m-%d}-{case}.json"
+    """Adds one run of this machine, measured now; returns the file."""
+    run = {
+        "case": case,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
+    return keep(run, folder)
+
+
+def keep(run: dict[str, Any], folder: Path = RECORDS) -> Path:
+    """Adds one run to the file of its machine, day and case; returns the file."""
+    missing = {"case", "time", "commit", "machine", "rows"} - run.keys()
+    if missing:
+        raise ValueError(f"expected a run, got one without {', '.join(sorted(missing))}")
+    path = folder / _slug(run["machine"]) / f"{run['time'][:10]}-{run['case']}.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    runs.append(
-        {
-            "case": case,
-            "time": now.isoformat(timespec="seconds"),
-            "commit": _commit(),
-            "machine": here,
-            "rows": [asdict(row) for row in rows],
-        }
-    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(runs, indent=1) + "\n")
+    path.write_text(json.dumps([*runs, run], indent=1) + "\n")
     return path
+
+
+def _slug(machine: dict[str, Any]) -> str:
+    """A folder's name: the processor and its cores, or the GPU alone where that was measured."""
+    cores = "" if "cuda" in machine["packages"] else f" {machine['cores']} cores"
+    words = f"{machine['processor']}{cores}".lower()
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
 
 
 def _processor() -> str:
@@ -80,3 +96,22 @@ def _commit() -> str:
 
     changed = "+changes" if git("status", "--porcelain", "-uno") else ""
     return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def main(words: list[str] | None = None) -> int:
+    """Keeps a run that another machine wrote; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="benchmarks.record", description=__doc__)
+    parser.add_argument("file", type=Path, help="what `kvweave bench ops --json` wrote")
+    parser.add_argument("--commit", default=_commit(), help="what was measured; default: this tree")
+    chosen = parser.parse_args(words)
+    try:
+        run = json.loads(chosen.file.read_text())
+        path = keep({**run, "commit": chosen.commit})
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"{chosen.file}: {error}")
+    print(f"recorded in {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

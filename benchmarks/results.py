@@ -20,12 +20,14 @@ TITLES = {
     "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
     "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
     "cuda_copy_rerotate": "Copying and rotating pages on CUDA, beside torch's device copy",
+    "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 ", "cuda_copy_rerotate": "Llama-8B"}
 COMMANDS = {
     "quality": "python -m benchmarks.quality out/quality",
     "cuda_copy_rerotate": "kvweave bench ops --case copy_rerotate",
+    "cuda_ops": "kvweave bench ops",
 }
 HIDDEN = {"elements", "tokens", "text"}
 VALUE = {"quality": "KL to full"}
@@ -46,7 +48,8 @@ def markdown(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def _table(case: str, run: dict[str, Any]) -> str:
-    rows = [row for row in run["rows"] if SHOWN.get(case, "") in row["name"]]
+    # A row without a value is of an op that gave no right answer.
+    rows = [r for r in run["rows"] if SHOWN.get(case, "") in r["name"] and "value" in r]
     beside = list(dict.fromkeys(key for row in rows for key in row["of"] if key not in HIDDEN))
     machine = run["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
@@ -54,6 +57,7 @@ def _table(case: str, run: dict[str, Any]) -> str:
     lines = [
         f"**{TITLES[case]}** — `{command}`, {run['time'][:10]}: "
         f"{machine['processor']}, {machine['cores']} cores; {versions}.",
+        *_ceilings(run),
         "",
     ]
     spread = ["p95"] if any(row["p95"] is not None for row in rows) else []
@@ -65,6 +69,18 @@ def _table(case: str, run: dict[str, Any]) -> str:
         cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
         lines.append(_line([row["name"], measured, *p95, *cells]))
     return "\n".join(lines) + "\n"
+
+
+def _ceilings(run: dict[str, Any]) -> list[str]:
+    """What the device did at its best in the same run, for cases that measure it."""
+    found = run.get("ceilings")
+    if found is None:
+        return []
+    return [
+        f"Ceilings in the same run: copy {found['copy'] / 1e12:.2f} TB/s (read and written), "
+        f"read {found['read'] / 1e12:.2f} TB/s, bf16 matmul {found['matmul'] / 1e12:.0f} TFLOP/s, "
+        f"empty launch {found['launch_s'] * 1e6:.1f} µs."
+    ]
 
 
 def _line(cells: list[str]) -> str:
