@@ -52,6 +52,22 @@ def test_prefix_hit_changes_no_bit(runner, shared):
         assert torch.equal(done.logits, exact)
 
 
+@pytest.mark.parametrize("length", [64, 128, 129])
+def test_a_prompt_that_fills_its_tiles_keeps_its_bits(runner, length):
+    """The same last logits, however many rows were asked for and computed beside them."""
+    tokens = np.random.default_rng(length).integers(0, 49152, length).astype(np.int32)
+    seen = []
+    for start in (0, length // 2, length - 1):
+        with runner.prefill(tokens, "full", logits_from=start, remember=False) as done:
+            seen.append(done.logits[-1].clone())
+    namespace = f"tiles-{length}"
+    runner.prefill(tokens[: length // 2 + 3], "prefix", namespace=namespace).release()
+    with runner.prefill(tokens, "prefix", namespace=namespace) as done:
+        assert done.report.reused_prefix > length // 3
+        seen.append(done.logits[-1].clone())
+    assert all(torch.equal(seen[0], logits) for logits in seen)
+
+
 def test_batch_equals_alone(runner):
     alone = [runner.generate(p, "full", max_new_tokens=12, stop=()).tokens for p in PROMPTS]
     batch = runner.generate_batch(PROMPTS, "full", max_new_tokens=12, stop=())

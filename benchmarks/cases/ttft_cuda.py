@@ -80,7 +80,8 @@ class Watched:
 def flops(model: Any, plans: list[LayerPlan]) -> float:
     """Multiplications and additions of a prefill's products and attention, masked keys left out.
 
-    The second plan of layer 0 counts its further rows alone, a deviation probe its projections.
+    The second plan of layer 0 counts its further rows alone, a deviation probe its projections,
+    and the last layer the rest of its last row.
     """
     config = model.config
     width, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -94,6 +95,8 @@ def flops(model: Any, plans: list[LayerPlan]) -> float:
         probed = before is not None and before.probe is Probe.DEVIATION
         if not probed:
             total += 2.0 * projections * len(rows)
+        if plan.layer + 1 == config.num_hidden_layers:
+            rows = rows[-1:]
         if plan.probe is not Probe.DEVIATION:
             keys = float((rows.astype(np.int64) + 1).sum())
             total += 2.0 * rest * len(rows) + 4.0 * heads * dim * keys

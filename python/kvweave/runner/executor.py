@@ -19,7 +19,7 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
 from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.layer import TILE, RowGrid, dense_attention, finish, project
+from kvweave.runner.layer import RowGrid, dense_attention, finish, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import PositionTable
 from kvweave.runner.tables import KvTable, RowTable, send_index
@@ -68,6 +68,12 @@ class Hidden:
             )
         return self._packed(rows, self.grid.real(self.states), index)
 
+    def since(self, position: int) -> Hidden:
+        """The rows at or after a position (a view)."""
+        first = int(np.searchsorted(self.rows, position))
+        cut, grid = self.grid.since(first)
+        return Hidden(self.rows[first:], grid, self.states[cut:])
+
     def merge(self, other: Hidden) -> Hidden:
         """The union of two disjoint sets of rows, in order of position."""
         rows = np.concatenate((self.rows, other.rows))
@@ -95,16 +101,18 @@ class Executor:
         tokens: torch.Tensor,
         positions: PositionTable,
         policy: Policy,
+        logits_from: int,
     ) -> tuple[Hidden, Trace]:
         """Carries out a policy; returns the last layer's hidden states and the trace.
 
-        tokens i64 [T].
+        tokens i64 [T]. The last layer computes K, V of all its rows, and the rest of those alone
+        that are at or after `logits_from`.
 
         # Errors
         `InvalidArgument` for a plan that skips a layer or names rows without hidden states;
         `PoolFull` when copy-on-write of a shared block finds no room.
         """
-        run = _Run(self, request, tokens, positions)
+        run = _Run(self, request, tokens, positions, logits_from)
         plan = next(policy)
         hidden = run.embed(plan.rows)
         while True:
@@ -133,17 +141,13 @@ class Executor:
         # Errors
         `InvalidArgument` when one of those positions was not computed.
         """
-        wanted = hidden.rows[hidden.rows >= from_position]
-        if len(wanted) == 0 or int(wanted[0]) != from_position:
+        wanted = hidden.since(from_position)
+        if len(wanted.rows) == 0 or int(wanted.rows[0]) != from_position:
             raise InvalidArgument(
                 f"logits: expected position {from_position} among the computed rows, "
                 f"got {len(hidden.rows)} rows without it"
             )
-        grid, last = hidden.grid, int(np.searchsorted(hidden.rows, from_position))
-        first_tile = (grid.lead + last) // TILE * TILE if grid.padded != grid.rows else last
-        scores = self.spec.scores(hidden.states[first_tile:])
-        skip = grid.lead + last - first_tile
-        return scores[skip : skip + len(wanted)]
+        return wanted.grid.real(wanted.grid.apply(self.spec.scores, wanted.states))
 
 
 class _Run:
@@ -155,6 +159,7 @@ class _Run:
         request: KvRequest,
         tokens: torch.Tensor,
         positions: PositionTable,
+        logits_from: int,
     ) -> None:
         self.spec = executor.spec
         self.pages = executor.pages
@@ -162,6 +167,7 @@ class _Run:
         self.request = request
         self.tokens = tokens
         self.positions = positions
+        self.logits_from = logits_from
         self.trace = Trace(rows_per_layer=[0] * len(executor.spec.layers))
         self.clock = Clock(executor.spec.device)
         self.probed = self.clock.mark()
@@ -237,9 +243,16 @@ class _Run:
             self.own(plan.rows)
             table = self.table_of(plan.rows)
         ops.write_pages(self.pages, plan.layer, k, v, table.slots)
-        attended = self.attend(plan, table, q, k, v)
         probing = self.probing(plan, q) if plan.probe is Probe.SCORES else None
         self.trace.rows_per_layer[plan.layer] += len(plan.rows)
+        if self.unwanted(plan):
+            hidden = hidden.since(self.logits_from)
+            q = q[-len(hidden.rows) :]
+            attended = self.attend_pages(plan, table.since(len(plan.rows) - len(q)), q)
+        elif self.is_dense(plan):
+            attended = dense_attention(q, k, v, layer.scale)
+        else:
+            attended = self.attend_pages(plan, table, q)
         del q, k, v
         states = finish(layer, hidden.grid, hidden.states, attended)
         result = None if probing is None else self.scores(plan, probing)
@@ -266,12 +279,8 @@ class _Run:
             "softcap": layer.softcap,
         }
 
-    def attend(
-        self, plan: LayerPlan, table: RowTable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of the plan's rows over all KV up to them: [R, H, D]."""
-        if self.is_dense(plan):
-            return dense_attention(q, k, v, self.spec.layers[plan.layer].scale)
+    def attend_pages(self, plan: LayerPlan, table: RowTable, q: torch.Tensor) -> torch.Tensor:
+        """Attention of the table's rows over all KV up to them: [R, H, D]."""
         attended, _ = ops.attend_prefill(
             q,
             table.positions,
@@ -283,6 +292,11 @@ class _Run:
             **self.reading(plan),
         )
         return attended
+
+    def unwanted(self, plan: LayerPlan) -> bool:
+        """Whether the layer is the last and computes rows before those whose logits are wanted."""
+        last = plan.layer + 1 == len(self.spec.layers) > 1
+        return last and bool(plan.rows[0] < self.logits_from <= plan.rows[-1])
 
     def is_dense(self, plan: LayerPlan) -> bool:
         """Whether the rows are the whole prompt, so that k and v in hand are all there is to read.

@@ -29,25 +29,33 @@ states, several times wider than the hidden ones, stay small beside the KV of a 
 class RowGrid:
     """Where the real rows lie among the padded ones: `hidden[lead : lead + rows]`.
 
-    `tiled` says that each tile must be computed in a call of its own, because this machine's
-    library gives other bits to taller products.
+    `tile`: rows of one tile, 1 when nothing is padded. `tiled` says that each tile must be
+    computed in a call of its own, because this machine's library gives other bits to taller
+    products.
     """
 
     lead: int
     rows: int
     padded: int
+    tile: int
     tiled: bool
 
     @staticmethod
     def aligned(first_position: int, rows: int, tiled: bool) -> RowGrid:
         """Rows at consecutive positions from `first_position`, on the grid of positions."""
         lead = first_position % TILE
-        return RowGrid(lead, rows, -(-(lead + rows) // TILE) * TILE, tiled)
+        return RowGrid(lead, rows, -(-(lead + rows) // TILE) * TILE, TILE, tiled)
 
     @staticmethod
     def packed(rows: int) -> RowGrid:
         """Scattered rows: no padding, no promise on bits."""
-        return RowGrid(0, rows, rows, False)
+        return RowGrid(0, rows, rows, 1, False)
+
+    def since(self, row: int) -> tuple[int, RowGrid]:
+        """The padded row at which the tile of a real row begins, and the grid from there on."""
+        cut = (self.lead + row) // self.tile * self.tile
+        lead = self.lead + row - cut
+        return cut, RowGrid(lead, self.rows - row, self.padded - cut, self.tile, self.tiled)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """X [rows, …] laid out on the grid, zeros around."""

@@ -123,9 +123,9 @@ class Prefiller:
         timings = Timings(lookup_s=time.perf_counter() - start)
         try:
             copied = self._copy(request, positions, policy)
-            hidden, trace, exact = self._run(request, prompt, positions, policy)
             length = len(prompt.tokens)
             first = length - 1 if logits_from is None else logits_from
+            hidden, trace, exact = self._run(request, prompt, positions, policy, first)
             logits = self.executor.logits(hidden, first)
             self.clock.wait()
             timings.copy_s = Clock.seconds(*copied)
@@ -167,6 +167,7 @@ class Prefiller:
         prompt: TokenizedPrompt,
         positions: PositionTable,
         policy: Policy,
+        logits_from: int,
     ) -> tuple[Hidden, Trace, int]:
         """The last layer's states, the trace, and how many leading tokens have exact KV."""
         length, plan = len(prompt.tokens), request.plan
@@ -179,7 +180,9 @@ class Prefiller:
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
         )
         tokens = send_index(self.spec.device, prompt.tokens).long()
-        hidden, trace = self.executor.prefill(request, tokens, positions, policy.plan(view))
+        hidden, trace = self.executor.prefill(
+            request, tokens, positions, policy.plan(view), logits_from
+        )
         return hidden, trace, view.segments[0][0] if view.segments else length
 
     def _device_bytes(self, report: Report, logits: int) -> int:

@@ -72,3 +72,11 @@ class RowTable:
         positions, slots, offsets = send(device, rows, request.slots(rows), ends)
         turns = table.turns(torch.as_tensor(positions))
         return RowTable(rows, positions, slots, offsets, turns)
+
+    def since(self, row: int) -> RowTable:
+        """The tables from one of the rows on."""
+        rows = self.rows[row:]
+        device = torch.device("cpu") if isinstance(self.slots, np.ndarray) else self.slots.device
+        (offsets,) = send(device, np.asarray([0, len(rows)], np.int32))
+        turns = {key: (cos[row:], sin[row:]) for key, (cos, sin) in self.turns.items()}
+        return RowTable(rows, self.positions[row:], self.slots[row:], offsets, turns)

@@ -33,7 +33,7 @@ def verify(model: Any, spec: ModelSpec) -> None:
     rows = request.plan.rows()
     view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, ())
     executor = Executor(spec, pages, False)
-    hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view))
+    hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view), 0)
     ours = executor.logits(hidden, 0)
     theirs = model(tokens[None], use_cache=False).logits[0].float()
     request.release()
