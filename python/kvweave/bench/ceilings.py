@@ -64,9 +64,10 @@ def bound_of(work: Work) -> Bound:
 
 def measure(clock: DeviceClock, device: torch.device, effort: Effort) -> Ceilings:
     """Large buffers, random numbers (zeros compute faster than data does)."""
-    count = 1 << 30
-    source = torch.empty(count // 4, device=device).normal_()
+    source = torch.empty(1 << 15, 1 << 15, device=device).normal_()
     target = torch.empty_like(source)
+    vector = torch.randn(1 << 15, device=device)
+    count = source.numel() * source.element_size()
     a, b = torch.randn(2, 8192, 8192, device=device).bfloat16()
     timed = clock.time(
         {
@@ -74,6 +75,7 @@ def measure(clock: DeviceClock, device: torch.device, effort: Effort) -> Ceiling
             "copy bytes": lambda: target.view(torch.uint8).copy_(source.view(torch.uint8)),
             "sum": lambda: source.sum(),
             "max": lambda: source.amax(),
+            "product": lambda: source @ vector,
             "matmul": lambda: a @ b,
             "launch": lambda: spin(0),
         },
@@ -82,7 +84,7 @@ def measure(clock: DeviceClock, device: torch.device, effort: Effort) -> Ceiling
     spent = {name: timing.median_s for name, timing in timed.items()}
     return Ceilings(
         copy=2 * count / min(spent["copy"], spent["copy bytes"]),
-        read=count / min(spent["sum"], spent["max"]),
+        read=count / min(spent["sum"], spent["max"], spent["product"]),
         matmul=2 * 8192**3 / spent["matmul"],
         launch_s=spent["launch"],
     )
