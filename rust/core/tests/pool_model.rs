@@ -205,6 +205,22 @@ fn a_full_pool_changes_nothing() {
     store.lock().pool.check().unwrap();
 }
 
+/// More forks than 16 bits count: every one is an owner, and the last to go is one again.
+#[test]
+fn a_block_has_any_number_of_owners() {
+    let store = Arc::new(Store::new(Pool::new(4, None, &[1]).unwrap(), ()));
+    let first = WritableBlocks::allocate(&store, 1).unwrap();
+    let block = first.blocks()[0];
+    let forks: Vec<_> = (0..(1 << 16) + 5).map(|_| first.fork()).collect();
+    assert_eq!(store.lock().pool.owners(block), (1 << 16) + 6);
+    assert_eq!(store.lock().pool.references(block), (1 << 16) + 6);
+    drop(forks);
+    assert_eq!(store.lock().pool.owners(block), 1);
+    drop(first);
+    store.lock().pool.check().unwrap();
+    assert_eq!(store.lock().pool.counts(GroupId(0)).held, 0);
+}
+
 #[test]
 fn arenas_that_cannot_be_are_refused() {
     for (pages, slab, groups) in [

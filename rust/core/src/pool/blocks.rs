@@ -33,8 +33,10 @@ pub enum BlockState {
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) state: BlockState,
-    /// Requests that may write the block; above 1 it is copied before a write.
-    pub(super) owners: u16,
+    /// Requests that may write the block; above 1 it is copied before a write. Never more than its
+    /// holders, hence as wide as their number: a holder is a guard with a list of its own, so
+    /// memory ends long before either count.
+    pub(super) owners: u32,
     pub(super) group: GroupId,
     pub(super) indexed: bool,
 }
@@ -176,7 +178,7 @@ impl Pool {
     /// Requests that may write a block.
     #[must_use]
     pub fn owners(&self, block: BlockId) -> u32 {
-        u32::from(self.blocks[block.index()].owners)
+        self.blocks[block.index()].owners
     }
 
     /// Blocks evicted so far.

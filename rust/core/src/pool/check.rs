@@ -35,7 +35,7 @@ impl Pool {
                     BlockState::Cached => cached += 1,
                     BlockState::Held(n) => {
                         held += 1;
-                        if n == 0 || u32::from(block.owners) > n {
+                        if n == 0 || block.owners > n {
                             return Err(Error::inconsistent(name("owners"), n, block.owners));
                         }
                     }

@@ -8,7 +8,12 @@ use sha2::block_api::compress256;
 use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
-/// A 128-bit digest.
+/// A 128-bit digest: where to look, never what was found. Every hit compares the token ids (and for
+/// a prefix the block before), so digests that collide cost a comparison and serve nothing foreign.
+///
+/// That is why 128 bits are enough and the tables index by 64 of them. Of n digests any two are
+/// equal with a probability below n² / 2¹²⁹, any two table keys below n² / 2⁶⁵: with 2²⁴ blocks,
+/// 268 million tokens, 2⁻⁸¹ and 2⁻¹⁷. Whoever stores content by digest alone needs another digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Digest(u128);
 
@@ -34,7 +39,8 @@ pub enum HashKind {
     #[default]
     #[serde(rename = "xxh3-128")]
     Xxh3_128,
-    /// SHA-256 cut to 128 bits: nobody can make two texts share a digest.
+    /// SHA-256 cut to 128 bits: nobody can hit a given text's digest (2¹²⁸ hashes). Two texts of
+    /// one's own that share a digest take some 2⁶⁴, and slow down no lookups but their own.
     Sha256,
     /// XXH3 of which only the lowest bits are kept, so that digests collide all the time. Serves
     /// to show that collisions cost time and nothing else.
