@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks import record, results
-from benchmarks.cases import attention, block_manager, copy_rerotate
+from benchmarks.cases import attention, block_manager, copy_rerotate, ttft_cuda
+from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
 from kvweave.bench.rows import Row, WrongAnswer, expect
 from kvweave.bench.timing import compare, summarise
+from kvweave.plan import LayerPlan, Probe, PromptView
+from kvweave.policies import Epic
 
 
 def test_contenders_take_turns_at_being_first() -> None:
@@ -71,6 +76,59 @@ def test_copy_case_checks_and_measures() -> None:
 @pytest.mark.parametrize("name", ["SmolLM2 1024 float32, decode", "Llama-8B 1024 bfloat16, decode"])
 def test_attention_case_agrees_with_torch(name: str) -> None:
     attention.check(name, attention.problems(quick=True)[name])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void attend_prefill_sm90<__nv_bfloat16, 128>(AttendParams)", "attention"),
+        ("pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void copy_rerotate<__nv_bfloat16>(CopyRerotateParams)", "copies"),
+        ("score_tokens_rows", "scores"),
+        ("write_pages", "writes"),
+        ("Memcpy HtoD (Pinned -> Device)", "transfers"),
+        ("void vectorized_layer_norm_kernel<c10::BFloat16, float, true>", "norms"),
+        ("void at::native::elementwise_kernel<128, 4, MulFunctor>", "elementwise"),
+    ],
+)
+def test_kernels_have_a_class(kernel: str, kind: str) -> None:
+    assert class_of(kernel) == kind
+
+
+def test_flops_are_counted_once() -> None:
+    """A model of one head, by hand; the last layer's rest is of one row."""
+    config = SimpleNamespace(
+        hidden_size=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=8,
+        vocab_size=10,
+        num_hidden_layers=3,
+    )
+    rows, few = np.arange(6, dtype=np.int32), np.asarray([2, 5], np.int32)
+    plans = [
+        LayerPlan(0, few),
+        LayerPlan(0, rows),
+        LayerPlan(1, rows, Probe.DEVIATION),
+        LayerPlan(1, few),
+        LayerPlan(2, few),
+    ]
+    projections, rest, head = 2 * 4 * 4 * 3, 2 * (4 * 4 + 3 * 4 * 8), 2 * 4 * 10
+    attention = 4 * 4 * (sum(range(1, 7)) + (3 + 6) + 6)
+    wanted = head + projections * (6 + 6 + 2) + rest * (6 + 2 + 1) + attention
+    assert ttft_cuda.flops(SimpleNamespace(config=config), plans) == wanted
+
+
+def test_a_watched_policy_plans_as_it_would() -> None:
+    view = PromptView(40, 4, 16, 0, np.asarray([0, 39], np.int32), ((1, 39),))
+    watched = ttft_cuda.Watched(Epic())
+    assert watched.name == "epic"
+    plans = list(watched.plan(view))
+    assert [p.layer for p in watched.plans] == [p.layer for p in plans] == [0, 1, 2, 3]
 
 
 def test_the_readme_shows_the_newest_records() -> None:
