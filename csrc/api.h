@@ -112,9 +112,61 @@ struct ScoreParams {
   uint32_t group_factor;  // 2^32 / (query_heads / kv_heads) rounded up, 0 for a group of one
 };
 
+// write_pages. Sizes and strides count words of the kernel's width.
+struct WritePagesParams {
+  void* cache;           // paged KV, written in place
+  const void* k;         // [rows, kv_heads, columns] by strides
+  const void* v;         // the same
+  const int32_t* slots;  // [rows, 2]: block, slot
+  int64_t blocks;        // block numbers below this lie within the cache
+  int64_t block_stride;  // from block number b to b + 1
+  int64_t layer_offset;  // from a block to its first page of this layer
+  int64_t head_stride;
+  int64_t token_stride;
+  int64_t value_offset;  // from a token's key to its value
+  int64_t k_row_stride;
+  int64_t k_head_stride;
+  int64_t v_row_stride;
+  int64_t v_head_stride;
+  uint32_t rows;
+  uint32_t kv_heads;
+  uint32_t page_tokens;
+  uint32_t columns;  // words of a vector
+};
+
+// page_bounds, the second kernel of write_pages.
+struct PageBoundsParams {
+  const void* cache;
+  const int32_t* held;   // [held_count, 3]: block, begin, end
+  float* bounds;         // [pages, 3, head_dim]: min, max, mean
+  int64_t blocks;        // block numbers below this lie within cache and bounds
+  int64_t block_stride;  // from block number b to b + 1
+  int64_t layer_offset;  // from a block to its first page of this layer
+  int64_t head_stride;
+  int64_t token_stride;
+  uint32_t kv_heads;
+  uint32_t page_tokens;
+  uint32_t head_dim;
+  uint32_t first_page;  // of this layer, counted from the block's first
+};
+
+struct MergeStatesParams {
+  const void* outs;   // [splits, states, head_dim]
+  const float* lses;  // [splits, states], natural logarithm
+  void* out;          // [states, head_dim]
+  float* lse;         // [states]
+  int64_t states;
+  uint32_t splits;
+  uint32_t head_dim;
+  uint32_t states_per_block;  // states that one thread block merges
+};
+
 static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 248, "params.rs says 248 bytes");
+static_assert(sizeof(WritePagesParams) == 128, "params.rs says 128 bytes");
+static_assert(sizeof(PageBoundsParams) == 80, "params.rs says 80 bytes");
+static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");

@@ -1,4 +1,4 @@
-"""The ops against torch: attention, windows, soft caps, batches, rotation of every RoPE kind."""
+"""Every version of the ops against torch: attention, windows, soft caps, batches, rotations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers.models.stablelm import modeling_stablelm
 
 from kvweave import ops
 from paged import Paged, causal_mask, dense_attention, paged, rope_table, rotated
+from versions import RUNNABLE, VERSIONS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest error of one rounding of a number near 1, a little more for f32 sums."""
-BACKENDS = [None, "reference"]
 
 
 def positions_of(tokens: int) -> np.ndarray:
@@ -37,17 +37,17 @@ def near(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, slack: flo
     torch.testing.assert_close(got.double(), wanted.double(), rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128])
-def test_attention_is_torchs(generator, backend, dtype, head_dim) -> None:
+def test_attention_is_torchs(generator, version, dtype, head_dim) -> None:
     tokens, heads = 45, 6
     case = paged(generator, tokens, kv_heads=2, head_dim=head_dim, dtype=dtype)
     rows = positions_of(tokens)
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
     for layer in range(2):
-        out, lse = ops.attend_prefill(
-            q, rows, case.entries, case.pages, layer, backend=backend, **settings_of(case)
+        out, lse = version.attend_prefill(
+            q, rows, case.entries, case.pages, layer, **settings_of(case)
         )
         mask = causal_mask(torch.from_numpy(rows), tokens)
         wanted = torch.nn.functional.scaled_dot_product_attention(
@@ -66,64 +66,58 @@ def test_attention_is_torchs(generator, backend, dtype, head_dim) -> None:
     page_tokens=st.sampled_from([8, 16, 32]),
     window=st.none() | st.integers(1, 80),
     softcap=st.none() | st.floats(0.5, 50),
-    backend=st.sampled_from(BACKENDS),
+    version=st.sampled_from(RUNNABLE),
     seed=st.integers(0, 2**16),
 )
-def test_windows_and_caps(tokens, page_tokens, window, softcap, backend, seed) -> None:
+def test_windows_and_caps(tokens, page_tokens, window, softcap, version, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     case = paged(generator, tokens, layers=1, head_dim=16, page_tokens=page_tokens)
     rows = torch.randint(0, tokens, (min(tokens, 9),), generator=generator).int()
     q = 3 * torch.randn(len(rows), 4, 16, generator=generator)
     chosen = settings_of(case, window=window, softcap=softcap)
-    out, lse = ops.attend_prefill(q, rows, case.entries, case.pages, 0, backend=backend, **chosen)
+    out, lse = version.attend_prefill(q, rows, case.entries, case.pages, 0, **chosen)
     mask = causal_mask(rows, tokens, window)
     wanted, wanted_lse, weights = dense_attention(
         q, case.k[0], case.v[0], mask, chosen["scale"], softcap
     )
     torch.testing.assert_close(out.double(), wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=2e-5, atol=2e-5)
-    mass = ops.score_tokens(q, rows, case.entries, case.pages, 0, backend=backend, **chosen)
+    mass = version.score_tokens(q, rows, case.entries, case.pages, 0, **chosen)
     torch.testing.assert_close(mass.double(), weights.sum((0, 1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_that_sees_no_key(generator, backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_row_that_sees_no_key(generator, version) -> None:
     case = paged(generator, 20, layers=1)
     q = torch.randn(2, 4, 64, generator=generator)
     entries = case.entries[1:]
     rows = np.array([3, 19], np.int32)
-    out, lse = ops.attend_prefill(
-        q, rows, entries, case.pages, 0, backend=backend, **settings_of(case)
-    )
+    out, lse = version.attend_prefill(q, rows, entries, case.pages, 0, **settings_of(case))
     assert (out[0] == 0).all()
     assert torch.isneginf(lse[0]).all()
     assert torch.isfinite(lse[1]).all()
     none = np.zeros((0, 5), np.int32)
-    out, lse = ops.attend_prefill(
-        q, rows, none, case.pages, 0, backend=backend, **settings_of(case)
-    )
+    out, lse = version.attend_prefill(q, rows, none, case.pages, 0, **settings_of(case))
     assert (out == 0).all()
     assert torch.isneginf(lse).all()
-    nothing = ops.score_tokens(q, rows, none, case.pages, 0, backend=backend, **settings_of(case))
+    nothing = version.score_tokens(q, rows, none, case.pages, 0, **settings_of(case))
     assert nothing.shape == (0,)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_stays_with_those_who_read_it(generator, backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nan_stays_with_those_who_read_it(generator, version) -> None:
     case = paged(generator, 40, layers=1)
     block, slot = (int(x) for x in case.request.slots(np.array([30], np.int32))[0])
     case.pages[block, 1, slot] = torch.nan
     rows = np.array([29, 30, 39], np.int32)
     q = torch.randn(3, 2, 64, generator=generator)
-    out, _ = ops.attend_prefill(
-        q, rows, case.entries, case.pages, 0, backend=backend, **settings_of(case)
-    )
+    out, _ = version.attend_prefill(q, rows, case.entries, case.pages, 0, **settings_of(case))
     assert torch.isfinite(out[0]).all()
     assert torch.isnan(out[1:, 0]).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_of_a_batch_is_prefill_of_each(generator, backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_decode_of_a_batch_is_prefill_of_each(generator, version) -> None:
     cases = [paged(generator, tokens, layers=1) for tokens in (5, 16, 33)]
     pages = torch.cat([case.pages for case in cases])
     tables, at = [], 0
@@ -135,16 +129,14 @@ def test_decode_of_a_batch_is_prefill_of_each(generator, backend) -> None:
     q = torch.randn(3, 4, 64, generator=generator)
     chosen = settings_of(cases[0])
     joined = np.concatenate(tables)
-    out, lse = ops.attend_decode(
-        q, rows, joined, pages, 0, entry_offsets=offsets, backend=backend, **chosen
-    )
+    out, lse = version.attend_decode(q, rows, joined, pages, 0, entry_offsets=offsets, **chosen)
     each = [
-        ops.attend_prefill(q[i : i + 1], rows[i : i + 1], table, pages, 0, **chosen)
+        version.attend_prefill(q[i : i + 1], rows[i : i + 1], table, pages, 0, **chosen)
         for i, table in enumerate(tables)
     ]
     near(out, torch.cat([o for o, _ in each]), torch.float32)
     near(lse, torch.cat([s for _, s in each]), torch.float32)
-    batch, _ = ops.attend_prefill(
+    batch, _ = version.attend_prefill(
         q,
         rows,
         joined,
@@ -152,28 +144,76 @@ def test_decode_of_a_batch_is_prefill_of_each(generator, backend) -> None:
         0,
         row_offsets=np.arange(4, dtype=np.int32),
         entry_offsets=offsets,
-        backend=backend,
         **chosen,
     )
     near(batch, out, torch.float32)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_merging_parts_is_attention_over_all(generator, backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_merging_parts_is_attention_over_all(generator, version) -> None:
     case = paged(generator, 64, layers=1)
     rows = np.array([63, 40, 20], np.int32)
     q = torch.randn(3, 4, 64, generator=generator)
     chosen = settings_of(case)
     parts = [
-        ops.attend_prefill(q, rows, case.entries[cut], case.pages, 0, **chosen)
+        version.attend_prefill(q, rows, case.entries[cut], case.pages, 0, **chosen)
         for cut in (slice(0, 1), slice(1, 3), slice(3, 4))
     ]
-    out, lse = ops.merge_states(
-        torch.stack([o for o, _ in parts]), torch.stack([s for _, s in parts]), backend=backend
+    out, lse = version.merge_states(
+        torch.stack([o for o, _ in parts]), torch.stack([s for _, s in parts])
     )
-    whole, whole_lse = ops.attend_prefill(q, rows, case.entries, case.pages, 0, **chosen)
+    whole, whole_lse = version.attend_prefill(q, rows, case.entries, case.pages, 0, **chosen)
     near(out, whole, torch.float32)
     near(lse, whole_lse, torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    splits=st.integers(1, 9),
+    states=st.sampled_from([(0, 4), (1, 1), (3, 4), (70, 2)]),
+    head_dim=st.sampled_from([1, 7, 8, 80, 128, 576]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+    version=st.sampled_from(RUNNABLE),
+)
+def test_merging_is_a_softmax_over_parts(splits, states, head_dim, dtype, seed, version) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(splits, *states, head_dim, generator=generator).to(dtype)
+    lses = 30 * torch.randn(splits, *states, generator=generator)
+    lses[torch.rand(lses.shape, generator=generator) < 0.3] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    out, lse = version.merge_states(outs, lses)
+    wanted = lses.double().logsumexp(0)
+    weights = (lses.double() - wanted).exp().nan_to_num(0.0)
+    vectors = torch.where(weights[..., None] > 0, outs.double(), 0.0)
+    torch.testing.assert_close(lse.double(), wanted, rtol=1e-6, atol=1e-5)
+    near(out, (weights[..., None] * vectors).sum(0), dtype)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_one_part_changes_no_bit(generator, dtype, version) -> None:
+    outs = torch.randn(1, 5, 3, 64, generator=generator).to(dtype)
+    lses = torch.randn(1, 5, 3, generator=generator)
+    out, lse = version.merge_states(outs, lses)
+    assert torch.equal(out, outs[0])
+    assert torch.equal(lse, lses[0])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_merging_keeps_nan_where_it_is(version) -> None:
+    outs, lses = torch.ones(2, 4, 1, 8), torch.zeros(2, 4, 1)
+    lses[0, 1] = torch.nan
+    lses[:, 2] = -torch.inf
+    outs[1, 3, 0, 5] = torch.nan
+    out, lse = version.merge_states(outs, lses)
+    assert (out[0] == 1).all()
+    assert torch.isnan(out[1]).all()
+    assert torch.isnan(lse[1]).all()
+    assert (out[2] == 0).all()
+    assert torch.isneginf(lse[2]).all()
+    assert torch.isnan(out[3, 0]).tolist() == [d == 5 for d in range(8)]
+    assert torch.isfinite(lse[[0, 3]]).all()
 
 
 def moved(case: Paged, entries: np.ndarray, delta: int) -> tuple[np.ndarray, np.ndarray]:
@@ -185,10 +225,11 @@ def moved(case: Paged, entries: np.ndarray, delta: int) -> tuple[np.ndarray, np.
     return np.stack((*columns, count, step), 1).astype(np.int32), target
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [64, 24])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_share_is_materialise(generator, dtype, rotary_dim, pairing) -> None:
+def test_share_is_materialise(generator, dtype, rotary_dim, pairing, version) -> None:
     tokens, delta = 40, 117
     case = paged(generator, tokens, dtype=dtype)
     rope = rope_table(2, rotary_dim, pairing)
@@ -196,14 +237,14 @@ def test_share_is_materialise(generator, dtype, rotary_dim, pairing) -> None:
     shared[:, 3] += delta
     shared[:, 4] = delta
     copies, target = moved(case, case.entries, delta)
-    ops.copy_rerotate(case.pages, copies, rope, kv_heads=2)
+    version.copy_rerotate(case.pages, copies, rope, kv_heads=2)
     target[:, 3] += delta
     rows = (np.arange(tokens) + delta).astype(np.int32)
     q = torch.randn(tokens, 4, 64, generator=generator).to(dtype)
     chosen = settings_of(case, rope)
     for layer in range(2):
-        a, _ = ops.attend_prefill(q, rows, shared, case.pages, layer, **chosen)
-        b, _ = ops.attend_prefill(q, rows, target, case.pages, layer, **chosen)
+        a, _ = version.attend_prefill(q, rows, shared, case.pages, layer, **chosen)
+        b, _ = version.attend_prefill(q, rows, target, case.pages, layer, **chosen)
         near(a, b, dtype, slack=16)
 
 
@@ -232,12 +273,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*(("llama", kind) for kind in KINDS), ("stablelm", "default"), ("glm", "default")],
 )
-def test_moving_a_key_is_rope_at_the_new_position(generator, family, kind, backend) -> None:
+def test_moving_a_key_is_rope_at_the_new_position(generator, family, kind, version) -> None:
     module, rotary_class, pairing, factor = FAMILIES[family]
     config = LlamaConfig(
         hidden_size=128,
@@ -263,10 +304,10 @@ def test_moving_a_key_is_rope_at_the_new_position(generator, family, kind, backe
 
     case = paged(generator, tokens, layers=1, head_dim=32)
     rows = np.arange(tokens, dtype=np.int32)
-    ops.write_pages(case.pages, 0, at(3), case.v[0], case.request.slots(rows))
+    version.write_pages(case.pages, 0, at(3), case.v[0], case.request.slots(rows))
     rope = ops.RopeTable(rotary.inv_freq[None].contiguous(), pairing)
     copies, target = moved(case, case.entries, delta)
-    ops.copy_rerotate(case.pages, copies, rope, kv_heads=2, backend=backend)
+    version.copy_rerotate(case.pages, copies, rope, kv_heads=2)
     slots = np.concatenate([[(e[0], s) for s in range(e[1], e[2])] for e in target.tolist()])
     page, slot = torch.from_numpy(slots).long().T
     got = torch.stack([case.pages[page + head, 0, slot] for head in range(2)], 1)
@@ -276,14 +317,14 @@ def test_moving_a_key_is_rope_at_the_new_position(generator, family, kind, backe
     assert torch.equal(values, case.v[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("delta", [0, 1, -7, 1_000_000, -1_000_000])
-def test_huge_deltas_lose_nothing(generator, dtype, delta, backend) -> None:
+def test_huge_deltas_lose_nothing(generator, dtype, delta, version) -> None:
     case = paged(generator, 16, layers=1, dtype=dtype)
     rope = rope_table(1, 64)
     copies, target = moved(case, case.entries, delta)
-    ops.copy_rerotate(case.pages, copies, rope, kv_heads=2, backend=backend)
+    version.copy_rerotate(case.pages, copies, rope, kv_heads=2)
     block = int(target[0, 0])
     got = case.pages[block : block + 2, 0].transpose(0, 1)
     steps = torch.full((16,), delta)
@@ -295,37 +336,41 @@ def test_huge_deltas_lose_nothing(generator, dtype, delta, backend) -> None:
         assert float(((got.double() - wanted).abs() / size).max()) <= CLOSE[dtype]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_rows_are_written_as_they_are(generator, backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_strided_rows_are_written_as_they_are(generator, version) -> None:
     case = paged(generator, 20, layers=1)
     wide = torch.randn(20, 5, 2, 128, generator=generator)
     k, v = wide[:, 1, :, :64], wide.transpose(1, 2)[:, :, 3, 64:]
     rows = np.arange(20, dtype=np.int32)
-    ops.write_pages(case.pages, 0, k, v, case.request.slots(rows), backend=backend)
+    version.write_pages(case.pages, 0, k, v, case.request.slots(rows))
     page, slot = torch.from_numpy(case.request.slots(rows)).long().T
     for head in range(2):
         assert torch.equal(case.pages[page + head, 0, slot], k[:, head])
         assert torch.equal(case.pages[page + head, 1, slot], v[:, head])
 
 
-def test_results_go_where_they_are_wanted(generator) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_results_go_where_they_are_wanted(generator, version) -> None:
     case = paged(generator, 20, layers=1)
     q = torch.randn(3, 4, 64, generator=generator)
     rows = np.array([0, 10, 19], np.int32)
     room = torch.full((3, 4, 64), torch.nan)
-    out, _ = ops.attend_prefill(q, rows, case.entries, case.pages, 0, out=room, **settings_of(case))
+    out, _ = version.attend_prefill(
+        q, rows, case.entries, case.pages, 0, out=room, **settings_of(case)
+    )
     assert out is room
     assert torch.isfinite(room).all()
 
 
-def test_strided_queries_and_subsets_change_no_bit(generator) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_strided_queries_and_subsets_change_no_bit(generator, version) -> None:
     case = paged(generator, 70, layers=1)
     wide = torch.randn(70, 3, 4, 64, generator=generator)
     q = wide[:, 1]
     rows = np.arange(70, dtype=np.int32)
-    whole, _ = ops.attend_prefill(q, rows, case.entries, case.pages, 0, **settings_of(case))
+    whole, _ = version.attend_prefill(q, rows, case.entries, case.pages, 0, **settings_of(case))
     some = [69, 3, 40]
-    part, _ = ops.attend_prefill(
+    part, _ = version.attend_prefill(
         q[some], rows[some], case.entries, case.pages, 0, **settings_of(case)
     )
     assert torch.equal(part, whole[some])

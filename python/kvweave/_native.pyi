@@ -1,6 +1,6 @@
 """Types of the native module. Shapes and meaning stand in `kvweave.ops` and `kvweave.cache`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -25,8 +25,11 @@ __all__ = [
     "copy_rerotate_cuda",
     "cuda_status",
     "merge_states",
+    "merge_states_cuda",
     "score_tokens",
+    "score_tokens_cuda",
     "write_pages",
+    "write_pages_cuda",
 ]
 
 __version__: str
@@ -253,7 +256,22 @@ class Reach:
 
 def cuda_status() -> str: ...
 def write_pages(
-    cache: _Array, layer: int, k: _Array, v: _Array, slots: _Array, reference: bool
+    cache: _Array,
+    layer: int,
+    k: _Array,
+    v: _Array,
+    slots: _Array,
+    bounds: tuple[_Array, _Array] | None,
+    reference: bool,
+) -> None: ...
+def write_pages_cuda(
+    cache: _Array,
+    layer: int,
+    k: _Array,
+    v: _Array,
+    slots: _TablePair,
+    bounds: tuple[_Array, _TablePair] | None,
+    stream: int,
 ) -> None: ...
 def copy_rerotate(
     cache: _Array, copies: _Array, rope: RopeTable, kv_heads: int, reference: bool
@@ -287,4 +305,15 @@ def score_tokens(
     edge: tuple[_Array, int, int] | None,
     reference: bool,
 ) -> None: ...
+def score_tokens_cuda(
+    arguments: Any,
+    entry_offsets: _TablePair,
+    mass: _Array,
+    edge: tuple[_Array, int, int] | None,
+    allocate: Callable[[int], _Array],
+    stream: int,
+) -> None: ...
 def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference: bool) -> None: ...
+def merge_states_cuda(
+    outs: _Array, lses: _Array, out: _Array, lse: _Array, stream: int
+) -> None: ...

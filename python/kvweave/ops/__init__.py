@@ -23,12 +23,13 @@ from kvweave._native import Reach, RopeTable
 from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
-from kvweave.ops.pages import copy_rerotate, write_pages
+from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
 from kvweave.ops.scores import EdgeMass, score_tokens
 
 __all__ = [
     "Backend",
     "EdgeMass",
+    "PageBounds",
     "Pages",
     "Reach",
     "RopeTable",

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave._native import Arena
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
 
 Backend: TypeAlias = Literal["cpu", "cuda", "reference"] | None
 Pages: TypeAlias = torch.Tensor | Arena
@@ -28,20 +28,12 @@ class OnDevice(NamedTuple):
 def cuda_device(what: str, tensor: Any, backend: Backend) -> torch.device | None:
     """The CUDA device that runs a call, chosen by name or by its tensor `what`; None: the host."""
     if backend not in _BACKENDS:
-        raise _invalid("backend", "cpu, cuda, reference or None", repr(backend))
+        raise invalid("backend", "cpu, cuda, reference or None", repr(backend))
     there = isinstance(tensor, torch.Tensor) and tensor.is_cuda
     if backend == "cuda" and not there:
         got = str(tensor.device) if isinstance(tensor, torch.Tensor) else "cpu"
-        raise _invalid(what, "a tensor on cuda", f"one on {got}")
+        raise invalid(what, "a tensor on cuda", f"one on {got}")
     return tensor.device if there and backend in (None, "cuda") else None
-
-
-def refuse_cuda(op: str, what: str, tensor: Any, backend: Backend) -> None:
-    """Refuses the call of an op that CUDA does not have."""
-    device = cuda_device(what, tensor, backend)
-    if device is not None:
-        text = f"{op}: expected tensors on cpu, got {device}"
-        raise Unsupported(text, expected="tensors on cpu", got=str(device))
 
 
 def refuse_gradients(*tensors: torch.Tensor) -> None:
@@ -77,7 +69,7 @@ def on_device(device: torch.device, **tables: Table) -> dict[str, OnDevice]:
     if not host:
         return placed
     if torch.cuda.is_current_stream_capturing():
-        raise _invalid(next(iter(host)), "a table on cuda while a graph is captured", "one on cpu")
+        raise invalid(next(iter(host)), "a table on cuda while a graph is captured", "one on cpu")
     sizes = [table.size for table in host.values()]
     pinned = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
     np.concatenate([table.ravel() for table in host.values()], out=pinned.numpy())
@@ -98,12 +90,13 @@ def _numbers(name: str, table: Any) -> npt.NDArray[np.int32]:
     if isinstance(table, torch.Tensor):
         table = table.numpy()
     if not isinstance(table, np.ndarray):
-        raise _invalid(name, "a tensor", f"an object of type {type(table).__name__}")
+        raise invalid(name, "a tensor", f"an object of type {type(table).__name__}")
     if table.dtype != np.int32:
-        raise _invalid(name, "int32", str(table.dtype))
+        raise invalid(name, "int32", str(table.dtype))
     return table
 
 
-def _invalid(what: str, expected: str, got: str) -> InvalidArgument:
+def invalid(what: str, expected: str, got: str) -> InvalidArgument:
+    """A refusal in the words of the native module."""
     text = f"{what}: expected {expected}, got {got}"
     return InvalidArgument(text, expected=expected, got=got)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvweave import _native
-from kvweave.ops.dispatch import Backend, refuse_cuda, refuse_gradients
+from kvweave.ops.dispatch import Backend, cuda_device, refuse_gradients, stream_of
 
 
 def merge_states(
@@ -17,9 +17,12 @@ def merge_states(
     [R, H] of attention over the union.
     """
     refuse_gradients(outs)
-    refuse_cuda("merge_states", "outs", outs, backend)
+    device = cuda_device("outs", outs, backend)
     shape = outs.shape[1:] if outs.dim() == 4 else outs.shape
     out = torch.empty(shape, dtype=outs.dtype, device=outs.device)
     lse = torch.empty(shape[:2], dtype=torch.float32, device=outs.device)
-    _native.merge_states(outs, lses, out, lse, backend == "reference")
+    if device is None:
+        _native.merge_states(outs, lses, out, lse, backend == "reference")
+    else:
+        _native.merge_states_cuda(outs, lses, out, lse, stream_of(device))
     return out, lse

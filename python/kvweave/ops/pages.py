@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvweave import _native
@@ -12,10 +14,26 @@ from kvweave.ops.dispatch import (
     Table,
     cuda_device,
     on_device,
-    refuse_cuda,
     refuse_gradients,
     stream_of,
 )
+
+
+@dataclass(frozen=True)
+class PageBounds:
+    """Least, greatest and mean key of pages, which decode steps choose pages by.
+
+    `values` f32 [pages, 3, D], contiguous: a row for each page of the cache (FlexiCache scores
+    pages by min and max, MosaicKV by the mean, section 5.1). `held` i32 [N, 3], rows (block,
+    begin, end): slots [begin, end) of the block hold tokens after the call. The bounds of these
+    blocks' pages in the layer are computed anew from what then lies in these slots; others stay as
+    they are. So a page filled over several calls, or written again, is right whenever it is named.
+    Every block at most once, never the null block, at least one slot. NaN in an element of any of
+    the keys makes its bounds NaN.
+    """
+
+    values: torch.Tensor
+    held: Table
 
 
 def write_pages(
@@ -25,16 +43,24 @@ def write_pages(
     v: torch.Tensor,
     slots: Table,
     *,
+    bounds: PageBounds | None = None,
     backend: Backend = None,
 ) -> None:
-    """Scatters new keys and values of one layer into pages.
+    """Scatters new keys and values of one layer into pages, and updates bounds of pages.
 
     k, v [R, G, D], of the cache's dtype; rows and heads may be strided. slots i32 [R, 2], all
     different, never the null block.
     """
     refuse_gradients(k, v)
-    refuse_cuda("write_pages", "cache", cache, backend)
-    _native.write_pages(cache, layer, k, v, slots, backend == "reference")
+    device = cuda_device("cache", cache, backend)
+    if device is None:
+        named = None if bounds is None else (bounds.values, bounds.held)
+        _native.write_pages(cache, layer, k, v, slots, named, backend == "reference")
+        return
+    held = {} if bounds is None else {"held": bounds.held}
+    tables = on_device(device, slots=slots, **held)
+    there = None if bounds is None else (bounds.values, tables["held"])
+    _native.write_pages_cuda(cache, layer, k, v, tables["slots"], there, stream_of(device))
 
 
 def copy_rerotate(

@@ -9,7 +9,17 @@ import torch
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
-from kvweave.ops.dispatch import Backend, Pages, Table, refuse_cuda, refuse_gradients
+from kvweave.ops.dispatch import (
+    Backend,
+    Pages,
+    Table,
+    cuda_device,
+    invalid,
+    on_device,
+    refuse_gradients,
+    stream_of,
+    whole,
+)
 from kvweave.ops.reading import Reading
 
 
@@ -42,6 +52,7 @@ def score_tokens(
     reach: Reach | None = None,
     entry_offsets: Table | None = None,
     edge: EdgeMass | None = None,
+    tokens: int | None = None,
     backend: Backend = None,
 ) -> torch.Tensor:
     """Attention mass of every key of one request: Sparse-Q (SparseX, section 3, Algorithm 1).
@@ -49,21 +60,38 @@ def score_tokens(
     q [R, H, D] are the probing rows. With a `reach`, entry_offsets i32 [tables + 1] splits the
     entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads of
     the softmax weight of each key. The score matrix is never stored. `edge` is written in the
-    same passes.
+    same passes. `tokens` says T where entries lie on a CUDA device: nothing waits to look there.
     """
     refuse_gradients(q)
     call = Reading(
         q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
     )
-    refuse_cuda("score_tokens", "cache", cache, backend)
-    mass = torch.empty(_end_of(entries), dtype=torch.float32)
+    device = cuda_device("cache", cache, backend)
+    length = _end_of(entries) if tokens is None else tokens
+    mass = torch.empty(length, dtype=torch.float32, device=device)
     far = None if edge is None else (edge.share, edge.window, edge.sink)
-    _native.score_tokens(call, entry_offsets, mass, far, backend == "reference")
+    if device is None:
+        _native.score_tokens(call, entry_offsets, mass, far, backend == "reference")
+        return mass
+    if edge is not None and not len(mass):
+        edge.share.zero_()
+    spans = whole(len(entries), entries) if entry_offsets is None else entry_offsets
+    tables = on_device(device, positions=positions, entries=entries, entry_offsets=spans)
+    _native.score_tokens_cuda(
+        call.placed(tables),
+        tables["entry_offsets"],
+        mass,
+        far,
+        lambda size: torch.empty(-(-size // 4), dtype=torch.float32, device=device),
+        stream_of(device),
+    )
     return mass
 
 
 def _end_of(entries: Table) -> int:
     """The largest end of an entry; 0 for a table that the op itself will refuse."""
+    if isinstance(entries, torch.Tensor) and entries.is_cuda:
+        raise invalid("tokens", "the largest end of an entry, as entries lie on cuda", "None")
     if entries.ndim != 2 or entries.shape[1] != 5 or len(entries) == 0:
         return 0
     _, begin, end, position, _ = np.asarray(entries).T.astype(np.int64)

@@ -2,7 +2,7 @@
 
 use kvweave_core::ops::{
     AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, OpError, OpErrorKind,
-    PageGeometry, Pairing, Queries, RopeTable, ScoreTokens, Scoring, WritePages,
+    PageGeometry, Pairing, Queries, RopeTable, ScoreTokens, Scoring, WritePages, validate_bounds,
 };
 use proptest::prelude::*;
 
@@ -160,7 +160,37 @@ fn write(slots: &[[i32; 2]]) -> Result<(), OpError> {
     let (mut cache, source) = (vec![0.0f32; ELEMENTS], vec![0.0f32; slots.len() * 2 * D]);
     let rows = HeadRows::contiguous(&source, slots.len(), 2, D);
     let (cache, geometry) = (&mut cache[..], geometry());
-    WritePages { cache, geometry, layer: 0, keys: rows, values: rows, slots }.validate()
+    let (keys, values, bounds) = (rows, rows, None);
+    WritePages { cache, geometry, layer: 0, keys, values, slots, bounds }.validate()
+}
+
+fn refresh(held: &[[i32; 3]], pages: usize) -> Result<(), OpError> {
+    validate_bounds(held, &geometry(), 0, ELEMENTS, pages * 3 * D)
+}
+
+#[test]
+fn bounds_are_of_slots_within_their_pages() {
+    assert_eq!(refresh(&[], 0), Ok(()));
+    assert_eq!(refresh(&[[6, 0, 4], [2, 3, 4]], 8), Ok(()));
+    for (held, pages, kind, what) in [
+        ([[6, 0, 4], [6, 0, 1]], 8, OpErrorKind::Overlap, "held block"),
+        ([[2, 0, 1], [3, 0, 1]], 8, OpErrorKind::Overlap, "block"),
+        ([[0, 0, 1], [6, 0, 1]], 8, OpErrorKind::OutOfRange, "held block"),
+        ([[2, 1, 1], [6, 0, 1]], 8, OpErrorKind::OutOfRange, "held slots"),
+        ([[2, 0, 5], [6, 0, 1]], 8, OpErrorKind::OutOfRange, "held slots"),
+        ([[2, -1, 2], [6, 0, 1]], 8, OpErrorKind::OutOfRange, "held slots"),
+        ([[2, 0, 1], [7, 0, 1]], 9, OpErrorKind::OutOfRange, "block"),
+        ([[2, 0, 1], [6, 0, 1]], 7, OpErrorKind::OutOfRange, "bounds"),
+        ([[2, 0, 1], [i32::MAX, 0, 1]], 8, OpErrorKind::OutOfRange, "block"),
+    ] {
+        let error = refresh(&held, pages).expect_err("a refusal");
+        assert_eq!((error.kind(), error.what()), (kind, what), "{held:?}");
+    }
+    let error = validate_bounds(&[], &geometry(), 0, ELEMENTS, 3 * D + 1).expect_err("a refusal");
+    assert_eq!(error.what(), "bounds");
+    let apart = PageGeometry { block_stride: 1, ..geometry() };
+    let error = validate_bounds(&[], &apart, 0, ELEMENTS, 3 * D).expect_err("a refusal");
+    assert_eq!(error.what(), "geometry");
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! New keys and values into pages.
+//! New keys and values into pages, and bounds of pages.
 
-use kvweave_core::ops::{Element, OpError, WritePages};
+use kvweave_core::ops::{Element, OpError, PageBounds, PageGeometry, WritePages};
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
@@ -14,9 +14,9 @@ const CHUNK: usize = 64;
 /// What [`WritePages::validate`] refuses.
 pub fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let WritePages { cache, geometry, layer, keys, values, slots } = params;
+    let WritePages { cache, geometry, layer, keys, values, slots, bounds } = params;
     let dim = geometry.head_dim;
-    let cache = Disjoint::new(cache);
+    let pages = Disjoint::new(cache);
     slots.par_chunks(CHUNK).enumerate().for_each(|(chunk, slots)| {
         for (i, &[block, slot]) in slots.iter().enumerate() {
             let row = chunk * CHUNK + i;
@@ -25,12 +25,52 @@ pub fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError>
                 let key = geometry.key_offset(block, layer, head, slot);
                 // SAFETY: `validate` proved that slots are all different and that different
                 // (block, head, slot, key or value) share no element.
-                unsafe { cache.piece(key, dim) }.copy_from_slice(keys.vector(row, head));
+                unsafe { pages.piece(key, dim) }.copy_from_slice(keys.vector(row, head));
                 let value = geometry.value_offset(block, layer, head, slot);
                 // SAFETY: as for the key.
-                unsafe { cache.piece(value, dim) }.copy_from_slice(values.vector(row, head));
+                unsafe { pages.piece(value, dim) }.copy_from_slice(values.vector(row, head));
             }
         }
     });
+    if let Some(bounds) = bounds {
+        update_bounds(cache, &geometry, layer, bounds);
+    }
     Ok(())
+}
+
+fn update_bounds<T: Element>(
+    cache: &[T],
+    geometry: &PageGeometry,
+    layer: usize,
+    PageBounds { values, held }: PageBounds<'_>,
+) {
+    let (dim, row) = (geometry.head_dim, PageBounds::row_len(geometry.head_dim));
+    let values = Disjoint::new(values);
+    held.par_iter().for_each(|&[block, begin, end]| {
+        let block = block as usize;
+        let (mut key, mut sums) = (vec![0.0; dim], vec![0.0; dim]);
+        for head in 0..geometry.kv_heads {
+            let page = block + layer * geometry.kv_heads + head;
+            // SAFETY: `validate` proved that different (block, layer, head) are different pages.
+            let bounds = unsafe { values.piece(page * row, row) };
+            let (least, rest) = bounds.split_at_mut(dim);
+            let (greatest, mean) = rest.split_at_mut(dim);
+            let at = |slot: usize| geometry.key_offset(block, layer, head, slot);
+            T::widen(&cache[at(begin as usize)..][..dim], &mut key);
+            least.copy_from_slice(&key);
+            greatest.copy_from_slice(&key);
+            sums.fill(0.0);
+            for slot in begin as usize..end as usize {
+                T::widen(&cache[at(slot)..][..dim], &mut key);
+                for (d, &x) in key.iter().enumerate() {
+                    // Not `min` and `max`, which drop a NaN.
+                    least[d] = if x < least[d] || x.is_nan() { x } else { least[d] };
+                    greatest[d] = if x > greatest[d] || x.is_nan() { x } else { greatest[d] };
+                    sums[d] += f64::from(x);
+                }
+            }
+            let count = f64::from(end - begin);
+            mean.iter_mut().zip(&sums).for_each(|(mean, sum)| *mean = f32::from_f64(sum / count));
+        }
+    });
 }

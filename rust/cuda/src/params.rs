@@ -126,8 +126,77 @@ pub(crate) struct ScoreParams {
     pub(crate) group_factor: u32,
 }
 
+/// Mirror of `WritePagesParams`. Sizes and strides count words of the kernel's width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct WritePagesParams {
+    /// Paged KV, written in place.
+    pub(crate) cache: u64,
+    pub(crate) k: u64,
+    pub(crate) v: u64,
+    /// i32 [rows, 2].
+    pub(crate) slots: u64,
+    /// Block numbers below this lie within the cache.
+    pub(crate) blocks: i64,
+    pub(crate) block_stride: i64,
+    pub(crate) layer_offset: i64,
+    pub(crate) head_stride: i64,
+    pub(crate) token_stride: i64,
+    pub(crate) value_offset: i64,
+    pub(crate) k_row_stride: i64,
+    pub(crate) k_head_stride: i64,
+    pub(crate) v_row_stride: i64,
+    pub(crate) v_head_stride: i64,
+    pub(crate) rows: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) page_tokens: u32,
+    /// Words of a vector.
+    pub(crate) columns: u32,
+}
+
+/// Mirror of `PageBoundsParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct PageBoundsParams {
+    pub(crate) cache: u64,
+    /// i32 [N, 3].
+    pub(crate) held: u64,
+    /// f32 [pages, 3, head_dim].
+    pub(crate) bounds: u64,
+    /// Block numbers below this lie within cache and bounds.
+    pub(crate) blocks: i64,
+    pub(crate) block_stride: i64,
+    pub(crate) layer_offset: i64,
+    pub(crate) head_stride: i64,
+    pub(crate) token_stride: i64,
+    pub(crate) kv_heads: u32,
+    pub(crate) page_tokens: u32,
+    pub(crate) head_dim: u32,
+    /// Of this layer, counted from the block's first.
+    pub(crate) first_page: u32,
+}
+
+/// Mirror of `MergeStatesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct MergeStatesParams {
+    pub(crate) outs: u64,
+    /// f32 [splits, states].
+    pub(crate) lses: u64,
+    pub(crate) out: u64,
+    /// f32 [states].
+    pub(crate) lse: u64,
+    pub(crate) states: i64,
+    pub(crate) splits: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) states_per_block: u32,
+}
+
 const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
 const _: () = assert!(size_of::<AttendParams>() == 208);
 const _: () = assert!(size_of::<ScoreParams>() == 248);
+const _: () = assert!(size_of::<WritePagesParams>() == 128);
+const _: () = assert!(size_of::<PageBoundsParams>() == 80);
+const _: () = assert!(size_of::<MergeStatesParams>() == 56);

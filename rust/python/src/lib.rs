@@ -34,6 +34,8 @@ mod _native {
     #[pymodule_export]
     use super::cuda::{attend_cuda, copy_rerotate_cuda, cuda_status};
     #[pymodule_export]
+    use super::cuda::{merge_states_cuda, score_tokens_cuda, write_pages_cuda};
+    #[pymodule_export]
     use super::ops::{copy_rerotate, merge_states, write_pages};
     #[pymodule_export]
     use super::plan::{PlanSpan, ReusePlan};

@@ -4,7 +4,7 @@
 //! view memory as slices, run with the lock released. Shapes are named as in `kvweave.ops`.
 
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, MergeStates, WritePages};
+use kvweave_core::ops::{CopyRerotate, MergeStates, PageBounds, WritePages};
 use kvweave_cpu as cpu;
 use kvweave_reference as reference;
 use pyo3::prelude::*;
@@ -49,8 +49,12 @@ macro_rules! run {
 
 pub(crate) use {run, with_element};
 
+/// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
+pub type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+
 #[pyfunction]
-#[pyo3(signature = (cache, layer, k, v, slots, reference))]
+#[expect(clippy::too_many_arguments, reason = "each is named in Python")]
+#[pyo3(signature = (cache, layer, k, v, slots, bounds, reference))]
 pub fn write_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -58,12 +62,18 @@ pub fn write_pages(
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     slots: &Bound<'_, PyAny>,
+    bounds: Option<BoundsArguments<'_>>,
     reference: bool,
 ) -> PyResult<()> {
     let owner = borrow("cache", cache)?;
     let cache = owner.tensor;
     let (k, v) = (borrow("k", k)?, borrow("v", v)?);
     let slots = Table::of("slots", slots)?;
+    let bounds = bounds
+        .map(|(values, held)| {
+            Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?))
+        })
+        .transpose()?;
     with_element!(py, "cache", cache.dtype, T => {
         let params = || {
             let (k, v) = (&k.tensor, &v.tensor);
@@ -75,10 +85,21 @@ pub fn write_pages(
             cache.expect_apart("cache", k, "k")?;
             cache.expect_apart("cache", v, "v")?;
             cache.expect_apart("cache", &slots.0.tensor, "slots")?;
+            let mut read = vec![("cache", &cache), ("k", k), ("v", v), ("slots", &slots.0.tensor)];
+            let bounds = match &bounds {
+                Some((values, held)) => {
+                    read.push(("held", &held.0.tensor));
+                    let shape = [("pages", None), ("3", Some(3)), ("D", Some(geometry.head_dim))];
+                    let values = output("bounds", &values.tensor, &shape, &read)?;
+                    cache.expect_apart("cache", &held.0.tensor, "held")?;
+                    Some(PageBounds { values, held: held.rows("held")? })
+                }
+                None => None,
+            };
             let slots = slots.rows("slots")?;
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
             let cache = unsafe { cache.slice_mut::<T>("cache") }?;
-            Ok(WritePages { cache, geometry, layer, keys, values, slots })
+            Ok(WritePages { cache, geometry, layer, keys, values, slots, bounds })
         };
         run!(py, reference, write_pages, raised(py, params())?)
     })

@@ -1,8 +1,8 @@
 //! The definition against index arithmetic and closed forms.
 
 use kvweave_core::ops::{
-    AttendPrefill, CopyRerotate, EdgeMass, HeadRows, KvView, MergeStates, PageGeometry, Pairing,
-    Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
+    AttendPrefill, CopyRerotate, EdgeMass, HeadRows, KvView, MergeStates, PageBounds, PageGeometry,
+    Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
 };
 use kvweave_reference::{attend_prefill, copy_rerotate, merge_states, score_tokens, write_pages};
 
@@ -179,6 +179,37 @@ fn rotation_by_hand_in_both_pairings() {
 }
 
 #[test]
+fn bounds_of_a_page_by_hand() {
+    let mut cache = vec![f32::NAN; 12 * 2 * P * D];
+    for (slot, key) in [(2, 4.0), (3, -1.0), (4, 0.5)] {
+        cache[page(8, 1) + slot * D..][..D].fill(key);
+        cache[page(8, 0) + slot * D..][..D].fill(7.0);
+    }
+    cache[page(8, 1) + 3 * D + 5] = f32::NAN;
+    let mut values = vec![-9.0f32; 12 * 3 * D];
+    let nothing = HeadRows::contiguous(&[], 0, 2, D);
+    write_pages(WritePages {
+        cache: &mut cache,
+        geometry: geometry(),
+        layer: 1,
+        keys: nothing,
+        values: nothing,
+        slots: &[],
+        bounds: Some(PageBounds { values: &mut values, held: &[[8, 2, 5]] }),
+    })
+    .expect("valid params");
+    let (first, second) = (8 + 2, 8 + 3);
+    let row = |page: usize| &values[page * 3 * D..(page + 1) * 3 * D];
+    assert!(row(first).iter().all(|&x| x == 7.0));
+    let mean = ((4.0 - 1.0 + 0.5) / 3.0f64) as f32;
+    for (d, &x) in row(second).iter().enumerate() {
+        let wanted = [-1.0, 4.0, mean][d / D];
+        assert!(if d % D == 5 { x.is_nan() } else { x == wanted }, "{d}: {x}");
+    }
+    assert_eq!(values.iter().filter(|&&x| x != -9.0).count(), 2 * 3 * D);
+}
+
+#[test]
 fn slots_are_where_index_arithmetic_says() {
     let mut cache = vec![-1.0f32; 12 * 2 * P * D];
     let keys: Vec<f32> = (0..32).map(|x| x as f32).collect();
@@ -190,6 +221,7 @@ fn slots_are_where_index_arithmetic_says() {
         keys: HeadRows::contiguous(&keys, 2, 2, D),
         values: HeadRows::contiguous(&values, 2, 2, D),
         slots: &[[8, 7], [4, 0]],
+        bounds: None,
     })
     .expect("valid params");
     for (row, block, slot) in [(0, 8, 7), (1, 4, 0)] {

@@ -2,9 +2,11 @@
 
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::geometry::PageGeometry;
+use super::page_bounds::{PageBounds, validate_bounds};
 use super::queries::HeadRows;
 
-/// Scatters new keys and values of one layer into pages: row r goes to `slots[r]`.
+/// Scatters new keys and values of one layer into pages: row r goes to `slots[r]`. Then brings the
+/// bounds of pages up to date, where they are wanted.
 #[derive(Debug)]
 pub struct WritePages<'a, T> {
     /// The whole paged tensor.
@@ -19,6 +21,8 @@ pub struct WritePages<'a, T> {
     pub values: HeadRows<'a, T>,
     /// [R] pairs `[block, slot]`, all different; never the null block.
     pub slots: &'a [[i32; 2]],
+    /// Pages whose bounds are computed anew; they need not be those written.
+    pub bounds: Option<PageBounds<'a>>,
 }
 
 impl<T> WritePages<'_, T> {
@@ -27,33 +31,66 @@ impl<T> WritePages<'_, T> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
-        self.geometry.check_counts()?;
-        ensure(self.layer < self.geometry.layers, OpErrorKind::OutOfRange, "layer", || {
-            (format!("a layer below {}", self.geometry.layers), self.layer)
-        })?;
-        for (what, rows) in [("k", &self.keys), ("v", &self.values)] {
-            rows.validate(what)?;
-            ensure_len("slots", rows.rows, self.slots.len())?;
-            ensure_len("heads of k and v", self.geometry.kv_heads, rows.heads)?;
-            ensure_len("head_dim of k and v", self.geometry.head_dim, rows.head_dim)?;
-        }
-        let mut sorted = self.slots.to_vec();
-        if !sorted.is_sorted() {
-            sorted.sort_unstable();
-        }
-        for &[block, slot] in &sorted {
-            check_slot(&self.geometry, block, slot)?;
-        }
-        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            let got = format!("{:?} twice", pair[0]);
-            return Err(OpError::new(OpErrorKind::Overlap, "slots", "every slot once", got));
-        }
-        let mut blocks: Vec<i32> = sorted.iter().map(|&[block, _]| block).collect();
-        blocks.dedup();
-        let Some(&last) = blocks.last() else { return Ok(()) };
-        self.geometry.check_inside(last as usize, self.layer, self.cache.len())?;
-        self.geometry.check_disjoint(&blocks)
+        let vectors = [("k", &self.keys), ("v", &self.values)];
+        validate_rows(&self.geometry, self.layer, vectors, self.slots.len())?;
+        let len = self.cache.len();
+        validate_slots(self.slots, &self.geometry, self.layer, len)?;
+        let Some(bounds) = &self.bounds else { return Ok(()) };
+        validate_bounds(bounds.held, &self.geometry, self.layer, len, bounds.values.len())
     }
+}
+
+/// Proves that new keys and values have the shape that the geometry and so many slots want. Of
+/// their elements, only the number is looked at.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_rows<T>(
+    geometry: &PageGeometry,
+    layer: usize,
+    vectors: [(&'static str, &HeadRows<'_, T>); 2],
+    slots: usize,
+) -> Result<(), OpError> {
+    geometry.check_counts()?;
+    ensure(layer < geometry.layers, OpErrorKind::OutOfRange, "layer", || {
+        (format!("a layer below {}", geometry.layers), layer)
+    })?;
+    for (what, rows) in vectors {
+        rows.validate(what)?;
+        ensure_len("slots", rows.rows, slots)?;
+        ensure_len("heads of k and v", geometry.kv_heads, rows.heads)?;
+        ensure_len("head_dim of k and v", geometry.head_dim, rows.head_dim)?;
+    }
+    Ok(())
+}
+
+/// Proves that slots lie in a cache of `len` elements, all different and none of the null block.
+/// Memory may be elsewhere, such as on a device.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_slots(
+    slots: &[[i32; 2]],
+    geometry: &PageGeometry,
+    layer: usize,
+    len: usize,
+) -> Result<(), OpError> {
+    let mut sorted = slots.to_vec();
+    if !sorted.is_sorted() {
+        sorted.sort_unstable();
+    }
+    for &[block, slot] in &sorted {
+        check_slot(geometry, block, slot)?;
+    }
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        let got = format!("{:?} twice", pair[0]);
+        return Err(OpError::new(OpErrorKind::Overlap, "slots", "every slot once", got));
+    }
+    let mut blocks: Vec<i32> = sorted.iter().map(|&[block, _]| block).collect();
+    blocks.dedup();
+    let Some(&last) = blocks.last() else { return Ok(()) };
+    geometry.check_inside(last as usize, layer, len)?;
+    geometry.check_disjoint(&blocks)
 }
 
 fn check_slot(geometry: &PageGeometry, block: i32, slot: i32) -> Result<(), OpError> {

@@ -251,6 +251,7 @@ fn written_is_read<B: Backend>() {
         keys: rows_from(0),
         values: rows_from(9),
         slots: &slots,
+        bounds: None,
     })
     .expect("valid params");
     for (row, &[block, slot]) in slots.iter().enumerate() {

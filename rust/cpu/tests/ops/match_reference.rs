@@ -2,7 +2,7 @@
 
 use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, WritePages};
+use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, PageBounds, WritePages};
 use proptest::prelude::*;
 
 pub fn cases() -> impl Strategy<Value = Case> {
@@ -110,8 +110,11 @@ fn write<T: Element>(case: &Case) {
     let values: Vec<T> = random.values(rows * heads * dim);
     // NaN = NaN for this comparison: the untouched slots are NaN on both sides.
     world.cache.iter_mut().for_each(|x| *x = T::from_f32(POISON));
+    let held: Vec<[i32; 3]> = world.entries.iter().map(|e| [e[0], e[1], e[2]]).collect();
+    let pages = world.cache.len() / world.geometry.head_stride;
     let written = |run: fn(WritePages<'_, T>) -> Result<(), _>| {
         let mut cache = world.cache.clone();
+        let mut bounds = vec![POISON; pages * 3 * dim];
         let params = WritePages {
             cache: &mut cache,
             geometry: world.geometry,
@@ -119,11 +122,15 @@ fn write<T: Element>(case: &Case) {
             keys: HeadRows::contiguous(&keys, rows, heads, dim),
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
+            bounds: Some(PageBounds { values: &mut bounds, held: &held }),
         };
         Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
-        cache
+        (cache, bounds)
     };
-    assert!(written(Reference::write_pages) == written(Cpu::write_pages));
+    let (cache, bounds) = written(Reference::write_pages);
+    assert!((cache, bounds.clone()) == written(Cpu::write_pages));
+    let named = bounds.iter().filter(|&&x| x != POISON).count();
+    assert_eq!(named, held.len() * heads * 3 * dim);
 }
 
 fn copy<T: Element>(case: &Case) {

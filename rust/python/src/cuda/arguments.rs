@@ -48,7 +48,7 @@ impl Place {
     }
 
     /// Refuses a tensor of another dtype, on another device, or between two elements.
-    fn expect(&self, what: &str, tensor: &TensorRef, dtype: DType) -> Result<(), Failure> {
+    pub fn expect(&self, what: &str, tensor: &TensorRef, dtype: DType) -> Result<(), Failure> {
         tensor.expect_dtype(what, dtype)?;
         tensor.expect_device(what, self.device)?;
         tensor.expect_aligned(what, dtype.bytes())

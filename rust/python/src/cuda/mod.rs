@@ -8,8 +8,14 @@ mod arguments;
 mod attend;
 mod copy_rerotate;
 mod device;
+mod merge_states;
 mod reading;
+mod score_tokens;
+mod write_pages;
 
 pub use attend::attend_cuda;
 pub use copy_rerotate::copy_rerotate_cuda;
 pub use device::{OnDevices, cuda_status};
+pub use merge_states::merge_states_cuda;
+pub use score_tokens::score_tokens_cuda;
+pub use write_pages::write_pages_cuda;

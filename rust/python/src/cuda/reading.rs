@@ -149,6 +149,16 @@ impl Call<'_> {
         self.scoring.validate(&kv)
     }
 
+    /// The largest end of an entry, where the entries are known on the host.
+    pub fn last_end(&self) -> Option<usize> {
+        let (entries, _) = self.entries_on_host?;
+        let end = |&[_, begin, end, position, _]: &[i32; 5]| {
+            i64::from(position) + i64::from(end) - i64::from(begin)
+        };
+        let last = entries.iter().map(end).max().unwrap_or(0);
+        Some(usize::try_from(last).unwrap_or(0))
+    }
+
     /// Tables that stay on the device: the first use there waits for their copy.
     pub fn kept_tables(&self, backend: &CudaBackend) -> Result<KeptTables, Failure> {
         let ordinal = self.place.ordinal;

@@ -1,0 +1,111 @@
+// write_pages: new keys and values of one layer scattered into pages, and bounds of pages.
+//
+// The simple version:
+//   for each row, head: K[slots[row]] = k[row]; V[slots[row]] = v[row]
+//   for each held page, element: min, max, mean of the keys in its slots
+//
+// What makes it run at the speed of a plain copy:
+// 1. bits are moved, not numbers: 16-byte words where everything lies on such boundaries, single
+//    elements otherwise;
+// 2. a thread has two words of K and two of V in flight before it stores any of them;
+// 3. stores keep what they wrote in the cache: attention reads it next.
+//
+// Bounds are a kernel of their own, after the scatter: a page's rows may come from several thread
+// blocks, and slots that this call did not write count as well. Its reads come from the cache.
+//
+// Slots and held pages that point outside the cache, or at the null block, are skipped: a table
+// that was made on the device cannot be checked on the host without waiting for it.
+
+#include <cmath>
+
+#include "api.h"
+#include "vector.cuh"
+
+namespace {
+
+constexpr int kWords = 2;  // of K and of V that a thread moves
+constexpr int kSlotsInFlight = 8;
+
+template <typename Word>
+__device__ __forceinline__ void write_pages(const WritePagesParams& p) {
+  const uint32_t row_words = p.kv_heads * p.columns;
+  const uint32_t words = p.rows * row_words;
+  Word keys[kWords], values[kWords];
+  Word* targets[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    targets[i] = nullptr;
+    const uint64_t word = (uint64_t{blockIdx.x} * kWords + i) * blockDim.x + threadIdx.x;
+    if (word >= words) continue;
+    const uint32_t row = static_cast<uint32_t>(word) / row_words;
+    const uint32_t rest = static_cast<uint32_t>(word) % row_words;
+    const uint32_t head = rest / p.columns, column = rest % p.columns;
+    const int32_t block = p.slots[2 * int64_t{row}], slot = p.slots[2 * int64_t{row} + 1];
+    if (block <= 0 || block >= p.blocks || slot < 0 || slot >= static_cast<int>(p.page_tokens)) {
+      continue;
+    }
+    targets[i] = static_cast<Word*>(p.cache) + block * p.block_stride + p.layer_offset +
+                 head * p.head_stride + slot * p.token_stride + column;
+    keys[i] = static_cast<const Word*>(p.k)[row * p.k_row_stride + head * p.k_head_stride + column];
+    values[i] =
+        static_cast<const Word*>(p.v)[row * p.v_row_stride + head * p.v_head_stride + column];
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if (targets[i] == nullptr) continue;
+    targets[i][0] = keys[i];
+    targets[i][p.value_offset] = values[i];
+  }
+}
+
+// A thread block has one page, a thread an element of its keys. The sum is taken in slot order in
+// f64: every version of the op has the same bits.
+template <typename T>
+__device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
+  const int32_t* row = p.held + int64_t{3} * (blockIdx.x / p.kv_heads);
+  const uint32_t head = blockIdx.x % p.kv_heads;
+  const int32_t block = row[0], begin = row[1], end = row[2];
+  if (block <= 0 || block >= p.blocks || begin < 0 || begin >= end ||
+      end > static_cast<int>(p.page_tokens)) {
+    return;
+  }
+  const T* page = static_cast<const T*>(p.cache) + block * p.block_stride + p.layer_offset +
+                  head * p.head_stride;
+  float* bounds = p.bounds + (int64_t{block} + p.first_page + head) * 3 * p.head_dim;
+  for (uint32_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
+    float least = INFINITY, greatest = -INFINITY;
+    double sum = 0.0;
+#pragma unroll kSlotsInFlight
+    for (int slot = begin; slot < end; ++slot) {
+      const float x = static_cast<float>(page[slot * p.token_stride + d]);
+      // Not fminf and fmaxf, which drop a NaN.
+      least = x < least || isnan(x) ? x : least;
+      greatest = x > greatest || isnan(x) ? x : greatest;
+      sum += x;
+    }
+    bounds[d] = least;
+    bounds[p.head_dim + d] = greatest;
+    bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin));
+  }
+}
+
+}  // namespace
+
+// Names as rust/cuda/src/write_pages.rs builds them: bytes moved at once, or the dtype.
+#define WRITE(BYTES, WORD)                                                            \
+  extern "C" __global__ void __launch_bounds__(256)                                   \
+      write_pages_##BYTES(const __grid_constant__ WritePagesParams params) {          \
+    write_pages<WORD>(params);                                                        \
+  }
+#define BOUNDS(DTYPE, TYPE)                                                           \
+  extern "C" __global__ void __launch_bounds__(256)                                   \
+      page_bounds_##DTYPE(const __grid_constant__ PageBoundsParams params) {          \
+    page_bounds<TYPE>(params);                                                        \
+  }
+
+WRITE(16, uint4)
+WRITE(4, uint32_t)
+WRITE(2, uint16_t)
+BOUNDS(f32, float)
+BOUNDS(bf16, __nv_bfloat16)
+BOUNDS(f16, __half)

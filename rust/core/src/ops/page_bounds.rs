@@ -1,0 +1,81 @@
+//! Summaries of pages by which a decode step chooses what to read.
+
+use super::error::{OpError, OpErrorKind, ensure};
+use super::geometry::PageGeometry;
+
+/// Least, greatest and mean key of a page, element by element: what min–max scores (FlexiCache,
+/// after Quest) and mean-key scores (MosaicKV, §5.1) need of it.
+///
+/// A page does not remember which of its slots hold tokens, so the caller says it: `held` names
+/// blocks and slot ranges, and the bounds of their pages become those of the keys that lie in
+/// these slots *after* the call's own writes. Nothing is carried over from before. So a page that
+/// is filled over several calls, or has a slot written again, is right whenever it is named, and
+/// a page that is not named keeps its bounds.
+///
+/// A key that is NaN in an element makes all three NaN there. The mean is the sum in slot order in
+/// f64, divided in f64 and rounded once, so every version has the same bits.
+#[derive(Debug)]
+pub struct PageBounds<'a> {
+    /// [pages, 3, D], contiguous: min, max, mean. The row of (block, layer, head) has the number of
+    /// its page in our arena, `block + layer·G + head`.
+    pub values: &'a mut [f32],
+    /// Rows `[block, begin, end]`: slots `[begin, end)` hold tokens, at least one. Every block at
+    /// most once, never the null block.
+    pub held: &'a [[i32; 3]],
+}
+
+impl PageBounds<'_> {
+    /// Elements of one page's bounds.
+    #[must_use]
+    pub fn row_len(head_dim: usize) -> usize {
+        3 * head_dim
+    }
+}
+
+/// Proves that the named slots lie in a cache of `cache_len` elements and their bounds in
+/// `values_len`, and that no page is named twice. Memory may be elsewhere, such as on a device.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_bounds(
+    held: &[[i32; 3]],
+    geometry: &PageGeometry,
+    layer: usize,
+    cache_len: usize,
+    values_len: usize,
+) -> Result<(), OpError> {
+    let PageGeometry { kv_heads, block_stride, layer_stride, head_stride, .. } = *geometry;
+    let paged =
+        block_stride == head_stride && Some(layer_stride) == head_stride.checked_mul(kv_heads);
+    ensure(paged, OpErrorKind::Shape, "geometry", || {
+        let got = (block_stride, layer_stride, head_stride);
+        ("blocks, layers and heads a page apart, for bounds", format!("strides {got:?}"))
+    })?;
+    let row = PageBounds::row_len(geometry.head_dim);
+    ensure(values_len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
+        (format!("a multiple of {row} elements"), values_len)
+    })?;
+    let slots = geometry.page_tokens as i64;
+    for &[block, begin, end] in held {
+        ensure(block > 0, OpErrorKind::OutOfRange, "held block", || {
+            ("at least 1, as block 0 is the null block", block)
+        })?;
+        let in_page = 0 <= begin && begin < end && i64::from(end) <= slots;
+        ensure(in_page, OpErrorKind::OutOfRange, "held slots", || {
+            (format!("0 ≤ begin < end ≤ {slots}"), format!("[{begin}, {end})"))
+        })?;
+    }
+    let mut blocks: Vec<i32> = held.iter().map(|row| row[0]).collect();
+    blocks.sort_unstable();
+    if let Some(pair) = blocks.windows(2).find(|pair| pair[0] == pair[1]) {
+        let got = format!("{} twice", pair[0]);
+        return Err(OpError::new(OpErrorKind::Overlap, "held block", "every block once", got));
+    }
+    let Some(&last) = blocks.last() else { return Ok(()) };
+    geometry.check_inside(last as usize, layer, cache_len)?;
+    let pages = last as usize + (layer + 1) * kv_heads;
+    ensure(pages <= values_len / row, OpErrorKind::OutOfRange, "bounds", || {
+        (format!("those of at least {pages} pages"), values_len / row)
+    })?;
+    geometry.check_disjoint(&blocks)
+}

@@ -1,0 +1,224 @@
+//! Launches of `write_pages.cu`: the scatter, and the bounds of pages after it.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::PageGeometry;
+
+use crate::backend::CudaBackend;
+use crate::error::CudaError;
+use crate::ffi::{self, Grid};
+use crate::operands::{
+    DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, long, name_of, narrow,
+};
+use crate::params::{PageBoundsParams, WritePagesParams};
+
+const THREADS: usize = 256;
+/// Words of keys, and of values, that a thread moves: `kWords` of the kernel.
+const THREAD_WORDS: usize = 2;
+
+/// New keys and values of one layer scattered into pages: `kvweave_core::ops::WritePages`, whose
+/// checks are the caller's where the tables are on the host. The kernels skip what points outside
+/// the cache or at the null block.
+#[derive(Clone, Copy, Debug)]
+pub struct WritePagesLaunch {
+    /// The whole paged tensor.
+    pub cache: DeviceTensor,
+    /// Its elements.
+    pub dtype: KvDtype,
+    /// Its strides.
+    pub geometry: PageGeometry,
+    /// The layer written.
+    pub layer: usize,
+    /// [R, G, D], of the cache's dtype.
+    pub keys: DeviceRows,
+    /// [R, G, D], of the cache's dtype.
+    pub values: DeviceRows,
+    /// i32 [R, 2], contiguous.
+    pub slots: DeviceTensor,
+    /// R.
+    pub rows: usize,
+    /// Pages whose bounds are computed anew.
+    pub bounds: Option<BoundsLaunch>,
+    /// The stream's handle; 0 is the default stream.
+    pub stream: u64,
+}
+
+/// `kvweave_core::ops::PageBounds` on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct BoundsLaunch {
+    /// f32 [pages, 3, D], contiguous.
+    pub values: DeviceTensor,
+    /// i32 [N, 3], contiguous.
+    pub held: DeviceTensor,
+    /// N.
+    pub held_count: usize,
+}
+
+impl CudaBackend {
+    /// Puts the scatter on the stream, and after it the bounds. Nothing is waited for, nothing
+    /// allocated.
+    ///
+    /// # Safety
+    /// Addresses and sizes describe memory of this device that stays valid until the stream has
+    /// run the kernels, `stream` is a stream of this device, and no slot is written twice.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for shapes that do not belong together, `Driver` when a launch fails.
+    pub unsafe fn write_pages(&self, call: &WritePagesLaunch) -> Result<(), CudaError> {
+        if call.layer >= call.geometry.layers {
+            let expected = format!("a layer below {}", call.geometry.layers);
+            return Err(CudaError::invalid("layer", expected, call.layer));
+        }
+        if call.rows > 0 {
+            let word = word_of(call);
+            let params = params_of(call, word / bytes_of(call.dtype))?;
+            let words = call.rows * call.geometry.kv_heads * params.columns as usize;
+            narrow("rows", words)?;
+            let grid = Grid {
+                blocks: [blocks_of("rows", words.div_ceil(THREADS * THREAD_WORDS))?, 1, 1],
+                threads: THREADS as u32,
+                shared_bytes: 0,
+            };
+            let kernel = self.kernel("write_pages", &format!("write_pages_{word}"))?;
+            // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
+            unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params)? };
+        }
+        let Some(bounds) = call.bounds.filter(|bounds| bounds.held_count > 0) else {
+            return Ok(());
+        };
+        let params = bounds_params_of(call, &bounds)?;
+        let pages = bounds.held_count * call.geometry.kv_heads;
+        let threads = call.geometry.head_dim.next_multiple_of(32).min(THREADS);
+        let blocks = [blocks_of("held", pages)?, 1, 1];
+        let grid = Grid { blocks, threads: narrow("head_dim", threads)?, shared_bytes: 0 };
+        let kernel = self.kernel("write_pages", &format!("page_bounds_{}", name_of(call.dtype)))?;
+        // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
+        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+    }
+}
+
+/// Bytes moved at once: 16 where every vector starts on such a boundary, else an element.
+fn word_of(call: &WritePagesLaunch) -> usize {
+    let geometry = &call.geometry;
+    let strides = [
+        geometry.block_stride,
+        geometry.layer_stride,
+        geometry.head_stride,
+        geometry.token_stride,
+        geometry.value_offset,
+        geometry.head_dim,
+        call.keys.row_stride,
+        call.keys.head_stride,
+        call.values.row_stride,
+        call.values.head_stride,
+    ];
+    let bytes = bytes_of(call.dtype);
+    let addresses = [call.cache.address, call.keys.tensor.address, call.values.tensor.address];
+    let wide = addresses.iter().all(|address| address.is_multiple_of(16))
+        && strides.iter().all(|stride| (stride * bytes).is_multiple_of(16));
+    if wide { 16 } else { bytes }
+}
+
+/// Elements from a block's start to the last page of the layer.
+fn last_page(call: &WritePagesLaunch) -> usize {
+    let PageGeometry { kv_heads, layer_stride, head_stride, .. } = call.geometry;
+    call.layer * layer_stride + kv_heads.saturating_sub(1) * head_stride
+}
+
+/// The params in words of `vector` elements.
+fn params_of(call: &WritePagesLaunch, vector: usize) -> Result<WritePagesParams, CudaError> {
+    let geometry = &call.geometry;
+    let shape = (call.rows, geometry.kv_heads, geometry.head_dim);
+    call.keys.expect("k", shape)?;
+    call.values.expect("v", shape)?;
+    call.slots.expect("slots", 2 * call.rows)?;
+    let words = |what: &'static str, elements: usize| long(what, elements / vector);
+    Ok(WritePagesParams {
+        cache: call.cache.address,
+        k: call.keys.tensor.address,
+        v: call.values.tensor.address,
+        slots: call.slots.address,
+        blocks: blocks_within(geometry, last_page(call), call.cache.len),
+        block_stride: words("block_stride", geometry.block_stride)?,
+        layer_offset: words("layer_stride", call.layer * geometry.layer_stride)?,
+        head_stride: words("head_stride", geometry.head_stride)?,
+        token_stride: words("token_stride", geometry.token_stride)?,
+        value_offset: words("value_offset", geometry.value_offset)?,
+        k_row_stride: words("k", call.keys.row_stride)?,
+        k_head_stride: words("k", call.keys.head_stride)?,
+        v_row_stride: words("v", call.values.row_stride)?,
+        v_head_stride: words("v", call.values.head_stride)?,
+        rows: narrow("rows", call.rows)?,
+        kv_heads: narrow("kv_heads", geometry.kv_heads)?,
+        page_tokens: narrow("page_tokens", geometry.page_tokens)?,
+        columns: narrow("head_dim", geometry.head_dim / vector)?,
+    })
+}
+
+fn bounds_params_of(
+    call: &WritePagesLaunch,
+    bounds: &BoundsLaunch,
+) -> Result<PageBoundsParams, CudaError> {
+    let geometry = &call.geometry;
+    bounds.held.expect("held", 3 * bounds.held_count)?;
+    let first_page = call.layer * geometry.kv_heads;
+    let rows = bounds.values.len / (3 * geometry.head_dim).max(1);
+    let described = rows.saturating_sub(first_page + geometry.kv_heads - 1);
+    let within = blocks_within(geometry, last_page(call), call.cache.len);
+    Ok(PageBoundsParams {
+        cache: call.cache.address,
+        held: bounds.held.address,
+        bounds: bounds.values.address,
+        blocks: within.min(long("bounds", described)?),
+        block_stride: long("block_stride", geometry.block_stride)?,
+        layer_offset: long("layer_stride", call.layer * geometry.layer_stride)?,
+        head_stride: long("head_stride", geometry.head_stride)?,
+        token_stride: long("token_stride", geometry.token_stride)?,
+        kv_heads: narrow("kv_heads", geometry.kv_heads)?,
+        page_tokens: narrow("page_tokens", geometry.page_tokens)?,
+        head_dim: narrow("head_dim", geometry.head_dim)?,
+        first_page: narrow("layer", first_page)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(dtype: KvDtype, address: u64, row_stride: usize) -> WritePagesLaunch {
+        let tensor = DeviceTensor { address, len: 1 << 20 };
+        let rows = DeviceRows { tensor, row_stride, head_stride: 64 };
+        WritePagesLaunch {
+            cache: DeviceTensor { address: 256, len: 40 * 2 * 16 * 64 },
+            dtype,
+            geometry: PageGeometry::arena(2, 2, 16, 64),
+            layer: 1,
+            keys: rows,
+            values: rows,
+            slots: tensor,
+            rows: 4,
+            bounds: None,
+            stream: 0,
+        }
+    }
+
+    #[test]
+    fn words_are_wide_where_all_vectors_are_aligned() {
+        assert_eq!(word_of(&call(KvDtype::Bf16, 512, 128)), 16);
+        assert_eq!(word_of(&call(KvDtype::Bf16, 514, 128)), 2);
+        assert_eq!(word_of(&call(KvDtype::F32, 512, 130)), 4);
+        assert_eq!(word_of(&call(KvDtype::F32, 512, 132)), 16);
+    }
+
+    #[test]
+    fn blocks_end_with_cache_and_bounds() {
+        let call = call(KvDtype::F32, 512, 128);
+        assert_eq!(params_of(&call, 4).map(|params| params.blocks), Ok(37));
+        let bounds = |pages: usize| {
+            let values = DeviceTensor { address: 0, len: pages * 3 * 64 };
+            let held = DeviceTensor { address: 0, len: 3 };
+            let launch = BoundsLaunch { values, held, held_count: 1 };
+            bounds_params_of(&call, &launch).map(|params| params.blocks)
+        };
+        assert_eq!([40, 50, 10, 3, 0].map(bounds), [37, 37, 7, 0, 0].map(Ok));
+    }
+}

@@ -1,0 +1,100 @@
+//! `score_tokens` on CUDA.
+
+use kvweave_cuda::{DeviceTensor, EdgeLaunch, ScoreTokensLaunch};
+use pyo3::prelude::*;
+
+use super::arguments::{Place, TablePair, reach_of};
+use super::device::backend;
+use super::reading::{Call, Reading};
+use crate::arguments::raised;
+use crate::attention::{AttentionArguments, EdgeArguments, keys};
+use crate::dlpack::borrow;
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+use crate::tensor::TensorRef;
+
+/// `allocate` is called once with a number of bytes and returns an uninitialised f32 tensor of at
+/// least as many on the cache's device. `stream` is the handle of the stream to run on.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (arguments, entry_offsets, mass, edge, allocate, stream))]
+pub fn score_tokens_cuda(
+    py: Python<'_>,
+    arguments: AttentionArguments<'_>,
+    entry_offsets: TablePair<'_>,
+    mass: &Bound<'_, PyAny>,
+    edge: Option<EdgeArguments<'_>>,
+    allocate: &Bound<'_, PyAny>,
+    stream: u64,
+) -> PyResult<()> {
+    let reading = Reading::of(py, &arguments, &entry_offsets)?;
+    let mass = borrow("mass", mass)?;
+    let share = edge.as_ref().map(|(share, ..)| borrow("edge", share)).transpose()?;
+    let checks = || {
+        let call = reading.call()?;
+        let mut read = reading.read().to_vec();
+        let shape = [("T", call.last_end())];
+        let sums = call.place.output("mass", &mass.tensor, (DType::F32, &shape), &read)?;
+        read.push(("mass", &mass.tensor));
+        let edge = match (&share, &edge) {
+            (Some(share), Some((_, window, sink))) => {
+                let (window, sink) =
+                    (keys("window of edge", *window)?, keys("sink of edge", *sink)?);
+                let share = share_of(&call, &share.tensor, &read)?;
+                Some(EdgeLaunch { window, sink, share })
+            }
+            _ => None,
+        };
+        if call.requests != 1 {
+            let got = format!("those of {} requests", call.requests);
+            return Err(Failure::invalid("entry_offsets", "those of one request", got));
+        }
+        Ok((call, sums, edge))
+    };
+    let (call, mass, edge) = raised(py, checks())?;
+    let (backend, kept) = entry(py, || {
+        call.validate()?;
+        let backend = backend(call.place.ordinal)?;
+        let kept = call.kept_tables(&backend)?;
+        Ok::<_, Failure>((backend, kept))
+    })?;
+    let mut launch = ScoreTokensLaunch {
+        kv: call.kv(&kept),
+        q: call.q,
+        positions: call.positions,
+        mass,
+        edge,
+        workspace: DeviceTensor { address: 0, len: 0 },
+        scale: call.scoring.scale,
+        softcap: call.scoring.softcap,
+        rows: call.vectors.rows,
+        query_heads: call.vectors.heads,
+        stream,
+    };
+    let bytes = raised(py, backend.score_tokens_workspace(&launch).map_err(Failure::from))?;
+    let workspace = borrow("workspace", &allocate.call1((bytes,))?)?;
+    launch.workspace = raised(py, bytes_of(&call.place, &workspace.tensor))?;
+    entry(py, || {
+        // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
+        // the stream has passed; tables that are kept live as long as their owners. Offsets were
+        // checked on the host, or are the caller's promise where they lie on the device.
+        unsafe { backend.score_tokens(&launch) }.map_err(Failure::from)
+    })
+}
+
+fn share_of(
+    call: &Call<'_>,
+    share: &TensorRef,
+    read: &[(&str, &TensorRef)],
+) -> Result<DeviceTensor, Failure> {
+    let shape = [("R", Some(call.vectors.rows)), ("H", Some(call.vectors.heads))];
+    call.place.output("edge", share, (DType::F32, &shape), read)
+}
+
+/// A tensor of f32 as the bytes it holds.
+fn bytes_of(place: &Place, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
+    tensor.expect_device("workspace", place.device)?;
+    tensor.expect_dtype("workspace", DType::F32)?;
+    let DeviceTensor { address, len } = reach_of("workspace", tensor)?;
+    Ok(DeviceTensor { address, len: len * size_of::<f32>() })
+}

@@ -1,0 +1,112 @@
+//! `write_pages` on CUDA.
+
+use kvweave_core::ops::{validate_bounds, validate_rows, validate_slots};
+use kvweave_cuda::{BoundsLaunch, WritePagesLaunch};
+use pyo3::prelude::*;
+
+use super::arguments::{DeviceTable, Place, TablePair, reach_of};
+use super::device::backend;
+use crate::arguments::{count, pages_of, raised};
+use crate::dlpack::{Borrowed, borrow};
+use crate::dtype::DType;
+use crate::failure::{Failure, entry};
+use crate::tensor::TensorRef;
+
+/// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
+type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
+
+/// `stream` is the handle of the stream to run on.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "each is named in Python")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (cache, layer, k, v, slots, bounds, stream))]
+pub fn write_pages_cuda(
+    py: Python<'_>,
+    cache: &Bound<'_, PyAny>,
+    layer: i64,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    slots: TablePair<'_>,
+    bounds: Option<BoundsArguments<'_>>,
+    stream: u64,
+) -> PyResult<()> {
+    let (cache, k, v) = (borrow("cache", cache)?, borrow("k", k)?, borrow("v", v)?);
+    let (cache, k, v) = (&cache.tensor, &k.tensor, &v.tensor);
+    let slots = DeviceTable::of("slots", &slots)?;
+    let bounds = bounds.as_ref().map(Bounds::of).transpose()?;
+    let checks = || {
+        let place = Place::of("cache", cache)?;
+        let layer = count("layer", layer)?;
+        let ((keys, key_rows), (values, value_rows)) = (place.rows("k", k)?, place.rows("v", v)?);
+        let geometry = pages_of(cache, layer.saturating_add(1), key_rows.heads)?;
+        let (table, rows) = slots.rows::<2>("slots", &place)?;
+        let read = [("cache", cache), ("k", k), ("v", v), ("slots", &slots.on_device.tensor)];
+        read[1..].iter().try_for_each(|(name, other)| cache.expect_apart("cache", other, name))?;
+        cache.expect_writable("cache")?;
+        validate_rows(&geometry, layer, [("k", &key_rows), ("v", &value_rows)], rows)?;
+        let dim = geometry.head_dim;
+        let bounds = match &bounds {
+            Some(bounds) => Some((bounds.launch(&place, dim, &read)?, bounds.held_on_host()?)),
+            None => None,
+        };
+        let launch = WritePagesLaunch {
+            cache: reach_of("cache", cache)?,
+            dtype: place.dtype,
+            geometry,
+            layer,
+            keys,
+            values,
+            slots: table,
+            rows,
+            bounds: bounds.map(|(launch, _)| launch),
+            stream,
+        };
+        let held = bounds.and_then(|(_, held)| held);
+        Ok((place, launch, slots.rows_on_host::<2>("slots")?, held))
+    };
+    let (place, launch, slots, held) = raised(py, checks())?;
+    entry(py, || {
+        let WritePagesLaunch { cache, geometry, layer, bounds, .. } = &launch;
+        if let Some(slots) = slots {
+            validate_slots(slots, geometry, *layer, cache.len)?;
+        }
+        if let (Some(held), Some(bounds)) = (held, bounds) {
+            validate_bounds(held, geometry, *layer, cache.len, bounds.values.len)?;
+        }
+        // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
+        // the stream has passed. That slots differ was checked on the host, or is the caller's
+        // promise where the table is on the device.
+        unsafe { backend(place.ordinal)?.write_pages(&launch) }.map_err(Failure::from)
+    })
+}
+
+struct Bounds<'py> {
+    values: Borrowed<'py>,
+    held: DeviceTable<'py>,
+}
+
+impl<'py> Bounds<'py> {
+    fn of((values, held): &BoundsArguments<'py>) -> PyResult<Self> {
+        Ok(Self { values: borrow("bounds", values)?, held: DeviceTable::of("held", held)? })
+    }
+
+    fn launch(
+        &self,
+        place: &Place,
+        head_dim: usize,
+        read: &[(&str, &TensorRef)],
+    ) -> Result<BoundsLaunch, Failure> {
+        let (held, held_count) = self.held.rows::<3>("held", place)?;
+        let (_, cache) = read[0];
+        cache.expect_apart("cache", &self.held.on_device.tensor, "held")?;
+        let mut read = read.to_vec();
+        read.push(("held", &self.held.on_device.tensor));
+        let shape = [("pages", None), ("3", Some(3)), ("D", Some(head_dim))];
+        let values = place.output("bounds", &self.values.tensor, (DType::F32, &shape), &read)?;
+        Ok(BoundsLaunch { values, held, held_count })
+    }
+
+    fn held_on_host(&self) -> Result<Option<&[[i32; 3]]>, Failure> {
+        self.held.rows_on_host("held")
+    }
+}
