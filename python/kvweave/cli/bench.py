@@ -16,7 +16,8 @@ app = typer.Typer(name="bench", help="Measure speed on this machine.", no_args_i
 @user_errors
 def ops(
     case: Annotated[
-        list[str] | None, typer.Option(help="An op, decode for one; may come again. All without it.")
+        list[str] | None,
+        typer.Option(help="An op, decode for one; may come again. All without it."),
     ] = None,
     peers: Annotated[
         str, typer.Option(help="Comma-separated; those not installed are left out.")
