@@ -84,7 +84,7 @@ def _attend(problem: Attention) -> Call:
 def _score(problem: Scores) -> Call:
     pool = problem.pool
     s, rope = pool.shape, pool.shape.rope()
-    entries, _ = pool.entries()
+    entries, offsets = pool.entries()
     positions = pool.put(problem.positions)
 
     def call() -> torch.Tensor:
@@ -97,6 +97,8 @@ def _score(problem: Scores) -> Call:
             kv_heads=s.kv_heads,
             scale=s.head_dim**-0.5,
             rope=rope,
+            entry_offsets=offsets,
+            tokens=pool.tokens,
         )
 
     return call
