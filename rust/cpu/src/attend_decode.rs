@@ -13,7 +13,7 @@ use crate::turn::Turns;
 const SPLIT: usize = 4;
 
 /// Elements of partials that are merged in the time of a unit of work.
-const MERGED_A_UNIT: usize = 64;
+const MERGED_A_UNIT: usize = 16;
 
 /// Undivided attention of the query heads of one KV head over one split.
 struct Partial {

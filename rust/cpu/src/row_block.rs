@@ -18,6 +18,9 @@ use crate::tile::{COLUMNS, KEYS, Tile};
 /// Rows of a block.
 pub(crate) const ROWS: usize = 6;
 
+/// Rows of a block that is half empty, as one row of a decode step over few query heads leaves it.
+const HALF: usize = ROWS / 2;
+
 /// Scores of a block, then weights.
 #[repr(align(64))]
 struct Scores([[f32; KEYS]; ROWS]);
@@ -67,18 +70,23 @@ impl Rows<'_> {
     }
 
     #[inline(always)]
-    fn scores<V: Vector, const C: usize>(&self, block: usize, tile: &Tile, scores: &mut Scores) {
+    fn scores<V: Vector, const C: usize, const R: usize>(
+        &self,
+        block: usize,
+        tile: &Tile,
+        scores: &mut Scores,
+    ) {
         let keys = tile.keys();
         let dim = keys.len();
         let q = &self.q[block * dim..(block + 1) * dim];
         for column in (0..KEYS).step_by(C * V::LANES) {
-            let mut sums = [[V::splat(0.0); C]; ROWS];
+            let mut sums = [[V::splat(0.0); C]; R];
             for (q, keys) in q.iter().zip(keys) {
                 let mut k = [V::splat(0.0); C];
                 for c in 0..C {
                     k[c] = V::load(&keys[column + c * V::LANES..]);
                 }
-                for r in 0..ROWS {
+                for r in 0..R {
                     let q = V::splat(q[r]);
                     for c in 0..C {
                         sums[r][c] = q.fma(k[c], sums[r][c]);
@@ -122,14 +130,14 @@ pub(crate) struct Edge<'a> {
 impl Edge<'_> {
     /// Takes one piece in, whose weights stand in `scores`.
     #[inline(always)]
-    fn absorb<V: Vector>(
+    fn absorb<V: Vector, const R: usize>(
         &mut self,
         block: usize,
         piece: &Piece,
         scores: &Scores,
         rescale: &[f32; COLUMNS],
     ) {
-        for (r, rescale) in rescale[..ROWS].iter().enumerate() {
+        for (r, rescale) in rescale[..R].iter().enumerate() {
             let (low, high) = piece.clip_to(self.positions[block * ROWS + r]);
             let mut weights = [0.0; KEYS];
             weights[low..high].copy_from_slice(&scores.0[r][low..high]);
@@ -148,31 +156,50 @@ impl Kernel for Absorb<'_> {
 
     #[inline(always)]
     fn run<V: Vector, const C: usize>(mut self) {
-        let width = self.tile.width;
         let mut scores = Scores([[0.0; KEYS]; ROWS]);
-        for (block, state) in self.states.iter_mut().enumerate() {
+        for block in 0..self.states.len() {
             let (ranges, all) = self.rows.ranges(block, self.piece);
             if all.is_empty() {
                 continue;
             }
-            self.rows.scores::<V, C>(block, self.tile, &mut scores);
-            let rescale = weigh::<V>(&mut scores, &ranges, state);
-            if let Some(edge) = &mut self.edge {
-                edge.absorb::<V>(block, self.piece, &scores, &rescale);
+            let half = ranges[HALF..].iter().all(|&(low, high)| low == high);
+            if half {
+                self.block::<V, C, HALF>(block, &ranges, all, &mut scores);
+            } else {
+                self.block::<V, C, ROWS>(block, &ranges, all, &mut scores);
             }
-            if self.out.is_empty() {
-                continue;
-            }
-            let out = &mut self.out[block * ROWS * width..(block + 1) * ROWS * width];
-            if self.tile.values_finite {
-                add_values::<V, C, ROWS>(&scores.0, &rescale, self.tile, all, out);
-                continue;
-            }
-            // 0 · NaN is NaN: a row must not touch a value that it does not see.
-            for (r, out) in out.chunks_exact_mut(width).enumerate() {
-                let range = ranges[r].0..ranges[r].1;
-                add_values::<V, C, 1>(&scores.0[r..], &rescale[r..], self.tile, range, out);
-            }
+        }
+    }
+}
+
+impl Absorb<'_> {
+    /// Takes the piece into the first R rows of a block, which are all that see any of it.
+    #[inline(always)]
+    fn block<V: Vector, const C: usize, const R: usize>(
+        &mut self,
+        block: usize,
+        ranges: &[(usize, usize); ROWS],
+        all: Range<usize>,
+        scores: &mut Scores,
+    ) {
+        self.rows.scores::<V, C, R>(block, self.tile, scores);
+        let rescale = weigh::<V, R>(scores, ranges, &mut self.states[block]);
+        if let Some(edge) = &mut self.edge {
+            edge.absorb::<V, R>(block, self.piece, scores, &rescale);
+        }
+        if self.out.is_empty() {
+            return;
+        }
+        let width = self.tile.width;
+        let out = &mut self.out[block * ROWS * width..(block + 1) * ROWS * width];
+        if self.tile.values_finite {
+            add_values::<V, C, R>(&scores.0, &rescale, self.tile, all, out);
+            return;
+        }
+        // 0 · NaN is NaN: a row must not touch a value that it does not see.
+        for (r, out) in out.chunks_exact_mut(width).take(R).enumerate() {
+            let range = ranges[r].0..ranges[r].1;
+            add_values::<V, C, 1>(&scores.0[r..], &rescale[r..], self.tile, range, out);
         }
     }
 }
@@ -180,14 +207,14 @@ impl Kernel for Absorb<'_> {
 /// Turns scores into weights `2^(score − top)`, 0 outside the ranges; returns the factors for what
 /// was summed under the old maximum.
 #[inline(always)]
-fn weigh<V: Vector>(
+fn weigh<V: Vector, const R: usize>(
     scores: &mut Scores,
     ranges: &[(usize, usize); ROWS],
     state: &mut State,
 ) -> [f32; COLUMNS] {
     let mut rescale = [0.0; COLUMNS];
     let mut bases = [0.0; ROWS];
-    for r in 0..ROWS {
+    for r in 0..R {
         let (low, high) = ranges[r];
         if high - low < KEYS {
             scores.0[r][..low].fill(f32::NEG_INFINITY);
@@ -206,7 +233,7 @@ fn weigh<V: Vector>(
     for column in (0..COLUMNS).step_by(V::LANES) {
         exp2(V::load(&rescale[column..])).store(&mut rescale[column..]);
     }
-    for r in 0..ROWS {
+    for r in 0..R {
         let mut sum = V::splat(0.0);
         for column in (0..KEYS).step_by(V::LANES) {
             let weight = exp2(V::load(&scores.0[r][column..]).sub(V::splat(bases[r])));
@@ -299,7 +326,7 @@ impl Kernel for AddMass<'_> {
             if all.is_empty() {
                 continue;
             }
-            self.rows.scores::<V, C>(block, self.tile, &mut scores);
+            self.rows.scores::<V, C, ROWS>(block, self.tile, &mut scores);
             for r in 0..ROWS {
                 let (low, high) = ranges[r];
                 if low == high || sums[r] == f32::NEG_INFINITY {

@@ -69,13 +69,13 @@ impl Tile {
         piece: &Piece,
     ) {
         let (dim, width) = (self.dim, self.width);
-        self.values_finite = true;
         for_each_run(kv, piece, |run| {
             let start = kv.value_offset(run.block, head, run.slot);
             let (cache, stride) = (&kv.cache[start..], kv.geometry.token_stride);
             let target = &mut self.values[run.first * width..];
-            self.values_finite &= load_rows(cache, stride, run.tokens, dim, target, width);
+            load_rows(cache, stride, run.tokens, dim, target, width);
         });
+        self.values_finite = dispatch(Finite(&self.values[..piece.tokens * width]));
     }
 }
 
@@ -100,7 +100,7 @@ fn for_each_run<T>(kv: &KvView<'_, T>, piece: &Piece, mut load: impl FnMut(Run))
     }
 }
 
-/// Widens strided rows of D elements into rows of `width`; tells whether all are finite.
+/// Widens strided rows of D elements into rows of `width`.
 fn load_rows<T: Element>(
     source: &[T],
     stride: usize,
@@ -108,55 +108,13 @@ fn load_rows<T: Element>(
     dim: usize,
     target: &mut [f32],
     width: usize,
-) -> bool {
-    if let Some(source) = T::as_f32(source) {
-        return dispatch(CopyRows { source, stride, tokens, dim, target, width });
+) {
+    if stride == dim && width == dim {
+        return T::widen(&source[..tokens * dim], &mut target[..tokens * dim]);
     }
     for token in 0..tokens {
         let row = &source[token * stride..][..dim];
         T::widen(row, &mut target[token * width..][..dim]);
-    }
-    dispatch(Finite(&target[..tokens * width]))
-}
-
-/// Copies strided rows of D floats, D a multiple of 8; tells whether all are finite.
-struct CopyRows<'a> {
-    source: &'a [f32],
-    stride: usize,
-    tokens: usize,
-    dim: usize,
-    target: &'a mut [f32],
-    width: usize,
-}
-
-impl Kernel for CopyRows<'_> {
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<V: Vector, const C: usize>(self) -> bool {
-        let mut zeros = [V::splat(0.0); 4];
-        for token in 0..self.tokens {
-            let source = &self.source[token * self.stride..][..self.dim];
-            let target = &mut self.target[token * self.width..][..self.dim];
-            let (sources, rest) = source.as_chunks::<COLUMNS>();
-            let (targets, rest_of_target) = target.as_chunks_mut::<COLUMNS>();
-            for (i, (source, target)) in sources.iter().zip(targets).enumerate() {
-                for at in (0..COLUMNS).step_by(V::LANES) {
-                    let x = V::load(&source[at..]);
-                    x.store(&mut target[at..]);
-                    zeros[i % 4] = x.fma(V::splat(0.0), zeros[i % 4]);
-                }
-            }
-            if !rest.is_empty() {
-                rest_of_target.copy_from_slice(rest);
-                let mut padded = [0.0; COLUMNS];
-                padded[..rest.len()].copy_from_slice(rest);
-                for at in (0..COLUMNS).step_by(V::LANES) {
-                    zeros[0] = V::load(&padded[at..]).fma(V::splat(0.0), zeros[0]);
-                }
-            }
-        }
-        zeros[0].add(zeros[1]).add(zeros[2].add(zeros[3])).sum() == 0.0
     }
 }
 
@@ -192,10 +150,18 @@ impl Kernel for Finite<'_> {
 
     #[inline(always)]
     fn run<V: Vector, const C: usize>(self) -> bool {
-        let mut zeros = V::splat(0.0);
-        for x in self.0.chunks_exact(V::LANES) {
-            zeros = V::load(x).fma(V::splat(0.0), zeros);
+        // Four chains, as one would wait for each addition.
+        let mut zeros = [V::splat(0.0); 4];
+        let fours = self.0.chunks_exact(4 * V::LANES);
+        let rest = fours.remainder().chunks_exact(V::LANES);
+        for four in fours {
+            for c in 0..4 {
+                zeros[c] = V::load(&four[c * V::LANES..]).fma(V::splat(0.0), zeros[c]);
+            }
         }
-        zeros.sum() == 0.0
+        for x in rest {
+            zeros[0] = V::load(x).fma(V::splat(0.0), zeros[0]);
+        }
+        zeros[0].add(zeros[1]).add(zeros[2].add(zeros[3])).sum() == 0.0
     }
 }

@@ -35,9 +35,6 @@ pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + '
     /// If the lengths differ.
     fn widen(source: &[Self], target: &mut [f32]);
 
-    /// The slice itself where the type is `f32`: nothing to widen.
-    fn as_f32(source: &[Self]) -> Option<&[f32]>;
-
     /// Rounds a slice into one of the same length.
     ///
     /// # Panics
@@ -65,10 +62,6 @@ impl Element for f32 {
         target.copy_from_slice(source);
     }
 
-    fn as_f32(source: &[Self]) -> Option<&[f32]> {
-        Some(source)
-    }
-
     fn narrow(source: &[f32], target: &mut [Self]) {
         target.copy_from_slice(source);
     }
@@ -93,10 +86,6 @@ macro_rules! half_element {
 
             fn widen(source: &[Self], target: &mut [f32]) {
                 $widen(source, target);
-            }
-
-            fn as_f32(_: &[Self]) -> Option<&[f32]> {
-                None
             }
 
             fn narrow(source: &[f32], target: &mut [Self]) {

@@ -33,7 +33,9 @@ fn scene(cap: Option<f32>) -> Scene {
     let width = D.next_multiple_of(COLUMNS);
     let value = |p: usize, i: usize| if i % width < D { wave(i * 3 + p) } else { 0.0 };
     let values = |p: usize| (0..KEYS * width).map(move |i| value(p, i));
+    // The last block is half empty.
     let visible = |row: usize| match row % 5 {
+        _ if row >= 2 * ROWS + 3 => (0, 0),
         0 => (0, 1),
         1 => (0, 128),
         2 => (30, 60 + row as i64),
