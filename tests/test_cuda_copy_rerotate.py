@@ -9,12 +9,9 @@ import torch
 import kvweave
 from kvweave import InvalidArgument, ops
 from paged import rope_table, rotated
+from versions import needs_cuda
 
-STATUS = kvweave.cuda_status()
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(not STATUS.startswith("available"), reason=f"kvweave: {STATUS}"),
-]
+pytestmark = needs_cuda
 
 LAYERS, KV_HEADS = 3, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -214,16 +211,15 @@ def test_it_is_captured_in_a_graph() -> None:
         same(device, wanted)
 
 
-def test_what_cuda_does_not_have_says_so() -> None:
+def test_what_is_refused_says_so() -> None:
     pages = on_device(arena(2, 16, 64, torch.float32))
-    k = torch.zeros(1, KV_HEADS, 64, device=DEVICE)
-    with pytest.raises(kvweave.Unsupported, match="write_pages: expected tensors on cpu"):
-        ops.write_pages(pages, 0, k, k, np.array([[15, 0]], np.int32))
-    with pytest.raises(InvalidArgument, match="expected a tensor on cpu, got cuda:0"):
-        ops.write_pages(pages, 0, k, k, np.array([[15, 0]], np.int32), backend="reference")
+    rope = rope_table(LAYERS, 64)
     table = torch.zeros(1, 6, dtype=torch.int64, device=DEVICE)
     with pytest.raises(InvalidArgument, match="copies: expected int32, got int64"):
-        ops.copy_rerotate(pages, table, rope_table(LAYERS, 64), kv_heads=KV_HEADS)
+        ops.copy_rerotate(pages, table, rope, kv_heads=KV_HEADS)
+    none = np.zeros((0, 6), np.int32)
+    with pytest.raises(InvalidArgument, match="expected a tensor on cpu, got cuda:0"):
+        ops.copy_rerotate(pages, none, rope, kv_heads=KV_HEADS, backend="reference")
 
 
 def test_a_cache_over_device_memory() -> None:

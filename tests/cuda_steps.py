@@ -1,0 +1,176 @@
+"""One call of every op on static CUDA tensors, for tests of streams and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kvweave import ops
+from paged import paged, rope_table
+
+TOKENS, HEADS, KV_HEADS, DIM, PAGE = 90, 4, 2, 64, 16
+
+
+@dataclass
+class Step:
+    """An op bound to tensors that stay where they are, on the device or on the host.
+
+    `call` runs it and returns all that it wrote. `renew` makes new numbers for every input, by
+    name and of the input's shape.
+    """
+
+    call: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
+    renew: Callable[[torch.Generator], dict[str, torch.Tensor]]
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        return self.call(self.inputs)
+
+    def place(self, numbers: dict[str, torch.Tensor]) -> None:
+        """Puts numbers where the op reads them, on the current stream."""
+        for name, values in numbers.items():
+            self.inputs[name].copy_(values, non_blocking=True)
+
+    def wanted(self, numbers: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The same on the host."""
+        return self.call({name: values.clone() for name, values in numbers.items()})
+
+
+def steps(dtype: torch.dtype) -> dict[str, Step]:
+    """Every op, its inputs on the device holding zeros and its tables pointing nowhere."""
+    made = {
+        "attend_decode": attend_decode(dtype),
+        "attend_prefill": attend_prefill(dtype),
+        "score_tokens": score_tokens(dtype),
+        "merge_states": merge_states(dtype),
+        "write_pages": write_pages(dtype),
+        "copy_rerotate": copy_rerotate(dtype),
+    }
+    for step in made.values():
+        numbers = step.renew(torch.Generator().manual_seed(0))
+        step.inputs = {name: torch.zeros_like(x, device="cuda") for name, x in numbers.items()}
+    return made
+
+
+NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
+NAMES += ["copy_rerotate"]
+
+
+def scoring(rope: ops.RopeTable) -> dict:
+    return {"kv_heads": KV_HEADS, "scale": DIM**-0.5, "rope": rope}
+
+
+def attended(generator: torch.Generator, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    case = paged(
+        generator, TOKENS, layers=1, kv_heads=KV_HEADS, head_dim=DIM, page_tokens=PAGE, dtype=dtype
+    )
+    return {
+        "pages": case.pages.clone(),
+        "q": torch.randn(rows, HEADS, DIM, generator=generator).to(dtype),
+        "positions": torch.randint(0, TOKENS, (rows,), generator=generator).int(),
+        "entries": torch.from_numpy(case.entries),
+    }
+
+
+def attend_decode(dtype: torch.dtype) -> Step:
+    rope = rope_table(1, DIM)
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        made = attended(generator, 3, dtype)
+        count = len(made["entries"])
+        offsets = torch.arange(4, dtype=torch.int32) * count
+        return {**made, "entries": made["entries"].repeat(3, 1), "offsets": offsets}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return ops.attend_decode(
+            t["q"],
+            t["positions"],
+            t["entries"],
+            t["pages"],
+            0,
+            entry_offsets=t["offsets"],
+            **scoring(rope),
+        )
+
+    return Step(call, renew)
+
+
+def attend_prefill(dtype: torch.dtype) -> Step:
+    rope = rope_table(1, DIM)
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return ops.attend_prefill(
+            t["q"], t["positions"], t["entries"], t["pages"], 0, **scoring(rope)
+        )
+
+    return Step(call, lambda generator: attended(generator, 70, dtype))
+
+
+def score_tokens(dtype: torch.dtype) -> Step:
+    rope = rope_table(1, DIM)
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        share = torch.full((len(t["q"]), HEADS), torch.nan, device=t["q"].device)
+        mass = ops.score_tokens(
+            t["q"],
+            t["positions"],
+            t["entries"],
+            t["pages"],
+            0,
+            edge=ops.EdgeMass(share, window=20, sink=2),
+            tokens=TOKENS,
+            **scoring(rope),
+        )
+        return mass, share
+
+    return Step(call, lambda generator: attended(generator, 20, dtype))
+
+
+def merge_states(dtype: torch.dtype) -> Step:
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        outs = torch.randn(5, 7, HEADS, DIM, generator=generator).to(dtype)
+        return {"outs": outs, "lses": torch.randn(5, 7, HEADS, generator=generator)}
+
+    return Step(lambda t: ops.merge_states(t["outs"], t["lses"]), renew)
+
+
+def write_pages(dtype: torch.dtype) -> Step:
+    blocks, step = 8, 2 * KV_HEADS
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        shape = (30, KV_HEADS, DIM)
+        k, v = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        places = torch.randperm(blocks * PAGE, generator=generator)[:30].int()
+        slots = torch.stack((step * (1 + places // PAGE), places % PAGE), 1)
+        pages = torch.randn(step * (blocks + 1), 2, PAGE, DIM, generator=generator).to(dtype)
+        held = torch.tensor([[step * (1 + block), block, PAGE] for block in range(blocks)]).int()
+        bounds = torch.full((len(pages), 3, DIM), -7.0)
+        return {"pages": pages, "k": k, "v": v, "slots": slots, "held": held, "bounds": bounds}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        bounds = ops.PageBounds(t["bounds"], t["held"])
+        ops.write_pages(t["pages"], 1, t["k"], t["v"], t["slots"], bounds=bounds)
+        return t["pages"], t["bounds"]
+
+    return Step(call, renew)
+
+
+def copy_rerotate(dtype: torch.dtype) -> Step:
+    rope, blocks, step = rope_table(2, DIM), 8, 2 * KV_HEADS
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        pages = torch.randn(step * (blocks + 1), 2, PAGE, DIM, generator=generator).to(dtype)
+        order = step * (1 + torch.randperm(blocks, generator=generator).int())
+        source, target = order.view(2, blocks // 2)
+        first = torch.randint(0, 4, source.shape, generator=generator).int()
+        delta = torch.randint(-50, 50, source.shape, generator=generator).int()
+        copies = torch.stack((source, first, target, 3 - first, 12 + 0 * first, delta), 1)
+        return {"pages": pages, "copies": copies}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ops.copy_rerotate(t["pages"], t["copies"], rope, kv_heads=KV_HEADS)
+        return (t["pages"],)
+
+    return Step(call, renew)
