@@ -55,7 +55,7 @@ BAD: list[tuple[str, object, str]] = [
     ("window", lambda c: 0, "window: expected at least 1, got 0"),
     ("softcap", lambda c: -1.0, "softcap: expected above 0"),
     ("scale", lambda c: float("nan"), "scale: expected a finite number"),
-    ("rope", lambda c: rope_table(2, 64), "layer"),
+    ("rope", lambda c: rope_table(1, 128), "rotary_dim: expected at most the head dim 64"),
     ("cache", lambda c: c["cache"].cpu(), "expected a tensor on cpu, got cuda:0"),
     ("cache", lambda c: c["cache"][::2], "cache: expected C-contiguous"),
     ("out", lambda c: c["q"], "out: expected memory of its own, apart from q"),

@@ -64,8 +64,8 @@ def attend_prefill(
         device,
         positions=positions,
         entries=entries,
-        row_offsets=whole(len(positions), positions) if row_offsets is None else row_offsets,
-        entry_offsets=whole(len(entries), entries) if entry_offsets is None else entry_offsets,
+        row_offsets=whole(positions) if row_offsets is None else row_offsets,
+        entry_offsets=whole(entries) if entry_offsets is None else entry_offsets,
     )
     rows, spans = tables["row_offsets"], tables["entry_offsets"]
     _native.attend_cuda(call.placed(tables), rows, spans, out, lse, stream_of(device))

@@ -79,10 +79,11 @@ def on_device(device: torch.device, **tables: Table) -> dict[str, OnDevice]:
     return placed
 
 
-def whole(length: int, beside: Table) -> Table:
-    """Offsets [0, length] of a call with one request, on the device of the table they split."""
-    if isinstance(beside, torch.Tensor) and beside.is_cuda:
-        return torch.linspace(0, length, 2, dtype=torch.int32, device=beside.device)
+def whole(table: Table) -> Table:
+    """Offsets [0, N] of a call with one request, on the side of the table [N, …] they split."""
+    length = table.shape[0] if getattr(table, "ndim", 0) else 0
+    if isinstance(table, torch.Tensor) and table.is_cuda:
+        return torch.linspace(0, length, 2, dtype=torch.int32, device=table.device)
     return np.array([0, length], np.int32)
 
 

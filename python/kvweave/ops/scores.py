@@ -75,7 +75,7 @@ def score_tokens(
         return mass
     if edge is not None and not len(mass):
         edge.share.zero_()
-    spans = whole(len(entries), entries) if entry_offsets is None else entry_offsets
+    spans = whole(entries) if entry_offsets is None else entry_offsets
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=spans)
     _native.score_tokens_cuda(
         call.placed(tables),
