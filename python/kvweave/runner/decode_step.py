@@ -11,7 +11,7 @@ import torch
 from kvweave import ops
 from kvweave.ops import RopeTable, Table
 from kvweave.runner.decoding import Decoding
-from kvweave.runner.layer import RowGrid, finish, project
+from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import Rotary, Turns
 from kvweave.runner.tables import Int32, send
@@ -88,5 +88,6 @@ def forward(
             window=layer.window,
             softcap=layer.softcap,
         )
-        hidden = finish(layer, grid, hidden, attended)
+        add_attention(layer, grid, hidden, attended)
+        add_feed_forward(layer, grid, hidden)
     return spec.scores(hidden)

@@ -19,7 +19,7 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
 from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.layer import RowGrid, dense_attention, finish, project
+from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import PositionTable
 from kvweave.runner.tables import KvTable, RowTable, send_index
@@ -253,10 +253,11 @@ class _Run:
             attended = dense_attention(q, k, v, layer.scale)
         else:
             attended = self.attend_pages(plan, table, q)
-        del q, k, v
-        states = finish(layer, hidden.grid, hidden.states, attended)
-        result = None if probing is None else self.scores(plan, probing)
-        return Hidden(hidden.rows, hidden.grid, states), result, plan
+        add_attention(layer, hidden.grid, hidden.states, attended)
+        # The feed-forward is wider than all of these: it gets their memory.
+        del q, k, v, attended
+        add_feed_forward(layer, hidden.grid, hidden.states)
+        return hidden, None if probing is None else self.scores(plan, probing), plan
 
     def narrowed(
         self, plan: LayerPlan, policy: Policy, k: torch.Tensor, v: torch.Tensor

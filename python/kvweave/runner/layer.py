@@ -125,22 +125,21 @@ def dense_attention(
     return out[0].transpose(0, 1)
 
 
-def finish(
+def add_attention(
     layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor, attended: torch.Tensor
-) -> torch.Tensor:
-    """Output projection, residuals and feed-forward; attended is [R, H, D] of the real rows.
-
-    Adds to `hidden` in place and returns it.
-    """
+) -> None:
+    """Adds the output projection of attended [R, H, D], the real rows', to hidden in place."""
     mixed = grid.pad(attended.reshape(grid.rows, -1))
     mixed = grid.apply(layer.attention.o_proj, mixed)
     if layer.attention_out_norm is not None:
         mixed = grid.apply(layer.attention_out_norm, mixed)
     hidden += mixed
-    del mixed
+
+
+def add_feed_forward(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> None:
+    """Adds the feed-forward of hidden [padded, E] to it in place."""
     for part in torch.split(hidden, FEED_FORWARD_ROWS):
         part += grid.apply(lambda x: _feed_forward(layer, x), part)
-    return hidden
 
 
 def _feed_forward(layer: LayerSpec, hidden: torch.Tensor) -> torch.Tensor:

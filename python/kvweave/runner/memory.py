@@ -10,11 +10,12 @@ import torch
 
 from kvweave.runner.layer import FEED_FORWARD_ROWS
 from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.rope import Rotary
 
 
-def resident_bytes(spec: ModelSpec, pages: torch.Tensor) -> int:
-    """Weights and pages: there as long as the runner is."""
-    return spec.weight_bytes + pages.numel() * pages.element_size()
+def resident_bytes(spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> int:
+    """Weights, pages and tables of positions: there as long as the runner is."""
+    return spec.weight_bytes + rotary.table_bytes + pages.numel() * pages.element_size()
 
 
 def working_bytes(spec: ModelSpec, tokens: int, rows: int, logits: int) -> int:

@@ -188,7 +188,7 @@ class Prefiller:
     def _device_bytes(self, report: Report, logits: int) -> int:
         rows = max(report.rows_per_layer)
         working = working_bytes(self.spec, report.tokens, rows, logits)
-        return resident_bytes(self.spec, self.pages) + working
+        return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
         plan = request.plan

@@ -70,6 +70,14 @@ class Rotary:
         kinds = [kind[key] if isinstance(kind, dict) else kind for key in self.keys]
         return not any(k is None or "dynamic" in k or k == "longrope" for k in kinds)
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that are kept."""
+        if self._fixed is None:
+            return 0
+        kept = (*self._fixed.cos.values(), *self._fixed.sin.values())
+        return sum(table.numel() * table.element_size() for table in kept)
+
     def table(self, length: int) -> PositionTable:
         """Positions [0, length) of a request that is `length` tokens long."""
         if not self.is_fixed:
