@@ -76,8 +76,8 @@ struct alignas(64) TensorMap {
 
 // attend_prefill_sm90.
 struct TiledAttendParams {
-  // The cache by axes: 64 columns, slot, K or V, block of 64 columns, and where a page begins in
-  // units of `page_unit` elements. A box is 16 slots of one page: [1, D / 64, 2, 16, 64].
+  // The cache by axes: 64 columns, 8 tokens, blocks of 64 columns, groups of 8 tokens, and where a
+  // page's keys or values begin in units of `page_unit` elements. A box is 16 tokens: two groups.
   TensorMap pages;
   AttendParams attend;
   int64_t page_unit;
@@ -95,7 +95,7 @@ struct ScoreParams {
   int32_t* delta_at;         // workspace [tables, padded_keys]
   float* partial;            // workspace [splits, 3, kv_heads, V]: reference, sum, edge sum
   float* lse;                // workspace [kv_heads, V], ∞ for a row that counts for nothing
-  float* head_mass;          // workspace [kv_heads, padded_keys]
+  float* head_mass;          // workspace [mass_parts, kv_heads, padded_keys]
   int64_t q_row_stride;
   int64_t q_head_stride;
   float scale;
@@ -110,6 +110,7 @@ struct ScoreParams {
   uint32_t edge_window;   // keys up to this far back are no edge
   uint32_t edge_sink;     // nor are those at positions below this
   uint32_t group_factor;  // 2^32 / (query_heads / kv_heads) rounded up, 0 for a group of one
+  uint32_t mass_parts;    // parts of the query vectors that masses are summed over one by one
 };
 
 // write_pages. Sizes and strides count words of the kernel's width.
@@ -166,7 +167,7 @@ static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
-static_assert(sizeof(ScoreParams) == 248, "params.rs says 248 bytes");
+static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 128, "params.rs says 128 bytes");
 static_assert(sizeof(PageBoundsParams) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");

@@ -528,12 +528,35 @@ class Decode {
       float4 value = {0, 0, 0, 0};
       State state = {-INFINITY, 0};
       if (team < teams) {
-#pragma unroll 4
-        for (int i = team; i < parts; i += teams) {
-          const float* part = part_of(first_block + i);
-          const float4 x = __ldcg(reinterpret_cast<const float4*>(part) + column);
-          const float2 y = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
-          add(value, state, x, {y.x, y.y});
+        // Several parts at once: their reads wait together, not for each other.
+        constexpr int kBatch = 8;
+#pragma unroll 1
+        for (int i = team; i < parts; i += kBatch * teams) {
+          float4 x[kBatch];
+          State y[kBatch];
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) {
+            x[j] = {0, 0, 0, 0};
+            y[j] = {-INFINITY, 0};
+            if (i + j * teams >= parts) continue;
+            const float* part = part_of(first_block + i + j * teams);
+            x[j] = __ldcg(reinterpret_cast<const float4*>(part) + column);
+            const float2 of_q = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
+            y[j] = {of_q.x, of_q.y};
+          }
+          float largest = state.m;
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) largest = fmaxf(largest, y[j].m);
+          add(value, state, {0, 0, 0, 0}, {largest, 0});
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) {
+            const float weight = weight_of(y[j], largest);
+            value.x += weight * x[j].x;
+            value.y += weight * x[j].y;
+            value.z += weight * x[j].z;
+            value.w += weight * x[j].w;
+            state.l += weight * y[j].l;
+          }
         }
       }
       if (teams > 1) {

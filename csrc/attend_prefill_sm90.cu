@@ -6,9 +6,9 @@
 // While the tensor cores multiply the values of one tile, the threads make weights of the next
 // tile's scores (the order of FlashAttention-3), so both are busy.
 //
-// A copy takes keys and values of 16 tokens at once, all columns, so the tile in shared memory is a
-// row of such chunks. The first product takes rows 0–7 of every chunk as its keys, the second one
-// rows 8–15: a permutation of the keys that the weights undo for free.
+// A copy takes 16 tokens with all columns, large enough for the copy engine to keep up, and lays
+// them as groups of 8 tokens, each group's blocks of 64 columns side by side: so groups are evenly
+// spaced however pages lie, and one product takes all 128 keys.
 //
 // Needs pages of 16, 32, 64 or 128 tokens, D 64 or 128, a positive scale and no soft cap;
 // rust/cuda/src/attend.rs asks for attend_prefill.cu otherwise.
@@ -29,25 +29,20 @@ constexpr int kThreads = 128 * (1 + kGroups);
 constexpr int kPairs = 64 * kGroups;
 constexpr int kKeys = 128;
 constexpr int kChunk = 16;  // tokens copied at once
-constexpr int kStages = 3;
-constexpr int kTiles = 4;  // descriptions alive at once: of the tiles in the stages, and one done
+constexpr int kStages = 5;  // tiles of keys or of values
+constexpr int kTiles = 8;   // descriptions alive at once, more than the stages and the next ones
 constexpr int kFetchRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
 constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Keys and values of 16 tokens, by blocks of 64 columns, rows of 128 bytes swizzled.
-template <int D>
-struct Chunk {
-  struct {
-    unsigned char keys[kChunk * 128], values[kChunk * 128];
-  } blocks[D / 64];
-};
-
 template <typename T, int D>
 struct Shared {
-  alignas(1024) Chunk<D> stages[kStages][kKeys / kChunk];
+  static constexpr int kGroupBytes = 8 * D * 2;  // of 8 tokens
+  static constexpr int kTileBytes = kKeys / 8 * kGroupBytes;
+  alignas(1024) unsigned char queries[kGroups][D / 64][64 * 128];
+  alignas(1024) unsigned char stages[kStages][kTileBytes];
   KeyTile<kKeys> tiles[kTiles];
   float cosines[kGroups][D / 2], sines[kGroups][D / 2];
   uint64_t full[kStages];   // copied
@@ -62,12 +57,14 @@ __host__ __device__ constexpr int used() {
   return static_cast<int>(offsetof(All, highest) + sizeof(int));
 }
 
-// The stage that tile t uses, and the parity of its phase.
+// A turn of the ring of stages: keys and values take them in the order in which they are
+// multiplied, K0 K1 V0 K2 V1 K3 …
 struct Turn {
   uint32_t stage, parity;
-  __device__ __forceinline__ explicit Turn(uint32_t t)
-      : stage(t % kStages), parity(t / kStages % 2) {}
+  __device__ __forceinline__ explicit Turn(uint32_t i) : stage(i % kStages), parity(i / kStages % 2) {}
 };
+__device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 0 : 2 * t - 1); }
+__device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }
 
 // The one warp that fetches.
 template <typename T, int D>
@@ -75,25 +72,32 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
                                       const RowTile& rows, const Reach& reach) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32;
-  const int page = static_cast<int>(p.kv.page_tokens);
-  const int chunks = page / kChunk;  // of a page
-  KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
-  for (uint32_t t = 0;; ++t) {
-    const Turn turn(t);
+  const int chunks = static_cast<int>(p.kv.page_tokens) / kChunk;  // of a page
+  const int group = lane % chunks * (kChunk / 8);
+  const int further = static_cast<int>(p.kv.value_offset / params.page_unit);
+  const auto copy_tile = [&](const Turn& turn, int count, int page) {
+    constexpr int kBytes = kChunk * D * 2;
     barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
+    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * kBytes);
+    __syncwarp();
+    if (lane < count) {
+      copy_box(shared_address(sh.stages[turn.stage]) + lane * kBytes, &params.pages, group, page,
+               sh.full[turn.stage]);
+    }
+  };
+  KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
+  int count = -1, page = 0;  // of the tile before: chunks, and this lane's page
+  for (uint32_t t = 0; count != 0; ++t) {
     KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     walk.write(tile);
     __syncwarp();
-    const int count = tile.pages * chunks;
-    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * sizeof(Chunk<D>));
-    if (count == 0) return;
-    __syncwarp();
-    if (lane < count) {
-      copy_box(shared_address(&sh.stages[turn.stage][lane]), &params.pages,
-               lane % chunks * kChunk,
-               static_cast<int>(tile.offsets[lane / chunks] / params.page_unit),
-               sh.full[turn.stage]);
-    }
+    const int next_count = tile.pages * chunks;
+    const int next_page =
+        lane < next_count ? static_cast<int>(tile.offsets[lane / chunks] / params.page_unit) : 0;
+    copy_tile(turn_of_keys(t), next_count, next_page);
+    if (t > 0) copy_tile(turn_of_values(t - 1), count, page + further);
+    count = next_count;
+    page = next_page;
   }
 }
 
@@ -110,21 +114,16 @@ __device__ __forceinline__ float turned_element(const T* query, int d, const flo
   return raw * cosines[which] + (is_first ? -rest : rest);
 }
 
-// The fragments of two turned queries (null for none), [D / 16][4]. Not inlined, and with loops: it
-// is rare, and its code should not crowd out the rest.
-template <typename T, int D>
-__device__ __noinline__ void turned_queries(uint32_t* to, const T* low, const T* high,
-                                            const float* cosines, const float* sines, int pairs,
-                                            bool interleaved) {
-#pragma unroll 1
-  for (int i = 0; i < D / 16 * 4; ++i) {
-    const T* query = i % 2 == 0 ? low : high;
-    const int d = i / 4 * 16 + i % 4 / 2 * 8 + threadIdx.x % 4 * 2;
-    to[i] = 0;
-    if (query == nullptr) continue;
-    to[i] = pack<T>(turned_element(query, d, cosines, sines, pairs, interleaved),
-                    turned_element(query, d + 1, cosines, sines, pairs, interleaved));
-  }
+// Eight elements of a turned query, from column `from` on. Not inlined: it is rare, and its code
+// should not crowd out the rest.
+template <typename T>
+__device__ __noinline__ uint4 turned_chunk(const T* query, int from, const float* cosines,
+                                           const float* sines, int pairs, bool interleaved) {
+  const auto two = [&](int d) {
+    return pack<T>(turned_element(query, d, cosines, sines, pairs, interleaved),
+                   turned_element(query, d + 1, cosines, sines, pairs, interleaved));
+  };
+  return {two(from), two(from + 2), two(from + 4), two(from + 6)};
 }
 
 // A warpgroup that multiplies.
@@ -149,18 +148,18 @@ class Multiply {
   }
 
   __device__ __forceinline__ void run() {
-    float s[2][32];
+    float s[64];
     uint32_t weights[kKeys / 16][4];
-    load_queries();
-    wait_for(0);
+    load_queries(0);
+    wait_for(turn_of_keys(0));
     if (sh.tiles[0].pages > 0) {
       turn_queries(sh.tiles[0]);
       products_begin();
       multiply_keys(s, 0);
       products_commit();
       products_wait<0>();
-      hold(s[0]);
-      hold(s[1]);
+      hold(s);
+      release(turn_of_keys(0));
       float shrink[2];
       soften(s, sh.tiles[0], shrink);
       round(s, weights);
@@ -168,34 +167,35 @@ class Multiply {
       uint32_t t = 0;
       while (true) {
         const KeyTile<kKeys>& tile = sh.tiles[(t + 1) % kTiles];
-        wait_for(t + 1);
+        wait_for(turn_of_keys(t + 1));
         if (tile.pages == 0) break;
         turn_queries(tile);
         clear_gaps(t);
         take_turn();
-        hold(s[0]);
-        hold(s[1]);
+        hold(s);
         products_begin();
         multiply_keys(s, t + 1);
         products_commit();
+        wait_for(turn_of_values(t));
         hold(out);
         products_begin();
         multiply_values(weights, t);
         products_commit();
         give_turn();
         products_wait<1>();
-        hold(s[0]);
-        hold(s[1]);
+        hold(s);
+        release(turn_of_keys(t + 1));
         soften(s, tile, shrink);
         products_wait<0>();
         hold(out);
-        if (lane == 0) barrier_arrive(sh.empty[Turn(t).stage]);
+        release(turn_of_values(t));
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) out[i] *= shrink[i / 2 % 2];
         round(s, weights);
         ++t;
       }
       clear_gaps(t);
+      wait_for(turn_of_values(t));
       hold(out);
       products_begin();
       multiply_values(weights, t);
@@ -207,6 +207,7 @@ class Multiply {
   }
 
  private:
+  static constexpr int kGroupBytes = Shared<T, D>::kGroupBytes;
   const AttendParams& p;
   Shared<T, D>& sh;
   const RowTile& rows;
@@ -215,13 +216,15 @@ class Multiply {
   int group, first_pair;
   int positions[2];  // of pairs first_pair and + 8
   int turned_by = 0;
-  uint32_t queries[D / 16][4];
   float out[D / 2] = {};
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // largest score, before `scale`
 
-  __device__ __forceinline__ void wait_for(uint32_t t) {
-    const Turn turn(t);
+  __device__ __forceinline__ void wait_for(const Turn& turn) {
     barrier_wait(sh.full[turn.stage], turn.parity);
+  }
+
+  __device__ __forceinline__ void release(const Turn& turn) {
+    if (lane == 0) barrier_arrive(sh.empty[turn.stage]);
   }
 
   // The warpgroups order their products in turns, so that one makes weights while the other's
@@ -236,65 +239,60 @@ class Multiply {
 
   __device__ __forceinline__ void sync_group() { barrier_of_threads(kFirstGroup + me, 128); }
 
-  // Element 0 of a pair's query, or null where the tile has no such pair.
-  __device__ __forceinline__ const T* query_of(int pair) const {
-    if (pair >= rows.end) return nullptr;
-    return static_cast<const T*>(p.q) + (rows.first_row + pair / group) * p.q_row_stride +
-           (blockIdx.x * group + pair % group) * p.q_head_stride;
-  }
-
-  __device__ __forceinline__ void load_queries() {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const T* query = query_of(first_pair + 8 * i);
-#pragma unroll
-      for (int k = 0; k < D / 16; ++k) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int d = 16 * k + 8 * h + lane % 4 * 2;
-          queries[k][2 * h + i] =
-              query == nullptr ? 0u : *reinterpret_cast<const uint32_t*>(query + d);
-        }
+  // This warpgroup's queries into shared memory, turned back by delta: from the ones in global
+  // memory each time, so with one rounding.
+  __device__ __forceinline__ void load_queries(int delta) {
+    const int thread = threadIdx.x % 128;
+    const int pairs = static_cast<int>(p.kv.pairs);
+    if (delta != 0) {
+      for (int i = thread; i < pairs; i += 128) {
+        cos_sin(half_turns(-delta, p.kv.inv_freq[i]), sh.cosines[me][i], sh.sines[me][i]);
       }
+      sync_group();
     }
+#pragma unroll 4
+    for (int i = thread; i < 64 * (D / 8); i += 128) {
+      const int row = i / (D / 8), chunk = i % (D / 8);
+      const int pair = rows.begin + 64 * me + row;
+      uint4 packed = {0, 0, 0, 0};
+      if (pair < rows.end) {
+        const T* query = static_cast<const T*>(p.q) +
+                         (rows.first_row + pair / group) * p.q_row_stride +
+                         (blockIdx.x * group + pair % group) * p.q_head_stride;
+        packed = delta == 0 ? *reinterpret_cast<const uint4*>(query + 8 * chunk)
+                            : turned_chunk(query, 8 * chunk, sh.cosines[me], sh.sines[me], pairs,
+                                           p.kv.interleaved != 0);
+      }
+      *reinterpret_cast<uint4*>(sh.queries[me][chunk / 8] + row * 128 +
+                                (chunk % 8 ^ row % 8) * 16) = packed;
+    }
+    show_to_async_units();
+    sync_group();
   }
 
-  // Turns the queries back by the tile's delta, from the ones in memory: one rounding.
   __device__ __forceinline__ void turn_queries(const KeyTile<kKeys>& tile) {
     if (tile.delta == turned_by) return;
     turned_by = tile.delta;
-    for (int i = threadIdx.x % 128; i < static_cast<int>(p.kv.pairs); i += 128) {
-      cos_sin(half_turns(-turned_by, p.kv.inv_freq[i]), sh.cosines[me][i], sh.sines[me][i]);
-    }
-    sync_group();
-    uint32_t turned[D / 16 * 4];
-    turned_queries<T, D>(turned, query_of(first_pair), query_of(first_pair + 8), sh.cosines[me],
-                         sh.sines[me], static_cast<int>(p.kv.pairs), p.kv.interleaved != 0);
-#pragma unroll
-    for (int i = 0; i < D / 16 * 4; ++i) queries[i / 4][i % 4] = turned[i];
-    sync_group();
+    load_queries(turned_by);
   }
 
-  __device__ __forceinline__ void multiply_keys(float (&s)[2][32], uint32_t t) {
-    const uint32_t from = shared_address(sh.stages[Turn(t).stage]);
+  __device__ __forceinline__ void multiply_keys(float (&s)[64], uint32_t t) {
+    const uint32_t keys = shared_address(sh.stages[turn_of_keys(t).stage]);
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      const uint32_t b = from + k / 4 * sizeof(Chunk<D>::blocks[0]) + k % 4 * 32;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Products<T>::keys(s[half], queries[k],
-                          tile_of(b + half * 8 * 128, sizeof(Chunk<D>), 16), k > 0);
-      }
+      const uint32_t a = shared_address(sh.queries[me][k / 4]) + k % 4 * 32;
+      const uint32_t b = keys + k / 4 * 1024 + k % 4 * 32;
+      Products<T>::keys(s, tile_of(a, 1024, 16), tile_of(b, kGroupBytes, 16), k > 0);
     }
   }
 
   __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeys / 16][4],
                                                   uint32_t t) {
-    const uint32_t from = shared_address(sh.stages[Turn(t).stage]) + kChunk * 128;
+    const uint32_t values = shared_address(sh.stages[turn_of_values(t).stage]);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      Products<T>::values(out, weights[k], tile_of(from + k * sizeof(Chunk<D>), 8 * 128,
-                                                   sizeof(Chunk<D>::blocks[0])));
+      Products<T>::values(out, weights[k],
+                          tile_of(values + 2 * k * kGroupBytes, kGroupBytes, 1024));
     }
   }
 
@@ -303,12 +301,13 @@ class Multiply {
   __device__ __forceinline__ void clear_gaps(uint32_t t) {
     const KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     if (!tile.gaps) return;
-    Chunk<D>(&chunks)[kKeys / kChunk] = sh.stages[Turn(t).stage];
+    wait_for(turn_of_values(t));
+    unsigned char* values = sh.stages[turn_of_values(t).stage];
 #pragma unroll 1
     for (int i = threadIdx.x - 128; i < kKeys * (D / 8); i += 128 * kGroups) {
       const int key = i / (D / 8), column = i % (D / 8);
       if (tile.positions[key] == kNoKey) {
-        unsigned char* row = chunks[key / kChunk].blocks[column / 8].values + key % kChunk * 128;
+        unsigned char* row = values + key / 8 * kGroupBytes + column / 8 * 1024 + key % 8 * 128;
         reinterpret_cast<uint4*>(row)[column % 8] = {0, 0, 0, 0};
       }
     }
@@ -317,8 +316,8 @@ class Multiply {
   }
 
   // Scores to weights 2^(score − m): masks, moves m, adds to l, tells by how much `out` shrinks.
-  // s[half][4 c + e] is of row e / 2 and key lane % 4 · 2 + e % 2 of half a chunk c.
-  __device__ __forceinline__ void soften(float (&s)[2][32], const KeyTile<kKeys>& tile,
+  // s[4 n + e] is of row e / 2 and key 8 n + lane % 4 · 2 + e % 2.
+  __device__ __forceinline__ void soften(float (&s)[64], const KeyTile<kKeys>& tile,
                                          float (&shrink)[2]) {
     if (tile.masked) {
 #pragma unroll
@@ -326,9 +325,7 @@ class Multiply {
         const int2 keys = *reinterpret_cast<const int2*>(tile.positions + 8 * n + lane % 4 * 2);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (!sees(reach, positions[e / 2], e % 2 ? keys.y : keys.x)) {
-            s[n % 2][n / 2 * 4 + e] = -INFINITY;
-          }
+          if (!sees(reach, positions[e / 2], e % 2 ? keys.y : keys.x)) s[4 * n + e] = -INFINITY;
         }
       }
     }
@@ -338,8 +335,7 @@ class Multiply {
       float largest = m[i];
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
-        const int at = n / 2 * 4 + 2 * i;
-        largest = fmaxf(largest, fmaxf(s[n % 2][at], s[n % 2][at + 1]));
+        largest = fmaxf(largest, fmaxf(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
@@ -351,7 +347,7 @@ class Multiply {
       for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& x = s[n % 2][n / 2 * 4 + 2 * i + e];
+          float& x = s[4 * n + 2 * i + e];
           x = exp2_fast(fmaf(x, scale, -base));
           sum += x;
         }
@@ -360,15 +356,10 @@ class Multiply {
     }
   }
 
-  __device__ __forceinline__ void round(const float (&s)[2][32],
+  __device__ __forceinline__ void round(const float (&s)[64],
                                         uint32_t (&weights)[kKeys / 16][4]) const {
 #pragma unroll
-    for (int c = 0; c < kKeys / kChunk; ++c) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        weights[c][e] = pack<T>(s[e / 2][4 * c + e % 2 * 2], s[e / 2][4 * c + e % 2 * 2 + 1]);
-      }
-    }
+    for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
   }
 
   __device__ __forceinline__ void write_results() {
@@ -452,5 +443,5 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
   KERNEL(bf16, __nv_bfloat16, D, BYTES) \
   KERNEL(f16, __half, D, BYTES)
 
-KERNELS(64, 101496)
-KERNELS(128, 200312)
+KERNELS(64, 104152)
+KERNELS(128, 202968)

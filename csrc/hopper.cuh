@@ -66,14 +66,14 @@ __device__ __forceinline__ void barrier_pass(int id, int threads) {
 
 // ---- copies -------------------------------------------------------------------------------
 
-// Starts the copy of a box of a tensor of five axes: from the given place on the second and the last
-// axis, all of the others.
-__device__ __forceinline__ void copy_box(uint32_t to, const void* map, int second, int last,
+// Starts the copy of a box of a tensor of five axes: from the given place on the last two axes, and
+// all of the others.
+__device__ __forceinline__ void copy_box(uint32_t to, const void* map, int fourth, int fifth,
                                          uint64_t& barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %2, %2, %4}], [%5];" ::"r"(to),
-      "l"(map), "r"(0), "r"(second), "r"(last), "r"(shared_address(&barrier))
+      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(0), "r"(fourth), "r"(fifth), "r"(shared_address(&barrier))
       : "memory");
 }
 
@@ -120,18 +120,18 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   N32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
       "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// keys: c [64, 64] (+)= a [64, 16] b [64, 16]ᵀ; c is set when `add` is 0.
-// values: c [64, N] += a [64, 16] b [16, N]. a lies in registers, b in shared memory.
+// keys: c [64, 128] (+)= a [64, 16] b [128, 16]ᵀ, both in shared memory; c is set when `add` is 0.
+// values: c [64, N] += a [64, 16] b [16, N], a in registers and b in shared memory.
 #define PRODUCTS(TYPE, NAME)                                                                    \
   template <>                                                                                   \
   struct Products<TYPE> {                                                                       \
-    static __device__ __forceinline__ void keys(float (&c)[32], const uint32_t (&a)[4],         \
-                                                uint64_t b, int add) {                          \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                 \
-                   "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " {" N32         \
-                   "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"                             \
-                   : R32(c, 0)                                                                  \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));             \
+    static __device__ __forceinline__ void keys(float (&c)[64], uint64_t a, uint64_t b,         \
+                                                int add) {                                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                 \
+                   "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {" N64        \
+                   "}, %64, %65, p, 1, 1, 0, 0;\n}\n"                                           \
+                   : R32(c, 0), R32(c, 32)                                                      \
+                   : "l"(a), "l"(b), "r"(add));                                                 \
     }                                                                                           \
     static __device__ __forceinline__ void values(float (&c)[64], const uint32_t (&a)[4],       \
                                                   uint64_t b) {                                 \

@@ -74,6 +74,11 @@ class KeyWalk {
       : kv(kv), reach(reach), lowest(lowest), highest(highest), lane(threadIdx.x % 32) {
     page = static_cast<int>(kv.page_tokens);
     pages_a_tile = kKeys / page;
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i) {
+      which_page[i] = (i * 32 + lane) / page;
+      slot_of[i] = (i * 32 + lane) % page;
+    }
     range = entries_seen(kv, reach, request, lowest, highest, false);
     const int tiles = (range.count + pages_a_tile - 1) / pages_a_tile;
     const int share = (tiles + splits - 1) / splits * pages_a_tile;
@@ -94,7 +99,7 @@ class KeyWalk {
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
       const int key = i * 32 + lane;
-      const int which = min(key / page, 31), slot = key % page;
+      const int which = min(which_page[i], 31), slot = slot_of[i];
       const int begin = __shfl_sync(~0u, ahead.begin, which);
       const int stop = __shfl_sync(~0u, ahead.end, which);
       const int position = __shfl_sync(~0u, ahead.position, which) + slot - begin;
@@ -122,6 +127,7 @@ class KeyWalk {
   const Reach reach;
   const int lowest, highest, lane;
   int page, pages_a_tile, at, end;
+  int which_page[kKeys / 32], slot_of[kKeys / 32];  // of keys lane, lane + 32, …
   EntryRange range;
   Entry ahead;  // of page at + lane, read before it is needed
 

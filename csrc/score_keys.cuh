@@ -11,7 +11,7 @@ template <typename T, int D>
 class ScoreKeys : ScoreTiles<T, D> {
   using Base = ScoreTiles<T, D>;
   using Base::p, Base::sh, Base::warp, Base::lane, Base::kv_head, Base::reach, Base::held_part;
-  using Base::tile_part, Base::warps_along, Base::factor;
+  using Base::tile_part, Base::warps_along, Base::scaling;
   using Base::kTile, Base::kStages, Base::kChunk, Base::kHeld, Base::kWarps;
 
   int vectors, from;  // this warp holds the keys at positions from `from` on
@@ -65,7 +65,7 @@ class ScoreKeys : ScoreTiles<T, D> {
     keys = __ballot_sync(~0u, p.key_at[row + from + lane] >= 0);
     wait_for_copies<0>();
     if (__syncthreads_or(delta != 0)) {
-      for (int i = 0; i * kTile < held; ++i) this->rotate_tile(i, sh.delta_at[i]);
+      for (int i = 0; i * kTile < held; ++i) this->turn_keys(i, sh.delta_at[i]);
     }
     this->hold();
     __syncthreads();
@@ -111,19 +111,35 @@ class ScoreKeys : ScoreTiles<T, D> {
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
         const float2 lse = *reinterpret_cast<const float2*>(sh.lse + column + 8 * n);
-        const int2 position = *reinterpret_cast<const int2*>(sh.position + column + 8 * n);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          const float* score = scores[r / 2][n] + r % 2 * 2;
-          float left = exp2_fast(score[0] * factor - lse.x);
-          float right = exp2_fast(score[1] * factor - lse.y);
-          if (!all_seen) {
-            const int key = from + r * 8 + lane / 4;
-            left = sees(reach, position.x, key) ? left : 0.0f;
-            right = sees(reach, position.y, key) ? right : 0.0f;
-          }
-          mass[r] += left + right;
+          float* score = scores[r / 2][n] + r % 2 * 2;
+          score[0] = exp2_fast(score[0] * scaling.factor - lse.x);
+          score[1] = exp2_fast(score[1] * scaling.factor - lse.y);
         }
+      }
+      if (!all_seen) hide(scores, column);
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          mass[r] += scores[r / 2][n][r % 2 * 2] + scores[r / 2][n][r % 2 * 2 + 1];
+        }
+      }
+    }
+  }
+
+  // Takes away the weights of keys that a row does not see; `column` is the thread's first row.
+  __device__ void hide(float (&weights)[2][kChunk / 8][4], int column) const {
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n) {
+      const int2 position = *reinterpret_cast<const int2*>(sh.position + column + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int key = from + r * 8 + lane / 4;
+        float* weight = weights[r / 2][n] + r % 2 * 2;
+        if (!sees(reach, position.x, key)) weight[0] = 0.0f;
+        if (!sees(reach, position.y, key)) weight[1] = 0.0f;
       }
     }
   }

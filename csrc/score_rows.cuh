@@ -17,7 +17,7 @@ template <typename T, int D>
 class ScoreRows : ScoreTiles<T, D> {
   using Base = ScoreTiles<T, D>;
   using Base::p, Base::sh, Base::warp, Base::lane, Base::kv_head, Base::reach, Base::held_part;
-  using Base::tile_part, Base::warps_along, Base::factor;
+  using Base::tile_part, Base::warps_along, Base::scaling;
   using Base::kTile, Base::kStages, Base::kSlots, Base::kChunk, Base::kHeld, Base::kWarps;
 
   // Tiles of keys that any row of the block sees: [0, heads) and those from `tails` on.
@@ -135,7 +135,7 @@ class ScoreRows : ScoreTiles<T, D> {
     const uint32_t held_low = __ballot_sync(~0u, sh.key_at[slot][lane] >= 0);
     const uint32_t held_high = __ballot_sync(~0u, sh.key_at[slot][lane + 32] >= 0);
     const bool turns = (sh.delta_at[slot][lane] | sh.delta_at[slot][lane + 32]) != 0;
-    if (__any_sync(~0u, turns)) this->rotate_tile(stage, sh.delta_at[slot]);
+    if (__any_sync(~0u, turns)) this->turn_keys(stage, sh.delta_at[slot]);
     if (!any_row || (held_low | held_high) == 0) return;
 
     const int from = tile_at(i) * kTile, to = from + kTile - 1;
@@ -158,9 +158,15 @@ class ScoreRows : ScoreTiles<T, D> {
     }
   }
 
-  // Raises the reference of row r to what exceeds it.
-  __device__ void refer(int r, float top) {
-    if (top > reference[r] + kSlack) {
+  // Raises the references that the largest scores exceed by too much.
+  __device__ void refer(const float (&tops)[4]) {
+    bool exceeded = false;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) exceeded |= tops[r] - reference[r] > kSlack;
+    if (!exceeded) return;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float top = fmaxf(tops[r], reference[r]);
       const float less = exp2_fast(reference[r] - top);
       sum[r] *= less;
       edge[r] *= less;
@@ -168,19 +174,31 @@ class ScoreRows : ScoreTiles<T, D> {
     }
   }
 
-  __device__ void add(const float (&scores)[2][kChunk / 8][4], bool all_edge) {
+  __device__ void add(float (&scores)[2][kChunk / 8][4], bool all_edge) {
+    float tops[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      float top = -INFINITY, part = 0.0f;
+      tops[r] = -INFINITY;
 #pragma unroll
       for (int e = 0; e < kChunk / 4; ++e) {
-        top = fmaxf(top, scores[r / 2][e / 2][r % 2 * 2 + e % 2]);
+        tops[r] = fmaxf(tops[r], scores[r / 2][e / 2][r % 2 * 2 + e % 2]);
       }
-      refer(r, top * factor);
+      tops[r] *= scaling.factor;
+    }
+    refer(tops);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
 #pragma unroll
       for (int e = 0; e < kChunk / 4; ++e) {
-        part += exp2_fast(scores[r / 2][e / 2][r % 2 * 2 + e % 2] * factor - reference[r]);
+        float& score = scores[r / 2][e / 2][r % 2 * 2 + e % 2];
+        score = exp2_fast(score * scaling.factor - reference[r]);
       }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float part = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kChunk / 4; ++e) part += scores[r / 2][e / 2][r % 2 * 2 + e % 2];
       sum[r] += part;
       if (all_edge) edge[r] += part;
     }
@@ -188,27 +206,33 @@ class ScoreRows : ScoreTiles<T, D> {
 
   // The same where rows differ in what they see: keys from `from` on, of which bit i of `keys` says
   // whether there is an i-th.
-  __device__ void add_some(const float (&scores)[2][kChunk / 8][4], int from, uint32_t keys) {
+  __device__ void add_some(float (&scores)[2][kChunk / 8][4], int from, uint32_t keys) {
     const int edge_window = p.edge_window, edge_sink = p.edge_sink;
+    float tops[4];
+    int positions[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int position = sh.position[held_part * kHeld + r * 8 + lane / 4];
-      float seen[kChunk / 4];
-      float top = -INFINITY;
+      positions[r] = sh.position[held_part * kHeld + r * 8 + lane / 4];
+      tops[r] = -INFINITY;
 #pragma unroll
       for (int e = 0; e < kChunk / 4; ++e) {
         const int place = e / 2 * 8 + lane % 4 * 2 + e % 2;
-        const bool sees_it = (keys >> place & 1) != 0 && sees(reach, position, from + place);
-        seen[e] = sees_it ? scores[r / 2][e / 2][r % 2 * 2 + e % 2] * factor : -INFINITY;
-        top = fmaxf(top, seen[e]);
+        float& score = scores[r / 2][e / 2][r % 2 * 2 + e % 2];
+        const bool seen = (keys >> place & 1) != 0 && sees(reach, positions[r], from + place);
+        score = seen ? score * scaling.factor : -INFINITY;
+        tops[r] = fmaxf(tops[r], score);
       }
-      refer(r, top);
+    }
+    refer(tops);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
 #pragma unroll
       for (int e = 0; e < kChunk / 4; ++e) {
         const int key = from + e / 2 * 8 + lane % 4 * 2 + e % 2;
-        const float weight = exp2_fast(seen[e] - reference[r]);
+        const float score = scores[r / 2][e / 2][r % 2 * 2 + e % 2];
+        const float weight = exp2_fast(score - reference[r]);
         sum[r] += weight;
-        if (key >= edge_sink && key <= position - edge_window) edge[r] += weight;
+        if (key >= edge_sink && key <= positions[r] - edge_window) edge[r] += weight;
       }
     }
   }

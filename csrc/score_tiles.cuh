@@ -32,6 +32,91 @@ __device__ __forceinline__ int vectors_of(const ScoreParams& p) {
   return p.rows * (p.query_heads / p.kv.kv_heads);
 }
 
+// How a dot product becomes a score in powers of two.
+struct Scaling {
+  float cap_inside, cap_outside, factor;
+
+  __device__ explicit Scaling(const ScoreParams& p)
+      : cap_inside(p.softcap == 0.0f ? 0.0f : 2 * kLog2e * p.scale / p.softcap),
+        cap_outside(kLog2e * p.softcap),
+        factor(p.softcap == 0.0f ? kLog2e * p.scale : 1.0f) {}
+
+  // log2(e) · cap · tanh(scale · dot / cap), by tanh x = 1 − 2 / (e^2x + 1).
+  __device__ float capped(float dot) const {
+    return cap_outside * (1.0f - __fdividef(2.0f, exp2_fast(cap_inside * dot) + 1.0f));
+  }
+};
+
+// Rotates keys in shared memory to their positions. All threads of a block of 256 call it.
+template <typename T>
+class KeyTurner {
+ public:
+  __device__ KeyTurner(const PagedKv& kv, float2* turns) : kv_(kv), turns_(turns) {}
+
+  // 64 keys, run by run of equal delta. `words(row, i)` is where elements 2i and 2i + 1 of a key
+  // are. The block has passed a barrier since the keys came; it needs another one afterwards.
+  template <typename Words>
+  __device__ void turn(const int* delta_at, Words words) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint64_t starts = 1;  // bit i: a run starts at key i
+    starts |= __ballot_sync(~0u, lane > 0 && delta_at[lane] != delta_at[max(lane - 1, 0)]);
+    starts |= uint64_t{__ballot_sync(~0u, delta_at[lane + 32] != delta_at[lane + 31])} << 32;
+    while (starts != 0) {
+      const int first = __ffsll(starts) - 1;
+      starts &= starts - 1;
+      const int last = starts == 0 ? 64 : __ffsll(starts) - 1;
+      const int delta = delta_at[first];
+      if (delta == 0) continue;
+      if (delta != delta_) prepare(delta);
+      for (int row = first + warp; row < last; row += 8) turn_key(row, words);
+    }
+  }
+
+ private:
+  const PagedKv& kv_;
+  float2* turns_;  // [pairs], in shared memory: cosine and sine
+  int delta_ = 0;  // what they are for
+
+  __device__ void prepare(int delta) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < static_cast<int>(kv_.pairs); i += blockDim.x) {
+      cos_sin(half_turns(delta, kv_.inv_freq[i]), turns_[i].x, turns_[i].y);
+    }
+    delta_ = delta;
+    __syncthreads();
+  }
+
+  // Two elements a lane; with half pairing, pairs come in twos.
+  template <typename Words>
+  __device__ void turn_key(int row, Words words) {
+    using A = Arithmetic<T>;
+    const int pairs = static_cast<int>(kv_.pairs);
+    const auto load_two = [](const uint32_t* from) {
+      return load<T, 2>(reinterpret_cast<const T*>(from));
+    };
+    if (kv_.interleaved) {
+      for (int i = threadIdx.x % 32; i < pairs; i += 32) {
+        uint32_t* at = words(row, i);
+        const Pack<T, 2> pair = load_two(at);
+        const float x = A::widen(pair.at[0]), y = A::widen(pair.at[1]);
+        const float2 t = turns_[i];
+        *at = pack<T>(x * t.x - y * t.y, x * t.y + y * t.x);
+      }
+    } else {
+      for (int i = threadIdx.x % 32; i < pairs / 2; i += 32) {
+        uint32_t* first_at = words(row, i);
+        uint32_t* second_at = words(row, pairs / 2 + i);
+        const Pack<T, 2> first = load_two(first_at), second = load_two(second_at);
+        const float4 t = reinterpret_cast<const float4*>(turns_)[i];
+        const float x0 = A::widen(first.at[0]), y0 = A::widen(second.at[0]);
+        const float x1 = A::widen(first.at[1]), y1 = A::widen(second.at[1]);
+        *first_at = pack<T>(x0 * t.x - y0 * t.y, x1 * t.z - y1 * t.w);
+        *second_at = pack<T>(x0 * t.y + y0 * t.x, x1 * t.w + y1 * t.z);
+      }
+    }
+  }
+};
+
 template <typename T, int D>
 class ScoreTiles {
  public:
@@ -64,18 +149,15 @@ class ScoreTiles {
   const int warps_along;  // warps that hold different vectors; others share their tiles out
   const int held_part;    // this warp's vectors, in units of kHeld
   const int tile_part;    // this warp's chunks are tile_part, + 8 / warps_along, …
-  const float cap_inside, cap_outside, factor;
-  int turned_by = 0;  // delta that `turns` are for
+  const Scaling scaling;
+  KeyTurner<T> turner;
   uint32_t held[2][kSteps][4];
 
   __device__ ScoreTiles(const ScoreParams& params, Shared& shared, int vectors_held)
       : p(params), sh(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
         kv_head(blockIdx.y), reach(reach_of(params.kv, blockIdx.y)),
         warps_along(vectors_held / kHeld), held_part(warp % warps_along),
-        tile_part(warp / warps_along),
-        cap_inside(params.softcap == 0.0f ? 0.0f : 2 * kLog2e * params.scale / params.softcap),
-        cap_outside(kLog2e * params.softcap),
-        factor(params.softcap == 0.0f ? kLog2e * params.scale : 1.0f) {}
+        tile_part(warp / warps_along), scaling(params), turner(params.kv, shared.turns) {}
 
   __device__ const T* query_at(int v) const {
     const QueryVector at = query_vector(p, kv_head, v);
@@ -149,68 +231,17 @@ class ScoreTiles {
 #pragma unroll
         for (int n = 0; n < kChunk / 8; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) to[m][n][e] = capped(to[m][n][e]);
+          for (int e = 0; e < 4; ++e) to[m][n][e] = scaling.capped(to[m][n][e]);
         }
       }
     }
   }
 
-  // cap · tanh(scale · dot / cap) in powers of two, by tanh x = 1 − 2 / (e^2x + 1).
-  __device__ float capped(float dot) const {
-    return cap_outside * (1.0f - __fdividef(2.0f, exp2_fast(cap_inside * dot) + 1.0f));
-  }
-
-  // Rotates the keys of a tile to their positions, run by run of equal delta. All threads call it,
-  // after a barrier, with the same tile; it ends with one.
-  __device__ void rotate_tile(int stage, const int* delta_at) {
-    const int deltas[2] = {delta_at[lane], delta_at[lane + 32]};
-    uint64_t starts = 1;  // bit i: a run starts at key i
-    starts |= __ballot_sync(~0u, lane > 0 && deltas[0] != delta_at[max(lane - 1, 0)]);
-    starts |= uint64_t{__ballot_sync(~0u, deltas[1] != delta_at[lane + 31])} << 32;
-    while (starts != 0) {
-      const int first = __ffsll(starts) - 1;
-      starts &= starts - 1;
-      const int last = starts == 0 ? kTile : __ffsll(starts) - 1;
-      const int delta = delta_at[first];
-      if (delta == 0) continue;
-      if (delta != turned_by) turn(delta);
-      for (int row = first + warp; row < last; row += kWarps) {
-        rotate_row(reinterpret_cast<T*>(sh.tiles[stage] + row * kPitch));
-      }
-    }
+  // Brings a tile's keys to their positions; a barrier before, and another inside.
+  __device__ void turn_keys(int stage, const int* delta_at) {
+    turner.turn(delta_at, [&](int row, int i) {
+      return reinterpret_cast<uint32_t*>(sh.tiles[stage] + row * kPitch) + i;
+    });
     __syncthreads();
-  }
-
-  __device__ void turn(int delta) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < static_cast<int>(p.kv.pairs); i += kThreads) {
-      cos_sin(half_turns(delta, p.kv.inv_freq[i]), sh.turns[i].x, sh.turns[i].y);
-    }
-    turned_by = delta;
-    __syncthreads();
-  }
-
-  // Two elements a lane; with half pairing, pairs come in twos.
-  __device__ void rotate_row(T* row) {
-    using A = Arithmetic<T>;
-    const int pairs = static_cast<int>(p.kv.pairs);
-    if (p.kv.interleaved) {
-      for (int i = lane; i < pairs; i += 32) {
-        const Pack<T, 2> pair = load<T, 2>(row + 2 * i);
-        const float x = A::widen(pair.at[0]), y = A::widen(pair.at[1]);
-        const float2 t = sh.turns[i];
-        reinterpret_cast<uint32_t*>(row)[i] = pack<T>(x * t.x - y * t.y, x * t.y + y * t.x);
-      }
-    } else {
-      for (int i = lane; i < pairs / 2; i += 32) {
-        const Pack<T, 2> first = load<T, 2>(row + 2 * i), second = load<T, 2>(row + pairs + 2 * i);
-        const float4 t = reinterpret_cast<const float4*>(sh.turns)[i];
-        const float x0 = A::widen(first.at[0]), y0 = A::widen(second.at[0]);
-        const float x1 = A::widen(first.at[1]), y1 = A::widen(second.at[1]);
-        reinterpret_cast<uint32_t*>(row)[i] = pack<T>(x0 * t.x - y0 * t.y, x1 * t.z - y1 * t.w);
-        reinterpret_cast<uint32_t*>(row + pairs)[i] =
-            pack<T>(x0 * t.y + y0 * t.x, x1 * t.w + y1 * t.z);
-      }
-    }
   }
 };

@@ -75,8 +75,8 @@ __device__ __forceinline__ void sum(const ScoreParams& p) {
   const uint32_t position = blockIdx.x * blockDim.x + threadIdx.x;
   if (position >= p.keys) return;
   float mass = 0.0f;
-  for (uint32_t head = 0; head < p.kv.kv_heads; ++head) {
-    mass += p.head_mass[int64_t{head} * p.padded_keys + position];
+  for (uint32_t part = 0; part < p.mass_parts * p.kv.kv_heads; ++part) {
+    mass += p.head_mass[int64_t{part} * p.padded_keys + position];
   }
   p.mass[position] = mass;
 }

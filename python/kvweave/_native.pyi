@@ -296,6 +296,7 @@ def attend_cuda(
     entry_offsets: _TablePair,
     out: _Array,
     lse: _Array,
+    allocate: Callable[[int, int], tuple[_Array, _Array]],
     stream: int,
 ) -> None: ...
 def score_tokens(

@@ -25,6 +25,7 @@ from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
 from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
 from kvweave.ops.scores import EdgeMass, score_tokens
+from kvweave.ops.workspace import Workspace
 
 __all__ = [
     "Backend",
@@ -34,6 +35,7 @@ __all__ = [
     "Reach",
     "RopeTable",
     "Table",
+    "Workspace",
     "attend_decode",
     "attend_prefill",
     "copy_rerotate",

@@ -17,6 +17,7 @@ from kvweave.ops.dispatch import (
     whole,
 )
 from kvweave.ops.reading import Reading
+from kvweave.ops.workspace import Workspace
 
 
 def attend_prefill(
@@ -35,6 +36,7 @@ def attend_prefill(
     row_offsets: Table | None = None,
     entry_offsets: Table | None = None,
     out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     backend: Backend = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of rows at arbitrary positions over paged KV, causal by position.
@@ -48,7 +50,9 @@ def attend_prefill(
     and `window` stays None.
 
     Returns out [R, H, D] (written to `out` if given) and lse f32 [R, H], natural logarithm. A row
-    that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows.
+    that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows, except on
+    CUDA where few rows have their keys split. A `workspace` is used on CUDA; without one each
+    call makes its own.
     """
     refuse_gradients(q)
     call = Reading(
@@ -68,7 +72,10 @@ def attend_prefill(
         entry_offsets=whole(entries) if entry_offsets is None else entry_offsets,
     )
     rows, spans = tables["row_offsets"], tables["entry_offsets"]
-    _native.attend_cuda(call.placed(tables), rows, spans, out, lse, stream_of(device))
+    space = workspace or Workspace(device)
+    _native.attend_cuda(
+        call.placed(tables), rows, spans, out, lse, space.numbers, stream_of(device)
+    )
     return out, lse
 
 
@@ -87,12 +94,14 @@ def attend_decode(
     softcap: float | None = None,
     reach: Reach | None = None,
     out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
     backend: Backend = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one row per request: a decode step. Same result as `attend_prefill`.
 
     q [B, H, D], positions i32 [B], entry_offsets i32 [B + 1], or [B · tables + 1] with a `reach`.
-    Returns out [B, H, D] and lse f32 [B, H].
+    Returns out [B, H, D] and lse f32 [B, H]. A `workspace` spares each call on CUDA the memory and
+    the zeros that split keys need.
     """
     refuse_gradients(q)
     call = Reading(
@@ -105,7 +114,10 @@ def attend_decode(
         return out, lse
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
     spans = tables["entry_offsets"]
-    _native.attend_cuda(call.placed(tables), None, spans, out, lse, stream_of(device))
+    space = workspace or Workspace(device)
+    _native.attend_cuda(
+        call.placed(tables), None, spans, out, lse, space.numbers, stream_of(device)
+    )
     return out, lse
 
 

@@ -1,15 +1,13 @@
 //! Launch of attention over pages: which kernel does a call, and how its work is cut.
 
+use crate::attend_plan::Plan;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, blocks_of, long, name_of, narrow};
+use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, name_of, narrow};
 use crate::paged::DeviceKv;
-use crate::params::AttendParams;
-
-/// Warps of a thread block of the plain kernel, each with one (row, query head).
-const PLAIN_WARPS: usize = 4;
-const WARP: u32 = 32;
+use crate::params::{AttendParams, TiledAttendParams};
+use crate::tensor_map::{TensorMap, Tiled};
 
 /// Attention of rows over paged keys and values: `kvweave_core::ops::AttendPrefill`, or with
 /// `row_offsets` left out `AttendDecode`.
@@ -33,6 +31,11 @@ pub struct AttendLaunch<'a> {
     pub softcap: Option<f32>,
     /// R.
     pub rows: usize,
+    /// f32, as many as `attend_workspace` says, on a 16-byte boundary; what they hold before and
+    /// after is no matter.
+    pub floats: DeviceTensor,
+    /// i32, as many as `attend_workspace` says: all 0 before the call, and again after it.
+    pub counters: DeviceTensor,
     /// B.
     pub requests: usize,
     /// H.
@@ -41,7 +44,30 @@ pub struct AttendLaunch<'a> {
     pub stream: u64,
 }
 
+/// What a call needs of workspace: see [`AttendLaunch::floats`] and [`AttendLaunch::counters`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttendWorkspace {
+    /// f32.
+    pub floats: usize,
+    /// i32.
+    pub counters: usize,
+}
+
+impl AttendLaunch<'_> {
+    /// Query heads that share a KV head.
+    pub(crate) fn group(&self) -> usize {
+        self.query_heads / self.kv.geometry.kv_heads.max(1)
+    }
+}
+
 impl CudaBackend {
+    /// The workspace that [`CudaBackend::attend`] needs for a call, whose own is not looked at.
+    #[must_use]
+    pub fn attend_workspace(&self, call: &AttendLaunch<'_>) -> AttendWorkspace {
+        let plan = Plan::of(call, &self.context.device);
+        AttendWorkspace { floats: plan.floats(call), counters: plan.counters() }
+    }
+
     /// Puts the attention on the stream. Nothing is waited for, nothing allocated.
     ///
     /// # Safety
@@ -56,17 +82,135 @@ impl CudaBackend {
             return Ok(());
         }
         let params = params_of(call)?;
-        let states = call.rows * call.query_heads;
-        let grid = Grid {
-            blocks: [blocks_of("rows", states.div_ceil(PLAIN_WARPS))?, 1, 1],
-            threads: PLAIN_WARPS as u32 * WARP,
-            shared_bytes: 0,
-        };
-        let name = format!("attend_plain_{}", name_of(call.kv.dtype));
-        let kernel = self.kernel("attend_plain", &name)?;
-        // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+        let plan = Plan::of(call, &self.context.device);
+        call.floats.expect("floats of workspace", plan.floats(call))?;
+        call.counters.expect("counters of workspace", plan.counters())?;
+        // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
+        unsafe {
+            match plan {
+                Plan::Decode { kernel, grid, requests } => {
+                    self.decode(call, &params, (&kernel, grid), requests)
+                }
+                Plan::Prefill { kernel, grid, hopper } => {
+                    self.prefill(call, params, (&kernel, grid), hopper)
+                }
+                Plan::Plain { kernel, states } => {
+                    let blocks = blocks_of("rows", Plan::plain_blocks(states))?;
+                    let grid = Grid {
+                        blocks: [blocks, 1, 1],
+                        threads: Plan::plain_threads(),
+                        shared_bytes: 0,
+                    };
+                    self.start("attend_plain", &kernel, grid, call.stream, &params)
+                }
+            }
+        }
     }
+
+    /// # Safety
+    /// As for [`ffi::launch`].
+    unsafe fn start<P: Copy>(
+        &self,
+        source: &'static str,
+        kernel: &str,
+        grid: Grid,
+        stream: u64,
+        params: &P,
+    ) -> Result<(), CudaError> {
+        let kernel = self.kernel(source, kernel)?;
+        // SAFETY: the caller's promise.
+        unsafe { ffi::launch(&self.context, &kernel, grid, stream, params) }
+    }
+
+    /// Requests in turns of as many as a launch lays out.
+    ///
+    /// # Safety
+    /// As for [`CudaBackend::attend`].
+    unsafe fn decode(
+        &self,
+        call: &AttendLaunch<'_>,
+        params: &AttendParams,
+        (kernel, grid): (&str, Grid),
+        requests: usize,
+    ) -> Result<(), CudaError> {
+        let bytes = bytes_of(call.kv.dtype);
+        let states = call.query_heads;
+        for first in (0..call.requests).step_by(requests) {
+            let count = requests.min(call.requests - first);
+            let at = |address: u64, size: usize| address + (first * size) as u64;
+            let mut turn = *params;
+            turn.rows = narrow("rows", count)?;
+            turn.requests = turn.rows;
+            turn.q = at(params.q, call.q.row_stride * bytes);
+            turn.positions = at(params.positions, size_of::<i32>());
+            turn.kv.entry_offsets =
+                at(params.kv.entry_offsets, call.kv.tables() * size_of::<i32>());
+            turn.out = at(params.out, states * call.kv.geometry.head_dim * bytes);
+            turn.lse = at(params.lse, states * size_of::<f32>());
+            // SAFETY: the tensors of these requests are parts of the whole ones.
+            unsafe { self.start("attend_decode", kernel, grid, call.stream, &turn) }?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`CudaBackend::attend`].
+    unsafe fn prefill(
+        &self,
+        call: &AttendLaunch<'_>,
+        mut params: AttendParams,
+        (kernel, grid): (&str, Grid),
+        hopper: bool,
+    ) -> Result<(), CudaError> {
+        params.splits = grid.blocks[2];
+        // SAFETY: the caller's promise.
+        unsafe {
+            if hopper {
+                let (pages, page_unit) = pages_of(call)?;
+                let params = TiledAttendParams { pages, attend: params, page_unit };
+                self.start("attend_prefill_sm90", kernel, grid, call.stream, &params)?;
+            } else {
+                self.start("attend_prefill", kernel, grid, call.stream, &params)?;
+            }
+            if params.splits == 1 {
+                return Ok(());
+            }
+            let states = Plan::plain_blocks(call.rows * call.query_heads);
+            let grid = Grid {
+                blocks: [blocks_of("rows", states)?, 1, 1],
+                threads: Plan::plain_threads(),
+                shared_bytes: 0,
+            };
+            let merge = format!("attend_merge_{}", name_of(call.kv.dtype));
+            self.start("attend_prefill", &merge, grid, call.stream, &params)
+        }
+    }
+}
+
+/// The cache as the copy engine sees it, [page, 8-token group, 64-column block, 8, 64], and the
+/// elements between its pages: whatever divides all distances between pages' keys and values.
+fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
+    let geometry = &call.kv.geometry;
+    let unit = [geometry.head_stride, geometry.value_offset]
+        .into_iter()
+        .fold(geometry.block_stride, greatest_common_divisor)
+        .max(1);
+    let bytes = bytes_of(call.kv.dtype) as u64;
+    let number = |count: usize| count as u64;
+    let (groups, blocks) = (geometry.page_tokens / 8, geometry.head_dim / 64);
+    let token_bytes = number(geometry.token_stride) * bytes;
+    let map = TensorMap::tiled(&Tiled {
+        address: call.kv.cache.address,
+        dtype: call.kv.dtype,
+        dims: &[64, 8, number(blocks), number(groups), number(call.kv.cache.len.div_ceil(unit))],
+        strides_bytes: &[token_bytes, 64 * bytes, 8 * token_bytes, number(unit) * bytes],
+        copied: &[64, 8, narrow("head_dim", blocks)?, 2, 1],
+    })?;
+    Ok((map, long("page", unit)?))
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
@@ -101,8 +245,8 @@ fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
         row_offsets: call.row_offsets.map_or(0, |offsets| offsets.address),
         out: call.out.address,
         lse: call.lse.address,
-        partial: 0,
-        counters: 0,
+        partial: call.floats.address,
+        counters: call.counters.address,
         q_row_stride: long("q", call.q.row_stride)?,
         q_head_stride: long("q", call.q.head_stride)?,
         scale: call.scale,

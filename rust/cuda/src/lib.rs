@@ -5,6 +5,7 @@
 //! CUDA graph.
 
 mod attend;
+mod attend_plan;
 mod backend;
 mod copy_rerotate;
 mod error;
@@ -19,7 +20,7 @@ mod score_tokens;
 mod tensor_map;
 mod write_pages;
 
-pub use attend::AttendLaunch;
+pub use attend::{AttendLaunch, AttendWorkspace};
 pub use backend::{CudaBackend, status};
 pub use copy_rerotate::CopyRerotateLaunch;
 pub use error::{CudaError, Unavailable};

@@ -1,5 +1,7 @@
 //! Params of the kernels as `csrc/api.h` lays them out.
 
+use crate::tensor_map::TensorMap;
+
 /// Mirror of `CopyRerotateParams`. Strides count elements.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -86,6 +88,16 @@ pub(crate) struct AttendParams {
     pub(crate) splits: u32,
 }
 
+/// Mirror of `TiledAttendParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct TiledAttendParams {
+    pub(crate) pages: TensorMap,
+    pub(crate) attend: AttendParams,
+    /// Elements from one place of the map's last axis to the next.
+    pub(crate) page_unit: i64,
+}
+
 /// Mirror of `ScoreParams`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -106,7 +118,7 @@ pub(crate) struct ScoreParams {
     pub(crate) partial: u64,
     /// Workspace: f32 [kv_heads, V].
     pub(crate) lse: u64,
-    /// Workspace: f32 [kv_heads, padded_keys].
+    /// Workspace: f32 [mass_parts, kv_heads, padded_keys].
     pub(crate) head_mass: u64,
     pub(crate) q_row_stride: i64,
     pub(crate) q_head_stride: i64,
@@ -124,6 +136,7 @@ pub(crate) struct ScoreParams {
     pub(crate) edge_sink: u32,
     /// 2^32 / group rounded up, 0 for a group of one.
     pub(crate) group_factor: u32,
+    pub(crate) mass_parts: u32,
 }
 
 /// Mirror of `WritePagesParams`. Sizes and strides count words of the kernel's width.
@@ -196,7 +209,8 @@ const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
 const _: () = assert!(size_of::<AttendParams>() == 208);
-const _: () = assert!(size_of::<ScoreParams>() == 248);
+const _: () = assert!(size_of::<TiledAttendParams>() == 384);
+const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 128);
 const _: () = assert!(size_of::<PageBoundsParams>() == 80);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);

@@ -1,4 +1,4 @@
-//! Launch of `score_tokens.cu`.
+//! Launch of `score_tokens.cu` and, on Hopper, the passes of `score_tokens_sm90.cu`.
 
 use kvweave_core::KvDtype;
 use kvweave_core::ops::Pairing;
@@ -16,6 +16,9 @@ const TILED_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
 const HELD: [usize; 3] = [256, 128, 64];
 /// Keys of the tiles that stream past it.
 const TILE: usize = 64;
+/// Largest head dim of Hopper's kernels, and the query vectors that a block of theirs has.
+const HOPPER_DIM: usize = 128;
+const HOPPER_HELD: usize = HELD[0];
 /// Threads of every kernel but the plain passes.
 const THREADS: u32 = 256;
 /// Warps of the plain passes, each with one query vector or a few keys.
@@ -97,7 +100,7 @@ impl CudaBackend {
         let plan = self.plan(call)?;
         let params = params_of(call, &plan)?;
         for launch in plan.launches(call)? {
-            let kernel = self.kernel("score_tokens", &launch.kernel)?;
+            let kernel = self.kernel(launch.source, &launch.kernel)?;
             // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
             unsafe { ffi::launch(&self.context, &kernel, launch.grid, call.stream, &params)? };
         }
@@ -117,8 +120,15 @@ impl CudaBackend {
             keys: call.mass.len,
             head_dim: geometry.head_dim,
         };
-        let tiled = is_tiled(call) && self.context.device.gives(shared_bytes(geometry.head_dim));
-        Ok(Plan::of(&size, tiled, self.processors() as usize))
+        let fits = |bytes: usize| self.context.device.gives(bytes);
+        let best = if !is_tiled(call) || !fits(shared_bytes(geometry.head_dim)) {
+            Kind::Plain
+        } else if self.capability() == (9, 0) && fits(hopper_bytes(geometry.head_dim)) {
+            Kind::Hopper
+        } else {
+            Kind::Tiled
+        };
+        Ok(Plan::of(&size, best, self.processors() as usize))
     }
 }
 
@@ -145,6 +155,25 @@ fn shared_bytes(head_dim: usize) -> usize {
     8256 + 4 * head_dim + 4 * TILE * (2 * head_dim + 16)
 }
 
+/// Likewise of `score_tokens_sm90.cu`, with room to start on a boundary.
+fn hopper_bytes(head_dim: usize) -> usize {
+    let blocks = head_dim.div_ceil(64);
+    blocks * (HOPPER_HELD + 4 * 128) * 128
+        + 8 * 128 * 12
+        + HOPPER_HELD * 8
+        + 4 * head_dim
+        + 64
+        + 1024
+}
+
+/// Which kernels do the two passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Plain,
+    Tiled,
+    Hopper,
+}
+
 /// What decides how the work is cut.
 #[derive(Clone, Copy, Debug)]
 struct Size {
@@ -158,25 +187,29 @@ struct Size {
 /// How the work is cut; the same for the same sizes, and so are the results' bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
-    tiled: bool,
+    kind: Kind,
     vectors: usize,
     /// Query vectors that a thread block holds in the first pass.
     rows_held: usize,
-    /// Keys that it holds in the second.
+    /// Keys that it holds in the second; on Hopper it holds query vectors there too.
     keys_held: usize,
     splits: usize,
     padded_keys: usize,
+    /// Parts of the query vectors that masses are summed over one by one.
+    mass_parts: usize,
 }
 
 struct Launch {
+    /// Basename in `csrc`.
+    source: &'static str,
     kernel: String,
     grid: Grid,
 }
 
 impl Plan {
-    fn of(size: &Size, tiled: bool, processors: usize) -> Self {
+    /// The cut for the best kernels that take the call; Hopper's are for many query vectors.
+    fn of(size: &Size, best: Kind, processors: usize) -> Self {
         let Size { vectors, kv_heads, keys, head_dim } = *size;
-        let at_once = if head_dim > 128 { processors } else { 2 * processors };
         let least = HELD[HELD.len() - 1];
         // The most that leaves no more than a quarter of its places empty.
         let wastes_little = |held: &usize| {
@@ -184,52 +217,81 @@ impl Plan {
             places - vectors <= places / 4
         };
         let rows_held = HELD.into_iter().find(wastes_little).unwrap_or(least);
-        let fills = |held: &usize| keys.div_ceil(*held) * kv_heads >= at_once;
+        let fills = |held: &usize| keys.div_ceil(*held) * kv_heads >= 2 * processors;
         let keys_held = HELD.into_iter().find(fills).unwrap_or(least);
-        let blocks = vectors.div_ceil(if tiled { rows_held } else { PLAIN_WARPS }) * kv_heads;
+        let is_large = rows_held == HOPPER_HELD && head_dim <= HOPPER_DIM;
+        let kind = if best == Kind::Hopper && !is_large { Kind::Tiled } else { best };
+        let at_once = if kind == Kind::Hopper || head_dim > 128 { 1 } else { 2 } * processors;
+        let items = if kind == Kind::Plain { PLAIN_WARPS } else { rows_held };
         let most = keys.div_ceil(4 * TILE).clamp(1, MAX_SPLITS);
         Self {
-            tiled,
+            kind,
             vectors,
             rows_held,
             keys_held,
-            splits: splits_of(blocks, at_once, most),
+            splits: splits_of(vectors.div_ceil(items) * kv_heads, at_once, most),
             padded_keys: keys.next_multiple_of(HELD[0]),
+            mass_parts: if kind == Kind::Hopper { vectors.div_ceil(HOPPER_HELD) } else { 1 },
         }
     }
 
     /// The kernels of a call, in order. Without rows there is nothing to normalise by.
     fn launches(&self, call: &ScoreTokensLaunch<'_>) -> Result<Vec<Launch>, CudaError> {
-        let dim = call.kv.geometry.head_dim;
         let kv_heads = narrow("kv_heads", call.kv.geometry.kv_heads)?;
-        let tables = narrow("tables", call.kv.tables())?;
-        let dtype = name_of(call.kv.dtype);
-        let (kind, threads, shared, row_items, key_items) = if self.tiled {
-            let shared = narrow("head_dim", shared_bytes(dim))?;
-            (format!("{dtype}_{dim}"), THREADS, shared, self.rows_held, self.keys_held)
-        } else {
-            let threads = 32 * PLAIN_WARPS as u32;
-            (format!("plain_{dtype}"), threads, 0, PLAIN_WARPS, PLAIN_WARPS * PLAIN_KEYS)
-        };
-        let pass = |name: &str, blocks: usize, splits: u32| -> Result<Launch, CudaError> {
-            let blocks = [blocks_of("rows and keys", blocks)?, kv_heads, splits];
-            let grid = Grid { blocks, threads, shared_bytes: shared };
-            Ok(Launch { kernel: format!("score_tokens_{name}_{kind}"), grid })
-        };
         let simple = |name: &str, items: usize, rows: u32| -> Result<Launch, CudaError> {
             let blocks = [blocks_of("rows and keys", items.div_ceil(THREADS as usize))?, rows, 1];
             let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
-            Ok(Launch { kernel: format!("score_tokens_{name}"), grid })
+            Ok(Launch { source: "score_tokens", kernel: format!("score_tokens_{name}"), grid })
         };
-        let splits = narrow("splits", self.splits)?;
+        let tables = narrow("tables", call.kv.tables())?;
+        let [rows, keys] = self.passes(call, kv_heads)?;
         let mut launches = vec![simple("find", self.padded_keys, tables)?];
         if self.vectors > 0 {
-            launches.push(pass("rows", self.vectors.div_ceil(row_items), splits)?);
+            launches.push(rows);
             launches.push(simple("merge", self.vectors * kv_heads as usize, 1)?);
         }
-        launches.push(pass("keys", self.padded_keys / key_items, 1)?);
+        launches.push(keys);
         launches.push(simple("sum", call.mass.len, 1)?);
         Ok(launches)
+    }
+
+    /// The two passes.
+    fn passes(
+        &self,
+        call: &ScoreTokensLaunch<'_>,
+        kv_heads: u32,
+    ) -> Result<[Launch; 2], CudaError> {
+        let (dim, dtype) = (call.kv.geometry.head_dim, name_of(call.kv.dtype));
+        let splits = narrow("splits", self.splits)?;
+        let row_blocks = |items: usize| self.vectors.div_ceil(items);
+        let key_blocks = |items: usize| (self.padded_keys / items, 1);
+        let (source, prefix, suffix, shared) = match self.kind {
+            Kind::Plain => ("score_tokens", "score_tokens", format!("plain_{dtype}"), 0),
+            Kind::Tiled => {
+                ("score_tokens", "score_tokens", format!("{dtype}_{dim}"), shared_bytes(dim))
+            }
+            Kind::Hopper => {
+                let name = "score_tokens_sm90";
+                (name, name, format!("{dtype}_{dim}"), hopper_bytes(dim))
+            }
+        };
+        let (first, (second, second_splits), threads) = match self.kind {
+            Kind::Plain => {
+                let keys = key_blocks(PLAIN_WARPS * PLAIN_KEYS);
+                (row_blocks(PLAIN_WARPS), keys, 32 * PLAIN_WARPS as u32)
+            }
+            Kind::Tiled => (row_blocks(self.rows_held), key_blocks(self.keys_held), THREADS),
+            Kind::Hopper => {
+                let blocks = row_blocks(HOPPER_HELD);
+                (blocks, (blocks, splits), THREADS)
+            }
+        };
+        let pass = |name: &str, blocks: usize, splits: u32| -> Result<Launch, CudaError> {
+            let blocks = [blocks_of("rows and keys", blocks)?, kv_heads, splits];
+            let grid = Grid { blocks, threads, shared_bytes: narrow("head_dim", shared)? };
+            Ok(Launch { source, kernel: format!("{prefix}_{name}_{suffix}"), grid })
+        };
+        Ok([pass("rows", first, splits)?, pass("keys", second, second_splits)?])
     }
 }
 
@@ -261,7 +323,7 @@ impl Workspace {
         let partial = after(delta_at, places * size_of::<i32>());
         let lse = after(partial, 3 * plan.splits * states * size_of::<f32>());
         let head_mass = after(lse, states * size_of::<f32>());
-        let masses = call.kv.geometry.kv_heads * plan.padded_keys;
+        let masses = plan.mass_parts * call.kv.geometry.kv_heads * plan.padded_keys;
         let bytes = after(head_mass, masses * size_of::<f32>());
         Self { delta_at, partial, lse, head_mass, bytes }
     }
@@ -322,6 +384,7 @@ fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, C
         } else {
             narrow("group", (1_usize << 32).div_ceil(group))?
         },
+        mass_parts: narrow("rows", plan.mass_parts)?,
     })
 }
 
@@ -332,7 +395,7 @@ mod tests {
     const H200: usize = 132;
 
     fn plan(vectors: usize, kv_heads: usize, keys: usize) -> Plan {
-        Plan::of(&Size { vectors, kv_heads, keys, head_dim: 128 }, true, H200)
+        Plan::of(&Size { vectors, kv_heads, keys, head_dim: 128 }, Kind::Tiled, H200)
     }
 
     #[test]
@@ -340,6 +403,19 @@ mod tests {
         let plan = plan(256, 8, 32768);
         assert_eq!((plan.rows_held, plan.keys_held, plan.padded_keys), (256, 256, 32768));
         assert!((30..=33).contains(&plan.splits), "{plan:?}");
+    }
+
+    #[test]
+    fn hopper_is_asked_for_many_rows_of_short_vectors() {
+        let kind = |vectors, head_dim| {
+            let size = Size { vectors, kv_heads: 8, keys: 32768, head_dim };
+            let plan = Plan::of(&size, Kind::Hopper, H200);
+            (plan.kind, plan.mass_parts)
+        };
+        assert_eq!(kind(1024, 128), (Kind::Hopper, 4));
+        assert_eq!(kind(1000, 64), (Kind::Hopper, 4));
+        assert_eq!(kind(1024, 256), (Kind::Tiled, 1));
+        assert_eq!(kind(64, 128), (Kind::Tiled, 1));
     }
 
     #[test]

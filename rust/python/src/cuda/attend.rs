@@ -1,7 +1,7 @@
 //! `attend_prefill` and `attend_decode` on CUDA.
 
 use kvweave_core::ops::check_offsets;
-use kvweave_cuda::AttendLaunch;
+use kvweave_cuda::{AttendLaunch, AttendWorkspace, DeviceTensor};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, TablePair};
@@ -9,15 +9,17 @@ use super::device::backend;
 use super::reading::{Call, Reading};
 use crate::arguments::raised;
 use crate::attention::AttentionArguments;
-use crate::dlpack::borrow;
+use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
+use crate::tensor::TensorRef;
 
-/// Without `row_offsets` row b is request b: a decode step. `stream` is the handle of the stream
-/// to run on.
+/// Without `row_offsets` row b is request b: a decode step. `allocate` is called at most once, with
+/// the workspace's numbers of f32 and i32, and returns two tensors of at least as many on the
+/// cache's device, the second one all 0. `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, stream))]
+#[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, allocate, stream))]
 pub fn attend_cuda(
     py: Python<'_>,
     arguments: AttentionArguments<'_>,
@@ -25,6 +27,7 @@ pub fn attend_cuda(
     entry_offsets: TablePair<'_>,
     out: &Bound<'_, PyAny>,
     lse: &Bound<'_, PyAny>,
+    allocate: &Bound<'_, PyAny>,
     stream: u64,
 ) -> PyResult<()> {
     let reading = Reading::of(py, &arguments, &entry_offsets)?;
@@ -45,32 +48,54 @@ pub fn attend_cuda(
         Ok((call, rows, values, lse))
     };
     let (call, rows, out, lse) = raised(py, checks())?;
-    entry(py, || {
+    let (backend, kept) = entry(py, || {
         call.validate()?;
         if let Some(offsets) = rows.on_host {
             check_offsets("row_offsets", offsets, call.vectors.rows)?;
         }
         let backend = backend(call.place.ordinal)?;
         let kept = call.kept_tables(&backend)?;
-        let launch = AttendLaunch {
-            kv: call.kv(&kept),
-            q: call.q,
-            positions: call.positions,
-            row_offsets: rows.offsets,
-            out,
-            lse,
-            scale: call.scoring.scale,
-            softcap: call.scoring.softcap,
-            rows: call.vectors.rows,
-            requests: call.requests,
-            query_heads: call.vectors.heads,
-            stream,
+        Ok::<_, Failure>((backend, kept))
+    })?;
+    let nothing = DeviceTensor { address: 0, len: 0 };
+    let mut launch = AttendLaunch {
+        kv: call.kv(&kept),
+        q: call.q,
+        positions: call.positions,
+        row_offsets: rows.offsets,
+        out,
+        lse,
+        scale: call.scoring.scale,
+        softcap: call.scoring.softcap,
+        rows: call.vectors.rows,
+        requests: call.requests,
+        query_heads: call.vectors.heads,
+        floats: nothing,
+        counters: nothing,
+        stream,
+    };
+    let needs = backend.attend_workspace(&launch);
+    let space = if needs.floats > 0 { Some(allocated(allocate, needs)?) } else { None };
+    if let Some((floats, counters)) = &space {
+        let part = |what, tensor: &TensorRef, dtype| {
+            call.place.output(what, tensor, (dtype, &[("numbers", None)]), &[])
         };
-        // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
-        // the stream has passed; tables that are kept live as long as their owners. Offsets were
-        // checked on the host, or are the caller's promise where they lie on the device.
-        unsafe { backend.attend(&launch) }.map_err(Failure::from)
-    })
+        launch.floats = raised(py, part("workspace", &floats.tensor, DType::F32))?;
+        launch.counters = raised(py, part("counters", &counters.tensor, DType::I32))?;
+    }
+    // SAFETY: every tensor was read from a live owner on this device, which torch keeps until the
+    // stream has passed; tables that are kept live as long as their owners. Offsets were checked
+    // on the host, or are the caller's promise where they lie on the device.
+    entry(py, || unsafe { backend.attend(&launch) }.map_err(Failure::from))
+}
+
+fn allocated<'py>(
+    allocate: &Bound<'py, PyAny>,
+    needs: AttendWorkspace,
+) -> PyResult<(Borrowed<'py>, Borrowed<'py>)> {
+    let pair = allocate.call1((needs.floats, needs.counters))?;
+    let (floats, counters) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
+    Ok((borrow("workspace", &floats)?, borrow("counters", &counters)?))
 }
 
 /// How rows belong to requests.

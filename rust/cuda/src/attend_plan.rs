@@ -1,0 +1,246 @@
+//! Which kernel does a call of attention, and how its work is cut: plain numbers, made from the
+//! shapes of a call and what the device is.
+
+use kvweave_core::KvDtype;
+
+use crate::attend::AttendLaunch;
+use crate::ffi::{Description, Grid};
+use crate::operands::bytes_of;
+
+/// (Request, KV head, 8 query heads) triples of one launch of `attend_decode.cu`: its `kMaxItems`.
+const MAX_ITEMS: usize = 1024;
+/// Query heads that one of them has at most: its `kQueries`.
+const QUERIES: usize = 8;
+/// Thread blocks of a grid's second axis.
+const MAX_ROWS_OF_BLOCKS: usize = 65535;
+/// Parts of the keys of prefill, at most: each leaves its results as floats.
+const MAX_SPLITS: usize = 32;
+/// Keys that are worth a part of their own.
+const KEYS_A_SPLIT: usize = 1024;
+/// Warps of a thread block of the plain kernel, each with one (row, query head).
+const PLAIN_WARPS: usize = 4;
+const WARP: u32 = 32;
+/// Bytes between the addresses that tensor-core kernels copy from.
+const ALIGNMENT: usize = 16;
+
+/// What is launched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Plan {
+    /// `attend_decode.cu`: so many requests a launch.
+    Decode { kernel: String, grid: Grid, requests: usize },
+    /// `attend_prefill_sm90.cu`, or without `hopper` `attend_prefill.cu`; then a merge when there
+    /// is more than one split.
+    Prefill { kernel: String, grid: Grid, hopper: bool },
+    /// `attend_plain.cu`.
+    Plain { kernel: String, states: usize },
+}
+
+/// A kernel of one head dim: D, threads of a thread block and its shared memory.
+struct Tile {
+    head_dim: usize,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+const fn tile(head_dim: usize, threads: u32, shared_bytes: u32) -> Tile {
+    Tile { head_dim, threads, shared_bytes }
+}
+
+/// As `SHAPE` in `attend_decode.cu` has them: on Hopper, and elsewhere.
+const DECODE_ON_HOPPER: [Tile; 5] = [
+    tile(64, 256, 171056),
+    tile(80, 256, 203824),
+    tile(96, 256, 183216),
+    tile(128, 256, 232368),
+    tile(256, 128, 224736),
+];
+const DECODE_ELSEWHERE: [Tile; 5] = [
+    tile(64, 128, 95776),
+    tile(80, 128, 66976),
+    tile(96, 128, 75168),
+    tile(128, 128, 91552),
+    tile(256, 128, 157088),
+];
+/// As `KERNELS` in `attend_prefill_sm90.cu` has them.
+const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104152), tile(128, 384, 202968)];
+/// (row, query head) pairs of a thread block there.
+const HOPPER_PAIRS: usize = 128;
+/// As `KERNELS` in `attend_prefill.cu` has them.
+const PREFILL: [Tile; 5] = [
+    tile(64, 128, 47344),
+    tile(80, 128, 57648),
+    tile(96, 128, 67952),
+    tile(128, 128, 88560),
+    tile(256, 128, 170992),
+];
+/// (row, query head) pairs of a thread block there.
+const PREFILL_PAIRS: usize = 64;
+
+impl Plan {
+    pub(crate) fn of(call: &AttendLaunch<'_>, device: &Description) -> Self {
+        let found = if !has_tensor_core_layout(call) {
+            None
+        } else if call.row_offsets.is_none() {
+            decode(call, device)
+        } else {
+            hopper_prefill(call, device).or_else(|| prefill(call, device))
+        };
+        found.unwrap_or_else(|| Self::Plain {
+            kernel: format!("attend_plain_{}", name(call)),
+            states: call.rows * call.query_heads,
+        })
+    }
+
+    /// Floats of workspace.
+    pub(crate) fn floats(&self, call: &AttendLaunch<'_>) -> usize {
+        let head_dim = call.kv.geometry.head_dim;
+        match self {
+            // Two parts a thread block, each with its values, largest scores and sums.
+            Self::Decode { grid, .. } => 2 * grid.blocks[0] as usize * QUERIES * (head_dim + 2),
+            Self::Prefill { grid, .. } if grid.blocks[2] > 1 => {
+                grid.blocks[2] as usize * call.rows * call.query_heads * (head_dim + 1)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Counters of workspace: zero before and after.
+    pub(crate) fn counters(&self) -> usize {
+        if matches!(self, Self::Decode { .. }) { MAX_ITEMS } else { 0 }
+    }
+
+    /// The grid of the plain kernel's launch.
+    pub(crate) fn plain_blocks(states: usize) -> usize {
+        states.div_ceil(PLAIN_WARPS)
+    }
+
+    pub(crate) fn plain_threads() -> u32 {
+        PLAIN_WARPS as u32 * WARP
+    }
+}
+
+fn name(call: &AttendLaunch<'_>) -> &'static str {
+    crate::operands::name_of(call.kv.dtype)
+}
+
+/// Whether vectors lie as tensor-core kernels copy them: 16 bits an element, 16-byte boundaries,
+/// pages of whole groups of 8 tokens.
+fn has_tensor_core_layout(call: &AttendLaunch<'_>) -> bool {
+    let geometry = &call.kv.geometry;
+    let vector = ALIGNMENT / bytes_of(call.kv.dtype);
+    let strides = [
+        geometry.block_stride,
+        geometry.layer_stride,
+        geometry.head_stride,
+        geometry.token_stride,
+        geometry.value_offset,
+        call.q.row_stride,
+        call.q.head_stride,
+    ];
+    call.kv.dtype != KvDtype::F32
+        && geometry.page_tokens.is_multiple_of(8)
+        && strides.iter().all(|stride| stride.is_multiple_of(vector))
+        && [call.kv.cache.address, call.q.tensor.address, call.out.address]
+            .iter()
+            .all(|address| address.is_multiple_of(ALIGNMENT as u64))
+}
+
+fn is_hopper(device: &Description) -> bool {
+    device.capability == (9, 0)
+}
+
+fn find<'a>(tiles: &'a [Tile], head_dim: usize, device: &Description) -> Option<&'a Tile> {
+    let tile = tiles.iter().find(|tile| tile.head_dim == head_dim)?;
+    device.gives(tile.shared_bytes as usize).then_some(tile)
+}
+
+fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
+    let geometry = &call.kv.geometry;
+    let tiles = if is_hopper(device) { &DECODE_ON_HOPPER } else { &DECODE_ELSEWHERE };
+    let tile = find(tiles, geometry.head_dim, device)?;
+    let items = geometry.kv_heads * call.group().div_ceil(QUERIES);
+    let requests = MAX_ITEMS / items;
+    let grid = Grid {
+        blocks: [device.processors, 1, 1],
+        threads: tile.threads,
+        shared_bytes: tile.shared_bytes,
+    };
+    let kernel = format!("attend_decode_{}_{}", name(call), geometry.head_dim);
+    (requests > 0).then_some(Plan::Decode { kernel, grid, requests })
+}
+
+fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
+    let geometry = &call.kv.geometry;
+    let tile = find(&HOPPER_PREFILL, geometry.head_dim, device)?;
+    let pages = [16, 32, 64, 128].contains(&geometry.page_tokens);
+    if !(is_hopper(device) && pages && call.scale > 0.0 && call.softcap.is_none()) {
+        return None;
+    }
+    let grid = prefill_grid(call, device, tile, HOPPER_PAIRS)?;
+    let kernel = format!("attend_prefill_sm90_{}_{}", name(call), geometry.head_dim);
+    Some(Plan::Prefill { kernel, grid, hopper: true })
+}
+
+fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
+    let geometry = &call.kv.geometry;
+    let tile = find(&PREFILL, geometry.head_dim, device)?;
+    if geometry.page_tokens > 64 {
+        return None;
+    }
+    let grid = prefill_grid(call, device, tile, PREFILL_PAIRS)?;
+    let kernel = format!("attend_prefill_{}_{}", name(call), geometry.head_dim);
+    Some(Plan::Prefill { kernel, grid, hopper: false })
+}
+
+/// One thread block for each tile of pairs and KV head, as if every request began a tile of its
+/// own; with few of them the keys are split until the device is full.
+fn prefill_grid(
+    call: &AttendLaunch<'_>,
+    device: &Description,
+    tile: &Tile,
+    pairs: usize,
+) -> Option<Grid> {
+    let geometry = &call.kv.geometry;
+    let tiles = call.rows * call.group() / pairs + call.requests;
+    let blocks = tiles * geometry.kv_heads;
+    let keys = call.kv.entries.len / 5 * geometry.page_tokens / call.requests.max(1);
+    let wanted = (device.processors as usize / blocks.max(1)).max(1);
+    let splits = wanted.min(keys.div_ceil(KEYS_A_SPLIT)).clamp(1, MAX_SPLITS);
+    (tiles <= MAX_ROWS_OF_BLOCKS).then_some(Grid {
+        blocks: [geometry.kv_heads as u32, tiles as u32, splits as u32],
+        threads: tile.threads,
+        shared_bytes: tile.shared_bytes,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers of a source's lines `NAME(1, 2, …)`.
+    fn lines_of(source: &str, name: &str) -> Vec<Vec<u32>> {
+        let line = |line: &str| {
+            let inner = line.strip_prefix(name)?.strip_prefix('(')?.strip_suffix(')')?;
+            inner.split(", ").map(|number| number.parse().ok()).collect()
+        };
+        source.lines().filter_map(line).collect()
+    }
+
+    fn same(tiles: &[Tile], lines: &[[u32; 3]]) {
+        let tiles = tiles.iter().map(|t| [t.head_dim as u32, t.threads, t.shared_bytes]);
+        assert_eq!(tiles.collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn tiles_are_those_of_the_sources() {
+        let decode = lines_of(include_str!("../../../csrc/attend_decode.cu"), "SHAPE");
+        let on_hopper: Vec<_> = decode.iter().map(|n| [n[0], n[1] * WARP, n[3]]).collect();
+        let elsewhere: Vec<_> = decode.iter().map(|n| [n[0], n[4] * WARP, n[6]]).collect();
+        same(&DECODE_ON_HOPPER, &on_hopper);
+        same(&DECODE_ELSEWHERE, &elsewhere);
+        let hopper = lines_of(include_str!("../../../csrc/attend_prefill_sm90.cu"), "KERNELS");
+        same(&HOPPER_PREFILL, &hopper.iter().map(|n| [n[0], 384, n[1]]).collect::<Vec<_>>());
+        let prefill = lines_of(include_str!("../../../csrc/attend_prefill.cu"), "KERNELS");
+        same(&PREFILL, &prefill.iter().map(|n| [n[0], 128, n[2]]).collect::<Vec<_>>());
+    }
+}
