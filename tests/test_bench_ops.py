@@ -45,7 +45,7 @@ from kvweave.bench.shapes import (
 )
 from kvweave.bench.timing import Timing
 from kvweave.cli import app
-from kvweave.errors import InvalidArgument
+from kvweave.errors import DeviceUnavailable, InvalidArgument
 
 CPU = torch.device("cpu")
 TINY, LAYERED = Shape("tiny", 1, 4, 2, 64), Shape("tiny", 2, 4, 2, 64)
@@ -80,7 +80,7 @@ def test_ours_and_what_runs_here_agree(work: Work) -> None:
     calls = checked(data, field, notes)
     assert notes == {}
     assert "kvweave" in calls
-    assert len(calls) == len(field) == 2
+    assert len(calls) == len(field) == (3 if isinstance(work, Decode) else 2)
 
 
 def test_the_check_sees_what_is_wrong_or_not_written(work: Work) -> None:
@@ -137,6 +137,20 @@ def test_a_contender_that_raises_costs_its_figure_alone() -> None:
     field = [Contender("greedy", prepare), *OURS.contenders(data)]
     assert list(checked(data, field, notes)) == ["kvweave"]
     assert notes == {"greedy": "MemoryError: no room"}
+
+
+def test_a_device_that_died_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def prepare() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    data = problem(Merge(2, 3, TINY), CPU)
+    with pytest.raises(DeviceUnavailable, match="reckless stopped the device: RuntimeError: CUDA"):
+        checked(data, [Contender("reckless", prepare), *OURS.contenders(data)], {})
 
 
 # ---- peers that need a GPU, by their declared interfaces -------------------------------------

@@ -15,6 +15,7 @@ from kvweave.bench.problems import Attention, Problem, differs, problem
 from kvweave.bench.rows import WrongAnswer
 from kvweave.bench.shapes import Case
 from kvweave.bench.timing import Timing
+from kvweave.errors import DeviceUnavailable
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,20 @@ def checked(
         except Exception as error:
             # Whatever a contender raises (no such kernel, no memory) costs its figure alone.
             notes[contender.name] = _sentence(error)
+            _require_device(contender.name, error)
     return calls
+
+
+def _require_device(name: str, cause: Exception) -> None:
+    """After an illegal access nothing runs any more, and some peers end the process on that."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            f"{name} stopped the device: {_sentence(cause)}", expected="a CUDA device", got=name
+        ) from error
 
 
 def _sentence(error: Exception) -> str:

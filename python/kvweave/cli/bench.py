@@ -37,17 +37,22 @@ def ops(
 
     bench = session.start(case or (), [name.strip() for name in peers.split(",") if name.strip()])
     results = []
-    with err().status("measuring the ceilings") as status:
+    with err().status("measuring the ceilings"):
         ceilings = bench.ceilings(quick)
-        for result in bench.results(ceilings, quick, status.update):
-            results.append(result)
-            if json is not None:
-                # After each case: what was measured survives whatever ends the run.
-                write_json(json, table.document(results, bench.field, ceilings, bench.device))
-    console = out()
-    console.print(table.table_of(results))
-    console.print(table.ceilings_line(ceilings), highlight=False)
-    for line in table.notes_of(results, bench.field):
-        console.print(line, style="dim", highlight=False, markup=False)
+    console, progress = out(), err()
+    try:
+        with progress.status("") as status:
+            # A log keeps the names; a terminal shows the last.
+            say = status.update if progress.is_terminal else progress.print
+            for result in bench.results(ceilings, quick, say):
+                results.append(result)
+                if json is not None:
+                    # After each case: what was measured survives whatever ends the run.
+                    write_json(json, table.document(results, bench.field, ceilings, bench.device))
+    finally:
+        console.print(table.table_of(results))
+        console.print(table.ceilings_line(ceilings), highlight=False)
+        for line in table.notes_of(results, bench.field):
+            console.print(line, style="dim", highlight=False, markup=False)
     if any(result.ours is None for result in results):
         raise typer.Exit(1)

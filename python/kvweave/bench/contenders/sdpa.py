@@ -22,12 +22,30 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     """Decode, dense prefill, and with a mask what reads or computes less than everything."""
     if not isinstance(problem, Attention):
         return
-    call = _decode if isinstance(problem.work, Decode) else _prefill
-    yield Contender("SDPA" if problem.work.dense else "SDPA + mask", lambda: call(problem))
+    name = "SDPA" if problem.work.dense else "SDPA + mask"
+    if isinstance(problem.work, Decode):
+        yield Contender(name, lambda: _decode(problem))
+        yield Contender(f"{name}, heads as rows", lambda: _heads_as_rows(problem))
+    else:
+        yield Contender(name, lambda: _prefill(problem))
 
 
 def _decode(problem: Attention) -> Call:
-    """The query heads of a KV head stand as rows, so that its keys are read once."""
+    k, v, there = problem.pool.dense()
+    q = problem.q[:, :, None]
+    mask = None
+    if not problem.work.dense:
+        mask = there.repeat_interleave(q.shape[1] // len(there), 0)[None, :, None]
+
+    def call() -> torch.Tensor:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out[:, :, 0]
+
+    return call
+
+
+def _heads_as_rows(problem: Attention) -> Call:
+    """The query heads of a KV head stand as rows: any backend reads its keys once."""
     s = problem.pool.shape
     k, v, there = problem.pool.dense()
     q = problem.q.view(len(problem.q), s.kv_heads, -1, s.head_dim)
