@@ -10,6 +10,7 @@ import transformers
 import kvweave
 from families import FAMILIES, greedy, random_tokens, reference, tiny
 from kvweave.runner import Runner, Sampling, Segment
+from kvweave.runner.model_spec import describe
 
 PROMPTS = [
     "The capital of France is",
@@ -200,3 +201,16 @@ def test_full_pool_takes_nothing(smollm2):
     with runner.prefill(list(range(200)), "full"), pytest.raises(kvweave.PoolFull):
         runner.generate(list(range(100)), "full", max_new_tokens=4)
     runner.cache.check()
+
+
+def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(tmp_path):
+    model = tiny("llama")
+    name = describe(model).fingerprint
+    model.save_pretrained(tmp_path / "copy")
+    again = type(model).from_pretrained(tmp_path / "copy").eval()
+    assert again.config.name_or_path != model.config.name_or_path
+    assert describe(again).fingerprint == name
+    again.model.layers[0].self_attn.v_proj.weight.data.mul_(1.01)
+    assert describe(again).fingerprint != name
+    model.config.rms_norm_eps *= 2
+    assert describe(model).fingerprint != name

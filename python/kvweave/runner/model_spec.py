@@ -211,17 +211,26 @@ def describe(model: Any) -> ModelSpec:
 
 
 def _fingerprint(model: Any, config: Any) -> str:
-    """A name for this model's KV: two models with different weights never share a cache key.
+    """A name for this model's KV: models with other weights or another config do not share keys.
 
-    A sample of every parameter's bytes is hashed, so the cost does not grow with the model.
+    Of each parameter up to 64 elements are hashed, so the cost does not grow with the model. Where
+    the model was loaded from, and by which release, makes no difference.
     """
     import hashlib
+    import json
 
     digest = hashlib.sha256(type(model).__name__.encode())
-    digest.update(str(sorted(config.to_dict().items(), key=lambda kv: kv[0])).encode())
+    # What transformers notes about itself when it saves or loads; class and dtype are hashed here.
+    noted = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if not key.startswith("_") and key not in noted
+    }
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // 64)
-        digest.update(name.encode())
+        digest.update(f"{name} {parameter.dtype}".encode())
         digest.update(flat[::step][:64].float().cpu().numpy().tobytes())
     return digest.hexdigest()
