@@ -54,11 +54,13 @@ class CacheBlend:
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """All rows first, then ever fewer of those whose KV moved."""
         reused, rows = prompt.reused, prompt.after_prefix
+        is_reused = np.zeros(prompt.tokens, bool)
+        is_reused[reused] = True
         yield LayerPlan(0, rows)
         for layer in range(1, prompt.layers):
             moved = yield LayerPlan(layer, rows, Probe.DEVIATION)
             assert moved is not None
-            index = np.flatnonzero(np.isin(rows, reused, assume_unique=True))
+            index = np.flatnonzero(is_reused[rows])
             count = round(self.kept(layer, prompt.layers) * len(reused))
             chosen = highest(scores_of(moved, index), rows[index], count)
             rows = union(prompt.fresh, chosen)

@@ -24,5 +24,6 @@ class Prefix:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """The rows after the prefix, in all layers."""
+        rows = prompt.after_prefix
         for layer in range(prompt.layers):
-            yield LayerPlan(layer, prompt.after_prefix)
+            yield LayerPlan(layer, rows)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvweave import ops
@@ -51,14 +50,12 @@ class Hidden:
     grid: RowGrid
     states: torch.Tensor
 
-    def narrow(self, rows: Rows) -> Hidden:
-        """The states of a subset of the rows, packed.
+    def index_of(self, rows: Rows) -> torch.Tensor:
+        """Where a subset of the rows is among them, for `index_select`.
 
         # Errors
         `InvalidArgument` when a row has no hidden state here.
         """
-        if same_rows(rows, self.rows):
-            return self
         index = np.searchsorted(self.rows, rows)
         known = index < len(self.rows)
         if not known.all() or not np.array_equal(self.rows[index], rows):
@@ -66,7 +63,15 @@ class Hidden:
                 "layer plan: expected rows that the layer before computed, "
                 f"got {int(len(rows) - np.isin(rows, self.rows).sum())} others"
             )
-        return self._packed(rows, self.grid.real(self.states), index)
+        return send_index(self.states.device, index)
+
+    def narrow(self, rows: Rows, index: torch.Tensor | None = None) -> Hidden:
+        """The states of a subset of the rows, packed; `index` where it is known already."""
+        if same_rows(rows, self.rows):
+            return self
+        chosen = self.index_of(rows) if index is None else index
+        states = self.grid.real(self.states).index_select(0, chosen)
+        return Hidden(rows, RowGrid.packed(len(rows)), states)
 
     def since(self, position: int) -> Hidden:
         """The rows at or after a position (a view)."""
@@ -79,12 +84,8 @@ class Hidden:
         rows = np.concatenate((self.rows, other.rows))
         order = np.argsort(rows, kind="stable")
         states = torch.cat((self.grid.real(self.states), other.grid.real(other.states)))
-        return self._packed(rows[order], states, order)
-
-    @staticmethod
-    def _packed(rows: Rows, states: torch.Tensor, index: npt.NDArray[np.int64]) -> Hidden:
-        chosen = states.index_select(0, send_index(states.device, index))
-        return Hidden(rows, RowGrid.packed(len(rows)), chosen)
+        sorted_states = states.index_select(0, send_index(states.device, order))
+        return Hidden(rows[order], RowGrid.packed(len(rows)), sorted_states)
 
 
 class Executor:
@@ -236,10 +237,10 @@ class _Run:
         turn = table.turns[layer.rope_key] if layer.rotates else None
         q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
         if plan.probe is Probe.DEVIATION:
-            narrowed = self.narrowed(plan, policy, k, v)
-            kept = send_index(q.device, np.searchsorted(plan.rows, narrowed.rows))
+            plan = self.narrowed(plan, policy, k, v)
+            kept = hidden.index_of(plan.rows)
             q, k, v = (x.index_select(0, kept) for x in (q, k, v))
-            hidden, plan = hidden.narrow(narrowed.rows), narrowed
+            hidden = hidden.narrow(plan.rows, kept)
             self.own(plan.rows)
             table = self.table_of(plan.rows)
         ops.write_pages(self.pages, plan.layer, k, v, table.slots)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvweave.errors import InvalidArgument
 
@@ -39,7 +40,7 @@ class Segment:
 
 
 Part = str | Segment
-Prompt = str | Sequence[Part] | Sequence[int]
+Prompt = str | Sequence[Part] | Sequence[int] | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class PromptTokenizer:
         # Errors
         `InvalidArgument` for an empty prompt, an unknown part, or ids out of range.
         """
+        if isinstance(prompt, (np.ndarray, torch.Tensor)):
+            return self._checked(prompt.tolist(), [])
         if not isinstance(prompt, str) and len(prompt) and _is_token_list(prompt):
             return self._checked(list(prompt), [])
         parts: Sequence[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -144,9 +147,7 @@ class PromptTokenizer:
 
 
 def _is_token_list(prompt: Any) -> bool:
-    return isinstance(prompt, np.ndarray) or all(
-        isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompt
-    )
+    return all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompt)
 
 
 _MARK = "\x1e<kvweave-parts>\x1e"

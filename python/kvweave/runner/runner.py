@@ -37,10 +37,23 @@ class _Ask:
     stop: frozenset[int]
 
 
+def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
+    """Blocks that hold `max_tokens`, the null block among them; None where bytes are given."""
+    if arena_bytes is not None and max_tokens is not None:
+        raise InvalidArgument("arena: expected arena_bytes or max_tokens, got both")
+    if arena_bytes is not None:
+        return None
+    tokens = 32768 if max_tokens is None else max_tokens
+    if tokens < 1:
+        raise InvalidArgument(f"max_tokens: expected >= 1, got {tokens}")
+    # A page without tokens is refused with the shape.
+    return -(-tokens // max(page_tokens, 1)) + 1
+
+
 class Runner:
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
-    `max_tokens` (or `arena_bytes`) sizes the arena: tokens of KV that fit at once. `mode` is
+    `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `check` compares our forward with the model's own on a short
     random prompt before anything else. The pages lie where the model lies, on the CPU or a GPU;
@@ -79,14 +92,11 @@ class Runner:
                 raise DeviceUnavailable(f"model on {self.spec.device}: {status}")
         if mode not in ("materialise", "share"):
             raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
-        blocks = None
-        if arena_bytes is None:
-            blocks = -(-(max_tokens or 32768) // page_tokens) + 1
         self.cache, pages = make_cache(
             self.spec,
             page_tokens,
             arena_bytes=arena_bytes,
-            blocks=blocks,
+            blocks=_blocks(arena_bytes, max_tokens, page_tokens),
             hash=hash,
             frozen_share=frozen_share,
             fingerprint=self.spec.fingerprint,
