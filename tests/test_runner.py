@@ -9,6 +9,7 @@ import transformers
 
 import kvweave
 from families import FAMILIES, greedy, random_tokens, reference, tiny
+from kvweave.policies import POLICIES
 from kvweave.runner import Runner, Sampling, Segment
 from kvweave.runner.model_spec import describe
 
@@ -214,3 +215,39 @@ def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(tmp_path):
     assert describe(again).fingerprint != name
     model.config.rms_norm_eps *= 2
     assert describe(model).fingerprint != name
+
+
+def test_tokens_may_come_as_any_kind_of_array(runner):
+    tokens = [504, 2365, 282, 4649]
+    kinds = [tokens, np.asarray(tokens), torch.tensor(tokens), tuple(tokens)]
+    wanted = runner.tokenize(tokens).tokens
+    assert all(np.array_equal(runner.tokenize(kind).tokens, wanted) for kind in kinds)
+    for bad, got in (
+        (torch.tensor([tokens]), "got 2-D"),
+        (torch.tensor([0.5]), "got 1-D float"),
+        (np.zeros(0, np.int32), "got an empty prompt"),
+    ):
+        with pytest.raises(kvweave.InvalidArgument, match=got):
+            runner.tokenize(bad)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens: expected >= 1, got 0"),
+        ({"max_tokens": -5}, "max_tokens: expected >= 1, got -5"),
+        ({"max_tokens": 64, "arena_bytes": 1 << 20}, "got both"),
+        ({"page_tokens": 0}, "page_tokens: expected"),
+        ({"arena_bytes": 1}, "expected .* got 0"),
+    ],
+)
+def test_an_arena_of_no_size_is_refused(sizes, says):
+    with pytest.raises(kvweave.InvalidArgument, match=says):
+        Runner(tiny("llama"), check=False, progress=False, **sizes)
+
+
+def test_one_token_is_a_prompt(runner):
+    answers = {
+        policy: runner.generate([504], policy, max_new_tokens=3).tokens for policy in POLICIES
+    }
+    assert len(set(map(tuple, answers.values()))) == 1
