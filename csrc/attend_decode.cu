@@ -14,584 +14,73 @@
 //    multiplication is spent on padding a group of 8: S = K qᵀ, and out = Vᵀ P.
 // 4. A pair whose keys lie in several shares is put together by the block that ends last.
 
-#include <cmath>
-
-#include "api.h"
-#include "paged.cuh"
-#include "rotation.cuh"
-#include "tensor_core.cuh"
+#include "decode.cuh"
 
 namespace {
 
-constexpr int kMaxItems = 1024;  // also in rust/cuda/src/attend.rs
-constexpr int kUnit = 16;        // keys of a unit
-constexpr int kHalf = 8;         // keys that surely lie in one page, side by side
-constexpr int kQueries = 8;      // query heads of an item
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
-
-// One KV head of one request, with up to 8 of its query heads.
-struct Item {
-  int end;  // units of all items up to this one, and this one's
-  EntryRange entries;
-};
-
-// Half a unit: where its keys are, and which of them the row sees.
-struct Half {
-  int64_t offset;  // element of the first key
-  uint32_t mask;   // bit j: key j is seen
-  int delta;
-};
-
-struct State {
-  float m, l;  // largest score, in powers of two; sum of 2^(score − m)
-};
-
-// What is rare is not inlined, and has loops: from cold memory, instructions cost as much as data.
-
-__device__ __noinline__ float capped(float score, float cap) { return cap * tanhf(score / cap); }
-
-// One element of a query, turned back by delta.
-template <typename T>
-__device__ __forceinline__ float turned_element(const T* query, int d, int delta,
-                                                const PagedKv& kv) {
-  const int pairs = static_cast<int>(kv.pairs);
-  const float raw = static_cast<float>(query[d]);
-  if (delta == 0 || d >= 2 * pairs) return raw;
-  const bool interleaved = kv.interleaved != 0;
-  const int i = interleaved ? d / 2 : d % pairs;
-  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-  const float rest = static_cast<float>(query[other]);
-  float cosine, sine;
-  cos_sin(half_turns(-delta, kv.inv_freq[i]), cosine, sine);
-  return raw * cosine + (is_first ? -rest : rest) * sine;
-}
-
-// The fragments of a turned query (null for none), [D / 8].
-template <typename T, int D>
-__device__ __noinline__ void turned_queries(uint32_t* to, const T* query, int delta,
-                                            const PagedKv& kv) {
-#pragma unroll 1
-  for (int i = 0; i < D / 8; ++i) {
-    const int d = 8 * i + threadIdx.x % 4 * 2;
-    to[i] = query == nullptr ? 0u : pack<T>(turned_element(query, d, delta, kv),
-                                            turned_element(query, d + 1, delta, kv));
-  }
-}
-
-template <typename T, int D, int kWarps, int kStages>
-class Decode {
+// Stages that a warp fills by asynchronous copies of 16 bytes: for any strides, and pages of any
+// whole number of 8 tokens.
+template <typename T, int D, int kStages>
+class CopiedStages {
  public:
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kSteps = D / 16;
+  static constexpr int kCount = kStages;
   static constexpr int kPitch = 2 * D + 16;  // bytes of a row: rows 8 apart share no bank
   static constexpr int kTile = kUnit * kPitch;
   static constexpr int kStage = 2 * kTile;  // K, then V
-  static constexpr int kOutPitch = D + 4;   // floats
-  static_assert(kQueries * kOutPitch * 4 <= kStage, "partial results fit a stage");
-  static_assert(kThreads * 16 <= kStage, "so do the last block's");
-
-  struct Shared {
-    Item items[kMaxItems];
-    uint2 halves[kWarps][kStages][2];  // mask, delta
-    State states[kWarps][kQueries];
-    int slots[kWarps];
-    State sums[kThreads];
-    bool last;
-    alignas(16) unsigned char tiles[kWarps][kStages][kStage];
+  using Source = PagedKv;
+  struct Memory {
+    alignas(16) unsigned char tiles[kStages][kStage];
+    __device__ unsigned char* at(int stage) { return tiles[stage]; }
   };
 
-  __device__ Decode(const AttendParams& params, Shared& shared)
-      : p(params), sh(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-    group = p.query_heads / p.kv.kv_heads;
-    chunks = (group + kQueries - 1) / kQueries;
-    items = p.requests * p.kv.kv_heads * chunks;
-    halves_per_entry = p.kv.page_tokens / kHalf;
-  }
+  __device__ CopiedStages(const PagedKv& kv, Memory& memory)
+      : kv(kv), base(shared_address(&memory)), lane(threadIdx.x % 32) {}
 
-  __device__ void run() {
-    lay_out();
-    const int total = items > 0 ? sh.items[items - 1].end : 0;
-    share = (total + gridDim.x - 1) / gridDim.x;
-    first = blockIdx.x * share;
-    stop = min(first + share, total);
-    if (first >= stop) return;
+  // Of the key in a slot of the page that begins at an element.
+  __device__ int64_t place_of(int64_t page, int slot) const { return page + slot * kv.token_stride; }
 
-    int item = item_of(first);
-    next = {item, 0, 0};
-    open(next);
-#pragma unroll 1
-    for (int s = 0; s < kStages; ++s) fetch(s);
-    for (; item < items && begin_of(item) < stop; ++item) {
-      if (sh.items[item].end > begin_of(item)) piece(item);
-    }
-    wait_for_copies<0>();
-  }
-
- private:
-  const AttendParams& p;
-  Shared& sh;
-  const int warp, lane;
-  int group, chunks, items, halves_per_entry;
-  int share, first, stop;  // units of this thread block, of all items together
-
-  // What this warp fetches next.
-  struct Cursor {
-    int item, unit, end;  // units count from the item's first
-  } next;
-  int known_item = -1, known_from = 0;  // `known` is of units known_from, + kWarps, …, 16 of them
-  Half known;                           // of unit lane / 2, half lane % 2
-
-  uint32_t queries[kSteps][2];  // B fragments: rows are elements, columns query heads
-  int turned_by;                // delta that `queries` are turned back by
-
-  __device__ int begin_of(int item) const { return item == 0 ? 0 : sh.items[item - 1].end; }
-
-  __device__ int item_of(int unit) const {
-    int low = 0, high = items;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (sh.items[middle].end > unit) high = middle; else low = middle + 1;
-    }
-    return low;
-  }
-
-  // Finds what each item reads, and lays the items' units end to end.
-  __device__ void lay_out() {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < items; i += kThreads) {
-      const int kv_head = i / chunks % p.kv.kv_heads;
-      const int request = i / chunks / p.kv.kv_heads;
-      const Reach reach = reach_of(p.kv, kv_head);
-      const int position = p.positions[request];
-      const EntryRange range = entries_seen(p.kv, reach, request, position, position, true);
-      const Item item = {(range.count * halves_per_entry + 1) / 2, range};
-      sh.items[i] = item;
-      if (item.end == 0 && i % gridDim.x == blockIdx.x) write_nothing(i);
-    }
-    __syncthreads();
-    if (warp == 0) {
-      int before = 0;
-#pragma unroll 1
-      for (int i = 0; i < items; i += 32) {
-        int sum = i + lane < items ? sh.items[i + lane].end : 0;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int lower = __shfl_up_sync(~0u, sum, step);
-          if (lane >= step) sum += lower;
-        }
-        if (i + lane < items) sh.items[i + lane].end = before + sum;
-        before += __shfl_sync(~0u, sum, 31);
-      }
-    }
-    __syncthreads();
-  }
-
-  __device__ void write_nothing(int i) const {
-    const Heads of = heads_of(i);
-#pragma unroll 1
-    for (int q = 0; q < of.count; ++q) {
-      T* out = out_row(of, q);
-#pragma unroll 1
-      for (int d = 0; d < D; ++d) out[d] = T(0.0f);
-      *lse_of(of, q) = -INFINITY;
-    }
-  }
-
-  struct Heads {
-    int request, first, count;
-  };
-  __device__ Heads heads_of(int item) const {
-    const int chunk = item % chunks;
-    const int kv_head = item / chunks % p.kv.kv_heads;
-    return {static_cast<int>(item / chunks / p.kv.kv_heads), kv_head * group + chunk * kQueries,
-            min(kQueries, group - chunk * kQueries)};
-  }
-  __device__ T* out_row(const Heads& of, int q) const {
-    return static_cast<T*>(p.out) + (int64_t{of.request} * p.query_heads + of.first + q) * D;
-  }
-  __device__ float* lse_of(const Heads& of, int q) const {
-    return p.lse + int64_t{of.request} * p.query_heads + of.first + q;
-  }
-
-  // ---- fetching -----------------------------------------------------------------------------
-
-  // Points a cursor at this warp's first unit of its item, within this block's share.
-  __device__ void open(Cursor& at) const {
-    if (at.item >= items) return;
-    const int begin = begin_of(at.item);
-    at.unit = max(first - begin, 0) + warp;
-    at.end = min(stop, sh.items[at.item].end) - begin;
-  }
-
-  // Half `index` of an item's keys.
-  __device__ Half half_of(int i, int index) const {
-    const Item& item = sh.items[i];
-    const int kv_head = i / chunks % p.kv.kv_heads;
-    const int request = i / chunks / p.kv.kv_heads;
-    const int which = index / halves_per_entry;
-    if (which >= item.entries.count) return {0, 0, 0};
-    const Reach reach = reach_of(p.kv, kv_head);
-    const Entry entry = read_entry(p.kv, item.entries[which]);
-    const int slot = index % halves_per_entry * kHalf;
-    const int position = p.positions[request];
-    Half half;
-    half.offset = entry.offset + reach.rank * p.kv.head_stride + slot * p.kv.token_stride;
-    half.delta = entry.delta;
-    half.mask = 0;
-#pragma unroll
-    for (int j = 0; j < kHalf; ++j) {
-      const bool held = slot + j >= entry.begin && slot + j < entry.end;
-      const int key = entry.position + slot + j - entry.begin;
-      if (held && sees(reach, position, key)) half.mask |= 1u << j;
-    }
-    return half;
-  }
-
-  // Starts the copies of this warp's next unit into a stage; an empty group when there is none.
-  __device__ void fetch(int stage) {
-    while (next.item < items && next.unit >= next.end && begin_of(next.item) < stop) {
-      ++next.item;
-      open(next);
-    }
-    if (next.item < items && begin_of(next.item) < stop && next.unit < next.end) {
-      if (next.item != known_item || next.unit - known_from >= 16 * kWarps) {
-        known_item = next.item;
-        known_from = next.unit;
-        known = half_of(next.item, 2 * (next.unit + lane / 2 * kWarps) + lane % 2);
-      }
-      copy_unit(stage, (next.unit - known_from) / kWarps * 2);
-      next.unit += kWarps;
-    }
-    commit_copies();
-  }
-
-  __device__ void copy_unit(int stage, int from_lane) {
-    const T* cache = static_cast<const T*>(p.kv.cache);
-    const int64_t offsets[2] = {__shfl_sync(~0u, known.offset, from_lane),
-                                __shfl_sync(~0u, known.offset, from_lane + 1)};
-    const uint32_t masks[2] = {__shfl_sync(~0u, known.mask, from_lane),
-                               __shfl_sync(~0u, known.mask, from_lane + 1)};
-    if (lane == from_lane || lane == from_lane + 1) {
-      sh.halves[warp][stage][lane - from_lane] = {known.mask, static_cast<uint32_t>(known.delta)};
-    }
+  // Starts the copies of two halves of a unit. Keys that are not seen become zeros.
+  __device__ void copy(int stage, const int64_t (&places)[2], const uint32_t (&masks)[2]) {
     constexpr int kChunks = D / 8;  // of 16 bytes, in a row
-    const uint32_t to = shared_address(sh.tiles[warp][stage]);
+    const T* cache = static_cast<const T*>(kv.cache);
 #pragma unroll
     for (int i = 0; i < kUnit * kChunks / 32; ++i) {
       const int at = i * 32 + lane;
       const int row = at / kChunks, chunk = at % kChunks;
       const bool high = row >= kHalf;
-      const T* key = cache + (high ? offsets[1] : offsets[0]) +
-                     row % kHalf * p.kv.token_stride + chunk * 8;
+      const T* key = cache + (high ? places[1] : places[0]) + row % kHalf * kv.token_stride +
+                     chunk * 8;
       const bool seen = ((high ? masks[1] : masks[0]) >> (row % kHalf)) & 1;
-      const uint32_t place = to + row * kPitch + chunk * 16;
-      copy_async(place, key, seen);
-      copy_async(place + kTile, key + p.kv.value_offset, seen);
+      const uint32_t to = base + stage * kStage + row * kPitch + chunk * 16;
+      copy_async(to, key, seen);
+      copy_async(to + kTile, key + kv.value_offset, seen);
     }
   }
 
-  // ---- attending ----------------------------------------------------------------------------
+  // Ends what `wait` counts as one stage, also when nothing was copied.
+  __device__ void commit() { commit_copies(); }
+  __device__ void wait(int) { wait_for_copies<kStages - 1>(); }
+  __device__ void clear(int, uint32_t, uint32_t) {}
+  __device__ void reuse() {}
+  __device__ void finish() { wait_for_copies<0>(); }
 
-  __device__ void load_queries(const Heads& of) {
-    turned_by = 0;
-    const T* query = query_of(of);
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      queries[i / 2][i % 2] =
-          query == nullptr ? 0u : reinterpret_cast<const uint32_t*>(query)[4 * i + lane % 4];
-    }
+  // Address of 16 bytes of a key or value: block 2 k + half of 8 columns.
+  __device__ uint32_t keys(int stage, int row, int half, int k) const {
+    return base + stage * kStage + row * kPitch + half * 16 + 32 * k;
+  }
+  __device__ uint32_t values(int stage, int row, int half, int k) const {
+    return keys(stage, row, half, k) + kTile;
   }
 
-  __device__ void turn_queries(const Heads& of, int delta) {
-    turned_by = delta;
-    uint32_t turned[2 * kSteps];
-    turned_queries<T, D>(turned, query_of(of), delta, p.kv);
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
-  }
-
-  // Element 0 of the query of this lane's column, or null.
-  __device__ const T* query_of(const Heads& of) const {
-    const int q = lane / 4;
-    return q < of.count ? static_cast<const T*>(p.q) + of.request * p.q_row_stride +
-                              (of.first + q) * p.q_head_stride
-                        : nullptr;
-  }
-
-  // Scores of 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
-  __device__ void score(float (&s)[4], uint32_t keys) const {
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      load_matrices(a, keys + 32 * k);
-      multiply_add<T>(k % 2 ? odd : even, a, queries[k][0], queries[k][1]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
-  }
-
-  // This block's share of an item: every warp over its units, then all put together.
-  __device__ void piece(int item) {
-    const int begin = begin_of(item);
-    const int from = max(first - begin, 0), to = min(stop, sh.items[item].end) - begin;
-    const Heads of = heads_of(item);
-    float out[kSteps][4] = {};
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-    load_queries(of);
-
-    bool any = false;
-#pragma unroll 1
-    for (int unit = from + warp; unit < to; unit += kWarps) {
-      if (freed >= 0) {
-        __syncwarp();
-        fetch(freed);
-      }
-      freed = stage;
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      wait_for_copies<kStages - 1>();
-      __syncwarp();
-      attend(freed, of, out, m, l);
-      any = true;
-    }
-    put_together(item, of, from == 0 && to == sh.items[item].end - begin, any ? freed : -1, out, m,
-                 l);
-  }
-
-  int stage = 0;   // the one that is filled first
-  int freed = -1;  // the one that was read last, to be filled again
-
-  __device__ void attend(int at, const Heads& of, float (&out)[kSteps][4], float (&m)[2],
-                         float (&l)[2]) {
-    const uint2 low = sh.halves[warp][at][0], high = sh.halves[warp][at][1];
-    const uint32_t tile = shared_address(sh.tiles[warp][at]);
-    const uint32_t keys = tile + (lane % 16) * kPitch + lane / 16 * 16;
-    const uint32_t values = tile + kTile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
-
-    // A page of 8 tokens may have another delta than the next one.
-    const int deltas[2] = {low.x ? static_cast<int>(low.y) : static_cast<int>(high.y),
-                           high.x ? static_cast<int>(high.y) : static_cast<int>(low.y)};
-    if (deltas[0] != turned_by) turn_queries(of, deltas[0]);
-    float s[4];
-    score(s, keys);
-    if (deltas[1] != deltas[0]) {
-      float upper[4];
-      turn_queries(of, deltas[1]);
-      score(upper, keys);
-      s[2] = upper[2];
-      s[3] = upper[3];
-    }
-
-    const bool seen[2] = {((low.x >> (lane / 4)) & 1) != 0, ((high.x >> (lane / 4)) & 1) != 0};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      s[e] = p.softcap > 0 ? capped(s[e] * p.scale, p.softcap) : s[e] * p.scale;
-      s[e] = seen[e / 2] ? s[e] * kLog2e : -INFINITY;
-    }
-    float shrink[2];
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      float largest = fmaxf(s[q], s[q + 2]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      }
-      largest = fmaxf(largest, m[q]);
-      const float base = largest == -INFINITY ? 0.0f : largest;
-      shrink[q] = exp2_fast(m[q] - base);
-      m[q] = largest;
-      s[q] = exp2_fast(s[q] - base);
-      s[q + 2] = exp2_fast(s[q + 2] - base);
-      l[q] = l[q] * shrink[q] + s[q] + s[q + 2];
-    }
-    if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[k][e] *= shrink[e % 2];
-      }
-    }
-    const uint32_t weights[2] = {transpose_matrix(pack<T>(s[0], s[1])),
-                                 transpose_matrix(pack<T>(s[2], s[3]))};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      load_matrices_transposed(a, values + 32 * k);
-      multiply_add<T>(out[k], a, weights[0], weights[1]);
-    }
-  }
-
-  // ---- putting together ---------------------------------------------------------------------
-
-  // How much a partial sum counts beside one whose largest score is `largest`.
-  static __device__ float weight_of(const State& state, float largest) {
-    if (state.m == -INFINITY) return state.l == 0 ? 0.0f : NAN;
-    return exp2_fast(state.m - largest);
-  }
-
-  __device__ float* partial_of(int slot) const {
-    return p.partial + int64_t{slot} * (kQueries * D + 2 * kQueries);
-  }
-
-  // Adds up the warps' parts of a piece. A piece that is all of its item is the result; others go
-  // to the workspace, and the last block to leave one there adds them up. A warp's part lies in
-  // the stage that it read last, which nothing is fetched into meanwhile.
-  __device__ void put_together(int item, const Heads& of, bool whole, int freed,
-                               const float (&out)[kSteps][4], float (&m)[2], float (&l)[2]) {
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) l[q] += __shfl_xor_sync(~0u, l[q], step);
-      if (lane < 4) sh.states[warp][2 * lane + q] = {m[q], l[q]};
-    }
-    if (lane == 0) sh.slots[warp] = freed;
-    __syncwarp();
-    if (freed >= 0) {
-      float* part = reinterpret_cast<float*>(sh.tiles[warp][freed]);
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          part[(lane % 4 * 2 + e % 2) * kOutPitch + 16 * k + e / 2 * 8 + lane / 4] = out[k][e];
-        }
-      }
-    }
-    __syncthreads();
-
-    // A block has two places in the workspace: for the item that begins before its share and for
-    // the one that goes on after it.
-    const int slot = 2 * blockIdx.x + (begin_of(item) > first ? 1 : 0);
-    float* partial = whole ? nullptr : partial_of(slot);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < of.count * D; i += kThreads) {
-      const int q = i / D, d = i % D;
-      float largest = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, sh.states[w][q].m);
-      float value = 0, sum = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        if (sh.slots[w] < 0) continue;
-        const float weight = weight_of(sh.states[w][q], largest);
-        const float* part = reinterpret_cast<const float*>(sh.tiles[w][sh.slots[w]]);
-        value += weight * part[q * kOutPitch + d];
-        sum += weight * sh.states[w][q].l;
-      }
-      if (whole) {
-        finish(of, q, d, value, sum, largest);
-      } else {
-        partial[i] = value;
-        if (d == 0) reinterpret_cast<State*>(partial + kQueries * D)[q] = {largest, sum};
-      }
-    }
-    if (!whole) {
-      __syncthreads();
-      const int begin = begin_of(item), end = sh.items[item].end;
-      const int first_block = begin / share, last_block = (end - 1) / share;
-      if (threadIdx.x == 0) {
-        __threadfence();
-        const uint32_t before = atomicAdd(p.counters + item, 1u);
-        sh.last = before == static_cast<uint32_t>(last_block - first_block);
-        if (sh.last) p.counters[item] = 0;
-        __threadfence();
-      }
-      __syncthreads();
-      if (sh.last) {
-        add_up(of, begin, first_block, last_block);
-      }
-    }
-    __syncthreads();
-  }
-
-  __device__ void finish(const Heads& of, int q, int d, float value, float sum, float largest) const {
-    const bool nothing = largest == -INFINITY && sum == 0;
-    out_row(of, q)[d] = T(nothing ? 0.0f : value / sum);
-    if (d == 0) *lse_of(of, q) = nothing ? -INFINITY : (largest + log2f(sum)) * kLn2;
-  }
-
-  // Adds up the blocks' parts of an item. Groups of threads take turns at the parts, each thread
-  // four elements.
-  __device__ void add_up(const Heads& of, int begin, int first_block, int last_block) {
-    const auto part_of = [&](int block) {
-      return partial_of(2 * block + (begin > block * share ? 1 : 0));
-    };
-    const int parts = last_block - first_block + 1;
-    const int columns = of.count * D / 4;
-    const int teams = max(1, kThreads / columns);
-    const int team = threadIdx.x / columns;
-    float4* values = reinterpret_cast<float4*>(sh.tiles[0][sh.slots[0]]);
-    for (int column = teams > 1 ? threadIdx.x % columns : threadIdx.x; column < columns;
-         column += teams > 1 ? columns : kThreads) {
-      const int q = column * 4 / D;
-      float4 value = {0, 0, 0, 0};
-      State state = {-INFINITY, 0};
-      if (team < teams) {
-        // Several parts at once: their reads wait together, not for each other.
-        constexpr int kBatch = 8;
-#pragma unroll 1
-        for (int i = team; i < parts; i += kBatch * teams) {
-          float4 x[kBatch];
-          State y[kBatch];
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            x[j] = {0, 0, 0, 0};
-            y[j] = {-INFINITY, 0};
-            if (i + j * teams >= parts) continue;
-            const float* part = part_of(first_block + i + j * teams);
-            x[j] = __ldcg(reinterpret_cast<const float4*>(part) + column);
-            const float2 of_q = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
-            y[j] = {of_q.x, of_q.y};
-          }
-          float largest = state.m;
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) largest = fmaxf(largest, y[j].m);
-          add(value, state, {0, 0, 0, 0}, {largest, 0});
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            const float weight = weight_of(y[j], largest);
-            value.x += weight * x[j].x;
-            value.y += weight * x[j].y;
-            value.z += weight * x[j].z;
-            value.w += weight * x[j].w;
-            state.l += weight * y[j].l;
-          }
-        }
-      }
-      if (teams > 1) {
-        if (team < teams) {
-          values[threadIdx.x] = value;
-          sh.sums[threadIdx.x] = state;
-        }
-        __syncthreads();
-        if (team != 0) break;
-        for (int other = 1; other < teams; ++other) {
-          add(value, state, values[other * columns + column], sh.sums[other * columns + column]);
-        }
-      }
-      const int d = column * 4 % D;
-      finish(of, q, d, value.x, state.l, state.m);
-      finish(of, q, d + 1, value.y, state.l, state.m);
-      finish(of, q, d + 2, value.z, state.l, state.m);
-      finish(of, q, d + 3, value.w, state.l, state.m);
-    }
-  }
-
-  static __device__ void add(float4& value, State& state, const float4& x, const State& other) {
-    const float largest = fmaxf(state.m, other.m);
-    const float mine = weight_of(state, largest), its = weight_of(other, largest);
-    value.x = mine * value.x + its * x.x;
-    value.y = mine * value.y + its * x.y;
-    value.z = mine * value.z + its * x.z;
-    value.w = mine * value.w + its * x.w;
-    state = {largest, mine * state.l + its * other.l};
-  }
+ private:
+  const PagedKv& kv;
+  const uint32_t base;
+  const int lane;
 };
 
 }  // namespace
 
-// Names and bytes of shared memory as rust/cuda/src/attend.rs has them. What fits a block of Hopper
+// Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them. What fits a block of Hopper
 // would not fit older devices, which also have less memory speed to keep up with.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 #define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES) \
@@ -613,10 +102,11 @@ SHAPE(256, 4, 3, 224736, 4, 2, 157088)
 #define KERNEL(DTYPE, TYPE, D)                                                             \
   extern "C" __global__ void __launch_bounds__(32 * Shape##D::kWarps, 1)                   \
       attend_decode_##DTYPE##_##D(const __grid_constant__ AttendParams params) {           \
-    using Kernel = Decode<TYPE, D, Shape##D::kWarps, Shape##D::kStages>;                   \
-    static_assert(sizeof(typename Kernel::Shared) == Shape##D::kBytes, "as attend.rs has"); \
+    using Kernel = Decode<TYPE, D, Shape##D::kWarps,                                       \
+                          CopiedStages<TYPE, D, Shape##D::kStages>>;                       \
+    static_assert(sizeof(typename Kernel::Shared) == Shape##D::kBytes, "as attend_plan.rs"); \
     extern __shared__ __align__(16) unsigned char shared[];                                \
-    Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();             \
+    Kernel(params, params.kv, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();  \
   }
 #define KERNELS(D)                  \
   KERNEL(bf16, __nv_bfloat16, D)    \

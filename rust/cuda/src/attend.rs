@@ -88,8 +88,9 @@ impl CudaBackend {
         // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
         unsafe {
             match plan {
-                Plan::Decode { kernel, grid, requests } => {
-                    self.decode(call, &params, (&kernel, grid), requests)
+                Plan::Decode { kernel, grid, hopper, requests } => {
+                    let pages = if hopper { Some(pages_of(call)?) } else { None };
+                    self.decode(call, &params, (&kernel, grid), pages, requests)
                 }
                 Plan::Prefill { kernel, grid, hopper } => {
                     self.prefill(call, params, (&kernel, grid), hopper)
@@ -131,6 +132,7 @@ impl CudaBackend {
         call: &AttendLaunch<'_>,
         params: &AttendParams,
         (kernel, grid): (&str, Grid),
+        pages: Option<(TensorMap, i64)>,
         requests: usize,
     ) -> Result<(), CudaError> {
         let bytes = bytes_of(call.kv.dtype);
@@ -148,7 +150,14 @@ impl CudaBackend {
             turn.out = at(params.out, states * call.kv.geometry.head_dim * bytes);
             turn.lse = at(params.lse, states * size_of::<f32>());
             // SAFETY: the tensors of these requests are parts of the whole ones.
-            unsafe { self.start("attend_decode", kernel, grid, call.stream, &turn) }?;
+            unsafe {
+                if let Some((pages, page_unit)) = pages {
+                    let turn = TiledAttendParams { pages, attend: turn, page_unit };
+                    self.start("attend_decode_sm90", kernel, grid, call.stream, &turn)
+                } else {
+                    self.start("attend_decode", kernel, grid, call.stream, &turn)
+                }
+            }?;
         }
         Ok(())
     }

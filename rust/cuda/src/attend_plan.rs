@@ -20,14 +20,16 @@ const KEYS_A_SPLIT: usize = 1024;
 /// Warps of a thread block of the plain kernel, each with one (row, query head).
 const PLAIN_WARPS: usize = 4;
 const WARP: u32 = 32;
+/// Tokens that a bulk copy takes at once.
+const BULK_TOKENS: usize = 16;
 /// Bytes between the addresses that tensor-core kernels copy from.
 const ALIGNMENT: usize = 16;
 
 /// What is launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
-    /// `attend_decode.cu`: so many requests a launch.
-    Decode { kernel: String, grid: Grid, requests: usize },
+    /// `attend_decode_sm90.cu`, or without `hopper` `attend_decode.cu`: so many requests a launch.
+    Decode { kernel: String, grid: Grid, hopper: bool, requests: usize },
     /// `attend_prefill_sm90.cu`, or without `hopper` `attend_prefill.cu`; then a merge when there
     /// is more than one split.
     Prefill { kernel: String, grid: Grid, hopper: bool },
@@ -61,6 +63,8 @@ const DECODE_ELSEWHERE: [Tile; 5] = [
     tile(128, 128, 91552),
     tile(256, 128, 157088),
 ];
+/// As `KERNELS` in `attend_decode_sm90.cu` has them.
+const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 196608), tile(128, 256, 228352)];
 /// As `KERNELS` in `attend_prefill_sm90.cu` has them.
 const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104152), tile(128, 384, 202968)];
 /// (row, query head) pairs of a thread block there.
@@ -156,8 +160,10 @@ fn find<'a>(tiles: &'a [Tile], head_dim: usize, device: &Description) -> Option<
 
 fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     let geometry = &call.kv.geometry;
-    let tiles = if is_hopper(device) { &DECODE_ON_HOPPER } else { &DECODE_ELSEWHERE };
-    let tile = find(tiles, geometry.head_dim, device)?;
+    let bulk = is_hopper(device) && geometry.page_tokens.is_multiple_of(BULK_TOKENS);
+    let bulk = if bulk { find(&HOPPER_DECODE, geometry.head_dim, device) } else { None };
+    let copied = if is_hopper(device) { &DECODE_ON_HOPPER } else { &DECODE_ELSEWHERE };
+    let tile = bulk.or_else(|| find(copied, geometry.head_dim, device))?;
     let items = geometry.kv_heads * call.group().div_ceil(QUERIES);
     let requests = MAX_ITEMS / items;
     let grid = Grid {
@@ -165,8 +171,9 @@ fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
         threads: tile.threads,
         shared_bytes: tile.shared_bytes,
     };
-    let kernel = format!("attend_decode_{}_{}", name(call), geometry.head_dim);
-    (requests > 0).then_some(Plan::Decode { kernel, grid, requests })
+    let source = if bulk.is_some() { "attend_decode_sm90" } else { "attend_decode" };
+    let kernel = format!("{source}_{}_{}", name(call), geometry.head_dim);
+    (requests > 0).then_some(Plan::Decode { kernel, grid, hopper: bulk.is_some(), requests })
 }
 
 fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
@@ -238,6 +245,8 @@ mod tests {
         let elsewhere: Vec<_> = decode.iter().map(|n| [n[0], n[4] * WARP, n[6]]).collect();
         same(&DECODE_ON_HOPPER, &on_hopper);
         same(&DECODE_ELSEWHERE, &elsewhere);
+        let bulk = lines_of(include_str!("../../../csrc/attend_decode_sm90.cu"), "KERNELS");
+        same(&HOPPER_DECODE, &bulk.iter().map(|n| [n[0], 256, n[2]]).collect::<Vec<_>>());
         let hopper = lines_of(include_str!("../../../csrc/attend_prefill_sm90.cu"), "KERNELS");
         same(&HOPPER_PREFILL, &hopper.iter().map(|n| [n[0], 384, n[1]]).collect::<Vec<_>>());
         let prefill = lines_of(include_str!("../../../csrc/attend_prefill.cu"), "KERNELS");
