@@ -105,8 +105,8 @@ class Decode {
   __device__ void run() {
     lay_out();
     if (items == 0) return;
-    share = share_of(sh.items[items - 1].end);
     const int total = sh.items[items - 1].end;
+    share = (total + gridDim.x - 1) / gridDim.x;
     first = blockIdx.x * share;
     stop = min(first + share, total);
     if (first >= stop) return;
@@ -144,15 +144,6 @@ class Decode {
 
   __device__ int units_of(int item) const {
     return (sh.items[item].entries.count * halves_per_entry + 1) / 2;
-  }
-
-  // Units of a thread block: as many as keep all of them equally busy, or a little more where that
-  // makes shares begin and end with items of the first one's size.
-  __device__ int share_of(int total) const {
-    const int equal = (total + gridDim.x - 1) / gridDim.x, item = sh.items[0].end;
-    const int aligned = equal > item ? (equal + item - 1) / item * item
-                                     : (item + item / equal - 1) / (item / equal);
-    return aligned - equal <= equal / 24 ? aligned : equal;
   }
 
   __device__ int item_of(int unit) const {
