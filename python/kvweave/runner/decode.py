@@ -40,7 +40,8 @@ class Decoder:
         start = time.perf_counter()
         for sequence in batch:
             sequence.request.append(np.asarray(sequence.tokens[-1:], np.int32))
-        chosen = choose_all(batch, self._logits(batch))
+        with self.spec.current():
+            chosen = choose_all(batch, self._logits(batch))
         spent = time.perf_counter() - start
         for sequence in batch:
             sequence.report.timings.decode_s += spent

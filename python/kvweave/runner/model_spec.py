@@ -9,6 +9,7 @@ with the model's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -70,6 +71,10 @@ class ModelSpec:
     device: torch.device
     weight_bytes: int
     fingerprint: str
+
+    def current(self) -> AbstractContextManager[object]:
+        """While it is entered, the model's device is CUDA's current one, whose streams are used."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits f32 [R, V] of the last layer's hidden states [R, E]."""

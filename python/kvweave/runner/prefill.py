@@ -107,6 +107,17 @@ class Prefiller:
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
+        with self.spec.current():
+            return self._prefill(prompt, policy, lookup, logits_from, reserve_tokens)
+
+    def _prefill(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        logits_from: int | None,
+        reserve_tokens: int,
+    ) -> Prefill:
         start = time.perf_counter()
         positions = self.rotary.table(len(prompt.tokens))
         mode, mode_reason = self._mode_for(policy)

@@ -104,7 +104,7 @@ class Runner:
         self.progress = progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
-        with torch.inference_mode():
+        with torch.inference_mode(), self.spec.current():
             if self.spec.device.type == "cuda":
                 self.spec = with_fused_norms(self.spec)
             first = self.spec.layers[0]
