@@ -69,7 +69,7 @@ class AttendRow {
     const KeySpan span = span_of(reach, row_.position);
 #pragma unroll 1
     for (int part = 0; part < 2; ++part) {
-      walk_keys(p_.kv, row_.begin, row_.end, part == 0 ? 0 : span.oldest,
+      walk_keys(p_.kv, row_.begin, row_.end, reach.rank, part == 0 ? 0 : span.oldest,
                 part == 0 ? span.sink : span.end, [&](const Entry& entry, int first, int last) {
                   attend(query_.keys_of(entry, reach.rank), first, last);
                 });

@@ -230,7 +230,7 @@ class Decode {
     const int which = index / halves_per_entry;
     if (which >= item.entries.count) return {0, 0, 0};
     const Reach reach = reach_of(p.kv, kv_head);
-    const Entry entry = read_entry(p.kv, item.entries[which]);
+    const Entry entry = read_entry(p.kv, item.entries[which], reach.rank);
     const int slot = index % halves_per_entry * kHalf;
     const int position = p.positions[request];
     Half half;

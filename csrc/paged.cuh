@@ -19,6 +19,16 @@ __device__ __forceinline__ Reach reach_of(const PagedKv& kv, int kv_head) {
   return {row[0], row[1], row[2], row[3]};
 }
 
+// The largest rank of the heads that read a table.
+__device__ __forceinline__ int last_rank_of(const PagedKv& kv, int table) {
+  if (kv.heads == nullptr) return static_cast<int>(kv.first_rank + kv.kv_heads) - 1;
+  int rank = 0;
+  for (uint32_t head = 0; head < kv.kv_heads; ++head) {
+    if (kv.heads[4 * head] == table) rank = max(rank, kv.heads[4 * head + 1]);
+  }
+  return rank;
+}
+
 // Slots [begin, end) of a block hold the keys of positions position, position + 1, …
 struct Entry {
   int64_t offset;  // element of the block's slot 0, rank 0
@@ -28,9 +38,10 @@ struct Entry {
   int delta;
 };
 
-// Row `index` of the entry table. A table made on the device cannot be checked on the host without
-// waiting for it, so what points outside the cache is read as an entry without tokens.
-__device__ __forceinline__ Entry read_entry(const PagedKv& kv, int index) {
+// Row `index` of the entry table, for pages up to `rank`. A table made on the device cannot be
+// checked on the host without waiting for it, so what points outside the cache is read as an entry
+// without tokens.
+__device__ __forceinline__ Entry read_entry(const PagedKv& kv, int index, int rank) {
   const int32_t* row = kv.entries + int64_t{5} * index;
   const int block = row[0];
   Entry entry;
@@ -38,7 +49,8 @@ __device__ __forceinline__ Entry read_entry(const PagedKv& kv, int index) {
   entry.end = row[2];
   entry.position = row[3];
   entry.delta = row[4];
-  const bool inside = block >= 0 && block < kv.blocks && entry.begin >= 0 &&
+  const int64_t page = block * kv.block_stride + rank * kv.head_stride;
+  const bool inside = block >= 0 && page <= kv.last_page && entry.begin >= 0 &&
                       entry.begin <= entry.end && entry.end <= static_cast<int>(kv.page_tokens);
   entry.offset = inside ? block * kv.block_stride : 0;
   if (!inside) entry.end = entry.begin = 0;

@@ -104,16 +104,16 @@ __device__ __forceinline__ int entry_at(const PagedKv& kv, int begin, int end, i
 }
 
 // Calls `read(entry, first, last)` for slots [first, last) of each of the entries [begin, end) that
-// hold keys at positions [from, to), in order.
+// hold keys at positions [from, to), in order; for pages up to `rank`.
 template <typename Read>
-__device__ void walk_keys(const PagedKv& kv, int begin, int end, int64_t from, int64_t to,
+__device__ void walk_keys(const PagedKv& kv, int begin, int end, int rank, int64_t from, int64_t to,
                           Read read) {
   if (begin >= end || from >= to) return;
   int index = entry_at(kv, begin, end, static_cast<int>(from));
-  Entry next = read_entry(kv, index);
+  Entry next = read_entry(kv, index, rank);
   for (; index < end && next.position < to; ++index) {
     const Entry entry = next;
-    if (index + 1 < end) next = read_entry(kv, index + 1);
+    if (index + 1 < end) next = read_entry(kv, index + 1, rank);
     const int64_t skipped = max(from - entry.position, int64_t{0});
     const int64_t wanted = to - entry.position;
     const int first = static_cast<int>(min(int64_t{entry.end}, entry.begin + skipped));

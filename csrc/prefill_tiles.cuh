@@ -133,7 +133,7 @@ class KeyWalk {
 
   __device__ void look_ahead() {
     ahead = {0, 0, 0, 0, 0};
-    if (lane < pages_a_tile && at + lane < end) ahead = read_entry(kv, range[at + lane]);
+    if (lane < pages_a_tile && at + lane < end) ahead = read_entry(kv, range[at + lane], reach.rank);
   }
 };
 

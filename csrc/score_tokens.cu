@@ -35,7 +35,8 @@ __device__ __forceinline__ void find(const ScoreParams& p) {
   int64_t key_at = -1;
   int delta = 0;
   if (begin < end && position < p.keys) {
-    const Entry entry = read_entry(p.kv, entry_at(p.kv, begin, end, static_cast<int>(position)));
+    const Entry entry = read_entry(p.kv, entry_at(p.kv, begin, end, static_cast<int>(position)),
+                                   last_rank_of(p.kv, static_cast<int>(table)));
     const int64_t slot = entry.begin + (int64_t{position} - entry.position);
     if (slot >= entry.begin && slot < entry.end) {
       key_at = entry.offset + slot * p.kv.token_stride;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
   const KeySpan span = span_of(reach, position);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
-    walk_keys(p.kv, p.kv.entry_offsets[reach.table], p.kv.entry_offsets[reach.table + 1],
+    walk_keys(p.kv, p.kv.entry_offsets[reach.table], p.kv.entry_offsets[reach.table + 1], reach.rank,
               max(from, part == 0 ? 0 : span.oldest), min(to, part == 0 ? span.sink : span.end),
               read);
   }

@@ -74,7 +74,7 @@ def attend_prefill(
     rows, spans = tables["row_offsets"], tables["entry_offsets"]
     space = workspace or Workspace(device)
     _native.attend_cuda(
-        call.placed(tables), rows, spans, out, lse, space.numbers, stream_of(device)
+        call.placed(tables), rows, spans, (out, lse), space.numbers, stream_of(device)
     )
     return out, lse
 
@@ -116,7 +116,7 @@ def attend_decode(
     spans = tables["entry_offsets"]
     space = workspace or Workspace(device)
     _native.attend_cuda(
-        call.placed(tables), None, spans, out, lse, space.numbers, stream_of(device)
+        call.placed(tables), None, spans, (out, lse), space.numbers, stream_of(device)
     )
     return out, lse
 

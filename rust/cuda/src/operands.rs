@@ -78,6 +78,14 @@ pub(crate) fn blocks_within(geometry: &PageGeometry, last_page: usize, len: usiz
     further.map_or(0, |further| i64::try_from(further + 1).unwrap_or(i64::MAX))
 }
 
+/// The latest element of a tensor of `len` elements at which a page may begin, −1 when none fits.
+pub(crate) fn last_page(geometry: &PageGeometry, len: usize) -> i64 {
+    let page = geometry.page_tokens.saturating_sub(1) * geometry.token_stride
+        + geometry.value_offset
+        + geometry.head_dim;
+    len.checked_sub(page).map_or(-1, |last| i64::try_from(last).unwrap_or(i64::MAX))
+}
+
 /// A count as kernels take it.
 pub(crate) fn narrow(what: &'static str, value: usize) -> Result<u32, CudaError> {
     u32::try_from(value).map_err(|_| CudaError::invalid(what, "a 32-bit number", value))
@@ -109,5 +117,14 @@ mod tests {
         assert_eq!(blocks_within(&geometry, 5 * page, 6 * page - 1), 0);
         assert_eq!(blocks_within(&geometry, 5 * page, 18 * page), 13);
         assert_eq!(blocks_within(&geometry, 5 * page, 0), 0);
+    }
+
+    #[test]
+    fn last_page_is_that_of_any_rank() {
+        let geometry = PageGeometry::arena(2, 3, 4, 8);
+        let page = 2 * 4 * 8;
+        assert_eq!(last_page(&geometry, 18 * page), 17 * page as i64);
+        assert_eq!(last_page(&geometry, page), 0);
+        assert_eq!(last_page(&geometry, page - 1), -1);
     }
 }

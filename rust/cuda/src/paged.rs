@@ -5,7 +5,7 @@ use kvweave_core::ops::{PageGeometry, Pairing};
 
 use crate::error::CudaError;
 use crate::ffi::DeviceBuffer;
-use crate::operands::{DeviceTensor, blocks_within, long, narrow};
+use crate::operands::{DeviceTensor, last_page, long, narrow};
 use crate::params::PagedKvParams;
 
 /// Largest head dim that any kernel takes.
@@ -47,8 +47,6 @@ pub struct DeviceReach<'a> {
     pub tables: usize,
     /// i32 [G, 4].
     pub heads: &'a DeviceBuffer,
-    /// Largest rank among the rows.
-    pub last_rank: usize,
 }
 
 impl DeviceKv<'_> {
@@ -72,14 +70,7 @@ impl DeviceKv<'_> {
             return Err(CudaError::invalid("layer", expected, self.layer));
         }
         self.entry_offsets.expect("entry_offsets", requests * self.tables() + 1)?;
-        let (first_rank, last_rank) = match self.reach {
-            Some(reach) => (0, reach.last_rank),
-            None => {
-                let first = self.first_rank()?;
-                (first, first + geometry.kv_heads.saturating_sub(1))
-            }
-        };
-        let last_page = last_rank * geometry.head_stride;
+        let first_rank = if self.reach.is_some() { 0 } else { self.first_rank()? };
         let row = self.layer * self.pairs * size_of::<f32>();
         Ok(PagedKvParams {
             cache: self.cache.address,
@@ -87,7 +78,7 @@ impl DeviceKv<'_> {
             entry_offsets: self.entry_offsets.address,
             heads: self.reach.map_or(0, |reach| reach.heads.address()),
             inv_freq: self.inv_freq.address() + row as u64,
-            blocks: blocks_within(geometry, last_page, self.cache.len),
+            last_page: last_page(geometry, self.cache.len),
             block_stride: long("block_stride", geometry.block_stride)?,
             head_stride: long("head_stride", geometry.head_stride)?,
             token_stride: long("token_stride", geometry.token_stride)?,

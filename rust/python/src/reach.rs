@@ -37,11 +37,6 @@ impl Reach {
         self.tables
     }
 
-    /// Largest rank among the rows.
-    pub fn last_rank(&self) -> usize {
-        self.heads.iter().map(|row| usize::try_from(row[1]).unwrap_or(0)).max().unwrap_or(0)
-    }
-
     /// The rows on a device.
     pub fn on(&self, backend: &CudaBackend, device: u32) -> Result<Arc<DeviceBuffer>, Failure> {
         self.on_devices.get(backend, device, || self.heads.as_flattened().to_vec())

@@ -14,25 +14,24 @@ use crate::dtype::DType;
 use crate::failure::{Failure, entry};
 use crate::tensor::TensorRef;
 
-/// Without `row_offsets` row b is request b: a decode step. `allocate` is called at most once, with
+/// Without `row_offsets` row b is request b: a decode step. `results` are `out` and `lse`. `allocate` is called at most once, with
 /// the workspace's numbers of f32 and i32, and returns two tensors of at least as many on the
 /// cache's device, the second one all 0. `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (arguments, row_offsets, entry_offsets, out, lse, allocate, stream))]
+#[pyo3(signature = (arguments, row_offsets, entry_offsets, results, allocate, stream))]
 pub fn attend_cuda(
     py: Python<'_>,
     arguments: AttentionArguments<'_>,
     row_offsets: Option<TablePair<'_>>,
     entry_offsets: TablePair<'_>,
-    out: &Bound<'_, PyAny>,
-    lse: &Bound<'_, PyAny>,
+    results: (Bound<'_, PyAny>, Bound<'_, PyAny>),
     allocate: &Bound<'_, PyAny>,
     stream: u64,
 ) -> PyResult<()> {
     let reading = Reading::of(py, &arguments, &entry_offsets)?;
     let row_offsets = row_offsets.map(|pair| DeviceTable::of("row_offsets", &pair)).transpose()?;
-    let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
+    let (out, lse) = (borrow("out", &results.0)?, borrow("lse", &results.1)?);
     let checks = || {
         let call = reading.call()?;
         let (out, lse) = (&out.tensor, &lse.tensor);

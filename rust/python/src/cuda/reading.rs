@@ -169,7 +169,7 @@ impl Call<'_> {
     pub fn kv<'a>(&self, kept: &'a KeptTables) -> DeviceKv<'a> {
         let reach = self.reach.zip(kept.heads.as_ref()).map(|(reach, heads)| {
             let CoreReach { tables, .. } = reach.core();
-            DeviceReach { tables, heads, last_rank: reach.last_rank() }
+            DeviceReach { tables, heads }
         });
         DeviceKv {
             cache: self.cache,
