@@ -95,22 +95,26 @@ def run(logs: Path, steps: int) -> list[Row]:
 
 
 def rows_of(name: str, evaluation: Evaluation) -> list[Row]:
-    """One row a policy: KL to full with its interval, and how far it is from sparsex's."""
+    """One row a policy: KL to full with its interval, and how far it is from sparsex's.
+
+    Floor, control and, where answers are scored, full stand below the policies.
+    """
+    scored = evaluation.score_name == "recall"
     rows = []
-    for summary in evaluation.summaries():
-        if summary.role == "full":
+    for summary in sorted(evaluation.summaries(), key=lambda summary: summary.role != "policy"):
+        if summary.role == "full" and not scored:
             continue
         beside: dict[str, object] = {"95 %": _bounds(summary.kl)}
         if summary.role == "policy":
             beside["gap closed"] = summary.gap_closed.value
-            if summary.policy != "naive":
-                beside["95 % of it"] = _bounds(summary.gap_closed)
+            beside["95 % of it"] = _bounds(summary.gap_closed)
             if summary.policy != "sparsex":
-                beside["KL − sparsex's"] = _bounds(paired(evaluation, summary.policy, "sparsex"))
+                difference = paired(evaluation, summary.policy, "sparsex")
+                beside["KL − sparsex's, 95 %"] = _bounds(difference)
         beside |= {"worst 10 %": summary.kl_worst_decile, "1st": summary.first_token}
-        if evaluation.score_name == "recall":
-            beside["recall"] = summary.score.value
         beside |= {"rows": summary.row_share, "n": summary.samples}
+        if scored:
+            beside["recall"] = summary.score.value
         rows.append(Row(f"{name}: {summary.policy}", summary.kl.value, "", None, beside))
     return rows
 

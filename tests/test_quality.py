@@ -43,7 +43,17 @@ def test_rows_hold_intervals_and_the_paired_difference() -> None:
     assert sparsex.of["gap closed"] == pytest.approx(0.75)
     assert naive.of["gap closed"] == 0.0
     # Paired: three quarters of naive's own mean, far narrower than the two intervals apart.
-    low, high = naive.of["KL − sparsex's"]
+    low, high = naive.of["KL − sparsex's, 95 %"]
     assert low < 0.75 * naive.value < high
-    assert "KL − sparsex's" not in sparsex.of
+    assert "KL − sparsex's, 95 %" not in sparsex.of
     assert sparsex.of["n"] == 20
+
+
+def test_full_is_shown_where_answers_are_scored() -> None:
+    plain = quality.rows_of("lm", evaluation())
+    answered = Evaluation("chain", 768, "recall", 1, evaluation().measurements, "kjv")
+    rows = quality.rows_of("chain", answered)
+    assert [row.name for row in rows] == ["chain: naive", "chain: sparsex", "chain: full"]
+    assert rows[-1].of["recall"] == 0.5
+    assert len(plain) == 2
+    assert all("recall" not in row.of for row in plain)
