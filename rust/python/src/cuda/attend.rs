@@ -14,9 +14,10 @@ use crate::dtype::DType;
 use crate::failure::{Failure, entry};
 use crate::tensor::TensorRef;
 
-/// Without `row_offsets` row b is request b: a decode step. `results` are `out` and `lse`. `allocate` is called at most once, with
-/// the workspace's numbers of f32 and i32, and returns two tensors of at least as many on the
-/// cache's device, the second one all 0. `stream` is the handle of the stream to run on.
+/// Without `row_offsets` row b is request b: a decode step. `results` are `out` and `lse`.
+/// `allocate` is called at most once, with the workspace's numbers of f32 and i32, and returns two
+/// tensors of at least as many on the cache's device, the second one all 0. `stream` is the handle
+/// of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
 #[pyo3(signature = (arguments, row_offsets, entry_offsets, results, allocate, stream))]
