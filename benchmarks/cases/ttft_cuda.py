@@ -33,8 +33,8 @@ DEEP = 0.12
 FEW = 1024
 """Tokens that the sparse policy recomputes by score: 3 % of the prompt. Its default is 10 %."""
 LIMITS = {
-    "sparsex": {"Llama-3.1-8B": 0.10, "Qwen3-32B": 0.42},
-    "sparsex, hybrid": {"Llama-3.1-8B": 0.24, "Qwen3-32B": 1.0},
+    "sparsex, 1024 by score": {"Llama-3.1-8B": 0.10, "Qwen3-32B": 0.42},
+    "sparsex, 1024 by score, ℓ* 12 %": {"Llama-3.1-8B": 0.24, "Qwen3-32B": 1.0},
 }
 """Seconds that the design asks for."""
 ROUNDING = 0.1
@@ -49,9 +49,9 @@ def policies(layers: int) -> dict[str, Policy]:
         "naive": Naive(),
         "epic": Epic(),
         "cacheblend": CacheBlend(),
-        "sparsex": SparseX(boundary=0, top_k=FEW),
+        "sparsex, 1024 by score": SparseX(boundary=0, top_k=FEW),
         "sparsex, 10 % by score": SparseX(boundary=0),
-        "sparsex, hybrid": SparseX(boundary=deep, top_k=FEW),
+        "sparsex, 1024 by score, ℓ* 12 %": SparseX(boundary=deep, top_k=FEW),
     }
 
 
