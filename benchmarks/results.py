@@ -1,6 +1,7 @@
-"""Writes the newest records into the README: `python -m benchmarks.results`.
+"""Writes the newest records into the README and `docs/results.md`: `python -m benchmarks.results`.
 
-The figures there are never typed by hand. Each table names the machine that measured it.
+No figure there is typed by hand. The README has a choice of them, the other page every table, each
+under the command that prints it and the machine that measured it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RECORDS, ROOT
+
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 
 START, END = "<!-- results -->\n", "<!-- end of results -->"
 TITLES = {
@@ -34,6 +37,94 @@ COLUMNS = {
     "ttft_cuda": ("÷ full", "rows", "bound s", "of bound", "peak GiB", "÷ planned", "limit s"),
 }
 VALUE = {"quality": "KL to full"}
+# The README's choice: what it says, the case, and rows with the column that is shown (None: the
+# measured value), joined by a semicolon.
+Cell = tuple[str, str | None]
+CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
+    (
+        "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; sparsex with "
+        "1024 rows by score; with 10 %; with 1024 and ℓ* 12 %",
+        "ttft_cuda",
+        (
+            ("Llama-3.1-8B, 32768 tokens: naive", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
+        ),
+    ),
+    (
+        "the same at the shape of Qwen3-32B",
+        "ttft_cuda",
+        (
+            ("Qwen3-32B, 32768 tokens: naive", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
+        ),
+    ),
+    (
+        "transformers' own forward ÷ our full: Llama-3.1-8B; Qwen3-32B",
+        "ttft_cuda",
+        (
+            ("Llama-3.1-8B, 32768 tokens: transformers", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: transformers", "÷ full"),
+        ),
+    ),
+    (
+        "paged decode on CUDA, share of the read ceiling: 32 requests of 16K; one of 128K; of 8K",
+        "cuda_ops",
+        (
+            ("decode, B=32, 16K", "of ceiling"),
+            ("decode, B=1, 128K", "of ceiling"),
+            ("decode, B=1, 8K", "of ceiling"),
+        ),
+    ),
+    (
+        "prefill of 5 % single rows of 32K on CUDA, peers' time ÷ ours",
+        "cuda_ops",
+        (("prefill, 5% of 32K in single rows", "peer ÷ ours"),),
+    ),
+    (
+        "causal prefill of 32K on CUDA, peers' time ÷ ours",
+        "cuda_ops",
+        (("prefill, all of 32K", "peer ÷ ours"),),
+    ),
+    (
+        "time to first token ÷ full on two CPU cores, 4K tokens: naive; sparsex",
+        "ttft",
+        (("naive, 4096 tokens", "÷ full"), ("sparsex, 4096 tokens", "÷ full")),
+    ),
+    (
+        "KL to full on held-out text, Bible: naive; epic; cacheblend; sparsex",
+        "quality",
+        (
+            ("lm, kjv, 1024: naive", None),
+            ("lm, kjv, 1024: epic", None),
+            ("lm, kjv, 1024: cacheblend", None),
+            ("lm, kjv, 1024: sparsex", None),
+        ),
+    ),
+    (
+        "the same on Python source",
+        "quality",
+        (
+            ("lm, python, 1024: naive", None),
+            ("lm, python, 1024: epic", None),
+            ("lm, python, 1024: cacheblend", None),
+            ("lm, python, 1024: sparsex", None),
+        ),
+    ),
+    (
+        "block manager: allocate and free a block; look up 128K tokens from Python",
+        "block_manager",
+        (("allocate_and_free/4096", None), ("look up 128K tokens in Python, xxh3-128", None)),
+    ),
+    (
+        "attention of 10 % single rows on two CPU cores, torch's time ÷ ours",
+        "attention",
+        (("Llama-8B 4096 float32, 10 % single rows", "torch ÷ ours"),),
+    ),
+)
 
 
 def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
@@ -50,6 +141,29 @@ def markdown(runs: dict[str, dict[str, Any]]) -> str:
     return "\n".join(_table(case, runs[case]) for case in TITLES if case in runs)
 
 
+def choice(runs: dict[str, dict[str, Any]]) -> str:
+    """The README's table; rows whose case was not recorded are left out."""
+    lines = [_line(["what", "measured", "on", "command"]), "|---|---:|---|---|"]
+    for what, case, cells in CHOICE:
+        if case not in runs:
+            continue
+        rows = {row["name"]: row for row in runs[case]["rows"]}
+        shown = [_cell(rows[name], column) for name, column in cells if name in rows]
+        machine = runs[case]["machine"]["processor"]
+        lines.append(_line([what, "; ".join(shown), machine, f"`{_command(case)}`"]))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any], column: str | None) -> str:
+    if column is not None:
+        return _figure(row["of"][column])
+    return f"{_figure(row['value'])} {row['unit']}".rstrip()
+
+
+def _command(case: str) -> str:
+    return COMMANDS.get(case, f"make bench CASE={case}")
+
+
 def _table(case: str, run: dict[str, Any]) -> str:
     # A row without a value is of an op that gave no right answer.
     rows = [r for r in run["rows"] if SHOWN.get(case, "") in r["name"] and "value" in r]
@@ -57,9 +171,10 @@ def _table(case: str, run: dict[str, Any]) -> str:
     beside = [key for key in found if key in COLUMNS.get(case, found)]
     machine = run["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
-    command = COMMANDS.get(case, f"make bench CASE={case}")
     lines = [
-        f"**{TITLES[case]}** — `{command}`, {run['time'][:10]}: "
+        f"## {TITLES[case]}",
+        "",
+        f"`{_command(case)}`, {run['time'][:10]}: "
         f"{machine['processor']}, {machine['cores']} cores; {versions}.",
         *_ceilings(run),
         "",
@@ -99,15 +214,16 @@ def _figure(value: Any) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def filled(readme: str, runs: dict[str, dict[str, Any]]) -> str:
-    """The README with the tables between its two marks."""
-    before, rest = readme.split(START)
-    return before + START + "\n" + markdown(runs) + "\n" + END + rest.split(END)[1]
+def filled(text: str, part: str) -> str:
+    """A page with `part` between its two marks."""
+    before, rest = text.split(START)
+    return before + START + "\n" + part + "\n" + END + rest.split(END)[1]
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    path.write_text(filled(path.read_text(encoding="utf-8"), newest()), encoding="utf-8")
+    runs = newest()
+    for path, part in ((README, choice(runs)), (RESULTS, markdown(runs))):
+        path.write_text(filled(path.read_text(encoding="utf-8"), part), encoding="utf-8")
     return 0
 
 

@@ -131,14 +131,27 @@ def test_a_watched_policy_plans_as_it_would() -> None:
     assert [p.layer for p in watched.plans] == [p.layer for p in plans] == [0, 1, 2, 3]
 
 
-def test_the_readme_shows_the_newest_records() -> None:
-    readme = (record.ROOT / "README.md").read_text(encoding="utf-8")
-    assert results.filled(readme, results.newest()) == readme
+def test_both_pages_show_the_newest_records() -> None:
+    runs = results.newest()
+    readme = results.README.read_text(encoding="utf-8")
+    assert results.filled(readme, results.choice(runs)) == readme
+    page = results.RESULTS.read_text(encoding="utf-8")
+    assert results.filled(page, results.markdown(runs)) == page
+
+
+def test_the_readmes_choice_names_rows_that_exist() -> None:
+    runs = results.newest()
+    for what, case, cells in results.CHOICE:
+        rows = {row["name"]: row for row in runs[case]["rows"]}
+        for name, column in cells:
+            assert name in rows, (what, name)
+            assert column is None or column in rows[name]["of"]
 
 
 def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         record.append("ttft", [Row("full, 9 tokens", value, "s", 3.0, {"tokens": 9})], tmp_path)
-    shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", results.newest(tmp_path))
+    tables = results.markdown(results.newest(tmp_path))
+    shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", tables)
     assert "| full, 9 tokens | 2 s | 3 |" in shown
     assert "old" not in shown
