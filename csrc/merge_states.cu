@@ -4,8 +4,7 @@
 //   for each state: lse = ln Σ exp(lse_s); out = Σ exp(lse_s − lse) · out_s
 //
 // What makes it run at the speed of reading its input:
-// 1. a thread has 16 bytes of a state's vector; those of four splits, and their log-sum-exps, are
-//    in flight together, as sums are rescaled when a larger log-sum-exp comes;
+// 1. a thread has 16 bytes of a state's vector, of every split, four splits in flight;
 // 2. the few log-sum-exps are read by every thread of a state, from the cache, instead of being
 //    shared: nothing is waited for.
 //
@@ -28,40 +27,25 @@ __device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
   if (threadIdx.x / width >= p.states_per_block || state >= p.states) return;
 
   const float* lses = p.lses + state;
+  float top = -INFINITY;
+  for (uint32_t split = 0; split < p.splits; ++split) {
+    top = fmaxf(top, lses[split * p.states]);
+  }
   for (uint32_t column = threadIdx.x % width; column < columns; column += width) {
     const T* outs = static_cast<const T*>(p.outs) + state * p.head_dim + column * V;
     float sums[V] = {};
-    float top = -INFINITY, total = 0.0f;
-    for (uint32_t first = 0; first < p.splits; first += kSplitsInFlight) {
-      float lse[kSplitsInFlight];
-      Pack<T, V> parts[kSplitsInFlight];
+    float total = 0.0f;
+#pragma unroll kSplitsInFlight
+    for (uint32_t split = 0; split < p.splits; ++split) {
+      const float lse = lses[split * p.states];
+      const Pack<T, V> part = load<T, V>(outs + split * p.states * p.head_dim);
+      const bool counts = lse != -INFINITY;
+      const float weight = counts ? expf(lse - top) : 0.0f;
+      total += weight;
 #pragma unroll
-      for (int i = 0; i < kSplitsInFlight; ++i) {
-        const int64_t before = (first + i) * p.states;
-        lse[i] = -INFINITY;
-        if (first + i < p.splits) {
-          lse[i] = lses[before];
-          parts[i] = load<T, V>(outs + before * p.head_dim);
-        }
-      }
-      float above = top;
-#pragma unroll
-      for (int i = 0; i < kSplitsInFlight; ++i) above = fmaxf(above, lse[i]);
-      const float kept = above == top ? 1.0f : expf(top - above);
-      top = above;
-      total *= kept;
-#pragma unroll
-      for (int e = 0; e < V; ++e) sums[e] *= kept;
-#pragma unroll
-      for (int i = 0; i < kSplitsInFlight; ++i) {
-        const bool counts = lse[i] != -INFINITY;
-        const float weight = counts ? expf(lse[i] - top) : 0.0f;
-        total += weight;
-#pragma unroll
-        for (int e = 0; e < V; ++e) {
-          const float x = static_cast<float>(parts[i].at[e]);
-          sums[e] = counts ? fmaf(weight, x, sums[e]) : sums[e];
-        }
+      for (int e = 0; e < V; ++e) {
+        const float x = static_cast<float>(part.at[e]);
+        sums[e] = counts ? fmaf(weight, x, sums[e]) : sums[e];
       }
     }
     const float factor = total == 0.0f ? 0.0f : 1.0f / total;
