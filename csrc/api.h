@@ -83,7 +83,7 @@ struct TiledAttendParams {
   int64_t page_unit;
 };
 
-// score_tokens. V = rows · query_heads / kv_heads: query vectors of one KV head, those of a row next
+// score_tokens. V = rows · query_heads / kv_heads: query vectors of a KV head, those of a row next
 // to each other. Scores and their logarithms are powers of two.
 struct ScoreParams {
   PagedKv kv;                // entry_offsets [tables + 1]
@@ -162,33 +162,6 @@ struct MergeStatesParams {
   uint32_t states_per_block;  // states that one thread block merges
 };
 
-struct RotateRowsParams {
-  void* q;                   // [rows, query_heads, head_dim] by strides, written in place
-  void* k;                   // [rows, kv_heads, head_dim], the same
-  const int32_t* positions;  // [rows]
-  const void* cos;           // [table_rows, 2 · pairs]
-  const void* sin;           // the same
-  const void* q_weight;      // [2 · pairs] of the heads' norm; null: they are not normed
-  const void* k_weight;      // the same
-  int64_t q_row_stride;
-  int64_t q_head_stride;
-  int64_t k_row_stride;
-  int64_t k_head_stride;
-  int64_t table_stride;  // of cos and sin
-  float epsilon;
-  uint32_t rows;
-  uint32_t query_heads;
-  uint32_t kv_heads;
-  uint32_t pairs;       // rotary_dim / 2
-  uint32_t table_rows;  // positions below this are in the table
-};
-
-struct GateRowsParams {
-  void* gate;      // [words], written in place
-  const void* up;  // [words]
-  int64_t words;   // elements over the kernel's width
-};
-
 static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
@@ -198,5 +171,3 @@ static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 128, "params.rs says 128 bytes");
 static_assert(sizeof(PageBoundsParams) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
-static_assert(sizeof(RotateRowsParams) == 120, "params.rs says 120 bytes");
-static_assert(sizeof(GateRowsParams) == 24, "params.rs says 24 bytes");

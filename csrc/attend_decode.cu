@@ -37,7 +37,9 @@ class CopiedStages {
       : kv(kv), base(shared_address(&memory)), lane(threadIdx.x % 32) {}
 
   // Of the key in a slot of the page that begins at an element.
-  __device__ int64_t place_of(int64_t page, int slot) const { return page + slot * kv.token_stride; }
+  __device__ int64_t place_of(int64_t page, int slot) const {
+    return page + slot * kv.token_stride;
+  }
 
   // Starts the copies of two halves of a unit. Keys that are not seen become zeros.
   __device__ void copy(int stage, const int64_t (&places)[2], const uint32_t (&masks)[2]) {
@@ -80,8 +82,8 @@ class CopiedStages {
 
 }  // namespace
 
-// Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them. What fits a block of Hopper
-// would not fit older devices, which also have less memory speed to keep up with.
+// Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them. What fits a block of
+// Hopper would not fit older devices, which also have less memory speed to keep up with.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 #define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES) \
   struct Shape##D {                                                            \

@@ -1,7 +1,7 @@
 // targets: sm_90a
-// attend_decode for Hopper: attend_decode.cu with bulk copies. One lane starts the copies of a unit,
-// 16 tokens with all columns at once, so that a warp is not kept from the units that have come by
-// asking for the ones that shall.
+// attend_decode for Hopper: attend_decode.cu with bulk copies. One lane starts the copies of a
+// unit, 16 tokens with all columns at once, so that a warp is not kept from the units that have
+// come by asking for the ones that shall.
 //
 // Needs pages of whole units (16 tokens) and D 64 or 128; rust/cuda/src/attend_plan.rs asks for
 // attend_decode.cu otherwise.

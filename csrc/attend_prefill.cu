@@ -15,6 +15,7 @@
 
 #include "api.h"
 #include "paged.cuh"
+#include "powers.cuh"
 #include "prefill_tiles.cuh"
 #include "rotation.cuh"
 #include "tensor_core.cuh"
@@ -26,8 +27,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kPairs = 16 * kWarps;
 constexpr int kKeys = 64;
 constexpr int kStages = 2;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
 
 template <typename T, int D>
 class Prefill {

@@ -19,6 +19,7 @@
 #include "api.h"
 #include "hopper.cuh"
 #include "paged.cuh"
+#include "powers.cuh"
 #include "prefill_tiles.cuh"
 #include "rotation.cuh"
 
@@ -34,8 +35,6 @@ constexpr int kTiles = 8;   // descriptions alive at once, more than the stages 
 constexpr int kFetchRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
 constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
 
 template <typename T, int D>
 struct Shared {
@@ -61,7 +60,8 @@ __host__ __device__ constexpr int used() {
 // multiplied, K0 K1 V0 K2 V1 K3 …
 struct Turn {
   uint32_t stage, parity;
-  __device__ __forceinline__ explicit Turn(uint32_t i) : stage(i % kStages), parity(i / kStages % 2) {}
+  __device__ __forceinline__ explicit Turn(uint32_t i)
+      : stage(i % kStages), parity(i / kStages % 2) {}
 };
 __device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 0 : 2 * t - 1); }
 __device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }

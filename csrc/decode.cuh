@@ -4,67 +4,10 @@
 #include <cmath>
 
 #include "api.h"
+#include "decode_units.cuh"
 #include "paged.cuh"
-#include "rotation.cuh"
 #include "tensor_core.cuh"
-
-constexpr int kMaxItems = 1024;  // also in rust/cuda/src/attend_plan.rs
-constexpr int kUnit = 16;        // keys of a unit
-constexpr int kHalf = 8;         // keys that surely lie in one page, side by side
-constexpr int kQueries = 8;      // query heads of an item
-constexpr int kItemCost = 16;    // units that beginning and ending an item takes as long as
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2e = 1.4426950408889634f;
-
-// One KV head of one request, with up to 8 of its query heads.
-struct Item {
-  int end;  // where the next one begins: units, and for each item kItemCost more
-  EntryRange entries;
-};
-
-// Half a unit: where its keys are, and which of them the row sees.
-struct Half {
-  int64_t place;  // as the stages take it
-  uint32_t mask;  // bit j: key j is seen
-  int delta;
-};
-
-struct State {
-  float m, l;  // largest score, in powers of two; sum of 2^(score − m)
-};
-
-// What is rare is not inlined, and has loops: from cold memory, instructions cost as much as data.
-
-__device__ __noinline__ float capped(float score, float cap) { return cap * tanhf(score / cap); }
-
-// One element of a query, turned back by delta.
-template <typename T>
-__device__ __forceinline__ float turned_element(const T* query, int d, int delta,
-                                                const PagedKv& kv) {
-  const int pairs = static_cast<int>(kv.pairs);
-  const float raw = static_cast<float>(query[d]);
-  if (delta == 0 || d >= 2 * pairs) return raw;
-  const bool interleaved = kv.interleaved != 0;
-  const int i = interleaved ? d / 2 : d % pairs;
-  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-  const float rest = static_cast<float>(query[other]);
-  float cosine, sine;
-  cos_sin(half_turns(-delta, kv.inv_freq[i]), cosine, sine);
-  return raw * cosine + (is_first ? -rest : rest) * sine;
-}
-
-// The fragments of a turned query (null for none), [D / 8].
-template <typename T, int D>
-__device__ __noinline__ void turned_queries(uint32_t* to, const T* query, int delta,
-                                            const PagedKv& kv) {
-#pragma unroll 1
-  for (int i = 0; i < D / 8; ++i) {
-    const int d = 8 * i + threadIdx.x % 4 * 2;
-    to[i] = query == nullptr ? 0u : pack<T>(turned_element(query, d, delta, kv),
-                                            turned_element(query, d + 1, delta, kv));
-  }
-}
+#include "turned_queries.cuh"
 
 // `Stages` are a warp's places in shared memory for units: CopiedStages or BulkStages.
 template <typename T, int D, int kWarps, typename Stages>
@@ -405,12 +348,6 @@ class Decode {
 
   // ---- putting together ---------------------------------------------------------------------
 
-  // How much a partial sum counts beside one whose largest score is `largest`.
-  static __device__ float weight_of(const State& state, float largest) {
-    if (state.m == -INFINITY) return state.l == 0 ? 0.0f : NAN;
-    return exp2_fast(state.m - largest);
-  }
-
   __device__ float* partial_of(int slot) const {
     return p.partial + int64_t{slot} * (kQueries * D + 2 * kQueries);
   }
@@ -487,7 +424,8 @@ class Decode {
     __syncthreads();
   }
 
-  __device__ void finish(const Heads& of, int q, int d, float value, float sum, float largest) const {
+  __device__ void finish(const Heads& of, int q, int d, float value, float sum,
+                         float largest) const {
     const bool nothing = largest == -INFINITY && sum == 0;
     out_row(of, q)[d] = T(nothing ? 0.0f : value / sum);
     if (d == 0) *lse_of(of, q) = nothing ? -INFINITY : (largest + log2f(sum)) * kLn2;
@@ -558,15 +496,5 @@ class Decode {
       finish(of, q, d + 2, value.z, state.l, state.m);
       finish(of, q, d + 3, value.w, state.l, state.m);
     }
-  }
-
-  static __device__ void add(float4& value, State& state, const float4& x, const State& other) {
-    const float largest = fmaxf(state.m, other.m);
-    const float mine = weight_of(state, largest), its = weight_of(other, largest);
-    value.x = mine * value.x + its * x.x;
-    value.y = mine * value.y + its * x.y;
-    value.z = mine * value.z + its * x.z;
-    value.w = mine * value.w + its * x.w;
-    state = {largest, mine * state.l + its * other.l};
   }
 };

@@ -79,8 +79,9 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int fourt
 
 // ---- products -----------------------------------------------------------------------------
 
-// Describes a tile in shared memory whose rows of 128 bytes are swizzled: `rows_apart` bytes between
-// groups of 8 rows, `blocks_apart` between blocks of 64 columns where columns are what is spread.
+// Describes a tile in shared memory whose rows of 128 bytes are swizzled: `rows_apart` bytes
+// between groups of 8 rows, `blocks_apart` between blocks of 64 columns where columns are what is
+// spread.
 __device__ __forceinline__ uint64_t tile_of(uint32_t address, uint32_t rows_apart,
                                             uint32_t blocks_apart) {
   const uint64_t swizzle_128 = 1;

@@ -102,9 +102,9 @@ struct EntryRange {
   }
 };
 
-// Keys that a row does not see are masked anyhow, and looking for the ends costs reads that wait for
-// each other. So a table that holds little more than a window's keys is taken whole, and so is the
-// table of a row that is `newest`: surely near the end of it.
+// Keys that a row does not see are masked anyhow, and looking for the ends costs reads that wait
+// for each other. So a table that holds little more than a window's keys is taken whole, and so is
+// the table of a row that is `newest`: surely near the end of it.
 __device__ __forceinline__ EntryRange entries_seen(const PagedKv& kv, const Reach& reach,
                                                    int request, int lowest, int highest,
                                                    bool newest) {

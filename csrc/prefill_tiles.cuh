@@ -133,7 +133,9 @@ class KeyWalk {
 
   __device__ void look_ahead() {
     ahead = {0, 0, 0, 0, 0};
-    if (lane < pages_a_tile && at + lane < end) ahead = read_entry(kv, range[at + lane], reach.rank);
+    if (lane < pages_a_tile && at + lane < end) {
+      ahead = read_entry(kv, range[at + lane], reach.rank);
+    }
   }
 };
 

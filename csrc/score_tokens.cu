@@ -138,7 +138,8 @@ __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
   const KeySpan span = span_of(reach, position);
 #pragma unroll 1
   for (int part = 0; part < 2; ++part) {
-    walk_keys(p.kv, p.kv.entry_offsets[reach.table], p.kv.entry_offsets[reach.table + 1], reach.rank,
+    const int32_t* ends = p.kv.entry_offsets + reach.table;
+    walk_keys(p.kv, ends[0], ends[1], reach.rank,
               max(from, part == 0 ? 0 : span.oldest), min(to, part == 0 ? span.sink : span.end),
               read);
   }

@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Starts the copy of 16 bytes from global to shared memory; writes zeros instead when `wanted` is
-// false, and then does not read. The hint to bring 128 bytes near costs nothing where rows are longer.
+// false, and then does not read. Rows are longer than the 128 bytes that it has brought near.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool wanted) {
   const int bytes = wanted ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
