@@ -24,10 +24,8 @@ __all__ = [
     "copy_rerotate",
     "copy_rerotate_cuda",
     "cuda_status",
-    "gate_rows_cuda",
     "merge_states",
     "merge_states_cuda",
-    "rotate_rows_cuda",
     "score_tokens",
     "score_tokens_cuda",
     "write_pages",
@@ -319,14 +317,3 @@ def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference
 def merge_states_cuda(
     outs: _Array, lses: _Array, out: _Array, lse: _Array, stream: int
 ) -> None: ...
-def rotate_rows_cuda(
-    q: _Array,
-    k: _Array,
-    positions: _TablePair,
-    cos: _Array,
-    sin: _Array,
-    norms: tuple[_Array, _Array, float] | None,
-    interleaved: bool,
-    stream: int,
-) -> None: ...
-def gate_rows_cuda(gate: _Array, up: _Array, stream: int) -> None: ...

@@ -205,44 +205,6 @@ pub(crate) struct MergeStatesParams {
     pub(crate) states_per_block: u32,
 }
 
-/// Mirror of `RotateRowsParams`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[repr(C)]
-pub(crate) struct RotateRowsParams {
-    pub(crate) q: u64,
-    pub(crate) k: u64,
-    /// i32 [rows].
-    pub(crate) positions: u64,
-    /// [table_rows, 2 · pairs].
-    pub(crate) cos: u64,
-    pub(crate) sin: u64,
-    /// [2 · pairs] of the heads' norm; 0: they are not normed.
-    pub(crate) q_weight: u64,
-    pub(crate) k_weight: u64,
-    pub(crate) q_row_stride: i64,
-    pub(crate) q_head_stride: i64,
-    pub(crate) k_row_stride: i64,
-    pub(crate) k_head_stride: i64,
-    pub(crate) table_stride: i64,
-    pub(crate) epsilon: f32,
-    pub(crate) rows: u32,
-    pub(crate) query_heads: u32,
-    pub(crate) kv_heads: u32,
-    pub(crate) pairs: u32,
-    /// Positions below this are in the table.
-    pub(crate) table_rows: u32,
-}
-
-/// Mirror of `GateRowsParams`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(crate) struct GateRowsParams {
-    pub(crate) gate: u64,
-    pub(crate) up: u64,
-    /// Elements over the kernel's width.
-    pub(crate) words: i64,
-}
-
 const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
@@ -252,5 +214,3 @@ const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 128);
 const _: () = assert!(size_of::<PageBoundsParams>() == 80);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
-const _: () = assert!(size_of::<RotateRowsParams>() == 120);
-const _: () = assert!(size_of::<GateRowsParams>() == 24);
