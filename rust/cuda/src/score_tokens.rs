@@ -219,7 +219,8 @@ impl Plan {
         let rows_held = HELD.into_iter().find(wastes_little).unwrap_or(least);
         let fills = |held: &usize| keys.div_ceil(*held) * kv_heads >= 2 * processors;
         let keys_held = HELD.into_iter().find(fills).unwrap_or(least);
-        let is_large = rows_held == HOPPER_HELD && head_dim <= HOPPER_DIM;
+        // Their second pass has a thread block for each of the held ones: none for no vector.
+        let is_large = vectors > 0 && rows_held == HOPPER_HELD && head_dim <= HOPPER_DIM;
         let kind = if best == Kind::Hopper && !is_large { Kind::Tiled } else { best };
         let at_once = if kind == Kind::Hopper || head_dim > 128 { 1 } else { 2 } * processors;
         let items = if kind == Kind::Plain { PLAIN_WARPS } else { rows_held };
@@ -403,6 +404,13 @@ mod tests {
         let plan = plan(256, 8, 32768);
         assert_eq!((plan.rows_held, plan.keys_held, plan.padded_keys), (256, 256, 32768));
         assert!((30..=33).contains(&plan.splits), "{plan:?}");
+    }
+
+    #[test]
+    fn no_rows_leave_no_empty_grid() {
+        let size = Size { vectors: 0, kv_heads: 2, keys: 60, head_dim: 64 };
+        let plan = Plan::of(&size, Kind::Hopper, H200);
+        assert_eq!((plan.kind, plan.mass_parts), (Kind::Tiled, 1), "{plan:?}");
     }
 
     #[test]
