@@ -10,6 +10,9 @@
 // 2. pages are copied as they lie, the next tile while this one is multiplied; tiles that no row
 //    sees are never read, and only tiles that some row sees in part are masked;
 // 3. few rows over many keys are split along the keys, and merged by their log-sum-exp.
+//
+// A key that a row does not see has weight 0, and 0 times a NaN or an infinity is NaN: a value that
+// is one reaches all rows of a tile that has a row which sees it. Tiles never mix requests.
 
 #include <cmath>
 

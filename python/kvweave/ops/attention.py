@@ -52,7 +52,8 @@ def attend_prefill(
     Returns out [R, H, D] (written to `out` if given) and lse f32 [R, H], natural logarithm. A row
     that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows, except on
     CUDA where few rows have their keys split. A `workspace` is used on CUDA; without one each
-    call makes its own.
+    call makes its own. On CUDA with bf16 or f16 a value that is NaN or infinite may also reach
+    rows of the same request that do not see its key but stand next to one that does.
     """
     refuse_gradients(q)
     call = Reading(
