@@ -326,12 +326,12 @@ def test_json_says_everything(document: dict[str, object]) -> None:
     assert bad["detail"]["notes"] == {"kvweave": "wrong answer: x"}
 
 
-def test_a_gpus_record_reaches_the_readme(document: dict[str, object], tmp_path: Path) -> None:
+def test_a_gpus_record_reaches_the_results(document: dict[str, object], tmp_path: Path) -> None:
     for commit in ("aaa", "bbb"):
         path = record.keep({**document, "commit": commit}, tmp_path)
     assert path.parent.name == "nvidia-h200"
     assert [run["commit"] for run in json.loads(path.read_text())] == ["aaa", "bbb"]
-    shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", results.newest(tmp_path))
+    shown = results.markdown(results.newest(tmp_path))
     assert "`kvweave bench ops`" in shown
     assert "NVIDIA H200" in shown
     assert "read 4.36 TB/s" in shown
