@@ -22,6 +22,8 @@ class Workspace:
             values, zeros = self._made[-1]
             if len(values) >= floats and len(zeros) >= counters:
                 return values, zeros
+            # Never less than before of either, or calls of two kinds in turns would grow for ever.
+            floats, counters = max(floats, len(values)), max(counters, len(zeros))
         values = torch.empty(floats, dtype=torch.float32, device=self.device)
         zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
         self._made.append((values, zeros))
