@@ -263,7 +263,7 @@ class Prefill {
       l[i] += __shfl_xor_sync(~0u, l[i], 1);
       l[i] += __shfl_xor_sync(~0u, l[i], 2);
       const int64_t at =
-          result_row(p, rows, kv_head, rows.begin + 16 * warp + lane / 4 + 8 * i).index;
+          result_row(p, rows, kv_head, rows.begin + 16 * warp + lane / 4 + 8 * i);
       if (at < 0) continue;
       const bool nothing = m[i] == -INFINITY && l[i] == 0;
       const float factor = nothing ? 0.0f : 1.0f / l[i];

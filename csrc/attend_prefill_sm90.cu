@@ -367,7 +367,7 @@ class Multiply {
     for (int i = 0; i < 2; ++i) {
       l[i] += __shfl_xor_sync(~0u, l[i], 1);
       l[i] += __shfl_xor_sync(~0u, l[i], 2);
-      const int64_t at = result_row(p, rows, blockIdx.x, first_pair + 8 * i).index;
+      const int64_t at = result_row(p, rows, blockIdx.x, first_pair + 8 * i);
       if (at < 0) continue;
       const bool nothing = m[i] == -INFINITY && l[i] == 0;
       const float factor = nothing ? 0.0f : 1.0f / l[i];

@@ -139,17 +139,15 @@ class KeyWalk {
   }
 };
 
-// Where a pair's result goes. With split keys each split leaves floats in the workspace.
-struct ResultRow {
-  int64_t index;  // row · H + query head, or -1 for none
-};
-
-__device__ __forceinline__ ResultRow result_row(const AttendParams& p, const RowTile& rows,
-                                                int kv_head, int pair) {
-  if (pair >= rows.end) return {-1};
+// Where a pair's result goes: row · H + query head, or -1 for none.
+__device__ __forceinline__ int64_t result_row(const AttendParams& p, const RowTile& rows,
+                                              int kv_head, int pair) {
+  if (pair >= rows.end) return -1;
   const int group = static_cast<int>(p.query_heads / p.kv.kv_heads);
-  return {int64_t{rows.first_row + pair / group} * p.query_heads + kv_head * group + pair % group};
+  return int64_t{rows.first_row + pair / group} * p.query_heads + kv_head * group + pair % group;
 }
+
+// With split keys each split leaves floats in the workspace.
 
 __device__ __forceinline__ float* partial_out(const AttendParams& p, int split, int head_dim) {
   return p.partial + int64_t{split} * p.rows * p.query_heads * head_dim;

@@ -4,7 +4,7 @@ use crate::attend_plan::Plan;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, name_of, narrow};
+use crate::operands::{DeviceRows, DeviceTensor, bytes_of, long, name_of, narrow};
 use crate::paged::DeviceKv;
 use crate::params::{AttendParams, TiledAttendParams};
 use crate::tensor_map::{TensorMap, Tiled};
@@ -95,14 +95,8 @@ impl CudaBackend {
                 Plan::Prefill { kernel, grid, hopper } => {
                     self.prefill(call, params, (&kernel, grid), hopper)
                 }
-                Plan::Plain { kernel, states } => {
-                    let blocks = blocks_of("rows", Plan::plain_blocks(states))?;
-                    let grid = Grid {
-                        blocks: [blocks, 1, 1],
-                        threads: Plan::plain_threads(),
-                        shared_bytes: 0,
-                    };
-                    self.start("attend_plain", &kernel, grid, call.stream, &params)
+                Plan::Plain { kernel } => {
+                    self.start("attend_plain", &kernel, Plan::warps(call)?, call.stream, &params)
                 }
             }
         }
@@ -184,14 +178,8 @@ impl CudaBackend {
             if params.splits == 1 {
                 return Ok(());
             }
-            let states = Plan::plain_blocks(call.rows * call.query_heads);
-            let grid = Grid {
-                blocks: [blocks_of("rows", states)?, 1, 1],
-                threads: Plan::plain_threads(),
-                shared_bytes: 0,
-            };
             let merge = format!("attend_merge_{}", name_of(call.kv.dtype));
-            self.start("attend_prefill", &merge, grid, call.stream, &params)
+            self.start("attend_prefill", &merge, Plan::warps(call)?, call.stream, &params)
         }
     }
 }

@@ -4,8 +4,9 @@
 use kvweave_core::KvDtype;
 
 use crate::attend::AttendLaunch;
+use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
-use crate::operands::bytes_of;
+use crate::operands::{blocks_of, bytes_of, name_of};
 
 /// (Request, KV head, 8 query heads) triples of one launch of `attend_decode.cu`: its `kMaxItems`.
 const MAX_ITEMS: usize = 1024;
@@ -34,7 +35,7 @@ pub(crate) enum Plan {
     /// is more than one split.
     Prefill { kernel: String, grid: Grid, hopper: bool },
     /// `attend_plain.cu`.
-    Plain { kernel: String, states: usize },
+    Plain { kernel: String },
 }
 
 /// A kernel of one head dim: D, threads of a thread block and its shared memory.
@@ -90,8 +91,7 @@ impl Plan {
             hopper_prefill(call, device).or_else(|| prefill(call, device))
         };
         found.unwrap_or_else(|| Self::Plain {
-            kernel: format!("attend_plain_{}", name(call)),
-            states: call.rows * call.query_heads,
+            kernel: format!("attend_plain_{}", name_of(call.kv.dtype)),
         })
     }
 
@@ -113,18 +113,12 @@ impl Plan {
         if matches!(self, Self::Decode { .. }) { MAX_ITEMS } else { 0 }
     }
 
-    /// The grid of the plain kernel's launch.
-    pub(crate) fn plain_blocks(states: usize) -> usize {
-        states.div_ceil(PLAIN_WARPS)
+    /// The grid of the kernels that give each (row, query head) a warp: plain, and the merge.
+    pub(crate) fn warps(call: &AttendLaunch<'_>) -> Result<Grid, CudaError> {
+        let states = call.rows * call.query_heads;
+        let blocks = [blocks_of("rows", states.div_ceil(PLAIN_WARPS))?, 1, 1];
+        Ok(Grid { blocks, threads: PLAIN_WARPS as u32 * WARP, shared_bytes: 0 })
     }
-
-    pub(crate) fn plain_threads() -> u32 {
-        PLAIN_WARPS as u32 * WARP
-    }
-}
-
-fn name(call: &AttendLaunch<'_>) -> &'static str {
-    crate::operands::name_of(call.kv.dtype)
 }
 
 /// Whether vectors lie as tensor-core kernels copy them: 16 bits an element, 16-byte boundaries,
@@ -172,7 +166,7 @@ fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
         shared_bytes: tile.shared_bytes,
     };
     let source = if bulk.is_some() { "attend_decode_sm90" } else { "attend_decode" };
-    let kernel = format!("{source}_{}_{}", name(call), geometry.head_dim);
+    let kernel = format!("{source}_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
     (requests > 0).then_some(Plan::Decode { kernel, grid, hopper: bulk.is_some(), requests })
 }
 
@@ -184,7 +178,7 @@ fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan>
         return None;
     }
     let grid = prefill_grid(call, device, tile, HOPPER_PAIRS)?;
-    let kernel = format!("attend_prefill_sm90_{}_{}", name(call), geometry.head_dim);
+    let kernel = format!("attend_prefill_sm90_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
     Some(Plan::Prefill { kernel, grid, hopper: true })
 }
 
@@ -195,7 +189,7 @@ fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
         return None;
     }
     let grid = prefill_grid(call, device, tile, PREFILL_PAIRS)?;
-    let kernel = format!("attend_prefill_{}_{}", name(call), geometry.head_dim);
+    let kernel = format!("attend_prefill_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
     Some(Plan::Prefill { kernel, grid, hopper: false })
 }
 
