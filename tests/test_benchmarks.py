@@ -124,7 +124,8 @@ def test_flops_are_counted_once() -> None:
 
 
 def test_a_watched_policy_plans_as_it_would() -> None:
-    view = PromptView(40, 4, 16, 0, np.asarray([0, 39], np.int32), ((1, 39),))
+    fresh, heads = np.asarray([0, 39], np.int32), np.zeros((4, 2, 2), np.int32)
+    view = PromptView(40, 4, 16, 0, fresh, ((1, 39),), heads)
     watched = ttft_cuda.Watched(Epic())
     assert watched.name == "epic"
     plans = list(watched.plan(view))

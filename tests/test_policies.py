@@ -34,7 +34,9 @@ def views(draw):
         segments.append((cursor, cursor + length))
         cursor += length
     fresh.append(cursor)
-    return PromptView(cursor + 1, layers, 16, prefix, np.asarray(fresh, np.int32), tuple(segments))
+    heads = np.zeros((layers, 2, 2), np.int32)
+    rows = np.asarray(fresh, np.int32)
+    return PromptView(cursor + 1, layers, 16, prefix, rows, tuple(segments), heads)
 
 
 def drive(policy, view, seed=0):
@@ -106,7 +108,7 @@ def test_highest_takes_the_earlier_of_equals_and_no_nan():
 
 def test_tail_fallback_when_the_prompt_ends_in_reused_text():
     fresh = np.asarray([0, 1, 299], np.int32)
-    view = PromptView(300, 4, 16, 0, fresh, ((2, 299),))
+    view = PromptView(300, 4, 16, 0, fresh, ((2, 299),), np.zeros((4, 2, 2), np.int32))
     plan = drive(SparseX(top_k=0, overflow=0), view)[-1]
     assert plan.rows.tolist() == [0, 1, *range(235, 300)]
 

@@ -12,6 +12,19 @@ import torch
 Rows = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class Salience:
+    """What `Probe.SALIENCE` measured of one layer, before its attention.
+
+    `mass` f32 [T]: the attention that each token gets, summed over score rows and query heads.
+    `edge` f32 [G]: of the query heads of each KV head, the mean share of attention outside the
+    head's own sink and window: what it does not see as a local head; 0 for full heads.
+    """
+
+    mass: torch.Tensor
+    edge: torch.Tensor
+
+
 class Probe(Enum):
     """What a policy wants to learn from a layer.
 
@@ -19,10 +32,14 @@ class Probe(Enum):
     `DEVIATION`: after projection and before anything is written, the squared distance of each
     row's fresh K, V from the cached ones (CacheBlend), f32 [R]. The next plan must then name the
     same layer and a subset of its rows, and the layer is finished with those alone.
+    `SALIENCE`: after the layer's K, V are written and before its attention, a `Salience` of
+    `score_rows`, every head reading all that is kept (RedKnot §4.2: importance by attention).
+    The next plan must then name the same layer and rows, now with `ffn_rows` and `restore`.
     """
 
     SCORES = "scores"
     DEVIATION = "deviation"
+    SALIENCE = "salience"
 
 
 @dataclass(frozen=True)
@@ -33,12 +50,20 @@ class LayerPlan:
     must be a subset of the rows of the layer before. Layer 0 alone may be planned twice, the
     second time with further rows: their hidden states are the embeddings, known for every token.
     `score_rows` i32 [S]: the rows whose queries are scored (a subset of `rows`).
+    `local_rows`, a subset of `rows`: those whose K, V of window heads are written; the others'
+    stay as they were reused. Full heads always write all `rows`. None: all.
+    `ffn_rows`, a subset of `rows`: those that run the feed-forward; the others keep the residual
+    (RedKnot, Algorithm 1, lines 23-26). None: all.
+    `restore`: KV heads of this layer that are full for the request from this layer's attention on.
     """
 
     layer: int
     rows: Rows
     probe: Probe | None = None
     score_rows: Rows = field(default_factory=lambda: np.zeros(0, np.int32))
+    local_rows: Rows | None = None
+    ffn_rows: Rows | None = None
+    restore: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,8 @@ class PromptView:
 
     tokens T; layers L; page_tokens P; `prefix` tokens are exact and never recomputed; `fresh`
     i32 [F] are the positions with no cached KV (Sparse-Q's I_nr); `segments` are the reused
-    spans, half-open and sorted.
+    spans, half-open and sorted. `heads` i32 [L, G, 2]: window and sink of every (layer, KV head)
+    as the model's head map classes it; window 0: full.
     """
 
     tokens: int
@@ -56,6 +82,7 @@ class PromptView:
     prefix: int
     fresh: Rows
     segments: tuple[tuple[int, int], ...]
+    heads: npt.NDArray[np.int32]
 
     @property
     def after_prefix(self) -> Rows:
@@ -68,4 +95,4 @@ class PromptView:
         return np.setdiff1d(self.after_prefix, self.fresh, assume_unique=True)
 
 
-ProbeResult = torch.Tensor | None
+ProbeResult = torch.Tensor | Salience | None

@@ -16,7 +16,8 @@ class Policy(Protocol):
     `reuse` says what admission may take from the cache. `delta_rope` False copies keys without
     rotating them to their new position: the control that shows what Δ-RoPE is worth.
     `rewrites_segments` says that some layer writes K, V of (nearly) every reused token, so
-    sharing the donors' blocks saves nothing and admission copies them at once.
+    sharing the donors' blocks saves nothing and admission copies them at once. `measures` says
+    that a plan depends on what is measured; only plans that do not can be prefilled in chunks.
     """
 
     @property
@@ -32,6 +33,11 @@ class Policy(Protocol):
     @property
     def delta_rope(self) -> bool:
         """Whether reused keys are rotated to their new position."""
+        ...
+
+    @property
+    def measures(self) -> bool:
+        """Whether a plan depends on what a probe measured."""
         ...
 
     def rewrites_segments(self, layers: int) -> bool:

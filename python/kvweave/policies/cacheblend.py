@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
@@ -32,6 +33,7 @@ class CacheBlend:
     name: ClassVar[str] = "cacheblend"
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:
@@ -59,7 +61,7 @@ class CacheBlend:
         yield LayerPlan(0, rows)
         for layer in range(1, prompt.layers):
             moved = yield LayerPlan(layer, rows, Probe.DEVIATION)
-            assert moved is not None
+            assert isinstance(moved, torch.Tensor)
             index = np.flatnonzero(is_reused[rows])
             count = round(self.kept(layer, prompt.layers) * len(reused))
             chosen = highest(scores_of(moved, index), rows[index], count)

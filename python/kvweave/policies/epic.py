@@ -26,6 +26,7 @@ class Epic:
     name: ClassVar[str] = "epic"
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.first < 0:

@@ -17,6 +17,7 @@ class Full:
     name: ClassVar[str] = "full"
     reuse: ClassVar[Reuse] = "none"
     delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = False
 
     def rewrites_segments(self, layers: int) -> bool:
         """Nothing is reused, so nothing is written again."""

@@ -16,6 +16,7 @@ class Naive:
 
     delta_rope: bool = True
     reuse: ClassVar[Reuse] = "segments"
+    measures: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

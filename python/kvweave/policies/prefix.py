@@ -17,6 +17,7 @@ class Prefix:
     name: ClassVar[str] = "prefix"
     reuse: ClassVar[Reuse] = "prefix"
     delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = False
 
     def rewrites_segments(self, layers: int) -> bool:
         """No segment is reused."""

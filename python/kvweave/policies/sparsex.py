@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
@@ -40,6 +41,7 @@ class SparseX:
     name: ClassVar[str] = "sparsex"
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.boundary is not None and self.boundary < 0:
@@ -74,7 +76,7 @@ class SparseX:
         for layer in range(boundary - 1):
             yield LayerPlan(layer, first)
         scores = yield LayerPlan(probing, first, Probe.SCORES, sparse_q)
-        assert scores is not None
+        assert isinstance(scores, torch.Tensor)
         rows = union(rows, highest(scores_of(scores, reused), reused, count))
         if boundary == 0:
             yield LayerPlan(0, rows)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from kvweave import ops
@@ -189,6 +190,7 @@ class Prefiller:
             prefix=plan.reused_prefix,
             fresh=plan.rows(),
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
+            heads=np.zeros((len(self.spec.layers), self.spec.kv_heads, 2), np.int32),
         )
         tokens = send_index(self.spec.device, prompt.tokens).long()
         hidden, trace = self.executor.prefill(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvweave.errors import Unsupported
@@ -31,7 +32,8 @@ def verify(model: Any, spec: ModelSpec) -> None:
     request = cache.admit(ids.int().numpy(), reuse="none")
     tokens, positions = ids.to(spec.device), Rotary(spec).table(TOKENS)
     rows = request.plan.rows()
-    view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, ())
+    heads = np.zeros((len(spec.layers), spec.kv_heads, 2), np.int32)
+    view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, (), heads)
     executor = Executor(spec, pages, False)
     hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view), 0)
     ours = executor.logits(hidden, 0)
