@@ -12,49 +12,12 @@ from hypothesis import strategies as st
 
 import kvweave
 from kvweave.eval.text import speech, speech_names
-from kvweave.plan import Probe, PromptView
 from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX, policy_of
 from kvweave.policies.row_sets import highest, intervals, overflow, union
 from kvweave.runner import Runner, Segment
+from prompt_views import drive, view_of, views
 
 POLICIES = [Full(), Prefix(), Naive(), Epic(), CacheBlend(), SparseX(), SparseX(boundary=0)]
-
-
-@st.composite
-def views(draw):
-    """A prompt with an exact prefix and reused segments, or none, between fresh intervals."""
-    layers = draw(st.integers(2, 12))
-    cursor = prefix = draw(st.integers(0, 40))
-    fresh, segments = [], []
-    for _ in range(draw(st.integers(0, 5))):
-        gap = draw(st.integers(0, 30))
-        fresh.extend(range(cursor, cursor + gap))
-        cursor += gap
-        length = draw(st.integers(1, 90))
-        segments.append((cursor, cursor + length))
-        cursor += length
-    fresh.append(cursor)
-    heads = np.zeros((layers, 2, 2), np.int32)
-    rows = np.asarray(fresh, np.int32)
-    return PromptView(cursor + 1, layers, 16, prefix, rows, tuple(segments), heads)
-
-
-def drive(policy, view, seed=0):
-    """Runs a policy's generator with made-up measurements; returns the plans."""
-    noise = torch.Generator().manual_seed(seed)
-    steps, plans = policy.plan(view), []
-    plan = next(steps)
-    while True:
-        plans.append(plan)
-        result = None
-        if plan.probe is Probe.SCORES:
-            result = torch.rand(view.tokens, generator=noise)
-        elif plan.probe is Probe.DEVIATION:
-            result = torch.rand(len(plan.rows), generator=noise)
-        try:
-            plan = steps.send(result)
-        except StopIteration:
-            return plans
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
@@ -108,7 +71,7 @@ def test_highest_takes_the_earlier_of_equals_and_no_nan():
 
 def test_tail_fallback_when_the_prompt_ends_in_reused_text():
     fresh = np.asarray([0, 1, 299], np.int32)
-    view = PromptView(300, 4, 16, 0, fresh, ((2, 299),), np.zeros((4, 2, 2), np.int32))
+    view = view_of(300, fresh, ((2, 299),))
     plan = drive(SparseX(top_k=0, overflow=0), view)[-1]
     assert plan.rows.tolist() == [0, 1, *range(235, 300)]
 

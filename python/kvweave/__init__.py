@@ -23,6 +23,7 @@ from kvweave.cache import (
 )
 from kvweave.errors import (
     CorruptHeadMap,
+    CorruptPayload,
     DeviceUnavailable,
     InvalidArgument,
     KvweaveError,
@@ -34,7 +35,17 @@ from kvweave.errors import (
 
 if TYPE_CHECKING:
     from kvweave import eval, models, ops, policies, runner
-    from kvweave.policies import CacheBlend, Epic, Full, Naive, Policy, Prefix, SparseX
+    from kvweave.policies import (
+        CacheBlend,
+        Epic,
+        Full,
+        Naive,
+        Policy,
+        Prefix,
+        RedKnot,
+        SparseX,
+        Weave,
+    )
     from kvweave.runner import Generation, Prefill, Report, Runner, Sampling, Segment
 
 _MODULES = ("eval", "models", "ops", "policies", "runner")
@@ -43,7 +54,18 @@ _LATER = {
         ("Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"), "kvweave.runner"
     ),
     **dict.fromkeys(
-        ("CacheBlend", "Epic", "Full", "Naive", "Policy", "Prefix", "SparseX"), "kvweave.policies"
+        (
+            "CacheBlend",
+            "Epic",
+            "Full",
+            "Naive",
+            "Policy",
+            "Prefix",
+            "RedKnot",
+            "SparseX",
+            "Weave",
+        ),
+        "kvweave.policies",
     ),
 }
 
@@ -51,6 +73,7 @@ __all__ = [
     "Arena",
     "CacheBlend",
     "CorruptHeadMap",
+    "CorruptPayload",
     "DeviceUnavailable",
     "Epic",
     "FrozenSegment",
@@ -69,6 +92,7 @@ __all__ = [
     "PoolFull",
     "Prefill",
     "Prefix",
+    "RedKnot",
     "Report",
     "ReusePlan",
     "Runner",
@@ -77,6 +101,7 @@ __all__ = [
     "SparseX",
     "UnknownSegment",
     "Unsupported",
+    "Weave",
     "__version__",
     "cuda_status",
     "eval",

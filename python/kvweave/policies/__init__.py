@@ -11,7 +11,9 @@ from kvweave.policies.epic import Epic
 from kvweave.policies.full import Full
 from kvweave.policies.naive import Naive
 from kvweave.policies.prefix import Prefix
+from kvweave.policies.redknot import RedKnot
 from kvweave.policies.sparsex import SparseX
+from kvweave.policies.weave import Weave
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
@@ -47,6 +49,8 @@ __all__ = [
     "Naive",
     "Policy",
     "Prefix",
+    "RedKnot",
     "SparseX",
+    "Weave",
     "policy_of",
 ]

@@ -10,12 +10,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import union
+from kvweave.policies.row_sets import openings, union
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,6 @@ class Epic:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """The fresh rows and each segment's first rows, in all layers."""
-        starts = [
-            np.arange(start, min(end, start + self.first), dtype=np.int32)
-            for start, end in prompt.segments
-        ]
-        rows = union(prompt.fresh, *starts)
+        rows = union(prompt.fresh, openings(prompt, self.first))
         for layer in range(prompt.layers):
             yield LayerPlan(layer, rows)

@@ -1,4 +1,4 @@
-"""Sets of rows as sorted i32 arrays: unions, neighbourhoods, the highest scores."""
+"""Sets of rows as sorted i32 arrays: unions, neighbourhoods, the highest scores, the most mass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.plan import Rows
+from kvweave.plan import PromptView, Rows
+
+Floats = npt.NDArray[np.float32]
 
 
 def union(*sets: Rows) -> Rows:
@@ -38,6 +40,33 @@ def overflow(edges: list[tuple[int, int]], reused: Rows, tokens: int) -> Rows:
     return union(np.zeros(0, np.int32), *(reused[first:last] for first, last in spans))
 
 
+def seams(prompt: PromptView) -> list[tuple[int, int]]:
+    """The fresh intervals, and the bare edges (a, a) between two segments that touch.
+
+    SparseX §3.3 names the fresh intervals alone. Where two segments touch there is no fresh text
+    between them, yet the same seam between two contexts, so it counts as an empty interval.
+    """
+    pairs = zip(prompt.segments, prompt.segments[1:], strict=False)
+    return intervals(prompt.fresh) + [(a[1], a[1]) for a, b in pairs if a[1] == b[0]]
+
+
+def tail(prompt: PromptView, tokens: int) -> Rows:
+    """The last tokens of the final reused segment, when nothing fresh stands behind it.
+
+    The last prompt token is always computed (its logits are wanted), so it does not count.
+    """
+    if not prompt.segments or prompt.segments[-1][1] < prompt.tokens - 1:
+        return np.zeros(0, np.int32)
+    start, end = prompt.segments[-1]
+    return np.arange(max(start, end - tokens), end, dtype=np.int32)
+
+
+def openings(prompt: PromptView, tokens: int) -> Rows:
+    """The first tokens of every reused segment."""
+    firsts = [np.arange(a, min(b, a + tokens), dtype=np.int32) for a, b in prompt.segments]
+    return union(np.zeros(0, np.int32), *firsts)
+
+
 def scores_of(scores: torch.Tensor, index: npt.NDArray[np.integer]) -> torch.Tensor:
     """The scores at some indices, left where they are."""
     chosen = torch.from_numpy(index.astype(np.int64, copy=False))
@@ -57,3 +86,29 @@ def highest(scores: torch.Tensor, rows: Rows, count: int) -> Rows:
     order = torch.sort(values, descending=True, stable=True).indices[:count]
     chosen: Rows = rows[np.sort(order.cpu().numpy())].astype(np.int32)
     return chosen
+
+
+def heaviest(
+    mass: torch.Tensor, rows: Rows, share: float, at_most: int, beside: torch.Tensor
+) -> tuple[Rows, Floats]:
+    """The fewest rows that hold a share of the rows' mass, sorted, and `beside` on the host.
+
+    mass f32 [len(rows)], beside f32 of any length. Never more than `at_most` rows; these are all
+    taken when the share is 1, or when there is no mass to go by. What is not a number weighs
+    nothing, and equal masses go to the earlier row. Rows are ranked where the masses are; the
+    candidates come to the host in one transfer, and are summed there in order: on a GPU
+    cumulative sums may differ from run to run.
+    """
+    count = min(at_most, len(rows))
+    values = torch.nan_to_num(mass, nan=0.0, neginf=0.0).clamp_min(0.0).float()
+    total = values.sum(dtype=torch.float64).float().reshape(1)
+    ranked = torch.sort(values, descending=True, stable=True)
+    parts = (ranked.values[:count], total, beside.float().to(values.device))
+    order = ranked.indices[:count].to(torch.int32)
+    host = torch.cat([order, *(part.view(torch.int32) for part in parts)]).cpu().numpy()
+    first, floats = host[:count], host[count:].view(np.float32)
+    weight = float(floats[count])
+    if share < 1.0 and weight > 0.0:
+        held = np.cumsum(floats[:count], dtype=np.float64)
+        count = min(count, int(np.searchsorted(held, share * weight)) + 1)
+    return rows[np.sort(first[:count])].astype(np.int32, copy=False), floats[len(first) + 1 :]

@@ -13,13 +13,12 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows
+from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import highest, intervals, overflow, scores_of, union
+from kvweave.policies.row_sets import highest, overflow, scores_of, seams, tail, union
 
 DEFAULT_DEPTH = 0.15
 """ℓ* as a share of the layers: §3.4 sets 15–20 % for small dense models, 10–15 % for large."""
@@ -66,8 +65,8 @@ class SparseX:
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """Dense layers, one choice, then the chosen rows."""
         reused, everything = prompt.reused, prompt.after_prefix
-        sparse_q = union(prompt.fresh, self._tail(prompt))
-        near = overflow(self._edges(prompt), reused, self.overflow * prompt.page_tokens)
+        sparse_q = union(prompt.fresh, tail(prompt, self.tail))
+        near = overflow(seams(prompt), reused, self.overflow * prompt.page_tokens)
         rows = union(sparse_q, near)
         count = round(self.top_k * len(reused)) if isinstance(self.top_k, float) else self.top_k
         boundary = self.depth(prompt.layers)
@@ -82,23 +81,3 @@ class SparseX:
             yield LayerPlan(0, rows)
         for layer in range(probing + 1, prompt.layers):
             yield LayerPlan(layer, rows)
-
-    @staticmethod
-    def _edges(prompt: PromptView) -> list[tuple[int, int]]:
-        """The fresh intervals, and the bare edges between two segments that touch.
-
-        §3.3 names the fresh intervals alone. Where two segments touch there is no fresh text
-        between them, yet the same seam between two contexts, so it counts as an empty interval.
-        """
-        seams = zip(prompt.segments, prompt.segments[1:], strict=False)
-        return intervals(prompt.fresh) + [(a[1], a[1]) for a, b in seams if a[1] == b[0]]
-
-    def _tail(self, prompt: PromptView) -> Rows:
-        """The last tokens of the final reused segment, when nothing fresh stands behind it.
-
-        The last prompt token is always computed (its logits are wanted), so it does not count.
-        """
-        if not prompt.segments or prompt.segments[-1][1] < prompt.tokens - 1:
-            return np.zeros(0, np.int32)
-        start, end = prompt.segments[-1]
-        return np.arange(max(start, end - self.tail), end, dtype=np.int32)

@@ -1,0 +1,131 @@
+"""`redknot`: recompute the global heads of every token, spare local heads and feed-forwards.
+
+RedKnot §4.2, Algorithm 1. Every token after the exact prefix has hidden states in every layer.
+Global heads (full ones in the head map) get new K, V under the new prefix; local heads keep the
+reused K, V, their keys moved to the new positions, and read sink and window alone. The first
+layers run the feed-forward on all tokens, later ones on the tokens that matter by attention mass,
+and the others keep their residual. A local head whose attention lies too much outside sink and
+window is full for the rest of the request (§1, adaptive restore).
+
+Where the paper leaves room:
+
+- Which local K, V are repaired. A token i sees W(i) = sink ∪ [i − w, i]. Deeper than w inside a
+  segment that is what it saw when the segment was encoded alone; nearer its start W(i) holds text
+  that it has never seen. So the first w rows of a segment are repaired (the authors' code does so
+  for hybrid models), and what the last token sees, from where all generated tokens go on: the
+  paper's example of sink and positions 744 to 1000 for i = 1000.
+- What importance is. "The recovered attention signal" is here the mass that a token gets; the
+  authors' code takes the norm of its attention output. Rows that run the feed-forward anyway do
+  not count: among them are sinks, of which one may hold more than half of all mass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from kvweave.errors import InvalidArgument
+from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows, Salience
+from kvweave.policies.base import Reuse
+from kvweave.policies.row_sets import heaviest, openings, scores_of, tail, union
+
+TAIL = 64
+"""Rows that ask beside the fresh ones when the prompt ends in reused text, as in SparseX §3.2."""
+
+
+@dataclass(frozen=True)
+class RedKnot:
+    """Head-aware recovery with a sparse feed-forward.
+
+    `dense_until`: share of the layers whose feed-forward is dense (the paper's 20 of the 80 of
+    Llama-3.3-70B). `mass_thresh`: share of the mass on reused rows that the rows chosen for the
+    feed-forward hold together, at least. `recent_n`: the last rows always run it, and the last
+    fresh rows ask. `ffn_share`: share of the rows that run it, at most; fresh and recent rows
+    always do. `repair`: rows at a segment's start and at the prompt's end whose local K, V are
+    computed again; None: as many as the layer's widest window, 0: fresh rows alone.
+    `restore_edge`: mean share of a local head's attention outside sink and window above which it
+    is restored; 1 never is.
+    """
+
+    dense_until: float = 0.25
+    mass_thresh: float = 0.5
+    recent_n: int = 128
+    ffn_share: float = 0.25
+    repair: int | None = None
+    restore_edge: float = 0.5
+    name: ClassVar[str] = "redknot"
+    reuse: ClassVar[Reuse] = "segments"
+    delta_rope: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field in ("dense_until", "mass_thresh", "ffn_share", "restore_edge"):
+            if not 0.0 <= getattr(self, field) <= 1.0:
+                raise InvalidArgument(
+                    f"redknot: expected 0 <= {field} <= 1, got {getattr(self, field)}"
+                )
+        if self.recent_n < 1 or (self.repair is not None and self.repair < 0):
+            raise InvalidArgument(
+                "redknot: expected recent_n >= 1 and repair >= 0, got "
+                f"{self.recent_n}, {self.repair}"
+            )
+
+    @property
+    def measures(self) -> bool:
+        """Whether any layer may be asked what matters in it."""
+        return self.dense_until < 1.0 or self.restore_edge < 1.0
+
+    def rewrites_segments(self, layers: int) -> bool:
+        """Global heads of every token are written, local heads' are not: blocks are per group."""
+        return False
+
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+        """All rows in all layers."""
+        rows = prompt.after_prefix
+        for layer in range(prompt.layers):
+            yield from self.recover(prompt, LayerPlan(layer, rows))
+
+    def recover(
+        self, prompt: PromptView, plan: LayerPlan
+    ) -> Generator[LayerPlan, ProbeResult, ProbeResult]:
+        """A layer's rows, by whomever chosen, with what heads and feed-forward are spared.
+
+        Yields one plan, or two with a measurement between them; returns the answer to the last.
+        """
+        plan = replace(plan, local_rows=self.repaired(prompt, plan))
+        always = union(prompt.fresh, plan.rows[-self.recent_n :])
+        others = np.setdiff1d(plan.rows, always, assume_unique=True)
+        sparse = plan.layer >= round(self.dense_until * prompt.layers) and len(others) > 0
+        local = prompt.heads[plan.layer, :, 0] > 0
+        if plan.probe is not None or not (sparse or (self.restore_edge < 1.0 and local.any())):
+            return (yield plan)
+        asked = union(prompt.fresh[-self.recent_n :], tail(prompt, TAIL))
+        asked = np.intersect1d(asked, plan.rows, assume_unique=True)
+        found = yield replace(plan, probe=Probe.SALIENCE, score_rows=asked)
+        assert isinstance(found, Salience)
+        room = max(0, round(self.ffn_share * len(plan.rows)) - len(always)) if sparse else 0
+        mass = scores_of(found.mass, others)
+        chosen, edge = heaviest(mass, others, self.mass_thresh, room, found.edge)
+        restore = np.flatnonzero(local & (edge > self.restore_edge))
+        return (
+            yield replace(
+                plan,
+                ffn_rows=union(always, chosen) if sparse else None,
+                restore=tuple(int(head) for head in restore),
+            )
+        )
+
+    def repaired(self, prompt: PromptView, plan: LayerPlan) -> Rows | None:
+        """Rows of a layer whose local K, V are computed again; None: it has no local heads."""
+        local = prompt.heads[plan.layer]
+        local = local[local[:, 0] > 0]
+        if len(local) == 0:
+            return None
+        window = int(local[:, 0].max()) if self.repair is None else self.repair
+        sink = np.arange(int(local[:, 1].max()) if window else 0, dtype=np.int32)
+        last = np.arange(max(0, prompt.tokens - window), prompt.tokens, dtype=np.int32)
+        rows = union(prompt.fresh, openings(prompt, window), sink, last)
+        both: Rows = np.intersect1d(rows, plan.rows, assume_unique=True)
+        return both
