@@ -32,11 +32,12 @@ PYTHON_LAYERS = [
     {"_native"},
     {"errors"},
     {"cache", "ops"},
-    {"plan", "models"},
+    {"plan", "models", "payload"},
     {"policies", "drawing", "bench"},
     {"runner"},
     {"adapters"},
     {"eval"},
+    {"profile"},
     {"demo"},
     {"cli"},
 ]

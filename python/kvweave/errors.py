@@ -38,6 +38,10 @@ class CorruptHeadMap(KvweaveError, ValueError):
     """A head map that is not what it says it is, or of another model."""
 
 
+class CorruptPayload(KvweaveError, ValueError):
+    """A payload that is not what it says it is, or bytes that are none."""
+
+
 class DeviceUnavailable(KvweaveError, RuntimeError):
     """A device that cannot be used; the text says why."""
 

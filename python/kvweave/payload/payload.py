@@ -1,0 +1,175 @@
+"""A request's KV as one object: a header and the parts it names, in memory, as bytes, as a file.
+
+The bytes are a safetensors file: any tool that reads those can look inside. The header and the
+checksums of the parts stand in its metadata. Checksums (CRC-32) find what a network or a disk has
+spoiled; they are no signature, so bytes of another origin are checked field by field as well.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save, save_file
+
+from kvweave.errors import CorruptPayload, InvalidArgument
+from kvweave.payload.header import PayloadHeader, parsed
+
+TOKENS, LOGITS = "tokens", "logits"
+
+_HEADER, _CHECKSUMS = "kvweave.payload", "kvweave.crc32"
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
+
+
+@dataclass(frozen=True)
+class PayloadSizes:
+    """Bytes of K and V of each part, all together, and of every token in every head."""
+
+    parts: dict[str, int]
+    total: int
+    dense: int
+
+    @property
+    def saving(self) -> float:
+        """How many times smaller than dense the payload is."""
+        return self.dense / self.total if self.total else float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class KvPayload:
+    """The KV of one request, as much of each head as the tokens that follow can see.
+
+    `parts`: `tokens` i32 [T]; `group.<i>` [heads, 2, n, D], keys and values of the n positions in
+    the header's spans of group i; `promoted.<layer>.<head>` [1, 2, T, D]; and `logits` f32 [V] of
+    the last token where they were exported. Tensors of any device.
+
+    # Errors
+    `CorruptPayload` for parts that are not what the header says.
+    """
+
+    header: PayloadHeader
+    parts: Mapping[str, torch.Tensor]
+
+    def __post_init__(self) -> None:
+        found = {
+            name: (_NAMES.get(part.dtype, str(part.dtype)), tuple(part.shape))
+            for name, part in self.parts.items()
+        }
+        _expect_parts(self.header, found)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The request's tokens i32 [T]."""
+        return self.parts[TOKENS]
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """Logits f32 [V] of the last token, which the next one is chosen by."""
+        return self.parts.get(LOGITS)
+
+    def sizes(self) -> PayloadSizes:
+        """Bytes of K and V, by part and beside a dense payload."""
+        held = {name: self.parts[name] for name in self.header.part_shapes()}
+        parts = {name: part.numel() * part.element_size() for name, part in held.items()}
+        return PayloadSizes(parts, sum(parts.values()), self.header.dense_bytes)
+
+    def to_bytes(self) -> bytes:
+        """The payload as a safetensors file; its parts come to the host if they are not there."""
+        parts = self._on_host()
+        return save(parts, _metadata(self.header, parts))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes what `to_bytes` gives."""
+        parts = self._on_host()
+        save_file(parts, path, _metadata(self.header, parts))
+
+    @staticmethod
+    def from_bytes(data: bytes | bytearray | memoryview) -> KvPayload:
+        """A payload from bytes of any origin; its parts lie on the host.
+
+        # Errors
+        `CorruptPayload` for anything but what `to_bytes` made: other formats and schemas, missing,
+        additional or spoiled bytes, and sizes that do not agree.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            got = type(data).__name__
+            raise InvalidArgument(f"payload: expected bytes, got {got}", expected="bytes", got=got)
+        data = bytes(data)
+        try:
+            stored = dict(deserialize(data))
+        except SafetensorError as error:
+            raise CorruptPayload(f"payload: expected a safetensors file, got {error}") from error
+        header, checksums = _described(data)
+        found = {name: (str(s["dtype"]), tuple(s["shape"])) for name, s in stored.items()}
+        _expect_parts(header, found)
+        _expect_checksums({name: s["data"] for name, s in stored.items()}, checksums)
+        dtypes = {name: dtype for dtype, name in _NAMES.items()}
+        parts = {}
+        for name, (dtype, shape) in found.items():
+            held = stored[name]["data"]
+            flat = torch.frombuffer(held, dtype=dtypes[dtype]) if held else torch.empty(0)
+            parts[name] = flat.to(dtypes[dtype]).view(shape)
+        return KvPayload(header, parts)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> KvPayload:
+        """A payload from a file. Errors as for `from_bytes`, and `OSError`."""
+        return KvPayload.from_bytes(Path(path).read_bytes())
+
+    def _on_host(self) -> dict[str, torch.Tensor]:
+        return {name: part.cpu().contiguous() for name, part in self.parts.items()}
+
+
+def _metadata(header: PayloadHeader, parts: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    text = json.dumps(header.to_json(), separators=(",", ":"))
+    sums = {n: zlib.crc32(p.reshape(-1).view(torch.uint8).numpy().data) for n, p in parts.items()}
+    sums[_HEADER] = zlib.crc32(text.encode())
+    return {_HEADER: text, _CHECKSUMS: json.dumps(sums, separators=(",", ":"))}
+
+
+def _described(data: bytes) -> tuple[PayloadHeader, Any]:
+    """The header and the checksums in the metadata of a safetensors file that was read once."""
+    length = int.from_bytes(data[:8], "little")
+    metadata = parsed(data[8 : 8 + length].decode()).get("__metadata__", {})
+    missing = sorted({_HEADER, _CHECKSUMS} - metadata.keys())
+    if missing:
+        raise CorruptPayload(f"payload metadata: expected {', '.join(missing)}, got none")
+    text, checksums = metadata[_HEADER], parsed(metadata[_CHECKSUMS])
+    found = zlib.crc32(text.encode())
+    expected = checksums.pop(_HEADER, None) if isinstance(checksums, dict) else None
+    if found != expected:
+        raise CorruptPayload(f"payload header: expected its CRC-32 {found}, got another")
+    return PayloadHeader.from_json(parsed(text)), checksums
+
+
+def _expect_parts(header: PayloadHeader, found: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    kind = _NAMES[_DTYPES[header.dtype]]
+    wanted = {name: (kind, shape) for name, shape in header.part_shapes().items()}
+    wanted[TOKENS] = ("I32", (header.tokens,))
+    if LOGITS in found:
+        wanted[LOGITS] = ("F32", (found[LOGITS][1] + (0,))[:1])
+    for name in sorted(wanted.keys() | found.keys()):
+        expected = _shown(wanted.get(name))
+        got = _shown(found.get(name))
+        if expected != got:
+            text = f"payload part {name[:60]}: expected {expected}, got {got}"
+            raise CorruptPayload(text, expected=expected, got=got)
+
+
+def _shown(part: tuple[str, tuple[int, ...]] | None) -> str:
+    return "none" if part is None else f"{part[0]} {list(part[1])}"
+
+
+def _expect_checksums(parts: Mapping[str, bytes], checksums: Any) -> None:
+    for name, data in parts.items():
+        found = zlib.crc32(data)
+        if checksums.get(name) != found:
+            raise CorruptPayload(f"payload part {name}: expected its CRC-32 {found}, got another")

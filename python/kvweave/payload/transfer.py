@@ -1,0 +1,211 @@
+"""Out of one cache and into another: what the tokens to come can see of a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.cache import HeadGroup, KvCache, KvRequest
+from kvweave.errors import InvalidArgument, NamespaceConflict
+from kvweave.ops import RopeTable
+from kvweave.payload.header import (
+    GroupSpans,
+    PayloadHeader,
+    Span,
+    group_part,
+    positions_of,
+    promoted_part,
+)
+from kvweave.payload.pages import Int32, Places, gather, scatter, turn
+from kvweave.payload.payload import LOGITS, TOKENS, KvPayload
+
+
+def export_kv(
+    cache: KvCache,
+    pages: torch.Tensor,
+    request: KvRequest,
+    *,
+    rope: RopeTable | None = None,
+    logits: torch.Tensor | None = None,
+) -> KvPayload:
+    """The KV of a request whose rows are all computed; the request stays as it is.
+
+    `pages` is the whole arena [pages, 2, P, D] where it lies, and so are the payload's parts. Full
+    heads and promoted ones give every token, window heads what they still hold of the blocks that
+    the next token sees. Keys leave at their final rotation: those that a request reads where
+    another rotated them ("share") are rotated on the way, which takes `rope`. `logits` f32 [V] of
+    the last token go along where they are given.
+
+    # Errors
+    `InvalidArgument` for pages or logits that are not the cache's, keys to rotate without `rope`,
+    a window that has gone, or a released request.
+    """
+    _expect_pages(cache, pages)
+    length = request.length
+    tables = [Places.read_by(request, table) for table in range(request.tables)]
+    count = len(cache.groups)
+    layers = [cache.page_layers(group) for group in range(count)]
+    layers += [np.asarray([layer], np.int32) for layer, _ in request.promoted]
+    shape, groups = cache.shape, []
+    for index, group in enumerate(cache.groups):
+        tables[index] = tables[index].of(_needed(group, tables[index], length, shape.page_tokens))
+        spans = _spans(tables[index].positions)
+        groups.append(GroupSpans(group.kind, group.sink, group.recent, spans))
+    header = PayloadHeader(
+        fingerprint=cache.fingerprint,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        page_tokens=shape.page_tokens,
+        dtype=shape.dtype,
+        tokens=length,
+        namespace=request.namespace,
+        regime=request.regime,
+        groups=tuple(groups),
+        head_groups=_head_groups(cache),
+        promoted=tuple(sorted(request.promoted)),
+    )
+    names = [group_part(index) for index in range(count)]
+    names += [promoted_part(*place) for place in request.promoted]
+    parts = {TOKENS: torch.from_numpy(np.asarray(request.tokens, np.int32))}
+    for name, places, of_page in zip(names, tables, layers, strict=True):
+        parts[name] = gather(pages, places, len(of_page))
+        if places.deltas.any():
+            if rope is None:
+                raise InvalidArgument("rope: expected the table of a request in share, got none")
+            turn(parts[name], places.deltas, of_page, rope, shape)
+    if logits is not None:
+        parts[LOGITS] = logits.detach().reshape(-1).float().clone()
+    return KvPayload(header, parts)
+
+
+def import_kv(
+    cache: KvCache,
+    pages: torch.Tensor,
+    payload: KvPayload,
+    *,
+    namespace: str | None = None,
+    reserve_tokens: int = 0,
+) -> KvRequest:
+    """Admits a payload's request and writes its KV into the pages: it decodes on from here.
+
+    The cache has the weights, geometry, dtype and head classes of the one it comes from; its pages
+    may be shorter. `namespace` is whose request is expected (None: the payload's word is taken).
+    Nothing is remembered for later prompts unless the caller commits it.
+
+    # Errors
+    `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another
+    namespace, `PoolFull` when it does not fit. After any error nothing is held.
+    """
+    _expect_pages(cache, pages)
+    _expect_alike(cache, payload.header, namespace)
+    header, width = payload.header, cache.shape.page_tokens
+    request = cache.admit(
+        payload.tokens.cpu().numpy(),
+        namespace=header.namespace,
+        reuse="none",
+        reserve_tokens=reserve_tokens,
+        regime=header.regime,
+        chunk_tokens=width,
+    )
+    try:
+        for place in header.promoted:
+            request.promote(*place)
+        _move_to_the_end(request, header, width)
+        for index, group in enumerate(header.groups):
+            _write(pages, request, index, group.spans, payload.parts[group_part(index)])
+        for index, place in enumerate(request.promoted, len(header.groups)):
+            _write(
+                pages, request, index, ((0, header.tokens),), payload.parts[promoted_part(*place)]
+            )
+    except BaseException:
+        request.release()
+        raise
+    return request
+
+
+def _move_to_the_end(request: KvRequest, header: PayloadHeader, width: int) -> None:
+    """Lets go of what the next token does not see, block by block, as a prefill in chunks would."""
+    windows = [group.recent for group in header.groups if group.kind == "window"]
+    first = max(0, header.tokens - max(windows, default=0)) // width * width
+    for start in range(first, header.tokens, width):
+        request.advance(start, min(start + width, header.tokens))
+    request.advance(header.tokens, header.tokens)
+    for index in range(len(header.groups)):
+        request.take_copies(index)
+    request.finish_copies()
+
+
+def _write(
+    pages: torch.Tensor,
+    request: KvRequest,
+    table: int,
+    spans: tuple[Span, ...],
+    part: torch.Tensor,
+) -> None:
+    """Writes what a part holds of the blocks that a table keeps.
+
+    # Errors
+    `InvalidArgument` when the part lacks some of them, as one of shorter pages does.
+    """
+    kept = Places.read_by(request, table)
+    given = positions_of(spans)
+    index = np.searchsorted(given, kept.positions)
+    found = given[np.minimum(index, len(given) - 1)] == kept.positions
+    if not found.all():
+        missing = int(kept.positions[~found][0])
+        raise InvalidArgument(
+            f"payload: expected the KV of position {missing} in table {table}, which the pages of "
+            f"{pages.shape[2]} tokens keep, got spans {spans}"
+        )
+    whole = len(index) == part.shape[2]
+    chosen = torch.from_numpy(index).to(part.device)
+    scatter(pages, kept, part if whole else part.index_select(2, chosen))
+
+
+def _needed(group: HeadGroup, places: Places, length: int, width: int) -> npt.NDArray[np.bool_]:
+    """Which places lie in blocks that the token after `length` others sees some of."""
+    chosen = np.zeros(len(places.positions), np.bool_)
+    for begin, end in GroupSpans(group.kind, group.sink, group.recent, ()).visible(length):
+        first, behind = begin // width * width, -(-end // width) * width
+        chosen |= (first <= places.positions) & (places.positions < behind)
+    return chosen
+
+
+def _spans(positions: Int32) -> tuple[Span, ...]:
+    """The runs of sorted positions."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    runs = np.split(positions, breaks)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
+
+
+def _head_groups(cache: KvCache) -> tuple[int, ...]:
+    tables = [cache.head_rows(layer)[:, 0] for layer in range(cache.shape.layers)]
+    return tuple(np.concatenate(tables).tolist())
+
+
+def _expect_pages(cache: KvCache, pages: torch.Tensor) -> None:
+    shape, got = tuple(cache.arena.shape), tuple(pages.shape)
+    if got != shape or not pages.is_contiguous():
+        raise InvalidArgument(f"pages: expected the cache's own {shape}, got a tensor {got}")
+
+
+def _expect_alike(cache: KvCache, header: PayloadHeader, namespace: str | None) -> None:
+    shape = cache.shape
+    classes = tuple((group.kind, group.sink, group.recent) for group in cache.groups)
+    for what, expected, got in (
+        ("fingerprint", cache.fingerprint, header.fingerprint),
+        ("layers", shape.layers, header.layers),
+        ("kv_heads", shape.kv_heads, header.kv_heads),
+        ("head_dim", shape.head_dim, header.head_dim),
+        ("dtype", shape.dtype, header.dtype),
+        ("head classes", classes, tuple((g.kind, g.sink, g.recent) for g in header.groups)),
+        ("head map", _head_groups(cache), header.head_groups),
+    ):
+        if expected != got:
+            raise InvalidArgument(f"payload {what}: expected {expected}, got {got}")
+    if namespace is not None and namespace != header.namespace:
+        raise NamespaceConflict(
+            f"payload namespace: expected {namespace!r}, got {header.namespace!r}"
+        )
