@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
@@ -26,7 +27,8 @@ class Measurement:
 
     `kl`: nats to full at each scored token, full's own greedy answer (or the real text) being
     forced. `top1`: the share of these where the most likely token is full's. `first_token`: the
-    same for the first token to be generated. `score`: see the task's `score_name`. `kv_bytes`,
+    same for the first token to be generated, and `top10` the share of full's ten most likely that
+    are among the policy's ten there. `score`: see the task's `score_name`. `kv_bytes`,
     `shared_kv_bytes`, `mode` and `mode_reason`: as in the runner's report.
     """
 
@@ -45,6 +47,7 @@ class Measurement:
     kl: tuple[float, ...]
     top1: float
     first_token: bool
+    top10: float
     answer: str
     mode: str
     mode_reason: str
@@ -102,11 +105,23 @@ class SampleMeasurer:
         """The reference itself."""
         return self._measured(self._full, "full", "full")
 
-    def policy(self, policy: str | Policy, role: Role = "policy") -> Measurement:
-        """One recovery policy."""
+    def on(self, runner: Runner) -> SampleMeasurer:
+        """The same sample against the same full prefill, by another runner of the same model.
+
+        A runner with a head map is measured so against full without one: what the map costs, and
+        what a policy costs under it. The segments must be in that runner's knowledge base too.
+        """
+        other = copy(self)
+        other._runner = runner
+        return other
+
+    def policy(
+        self, policy: str | Policy, role: Role = "policy", name: str | None = None
+    ) -> Measurement:
+        """One recovery policy, measured under a name (its own, unless given)."""
         chosen = policy_of(policy)
         outcome = self._against_full(self._sample.parts, chosen, self._namespace)
-        return self._measured(outcome, chosen.name, role)
+        return self._measured(outcome, chosen.name if name is None else name, role)
 
     def no_rope_control(self) -> Measurement:
         """Naive reuse with keys left at their old positions: what Δ-RoPE is worth."""
@@ -185,6 +200,7 @@ class SampleMeasurer:
             kl=tuple(float(k) for k in kl_per_token(reference, outcome.logits)),
             top1=float(agrees.float().mean()),
             first_token=bool(agrees[first]),
+            top10=_shared_top(reference[first], outcome.logits[first], 10),
             answer=outcome.text,
             mode=report.mode,
             mode_reason=report.mode_reason,
@@ -223,6 +239,14 @@ def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
     """How many leading tokens two answers share."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _shared_top(reference: torch.Tensor, other: torch.Tensor, count: int) -> float:
+    """The share of one distribution's most likely tokens that are among the other's; [V] each."""
+    tops = [
+        set(logits.topk(min(count, len(logits))).indices.tolist()) for logits in (reference, other)
+    ]
+    return len(tops[0] & tops[1]) / len(tops[0])
 
 
 def _content(segment: Segment) -> str | Sequence[int]:

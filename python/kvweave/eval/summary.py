@@ -34,6 +34,7 @@ class Summary:
     gap_closed: Interval
     top1: float
     first_token: float
+    top10: float
     reused_share: float
     row_share: float
     ttft_s: float
@@ -126,6 +127,7 @@ class Evaluation:
             gap_closed=bootstrap(np.stack([naive, kl], axis=1), gap_closed),
             top1=float(np.mean([m.top1 for m in mine])),
             first_token=float(np.mean([m.first_token for m in mine])),
+            top10=float(np.mean([m.top10 for m in mine])),
             reused_share=sum(m.reused for m in mine) / sum(m.tokens for m in mine),
             row_share=float(np.mean([m.row_share for m in mine])),
             ttft_s=ttft,
