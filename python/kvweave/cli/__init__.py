@@ -1,4 +1,4 @@
-"""The `kvweave` command: demo, generate, plan, capacity, eval, bench. One file a command.
+"""The `kvweave` command: demo, generate, plan, capacity, eval, profile-heads, bench. One a file.
 
 Frameworks are imported inside the commands, so that help and bad input answer at once.
 """
@@ -13,6 +13,7 @@ from kvweave.cli.demo import demo
 from kvweave.cli.evaluate import evaluate
 from kvweave.cli.generate import generate
 from kvweave.cli.plan import plan
+from kvweave.cli.profile_heads import profile_heads
 
 app = typer.Typer(
     name="kvweave",
@@ -50,6 +51,7 @@ app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("capacity")(capacity)
 app.command("eval")(evaluate)
+app.command("profile-heads")(profile_heads)
 app.add_typer(bench.app)
 
 

@@ -1,6 +1,7 @@
-"""Plans and evaluations as pictures: in the terminal by rich, as PNG, SVG or PDF by matplotlib."""
+"""Plans, head maps and evaluations as pictures: in the terminal by rich, in files by matplotlib."""
 
 from kvweave.drawing.figure_file import check_suffix
+from kvweave.drawing.head_figure import draw_heads, head_figure, save_heads
 from kvweave.drawing.plan_figure import plan_figure, save_plan
 from kvweave.drawing.quality_figure import quality_figure, save_quality
 from kvweave.drawing.spans import read_plan
@@ -8,10 +9,13 @@ from kvweave.drawing.terminal import draw_plan
 
 __all__ = [
     "check_suffix",
+    "draw_heads",
     "draw_plan",
+    "head_figure",
     "plan_figure",
     "quality_figure",
     "read_plan",
+    "save_heads",
     "save_plan",
     "save_quality",
 ]

@@ -1,0 +1,196 @@
+"""Head maps around a profile: DuoAttention's patterns, pictures, the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from families import tiny
+from kvweave.cache import HeadClassMap
+from kvweave.cli import app
+from kvweave.drawing import draw_heads, head_figure, save_heads
+from kvweave.errors import CorruptHeadMap, InvalidArgument
+from kvweave.profile import DuoPattern, HeadProfile, LengthScores
+from kvweave.runner.model_spec import describe
+
+# ---- DuoAttention's patterns -----------------------------------------------------------------
+
+GATES = "0.9\t0.1\n0.5\t0.0\n1.0\t1.0\n2.5e-01\t0.49\n"
+
+
+def pattern_in(folder: Path, text: str = GATES, config: Any = None) -> tuple[Path, Path]:
+    pattern, settings = folder / "full_attention_heads.tsv", folder / "config.json"
+    pattern.write_text(text)
+    settings.write_text(
+        json.dumps({"sink_size": 8, "recent_size": 32} if config is None else config)
+    )
+    return pattern, settings
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({}, {(0, 0), (1, 0), (2, 0), (2, 1)}),
+        ({"threshold": 0.95}, {(2, 0), (2, 1)}),
+        ({"threshold": 0.0}, {(layer, head) for layer in range(4) for head in range(2)}),
+        ({"share": 0.125}, {(2, 0)}),
+        ({"share": 0.375}, {(2, 0), (2, 1), (0, 0)}),
+        ({"share": 0.0}, set()),
+    ],
+)
+def test_a_pattern_becomes_a_map(asked: dict[str, float], kept: set[Any], tmp_path: Path) -> None:
+    spec = describe(tiny("llama"))
+    made = DuoPattern.read(*pattern_in(tmp_path)).map(spec, **asked)
+    plain = json.loads(made.to_json())
+    assert plain["model_fingerprint"] == spec.fingerprint
+    found = {(e["layer"], e["head"]) for e in plain["heads"] if e["class"] == {"kind": "full"}}
+    assert found == kept
+    window = {"kind": "window", "sink": 8, "recent": 32}
+    assert all(e["class"] == window for e in plain["heads"] if e["reach"] == "local")
+    assert {e["stability"] for e in plain["heads"]} == {"unstable"}
+    assert plain["evidence"]["imported_from"] == "DuoAttention"
+    assert len(plain["evidence"]["pattern_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected rows of one length, got no rows"),
+        ("0.1\t0.2\n0.3\n", "rows of 1 and of 2"),
+        ("0.1\tx\n", "expected numbers parted by tabs"),
+        ("0.1,0.2\n", "expected numbers parted by tabs"),
+        ("0.1\t1.2\n", "expected numbers from 0 to 1, got 1.2"),
+        ("nan\t0.2\n", "expected numbers from 0 to 1, got nan"),
+        ("-0.1\t0.2\n", "got -0.1"),
+        ("\udcff", "expected numbers"),
+    ],
+)
+def test_malformed_patterns_are_refused(text: str, says: str, tmp_path: Path) -> None:
+    pattern = tmp_path / "p.tsv"
+    pattern.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CorruptHeadMap, match=says):
+        DuoPattern.read(pattern)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, [], {"sink_size": 1}, {"sink_size": -1, "recent_size": 5}, {"sink_size": 1.5,
+     "recent_size": 5}, {"sink_size": True, "recent_size": 5}, {"sink_size": 1, "recent_size": 0}],
+)  # fmt: skip
+def test_malformed_configs_are_refused(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(CorruptHeadMap, match="expected (sink_size|recent_size) to be an integer"):
+        DuoPattern.read(*pattern_in(tmp_path, config=config))
+
+
+def test_patterns_of_another_model_and_wrong_wishes(tmp_path: Path) -> None:
+    spec = describe(tiny("llama"))
+    with pytest.raises(CorruptHeadMap, match="4 layers x 2 KV heads, got 1 x 2"):
+        DuoPattern.read(pattern_in(tmp_path, "0\t1\n")[0]).map(spec, sink=1, recent=2)
+    pattern, config = pattern_in(tmp_path)
+    with pytest.raises(InvalidArgument, match="expected sink and recent"):
+        DuoPattern.read(pattern).map(spec)
+    for wrong in ({"share": 0.5, "threshold": 0.5}, {"share": 2.0}, {"threshold": -1.0}):
+        with pytest.raises(InvalidArgument, match="expected"):
+            DuoPattern.read(pattern, config).map(spec, **wrong)
+    config.write_text("{not json")
+    with pytest.raises(CorruptHeadMap, match="config.json: expected JSON"):
+        DuoPattern.read(pattern, config)
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+
+def example_map() -> dict[str, Any]:
+    rising, zeros = np.arange(8.0).reshape(2, 4) / 8, np.zeros((2, 4))
+    scores = [LengthScores(length, rising, zeros, zeros, zeros, zeros) for length in (10, 20)]
+    profile = HeadProfile("m", 4, 64, tuple(scores))
+    plain: dict[str, Any] = json.loads(profile.map(count=3).to_json())
+    return plain
+
+
+def test_figure_frames_what_reads_everything(tmp_path: Path) -> None:
+    from matplotlib.patches import Rectangle
+
+    figure = head_figure(example_map())
+    strips = [axes for axes in figure.axes if axes.images]
+    assert len(strips) == 6
+    for axes in strips:
+        frames = [p for p in axes.patches if isinstance(p, Rectangle)]
+        places = {(frame.get_x() + 0.5, frame.get_y() + 0.5) for frame in frames}
+        assert places == {(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)}
+    for suffix in (".svg", ".png"):
+        save_heads(tmp_path / f"heads{suffix}", example_map())
+        assert (tmp_path / f"heads{suffix}").stat().st_size > 2000
+    with pytest.raises(InvalidArgument, match=".png, .svg, .pdf"):
+        save_heads(tmp_path / "heads.gif", example_map())
+
+
+def test_the_terminal_shows_classes_and_scores() -> None:
+    console = Console(width=140, color_system="standard", force_terminal=True)
+    with console.capture() as captured:
+        console.print(draw_heads(example_map()))
+    lines = captured.get().splitlines()
+    assert "3 of 8 KV heads read everything (38%)" in lines[0]
+    assert "the others 4 first and 64 latest tokens; prompts of 10, 20 tokens" in lines[0]
+    rows = [line for line in lines if "head " in line and "KV" not in line]
+    assert len(rows) == 4
+    assert ["\x1b[32m" in row for row in rows] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{}, {"layers": 2, "kv_heads": 2, "heads": [{}]}, {"layers": 1, "kv_heads": 1, "heads": 3},
+     {"layers": 1, "kv_heads": 1, "heads": [], "evidence": {"score": [[1, 2]]}}],
+)  # fmt: skip
+def test_what_is_no_map_is_not_drawn(broken: Any) -> None:
+    with pytest.raises(InvalidArgument, match="expected a map's JSON"):
+        draw_heads(broken)
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["profile-heads", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("gpt-17",), "expected one of smollm2"),
+        (("smollm2", "--share", 1.5), "share: expected 0..1, got 1.5"),
+        (("smollm2", "--share", 0.5, "--kl", 0.1), "kl: expected no --share"),
+        (("smollm2", "--lengths", "1k"), "lengths: expected numbers"),
+        (("smollm2", "--threshold", 0.5), "expected --duo"),
+        (("smollm2", "--figure", "x.gif"), ".png, .svg, .pdf"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: tuple[object, ...], says: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert says in " ".join(result.stderr.split())
+
+
+def test_the_command_imports_a_pattern(tmp_path: Path) -> None:
+    gates = np.zeros((30, 3))
+    gates[7, 2] = gates[14, 1] = 1.0
+    text = "\n".join("\t".join(f"{gate:.18e}" for gate in row) for row in gates)
+    pattern, config = pattern_in(tmp_path, text)
+    written = tmp_path / "maps" / "duo.json"
+    result = call(
+        "smollm2", "--duo", pattern, "--duo-config", config, "--recent", 64, "--out", written
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 of 90 KV heads read everything" in result.output
+    plain = json.loads(written.read_text())
+    assert HeadClassMap.from_json(written.read_text()).layers == 30
+    assert {"kind": "window", "sink": 8, "recent": 64} in [e["class"] for e in plain["heads"]]
+    config.write_text("{}")
+    refused = call("smollm2", "--duo", pattern, "--duo-config", config)
+    assert refused.exit_code == 2
+    assert "sink_size" in refused.stderr

@@ -1,0 +1,431 @@
+"""Head profiles: figures against the model's own attention, prompts, maps, bounds, refusals."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from families import random_tokens, tiny
+from kvweave.cache import HeadClassMap
+from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.profile import (
+    Effect,
+    HeadProfile,
+    LengthScores,
+    held_out,
+    profile_heads,
+    smallest_share,
+)
+from kvweave.profile.attention_reach import read_attention
+from kvweave.profile.page_overlap import STEPS, page_overlap
+from kvweave.profile.prefix_shift import measure_shift
+from kvweave.profile.scores import agreement, rank_correlation, top
+from kvweave.profile.tap import Tap
+from kvweave.profile.texts import HIDDEN, TextMaker, parted
+from kvweave.runner import Runner
+
+SINK, RECENT, TOKENS = 4, 16, 150
+FAMILIES = ("llama", "llama-yarn", "llama-dynamic", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3")
+
+
+class Bytes:
+    """A tokenizer of bytes, with or without an id before every text."""
+
+    eos_token_id = None
+
+    def __init__(self, lead: int | None = None) -> None:
+        self.lead = [] if lead is None else [lead]
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        ids = list(text.encode())
+        return SimpleNamespace(input_ids=self.lead + ids if add_special_tokens else ids)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+def words(count: int, seed: int) -> str:
+    """Sentences of made-up words."""
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("abcdefghijklmnop"))
+    made = ["".join(rng.choice(letters, rng.integers(2, 8))) for _ in range(count)]
+    return " ".join(w.capitalize() + "." if i % 9 == 0 else w for i, w in enumerate(made))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(words(900, number))
+    return tmp_path
+
+
+def small(name: str = "llama", **changes: Any) -> Runner:
+    options = {"max_position_embeddings": 2048, **changes}
+    return Runner(tiny(name, **options), Bytes(), max_tokens=2048, progress=False)
+
+
+# ---- measured figures against definitions ----------------------------------------------------
+
+
+def attention_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """The model's own attention weights f64 [L, H, T, T]."""
+    ids = torch.from_numpy(tokens).long()[None]
+    with torch.inference_mode():
+        weights = model(ids, use_cache=False, output_attentions=True).attentions
+    return torch.cat(weights).double().numpy()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mass_is_that_of_the_models_own_attention(name: str) -> None:
+    model = tiny(name)
+    runner = Runner(model, max_tokens=512, progress=False)
+    tokens = random_tokens(TOKENS, 3)
+    rows = np.array([60, 97, 149], np.int32)
+    targets = ((99, 10, 25), (149, 40, 41), (120, 0, 120))
+    found = read_attention(runner, tokens, rows, targets, sink=SINK, recent=RECENT)
+
+    weights = attention_of(model, tokens)
+    position = np.arange(TOKENS)
+    far = (position >= SINK) & (position <= rows[:, None] - RECENT)
+    edge = (weights[:, :, rows] * far).sum(-1).mean(-1)
+    target = np.mean([weights[:, :, row, a:b].sum(-1) for row, a, b in targets], axis=0)
+    assert found.target is not None
+    np.testing.assert_allclose(found.edge, edge, atol=2e-5)
+    np.testing.assert_allclose(found.target, target, atol=2e-5)
+    assert edge.max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
+def test_overlap_is_flexicaches_definition(name: str) -> None:
+    model = tiny(name)
+    runner = Runner(model, max_tokens=512, progress=False)
+    tokens = random_tokens(TOKENS, 4)
+    found = read_attention(
+        runner, tokens, np.array([149], np.int32), (), sink=SINK, recent=RECENT
+    ).overlap
+
+    weights = attention_of(model, tokens)[:, :, -STEPS:]
+    pages = -(-TOKENS // 16)
+    count = pages // 8
+    wanted = np.zeros_like(found)
+    for layer, head in np.ndindex(*found.shape):
+        queries = weights[layer].reshape(2, -1, STEPS, TOKENS)[head].sum(0)
+        by_page = [[row[16 * n : 16 * (n + 1)].sum() for n in range(pages)] for row in queries]
+        best = [set(np.argsort(row)[::-1][:count].tolist()) for row in by_page]
+        pairs = [
+            max(0.0, (len(best[s] & best[t]) / count - count / pages) / (1 - count / pages))
+            for s in range(STEPS)
+            for t in range(s + 1, STEPS)
+        ]
+        wanted[layer, head] = np.mean(pairs)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+    assert 0.0 < wanted.mean() < 1.0
+
+
+def test_pages_that_stay_overlap_wholly_and_pages_that_jump_not_at_all() -> None:
+    tokens, rows = 128, np.arange(126, 128, dtype=np.int32)
+    keys = torch.zeros(tokens, 2, 8)
+    keys[3, 0, 0] = keys[3, 1, 0] = keys[90, 1, 1] = 50.0
+    q = torch.zeros(2, 2, 8)
+    q[:, 0, 0] = 1.0  # head 0 looks at token 3 in both rows, head 1 at 3 and then at 90
+    q[0, 1, 0] = q[1, 1, 1] = 1.0
+    found = page_overlap(q, rows, keys, scale=1.0, window=None, softcap=None, page_tokens=16)
+    np.testing.assert_array_equal(found, [1.0, 0.0])
+
+
+def test_heads_without_preference_see_each_key_alike() -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.zero_()
+    rows = np.arange(60, TOKENS, dtype=np.int32)
+    found = read_attention(
+        Runner(model, max_tokens=512, progress=False),
+        random_tokens(TOKENS, 5),
+        rows,
+        ((100, 20, 30),),
+        sink=SINK,
+        recent=RECENT,
+    )
+    share = np.mean((rows + 1 - RECENT - SINK) / (rows + 1))
+    np.testing.assert_allclose(found.edge, share, atol=1e-5)
+    np.testing.assert_allclose(found.target, 10 / 101, atol=1e-5)
+
+
+def rotated(keys: np.ndarray, by: int, theta: float = 1e4) -> np.ndarray:
+    """Keys [G, T, D] turned by so many positions, halves paired."""
+    half = keys.shape[-1] // 2
+    angle = by * theta ** (-np.arange(half) / half)
+    one, other = keys[..., :half], keys[..., half:]
+    c, s = np.cos(angle), np.sin(angle)
+    return np.concatenate((one * c - other * s, other * c + one * s), -1)
+
+
+def test_shift_is_the_distance_after_keys_were_moved() -> None:
+    model = tiny("llama")
+    prefix, segment = random_tokens(40, 1), random_tokens(50, 2)
+    runner = Runner(model, max_tokens=512, progress=False)
+    found = measure_shift(runner, prefix, segment)
+
+    def cached(tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        with torch.inference_mode():
+            kept = model(torch.from_numpy(tokens).long()[None], use_cache=True).past_key_values
+        return [
+            (layer.keys[0].double().numpy(), layer.values[0].double().numpy())
+            for layer in kept.layers
+        ]
+
+    alone, behind = cached(segment), cached(np.concatenate((prefix, segment)))
+    for layer, ((k, v), (moved_k, moved_v)) in enumerate(zip(alone, behind, strict=True)):
+        aligned = rotated(k, len(prefix))
+        for got, before, after in (
+            (found.keys[layer], aligned, moved_k[:, 40:]),
+            (found.values[layer], v, moved_v[:, 40:]),
+        ):
+            apart = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
+            np.testing.assert_allclose(got, apart.mean(-1), atol=2e-5)
+    # The first layer's K and V know nothing but the token.
+    assert found.keys[0].max() < 1e-6
+    assert found.values[1].min() > 1e-3
+
+
+def test_a_tap_hears_rows_and_changes_nothing() -> None:
+    runner = small()
+    tokens = random_tokens(100, 6).tolist()
+    with runner.prefill(tokens, "full", remember=False) as done:
+        before = done.logits.clone()
+    tap = Tap(runner.spec, {"v_proj": np.array([5, 64, 99], np.int32)})
+    with tap, runner.prefill(tokens, "full", remember=False) as done:
+        torch.testing.assert_close(done.logits, before, rtol=0, atol=0)
+    assert tap.values(2).shape == (3, 2, 16)
+    hooks = [layer.attention.v_proj._forward_hooks for layer in runner.spec.layers]
+    assert not any(hooks)
+    with tap, runner.prefill(tokens[:60], "full", remember=False):
+        pass
+    with pytest.raises(Unsupported, match="got 1 of 3 rows of v_proj in layer 0"):
+        tap.values(0)
+
+
+# ---- prompts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [None, 299])
+def test_hidden_numbers_are_where_the_targets_say(lead: int | None, folder: Path) -> None:
+    runner = Runner(tiny("llama"), Bytes(lead), max_tokens=512, progress=False)
+    maker = TextMaker(runner, sink=SINK, recent=RECENT, seed=1)
+    corpus, _ = parted(str(folder))
+    made = maker.needle(corpus, 700)
+    assert len(made.tokens) == 700
+    assert made.tokens.tolist()[:1] == ([lead] if lead else made.tokens.tolist()[:1])
+    tokenizer = Bytes()
+    spans = {target[1:] for target in made.targets}
+    assert len(spans) == HIDDEN
+    assert len(made.targets) == HIDDEN * len(" 12345")
+    for row, first, end in made.targets:
+        sentence = tokenizer.decode(made.tokens[first:end])
+        found = re.fullmatch(r" The special number for (\w+) is (\d{5})\.", sentence)
+        assert found is not None
+        before = tokenizer.decode(made.tokens[: row + 1])
+        said = re.search(r" The special number for (\w+) is( ?\d*)$", before)
+        assert said is not None
+        assert said[1] == found[1]
+        assert f" {found[2]}"[len(said[2])] == tokenizer.decode(made.tokens[row + 1 : row + 2])
+        assert first >= SINK
+        assert end <= row - RECENT + 1
+    assert set(made.rows.tolist()) == {row for row, _, _ in made.targets}
+
+
+def test_prompts_follow_seed_length_and_text(folder: Path) -> None:
+    runner = small()
+    corpus, other = parted(str(folder))
+
+    def all_of(seed: int, corpus: Any = corpus) -> list[bytes]:
+        maker = TextMaker(runner, sink=SINK, recent=RECENT, seed=seed)
+        prefix, segment = maker.pair(corpus, 600)
+        assert (len(prefix), len(segment)) == (300, 300)
+        made = (maker.plain(corpus, 600).tokens, maker.needle(corpus, 600).tokens, prefix, segment)
+        return [tokens.tobytes() for tokens in made]
+
+    assert all_of(0) == all_of(0)
+    assert len({*all_of(0), *all_of(1), *all_of(0, other)}) == 12
+
+
+def test_held_out_text_is_never_profiled(folder: Path) -> None:
+    ours, other = parted(str(folder))
+    assert {name for name, _ in ours.documents} == {"0", "2"}
+    assert {name for name, _ in other.documents} == {"1", "3"}
+    (folder / "one.txt").write_text("abcdef")
+    first, second = parted(str(folder / "one.txt"))
+    assert (first.documents[0][1], second.documents[0][1]) == ("abc", "def")
+    made = held_out(small(), [str(folder)], 600, sink=SINK, recent=RECENT, seed=0)
+    assert [text.kind for text in made] == ["text", "needle"]
+    read = Bytes().decode(made[0].tokens)
+    assert any(read in text for _, text in other.documents)
+    assert not any(read in text for _, text in ours.documents)
+
+
+# ---- profiles and maps -----------------------------------------------------------------------
+
+
+def profile_of(runner: Runner, folder: Path, **changes: Any) -> HeadProfile:
+    options = {"lengths": (600, 500), "texts": [str(folder)], "sink": SINK, "recent": RECENT}
+    return profile_heads(runner, **{**options, **changes})
+
+
+def test_a_profile_is_measured_at_each_length_and_the_same_again(folder: Path) -> None:
+    profile = profile_of(small(), folder)
+    assert [scores.length for scores in profile.lengths] == [500, 600]
+    for scores in profile.lengths:
+        for name, values in scores.named().items():
+            assert values.shape == (4, 2), name
+            assert np.isfinite(values).all(), name
+            assert (values >= 0.0).all(), name
+        assert scores.edge.min() > 0.0
+        assert scores.key_shift[0].max() < 1e-6
+    again = profile_of(small(), folder)
+    assert again.evidence(3) == profile.evidence(3)
+    assert profile_of(small(), folder, seed=1).evidence(3) != profile.evidence(3)
+
+
+def test_the_map_says_what_was_measured(folder: Path) -> None:
+    runner = small()
+    profile = profile_of(runner, folder)
+    made = profile.map(share=0.25)
+    assert HeadClassMap.from_json(made.to_json()) == made
+    plain = json.loads(made.to_json())
+    assert plain["model_fingerprint"] == runner.spec.fingerprint
+    is_global = np.array([entry["reach"] == "global" for entry in plain["heads"]])
+    np.testing.assert_array_equal(is_global.reshape(4, 2), top(profile.score(), 2))
+    for entry in plain["heads"]:
+        window = {"kind": "window", "sink": SINK, "recent": RECENT}
+        assert entry["class"] == ({"kind": "full"} if entry["reach"] == "global" else window)
+        assert entry["stability"] in ("stable", "unstable")
+    evidence = plain["evidence"]
+    assert evidence["texts"] == [{"name": str(folder), "digest": parted(str(folder))[0].digest}]
+    assert evidence["lengths"] == [500, 600]
+    assert np.array(evidence["by_length"]["600"]["edge"]).shape == (4, 2)
+    assert evidence["seed"] == 0
+    other = json.loads(profile.map(count=3, sink=0, recent=64).to_json())
+    assert sum(entry["class"] == {"kind": "full"} for entry in other["heads"]) == 3
+    assert {"kind": "window", "sink": 0, "recent": 64} in [e["class"] for e in other["heads"]]
+
+
+def scores_of(length: int, **given: Any) -> LengthScores:
+    zeros = np.zeros((2, 4))
+    names = ("edge", "retrieval", "key_shift", "value_shift", "overlap")
+    return LengthScores(length, **{name: np.asarray(given.get(name, zeros)) for name in names})
+
+
+def test_heads_are_stable_only_where_every_length_says_so() -> None:
+    rising = np.arange(8.0).reshape(2, 4)
+    profile = HeadProfile(
+        "m", 1, 2, (scores_of(10, overlap=rising), scores_of(20, overlap=rising[::-1]))
+    )
+    unstable = {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {tuple(at) for at in np.argwhere(~profile.stable()).tolist()} == unstable
+
+
+def test_agreement_and_correlation_by_hand() -> None:
+    one = np.array([[3.0, 1.0], [2.0, 4.0]])
+    assert rank_correlation(one, 10 * one) == pytest.approx(1.0)
+    assert rank_correlation(one, -one) == pytest.approx(-1.0)
+    # Ranks 2, 0, 1, 3 against 1.5, 1.5, 0, 3: covariance 1.125 over √1.25 · √1.125.
+    tied = np.array([[5.0, 5.0], [0.0, 9.0]])
+    assert rank_correlation(one, tied) == pytest.approx(0.63246, abs=1e-5)
+    assert np.isnan(rank_correlation(one, np.zeros((2, 2))))
+    classes = [np.array([True, False, True, False]), np.array([True, True, True, False])]
+    assert agreement(classes) == 0.75
+    assert top(tied, 2).tolist() == [[True, False], [False, True]]
+
+
+def test_every_share_gives_a_valid_map() -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10, edge=np.arange(8.0).reshape(2, 4)),))
+    for share in (0.0, 0.3, 0.5, 1.0):
+        plain = json.loads(profile.map(share=share).to_json())
+        kept = [entry for entry in plain["heads"] if entry["reach"] == "global"]
+        assert len(kept) == round(8 * share)
+        assert all(entry["head"] + 4 * entry["layer"] >= 8 - len(kept) for entry in kept)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InvalidArgument, match="share: expected 0..1"):
+            profile.map(share=share)
+    for wrong in ({}, {"share": 0.5, "count": 2}, {"count": 9}, {"count": -1}):
+        with pytest.raises(InvalidArgument, match="expected"):
+            profile.map(**wrong)
+    with pytest.raises(InvalidArgument, match="recent >= 1, got 1 and 0"):
+        profile.map(share=0.5, recent=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lengths": ()}, "lengths: expected at least one"),
+        ({"lengths": (20,)}, "more than sink \\+ recent = 20 tokens, got 20"),
+        ({"lengths": (600, 1025)}, "the model's context of 1024 tokens, got 1025"),
+        ({"lengths": (513,)}, "the 512 tokens of the arena, got 513"),
+        ({"lengths": (150,)}, "so that numbers can be hidden"),
+        ({"texts": []}, "texts: expected at least one"),
+        ({"texts": ["nowhere"]}, "corpus: expected one of"),
+        ({"prompts": 0}, "prompts: expected >= 1"),
+        ({"recent": 0}, "recent >= 1"),
+        ({"sink": -1}, "sink >= 0"),
+    ],
+)
+def test_profiling_refuses(changes: dict[str, Any], says: str, folder: Path) -> None:
+    room = 2048 if 1025 in changes.get("lengths", ()) else 512
+    model = tiny("llama", max_position_embeddings=1024)
+    runner = Runner(model, Bytes(), max_tokens=room, progress=False)
+    with pytest.raises(InvalidArgument, match=says):
+        profile_of(runner, folder, **{"lengths": (500,), **changes})
+
+
+def test_profiling_refuses_texts_and_runners_that_do_not_do(folder: Path) -> None:
+    (folder / "empty.txt").write_text("  ")
+    with pytest.raises(InvalidArgument, match="expected text, got none"):
+        profile_of(small(), folder, texts=[str(folder / "empty.txt")])
+    (folder / "short.txt").write_text("too short to be cut")
+    with pytest.raises(InvalidArgument, match="expected a document of at least 500 tokens"):
+        profile_of(small(), folder, texts=[str(folder / "short.txt")])
+    with pytest.raises(InvalidArgument, match="tokenizer"):
+        profile_of(Runner(tiny("llama"), max_tokens=2048), folder, lengths=(500,))
+
+
+# ---- effect and its bound --------------------------------------------------------------------
+
+
+def meter_of(kl: list[float]) -> Any:
+    """A meter whose KL depends on the number of global heads alone."""
+    asked: list[int] = []
+
+    def measure(heads: HeadClassMap) -> Effect:
+        entries = json.loads(heads.to_json())["heads"]
+        asked.append(sum(entry["reach"] == "global" for entry in entries))
+        return Effect(kl[asked[-1]], None)
+
+    return SimpleNamespace(texts=(), measure=measure, asked=asked)
+
+
+@given(
+    st.lists(st.floats(0.0, 5.0), min_size=8, max_size=8).map(lambda k: [*sorted(k)[::-1], 0.0]),
+    st.floats(1e-3, 6.0),
+)
+def test_bisection_finds_the_smallest_share(kl: list[float], bound: float) -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10, edge=np.arange(8.0).reshape(2, 4)),))
+    meter = meter_of(kl)
+    found = smallest_share(profile, meter, bound)
+    assert found.count == next(count for count in range(9) if kl[count] <= bound)
+    assert found.effect.text == kl[found.count]
+    assert [count for count, _ in found.tried] == sorted(meter.asked)
+    assert len(meter.asked) <= 4
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_bounds_must_be_positive(bound: float) -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10),))
+    with pytest.raises(InvalidArgument, match="kl: expected a bound > 0"):
+        smallest_share(profile, meter_of([0.0] * 9), bound)
