@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.runner import Report, Sampling
-from kvweave.runner.decode_step import newest, slot_of
+from kvweave.runner.decode_step import newest
 from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.entry_tails import NO_ENTRY, SPARE, EntryTails
 from kvweave.runner.rope import PositionTable
@@ -54,10 +54,13 @@ def test_a_table_that_grows_is_the_caches_own(lengths, shared, steps, limit) -> 
         for request in requests:
             request.append(np.asarray([5], np.int32))
         assert tails.of(batch)
-        if not tails.grow(newest(batch), [slot_of(s) for s in batch]):
+        places = newest(batch)
+        slots = [r.slots(places[i : i + 1]) for i, r in enumerate(requests)]
+        if not tails.grow(places, np.concatenate(slots)[None]):
             tails = EntryTails(batch, PAGE)
             table = tails.table(int(tails.offsets[-1]) + 3)
-        table[tails.rows] = tails.tails
+        patch = tails.patch()[:, 0, 0]
+        table[patch[:, 0]] = patch[:, 1:]
         for index, request in enumerate(requests):
             start, end = tails.offsets[index : index + 2]
             entries = request.entries()

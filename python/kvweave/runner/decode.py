@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvweave.ops import Workspace
 from kvweave.runner.decode_graph import StepGraphs
 from kvweave.runner.decode_step import StepTables, forward
 from kvweave.runner.decoding import Decoding, choose_all
-from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.heads import HeadReads
 from kvweave.runner.rope import Rotary
 
 
@@ -22,17 +23,20 @@ class Decoder:
     frequencies of RoPE are fixed and the model itself waits for nothing.
     """
 
-    def __init__(self, spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> None:
-        self.spec = spec
+    def __init__(self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor) -> None:
+        self.spec = heads.spec
+        self.heads = heads
         self.rotary = rotary
         self.pages = pages
-        captured = spec.device.type == "cuda" and rotary.is_fixed
-        self.graphs = StepGraphs(spec, rotary, pages) if captured else None
+        on_gpu = self.spec.device.type == "cuda"
+        self.workspace = Workspace(self.spec.device) if on_gpu else None
+        captured = self.workspace is not None and rotary.is_fixed
+        self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
 
     def step(self, batch: Sequence[Decoding]) -> list[int]:
         """Feeds each sequence's last token through the model and chooses its next: B ids.
 
-        All keys of the batch were rotated by the same frequencies: see `by_regime`.
+        The batch is of one kind: see `by_regime`.
 
         # Errors
         `PoolFull` when a sequence needs a block and there is none; its request is unchanged.
@@ -50,8 +54,8 @@ class Decoder:
     def _logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
         if self.graphs is not None:
             return self.graphs.logits(batch)
-        tables = StepTables.of(self.spec, self.rotary, batch)
-        return forward(self.spec, self.pages, tables, batch[0].positions.rope)
+        tables = StepTables.of(self.heads, self.rotary, batch)
+        return forward(self.spec, self.pages, tables, batch[0].positions.rope, self.workspace)
 
     def forget(self) -> None:
         """Lets go of the requests of the last step."""

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvweave.ops import RopeTable
-from kvweave.runner.decode_step import StepTables, forward, newest, slot_of
+from kvweave.ops import Reach, RopeTable, Workspace
+from kvweave.runner.decode_step import StepTables, forward, newest, slots_of
 from kvweave.runner.decoding import Decoding
 from kvweave.runner.entry_tails import NO_ENTRY, EntryTails
-from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.heads import HeadReads, Promoted
 from kvweave.runner.rope import PositionTable, Rotary
 from kvweave.runner.tables import Int32
 
@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 _FEWEST_ENTRIES = 256
 _MOST_SIZES = 32
 
-# Columns of a patch: token id, position, block, slot, row of the entry, the entry.
-_ID, _POSITION, _SLOT, _ROW, _ENTRY = 0, 1, slice(2, 4), 4, slice(5, 10)
+# Columns of a patch: token id, position, then for each table block and slot, and for each move of
+# its entries a row and the entry.
+_ID, _POSITION, _TABLES = 0, 1, slice(2, None)
+_SLOT, _MOVES = slice(0, 2), slice(2, None)
 
 
 def rows_for(requests: int) -> int:
@@ -42,77 +44,101 @@ def entries_for(entries: int) -> int:
 
 
 class _Size:
-    """Tables of one size at fixed addresses, and the graph that reads them."""
+    """Tables of one size at fixed addresses, and the graph that reads them.
 
-    def __init__(self, spec: ModelSpec, rows: int, entries: int) -> None:
+    `tables` of each request, `moves` of entries of each in a step.
+    """
+
+    def __init__(
+        self, device: torch.device, rows: int, entries: int, tables: int, moves: int
+    ) -> None:
         self.rows = rows
-        self.patch = torch.zeros(rows, 10, dtype=torch.int32, device=spec.device)
-        # Rows without a request patch rows of their own behind the table.
-        self.entries = torch.empty(entries + rows, 5, dtype=torch.int32, device=spec.device)
-        self.offsets = torch.empty(rows + 1, dtype=torch.int32, device=spec.device)
-        self.sent = torch.empty(rows, 10, dtype=torch.int32, pin_memory=True)
+        self.shape = (tables, 2 + 6 * moves)
+        width = 2 + tables * (2 + 6 * moves)
+        self.patch = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        # What moves nothing patches rows of its own behind the table.
+        self.spare = np.arange(entries, entries + rows * tables * moves, dtype=np.int32)
+        count = entries + len(self.spare)
+        self.entries = torch.empty(count, 5, dtype=torch.int32, device=device)
+        self.offsets = torch.empty(rows * tables + 1, dtype=torch.int32, device=device)
+        self.sent = torch.empty(rows, width, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.tails: EntryTails | None = None
         self.positions: PositionTable | None = None
+        self.reaches: list[Reach] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         self.tried = False
 
     def load(self, tails: EntryTails) -> None:
         """Sends the tables of a batch that was not here in the step before."""
-        offsets = np.full(self.rows + 1, tails.offsets[-1], np.int32)
+        offsets = np.full(len(self.offsets), tails.offsets[-1], np.int32)
         offsets[: len(tails.offsets)] = tails.offsets
         for kept, sent in ((self.entries, tails.table(len(self.entries))), (self.offsets, offsets)):
-            kept.copy_(torch.from_numpy(sent).pin_memory(), non_blocking=True)
+            host = torch.from_numpy(sent)
+            kept.copy_(host.pin_memory() if kept.is_cuda else host, non_blocking=True)
         self.tails = tails
 
-    def write(self, batch: Sequence[Decoding], positions: Int32, slots: list[Int32]) -> None:
-        """Sends the patch of one step. The step before must have ended: it read the same memory."""
+    def write(self, batch: Sequence[Decoding], positions: Int32, slots: Int32) -> None:
+        """Sends the patch of one step. The step before must have ended: it read the same memory.
+
+        slots i32 [tables, B, 2].
+        """
         assert self.tails is not None
         count, sent = len(batch), self.sent.numpy()
         sent[:count, _ID] = [s.tokens[-1] for s in batch]
         sent[:count, _POSITION] = positions
-        sent[:count, _SLOT] = np.concatenate(slots)
-        sent[:count, _ROW] = self.tails.rows
-        sent[:count, _ENTRY] = self.tails.tails
-        if count < self.rows:
-            free = len(self.entries) - self.rows
-            sent[count:, [_ID, _POSITION]] = 0
-            sent[count:, _SLOT] = -1
-            sent[count:, _ROW] = np.arange(free + count, free + self.rows)
-            sent[count:, _ENTRY] = NO_ENTRY
+        sent[count:, [_ID, _POSITION]] = 0
+        tables = sent[:, _TABLES].reshape(self.rows, *self.shape)
+        tables[:count, :, _SLOT] = slots.transpose(1, 0, 2)
+        tables[count:, :, _SLOT] = -1
+        moves = tables[:, :, _MOVES].reshape(self.rows, self.shape[0], -1, 6)
+        moves[:count] = self.tails.patch()
+        moves[count:] = (-1, *NO_ENTRY)
+        rows = moves[..., 0]
+        moves[..., 0] = np.where(rows < 0, self.spare.reshape(rows.shape), rows)
+        tables[:, :, _MOVES] = moves.reshape(self.rows, self.shape[0], -1)
+        sent[:, _TABLES] = tables.reshape(self.rows, -1)
         self.patch.copy_(self.sent, non_blocking=True)
 
     def tables(self) -> StepTables:
         """The tables of the step, cut from the patch on the device."""
         assert self.positions is not None
-        patch = self.patch
-        self.entries.index_copy_(0, patch[:, _ROW].long(), patch[:, _ENTRY])
-        places = patch[:, _POSITION].contiguous()
+        patch = self.patch[:, _TABLES].unflatten(1, self.shape)
+        moves = patch[..., _MOVES].reshape(-1, 6)
+        self.entries.index_copy_(0, moves[:, 0].long(), moves[:, 1:])
+        slots = patch[..., _SLOT].transpose(0, 1).contiguous()
+        places = self.patch[:, _POSITION].contiguous()
         return StepTables(
-            ids=patch[:, _ID].long(),
+            ids=self.patch[:, _ID].long(),
             positions=places,
-            slots=patch[:, _SLOT].contiguous(),
+            slots=slots[0] if self.reaches is None else slots,
             entries=self.entries,
             offsets=self.offsets,
             turns=self.positions.turns(places),
+            reaches=self.reaches,
         )
 
 
 class StepGraphs:
     """Decode steps of one model over one arena on a GPU; the frequencies of RoPE are fixed."""
 
-    def __init__(self, spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> None:
-        self.spec = spec
+    def __init__(
+        self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor, workspace: Workspace | None
+    ) -> None:
+        self.spec = heads.spec
+        self.heads = heads
         self.rotary = rotary
         self.pages = pages
+        self.workspace = workspace
         self.capturable = True
-        self._sizes: dict[tuple[int, int, int], _Size] = {}
+        self._sizes: dict[tuple[int, int, int, Promoted], _Size] = {}
         self._pool: Any = None
         self._last: _Size | None = None
 
     def logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
         """Logits f32 [B, V] of each request's newest token; they hold until the next step."""
-        positions, slots = newest(batch), [slot_of(s) for s in batch]
+        positions, slots = newest(batch), slots_of(self.heads, batch)
+        slots = slots[None] if self.heads.uniform else slots
         tails = None if self._last is None else self._last.tails
         goes_on = tails is not None and tails.of(batch) and tails.grow(positions, slots)
         size = self._last if self._last is not None and goes_on else self._described(batch)
@@ -128,13 +154,17 @@ class StepGraphs:
 
     def _described(self, batch: Sequence[Decoding]) -> _Size:
         """Tables large enough for the batch, with its entries in them."""
-        tails = EntryTails(batch, self.pages.shape[2])
+        promoted = tuple(getattr(batch[0].request, "promoted", ()))
+        windows = [*self.heads.windows, *(None for _ in promoted)]
+        tails = EntryTails(batch, self.pages.shape[2], windows)
         self.forget()
-        key = (rows_for(len(batch)), entries_for(int(tails.offsets[-1])), batch[0].positions.regime)
+        rows, entries = rows_for(len(batch)), entries_for(int(tails.offsets[-1]))
+        key = (rows, entries, batch[0].positions.regime, promoted)
         if key not in self._sizes:
             if len(self._sizes) == _MOST_SIZES:
                 del self._sizes[next(iter(self._sizes))]
-            self._sizes[key] = _Size(self.spec, *key[:2])
+            self._sizes[key] = _Size(self.spec.device, rows, entries, tails.tables, tails.moves)
+            self._sizes[key].reaches = self.heads.reaches(batch[0].request)
         size = self._sizes[key]
         # A longer request than ever moves the table of positions, and a graph knows addresses.
         longest = max(s.request.length + s.remaining for s in batch)
@@ -157,7 +187,7 @@ class StepGraphs:
         return size.logits
 
     def _forward(self, size: _Size, rope: RopeTable) -> torch.Tensor:
-        return forward(self.spec, self.pages, size.tables(), rope)
+        return forward(self.spec, self.pages, size.tables(), rope, self.workspace)
 
     def _try(self, size: _Size, rope: RopeTable) -> torch.Tensor:
         """The first step of a size runs launch by launch, and shows whether the model waits.

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.ops import RopeTable, Table
+from kvweave.ops import Reach, RopeTable, Table, Workspace
 from kvweave.runner.decoding import Decoding
+from kvweave.runner.heads import HeadReads
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.rope import Rotary, Turns
@@ -22,7 +23,8 @@ class StepTables:
     """The newest token of each of B requests, and where its KV and that before it lie.
 
     ids i64 [B], positions i32 [B], slots i32 [B, 2], entries i32 [N, 5] of all requests, split
-    by offsets i32 [B + 1], and the rows' turns.
+    by offsets i32 [B + 1], and the rows' turns. With `reaches`, one a layer, a request has several
+    tables: slots i32 [tables, B, 2] and offsets i32 [B · tables + 1].
     """
 
     ids: torch.Tensor
@@ -31,20 +33,22 @@ class StepTables:
     entries: Table
     offsets: Table
     turns: Turns
+    reaches: list[Reach] | None = None
 
     @staticmethod
-    def of(spec: ModelSpec, rotary: Rotary, batch: Sequence[Decoding]) -> StepTables:
+    def of(heads: HeadReads, rotary: Rotary, batch: Sequence[Decoding]) -> StepTables:
         """The tables of one step, made anew."""
-        places = newest(batch)
-        slots = np.concatenate([slot_of(s) for s in batch])
-        entries = [s.request.entries() for s in batch]
+        places, tables = newest(batch), range(getattr(batch[0].request, "tables", 1))
+        slots = slots_of(heads, batch)
+        entries = [s.request.entries() for s in batch for table in tables]
         offsets = np.cumsum([0, *(len(e) for e in entries)], dtype=np.int32)
+        device = heads.spec.device
         positions, slot_table, entry_table, splits = send(
-            spec.device, places, slots, np.concatenate(entries), offsets
+            device, places, slots, np.concatenate(entries), offsets
         )
-        ids = torch.tensor([s.tokens[-1] for s in batch], device=spec.device)
-        turns = turns_of(rotary, places)
-        return StepTables(ids, positions, slot_table, entry_table, splits, turns)
+        ids = torch.tensor([s.tokens[-1] for s in batch], device=device)
+        turns, reaches = turns_of(rotary, places), heads.reaches(batch[0].request)
+        return StepTables(ids, positions, slot_table, entry_table, splits, turns, reaches)
 
 
 def newest(batch: Sequence[Decoding]) -> Int32:
@@ -52,9 +56,14 @@ def newest(batch: Sequence[Decoding]) -> Int32:
     return np.asarray([s.request.length - 1 for s in batch], np.int32)
 
 
-def slot_of(sequence: Decoding) -> Int32:
-    """Where the newest token's K, V go: i32 [1, 2]."""
-    return sequence.request.slots(np.asarray([sequence.request.length - 1], np.int32))
+def slots_of(heads: HeadReads, batch: Sequence[Decoding]) -> Int32:
+    """Where the newest tokens' K, V go: i32 [B, 2], or [tables, B, 2] if a request has several."""
+    rows = [np.asarray([s.request.length - 1], np.int32) for s in batch]
+    slots = [
+        np.concatenate([s.request.slots(row) for s, row in zip(batch, rows, strict=True)])
+        for table in range(getattr(batch[0].request, "tables", 1))
+    ]
+    return slots[0] if heads.uniform else np.stack(slots)
 
 
 def turns_of(rotary: Rotary, places: Int32) -> Turns:
@@ -66,7 +75,11 @@ def turns_of(rotary: Rotary, places: Int32) -> Turns:
 
 
 def forward(
-    spec: ModelSpec, pages: torch.Tensor, tables: StepTables, rope: RopeTable
+    spec: ModelSpec,
+    pages: torch.Tensor,
+    tables: StepTables,
+    rope: RopeTable,
+    workspace: Workspace | None,
 ) -> torch.Tensor:
     """Logits f32 [B, V] of each request's newest token, whose K, V it writes."""
     hidden: torch.Tensor = spec.embed(tables.ids)
@@ -74,7 +87,9 @@ def forward(
     for index, layer in enumerate(spec.layers):
         turn = tables.turns[layer.rope_key] if layer.rotates else None
         q, k, v = project(spec, layer, grid, hidden, turn)
-        ops.write_pages(pages, index, k, v, tables.slots)
+        reach = None if tables.reaches is None else tables.reaches[index]
+        named = {} if reach is None else {"reach": reach}  # BRIDGE
+        ops.write_pages(pages, index, k, v, tables.slots, **named)
         attended, _ = ops.attend_decode(
             q,
             tables.positions,
@@ -85,8 +100,10 @@ def forward(
             scale=layer.scale,
             rope=rope,
             entry_offsets=tables.offsets,
-            window=layer.window,
+            window=layer.window if reach is None else None,
             softcap=layer.softcap,
+            reach=reach,
+            workspace=workspace,
         )
         add_attention(layer, grid, hidden, attended)
         add_feed_forward(layer, grid, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,8 +67,12 @@ def choose_all(batch: Sequence[Decoding], logits: torch.Tensor) -> list[int]:
 
 
 def by_regime(batch: Sequence[Decoding]) -> list[list[Decoding]]:
-    """Sequences that can share a step: those whose keys were rotated by the same frequencies."""
-    groups: dict[int, list[Decoding]] = {}
+    """Sequences that can share a step: those whose tables and frequencies are of one kind.
+
+    Their keys were rotated by the same frequencies, and the same heads were made full for them.
+    """
+    groups: dict[Any, list[Decoding]] = {}
     for sequence in batch:
-        groups.setdefault(sequence.positions.regime, []).append(sequence)
+        kind = (sequence.positions.regime, tuple(getattr(sequence.request, "promoted", ())))
+        groups.setdefault(kind, []).append(sequence)
     return list(groups.values())

@@ -1,13 +1,13 @@
 """The entries of a batch of requests that grow by one token a step, in one table with some room.
 
-A new token either lengthens its request's last entry or begins a new one behind it, so a table
-once made is kept up by one row a request and step.
+A new token either lengthens the last entry of each of its request's tables or begins a new one
+behind it, and a window that moves on leaves at most one entry behind. So a table once made is kept
+up by one or two rows a step for each table of a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -18,29 +18,85 @@ NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
 """An entry outside the cache: it covers no token, and in order of position it comes last."""
 
 SPARE = 32
-"""Most entries that a request gets room for beyond those it has, so that tables are seldom made
+"""Most entries that a table gets room for beyond those it has, so that tables are seldom made
 anew; readers pass over them, so there must not be many."""
+
+Window = tuple[int, int] | None
+"""Window and sink of the heads of a table; None where they are full."""
+
+
+class _Tail:
+    """One table of one request as it grows: its entries at first, and then its last one alone."""
+
+    def __init__(self, entries: Int32, newest: int, window: Window) -> None:
+        self.window = window
+        self.starts: list[int] = []
+        self.oldest = 0
+        if window is not None:
+            after = entries[:, 3] + entries[:, 2] - entries[:, 1]
+            seen = (after > newest - window[0] + 1) | (entries[:, 3] < window[1])
+            entries = entries[seen]
+            self.starts = entries[:, 3].tolist()
+            self.oldest = int((entries[:, 3] < window[1]).sum())
+        self.entries = entries
+        self.count = len(entries)
+        self.last: list[int] = entries[-1].tolist()
+
+    def grow(self, position: int, block: int, slot: int) -> None:
+        """Takes in the newest token."""
+        last = self.last
+        if last[0] == block and last[1] <= slot <= last[2]:
+            last[2] = slot + 1
+            return
+        self.count += 1
+        self.last = [block, slot, slot + 1, position, 0]
+        if self.window is not None:
+            self.starts.append(position)
+
+    def left_behind(self, newest: int) -> tuple[int, int] | None:
+        """Index and position of the entry that the window leaves as it reaches the newest token.
+
+        Each entry ends where the next begins, and the window moves by one: so there is at most one.
+        """
+        index = self.oldest
+        if self.window is None or index + 1 >= len(self.starts):
+            return None
+        if self.starts[index + 1] > newest - self.window[0] + 1:
+            return None
+        self.oldest += 1
+        return index, self.starts[index]
 
 
 class EntryTails:
-    """The last entry of each request of a batch as it grows, and the room behind it."""
+    """The tables of a batch as they grow, and the room behind each.
 
-    def __init__(self, batch: Sequence[Decoding], page_tokens: int) -> None:
+    `windows`: of each table of a request. Table t of request b is number b · tables + t, and
+    `offsets` i32 [B · tables + 1] says where each lies.
+    """
+
+    def __init__(
+        self, batch: Sequence[Decoding], page_tokens: int, windows: Sequence[Window] = (None,)
+    ) -> None:
         self.batch = list(batch)
-        self.entries = [s.request.entries() for s in batch]
-        spare = [min(SPARE, s.remaining // page_tokens + 1) for s in batch]
-        sizes = (len(e) + more for e, more in zip(self.entries, spare, strict=True))
-        self.offsets = np.cumsum([0, *sizes], dtype=np.int32)
-        self.rows = [
-            int(start) + len(e) - 1 for start, e in zip(self.offsets, self.entries, strict=False)
+        self.tables = len(windows)
+        self.tails = [
+            _Tail(s.request.entries(*((table,) if table else ())), s.request.length - 1, window)
+            for s in batch
+            for table, window in enumerate(windows)
         ]
-        self.tails = [e[-1].tolist() for e in self.entries]
+        spare = np.repeat([min(SPARE, s.remaining // page_tokens + 1) for s in batch], self.tables)
+        sizes = [tail.count for tail in self.tails] + spare
+        self.offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+        self._starts, self._ends = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
+        # A table whose window moves on gives up rows at its front.
+        self.moves = 1 if all(window is None for window in windows) else 2
+        self._left: list[tuple[int, int] | None] = [None] * len(self.tails)
 
     def table(self, rows: int) -> Int32:
-        """All entries i32 [rows, 5], with the room between requests left empty."""
+        """All entries i32 [rows, 5], with the room between tables left empty."""
         table = np.full((rows, 5), NO_ENTRY, np.int32)
-        for start, entries in zip(self.offsets, self.entries, strict=False):
-            table[start : start + len(entries)] = entries
+        for start, tail in zip(self._starts, self.tails, strict=True):
+            table[start : start + len(tail.entries)] = tail.entries
         return table
 
     def of(self, batch: Sequence[Decoding]) -> bool:
@@ -49,17 +105,30 @@ class EntryTails:
             return False
         return all(one is other for one, other in zip(batch, self.batch, strict=True))
 
-    def grow(self, positions: Int32, slots: list[Int32]) -> bool:
-        """Takes in each request's newest token; False when one has no room left."""
-        ends = [end for _, end in pairwise(self.offsets.tolist())]
-        for index, (position, at) in enumerate(zip(positions.tolist(), slots, strict=True)):
-            block, slot = at[0].tolist()
-            tail = self.tails[index]
-            if tail[0] == block and tail[1] <= slot <= tail[2]:
-                tail[2] = slot + 1
-                continue
-            if self.rows[index] + 1 == ends[index]:
+    def grow(self, positions: Int32, slots: Int32) -> bool:
+        """Takes in each request's newest token; False when a table has no room left.
+
+        positions i32 [B], slots i32 [tables, B, 2].
+        """
+        places = slots.transpose(1, 0, 2).reshape(-1, 2).tolist()
+        newest = np.repeat(positions, self.tables).tolist()
+        for index, (tail, position) in enumerate(zip(self.tails, newest, strict=True)):
+            tail.grow(position, *places[index])
+            if self._starts[index] + tail.count > self._ends[index]:
                 return False
-            self.rows[index] += 1
-            self.tails[index] = [block, slot, slot + 1, position, 0]
+            self._left[index] = tail.left_behind(position)
         return True
+
+    def patch(self) -> Int32:
+        """What the last step changed: rows (row, entry) i32 [B, tables, moves, 6].
+
+        Row −1: nothing. An entry that was left behind covers no token any more, and keeps its
+        place in the order of positions.
+        """
+        patch = np.full((len(self.tails), self.moves, 6), (-1, *NO_ENTRY), np.int32)
+        for index, (start, tail) in enumerate(zip(self._starts, self.tails, strict=True)):
+            patch[index, 0] = (start + tail.count - 1, *tail.last)
+            left = self._left[index]
+            if left is not None:
+                patch[index, 1] = (start + left[0], -1, 0, 0, left[1], 0)
+        return patch.reshape(len(self.batch), self.tables, self.moves, 6)

@@ -18,11 +18,14 @@ def resident_bytes(spec: ModelSpec, rotary: Rotary, pages: torch.Tensor) -> int:
     return spec.weight_bytes + rotary.table_bytes + pages.numel() * pages.element_size()
 
 
-def working_bytes(spec: ModelSpec, tokens: int, rows: int, logits: int) -> int:
+def working_bytes(
+    spec: ModelSpec, tokens: int, rows: int, logits: int, head_groups: int = 1
+) -> int:
     """The most that one prefill holds at once besides.
 
-    `rows`: the most that a layer computes, of a prompt of `tokens` tokens; `logits`: rows whose
-    logits are wanted. The peak is in the widest of a layer's steps, the probes being narrower.
+    `rows`: the most that a layer computes at once, of a prompt of `tokens` tokens; `logits`: rows
+    whose logits are wanted. The peak is in the widest of a layer's steps, the probes being
+    narrower. A row has a slot in every head group.
     """
     layer = spec.layers[0]
     element = spec.dtype.itemsize
@@ -41,5 +44,5 @@ def working_bytes(spec: ModelSpec, tokens: int, rows: int, logits: int) -> int:
         (rows + logits) * width * element + logits * spec.vocabulary * (element + 4),
     )
     turns = sum(layer.rotates for layer in spec.layers) > 0
-    tables = tokens * 8 + rows * (12 + turns * 2 * spec.head_dim * element)
+    tables = tokens * 8 + rows * (4 + 8 * head_groups + turns * 2 * spec.head_dim * element)
     return max(steps) + tables

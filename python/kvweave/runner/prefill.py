@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
 import torch
 
-from kvweave import ops
-from kvweave.cache import KvCache, KvRequest
-from kvweave.plan import PromptView
+from kvweave.cache import KvRequest
+from kvweave.plan import LayerPlan, ProbeResult, PromptView
 from kvweave.policies import Policy
-from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.executor import Executor, Hidden, Trace
+from kvweave.runner.chunks import spans
+from kvweave.runner.clock import Clock
+from kvweave.runner.executor import Executor, Trace
+from kvweave.runner.heads import HeadReads
 from kvweave.runner.memory import resident_bytes, working_bytes
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
+from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.rope import PositionTable, Rotary
 from kvweave.runner.tables import send_index
 
@@ -74,24 +76,31 @@ class Prefill:
 
 
 class Prefiller:
-    """Prefills prompts of one model into one cache; `mode` is "materialise" or "share"."""
+    """Prefills prompts of one model into one cache.
+
+    `mode` is "materialise" or "share"; `chunk_tokens`, if any, are computed at once for policies
+    that measure nothing.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         rotary: Rotary,
-        cache: KvCache,
+        heads: HeadReads,
         pages: torch.Tensor,
         tiled: bool,
         mode: str,
+        chunk_tokens: int | None,
     ) -> None:
         self.spec = spec
         self.rotary = rotary
-        self.cache = cache
+        self.heads = heads
+        self.cache = heads.cache
         self.pages = pages
         self.mode = mode
+        self.chunk_tokens = chunk_tokens
         self.clock = Clock(spec.device)
-        self.executor = Executor(spec, pages, tiled)
+        self.executor = Executor(spec, tiled)
 
     @torch.inference_mode()
     def prefill(
@@ -102,14 +111,17 @@ class Prefiller:
         *,
         logits_from: int | None = None,
         reserve_tokens: int = 0,
+        keep: bool = False,
     ) -> Prefill:
         """Brings a prompt's KV into the pages.
+
+        `keep`: all of it stays with the request, also what lies behind the windows of its heads.
 
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
         with self.spec.current():
-            return self._prefill(prompt, policy, lookup, logits_from, reserve_tokens)
+            return self._prefill(prompt, policy, lookup, logits_from, reserve_tokens, keep)
 
     def _prefill(
         self,
@@ -118,10 +130,14 @@ class Prefiller:
         lookup: Lookup,
         logits_from: int | None,
         reserve_tokens: int,
+        keep: bool,
     ) -> Prefill:
         start = time.perf_counter()
-        positions = self.rotary.table(len(prompt.tokens))
+        length = len(prompt.tokens)
+        first = length - 1 if logits_from is None else logits_from
+        positions = self.rotary.table(length)
         mode, mode_reason = self._mode_for(policy)
+        chunk = 0 if keep or policy.measures else self.chunk_tokens or 0
         request = self.cache.admit(
             prompt.tokens,
             namespace=lookup.namespace,
@@ -131,23 +147,29 @@ class Prefiller:
             mode=mode,
             reserve_tokens=reserve_tokens,
             regime=positions.regime,
+            **({"chunk_tokens": chunk} if chunk else {}),  # BRIDGE
         )
         timings = Timings(lookup_s=time.perf_counter() - start)
         try:
-            copied = self._copy(request, positions, policy)
-            length = len(prompt.tokens)
-            first = length - 1 if logits_from is None else logits_from
-            hidden, trace, exact = self._run(request, prompt, positions, policy, first)
-            logits = self.executor.logits(hidden, first)
+            kv = RequestKv(self.heads, self.pages, request, positions, policy.delta_rope)
+            copying = self.clock.mark()
+            kv.copy()
+            copied = self.clock.mark()
+            view = self._view(request)
+            exact = view.segments[0][0] if view.segments else length
+            remembered = exact if lookup.remember else None
+            logits, trace = self._run(kv, prompt, policy.plan(view), first, chunk, remembered)
             self.clock.wait()
-            timings.copy_s = Clock.seconds(*copied)
+            timings.copy_s = Clock.seconds(copying, copied)
             timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
             timings.prefill_s = time.perf_counter() - start - timings.lookup_s - timings.copy_s
             if lookup.remember:
                 request.commit(length, exact)
+            if not keep:
+                kv.advance(length, length)
             report = self._report(request, policy, trace, timings)
             report.mode, report.mode_reason = mode, mode_reason
-            report.device_bytes = self._device_bytes(report, len(logits))
+            report.device_bytes = self._device_bytes(report, trace, len(logits))
         except BaseException:
             request.release()
             raise
@@ -160,52 +182,52 @@ class Prefiller:
             return "materialise", f"{policy.name} leaves keys at their old positions"
         return self.mode, ""
 
-    def _copy(
-        self, request: KvRequest, positions: PositionTable, policy: Policy
-    ) -> tuple[Mark, Mark]:
-        """Copies what admission asked for; returns when that began and when it ends."""
-        begin = self.clock.mark()
-        copies = request.take_copies()
-        if len(copies):
-            if not policy.delta_rope:
-                copies[:, 5] = 0
-            ops.copy_rerotate(self.pages, copies, positions.rope, kv_heads=self.spec.kv_heads)
-        request.finish_copies()
-        return begin, self.clock.mark()
-
-    def _run(
-        self,
-        request: KvRequest,
-        prompt: TokenizedPrompt,
-        positions: PositionTable,
-        policy: Policy,
-        logits_from: int,
-    ) -> tuple[Hidden, Trace, int]:
-        """The last layer's states, the trace, and how many leading tokens have exact KV."""
-        length, plan = len(prompt.tokens), request.plan
-        view = PromptView(
-            tokens=length,
+    def _view(self, request: KvRequest) -> PromptView:
+        plan = request.plan
+        return PromptView(
+            tokens=plan.tokens,
             layers=len(self.spec.layers),
             page_tokens=self.cache.shape.page_tokens,
             prefix=plan.reused_prefix,
             fresh=plan.rows(),
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
-            heads=np.zeros((len(self.spec.layers), self.spec.kv_heads, 2), np.int32),
+            heads=self.heads.classes,
         )
-        tokens = send_index(self.spec.device, prompt.tokens).long()
-        hidden, trace = self.executor.prefill(
-            request, tokens, positions, policy.plan(view), logits_from
-        )
-        return hidden, trace, view.segments[0][0] if view.segments else length
 
-    def _device_bytes(self, report: Report, logits: int) -> int:
-        rows = max(report.rows_per_layer)
-        working = working_bytes(self.spec, report.tokens, rows, logits)
+    def _run(
+        self,
+        kv: RequestKv,
+        prompt: TokenizedPrompt,
+        policy: Generator[LayerPlan, ProbeResult, None],
+        logits_from: int,
+        chunk: int,
+        remembered: int | None,
+    ) -> tuple[torch.Tensor, Trace]:
+        """The logits and the trace; `remembered`: leading tokens of exact KV, None to forget."""
+        request, length = kv.request, len(prompt.tokens)
+        tokens = send_index(self.spec.device, prompt.tokens).long()
+        if not 0 < chunk < length - request.plan.reused_prefix:
+            return self.executor.prefill(kv, tokens, policy, logits_from)
+
+        def computed(count: int) -> None:
+            if remembered is not None:
+                request.commit(count, min(count, remembered))
+
+        parts = spans(request.plan.reused_prefix, length, chunk)
+        return self.executor.prefill_in_chunks(kv, tokens, policy, logits_from, parts, computed)
+
+    def _device_bytes(self, report: Report, trace: Trace, logits: int) -> int:
+        working = working_bytes(
+            self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
+        )
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
         plan = request.plan
-        own, shared = request.block_counts()
+        if hasattr(request, "kv_bytes"):  # BRIDGE
+            own, shared = request.kv_bytes()
+        else:
+            own, shared = (n * self.cache.block_bytes for n in request.block_counts())
         return Report(
             policy=policy.name,
             plan=plan,
@@ -216,6 +238,9 @@ class Prefiller:
             mode=self.mode,
             rows_per_layer=trace.rows_per_layer,
             timings=timings,
-            kv_bytes=own * self.cache.block_bytes,
-            shared_kv_bytes=shared * self.cache.block_bytes,
+            kv_bytes=own,
+            shared_kv_bytes=shared,
+            flops=trace.flops.parts,
+            restored=trace.restored,
+            refused=trace.refused,
         )

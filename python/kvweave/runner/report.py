@@ -30,9 +30,12 @@ class Report:
     """What was reused, what was computed, how long it took, what it holds.
 
     `rows_per_layer` [L]: rows computed in each layer. `kv_bytes`: bytes of the blocks that only
-    this request holds; `shared_kv_bytes`: bytes of blocks it reads together with others.
-    `mode`: "materialise" or "share", and `mode_reason` when it differs from the runner's.
-    `device_bytes`: the most that weights, pages and this prefill take where the model lies.
+    this request holds once it is prefilled; `shared_kv_bytes`: bytes of blocks it reads together
+    with others. `mode`: "materialise" or "share", and `mode_reason` when it differs from the
+    runner's. `device_bytes`: the most that weights, pages and this prefill take where the model
+    lies. `flops`: matrix products of the prefill as they were run, by part. `restored`: (layer,
+    KV head) pairs of local heads that were made full; `refused`: those for which the cache had no
+    room, or no longer all of their window.
     """
 
     policy: str
@@ -48,6 +51,17 @@ class Report:
     kv_bytes: int = 0
     shared_kv_bytes: int = 0
     device_bytes: int = 0
+    flops: dict[str, int] = field(default_factory=dict)
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    refused: list[tuple[int, int]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """One line; `to_dict` tells all."""
+        return (
+            f"Report({self.policy}: {self.tokens} tokens, {self.reused_prefix} by prefix, "
+            f"{self.reused_segment} by segment, {self.recomputed} recomputed; "
+            f"{self.row_share:.0%} of rows, {self.ttft_s:.3g} s to the first token)"
+        )
 
     @property
     def ttft_s(self) -> float:

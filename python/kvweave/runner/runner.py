@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from kvweave.cache import FrozenSegment, cuda_status
+from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
+from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.fused_norms import with_fused_norms
+from kvweave.runner.hand_off import hand_over, take_over
+from kvweave.runner.heads import HeadReads
 from kvweave.runner.layer import needs_tiling
 from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
@@ -75,6 +78,8 @@ class Runner:
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
+        heads: HeadClassMap | None = None,
+        chunk_tokens: int | None = None,
         progress: bool = True,
         check: bool = True,
     ) -> None:
@@ -90,6 +95,8 @@ class Runner:
             status = cuda_status()
             if not status.startswith("available"):
                 raise DeviceUnavailable(f"model on {self.spec.device}: {status}")
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise InvalidArgument(f"chunk_tokens: expected >= 1 or None, got {chunk_tokens}")
         if mode not in ("materialise", "share"):
             raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
         self.cache, pages = make_cache(
@@ -100,6 +107,7 @@ class Runner:
             hash=hash,
             frozen_share=frozen_share,
             fingerprint=self.spec.fingerprint,
+            heads=heads,
         )
         self.progress = progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
@@ -112,8 +120,9 @@ class Runner:
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
             if check:
                 verify(model, self.spec)
-        self._prefiller = Prefiller(self.spec, rotary, self.cache, pages, tiled, mode)
-        self._decoder = Decoder(self.spec, rotary, pages)
+        reads = HeadReads(self.spec, self.cache)
+        self._prefiller = Prefiller(self.spec, rotary, reads, pages, tiled, mode, chunk_tokens)
+        self._decoder = Decoder(reads, rotary, pages)
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class Runner:
         )
         tokens = self.prompts.segment_tokens(segment)
         with self._prefiller.prefill(
-            self.prompts.tokenize(tokens), policy_of("full"), Lookup(namespace)
+            self.prompts.tokenize(tokens), policy_of("full"), Lookup(namespace), keep=True
         ) as done:
             done.request.freeze(name, 0, len(tokens))
         return next(s for s in self.cache.frozen(namespace) if s.name == name)
@@ -189,6 +198,45 @@ class Runner:
             logits_from=logits_from,
             reserve_tokens=reserve_tokens,
         )
+
+    # ---- hand-off -------------------------------------------------------------------------
+
+    def export(self, done: Prefill) -> KvPayload:
+        """What another runner of the same model and head map needs to decode from here on.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released or has been decoded from.
+        """
+        return hand_over(self._prefiller, done)
+
+    def resume(
+        self,
+        payload: KvPayload,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] | None = None,
+        namespace: str | None = None,
+    ) -> Generation:
+        """Decodes a prompt that another runner prefilled; its KV is not kept for later prompts.
+
+        `namespace`: whose prompt is expected (None: the payload's word is taken). The report tells
+        of the import alone.
+
+        # Errors
+        `InvalidArgument` for a payload of another model, map or vocabulary, `NamespaceConflict`
+        for one of another namespace, `PoolFull` when it does not fit; nothing is held then.
+        """
+        lookup = Lookup(payload.header.namespace, remember=False)
+        ask = self._ask("full", lookup, max_new_tokens, sampling, stop)
+        done = take_over(self._prefiller, payload, namespace, max_new_tokens - 1)
+        try:
+            sequence = self._decoding(done, ask)
+            self._decode([sequence])
+            return self._finished(sequence, ask)
+        finally:
+            self._decoder.forget()
+            done.release()
 
     # ---- generation -----------------------------------------------------------------------
 
@@ -304,6 +352,9 @@ class Runner:
         done = self._prefiller.prefill(
             self.tokenize(prompt), ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
         )
+        return self._decoding(done, ask)
+
+    def _decoding(self, done: Prefill, ask: _Ask) -> Decoding:
         sequence = Decoding(
             request=done.request,
             positions=done.positions,

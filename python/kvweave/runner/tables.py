@@ -36,47 +36,73 @@ def send_index(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Te
     return torch.as_tensor(table)
 
 
+def same_rows(one: Rows, other: Rows) -> bool:
+    """Whether two sets of rows are equal; layers mostly plan the very same array."""
+    return one is other or (len(one) == len(other) and np.array_equal(one, other))
+
+
 @dataclass(frozen=True)
 class KvTable:
-    """Where the KV of one request lies: entries i32 [N, 5], and their offsets [0, N]."""
+    """Where the KV of one request lies: entries i32 [N, 5] of all its tables, and their offsets.
 
-    on_host: Int32
+    `host_entries`, `host_offsets`: the same on the host; offsets are i32 [tables + 1].
+    """
+
+    host_entries: Int32
+    host_offsets: Int32
     entries: Table
     offsets: Table
 
     @staticmethod
     def of(request: KvRequest, device: torch.device) -> KvTable:
-        """The request's entries as they are now."""
-        entries = request.entries()
-        return KvTable(entries, *send(device, entries, np.asarray([0, len(entries)], np.int32)))
+        """The request's tables as they are now."""
+        if not hasattr(request, "tables"):  # BRIDGE
+            parts = [request.entries()]
+        else:
+            parts = [request.entries(table) for table in range(request.tables)]
+        entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+        return KvTable(entries, offsets, *send(device, entries, offsets))
 
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows of one request, i32 [R]: where their K, V go (slots i32 [R, 2]), and their turns."""
+    """Rows of one request, i32 [R]: where their K, V go, and their turns.
+
+    slots i32 [R, 2], or [tables, R, 2] where heads have tables of their own. `written`: the rows
+    whose K, V of window heads go into pages, None: all.
+    """
 
     rows: Rows
+    written: Rows | None
     positions: Table
     slots: Table
     offsets: Table
     turns: Turns
 
     @staticmethod
-    def of(request: KvRequest, rows: Rows, table: PositionTable, device: torch.device) -> RowTable:
-        """The tables of rows that the request may write.
-
-        # Errors
-        `InvalidArgument` for a position that others may read.
-        """
+    def of(
+        slots: Int32, rows: Rows, written: Rows | None, table: PositionTable, device: torch.device
+    ) -> RowTable:
+        """The tables of rows with these slots."""
         ends = np.asarray([0, len(rows)], np.int32)
-        positions, slots, offsets = send(device, rows, request.slots(rows), ends)
+        positions, places, offsets = send(device, rows, slots, ends)
         turns = table.turns(torch.as_tensor(positions))
-        return RowTable(rows, positions, slots, offsets, turns)
+        return RowTable(rows, written, positions, places, offsets, turns)
+
+    def same(self, rows: Rows, written: Rows | None) -> bool:
+        """Whether it is the table of these very rows."""
+        if not same_rows(self.rows, rows):
+            return False
+        if self.written is None or written is None:
+            return self.written is written
+        return same_rows(self.written, written)
 
     def since(self, row: int) -> RowTable:
-        """The tables from one of the rows on."""
+        """The tables from one of the rows on, to read by: their K, V are written."""
         rows = self.rows[row:]
         device = torch.device("cpu") if isinstance(self.slots, np.ndarray) else self.slots.device
         (offsets,) = send(device, np.asarray([0, len(rows)], np.int32))
         turns = {key: (cos[row:], sin[row:]) for key, (cos, sin) in self.turns.items()}
-        return RowTable(rows, self.positions[row:], self.slots[row:], offsets, turns)
+        slots = self.slots[..., row:, :]
+        return RowTable(rows, self.written, self.positions[row:], slots, offsets, turns)

@@ -11,8 +11,10 @@ from kvweave.errors import Unsupported
 from kvweave.plan import PromptView
 from kvweave.policies.full import Full
 from kvweave.runner.executor import Executor
+from kvweave.runner.heads import HeadReads
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.pages import make_cache
+from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.rope import Rotary
 
 TOKENS = 24
@@ -34,9 +36,8 @@ def verify(model: Any, spec: ModelSpec) -> None:
     rows = request.plan.rows()
     heads = np.zeros((len(spec.layers), spec.kv_heads, 2), np.int32)
     view = PromptView(TOKENS, len(spec.layers), 16, 0, rows, (), heads)
-    executor = Executor(spec, pages, False)
-    hidden, _ = executor.prefill(request, tokens, positions, Full().plan(view), 0)
-    ours = executor.logits(hidden, 0)
+    kv = RequestKv(HeadReads(spec, cache), pages, request, positions)
+    ours, _ = Executor(spec, False).prefill(kv, tokens, Full().plan(view), 0)
     theirs = model(tokens[None], use_cache=False).logits[0].float()
     request.release()
     apart = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))

@@ -1,0 +1,75 @@
+"""Plans of a prompt that is prefilled in chunks of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from kvweave.errors import InvalidArgument
+from kvweave.plan import LayerPlan, ProbeResult, Rows
+
+
+def spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """[start, end) in chunks of `chunk_tokens`, the last of them shorter."""
+    edges = [*range(start, end, chunk_tokens), end]
+    return list(pairwise(edges))
+
+
+def collected(policy: Generator[LayerPlan, ProbeResult, None]) -> list[LayerPlan]:
+    """All plans of a policy that measures nothing.
+
+    # Errors
+    `InvalidArgument` for a plan that has a probe.
+    """
+    plans = list(policy)
+    for plan in plans:
+        if plan.probe is not None:
+            raise InvalidArgument(
+                f"layer plan: expected no probe of a policy that measures nothing, "
+                f"got {plan.probe.value} in layer {plan.layer}"
+            )
+    return plans
+
+
+def among(plan: LayerPlan, rows: Rows) -> LayerPlan:
+    """A plan of some of its rows: nothing is measured, nothing restored."""
+
+    def kept(some: Rows | None) -> Rows | None:
+        return None if some is None else np.intersect1d(some, rows, assume_unique=True)
+
+    local, ffn = kept(plan.local_rows), kept(plan.ffn_rows)
+    return LayerPlan(plan.layer, rows, local_rows=local, ffn_rows=ffn)
+
+
+def cut(
+    plans: Sequence[LayerPlan], start: int, end: int
+) -> Generator[LayerPlan, ProbeResult, None]:
+    """The plans' rows in [start, end); layers without any are left out.
+
+    Nothing is restored: that was done before the first chunk, when all of a window was there.
+    """
+
+    def part(rows: Rows) -> Rows:
+        low, high = np.searchsorted(rows, (start, end))
+        return rows[low:high]
+
+    # Layers mostly plan the very same array: so do their parts.
+    parts: dict[int, Rows] = {}
+
+    def kept(rows: Rows | None) -> Rows | None:
+        return None if rows is None else parts.setdefault(id(rows), part(rows))
+
+    for plan in plans:
+        rows = kept(plan.rows)
+        assert rows is not None
+        if len(rows):
+            yield replace(
+                plan,
+                rows=rows,
+                local_rows=kept(plan.local_rows),
+                ffn_rows=kept(plan.ffn_rows),
+                restore=(),
+            )

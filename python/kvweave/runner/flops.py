@@ -1,0 +1,75 @@
+"""FLOPs of the matrix products that a prefill ran, counted by part as they are asked for.
+
+A product of [m, k] and [k, n] counts 2·m·k·n. Rows that only pad a grid, norms, activations and
+rotations do not count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.plan import Rows
+from kvweave.runner.model_spec import LayerSpec, ModelSpec
+
+PARTS = ("projections", "attention", "feed_forward", "logits", "scores")
+"""What is counted: q, k, v and output projections; attention over the keys that each row and head
+sees; the feed-forward; the head of the model; the query-key products of probes."""
+
+
+def visible_pairs(rows: Rows, window: int, sink: int) -> int:
+    """Keys that rows at some positions see, all together, with a window (0: all) and a sink."""
+    seen = rows.astype(np.int64) + 1
+    if window:
+        near = np.minimum(seen, window)
+        seen = near + np.minimum(seen - near, sink)
+    return int(seen.sum())
+
+
+def _elements(module: Any) -> int:
+    """Weights of a module that multiply each row; of experts only those that a row is sent to."""
+    chosen = [int(m.top_k) for m in module.modules() if isinstance(getattr(m, "top_k", None), int)]
+    weights = [p for p in module.parameters() if p.dim() >= 2]
+    if any(p.dim() == 3 for p in weights) and chosen:
+        return sum(p[0].numel() * chosen[0] if p.dim() == 3 else p.numel() for p in weights)
+    return sum(p.numel() for p in weights)
+
+
+class FlopCount:
+    """The running count of one prefill; `parts` has a number for each of `PARTS`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.parts = dict.fromkeys(PARTS, 0)
+
+    def project(self, layer: LayerSpec, rows: int) -> None:
+        """Q, k and v of some rows."""
+        attention = layer.attention
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            self.parts["projections"] += 2 * rows * _elements(projection)
+
+    def attend(self, layer: LayerSpec, rows: Rows, reaches: list[tuple[int, int]]) -> None:
+        """Attention of rows and its output projection; a (window, sink) for each KV head."""
+        pairs = self._pairs(rows, reaches)
+        self.parts["attention"] += 4 * pairs * self.spec.head_dim
+        self.parts["projections"] += 2 * len(rows) * _elements(layer.attention.o_proj)
+
+    def feed_forward(self, layer: LayerSpec, rows: int) -> None:
+        """The feed-forward of some rows."""
+        self.parts["feed_forward"] += 2 * rows * _elements(layer.feed_forward)
+
+    def logits(self, logits: torch.Tensor) -> None:
+        """The head's product, by what came out: [R, V]."""
+        self.parts["logits"] += 2 * logits.shape[0] * _elements(self.spec.head)
+
+    def score(self, rows: Rows, reaches: list[tuple[int, int]]) -> None:
+        """Query-key products of a probe; a (window, sink) for each KV head."""
+        self.parts["scores"] += 2 * self._pairs(rows, reaches) * self.spec.head_dim
+
+    def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
+        """Pairs of a row and a key over all query heads."""
+        group = self.spec.query_heads // self.spec.kv_heads
+        kinds = {reach: reaches.count(reach) for reach in reaches}
+        return group * sum(visible_pairs(rows, *kind) * n for kind, n in kinds.items())

@@ -1,0 +1,114 @@
+"""What the heads of a model keep and read in one cache: its groups, and a `Reach` a layer."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from kvweave.cache import KvCache, KvRequest
+from kvweave.errors import Unsupported
+from kvweave.ops import Reach, Table
+from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.tables import Int32, send
+
+Promoted = tuple[tuple[int, int], ...]
+"""The (layer, KV head) pairs that a request made full, in the order of their tables."""
+
+_MOST_PROMOTED = 256
+
+
+class HeadReads:
+    """The head groups of a cache, and what every head of a layer reads.
+
+    `uniform`: every head is full, so that a block holds all heads and nothing here is needed.
+    `windows`: (window, sink) of each group; None for a full one.
+
+    # Errors
+    `Unsupported` for a map with heads of another kind than full and window.
+    """
+
+    def __init__(self, spec: ModelSpec, cache: KvCache) -> None:
+        self.spec = spec
+        self.cache = cache
+        groups = getattr(cache, "groups", [])  # BRIDGE
+        for group in groups:
+            if group.kind not in ("full", "window"):
+                raise Unsupported(
+                    f"head map: expected full and window heads, got {group.kind} heads"
+                )
+        self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in groups]
+        self.windows = self.windows or [None]  # BRIDGE
+        self.uniform = self.windows == [None]
+        self._page_layers: list[Table] = []
+        self._made: dict[Promoted, list[Reach]] = {}
+        self._whole: dict[tuple[Promoted, int], Reach] = {}
+
+    @cached_property
+    def classes(self) -> Int32:
+        """Window (0: full) and sink of every (layer, KV head) as the map has them: [L, G, 2]."""
+        layers = range(len(self.spec.layers))
+        if not hasattr(self.cache, "head_rows"):  # BRIDGE
+            return np.zeros((len(layers), self.spec.kv_heads, 2), np.int32)
+        classes: Int32 = np.stack([self.cache.head_rows(layer)[:, 2:] for layer in layers])
+        classes.setflags(write=False)
+        return classes
+
+    def page_layers(self, group: int) -> Table | None:
+        """The layer of each page of a group's blocks; None where a page's rank says it."""
+        if self.uniform:
+            return None
+        if not self._page_layers:
+            sent = [self.cache.page_layers(g) for g in range(len(self.windows))]
+            self._page_layers = list(send(self.spec.device, *sent))
+        return self._page_layers[group]
+
+    def reaches(self, request: KvRequest) -> list[Reach] | None:
+        """What the heads of every layer read in a request; None when they read all and alike."""
+        if self.uniform:
+            return None
+        promoted = tuple(request.promoted)
+        if promoted not in self._made:
+            _make_room(self._made)
+            layers = range(len(self.spec.layers))
+            self._made[promoted] = [
+                Reach(request.tables, self._narrowed(request, layer)) for layer in layers
+            ]
+        return self._made[promoted]
+
+    def whole(self, request: KvRequest, layer: int) -> Reach | None:
+        """The reach of a layer whose heads see all that is kept for them, as the model lets them.
+
+        None as for `reaches`.
+        """
+        if self.uniform:
+            return None
+        key = (tuple(request.promoted), layer)
+        if key not in self._whole:
+            _make_room(self._whole)
+            rows = request.head_rows(layer)
+            rows[:, 2:] = (self.spec.layers[layer].window or 0, 0)
+            self._whole[key] = Reach(request.tables, rows)
+        return self._whole[key]
+
+    def seen(self, request: KvRequest, layer: int) -> list[tuple[int, int]]:
+        """Window (0: all) and sink of each KV head of a layer in a request."""
+        if self.uniform:
+            return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
+        return [(window, sink) for _, _, window, sink in self._narrowed(request, layer).tolist()]
+
+    def _narrowed(self, request: KvRequest, layer: int) -> Int32:
+        """The head rows of a layer; where the model itself has a window, the narrower counts.
+
+        A layer with a sliding window of its own keeps no sink: the model never saw one there.
+        """
+        rows, own = request.head_rows(layer), self.spec.layers[layer].window
+        if own is not None:
+            rows[:, 2] = np.where(rows[:, 2] == 0, own, np.minimum(rows[:, 2], own))
+            rows[:, 3] = 0
+        return rows
+
+
+def _make_room(made: dict[object, object] | dict[Promoted, list[Reach]]) -> None:
+    if len(made) >= _MOST_PROMOTED:
+        del made[next(iter(made))]

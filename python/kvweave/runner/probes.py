@@ -1,0 +1,92 @@
+"""What policies measure in a layer: attention mass per token, and how far KV moved."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.plan import Rows, Salience
+from kvweave.runner.request_kv import RequestKv
+from kvweave.runner.tables import RowTable
+
+_COMPARED_ROWS = 4096
+"""Rows whose fresh and cached KV are compared at once, in f32: bounds the memory that takes."""
+
+
+def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows.
+
+    Tables go over with the call, once a prefill.
+    """
+    return _mass(kv, layer, q, rows, kv.reading(layer), None)
+
+
+def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience:
+    """Mass and edge of a layer from the queries [S, H, D] of some rows: see `Salience`."""
+    reading = kv.reading(layer) | {"reach": kv.heads.whole(kv.request, layer)}
+    seen = kv.heads.seen(kv.request, layer)
+    edge = torch.zeros(len(seen), device=q.device)
+    own = kv.spec.layers[layer].window or 0
+    local = sorted({reach for reach in seen if reach != (own, 0)})
+    if not local or not len(rows):
+        return Salience(_mass(kv, layer, q, rows, reading, None), edge)
+    group = q.shape[1] // len(seen)
+    for window, sink in local:
+        share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        mass = _mass(kv, layer, q, rows, reading, ops.EdgeMass(share, window, sink))
+        far = share.view(len(rows), len(seen), group).mean((0, 2))
+        alike = torch.tensor([reach == (window, sink) for reach in seen])
+        edge = torch.where(alike.to(q.device, non_blocking=True), far, edge)
+    return Salience(mass, edge)
+
+
+def _mass(
+    kv: RequestKv,
+    layer: int,
+    q: torch.Tensor,
+    rows: Rows,
+    reading: dict[str, object],
+    edge: ops.EdgeMass | None,
+) -> torch.Tensor:
+    offsets = None if kv.heads.uniform else kv.table.host_offsets
+    return ops.score_tokens(
+        q, rows, kv.table.host_entries, kv.pages, layer, entry_offsets=offsets, edge=edge, **reading
+    )
+
+
+def deviation(
+    kv: RequestKv, layer: int, table: RowTable, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Squared distance of fresh K, V from the cached ones, summed over heads: f32 [R].
+
+    Rows that hold no cached KV yet compare with whatever the page holds; the policy knows
+    which rows those are.
+    """
+    blocks, slots = _places(kv, layer, torch.as_tensor(table.slots).long())
+    parts = zip(*(torch.split(x, _COMPARED_ROWS) for x in (blocks, slots, k, v)), strict=True)
+    return torch.cat([_moved(kv.pages, *part) for part in parts])
+
+
+def _places(kv: RequestKv, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page [R, G] and the slot [R, 1 or G] of every row and KV head of a layer."""
+    if kv.heads.uniform:
+        first = layer * kv.spec.kv_heads
+        ranks = torch.arange(first, first + kv.spec.kv_heads, device=slots.device)
+        return slots[:, :1] + ranks, slots[:, 1:]
+    heads = torch.from_numpy(kv.request.head_rows(layer)[:, :2].astype(np.int64))
+    tables, ranks = heads.to(slots.device, non_blocking=True).unbind(1)
+    blocks, at = slots.index_select(0, tables).permute(2, 1, 0)
+    # Nothing is kept where the block is −1: the null block stands for it.
+    return torch.where(blocks < 0, 0, blocks + ranks), at.clamp(min=0)
+
+
+def _moved(
+    pages: torch.Tensor,
+    page: torch.Tensor,
+    slot: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    apart: torch.Tensor = (k.float() - pages[page, 0, slot].float()).square().sum((1, 2))
+    return apart + (v.float() - pages[page, 1, slot].float()).square().sum((1, 2))

@@ -1,0 +1,179 @@
+"""The KV of one request while it is prefilled: its tables, and what is copied or owned first."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvRequest
+from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.ops import Reach
+from kvweave.plan import Rows
+from kvweave.runner.heads import HeadReads
+from kvweave.runner.rope import PositionTable
+from kvweave.runner.tables import Int32, KvTable, RowTable
+
+
+class RequestKv:
+    """Tables of one request, made anew when they change and sent over once.
+
+    `rotates` False copies reused keys without turning them to their new position.
+    """
+
+    def __init__(
+        self,
+        heads: HeadReads,
+        pages: torch.Tensor,
+        request: KvRequest,
+        positions: PositionTable,
+        rotates: bool = True,
+    ) -> None:
+        self.heads = heads
+        self.pages = pages
+        self.request = request
+        self.positions = positions
+        self.rotates = rotates
+        self.spec = heads.spec
+        self._table: KvTable | None = None
+        self._rows: RowTable | None = None
+
+    @property
+    def table(self) -> KvTable:
+        """Where all KV of the request lies now."""
+        if self._table is None:
+            self._table = KvTable.of(self.request, self.spec.device)
+        return self._table
+
+    def copy(self) -> None:
+        """Carries out the copies that the cache asks for, turning keys on the way."""
+        if not hasattr(self.request, "tables"):  # BRIDGE
+            copies = self.request.take_copies()
+            if not self.rotates:
+                copies[:, 5] = 0
+            self._copy(copies, None)
+            self.request.finish_copies()
+            if len(copies):
+                self._table = None
+            return
+        copied = 0
+        for group in range(len(self.heads.windows)):
+            copies = self.request.take_copies(group)
+            if not self.rotates:
+                copies[:, 5] = 0
+            self._copy(copies, self.heads.page_layers(group))
+            copied += len(copies)
+        self.request.finish_copies()
+        if copied:
+            self._table = None
+
+    def _copy(self, copies: Int32, layers: ops.Table | None) -> None:
+        if len(copies):
+            ops.copy_rerotate(
+                self.pages,
+                copies,
+                self.positions.rope,
+                kv_heads=self.spec.kv_heads,
+                **({} if layers is None else {"layers": layers}),  # BRIDGE
+            )
+
+    def rows(self, rows: Rows, local_rows: Rows | None) -> RowTable:
+        """The tables of rows to be written, after `own`.
+
+        The last ones are kept, for most layers compute the same.
+        """
+        if self._rows is None or not self._rows.same(rows, local_rows):
+            slots = self._slots(rows, local_rows)
+            self._rows = RowTable.of(slots, rows, local_rows, self.positions, self.spec.device)
+        return self._rows
+
+    def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
+        """Where K, V of rows go: [R, 2], or [tables, R, 2] with (−1, −1) where they do not."""
+        if self.heads.uniform:
+            return self.request.slots(rows)
+        slots = np.full((self.request.tables, len(rows), 2), -1, np.int32)
+        for table, places in enumerate(slots):
+            if local_rows is None or not self._is_window(table):
+                places[:] = self.request.slots(rows, table)
+            elif len(local_rows):
+                places[np.searchsorted(rows, local_rows)] = self.request.slots(local_rows, table)
+        return slots
+
+    def _is_window(self, table: int) -> bool:
+        return table < len(self.heads.windows) and self.heads.windows[table] is not None
+
+    def own(self, rows: Rows, local_rows: Rows | None) -> None:
+        """Copy-on-write of blocks that rows will be written to and that are still shared.
+
+        # Errors
+        `InvalidArgument` for local rows that are not among the rows; `PoolFull` without room.
+        """
+        if self._rows is not None and self._rows.same(rows, local_rows):
+            return
+        if local_rows is None or self.heads.uniform:
+            copies = self.request.make_writable(rows)
+            if copies is not None:  # BRIDGE
+                self._copy(copies, None)
+                if len(copies):
+                    self.request.finish_copies()
+                    self._table = None
+                return
+        else:
+            if not np.isin(local_rows, rows).all():
+                raise InvalidArgument("local_rows: expected some of the plan's rows, got others")
+            for group, window in enumerate(self.heads.windows):
+                self.request.make_writable(rows if window is None else local_rows, group)
+        self.copy()
+
+    def advance(self, start: int, end: int) -> None:
+        """Rows before `start` are done and [start, end) come next: windows move on."""
+        if self.heads.uniform:
+            return
+        self.request.advance(start, end)
+        self._table = self._rows = None
+        self.copy()
+
+    def promote(self, layer: int, head: int) -> bool:
+        """Makes a head full for this request from now on; False when there is no room for it.
+
+        # Errors
+        `InvalidArgument` for a head that is full already.
+        """
+        try:
+            copies = self.request.promote(layer, head)
+        except PoolFull:
+            return False
+        self._copy(copies, np.asarray([layer], np.int32))
+        self._table = self._rows = None
+        return True
+
+    def reach(self, layer: int) -> Reach | None:
+        """What the heads of a layer read; None when they read all, or all the same."""
+        reaches = self.heads.reaches(self.request)
+        return None if reaches is None else reaches[layer]
+
+    def seen(self, layer: int, whole: bool = False) -> list[tuple[int, int]]:
+        """Window (0: all) and sink of each KV head of a layer; `whole`: as far as the model's."""
+        if whole:
+            return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
+        return self.heads.seen(self.request, layer)
+
+    def reading(self, layer: int) -> dict[str, object]:
+        """What the reading ops take by name in a layer."""
+        spec, reach = self.spec.layers[layer], self.reach(layer)
+        return {
+            "kv_heads": self.spec.kv_heads,
+            "scale": spec.scale,
+            "rope": self.positions.rope,
+            "window": spec.window if reach is None else None,
+            "softcap": spec.softcap,
+            "reach": reach,
+        }
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
+        """Writes K, V [R, G, D] of a layer's rows."""
+        reach = self.reach(layer)
+        if reach is None:  # BRIDGE
+            ops.write_pages(self.pages, layer, k, v, table.slots)
+            return
+        ops.write_pages(self.pages, layer, k, v, table.slots, reach=reach)
