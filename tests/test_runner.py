@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -251,3 +254,57 @@ def test_one_token_is_a_prompt(runner):
         policy: runner.generate([504], policy, max_new_tokens=3).tokens for policy in POLICIES
     }
     assert len(set(map(tuple, answers.values()))) == 1
+
+
+def test_a_model_in_train_mode_is_refused() -> None:
+    with pytest.raises(kvweave.InvalidArgument, match="expected one in eval mode"):
+        Runner(tiny("llama").train(), max_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama", 512), ("llama-yarn", 512), ("llama-dynamic", None)]
+)
+def test_more_than_the_model_is_made_for_is_said(name, most) -> None:
+    runner = Runner(tiny(name), max_tokens=1024, progress=False, check=False)
+    assert runner.spec.positions == most
+    tokens = random_tokens(505, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner.generate(tokens, "full", max_new_tokens=8, stop=())
+    said = nullcontext() if most is None else pytest.warns(UserWarning, match="expected up to 512")
+    with said:
+        runner.generate(tokens, "full", max_new_tokens=9, stop=())
+
+
+def test_a_report_is_one_line(runner) -> None:
+    with runner.prefill(list(range(40)), "full", remember=False) as done:
+        assert repr(done.report).startswith("Report(full: 40 tokens, 0 by prefix, 0 by segment")
+        assert len(repr(done.report)) < 160
+
+
+def test_flops_are_those_of_what_ran() -> None:
+    """Counted by hand: hidden 64, heads 4 of 16 over 2 KV heads, feed-forward 96, 4 layers."""
+    model = tiny("llama")
+    runner = Runner(model, max_tokens=512, progress=False)
+    with runner.prefill(random_tokens(50, 1), "full", remember=False) as done:
+        flops = done.report.flops
+    last = 49  # rows of the last layer that end with their K, V
+    assert flops == {
+        "projections": 2 * (4 * 50 * 64 * (64 + 2 * 32) + (4 * 50 - last) * 64 * 64),
+        "attention": 4 * 16 * 4 * (3 * 50 * 51 // 2 + 50),
+        "feed_forward": 2 * (4 * 50 - last) * 3 * 64 * 96,
+        "logits": 2 * 64 * 300,
+        "scores": 0,
+    }
+    with runner.prefill(random_tokens(50, 1), "full", logits_from=0, remember=False) as done:
+        assert done.report.flops["attention"] == 4 * 16 * 4 * 4 * 50 * 51 // 2
+
+
+def test_flops_of_experts_are_those_that_a_row_is_sent_to() -> None:
+    runner = Runner(tiny("qwen3-moe"), max_tokens=512, progress=False)
+    with runner.prefill(random_tokens(50, 1), "full", logits_from=0) as done:
+        mlp = runner.spec.layers[0].feed_forward
+        assert type(mlp).__name__ == "Qwen3MoeSparseMoeBlock"
+        assert done.report.flops["feed_forward"] % (2 * 50) == 0
+        sparse = 4 * 64 + 2 * 3 * 64 * 32  # the router, and two of four experts
+        assert done.report.flops["feed_forward"] == 2 * 50 * 4 * sparse

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from kvweave.errors import Unsupported
+from kvweave.errors import InvalidArgument, Unsupported
 
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Model dtypes with ops, and the name of each as a KV dtype."""
@@ -53,7 +53,8 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder-only model: L layers, H query heads, G KV heads, D head dim.
 
-    `weight_bytes`: of all parameters and buffers.
+    `weight_bytes`: of all parameters and buffers. `positions`: tokens of the longest sequence that
+    the model is made for, where its frequencies do not follow the length.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -70,6 +71,7 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
+    positions: int | None
     fingerprint: str
 
     def current(self) -> AbstractContextManager[object]:
@@ -172,6 +174,7 @@ def describe(model: Any) -> ModelSpec:
     # Errors
     `Unsupported` naming what is missing: no decoder layers, no rotary embedding (a model without
     RoPE), a fused projection, an unknown layer type, one device for all weights.
+    `InvalidArgument` for a model in train mode, whose dropout would change every answer.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -194,6 +197,8 @@ def describe(model: Any) -> ModelSpec:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise Unsupported(f"model: expected its weights on one device, got {', '.join(devices)}")
+    if model.training:
+        raise InvalidArgument("model: expected one in eval mode (model.eval()), got train mode")
     return ModelSpec(
         layers=tuple(_layer_spec(m, config, i, keyed) for i, m in enumerate(modules)),
         query_heads=heads,
@@ -211,8 +216,20 @@ def describe(model: Any) -> ModelSpec:
         weight_bytes=sum(
             t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())
         ),
+        positions=_positions(config),
         fingerprint=_fingerprint(model, config),
     )
+
+
+def _positions(config: Any) -> int | None:
+    """The longest sequence that a model is made for; None when it follows the length."""
+    most = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if most is None or rope.get("rope_type") == "dynamic":
+        return None
+    known = rope.get("original_max_position_embeddings") or 0
+    stretched = known * (rope.get("factor") or 1.0)
+    return max(int(most), int(stretched))
 
 
 def _fingerprint(model: Any, config: Any) -> str:

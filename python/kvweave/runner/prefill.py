@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
@@ -120,6 +121,7 @@ class Prefiller:
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
+        self._warn_of_length(len(prompt.tokens) + reserve_tokens)
         with self.spec.current():
             return self._prefill(prompt, policy, lookup, logits_from, reserve_tokens, keep)
 
@@ -174,6 +176,12 @@ class Prefiller:
             request.release()
             raise
         return Prefill(request, logits, report, positions, exact == length)
+
+    def _warn_of_length(self, tokens: int) -> None:
+        most = self.spec.positions
+        if most is not None and tokens > most:
+            text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
+            warnings.warn(f"{text}, got {tokens}: what it says may be poor", stacklevel=3)
 
     def _mode_for(self, policy: Policy) -> tuple[str, str]:
         if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
