@@ -11,15 +11,17 @@ struct CopyRerotateParams {
   void* cache;            // paged KV, written in place
   const int32_t* copies;  // [copy_count, 6]: src_block, src_slot, dst_block, dst_slot, count, delta
   const float* inv_freq;  // [layers, pairs]
-  int64_t blocks;         // block numbers below this lie within the cache
-  int64_t block_stride;   // from block number b to b + 1
-  int64_t layer_stride;
+  const int32_t* page_layers;  // [parts]: the layer of each page; null: a part is a layer
+  int64_t blocks;              // block numbers below this lie within the cache
+  int64_t block_stride;        // from block number b to b + 1
+  int64_t part_stride;         // from one layer to the next, or from one page
   int64_t head_stride;
   int64_t token_stride;
   int64_t value_offset;  // from a token's key to its value
   uint32_t copy_count;
   uint32_t layers;
-  uint32_t kv_heads;
+  uint32_t parts;     // of a block: its layers, or its pages one by one
+  uint32_t kv_heads;  // of a part
   uint32_t page_tokens;
   uint32_t head_dim;
   uint32_t pairs;            // rotary_dim / 2
@@ -118,11 +120,12 @@ struct WritePagesParams {
   void* cache;           // paged KV, written in place
   const void* k;         // [rows, kv_heads, columns] by strides
   const void* v;         // the same
-  const int32_t* slots;  // [rows, 2]: block, slot
-  int64_t blocks;        // block numbers below this lie within the cache
+  const int32_t* slots;  // [tables, rows, 2]: block, slot; without heads one table
+  const int32_t* heads;  // [kv_heads, 4]: table, rank, …; null: see layer_offset
+  int64_t last_page;     // pages within the cache begin at this word at the latest
   int64_t block_stride;  // from block number b to b + 1
-  int64_t layer_offset;  // from a block to its first page of this layer
-  int64_t head_stride;
+  int64_t layer_offset;  // without heads: from a block to its first page of this layer
+  int64_t head_stride;   // from rank r to r + 1
   int64_t token_stride;
   int64_t value_offset;  // from a token's key to its value
   int64_t k_row_stride;
@@ -162,12 +165,12 @@ struct MergeStatesParams {
   uint32_t states_per_block;  // states that one thread block merges
 };
 
-static_assert(sizeof(CopyRerotateParams) == 104, "params.rs says 104 bytes");
-static_assert(offsetof(CopyRerotateParams, copy_count) == 72, "params.rs says 72 bytes");
+static_assert(sizeof(CopyRerotateParams) == 120, "params.rs says 120 bytes");
+static_assert(offsetof(CopyRerotateParams, copy_count) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
-static_assert(sizeof(WritePagesParams) == 128, "params.rs says 128 bytes");
+static_assert(sizeof(WritePagesParams) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(PageBoundsParams) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");

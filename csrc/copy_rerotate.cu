@@ -5,7 +5,8 @@
 //
 // What makes it run at the speed of a plain copy:
 // 1. one launch for all layers, heads and copies: a thread block has one (copy, layer) and some of
-//    the heads, so the few cosines and sines are computed once in shared memory and used by all;
+//    the heads, so the few cosines and sines are computed once in shared memory and used by all
+//    (of a head group's block it has one (copy, page), whose layer a table tells);
 // 2. 16-byte accesses: a thread holds both vectors of V pairs, and two vectors of values, before
 //    it stores any of them, so four loads are in flight;
 // 3. a thread's token and column are fixed before the loop over heads: no division inside.
@@ -67,9 +68,10 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   Wide* sines = cosines + p.pairs;
 
   const uint32_t chunk = blockIdx.x % p.head_chunks;
-  const uint32_t layer = blockIdx.x / p.head_chunks % p.layers;
-  const Copy copy = read_copy(p, blockIdx.x / p.head_chunks / p.layers);
-  if (!copy.valid) return;
+  const uint32_t part = blockIdx.x / p.head_chunks % p.parts;
+  const uint32_t layer = p.page_layers != nullptr ? p.page_layers[part] : part;
+  const Copy copy = read_copy(p, blockIdx.x / p.head_chunks / p.parts);
+  if (!copy.valid || layer >= p.layers) return;
 
   const bool rotates = copy.delta != 0;
   if (rotates) {
@@ -96,7 +98,7 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int value_column = threadIdx.x % vectors * V;
   const int value_row = threadIdx.x / vectors;
 
-  T* cache = static_cast<T*>(p.cache) + layer * p.layer_stride;
+  T* cache = static_cast<T*>(p.cache) + part * p.part_stride;
   const uint32_t head_end = min((chunk + 1) * p.heads_per_block, p.kv_heads);
   for (uint32_t head = chunk * p.heads_per_block; head < head_end; ++head) {
     const T* source = cache + copy.source + head * p.head_stride;

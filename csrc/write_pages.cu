@@ -1,7 +1,7 @@
 // write_pages: new keys and values of one layer scattered into pages, and bounds of pages.
 //
 // The simple version:
-//   for each row, head: K[slots[row]] = k[row]; V[slots[row]] = v[row]
+//   for each row, head: K[slots[table(head), row]] = k[row]; V[slots[table(head), row]] = v[row]
 //   for each held page, element: min, max, mean of the keys in its slots
 //
 // What makes it run at the speed of a plain copy:
@@ -14,7 +14,8 @@
 // blocks, and slots that this call did not write count as well. Its reads come from the cache.
 //
 // Slots and held pages that point outside the cache, or at the null block, are skipped: a table
-// that was made on the device cannot be checked on the host without waiting for it.
+// that was made on the device cannot be checked on the host without waiting for it. So are slots of
+// block −1: a local head does not keep every token.
 
 #include <cmath>
 
@@ -40,12 +41,17 @@ __device__ __forceinline__ void write_pages(const WritePagesParams& p) {
     const uint32_t row = static_cast<uint32_t>(word) / row_words;
     const uint32_t rest = static_cast<uint32_t>(word) % row_words;
     const uint32_t head = rest / p.columns, column = rest % p.columns;
-    const int32_t block = p.slots[2 * int64_t{row}], slot = p.slots[2 * int64_t{row} + 1];
-    if (block <= 0 || block >= p.blocks || slot < 0 || slot >= static_cast<int>(p.page_tokens)) {
+    const bool own = p.heads != nullptr;
+    const int32_t table = own ? p.heads[4 * head] : 0;
+    const int64_t in_block =
+        own ? p.heads[4 * head + 1] * p.head_stride : p.layer_offset + head * p.head_stride;
+    const int32_t* at = p.slots + 2 * (int64_t{table} * p.rows + row);
+    const int32_t block = at[0], slot = at[1];
+    const int64_t page = block * p.block_stride + in_block;
+    if (block <= 0 || page > p.last_page || slot < 0 || slot >= static_cast<int>(p.page_tokens)) {
       continue;
     }
-    targets[i] = static_cast<Word*>(p.cache) + block * p.block_stride + p.layer_offset +
-                 head * p.head_stride + slot * p.token_stride + column;
+    targets[i] = static_cast<Word*>(p.cache) + page + slot * p.token_stride + column;
     keys[i] = static_cast<const Word*>(p.k)[row * p.k_row_stride + head * p.k_head_stride + column];
     values[i] =
         static_cast<const Word*>(p.v)[row * p.v_row_stride + head * p.v_head_stride + column];

@@ -152,7 +152,7 @@ def test_the_length_of_scores_is_asked_for(generator) -> None:
 def test_slots_outside_the_cache_are_skipped(generator, dtype) -> None:
     pages = torch.randn(30, 2, 16, 64, generator=generator).to(dtype).cuda()
     before, values = pages.clone(), torch.full((30, 3, 64), -7.0, device="cuda")
-    slots = [[HUGE, 0], [-2, 0], [0, 3], [2, -1], [2, 16], [2, HUGE], [29, 0], [28, -HUGE]]
+    slots = [[HUGE, 0], [-2, 0], [0, 3], [2, -1], [2, 16], [2, HUGE], [30, 0], [28, -HUGE]]
     k = torch.ones(len(slots), 2, 64, dtype=dtype, device="cuda")
     held = [[HUGE, 0, 1], [-2, 0, 1], [0, 0, 1], [2, -1, 1], [2, 0, 17], [2, 3, 3], [29, 0, 1]]
     table = torch.tensor(slots, dtype=torch.int32, device="cuda")

@@ -261,6 +261,7 @@ def write_pages(
     k: _Array,
     v: _Array,
     slots: _Array,
+    reach: Reach | None,
     bounds: tuple[_Array, _Array] | None,
     reference: bool,
 ) -> None: ...
@@ -270,14 +271,25 @@ def write_pages_cuda(
     k: _Array,
     v: _Array,
     slots: _TablePair,
+    reach: Reach | None,
     bounds: tuple[_Array, _TablePair] | None,
     stream: int,
 ) -> None: ...
 def copy_rerotate(
-    cache: _Array, copies: _Array, rope: RopeTable, kv_heads: int, reference: bool
+    cache: _Array,
+    copies: _Array,
+    rope: RopeTable,
+    kv_heads: int,
+    layers: _Array | None,
+    reference: bool,
 ) -> None: ...
 def copy_rerotate_cuda(
-    cache: _Array, copies: _TablePair, rope: RopeTable, kv_heads: int, stream: int
+    cache: _Array,
+    copies: _TablePair,
+    rope: RopeTable,
+    kv_heads: int,
+    layers: _TablePair | None,
+    stream: int,
 ) -> None: ...
 def attend_prefill(
     arguments: Any,

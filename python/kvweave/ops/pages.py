@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave import _native
-from kvweave._native import RopeTable
+from kvweave._native import Reach, RopeTable
 from kvweave.ops.dispatch import (
     Backend,
     Pages,
@@ -43,40 +43,60 @@ def write_pages(
     v: torch.Tensor,
     slots: Table,
     *,
+    reach: Reach | None = None,
     bounds: PageBounds | None = None,
     backend: Backend = None,
 ) -> None:
     """Scatters new keys and values of one layer into pages, and updates bounds of pages.
 
     k, v [R, G, D], of the cache's dtype; rows and heads may be strided. slots i32 [R, 2], all
-    different, never the null block.
+    different, never the null block: row r goes to block and slot `slots[r]`, head g to the block's
+    page `layer · G + g`.
+
+    With a `reach`, heads have tables and pages of their own: slots i32 [tables, R, 2], and head g
+    of row r goes to `slots[table_g, r]`, page `rank_g`; `layer` then counts for nothing. Block −1
+    says that the table does not keep the token, which is then not written (RedKnot, section 4.3:
+    a local head keeps its sink and window). Pages of different heads must not overlap. `bounds`
+    beside a reach are `Unsupported`.
     """
     refuse_gradients(k, v)
     device = cuda_device("cache", cache, backend)
     if device is None:
         named = None if bounds is None else (bounds.values, bounds.held)
-        _native.write_pages(cache, layer, k, v, slots, named, backend == "reference")
+        _native.write_pages(cache, layer, k, v, slots, reach, named, backend == "reference")
         return
     held = {} if bounds is None else {"held": bounds.held}
     tables = on_device(device, slots=slots, **held)
     there = None if bounds is None else (bounds.values, tables["held"])
-    _native.write_pages_cuda(cache, layer, k, v, tables["slots"], there, stream_of(device))
+    at = tables["slots"]
+    _native.write_pages_cuda(cache, layer, k, v, at, reach, there, stream_of(device))
 
 
 def copy_rerotate(
-    cache: Pages, copies: Table, rope: RopeTable, *, kv_heads: int, backend: Backend = None
+    cache: Pages,
+    copies: Table,
+    rope: RopeTable,
+    *,
+    kv_heads: int,
+    layers: Table | None = None,
+    backend: Backend = None,
 ) -> None:
-    """Copies tokens of every layer and head between blocks: K rotated by delta, V as it is.
+    """Copies tokens of all pages of blocks to others: K rotated by delta, V as it is.
 
     copies i32 [C, 6]; no block is both read and written, no slot written twice. `rope` has the
     inverse frequencies of all L layers. Moving a key by delta positions turns pair i by
     `delta · inv_freq[i]` (Δ-RoPE: SparseX, section 3); delta 0 copies bits.
 
+    A block has L · kv_heads pages, layer by layer, or, with `layers` i32 [pages], those of a head
+    group: page r has the keys of layer `layers[r]`, which occurs at most `kv_heads` times.
+
     On CUDA one launch does all layers.
     """
     device = cuda_device("cache", cache, backend)
     if device is None:
-        _native.copy_rerotate(cache, copies, rope, kv_heads, backend == "reference")
+        _native.copy_rerotate(cache, copies, rope, kv_heads, layers, backend == "reference")
         return
-    tables = on_device(device, copies=copies)
-    _native.copy_rerotate_cuda(cache, tables["copies"], rope, kv_heads, stream_of(device))
+    of_pages = {} if layers is None else {"layers": layers}
+    there = on_device(device, copies=copies, **of_pages)
+    given = (cache, there["copies"], rope, kv_heads, there.get("layers"))
+    _native.copy_rerotate_cuda(*given, stream_of(device))

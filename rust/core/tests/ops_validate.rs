@@ -2,7 +2,8 @@
 
 use kvweave_core::ops::{
     AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, OpError, OpErrorKind,
-    PageGeometry, Pairing, Queries, RopeTable, ScoreTokens, Scoring, WritePages, validate_bounds,
+    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
+    validate_bounds,
 };
 use proptest::prelude::*;
 
@@ -161,7 +162,7 @@ fn write(slots: &[[i32; 2]]) -> Result<(), OpError> {
     let rows = HeadRows::contiguous(&source, slots.len(), 2, D);
     let (cache, geometry) = (&mut cache[..], geometry());
     let (keys, values, bounds) = (rows, rows, None);
-    WritePages { cache, geometry, layer: 0, keys, values, slots, bounds }.validate()
+    WritePages { cache, geometry, layer: 0, keys, values, slots, reach: None, bounds }.validate()
 }
 
 fn refresh(held: &[[i32; 3]], pages: usize) -> Result<(), OpError> {
@@ -215,7 +216,7 @@ fn writes_stay_in_range_and_apart() {
 fn copy(geometry: PageGeometry, len: usize, copies: &[[i32; 6]]) -> Result<(), OpError> {
     let mut cache = vec![0.0f32; len];
     let rope = RopeTable::new(vec![1.0; 4 * geometry.layers], geometry.layers, Pairing::Half)?;
-    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope }.validate()
+    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope, layers: None }.validate()
 }
 
 #[test]
@@ -314,5 +315,108 @@ proptest! {
         let _ = copy(wild, ELEMENTS, &[copies]);
         let _ = copy(geometry(), ELEMENTS, &[copies]);
         let _ = write(&[slot, [2, 0]]);
+    }
+}
+
+/// Rows of two tables over the same seven pages, for heads `[table, rank]`.
+fn write_through(heads: [[i32; 2]; 2], slots: [[[i32; 2]; 2]; 2]) -> Result<(), OpError> {
+    let (mut cache, source) = (vec![0.0f32; ELEMENTS], vec![0.0f32; 2 * 2 * D]);
+    let rows = HeadRows::contiguous(&source, 2, 2, D);
+    let heads = heads.map(|[table, rank]| [table, rank, 5, 1]);
+    let reach = Some(Reach { tables: 2, heads: &heads });
+    let slots = slots.as_flattened();
+    let (cache, geometry, bounds) = (&mut cache[..], geometry(), None);
+    let call =
+        WritePages { cache, geometry, layer: 0, keys: rows, values: rows, slots, reach, bounds };
+    call.validate()
+}
+
+#[test]
+fn heads_are_written_in_pages_of_their_own() {
+    let kept = [[[2, 3], [2, 0]], [[4, 3], [-1, -1]]];
+    assert_eq!(write_through([[0, 0], [1, 0]], kept), Ok(()));
+    assert_eq!(write_through([[0, 0], [0, 1]], kept), Ok(()), "nobody has the second table");
+    assert_eq!(write_through([[0, 1], [1, 3]], kept), Ok(()), "pages 3 and 7");
+    // Pages are apart, though blocks of two pages from 2 and from 3 on would not be.
+    assert_eq!(write_through([[0, 0], [1, 2]], [[[2, 0], [3, 0]], [[2, 0], [3, 0]]]), Ok(()));
+    let none = [[-1, 0], [-1, 9]];
+    assert_eq!(write_through([[0, 0], [0, 0]], [none, none]), Ok(()));
+    for (heads, slots, kind, what) in [
+        ([[0, 0], [0, 0]], kept, OpErrorKind::Overlap, "slots"),
+        ([[0, 2], [1, 0]], kept, OpErrorKind::Overlap, "slots"),
+        ([[0, 0], [1, 0]], [[[2, 3], [2, 3]], none], OpErrorKind::Overlap, "slots"),
+        ([[0, 0], [1, 0]], [[[2, 3], [-2, 0]], none], OpErrorKind::OutOfRange, "slot block"),
+        ([[0, 0], [1, 0]], [none, [[0, 3], [4, 0]]], OpErrorKind::OutOfRange, "slot block"),
+        ([[0, 0], [1, 0]], [none, [[4, 4], [4, 0]]], OpErrorKind::OutOfRange, "slot"),
+        ([[0, 0], [1, 0]], [none, [[4, -1], [4, 0]]], OpErrorKind::OutOfRange, "slot"),
+        ([[0, 0], [1, 4]], kept, OpErrorKind::OutOfRange, "rank of a head"),
+        ([[0, i32::MAX], [1, 0]], kept, OpErrorKind::OutOfRange, "rank of a head"),
+        ([[0, 0], [1, -1]], kept, OpErrorKind::OutOfRange, "rank of a head"),
+        ([[0, 0], [2, 0]], kept, OpErrorKind::OutOfRange, "table of a head"),
+        ([[-1, 0], [1, 0]], kept, OpErrorKind::OutOfRange, "table of a head"),
+        ([[0, 0], [1, 0]], [none, [[i32::MAX, 0]; 2]], OpErrorKind::Overlap, "slots"),
+        ([[0, 0], [1, 0]], [none, [[8, 0], [1, 0]]], OpErrorKind::OutOfRange, "rank of a head"),
+    ] {
+        let error = write_through(heads, slots).expect_err("a refusal");
+        assert_eq!((error.kind(), error.what()), (kind, what), "{heads:?} {slots:?}");
+    }
+}
+
+#[test]
+fn a_reach_and_its_slots_belong_together() {
+    let (source, mut bounds) = (vec![0.0f32; 2 * 2 * D], vec![0.0f32; 8 * 3 * D]);
+    let rows = HeadRows::contiguous(&source, 2, 2, D);
+    let mut refusal = |tables: usize, heads: &[[i32; 4]], slots: &[[i32; 2]], bounded: bool| {
+        let mut cache = vec![0.0f32; ELEMENTS];
+        let (cache, geometry, reach) = (&mut cache[..], geometry(), Some(Reach { tables, heads }));
+        let bounds = bounded.then(|| PageBounds { values: &mut bounds, held: &[] });
+        let call = WritePages {
+            cache,
+            geometry,
+            layer: 0,
+            keys: rows,
+            values: rows,
+            slots,
+            reach,
+            bounds,
+        };
+        let error = call.validate().expect_err("a refusal");
+        (error.kind(), error.what())
+    };
+    let heads = [[0, 0, 0, 0], [0, 1, 0, 0]];
+    let slots = [[2, 0], [2, 1], [4, 0], [4, 1]];
+    assert_eq!(refusal(2, &heads, &slots[..2], false), (OpErrorKind::Shape, "slots"));
+    assert_eq!(refusal(1, &heads, &slots, false), (OpErrorKind::Shape, "slots"));
+    assert_eq!(refusal(0, &heads, &[], false), (OpErrorKind::Shape, "tables of reach"));
+    assert_eq!(refusal(1, &heads[..1], &slots[..2], false), (OpErrorKind::Shape, "heads of reach"));
+    assert_eq!(refusal(2, &heads, &slots, true), (OpErrorKind::Unsupported, "bounds"));
+}
+
+fn copy_group(layers: &[i32], copies: &[[i32; 6]]) -> Result<(), OpError> {
+    let mut cache = vec![0.0f32; ELEMENTS];
+    let geometry = PageGeometry { layers: 3, ..geometry() };
+    let rope = RopeTable::new(vec![1.0; 4 * 3], 3, Pairing::Half)?;
+    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope, layers: Some(layers) }
+        .validate()
+}
+
+#[test]
+fn blocks_of_a_head_group_have_as_many_pages_as_layers_are_told() {
+    let one = [[2, 0, 3, 1, 2, 7]];
+    assert_eq!(copy_group(&[2], &one), Ok(()));
+    assert_eq!(copy_group(&[2], &[[1, 0, 7, 0, 4, 7]]), Ok(()));
+    assert_eq!(copy_group(&[0, 0], &[[2, 0, 5, 1, 2, 7]]), Ok(()));
+    for (layers, copies, kind, what) in [
+        (&[0, 1][..], one, OpErrorKind::Overlap, "block"),
+        (&[0, 1], [[1, 0, 4, 0, 4, 7]], OpErrorKind::Overlap, "block"),
+        (&[2, 0, 2], [[3, 0, 5, 1, 2, 7]], OpErrorKind::Overlap, "block"),
+        (&[0, 1], [[2, 0, 7, 0, 4, 7]], OpErrorKind::OutOfRange, "block"),
+        (&[], one, OpErrorKind::Shape, "layers"),
+        (&[3], one, OpErrorKind::OutOfRange, "layers"),
+        (&[-1], one, OpErrorKind::OutOfRange, "layers"),
+        (&[1, 0, 1, 1], [[0, 0, 4, 0, 4, 7]], OpErrorKind::OutOfRange, "layers"),
+    ] {
+        let error = copy_group(layers, &copies).expect_err("a refusal");
+        assert_eq!((error.kind(), error.what()), (kind, what), "{layers:?} {copies:?}");
     }
 }

@@ -166,8 +166,13 @@ fn copy(c: &mut Criterion) {
         group.bench_function(BenchmarkId::from_parameter(name), |b| {
             b.iter(|| {
                 let (geometry, rope) = (bench.geometry, &bench.rope);
-                let params =
-                    CopyRerotate { cache: &mut bench.cache, geometry, copies: &copies, rope };
+                let params = CopyRerotate {
+                    cache: &mut bench.cache,
+                    geometry,
+                    copies: &copies,
+                    rope,
+                    layers: None,
+                };
                 kvweave_cpu::copy_rerotate(params).expect("valid params");
             });
         });

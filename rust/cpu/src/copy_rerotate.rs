@@ -3,7 +3,7 @@
 //! Cosines and sines are computed once per (frequencies, delta); a run whose tokens lie one after
 //! the other is copied at once where it is not rotated.
 
-use kvweave_core::ops::{CopyRerotate, CopyRun, Element, OpError, PageGeometry};
+use kvweave_core::ops::{BlockPage, CopyRerotate, CopyRun, Element, OpError, PageGeometry};
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
@@ -18,23 +18,27 @@ const FEWEST: usize = 4;
 /// What [`CopyRerotate::validate`] refuses.
 pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let CopyRerotate { cache, geometry, copies, rope } = params;
-    let needed = (0..geometry.layers)
-        .filter(|&layer| rope.first_alike(layer) == layer)
-        .flat_map(|layer| copies.iter().map(move |copy| (layer, copy[5])));
+    let pages = params.pages();
+    let CopyRerotate { cache, geometry, copies, rope, .. } = params;
+    // Pages of a layer lie next to each other and turn alike.
+    let layers: Vec<&[BlockPage]> = pages.chunk_by(|a, b| a.layer == b.layer).collect();
+    let mut alike: Vec<usize> = layers.iter().map(|of| rope.first_alike(of[0].layer)).collect();
+    alike.sort_unstable();
+    alike.dedup();
+    let needed = alike.iter().flat_map(|&layer| copies.iter().map(move |copy| (layer, copy[5])));
     let turns = Turns::new(rope, needed);
     let cache = Disjoint::new(cache);
-    let tasks = copies.len() * geometry.layers;
+    let tasks = copies.len() * layers.len();
     (0..tasks).into_par_iter().with_min_len(FEWEST).for_each_init(
         || vec![0.0; geometry.head_dim],
         |wide, task| {
             // All layers of a copy together: its block is one run of the arena.
-            let copy = CopyRun::new(copies[task / geometry.layers]);
-            let layer = task % geometry.layers;
-            let turn = (copy.delta != 0).then(|| turns.get(rope, layer, copy.delta));
-            for head in 0..geometry.kv_heads {
-                let source = geometry.key_offset(copy.src_block, layer, head, copy.src_slot);
-                let target = geometry.key_offset(copy.dst_block, layer, head, copy.dst_slot);
+            let copy = CopyRun::new(copies[task / layers.len()]);
+            let pages = layers[task % layers.len()];
+            let turn = (copy.delta != 0).then(|| turns.get(rope, pages[0].layer, copy.delta));
+            for BlockPage { offset, .. } in pages {
+                let source = offset + geometry.key_offset(copy.src_block, 0, 0, copy.src_slot);
+                let target = offset + geometry.key_offset(copy.dst_block, 0, 0, copy.dst_slot);
                 for_each_part(&geometry, copy.count, turn.is_none(), |skip, len| {
                     // SAFETY: `validate` proved that no block is both read and written, that no
                     // slot is written twice and that different tokens share no element.

@@ -14,22 +14,18 @@ const CHUNK: usize = 64;
 /// What [`WritePages::validate`] refuses.
 pub fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let WritePages { cache, geometry, layer, keys, values, slots, bounds } = params;
+    let places = params.places();
+    let WritePages { cache, geometry, layer, keys, values, bounds, .. } = params;
     let dim = geometry.head_dim;
     let pages = Disjoint::new(cache);
-    slots.par_chunks(CHUNK).enumerate().for_each(|(chunk, slots)| {
-        for (i, &[block, slot]) in slots.iter().enumerate() {
-            let row = chunk * CHUNK + i;
-            for head in 0..geometry.kv_heads {
-                let (block, slot) = (block as usize, slot as usize);
-                let key = geometry.key_offset(block, layer, head, slot);
-                // SAFETY: `validate` proved that slots are all different and that different
-                // (block, head, slot, key or value) share no element.
-                unsafe { pages.piece(key, dim) }.copy_from_slice(keys.vector(row, head));
-                let value = geometry.value_offset(block, layer, head, slot);
-                // SAFETY: as for the key.
-                unsafe { pages.piece(value, dim) }.copy_from_slice(values.vector(row, head));
-            }
+    (0..keys.rows).into_par_iter().with_min_len(CHUNK).for_each(|row| {
+        for head in 0..geometry.kv_heads {
+            let Some(key) = places.key_offset(row, head) else { continue };
+            // SAFETY: `validate` proved that different (row, head, key or value) share no element.
+            unsafe { pages.piece(key, dim) }.copy_from_slice(keys.vector(row, head));
+            let value = key + geometry.value_offset;
+            // SAFETY: as for the key.
+            unsafe { pages.piece(value, dim) }.copy_from_slice(values.vector(row, head));
         }
     });
     if let Some(bounds) = bounds {

@@ -14,7 +14,7 @@ const MAX_THREADS: usize = 256;
 /// Thread blocks that keep the largest devices busy to the end.
 const ENOUGH_BLOCKS: usize = 8192;
 
-/// Tokens of all layers and heads copied between blocks, keys rotated: see
+/// Tokens of all pages of blocks copied to others, keys rotated: see
 /// `kvweave_core::ops::CopyRerotate`, whose checks are the caller's where the table is on the host.
 /// The kernel itself skips rows that point outside the cache.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +35,8 @@ pub struct CopyRerotateLaunch<'a> {
     pub pairs: usize,
     /// How elements pair up.
     pub pairing: Pairing,
+    /// Blocks of a head group: i32 [pages], the layer of each page, and how many there are.
+    pub page_layers: Option<(DeviceTensor, usize)>,
     /// The stream's handle; 0 is the default stream.
     pub stream: u64,
 }
@@ -67,9 +69,28 @@ impl CudaBackend {
     }
 }
 
+/// A block's layers and their heads, or its pages one by one.
+#[derive(Clone, Copy)]
+struct Parts {
+    count: usize,
+    heads: usize,
+    stride: usize,
+}
+
+impl Parts {
+    fn of(call: &CopyRerotateLaunch<'_>) -> Self {
+        let PageGeometry { layers, kv_heads, layer_stride, head_stride, .. } = call.geometry;
+        match call.page_layers {
+            Some((_, count)) => Self { count, heads: 1, stride: head_stride },
+            None => Self { count: layers, heads: kv_heads.max(1), stride: layer_stride },
+        }
+    }
+}
+
 /// How the work is cut.
 struct Shape {
     wide: bool,
+    parts: Parts,
     heads_per_block: usize,
     grid: Grid,
 }
@@ -97,17 +118,18 @@ impl Shape {
         }
         let key_columns = columns - call.pairs / vector;
         let wanted = (key_columns * geometry.page_tokens).max(columns).next_multiple_of(32);
-        let pages = call.copy_count * geometry.layers * geometry.kv_heads;
-        let heads_per_block = (pages / ENOUGH_BLOCKS).clamp(1, geometry.kv_heads);
-        let chunks = geometry.kv_heads.div_ceil(heads_per_block);
-        let blocks = call.copy_count * geometry.layers * chunks;
+        let parts = Parts::of(call);
+        let pages = call.copy_count * parts.count * parts.heads;
+        let heads_per_block = (pages / ENOUGH_BLOCKS).clamp(1, parts.heads);
+        let chunks = parts.heads.div_ceil(heads_per_block);
+        let blocks = call.copy_count * parts.count * chunks;
         let wide_bytes = if call.dtype == KvDtype::F32 { 8 } else { 4 };
         let grid = Grid {
             blocks: [blocks_of("copies", blocks)?, 1, 1],
             threads: narrow("threads", wanted.min(MAX_THREADS))?,
             shared_bytes: narrow("rotary_dim", 2 * call.pairs * wide_bytes)?,
         };
-        Ok(Self { wide, heads_per_block, grid })
+        Ok(Self { wide, parts, heads_per_block, grid })
     }
 }
 
@@ -120,25 +142,31 @@ fn params_of(
         return Err(CudaError::invalid("rotary_dim", geometry.head_dim, 2 * call.pairs));
     }
     call.copies.expect("copies", 6 * call.copy_count)?;
-    let last_page = (geometry.layers.saturating_sub(1)) * geometry.layer_stride
-        + (geometry.kv_heads.saturating_sub(1)) * geometry.head_stride;
+    if let Some((layers, pages)) = call.page_layers {
+        layers.expect("layers", pages)?;
+    }
+    let parts = shape.parts;
+    let last_page =
+        parts.count.saturating_sub(1) * parts.stride + (parts.heads - 1) * geometry.head_stride;
     Ok(CopyRerotateParams {
         cache: call.cache.address,
         copies: call.copies.address,
         inv_freq: call.inv_freq.address(),
+        page_layers: call.page_layers.map_or(0, |(layers, _)| layers.address),
         blocks: blocks_within(geometry, last_page, call.cache.len),
         block_stride: long("block_stride", geometry.block_stride)?,
-        layer_stride: long("layer_stride", geometry.layer_stride)?,
+        part_stride: long("layer_stride", parts.stride)?,
         head_stride: long("head_stride", geometry.head_stride)?,
         token_stride: long("token_stride", geometry.token_stride)?,
         value_offset: long("value_offset", geometry.value_offset)?,
         copy_count: narrow("copies", call.copy_count)?,
         layers: narrow("layers", geometry.layers)?,
-        kv_heads: narrow("kv_heads", geometry.kv_heads)?,
+        parts: narrow("pages", parts.count)?,
+        kv_heads: narrow("kv_heads", parts.heads)?,
         page_tokens: narrow("page_tokens", geometry.page_tokens)?,
         head_dim: narrow("head_dim", geometry.head_dim)?,
         pairs: narrow("rotary_dim", call.pairs)?,
         heads_per_block: narrow("kv_heads", shape.heads_per_block)?,
-        head_chunks: narrow("kv_heads", geometry.kv_heads.div_ceil(shape.heads_per_block))?,
+        head_chunks: narrow("kv_heads", parts.heads.div_ceil(shape.heads_per_block))?,
     })
 }

@@ -12,15 +12,20 @@ pub(crate) struct CopyRerotateParams {
     pub(crate) copies: u64,
     /// f32 [layers, pairs].
     pub(crate) inv_freq: u64,
+    /// i32 [pages], or 0.
+    pub(crate) page_layers: u64,
     /// Block numbers below this lie within the cache.
     pub(crate) blocks: i64,
     pub(crate) block_stride: i64,
-    pub(crate) layer_stride: i64,
+    pub(crate) part_stride: i64,
     pub(crate) head_stride: i64,
     pub(crate) token_stride: i64,
     pub(crate) value_offset: i64,
     pub(crate) copy_count: u32,
+    /// Of `inv_freq`.
     pub(crate) layers: u32,
+    /// Parts of a block that lie `part_stride` apart: layers, or pages with layers of their own.
+    pub(crate) parts: u32,
     pub(crate) kv_heads: u32,
     pub(crate) page_tokens: u32,
     pub(crate) head_dim: u32,
@@ -147,11 +152,14 @@ pub(crate) struct WritePagesParams {
     pub(crate) cache: u64,
     pub(crate) k: u64,
     pub(crate) v: u64,
-    /// i32 [rows, 2].
+    /// i32 [rows, 2], or [tables, rows, 2] with heads.
     pub(crate) slots: u64,
-    /// Block numbers below this lie within the cache.
-    pub(crate) blocks: i64,
+    /// i32 [G, 4], or 0.
+    pub(crate) heads: u64,
+    /// Pages within the cache begin at this word at the latest; −1 for a cache of no page.
+    pub(crate) last_page: i64,
     pub(crate) block_stride: i64,
+    /// Without heads: from a block to its first page of this layer.
     pub(crate) layer_offset: i64,
     pub(crate) head_stride: i64,
     pub(crate) token_stride: i64,
@@ -205,12 +213,12 @@ pub(crate) struct MergeStatesParams {
     pub(crate) states_per_block: u32,
 }
 
-const _: () = assert!(size_of::<CopyRerotateParams>() == 104);
-const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 72);
+const _: () = assert!(size_of::<CopyRerotateParams>() == 120);
+const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 80);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
 const _: () = assert!(size_of::<AttendParams>() == 208);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);
 const _: () = assert!(size_of::<ScoreParams>() == 256);
-const _: () = assert!(size_of::<WritePagesParams>() == 128);
+const _: () = assert!(size_of::<WritePagesParams>() == 136);
 const _: () = assert!(size_of::<PageBoundsParams>() == 80);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);

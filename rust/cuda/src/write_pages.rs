@@ -7,8 +7,9 @@ use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
 use crate::operands::{
-    DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, long, name_of, narrow,
+    DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, last_page, long, name_of, narrow,
 };
+use crate::paged::DeviceReach;
 use crate::params::{PageBoundsParams, WritePagesParams};
 
 const THREADS: usize = 256;
@@ -19,7 +20,7 @@ const THREAD_WORDS: usize = 2;
 /// checks are the caller's where the tables are on the host. The kernels skip what points outside
 /// the cache or at the null block.
 #[derive(Clone, Copy, Debug)]
-pub struct WritePagesLaunch {
+pub struct WritePagesLaunch<'a> {
     /// The whole paged tensor.
     pub cache: DeviceTensor,
     /// Its elements.
@@ -32,10 +33,12 @@ pub struct WritePagesLaunch {
     pub keys: DeviceRows,
     /// [R, G, D], of the cache's dtype.
     pub values: DeviceRows,
-    /// i32 [R, 2], contiguous.
+    /// i32 [R, 2] or, with a reach, [tables, R, 2], contiguous.
     pub slots: DeviceTensor,
     /// R.
     pub rows: usize,
+    /// Table and page of each head, where they differ.
+    pub reach: Option<DeviceReach<'a>>,
     /// Pages whose bounds are computed anew.
     pub bounds: Option<BoundsLaunch>,
     /// The stream's handle; 0 is the default stream.
@@ -63,7 +66,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// `InvalidArgument` for shapes that do not belong together, `Driver` when a launch fails.
-    pub unsafe fn write_pages(&self, call: &WritePagesLaunch) -> Result<(), CudaError> {
+    pub unsafe fn write_pages(&self, call: &WritePagesLaunch<'_>) -> Result<(), CudaError> {
         if call.layer >= call.geometry.layers {
             let expected = format!("a layer below {}", call.geometry.layers);
             return Err(CudaError::invalid("layer", expected, call.layer));
@@ -97,7 +100,7 @@ impl CudaBackend {
 }
 
 /// Bytes moved at once: 16 where every vector starts on such a boundary, else an element.
-fn word_of(call: &WritePagesLaunch) -> usize {
+fn word_of(call: &WritePagesLaunch<'_>) -> usize {
     let geometry = &call.geometry;
     let strides = [
         geometry.block_stride,
@@ -119,25 +122,27 @@ fn word_of(call: &WritePagesLaunch) -> usize {
 }
 
 /// Elements from a block's start to the last page of the layer.
-fn last_page(call: &WritePagesLaunch) -> usize {
+fn last_of_layer(call: &WritePagesLaunch<'_>) -> usize {
     let PageGeometry { kv_heads, layer_stride, head_stride, .. } = call.geometry;
     call.layer * layer_stride + kv_heads.saturating_sub(1) * head_stride
 }
 
 /// The params in words of `vector` elements.
-fn params_of(call: &WritePagesLaunch, vector: usize) -> Result<WritePagesParams, CudaError> {
+fn params_of(call: &WritePagesLaunch<'_>, vector: usize) -> Result<WritePagesParams, CudaError> {
     let geometry = &call.geometry;
     let shape = (call.rows, geometry.kv_heads, geometry.head_dim);
     call.keys.expect("k", shape)?;
     call.values.expect("v", shape)?;
-    call.slots.expect("slots", 2 * call.rows)?;
+    let tables = call.reach.map_or(1, |reach| reach.tables);
+    call.slots.expect("slots", (2 * call.rows).saturating_mul(tables))?;
     let words = |what: &'static str, elements: usize| long(what, elements / vector);
     Ok(WritePagesParams {
         cache: call.cache.address,
         k: call.keys.tensor.address,
         v: call.values.tensor.address,
         slots: call.slots.address,
-        blocks: blocks_within(geometry, last_page(call), call.cache.len),
+        heads: call.reach.map_or(0, |reach| reach.heads.address()),
+        last_page: last_page(geometry, call.cache.len).div_euclid(long("word", vector)?),
         block_stride: words("block_stride", geometry.block_stride)?,
         layer_offset: words("layer_stride", call.layer * geometry.layer_stride)?,
         head_stride: words("head_stride", geometry.head_stride)?,
@@ -155,7 +160,7 @@ fn params_of(call: &WritePagesLaunch, vector: usize) -> Result<WritePagesParams,
 }
 
 fn bounds_params_of(
-    call: &WritePagesLaunch,
+    call: &WritePagesLaunch<'_>,
     bounds: &BoundsLaunch,
 ) -> Result<PageBoundsParams, CudaError> {
     let geometry = &call.geometry;
@@ -163,7 +168,7 @@ fn bounds_params_of(
     let first_page = call.layer * geometry.kv_heads;
     let rows = bounds.values.len / (3 * geometry.head_dim).max(1);
     let described = rows.saturating_sub(first_page + geometry.kv_heads - 1);
-    let within = blocks_within(geometry, last_page(call), call.cache.len);
+    let within = blocks_within(geometry, last_of_layer(call), call.cache.len);
     Ok(PageBoundsParams {
         cache: call.cache.address,
         held: bounds.held.address,
@@ -184,7 +189,7 @@ fn bounds_params_of(
 mod tests {
     use super::*;
 
-    fn call(dtype: KvDtype, address: u64, row_stride: usize) -> WritePagesLaunch {
+    fn call(dtype: KvDtype, address: u64, row_stride: usize) -> WritePagesLaunch<'static> {
         let tensor = DeviceTensor { address, len: 1 << 20 };
         let rows = DeviceRows { tensor, row_stride, head_stride: 64 };
         WritePagesLaunch {
@@ -196,6 +201,7 @@ mod tests {
             values: rows,
             slots: tensor,
             rows: 4,
+            reach: None,
             bounds: None,
             stream: 0,
         }
@@ -210,9 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn blocks_end_with_cache_and_bounds() {
-        let call = call(KvDtype::F32, 512, 128);
-        assert_eq!(params_of(&call, 4).map(|params| params.blocks), Ok(37));
+    fn pages_end_with_cache_and_bounds() {
+        let (call, page) = (call(KvDtype::F32, 512, 128), 2 * 16 * 64);
+        let last = |len: usize| {
+            let call = WritePagesLaunch { cache: DeviceTensor { len, ..call.cache }, ..call };
+            params_of(&call, 4).map(|params| params.last_page)
+        };
+        assert_eq!([40, 1].map(|pages| last(pages * page)), [Ok(39 * page as i64 / 4), Ok(0)]);
+        assert_eq!([last(page - 1), last(page + 3)], [Ok(-1), Ok(0)]);
         let bounds = |pages: usize| {
             let values = DeviceTensor { address: 0, len: pages * 3 * 64 };
             let held = DeviceTensor { address: 0, len: 3 };

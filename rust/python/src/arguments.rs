@@ -4,7 +4,7 @@
 //! Python holds an op's arguments for the whole call, so their memory lives. That nobody writes to
 //! them from another thread meanwhile is asked of the caller, as torch asks it for its own ops.
 
-use kvweave_core::ops::{HeadRows, PageGeometry};
+use kvweave_core::ops::{HeadRows, PageGeometry, Reach};
 use pyo3::prelude::*;
 
 use crate::dlpack::{Borrowed, borrow};
@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::failure::Failure;
 use crate::tensor::{Stored, TensorRef};
 
-/// Tables of [N] or [N, `COLUMNS`] i32.
+/// Tables of [N], [N, `COLUMNS`] or [tables, N, 2] i32.
 pub struct Table<'py>(pub Borrowed<'py>);
 
 impl<'py> Table<'py> {
@@ -24,6 +24,16 @@ impl<'py> Table<'py> {
         let tensor = &self.0.tensor;
         tensor.expect_dtype(what, DType::I32)?;
         tensor.expect_shape(what, &[("N", None), ("columns", Some(COLUMNS))])?;
+        Ok(self.flat(what)?.as_chunks().0)
+    }
+
+    /// Slots of one table, or of those of a reach one after the other.
+    pub fn slots(&self, what: &str, reach: Option<Reach<'_>>) -> Result<&[[i32; 2]], Failure> {
+        let Some(Reach { tables, .. }) = reach else { return self.rows(what) };
+        let tensor = &self.0.tensor;
+        tensor.expect_dtype(what, DType::I32)?;
+        let shape = [("tables", Some(tables)), ("R", None), ("columns", Some(2))];
+        tensor.expect_shape(what, &shape)?;
         Ok(self.flat(what)?.as_chunks().0)
     }
 

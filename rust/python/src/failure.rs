@@ -83,6 +83,7 @@ impl From<OpError> for Failure {
             | OpErrorKind::OutOfRange
             | OpErrorKind::Overlap
             | OpErrorKind::InvalidArgument => "InvalidArgument",
+            OpErrorKind::Unsupported => "Unsupported",
             _ => "KvweaveError",
         };
         Self::new(class, error.what(), error.expected(), error.got())

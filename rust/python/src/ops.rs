@@ -13,6 +13,7 @@ use crate::arguments::{Table, count, head_rows, output, pages_of, raised, same_d
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
+use crate::reach::Reach;
 use crate::rope::RopeTable;
 
 /// Runs `$body` with `$T` as the Rust type of a KV dtype.
@@ -54,7 +55,7 @@ pub type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "each is named in Python")]
-#[pyo3(signature = (cache, layer, k, v, slots, bounds, reference))]
+#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, reference))]
 pub fn write_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -62,6 +63,7 @@ pub fn write_pages(
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     slots: &Bound<'_, PyAny>,
+    reach: Option<&Bound<'_, Reach>>,
     bounds: Option<BoundsArguments<'_>>,
     reference: bool,
 ) -> PyResult<()> {
@@ -69,6 +71,7 @@ pub fn write_pages(
     let cache = owner.tensor;
     let (k, v) = (borrow("k", k)?, borrow("v", v)?);
     let slots = Table::of("slots", slots)?;
+    let reach = reach.map(|reach| reach.get().core());
     let bounds = bounds
         .map(|(values, held)| {
             Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?))
@@ -96,37 +99,43 @@ pub fn write_pages(
                 }
                 None => None,
             };
-            let slots = slots.rows("slots")?;
+            let slots = slots.slots("slots", reach)?;
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
             let cache = unsafe { cache.slice_mut::<T>("cache") }?;
-            Ok(WritePages { cache, geometry, layer, keys, values, slots, bounds })
+            Ok(WritePages { cache, geometry, layer, keys, values, slots, reach, bounds })
         };
         run!(py, reference, write_pages, raised(py, params())?)
     })
 }
 
 #[pyfunction]
-#[pyo3(signature = (cache, copies, rope, kv_heads, reference))]
+#[pyo3(signature = (cache, copies, rope, kv_heads, layers, reference))]
 pub fn copy_rerotate(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
     copies: &Bound<'_, PyAny>,
     rope: &Bound<'_, RopeTable>,
     kv_heads: i64,
+    layers: Option<&Bound<'_, PyAny>>,
     reference: bool,
 ) -> PyResult<()> {
     let owner = borrow("cache", cache)?;
     let cache = owner.tensor;
     let copies = Table::of("copies", copies)?;
+    let layers = layers.map(|layers| Table::of("layers", layers)).transpose()?;
     let rope = &rope.get().table;
     with_element!(py, "cache", cache.dtype, T => {
         let params = || {
             let geometry = pages_of(&cache, rope.layers(), count("kv_heads", kv_heads)?)?;
             cache.expect_apart("cache", &copies.0.tensor, "copies")?;
             let copies = copies.rows("copies")?;
+            if let Some(layers) = &layers {
+                cache.expect_apart("cache", &layers.0.tensor, "layers")?;
+            }
+            let layers = layers.as_ref().map(|layers| layers.list("layers")).transpose()?;
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
             let cache = unsafe { cache.slice_mut::<T>("cache") }?;
-            Ok(CopyRerotate { cache, geometry, copies, rope })
+            Ok(CopyRerotate { cache, geometry, copies, rope, layers })
         };
         run!(py, reference, copy_rerotate, raised(py, params())?)
     })

@@ -1,6 +1,6 @@
 //! Tokens copied between blocks, keys rotated to their new positions.
 
-use kvweave_core::ops::{CopyRerotate, CopyRun, Element, OpError};
+use kvweave_core::ops::{BlockPage, CopyRerotate, CopyRun, Element, OpError};
 
 use crate::rotate::rotate;
 
@@ -10,29 +10,26 @@ use crate::rotate::rotate;
 /// What [`CopyRerotate::validate`] refuses.
 pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let CopyRerotate { cache, geometry, copies, rope } = params;
+    let pages = params.pages();
+    let CopyRerotate { cache, geometry, copies, rope, .. } = params;
     let dim = geometry.head_dim;
-    for &row in copies {
-        let copy = CopyRun::new(row);
-        for layer in 0..geometry.layers {
-            for head in 0..geometry.kv_heads {
-                for i in 0..copy.count {
-                    let (from, to) = (copy.src_slot + i, copy.dst_slot + i);
-                    let source = geometry.key_offset(copy.src_block, layer, head, from);
-                    let target = geometry.key_offset(copy.dst_block, layer, head, to);
-                    cache.copy_within(source..source + dim, target);
-                    if copy.delta != 0 {
-                        let key = &mut cache[target..target + dim];
-                        let mut wide: Vec<f64> = key.iter().map(|x| x.to_f64()).collect();
-                        rotate(&mut wide, rope, layer, i64::from(copy.delta));
-                        for (x, wide) in key.iter_mut().zip(wide) {
-                            *x = T::from_f64(wide);
-                        }
+    for copy in copies.iter().map(|&row| CopyRun::new(row)) {
+        for &BlockPage { offset, layer } in &pages {
+            for i in 0..copy.count {
+                let key = |block, slot| offset + geometry.key_offset(block, 0, 0, slot);
+                let source = key(copy.src_block, copy.src_slot + i);
+                let target = key(copy.dst_block, copy.dst_slot + i);
+                cache.copy_within(source..source + dim, target);
+                if copy.delta != 0 {
+                    let key = &mut cache[target..target + dim];
+                    let mut wide: Vec<f64> = key.iter().map(|x| x.to_f64()).collect();
+                    rotate(&mut wide, rope, layer, i64::from(copy.delta));
+                    for (x, wide) in key.iter_mut().zip(wide) {
+                        *x = T::from_f64(wide);
                     }
-                    let source = geometry.value_offset(copy.src_block, layer, head, from);
-                    let target = geometry.value_offset(copy.dst_block, layer, head, to);
-                    cache.copy_within(source..source + dim, target);
                 }
+                let [source, target] = [source, target].map(|key| key + geometry.value_offset);
+                cache.copy_within(source..source + dim, target);
             }
         }
     }

@@ -8,13 +8,13 @@ use kvweave_core::ops::{Element, OpError, PageBounds, PageGeometry, WritePages};
 /// What [`WritePages::validate`] refuses.
 pub fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let WritePages { cache, geometry, layer, keys, values, slots, bounds } = params;
+    let places = params.places();
+    let WritePages { cache, geometry, layer, keys, values, bounds, .. } = params;
     let dim = geometry.head_dim;
-    for (row, &[block, slot]) in slots.iter().enumerate() {
+    for row in 0..keys.rows {
         for head in 0..geometry.kv_heads {
-            let (block, slot) = (block as usize, slot as usize);
-            let key = geometry.key_offset(block, layer, head, slot);
-            let value = geometry.value_offset(block, layer, head, slot);
+            let Some(key) = places.key_offset(row, head) else { continue };
+            let value = key + geometry.value_offset;
             cache[key..key + dim].copy_from_slice(keys.vector(row, head));
             cache[value..value + dim].copy_from_slice(values.vector(row, head));
         }

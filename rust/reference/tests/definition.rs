@@ -166,8 +166,14 @@ fn rotation_by_hand_in_both_pairings() {
         }
         let copies = [[4, 2, 8, 6, 1, 3]];
         let (geometry, rope) = (geometry(), rope(pairing));
-        copy_rerotate(CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope: &rope })
-            .expect("valid params");
+        copy_rerotate(CopyRerotate {
+            cache: &mut cache,
+            geometry,
+            copies: &copies,
+            rope: &rope,
+            layers: None,
+        })
+        .expect("valid params");
         for head in 0..2 {
             let key = &cache[page(8, head) + 6 * D..][..D];
             let angle = 3.0 * 0.3f32;
@@ -195,6 +201,7 @@ fn bounds_of_a_page_by_hand() {
         keys: nothing,
         values: nothing,
         slots: &[],
+        reach: None,
         bounds: Some(PageBounds { values: &mut values, held: &[[8, 2, 5]] }),
     })
     .expect("valid params");
@@ -221,6 +228,7 @@ fn slots_are_where_index_arithmetic_says() {
         keys: HeadRows::contiguous(&keys, 2, 2, D),
         values: HeadRows::contiguous(&values, 2, 2, D),
         slots: &[[8, 7], [4, 0]],
+        reach: None,
         bounds: None,
     })
     .expect("valid params");
@@ -277,4 +285,55 @@ fn merging_weighs_by_mass() {
     .expect("valid params");
     assert_eq!(out, [2.0, 3.0, 0.0, 0.0]);
     assert!((lse[0] - 4f32.ln()).abs() < 1e-6 && lse[1] == inf);
+}
+
+/// Head 0 keeps every token in page 1 of its table's blocks, head 1 only the last in page 0 of
+/// blocks that are elsewhere.
+#[test]
+fn heads_are_written_where_their_tables_say() {
+    let mut cache = vec![-9.0f32; 12 * 2 * P * D];
+    let keys: Vec<f32> = (0..2 * 2 * D).map(|i| i as f32).collect();
+    let values: Vec<f32> = keys.iter().map(|key| 100.0 + key).collect();
+    let heads = [[0, 1, 0, 0], [1, 0, 3, 2]];
+    write_pages(WritePages {
+        cache: &mut cache,
+        geometry: geometry(),
+        layer: 1,
+        keys: HeadRows::contiguous(&keys, 2, 2, D),
+        values: HeadRows::contiguous(&values, 2, 2, D),
+        slots: &[[4, 7], [6, 0], [-1, -1], [5 + 3, 2]],
+        reach: Some(Reach { tables: 2, heads: &heads }),
+        bounds: None,
+    })
+    .expect("valid params");
+    for (page, slot, row, head) in [(5, 7, 0, 0), (7, 0, 1, 0), (8, 2, 1, 1)] {
+        let (from, key) = ((row * 2 + head) * D, (page * 2 * P + slot) * D);
+        assert_eq!(cache[key..key + D], keys[from..from + D]);
+        assert_eq!(cache[key + P * D..][..D], values[from..from + D]);
+    }
+    assert_eq!(cache.iter().filter(|&&x| x != -9.0).count(), 3 * 2 * D);
+}
+
+/// Pages of a head group turn with the frequencies of the layers that they are told.
+#[test]
+fn pages_of_a_head_group_turn_by_their_layers() {
+    let mut cache = vec![0.0f32; 12 * 2 * P * D];
+    let page = |number: usize, slot: usize| (number * 2 * P + slot) * D;
+    for number in 4..7 {
+        cache[page(number, 1)] = 1.0;
+        cache[page(number, 1) + P * D] = number as f32;
+    }
+    let rope = RopeTable::new(vec![0.25, 0.5], 2, Pairing::Half).expect("a valid table");
+    let (geometry, layers) = (geometry(), Some(&[1, 0, 1][..]));
+    let copies = [[4, 1, 8, 5, 1, -2]];
+    let cache_of = &mut cache;
+    copy_rerotate(CopyRerotate { cache: cache_of, geometry, copies: &copies, rope: &rope, layers })
+        .expect("valid params");
+    for (number, angle) in [(8, -1.0f32), (9, -0.5), (10, -1.0)] {
+        let key = page(number, 5);
+        assert!(
+            (cache[key] - angle.cos()).abs() < 1e-6 && (cache[key + 1] - angle.sin()).abs() < 1e-6
+        );
+        assert_eq!(cache[key + P * D], number as f32 - 4.0);
+    }
 }

@@ -38,8 +38,19 @@ impl CopyRun {
     }
 }
 
-/// Copies tokens of all layers and heads between blocks: keys rotated by `delta` (Δ-RoPE), values
-/// as they are. A key is widened, rotated and rounded once; `delta = 0` copies its bits.
+/// One page of every block copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPage {
+    /// Elements from the block's start.
+    pub offset: usize,
+    /// The layer whose frequencies rotate its keys.
+    pub layer: usize,
+}
+
+/// Copies tokens of all pages of blocks to others: keys rotated by `delta` (Δ-RoPE), values as
+/// they are. A key is widened, rotated and rounded once; `delta = 0` copies its bits.
+///
+/// Blocks hold all layers and heads, or the pages of a head group.
 #[derive(Debug)]
 pub struct CopyRerotate<'a, T> {
     /// The whole paged tensor.
@@ -51,6 +62,9 @@ pub struct CopyRerotate<'a, T> {
     pub copies: &'a [[i32; 6]],
     /// Rotation of the model.
     pub rope: &'a RopeTable,
+    /// Blocks of a head group: the layer of each page, page r lying `r · head_stride` elements
+    /// after the block. A layer occurs at most G times.
+    pub layers: Option<&'a [i32]>,
 }
 
 impl<T> CopyRerotate<'_, T> {
@@ -60,11 +74,48 @@ impl<T> CopyRerotate<'_, T> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
-        validate_copies(self.copies, &self.geometry, self.rope, self.cache.len())
+        let pages = self.layers.map(<[i32]>::len);
+        validate_copies(self.copies, &self.geometry, self.rope, (self.cache.len(), pages))?;
+        self.layers.map_or(Ok(()), |layers| validate_layers(layers, &self.geometry))
+    }
+
+    /// The pages of a block, in order. Valid for what `validate()` accepted.
+    #[must_use]
+    pub fn pages(&self) -> Vec<BlockPage> {
+        let geometry = self.geometry;
+        let page = |layer: usize, head: usize| geometry.key_offset(0, layer, head, 0);
+        if let Some(layers) = self.layers {
+            let layers = layers.iter().map(|&layer| layer as usize).enumerate();
+            return layers.map(|(r, layer)| BlockPage { offset: page(0, r), layer }).collect();
+        }
+        let heads = |layer| (0..geometry.kv_heads).map(move |head| (layer, head));
+        let pairs = (0..geometry.layers).flat_map(heads);
+        pairs.map(|(layer, head)| BlockPage { offset: page(layer, head), layer }).collect()
     }
 }
 
-/// The same for a cache of `len` elements whose memory is elsewhere, such as on a device.
+/// Proves that every page of a head group's blocks has a layer.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_layers(layers: &[i32], geometry: &PageGeometry) -> Result<(), OpError> {
+    let mut of_layer = vec![0; geometry.layers];
+    for &layer in layers {
+        let count = usize::try_from(layer).ok().and_then(|layer| of_layer.get_mut(layer));
+        let known = count.map(|count| *count += 1).is_some();
+        ensure(known, OpErrorKind::OutOfRange, "layers", || {
+            (format!("layers from 0 to {}", geometry.layers - 1), layer)
+        })?;
+    }
+    let most = of_layer.iter().max().copied().unwrap_or(0);
+    ensure(most <= geometry.kv_heads, OpErrorKind::OutOfRange, "layers", || {
+        (format!("at most {} pages of a layer, one a KV head", geometry.kv_heads), most)
+    })
+}
+
+/// The same as [`CopyRerotate::validate`] but for the layers of pages: for blocks of so many
+/// `pages`, or of all layers and heads, in a cache of `len` elements. Memory may be elsewhere, such
+/// as on a device.
 ///
 /// # Errors
 /// An [`OpError`] that names the argument.
@@ -72,10 +123,11 @@ pub fn validate_copies(
     copies: &[[i32; 6]],
     geometry: &PageGeometry,
     rope: &RopeTable,
-    len: usize,
+    (len, pages): (usize, Option<usize>),
 ) -> Result<(), OpError> {
     geometry.check_counts()?;
     rope.check_fits(geometry)?;
+    ensure(pages != Some(0), OpErrorKind::Shape, "layers", || ("at least 1 page", 0))?;
     for copy in copies {
         check_run(geometry, copy)?;
     }
@@ -100,6 +152,8 @@ pub fn validate_copies(
     blocks.extend(read);
     blocks.sort_unstable();
     let Some(&last) = blocks.last() else { return Ok(()) };
+    let pages = pages.map(|pages| PageGeometry { layers: 1, kv_heads: pages, ..*geometry });
+    let geometry = pages.unwrap_or(*geometry);
     geometry.check_inside(last as usize, geometry.layers - 1, len)?;
     geometry.check_disjoint(&blocks)
 }

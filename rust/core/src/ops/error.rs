@@ -25,6 +25,8 @@ pub enum OpErrorKind {
     Overlap,
     /// A number that no backend can work with, such as a scale that is not finite.
     InvalidArgument,
+    /// A combination that no version carries out.
+    Unsupported,
 }
 
 impl OpError {

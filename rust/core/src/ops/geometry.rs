@@ -109,6 +109,17 @@ impl PageGeometry {
         })
     }
 
+    /// Elements from a page's first key to one past its last value.
+    pub(crate) fn page_extent(&self) -> Result<usize, OpError> {
+        let axes = [(self.page_tokens, self.token_stride), (2, self.value_offset)];
+        disjoint_extent(&axes, self.head_dim).ok_or_else(|| self.overlap())
+    }
+
+    fn overlap(&self) -> OpError {
+        let (expected, got) = ("strides that keep tokens apart", format!("{self:?}"));
+        OpError::new(OpErrorKind::Overlap, "geometry", expected, got)
+    }
+
     /// Checks that distinct (layer, head, slot) never share an element, and neither do distinct
     /// blocks of `blocks` (sorted, unique). Block 0, the null block, is counted in.
     pub(crate) fn check_disjoint(&self, blocks: &[i32]) -> Result<(), OpError> {
@@ -118,10 +129,7 @@ impl PageGeometry {
             (self.page_tokens, self.token_stride),
             (2, self.value_offset),
         ];
-        let extent = disjoint_extent(&axes, self.head_dim).ok_or_else(|| {
-            let got = format!("{self:?}");
-            OpError::new(OpErrorKind::Overlap, "geometry", "strides that keep tokens apart", got)
-        })?;
+        let extent = disjoint_extent(&axes, self.head_dim).ok_or_else(|| self.overlap())?;
         let Some(&last) = blocks.last() else { return Ok(()) };
         let numbers = usize::try_from(last).unwrap_or(0).saturating_add(1);
         let [a, b, c, d] = axes;

@@ -3,10 +3,16 @@
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::geometry::PageGeometry;
 use super::page_bounds::{PageBounds, validate_bounds};
+use super::places::Places;
 use super::queries::HeadRows;
+use super::reach::Reach;
 
 /// Scatters new keys and values of one layer into pages: row r goes to `slots[r]`. Then brings the
 /// bounds of pages up to date, where they are wanted.
+///
+/// With a reach, heads have tables of their own: row r of a head goes to `slots[table·R + r]`, into
+/// page `rank` of that block, and nowhere where the block is −1 (a local head keeps its sink and
+/// window only: RedKnot, §4.3).
 #[derive(Debug)]
 pub struct WritePages<'a, T> {
     /// The whole paged tensor.
@@ -19,29 +25,40 @@ pub struct WritePages<'a, T> {
     pub keys: HeadRows<'a, T>,
     /// [R, G, D].
     pub values: HeadRows<'a, T>,
-    /// [R] pairs `[block, slot]`, all different; never the null block.
+    /// [R] or, with a reach, [tables, R] pairs `[block, slot]`, all different in a table; never the
+    /// null block. Pages of different heads do not overlap.
     pub slots: &'a [[i32; 2]],
-    /// Pages whose bounds are computed anew; they need not be those written.
+    /// Table and page of each head, where they differ.
+    pub reach: Option<Reach<'a>>,
+    /// Pages whose bounds are computed anew; they need not be those written. Not with a reach.
     pub bounds: Option<PageBounds<'a>>,
 }
 
-impl<T> WritePages<'_, T> {
+impl<'a, T> WritePages<'a, T> {
     /// Proves that every slot is in range, none is written twice and the shapes agree.
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
         let vectors = [("k", &self.keys), ("v", &self.values)];
-        validate_rows(&self.geometry, self.layer, vectors, self.slots.len())?;
+        validate_rows(&self.geometry, self.layer, vectors, (self.slots.len(), self.reach))?;
         let len = self.cache.len();
-        validate_slots(self.slots, &self.geometry, self.layer, len)?;
+        self.places().validate(len)?;
         let Some(bounds) = &self.bounds else { return Ok(()) };
+        refuse_bounds(self.reach)?;
         validate_bounds(bounds.held, &self.geometry, self.layer, len, bounds.values.len())
+    }
+
+    /// Where each row and head goes.
+    #[must_use]
+    pub fn places(&self) -> Places<'a> {
+        let Self { geometry, layer, slots, reach, .. } = *self;
+        Places { geometry, layer, slots, rows: self.keys.rows, reach }
     }
 }
 
-/// Proves that new keys and values have the shape that the geometry and so many slots want. Of
-/// their elements, only the number is looked at.
+/// Proves that new keys and values have the shape that the geometry and so many slots, in the
+/// tables of a reach, want, and that the reach fits. Of their elements, only the number is looked at.
 ///
 /// # Errors
 /// An [`OpError`] that names the argument.
@@ -49,56 +66,27 @@ pub fn validate_rows<T>(
     geometry: &PageGeometry,
     layer: usize,
     vectors: [(&'static str, &HeadRows<'_, T>); 2],
-    slots: usize,
+    (slots, reach): (usize, Option<Reach<'_>>),
 ) -> Result<(), OpError> {
     geometry.check_counts()?;
     ensure(layer < geometry.layers, OpErrorKind::OutOfRange, "layer", || {
         (format!("a layer below {}", geometry.layers), layer)
     })?;
+    reach.map_or(Ok(()), |reach| reach.validate(geometry.kv_heads))?;
+    let tables = reach.map_or(1, |reach| reach.tables);
     for (what, rows) in vectors {
         rows.validate(what)?;
-        ensure_len("slots", rows.rows, slots)?;
+        ensure_len("slots", rows.rows.saturating_mul(tables), slots)?;
         ensure_len("heads of k and v", geometry.kv_heads, rows.heads)?;
         ensure_len("head_dim of k and v", geometry.head_dim, rows.head_dim)?;
     }
     Ok(())
 }
 
-/// Proves that slots lie in a cache of `len` elements, all different and none of the null block.
-/// Memory may be elsewhere, such as on a device.
+/// Bounds are rows of the pages of a layer's block, which a head group's block is not.
 ///
 /// # Errors
-/// An [`OpError`] that names the argument.
-pub fn validate_slots(
-    slots: &[[i32; 2]],
-    geometry: &PageGeometry,
-    layer: usize,
-    len: usize,
-) -> Result<(), OpError> {
-    let mut sorted = slots.to_vec();
-    if !sorted.is_sorted() {
-        sorted.sort_unstable();
-    }
-    for &[block, slot] in &sorted {
-        check_slot(geometry, block, slot)?;
-    }
-    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        let got = format!("{:?} twice", pair[0]);
-        return Err(OpError::new(OpErrorKind::Overlap, "slots", "every slot once", got));
-    }
-    let mut blocks: Vec<i32> = sorted.iter().map(|&[block, _]| block).collect();
-    blocks.dedup();
-    let Some(&last) = blocks.last() else { return Ok(()) };
-    geometry.check_inside(last as usize, layer, len)?;
-    geometry.check_disjoint(&blocks)
-}
-
-fn check_slot(geometry: &PageGeometry, block: i32, slot: i32) -> Result<(), OpError> {
-    ensure(block > 0, OpErrorKind::OutOfRange, "slot block", || {
-        ("at least 1, as block 0 is the null block", block)
-    })?;
-    let in_page = slot >= 0 && (slot as usize) < geometry.page_tokens;
-    ensure(in_page, OpErrorKind::OutOfRange, "slot", || {
-        (format!("a slot from 0 to {}", geometry.page_tokens - 1), slot)
-    })
+/// `Unsupported` when there is a reach.
+pub fn refuse_bounds(reach: Option<Reach<'_>>) -> Result<(), OpError> {
+    ensure(reach.is_none(), OpErrorKind::Unsupported, "bounds", || ("none beside a reach", "both"))
 }

@@ -25,8 +25,14 @@ fn case(seed: u64) -> Case {
 
 fn copy<B: Backend, T: Element>(world: &mut World<T>, copies: &[[i32; 6]]) {
     let (geometry, rope) = (world.geometry, &world.rope);
-    B::copy_rerotate(CopyRerotate { cache: &mut world.cache, geometry, copies, rope })
-        .expect("valid params");
+    B::copy_rerotate(CopyRerotate {
+        cache: &mut world.cache,
+        geometry,
+        copies,
+        rope,
+        layers: None,
+    })
+    .expect("valid params");
 }
 
 /// Law 4: reading in place with q rotated by −delta = copying with keys rotated by delta. The one
@@ -251,6 +257,7 @@ fn written_is_read<B: Backend>() {
         keys: rows_from(0),
         values: rows_from(9),
         slots: &slots,
+        reach: None,
         bounds: None,
     })
     .expect("valid params");

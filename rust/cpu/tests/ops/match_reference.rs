@@ -2,7 +2,10 @@
 
 use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, PageBounds, WritePages};
+use kvweave_core::ops::{
+    CopyRerotate, Element, HeadRows, MergeStates, OpError, PageBounds, PageGeometry, Reach,
+    WritePages,
+};
 use proptest::prelude::*;
 
 pub fn cases() -> impl Strategy<Value = Case> {
@@ -122,6 +125,7 @@ fn write<T: Element>(case: &Case) {
             keys: HeadRows::contiguous(&keys, rows, heads, dim),
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
+            reach: None,
             bounds: Some(PageBounds { values: &mut bounds, held: &held }),
         };
         Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
@@ -133,10 +137,53 @@ fn write<T: Element>(case: &Case) {
     assert_eq!(named, held.len() * heads * 3 * dim);
 }
 
-fn copy<T: Element>(case: &Case) {
-    let mut world = World::<T>::new(case);
+/// Two tables whose blocks have a page for each of their heads and others between; some tokens are
+/// kept by one of them only.
+fn write_heads<T: Element>(case: &Case) {
     let mut random = Random(case.seed);
-    world.cache = random.values(world.cache.len());
+    let (heads, dim, page) = (case.kv_heads, case.head_dim, case.page_tokens);
+    let rows = random.below(80);
+    let tables: Vec<usize> = (0..heads).map(|_| random.below(2)).collect();
+    let rank = |g: usize| 2 * tables[..g].iter().filter(|&&table| table == tables[g]).count() + 1;
+    let reach: Vec<[i32; 4]> =
+        (0..heads).map(|g| [tables[g] as i32, rank(g) as i32, g as i32, 1]).collect();
+    let pages = 2 * heads + 2;
+    let mut slots = vec![[-1, -1]; 2 * rows];
+    let mut blocks: Vec<usize> = (0..2 * rows.div_ceil(page)).map(|b| 1 + b * pages).collect();
+    random.shuffle(&mut blocks);
+    for (i, slot) in slots.iter_mut().enumerate().filter(|_| random.below(4) > 0) {
+        let (table, row) = (i / rows, i % rows);
+        *slot = [blocks[2 * (row / page) + table] as i32, (row % page) as i32];
+    }
+    let geometry = PageGeometry::arena(1, heads, page, dim);
+    let (keys, values): (Vec<T>, Vec<T>) =
+        (random.values(rows * heads * dim), random.values(rows * heads * dim));
+    let written = |run: fn(WritePages<'_, T>) -> Result<(), OpError>| {
+        let len = (1 + blocks.len() * pages) * geometry.block_stride;
+        let mut cache = vec![T::from_f32(POISON); len];
+        let params = WritePages {
+            cache: &mut cache,
+            geometry,
+            layer: 0,
+            keys: HeadRows::contiguous(&keys, rows, heads, dim),
+            values: HeadRows::contiguous(&values, rows, heads, dim),
+            slots: &slots,
+            reach: Some(Reach { tables: 2, heads: &reach }),
+            bounds: None,
+        };
+        run(params).expect("valid params");
+        cache
+    };
+    let cache = written(Reference::write_pages);
+    assert!(cache == written(Cpu::write_pages));
+    let kept = |g: usize| slots[tables[g] * rows..][..rows].iter().filter(|s| s[0] > 0).count();
+    let expected: usize = (0..heads).map(kept).sum();
+    let touched = cache.iter().filter(|x| x.to_f32() != T::from_f32(POISON).to_f32()).count();
+    assert_eq!(touched, expected * 2 * dim);
+}
+
+/// Copies from half of a world's blocks to the others.
+fn random_copies<T>(world: &World<T>, case: &Case, random: &mut Random) -> Vec<[i32; 6]> {
     let page = case.page_tokens;
     let half = world.entries.len() / 2;
     let run = |(from, to): (&[i32; 5], &[i32; 5])| {
@@ -145,21 +192,35 @@ fn copy<T: Element>(case: &Case) {
         let delta = case.deltas[random.below(case.deltas.len())];
         [from[0], src as i32, to[0], dst as i32, count as i32, delta]
     };
-    let copies: Vec<[i32; 6]> =
-        world.entries[..half].iter().zip(&world.entries[half..]).map(run).collect();
-    let copied = |run: fn(CopyRerotate<'_, T>) -> Result<(), _>| {
-        let mut cache = world.cache.clone();
-        let (geometry, rope) = (world.geometry, &world.rope);
-        let params = CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope };
-        Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
-        cache
-    };
-    let (expected, got) = (copied(Reference::copy_rerotate), copied(Cpu::copy_rerotate));
-    assert_close(&got, &expected, 3e-7, "cache");
-    let rotated: usize = copies.iter().filter(|c| c[5] != 0).map(|c| c[4] as usize).sum();
-    let moved = expected.iter().zip(&world.cache).filter(|(a, b)| a != b).count();
-    let vectors = LAYERS * case.kv_heads * case.head_dim;
-    assert!(rotated == 0 || moved > rotated * vectors / 2, "keys and values were written");
+    world.entries[..half].iter().zip(&world.entries[half..]).map(run).collect()
+}
+
+fn copy<T: Element>(case: &Case) {
+    let mut world = World::<T>::new(case);
+    let mut random = Random(case.seed);
+    world.cache = random.values(world.cache.len());
+    let copies = random_copies(&world, case, &mut random);
+    let mut layers: Vec<i32> = (0..LAYERS * case.kv_heads).map(|i| (i % LAYERS) as i32).collect();
+    random.shuffle(&mut layers);
+    layers.truncate(1 + random.below(layers.len()));
+    for layers in [None, Some(&layers[..])] {
+        let copied = |run: fn(CopyRerotate<'_, T>) -> Result<(), OpError>| {
+            let mut cache = world.cache.clone();
+            let (geometry, rope) = (world.geometry, &world.rope);
+            let params =
+                CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope, layers };
+            run(params).expect("valid params");
+            cache
+        };
+        let (expected, got) = (copied(Reference::copy_rerotate), copied(Cpu::copy_rerotate));
+        assert_close(&got, &expected, 3e-7, "cache");
+        let rotated: usize = copies.iter().filter(|c| c[5] != 0).map(|c| c[4] as usize).sum();
+        let moved = expected.iter().zip(&world.cache).filter(|(a, b)| a != b).count();
+        let pages = layers.map_or(LAYERS * case.kv_heads, <[i32]>::len);
+        let vectors = pages * case.head_dim;
+        assert!(rotated == 0 || moved > rotated * vectors / 2, "keys and values were written");
+        assert!(moved <= 2 * vectors * copies.iter().map(|c| c[4] as usize).sum::<usize>());
+    }
 }
 
 proptest! {
@@ -198,6 +259,8 @@ proptest! {
         write::<f32>(&case);
         write::<bf16>(&case);
         write::<f16>(&case);
+        write_heads::<f32>(&case);
+        write_heads::<f16>(&case);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! own promise for tensors that are used on the current stream.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::HeadRows;
+use kvweave_core::ops::{HeadRows, Reach};
 use kvweave_cuda::{DeviceRows, DeviceTensor};
 use pyo3::prelude::*;
 
@@ -105,6 +105,19 @@ impl<'py> DeviceTable<'py> {
         self.shaped(what, place, &[("N", None), ("columns", Some(COLUMNS))])
     }
 
+    /// The slots of one table [R, 2], or of those of a reach [tables, R, 2], and how many they are.
+    pub fn slots(
+        &self,
+        what: &str,
+        place: &Place,
+        reach: Option<Reach<'_>>,
+    ) -> Result<(DeviceTensor, usize), Failure> {
+        let Some(Reach { tables, .. }) = reach else { return self.rows::<2>(what, place) };
+        let shape = [("tables", Some(tables)), ("R", None), ("columns", Some(2))];
+        let (slots, _) = self.shaped(what, place, &shape)?;
+        Ok((slots, tables * self.on_device.tensor.shape()[1]))
+    }
+
     /// The list [N] on the device, and N.
     pub fn list(&self, what: &str, place: &Place) -> Result<(DeviceTensor, usize), Failure> {
         self.shaped(what, place, &[("N", None)])
@@ -129,6 +142,15 @@ impl<'py> DeviceTable<'py> {
         what: &str,
     ) -> Result<Option<&[[i32; COLUMNS]]>, Failure> {
         self.on_host.as_ref().map(|table| table.rows(what)).transpose()
+    }
+
+    /// The same slots on the host.
+    pub fn slots_on_host(
+        &self,
+        what: &str,
+        reach: Option<Reach<'_>>,
+    ) -> Result<Option<&[[i32; 2]]>, Failure> {
+        self.on_host.as_ref().map(|table| table.slots(what, reach)).transpose()
     }
 
     /// The same list on the host.

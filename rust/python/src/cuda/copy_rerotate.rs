@@ -1,6 +1,6 @@
 //! `copy_rerotate` on CUDA.
 
-use kvweave_core::ops::validate_copies;
+use kvweave_core::ops::{validate_copies, validate_layers};
 use kvweave_cuda::CopyRerotateLaunch;
 use pyo3::prelude::*;
 
@@ -14,32 +14,42 @@ use crate::rope::RopeTable;
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, copies, rope, kv_heads, stream))]
+#[pyo3(signature = (cache, copies, rope, kv_heads, layers, stream))]
 pub fn copy_rerotate_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
     copies: TablePair<'_>,
     rope: &Bound<'_, RopeTable>,
     kv_heads: i64,
+    layers: Option<TablePair<'_>>,
     stream: u64,
 ) -> PyResult<()> {
     let (cache, copies) = (borrow("cache", cache)?, DeviceTable::of("copies", &copies)?);
     let (cache, rope) = (&cache.tensor, rope.get());
+    let layers = layers.map(|layers| DeviceTable::of("layers", &layers)).transpose()?;
     let checks = || {
         let place = Place::of("cache", cache)?;
-        let layers = rope.table.layers();
-        let geometry = pages_of(cache, layers, count("kv_heads", kv_heads)?)?;
+        let geometry = pages_of(cache, rope.table.layers(), count("kv_heads", kv_heads)?)?;
         cache.expect_writable("cache")?;
         let (table, copy_count) = copies.rows::<6>("copies", &place)?;
         copies.on_device.tensor.expect_apart("copies", cache, "cache")?;
-        let on_host = copies.rows_on_host::<6>("copies")?;
-        Ok((place, geometry, table, copy_count, on_host, reach_of("cache", cache)?))
-    };
-    let (place, geometry, copies, copy_count, on_host, cache) = raised(py, checks())?;
-    entry(py, || {
-        if let Some(rows) = on_host {
-            validate_copies(rows, &geometry, &rope.table, cache.len)?;
+        let (mut page_layers, mut layers_on_host) = (None, None);
+        if let Some(layers) = &layers {
+            layers.on_device.tensor.expect_apart("layers", cache, "cache")?;
+            page_layers = Some(layers.list("layers", &place)?);
+            layers_on_host = layers.list_on_host("layers")?;
         }
+        let tables = ((table, copy_count), page_layers);
+        let on_host = (copies.rows_on_host::<6>("copies")?, layers_on_host);
+        Ok((place, geometry, tables, on_host, reach_of("cache", cache)?))
+    };
+    let (place, geometry, tables, on_host, cache) = raised(py, checks())?;
+    let ((copies, copy_count), page_layers) = tables;
+    entry(py, || {
+        let (rows, layers) = on_host;
+        let pages = page_layers.map(|(_, pages)| pages);
+        validate_copies(rows.unwrap_or(&[]), &geometry, &rope.table, (cache.len, pages))?;
+        layers.map_or(Ok(()), |layers| validate_layers(layers, &geometry))?;
         let backend = backend(place.ordinal)?;
         let inv_freq = rope.on(&backend, place.ordinal)?;
         let launch = CopyRerotateLaunch {
@@ -51,9 +61,10 @@ pub fn copy_rerotate_cuda(
             inv_freq: &inv_freq,
             pairs: rope.table.pairs(),
             pairing: rope.table.pairing(),
+            page_layers,
             stream,
         };
-        // SAFETY: both tensors were read from live owners on this device, which torch keeps until
+        // SAFETY: all tensors were read from live owners on this device, which torch keeps until
         // the stream has passed; the table lives as long as `rope`. Blocks read and written were
         // checked on the host, or are the caller's promise where the table is on the device.
         unsafe { backend.copy_rerotate(&launch) }.map_err(Failure::from)

@@ -1,7 +1,7 @@
 //! `write_pages` on CUDA.
 
-use kvweave_core::ops::{validate_bounds, validate_rows, validate_slots};
-use kvweave_cuda::{BoundsLaunch, WritePagesLaunch};
+use kvweave_core::ops::{Places, refuse_bounds, validate_bounds, validate_rows};
+use kvweave_cuda::{BoundsLaunch, DeviceReach, WritePagesLaunch};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, reach_of};
@@ -10,6 +10,7 @@ use crate::arguments::{count, pages_of, raised};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
+use crate::reach::Reach;
 use crate::tensor::TensorRef;
 
 /// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
@@ -19,7 +20,7 @@ type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "each is named in Python")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, layer, k, v, slots, bounds, stream))]
+#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, stream))]
 pub fn write_pages_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -27,23 +28,27 @@ pub fn write_pages_cuda(
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     slots: TablePair<'_>,
+    reach: Option<&Bound<'_, Reach>>,
     bounds: Option<BoundsArguments<'_>>,
     stream: u64,
 ) -> PyResult<()> {
     let (cache, k, v) = (borrow("cache", cache)?, borrow("k", k)?, borrow("v", v)?);
     let (cache, k, v) = (&cache.tensor, &k.tensor, &v.tensor);
     let slots = DeviceTable::of("slots", &slots)?;
+    let reach = reach.map(Bound::get);
+    let in_core = reach.map(Reach::core);
     let bounds = bounds.as_ref().map(Bounds::of).transpose()?;
     let checks = || {
         let place = Place::of("cache", cache)?;
         let layer = count("layer", layer)?;
         let ((keys, key_rows), (values, value_rows)) = (place.rows("k", k)?, place.rows("v", v)?);
         let geometry = pages_of(cache, layer.saturating_add(1), key_rows.heads)?;
-        let (table, rows) = slots.rows::<2>("slots", &place)?;
+        let (table, rows) = slots.slots("slots", &place, in_core)?;
         let read = [("cache", cache), ("k", k), ("v", v), ("slots", &slots.on_device.tensor)];
         read[1..].iter().try_for_each(|(name, other)| cache.expect_apart("cache", other, name))?;
         cache.expect_writable("cache")?;
-        validate_rows(&geometry, layer, [("k", &key_rows), ("v", &value_rows)], rows)?;
+        validate_rows(&geometry, layer, [("k", &key_rows), ("v", &value_rows)], (rows, in_core))?;
+        bounds.as_ref().map_or(Ok(()), |_| refuse_bounds(in_core))?;
         let dim = geometry.head_dim;
         let bounds = match &bounds {
             Some(bounds) => Some((bounds.launch(&place, dim, &read)?, bounds.held_on_host()?)),
@@ -57,26 +62,32 @@ pub fn write_pages_cuda(
             keys,
             values,
             slots: table,
-            rows,
+            rows: key_rows.rows,
+            reach: None,
             bounds: bounds.map(|(launch, _)| launch),
             stream,
         };
         let held = bounds.and_then(|(_, held)| held);
-        Ok((place, launch, slots.rows_on_host::<2>("slots")?, held))
+        Ok((place, launch, slots.slots_on_host("slots", in_core)?, held))
     };
     let (place, launch, slots, held) = raised(py, checks())?;
     entry(py, || {
-        let WritePagesLaunch { cache, geometry, layer, bounds, .. } = &launch;
+        let WritePagesLaunch { cache, geometry, layer, rows, bounds, .. } = launch;
         if let Some(slots) = slots {
-            validate_slots(slots, geometry, *layer, cache.len)?;
+            Places { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
         }
         if let (Some(held), Some(bounds)) = (held, bounds) {
-            validate_bounds(held, geometry, *layer, cache.len, bounds.values.len)?;
+            validate_bounds(held, &geometry, layer, cache.len, bounds.values.len)?;
         }
+        let backend = backend(place.ordinal)?;
+        let heads = reach.map(|reach| reach.on(&backend, place.ordinal)).transpose()?;
+        let tables = reach.map_or(1, Reach::tables);
+        let reach = heads.as_deref().map(|heads| DeviceReach { tables, heads });
+        let launch = WritePagesLaunch { reach, ..launch };
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed. That slots differ was checked on the host, or is the caller's
         // promise where the table is on the device.
-        unsafe { backend(place.ordinal)?.write_pages(&launch) }.map_err(Failure::from)
+        unsafe { backend.write_pages(&launch) }.map_err(Failure::from)
     })
 }
 
