@@ -398,14 +398,18 @@ def test_profiling_refuses_texts_and_runners_that_do_not_do(folder: Path) -> Non
 # ---- effect and its bound --------------------------------------------------------------------
 
 
-def meter_of(kl: list[float]) -> Any:
-    """A meter whose KL depends on the number of global heads alone."""
+def meter_of(kl: list[float], answers: float | None = None) -> Any:
+    """A meter whose KL depends on the number of global heads alone.
+
+    With `answers` the KL is that of hidden numbers, and text has so much of it.
+    """
     asked: list[int] = []
 
     def measure(heads: HeadClassMap) -> Effect:
         entries = json.loads(heads.to_json())["heads"]
         asked.append(sum(entry["reach"] == "global" for entry in entries))
-        return Effect(kl[asked[-1]], None)
+        worst = kl[asked[-1]]
+        return Effect(worst, None) if answers is None else Effect(answers * worst, worst)
 
     return SimpleNamespace(texts=(), measure=measure, asked=asked)
 
@@ -413,13 +417,16 @@ def meter_of(kl: list[float]) -> Any:
 @given(
     st.lists(st.floats(0.0, 5.0), min_size=8, max_size=8).map(lambda k: [*sorted(k)[::-1], 0.0]),
     st.floats(1e-3, 6.0),
+    st.sampled_from([None, 0.5, 0.0]),
 )
-def test_bisection_finds_the_smallest_share(kl: list[float], bound: float) -> None:
+def test_bisection_finds_the_smallest_share(
+    kl: list[float], bound: float, answers: float | None
+) -> None:
     profile = HeadProfile("m", 1, 2, (scores_of(10, edge=np.arange(8.0).reshape(2, 4)),))
-    meter = meter_of(kl)
+    meter = meter_of(kl, answers)
     found = smallest_share(profile, meter, bound)
     assert found.count == next(count for count in range(9) if kl[count] <= bound)
-    assert found.effect.text == kl[found.count]
+    assert found.effect.worst == kl[found.count]
     assert [count for count, _ in found.tried] == sorted(meter.asked)
     assert len(meter.asked) <= 4
 

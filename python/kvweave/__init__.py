@@ -34,7 +34,7 @@ from kvweave.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvweave import eval, models, ops, payload, policies, runner
+    from kvweave import eval, models, ops, payload, policies, profile, runner
     from kvweave.policies import (
         CacheBlend,
         Epic,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from kvweave.runner import Generation, Prefill, Report, Runner, Sampling, Segment
 
-_MODULES = ("eval", "models", "ops", "payload", "policies", "runner")
+_MODULES = ("eval", "models", "ops", "payload", "policies", "profile", "runner")
 _LATER = {
     **dict.fromkeys(
         ("Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"), "kvweave.runner"
@@ -109,6 +109,7 @@ __all__ = [
     "ops",
     "payload",
     "policies",
+    "profile",
     "runner",
 ]
 

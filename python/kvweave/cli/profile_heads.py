@@ -27,7 +27,7 @@ def profile_heads(
         float | None, typer.Option(help=f"Heads that stay global, 0..1 ({SHARE}).")
     ] = None,
     kl: Annotated[
-        float | None, typer.Option(help="Instead: the fewest heads within this KL, nats a token.")
+        float | None, typer.Option(help="Instead: the fewest within this KL, nats a token.")
     ] = None,
     sink: Annotated[
         int | None, typer.Option(help=f"First tokens a local head keeps ({SINK}).")

@@ -36,6 +36,15 @@ class Effect:
     text: float
     answers: float | None
 
+    @property
+    def worst(self) -> float:
+        """The larger of the two.
+
+        A head that retrieves may matter a hundred times more to answers than to running text, so a
+        bound on text alone would let it go.
+        """
+        return self.text if self.answers is None else max(self.text, self.answers)
+
 
 class EffectMeter:
     """Compares maps with the whole model on fixed texts; at least one of them plain."""
@@ -78,11 +87,11 @@ class SmallestShare:
 
 
 def smallest_share(profile: HeadProfile, meter: EffectMeter, bound: float) -> SmallestShare:
-    """Bisects the ranking for the fewest global heads whose KL on plain text is within a bound.
+    """Bisects the ranking for the fewest global heads whose KL is within a bound.
 
-    The count returned was measured to keep to it, and one head fewer not to. KL need not fall with
-    every further head, so a still smaller count may keep to it too. Every head global is no change
-    at all: it needs no measuring.
+    The bound holds for both means of an `Effect`. The count returned was measured to keep to it,
+    and one head fewer not to. KL need not fall with every further head, so a still smaller count
+    may keep to it too. Every head global is no change at all: it needs no measuring.
 
     # Errors
     `InvalidArgument` for a bound that is not positive.
@@ -95,7 +104,7 @@ def smallest_share(profile: HeadProfile, meter: EffectMeter, bound: float) -> Sm
     while low < high:
         middle = (low + high) // 2
         tried[middle] = meter.measure(profile.map(count=middle))
-        if tried[middle].text <= bound:
+        if tried[middle].worst <= bound:
             high, best = middle, tried[middle]
         else:
             low = middle + 1
