@@ -1,8 +1,9 @@
 """A request's KV as one object: a header and the parts it names, in memory, as bytes, as a file.
 
-The bytes are a safetensors file: any tool that reads those can look inside. The header and the
-checksums of the parts stand in its metadata. Checksums (CRC-32) find what a network or a disk has
-spoiled; they are no signature, so bytes of another origin are checked field by field as well.
+The bytes are a safetensors file: any tool that reads those can look inside. Its metadata holds the
+header and the checksums of the parts as JSON, after a checksum of that text. Checksums (CRC-32)
+find what a network or a disk has spoiled; they are no signature, so everything is checked field by
+field as well.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from kvweave.errors import CorruptPayload, InvalidArgument
 from kvweave.payload.header import PayloadHeader, parsed
 
 TOKENS, LOGITS = "tokens", "logits"
+TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
-_HEADER, _CHECKSUMS = "kvweave.payload", "kvweave.crc32"
-_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_METADATA, _CHECKSUMS = "kvweave.payload", "crc32"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
@@ -129,29 +130,28 @@ class KvPayload:
 
 
 def _metadata(header: PayloadHeader, parts: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    text = json.dumps(header.to_json(), separators=(",", ":"))
     sums = {n: zlib.crc32(p.reshape(-1).view(torch.uint8).numpy().data) for n, p in parts.items()}
-    sums[_HEADER] = zlib.crc32(text.encode())
-    return {_HEADER: text, _CHECKSUMS: json.dumps(sums, separators=(",", ":"))}
+    text = json.dumps({**header.to_json(), _CHECKSUMS: sums}, separators=(",", ":"))
+    return {_METADATA: f"{zlib.crc32(text.encode()):08x} {text}"}
 
 
 def _described(data: bytes) -> tuple[PayloadHeader, Any]:
     """The header and the checksums in the metadata of a safetensors file that was read once."""
     length = int.from_bytes(data[:8], "little")
     metadata = parsed(data[8 : 8 + length].decode()).get("__metadata__", {})
-    missing = sorted({_HEADER, _CHECKSUMS} - metadata.keys())
-    if missing:
-        raise CorruptPayload(f"payload metadata: expected {', '.join(missing)}, got none")
-    text, checksums = metadata[_HEADER], parsed(metadata[_CHECKSUMS])
-    found = zlib.crc32(text.encode())
-    expected = checksums.pop(_HEADER, None) if isinstance(checksums, dict) else None
-    if found != expected:
+    if _METADATA not in metadata:
+        raise CorruptPayload(f"payload metadata: expected {_METADATA}, got none")
+    seal, _, text = metadata[_METADATA].partition(" ")
+    found = f"{zlib.crc32(text.encode()):08x}"
+    if seal != found:
         raise CorruptPayload(f"payload header: expected its CRC-32 {found}, got another")
-    return PayloadHeader.from_json(parsed(text)), checksums
+    described = parsed(text)
+    checksums = described.pop(_CHECKSUMS, None) if isinstance(described, dict) else None
+    return PayloadHeader.from_json(described), checksums
 
 
 def _expect_parts(header: PayloadHeader, found: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    kind = _NAMES[_DTYPES[header.dtype]]
+    kind = _NAMES[TORCH_DTYPES[header.dtype]]
     wanted = {name: (kind, shape) for name, shape in header.part_shapes().items()}
     wanted[TOKENS] = ("I32", (header.tokens,))
     if LOGITS in found:
@@ -171,5 +171,5 @@ def _shown(part: tuple[str, tuple[int, ...]] | None) -> str:
 def _expect_checksums(parts: Mapping[str, bytes], checksums: Any) -> None:
     for name, data in parts.items():
         found = zlib.crc32(data)
-        if checksums.get(name) != found:
+        if not isinstance(checksums, dict) or checksums.get(name) != found:
             raise CorruptPayload(f"payload part {name}: expected its CRC-32 {found}, got another")

@@ -20,7 +20,7 @@ from kvweave.payload.header import (
     promoted_part,
 )
 from kvweave.payload.pages import Int32, Places, gather, scatter, turn
-from kvweave.payload.payload import LOGITS, TOKENS, KvPayload
+from kvweave.payload.payload import LOGITS, TOKENS, TORCH_DTYPES, KvPayload
 
 if TYPE_CHECKING:
     from kvweave.cache import HeadGroup
@@ -96,8 +96,9 @@ def import_kv(
     """Admits a payload's request and writes its KV into the pages: it decodes on from here.
 
     The cache has the weights, geometry, dtype and head classes of the one it comes from; its pages
-    may be shorter. `namespace` is whose request is expected (None: the payload's word is taken).
-    Nothing is remembered for later prompts unless the caller commits it.
+    may be of another size. `namespace` is whose request is expected (None: the payload's word is
+    taken). The request is there to be decoded from: it is not to be committed or forked for other
+    prompts, nor heads of it promoted, since windows were cut to what the next tokens see.
 
     # Errors
     `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another
@@ -105,41 +106,29 @@ def import_kv(
     """
     _expect_pages(cache, pages)
     _expect_alike(cache, payload.header, namespace)
-    header, width = payload.header, cache.shape.page_tokens
+    header = payload.header
     request = cache.admit(
         payload.tokens.cpu().numpy(),
         namespace=header.namespace,
         reuse="none",
         reserve_tokens=reserve_tokens,
         regime=header.regime,
-        chunk_tokens=width,
+        # A head is only promoted while all of its tokens have room.
+        chunk_tokens=0 if header.promoted else cache.shape.page_tokens,
     )
     try:
         for place in header.promoted:
             request.promote(*place)
-        _move_to_the_end(request, header, width)
+        request.advance(header.tokens, header.tokens)
         for index, group in enumerate(header.groups):
             _write(pages, request, index, group.spans, payload.parts[group_part(index)])
         for index, place in enumerate(request.promoted, len(header.groups)):
-            _write(
-                pages, request, index, ((0, header.tokens),), payload.parts[promoted_part(*place)]
-            )
+            whole = ((0, header.tokens),)
+            _write(pages, request, index, whole, payload.parts[promoted_part(*place)])
     except BaseException:
         request.release()
         raise
     return request
-
-
-def _move_to_the_end(request: KvRequest, header: PayloadHeader, width: int) -> None:
-    """Lets go of what the next token does not see, block by block, as a prefill in chunks would."""
-    windows = [group.recent for group in header.groups if group.kind == "window"]
-    first = max(0, header.tokens - max(windows, default=0)) // width * width
-    for start in range(first, header.tokens, width):
-        request.advance(start, min(start + width, header.tokens))
-    request.advance(header.tokens, header.tokens)
-    for index in range(len(header.groups)):
-        request.take_copies(index)
-    request.finish_copies()
 
 
 def _write(
@@ -151,22 +140,17 @@ def _write(
 ) -> None:
     """Writes what a part holds of the blocks that a table keeps.
 
-    # Errors
-    `InvalidArgument` when the part lacks some of them, as one of shorter pages does.
+    What it lacks of them no coming token sees; zeros go there, so that nothing of others stays.
     """
     kept = Places.read_by(request, table)
     given = positions_of(spans)
-    index = np.searchsorted(given, kept.positions)
-    found = given[np.minimum(index, len(given) - 1)] == kept.positions
-    if not found.all():
-        missing = int(kept.positions[~found][0])
-        raise InvalidArgument(
-            f"payload: expected the KV of position {missing} in table {table}, which the pages of "
-            f"{pages.shape[2]} tokens keep, got spans {spans}"
-        )
-    whole = len(index) == part.shape[2]
-    chosen = torch.from_numpy(index).to(part.device)
-    scatter(pages, kept, part if whole else part.index_select(2, chosen))
+    held = np.isin(kept.positions, given, assume_unique=True)
+    index = torch.from_numpy(np.searchsorted(given, kept.positions[held])).to(part.device)
+    scatter(pages, kept.of(held), part.index_select(2, index))
+    if not held.all():
+        heads, kv, _, dim = part.shape
+        zeros = part.new_zeros(heads, kv, int((~held).sum()), dim)
+        scatter(pages, kept.of(~held), zeros)
 
 
 def _needed(group: HeadGroup, places: Places, length: int, width: int) -> npt.NDArray[np.bool_]:
@@ -191,9 +175,10 @@ def _head_groups(cache: KvCache) -> tuple[int, ...]:
 
 
 def _expect_pages(cache: KvCache, pages: torch.Tensor) -> None:
-    shape, got = tuple(cache.arena.shape), tuple(pages.shape)
-    if got != shape or not pages.is_contiguous():
-        raise InvalidArgument(f"pages: expected the cache's own {shape}, got a tensor {got}")
+    expected = (tuple(cache.arena.shape), TORCH_DTYPES.get(cache.shape.dtype))
+    got = (tuple(pages.shape), pages.dtype)
+    if got != expected or not pages.is_contiguous():
+        raise InvalidArgument(f"pages: expected the cache's own {expected}, got a tensor {got}")
 
 
 def _expect_alike(cache: KvCache, header: PayloadHeader, namespace: str | None) -> None:
