@@ -54,7 +54,8 @@ class LayerPlan:
     stay as they were reused. Full heads always write all `rows`. None: all.
     `ffn_rows`, a subset of `rows`: those that run the feed-forward; the others keep the residual
     (RedKnot, Algorithm 1, lines 23-26). None: all.
-    `restore`: KV heads of this layer that are full for the request from this layer's attention on.
+    `restore`: KV heads of this layer that are full for the request from this layer's attention on;
+    only of policies that measure.
     """
 
     layer: int

@@ -22,10 +22,15 @@ def collected(policy: Generator[LayerPlan, ProbeResult, None]) -> list[LayerPlan
     """All plans of a policy that measures nothing.
 
     # Errors
-    `InvalidArgument` for a plan that has a probe.
+    `InvalidArgument` for a plan that has a probe or restores a head, which needs all of its keys.
     """
     plans = list(policy)
     for plan in plans:
+        if plan.restore:
+            raise InvalidArgument(
+                f"layer plan: expected one of a policy that measures nothing and restores no head, "
+                f"got {len(plan.restore)} heads to restore in layer {plan.layer}"
+            )
         if plan.probe is not None:
             raise InvalidArgument(
                 f"layer plan: expected no probe of a policy that measures nothing, "
@@ -47,10 +52,7 @@ def among(plan: LayerPlan, rows: Rows) -> LayerPlan:
 def cut(
     plans: Sequence[LayerPlan], start: int, end: int
 ) -> Generator[LayerPlan, ProbeResult, None]:
-    """The plans' rows in [start, end); layers without any are left out.
-
-    Nothing is restored: that was done before the first chunk, when all of a window was there.
-    """
+    """The plans' rows in [start, end); layers without any are left out."""
 
     def part(rows: Rows) -> Rows:
         low, high = np.searchsorted(rows, (start, end))
@@ -71,5 +73,4 @@ def cut(
                 rows=rows,
                 local_rows=kept(plan.local_rows),
                 ffn_rows=kept(plan.ffn_rows),
-                restore=(),
             )

@@ -85,8 +85,6 @@ class Executor:
         """
         run = _Run(self, kv, tokens, logits_from)
         plans = chunks.collected(policy)
-        for plan in plans:
-            run.restore(plan)
         for index, (start, end) in enumerate(spans):
             if index:
                 computed(start)
@@ -275,7 +273,7 @@ class _Run:
         index, states = hidden.index_of(rows), hidden.grid.real(hidden.states)
         some = states.index_select(0, index)
         add_feed_forward(layer, RowGrid.packed(len(rows)), some)
-        states.index_copy_(0, index, some)
+        states.index_copy_(0, index.long(), some)
 
     def narrowed(self, plan: LayerPlan, policy: Policy, moved: torch.Tensor) -> LayerPlan:
         """The same layer with the rows that the policy keeps once it knows how far KV moved."""

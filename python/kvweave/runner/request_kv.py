@@ -134,11 +134,15 @@ class RequestKv:
         self.copy()
 
     def promote(self, layer: int, head: int) -> bool:
-        """Makes a head full for this request from now on; False when there is no room for it.
+        """Makes a head full for this request from now on.
+
+        False when there is no room for it, or some of what it needs was not kept.
 
         # Errors
         `InvalidArgument` for a head that is full already.
         """
+        if not self._is_whole(layer, head):
+            return False
         try:
             copies = self.request.promote(layer, head)
         except PoolFull:
@@ -146,6 +150,14 @@ class RequestKv:
         self._copy(copies, np.asarray([layer], np.int32))
         self._table = self._rows = None
         return True
+
+    def _is_whole(self, layer: int, head: int) -> bool:
+        """Whether the group of a head keeps every position; true for one that does not exist."""
+        rows = self.request.head_rows(layer)
+        if not 0 <= head < len(rows):
+            return True
+        entries = self.request.entries(int(rows[head, 0]))
+        return int((entries[:, 2] - entries[:, 1]).sum()) == self.request.length
 
     def reach(self, layer: int) -> Reach | None:
         """What the heads of a layer read; None when they read all, or all the same."""
