@@ -103,7 +103,7 @@ class _Size:
     def tables(self) -> StepTables:
         """The tables of the step, cut from the patch on the device."""
         assert self.positions is not None
-        patch = self.patch[:, _TABLES].unflatten(1, self.shape)
+        patch = self.patch[:, _TABLES].view(self.rows, *self.shape)
         moves = patch[..., _MOVES].reshape(-1, 6)
         self.entries.index_copy_(0, moves[:, 0].long(), moves[:, 1:])
         slots = patch[..., _SLOT].transpose(0, 1).contiguous()

@@ -88,8 +88,7 @@ def forward(
         turn = tables.turns[layer.rope_key] if layer.rotates else None
         q, k, v = project(spec, layer, grid, hidden, turn)
         reach = None if tables.reaches is None else tables.reaches[index]
-        named = {} if reach is None else {"reach": reach}  # BRIDGE
-        ops.write_pages(pages, index, k, v, tables.slots, **named)
+        ops.write_pages(pages, index, k, v, tables.slots, reach=reach)
         attended, _ = ops.attend_decode(
             q,
             tables.positions,

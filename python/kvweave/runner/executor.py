@@ -22,6 +22,7 @@ from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.request_kv import RequestKv
+from kvweave.runner.spared import Spared, may_spare, project_heads, project_sparing
 from kvweave.runner.tables import RowTable, same_rows, send_index
 
 Policy = Generator[LayerPlan, ProbeResult, None]
@@ -229,8 +230,14 @@ class _Run:
             kv.own(plan.rows, plan.local_rows)
         table = kv.rows(plan.rows, plan.local_rows)
         turn = table.turns[layer.rope_key] if layer.rotates else None
-        q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
-        self.trace.flops.project(layer, len(plan.rows))
+        spared = self.spared(hidden, plan)
+        if spared is None:
+            q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
+            self.trace.flops.project(layer, len(plan.rows))
+        else:
+            q, k, v = project_sparing(spec, layer, hidden.grid, hidden.states, turn, spared)
+            fewer = len(spared.heads), len(spared.rows)
+            self.trace.flops.project(layer, len(plan.rows), fewer)
         if plan.probe is Probe.DEVIATION:
             self.probed = self.clock.mark()
             plan = self.narrowed(plan, policy, probes.deviation(kv, plan.layer, table, k, v))
@@ -242,7 +249,12 @@ class _Run:
         kv.write(plan.layer, k, v, table)
         if plan.probe is Probe.SALIENCE:
             plan = self.salient(hidden, plan, policy, q)
-        if self.restore(plan):
+        restored = self.restore(plan)
+        if restored:
+            if spared is not None:
+                grid, states = hidden.grid, hidden.states
+                project_heads(spec, layer, grid, states, turn, restored, (k, v))
+                self.trace.flops.project_heads(layer, len(restored), len(plan.rows))
             table = kv.rows(plan.rows, plan.local_rows)
             kv.write(plan.layer, k, v, table)
         probing = self.queries(hidden, plan, q) if plan.probe is Probe.SCORES else None
@@ -255,6 +267,14 @@ class _Run:
         if self.is_dense(plan):
             return hidden, plan, dense_attention(q, k, v, layer.scale), probing
         return hidden, plan, self.attend_pages(plan, table, q), probing
+
+    def spared(self, hidden: Hidden, plan: LayerPlan) -> Spared | None:
+        """Window heads whose K, V are not written for all rows; None: everything is projected."""
+        local, layer = plan.local_rows, self.spec.layers[plan.layer]
+        if local is None or plan.probe is Probe.DEVIATION or same_rows(local, plan.rows):
+            return None
+        heads = self.kv.window_heads(plan.layer)
+        return Spared(heads, hidden.index_of(local)) if heads and may_spare(layer) else None
 
     def feed_forward(self, hidden: Hidden, plan: LayerPlan) -> None:
         """The feed-forward of the rows that the plan has run it; the others keep their residual."""
@@ -301,12 +321,12 @@ class _Run:
             )
         return replace(chosen, local_rows=plan.local_rows)
 
-    def restore(self, plan: LayerPlan) -> bool:
-        """Makes heads of the layer full for the request where there is room; whether any is."""
+    def restore(self, plan: LayerPlan) -> list[int]:
+        """Makes heads of the layer full for the request where there is room: which."""
         done = [head for head in plan.restore if self.kv.promote(plan.layer, head)]
         self.trace.restored += [(plan.layer, head) for head in done]
         self.trace.refused += [(plan.layer, head) for head in plan.restore if head not in done]
-        return bool(done)
+        return done
 
     def attend_pages(self, plan: LayerPlan, table: RowTable, q: torch.Tensor) -> torch.Tensor:
         """Attention of the table's rows over all KV up to them: [R, H, D]."""
@@ -332,12 +352,14 @@ class _Run:
         """Whether the rows are the whole prompt, so that k and v in hand are all there is to read.
 
         Then a GPU's own kernels for dense attention are faster than any that reads pages. Not
-        where a head has a window that leaves something out.
+        where a head has a window that leaves something out, or keeps K, V that were reused.
         """
         layer, length = self.spec.layers[plan.layer], len(self.tokens)
         half = self.spec.dtype in (torch.bfloat16, torch.float16)
         whole = len(plan.rows) == length
         if self.spec.device.type != "cuda" or not half or not whole or layer.softcap:
+            return False
+        if plan.local_rows is not None and self.kv.window_heads(plan.layer):
             return False
         return all(not window or window >= length for window, _ in self.kv.seen(plan.layer))
 

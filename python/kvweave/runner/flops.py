@@ -44,11 +44,17 @@ class FlopCount:
         self.spec = spec
         self.parts = dict.fromkeys(PARTS, 0)
 
-    def project(self, layer: LayerSpec, rows: int) -> None:
-        """Q, k and v of some rows."""
-        attention = layer.attention
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
-            self.parts["projections"] += 2 * rows * _elements(projection)
+    def project(self, layer: LayerSpec, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
+        """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
+        heads, fewer = spared
+        self.parts["projections"] += 2 * rows * _elements(layer.attention.q_proj)
+        self.project_heads(layer, self.spec.kv_heads - heads, rows)
+        self.project_heads(layer, heads, fewer)
+
+    def project_heads(self, layer: LayerSpec, heads: int, rows: int) -> None:
+        """K and v of some KV heads of some rows."""
+        both = _elements(layer.attention.k_proj) + _elements(layer.attention.v_proj)
+        self.parts["projections"] += 2 * rows * heads * both // self.spec.kv_heads
 
     def attend(self, layer: LayerSpec, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Attention of rows and its output projection; a (window, sink) for each KV head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -102,13 +103,14 @@ class HeadReads:
 
         A layer with a sliding window of its own keeps no sink: the model never saw one there.
         """
-        rows, own = request.head_rows(layer), self.spec.layers[layer].window
+        rows: Int32 = request.head_rows(layer)
+        own = self.spec.layers[layer].window
         if own is not None:
             rows[:, 2] = np.where(rows[:, 2] == 0, own, np.minimum(rows[:, 2], own))
             rows[:, 3] = 0
         return rows
 
 
-def _make_room(made: dict[object, object] | dict[Promoted, list[Reach]]) -> None:
+def _make_room(made: dict[Any, Any]) -> None:
     if len(made) >= _MOST_PROMOTED:
         del made[next(iter(made))]

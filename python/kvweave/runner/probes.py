@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -46,7 +48,7 @@ def _mass(
     layer: int,
     q: torch.Tensor,
     rows: Rows,
-    reading: dict[str, object],
+    reading: dict[str, Any],
     edge: ops.EdgeMass | None,
 ) -> torch.Tensor:
     offsets = None if kv.heads.uniform else kv.table.host_offsets

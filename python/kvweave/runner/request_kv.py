@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -74,7 +76,7 @@ class RequestKv:
                 copies,
                 self.positions.rope,
                 kv_heads=self.spec.kv_heads,
-                **({} if layers is None else {"layers": layers}),  # BRIDGE
+                layers=layers,
             )
 
     def rows(self, rows: Rows, local_rows: Rows | None) -> RowTable:
@@ -164,13 +166,20 @@ class RequestKv:
         reaches = self.heads.reaches(self.request)
         return None if reaches is None else reaches[layer]
 
+    def window_heads(self, layer: int) -> list[int]:
+        """KV heads of a layer that lie in a window group."""
+        if self.heads.uniform:
+            return []
+        tables = self.request.head_rows(layer)[:, 0].tolist()
+        return [head for head, table in enumerate(tables) if self._is_window(table)]
+
     def seen(self, layer: int, whole: bool = False) -> list[tuple[int, int]]:
         """Window (0: all) and sink of each KV head of a layer; `whole`: as far as the model's."""
         if whole:
             return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
         return self.heads.seen(self.request, layer)
 
-    def reading(self, layer: int) -> dict[str, object]:
+    def reading(self, layer: int) -> dict[str, Any]:
         """What the reading ops take by name in a layer."""
         spec, reach = self.spec.layers[layer], self.reach(layer)
         return {
@@ -184,8 +193,4 @@ class RequestKv:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""
-        reach = self.reach(layer)
-        if reach is None:  # BRIDGE
-            ops.write_pages(self.pages, layer, k, v, table.slots)
-            return
-        ops.write_pages(self.pages, layer, k, v, table.slots, reach=reach)
+        ops.write_pages(self.pages, layer, k, v, table.slots, reach=self.reach(layer))
