@@ -29,21 +29,27 @@ int window_size_left, int window_size_right, bool has_softcap, int num_splits, b
 int sm_margin) -> Tensor"""
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """q [R, H, D], k and v [T, G, D]; with `causal` the last row sees all keys."""
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window_left: int = -1
+) -> torch.Tensor:
+    """q [R, H, D], k and v [T, G, D]; with `causal` the last row sees all keys, or as many before
+    its own as a window says."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("rhd,thd->hrt", q.float(), k) * q.shape[2] ** -0.5
     if causal:
         rows = torch.arange(len(q))[:, None] + len(k) - len(q)
         scores = scores.masked_fill(torch.arange(len(k)) > rows, -torch.inf)
+    if window_left >= 0:
+        assert causal
+        scores = scores.masked_fill(torch.arange(len(k)) < rows - window_left, -torch.inf)
     return torch.einsum("hrt,thd->rhd", scores.softmax(-1), v).to(q.dtype)
 
 
 def _fwd(*given: Any) -> list[torch.Tensor]:
     names = [a.name for a in torch.ops._vllm_fa3_C.fwd.default._schema.arguments]
     a = dict(zip(names, given, strict=True))
-    assert (a["window_size_left"], a["window_size_right"], a["softcap"]) == (-1, -1, 0.0)
+    assert (a["window_size_right"], a["softcap"]) == (-1, 0.0)
     assert a["softmax_scale"] == a["q"].shape[2] ** -0.5
     starts = a["cu_seqlens_q"].tolist()
     assert max(end - start for start, end in pairwise(starts)) == a["max_seqlen_q"]
@@ -58,7 +64,7 @@ def _fwd(*given: Any) -> list[torch.Tensor]:
             assert used <= a["max_seqlen_k"]
             pages = a["page_table"][number].long()
             k, v = (a[name][pages].flatten(0, 1)[:used] for name in "kv")
-        out[start:end] = attention(a["q"][start:end], k, v, a["is_causal"])
+        out[start:end] = attention(a["q"][start:end], k, v, a["is_causal"], a["window_size_left"])
     return [out, torch.empty(0)]
 
 

@@ -26,7 +26,7 @@ from kvweave.bench.ceilings import Ceilings, bound_of
 from kvweave.bench.contenders import OURS, PEERS, Contender, fa3, flashinfer
 from kvweave.bench.device_timing import FEWEST, FULL, QUICK
 from kvweave.bench.pages import PAGE, Shape
-from kvweave.bench.problems import Attention, problem
+from kvweave.bench.problems import Attention, Layers, problem
 from kvweave.bench.run import Field, Result, checked, entrants
 from kvweave.bench.shapes import (
     CASES,
@@ -56,6 +56,7 @@ WORKS: list[Work] = [
     Prefill(256, shape=TINY),
     Prefill(256, 0.25, 1, TINY),
     Prefill(256, 0.25, 16, TINY),
+    Prefill(400, shape=TINY, local=1),
     Copy(LAYERED, 1),
     Copy(LAYERED, 1, "float32", "interleaved"),
     Write(40, TINY),
@@ -80,7 +81,8 @@ def test_ours_and_what_runs_here_agree(work: Work) -> None:
     calls = checked(data, field, notes)
     assert notes == {}
     assert "kvweave" in calls
-    assert len(calls) == len(field) == (3 if isinstance(work, Decode) else 2)
+    alone = isinstance(work, Prefill) and work.local
+    assert len(calls) == len(field) == (3 if isinstance(work, Decode) else 1 if alone else 2)
 
 
 def test_the_check_sees_what_is_wrong_or_not_written(work: Work) -> None:
@@ -108,6 +110,23 @@ def test_the_check_sees_what_is_wrong_or_not_written(work: Work) -> None:
         broken = broken[1:]
     assert checked(data, broken, notes) == {}
     assert set(notes) == {contender.name for contender in broken}
+
+
+def test_every_layer_reads_its_own_pages_and_is_checked() -> None:
+    data, notes = problem(Decode(1, 640, 1, LAYERED), CPU), {}
+    assert isinstance(data, Layers)
+    (ours,) = OURS.contenders(data)
+    call = ours.prepare()
+    first, second = (answer.clone() for answer in call())
+    assert not torch.equal(first, second)
+
+    def swapped() -> list[torch.Tensor]:
+        return [second, first]
+
+    field = [ours, Contender("swapped", lambda: swapped), Contender("few", lambda: lambda: [first])]
+    assert list(checked(data, field, notes)) == ["kvweave"]
+    assert notes["swapped"].startswith("wrong answer: row 0")
+    assert notes["few"] == "wrong answer: expected 2 layers, got 1"
 
 
 def test_rows_that_no_sample_holds_are_compared_with_a_peer() -> None:
@@ -177,7 +196,37 @@ def test_peers_get_the_same_data(work: Decode | Prefill) -> None:
         (Prefill, True): ["FA3", "FA3 paged"],
         (Prefill, False): ["FA3, a sequence a run"],
     }[type(work), work.dense]
+    if isinstance(work, Prefill) and work.local:
+        names = ["FA3, full and window apart, no sink", "FA3, all heads full"]
     assert list(calls) == [*names, "kvweave"]
+
+
+@pytest.mark.usefixtures("doubles")
+def test_peers_of_layers() -> None:
+    data, notes = problem(Decode(1, 640, 1, LAYERED), CPU), {}
+    peers = [*fa3.contenders(data), *flashinfer.contenders(data)]
+    assert list(checked(data, [*peers, *OURS.contenders(data)], notes)) == [
+        "FA3 head-as-batch",
+        "FA3, all heads full",
+        "kvweave",
+    ]
+    assert notes == {}
+    full = next(peer for peer in peers if not peer.same).prepare()()
+    assert [out.shape for out in full] == [data.each[0].q.shape] * 2
+
+
+@pytest.mark.usefixtures("doubles")
+def test_heads_apart_are_ours_but_for_the_sink() -> None:
+    data = problem(Prefill(400, shape=TINY, local=1), CPU)
+    assert isinstance(data, Attention)
+    (ours,) = OURS.contenders(data)
+    apart = next(peer for peer in fa3.contenders(data) if "apart" in peer.name)
+    full, near = apart.prepare()()
+    wanted = ours.prepare()()
+    torch.testing.assert_close(full, wanted[:, :2], rtol=0.02, atol=0.02)
+    # Up to there the window reaches the sequence's start.
+    torch.testing.assert_close(near[:WINDOW], wanted[:WINDOW, 2:], rtol=0.02, atol=0.02)
+    assert not torch.allclose(near[WINDOW + SINK :], wanted[WINDOW + SINK :, 2:], atol=0.02)
 
 
 def test_peers_say_why_they_are_missing() -> None:
@@ -221,11 +270,16 @@ def test_bytes_are_what_the_ceiling_allows(name: str, microseconds: float) -> No
 def test_flops_count_visible_pairs() -> None:
     dense = bound_of(Prefill(4, shape=TINY))
     assert (dense.count, dense.unit) == (4 * 64 * 4 * (1 + 2 + 3 + 4), "FLOP")
+    local = bound_of(Prefill(400, shape=TINY, local=1))
+    near = sum(min(row + 1, WINDOW) + min(max(row + 1 - WINDOW, 0), SINK) for row in range(400))
+    assert local.count == 4 * 64 * 2 * (400 * 401 // 2 + near)
     assert bound_of(Score(2, 4, TINY)).count == 4 * 64 * 4 * (3 + 4)
 
 
 def test_moved_bytes_count_reads_and_writes() -> None:
     pages = 2 * 2 * PAGE * 64 * 2 * 2
+    one, both = (bound_of(Decode(1, 640, 1, shape)) for shape in (TINY, LAYERED))
+    assert both.count == 2 * one.count
     copy = Copy(LAYERED, 1)
     assert copy.block_bytes == pages
     assert bound_of(copy).count == 2 * ((1 << 20) // pages) * pages
@@ -297,6 +351,19 @@ def test_table_shows_figures_and_reasons(measured: list[Result]) -> None:
         "flashinfer is left out: flashinfer is not installed",
         "bad: kvweave: wrong answer: x",
     ]
+
+
+def test_what_a_paper_says_is_shown_and_never_a_figure(measured: list[Result]) -> None:
+    good, replay, _ = measured
+    cited = replace(good.case, cited="Paper, Fig. 3: 12.6 ms", target=None)
+    results = [replace(result, case=cited) for result in (good, replay)]
+    line = "decode, B=16, 8K: not measured here: Paper, Fig. 3: 12.6 ms"
+    assert table.notes_of(results, Field((), {})) == [line]
+    row = table.row_of(results[0])
+    assert row is not None
+    assert row.of["cited"] == "Paper, Fig. 3: 12.6 ms"
+    assert row.value == pytest.approx(130)
+    assert "12.6" not in str(row.of["peer ÷ ours"])
 
 
 @pytest.fixture

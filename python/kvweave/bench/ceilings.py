@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvweave.bench.device_timing import DeviceClock, Effort, spin
@@ -46,10 +45,11 @@ def bound_of(work: Work) -> Bound:
     match work:
         case Decode():
             rows = 2 * work.batch * s.heads * s.head_dim
-            return Bound(size * (2 * work.batch * work.keys * s.head_dim + rows), "B", "read")
+            keys = 2 * work.batch * work.keys * s.head_dim
+            return Bound(size * s.layers * (keys + rows), "B", "read")
         case Prefill():
-            pairs = float((work.positions().astype(np.int64) + 1).sum())
-            return Bound(4.0 * s.head_dim * s.heads * pairs, "FLOP", "matmul")
+            group = s.heads // s.kv_heads
+            return Bound(4.0 * s.head_dim * group * work.pairs, "FLOP", "matmul")
         case Score():
             pairs = work.rows * (work.tokens - (work.rows - 1) / 2)
             return Bound(4.0 * s.head_dim * s.heads * pairs, "FLOP", "matmul")

@@ -1,12 +1,13 @@
-"""Pages of many requests in random order, and which KV heads read what: one layer's data.
+"""Pages of many requests in random order, and which KV heads read what.
 
 Heads that read the same tokens form a group with blocks of its own, as in a cache with a head
-class map. The arena is [pages, 2, P, D]; block b of a group has the pages b, b + 1, … of its heads.
+class map. The arena is [pages, 2, P, D]; block b of a group has the pages b, b + 1, … of its heads,
+layer by layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,25 @@ Rows = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Group:
-    """KV heads by rank, first positions of their blocks i32 [n], the blocks i32 [B, n]."""
+    """KV heads by rank, first positions of their blocks i32 [n], the blocks i32 [B, n].
+
+    The page of a block's first head is `first_rank` pages after the block's start.
+    """
 
     heads: range
     window: int
     positions: Rows
     blocks: Rows
+    first_rank: int = 0
+
+    def layer(self, layer: int) -> Group:
+        """The same group of another layer."""
+        return replace(self, first_rank=layer * len(self.heads))
 
 
 @dataclass(frozen=True)
 class Pool:
-    """One layer's pages [pages, 2, P, D] and the groups that read them, on one device."""
+    """Pages [pages, 2, P, D] and the groups of one layer that read them, on one device."""
 
     shape: Shape
     tokens: int
@@ -48,6 +57,10 @@ class Pool:
     def device(self) -> torch.device:
         """Where the pages lie."""
         return self.pages.device
+
+    def layer(self, layer: int) -> Pool:
+        """The same pages as another layer reads them."""
+        return replace(self, groups=tuple(group.layer(layer) for group in self.groups))
 
     def entries(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries i32 [N, 5] of all requests and offsets i32 [B·tables + 1], on the device."""
@@ -66,7 +79,7 @@ class Pool:
         if len(self.groups) == 1:
             return None
         rows = [
-            (table, rank, group.window, SINK if group.window else 0)
+            (table, group.first_rank + rank, group.window, SINK if group.window else 0)
             for table, group in enumerate(self.groups)
             for rank in range(len(group.heads))
         ]
@@ -76,10 +89,14 @@ class Pool:
         """The table as int32 on the device."""
         return torch.from_numpy(np.ascontiguousarray(table, np.int32)).to(self.device)
 
+    def group(self, head: int) -> Group:
+        """The group of a KV head."""
+        return next(group for group in self.groups if head in group.heads)
+
     def head_pages(self, head: int) -> tuple[Rows, Rows]:
         """Pages i32 [B, n] of a KV head and their first positions i32 [n]."""
-        group = next(group for group in self.groups if head in group.heads)
-        rank = head - group.heads.start
+        group = self.group(head)
+        rank = group.first_rank + head - group.heads.start
         return (group.blocks + rank).astype(np.int32), group.positions
 
     def head_positions(self, head: int) -> torch.Tensor:
@@ -133,27 +150,39 @@ class Pool:
         return both[0], both[1], there
 
 
-def pool(shape: Shape, batch: int, tokens: int, *, full_heads: int, device: torch.device) -> Pool:
+def pool(
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    *,
+    full_heads: int,
+    device: torch.device,
+    rows_anywhere: bool = False,
+) -> Pool:
     """Random bf16 pages for `batch` requests; KV heads from `full_heads` on are local.
 
-    tokens is a multiple of P, and at least what a local head reads if there is one.
+    Local heads keep what the last row sees, or all keys where rows may be anywhere. tokens is a
+    multiple of P, and at least what a local head reads if there is one.
     """
     every = np.arange(0, tokens, PAGE, dtype=np.int32)
     local = np.concatenate((every[: SINK // PAGE], every[-(WINDOW // PAGE) :]))
+    if rows_anywhere:
+        local = every
     wanted = [(range(full_heads), 0, every)]
     if full_heads < shape.kv_heads:
         wanted.append((range(full_heads, shape.kv_heads), WINDOW, local))
     rng = np.random.default_rng(tokens + batch)
     groups = []
     # The null block, which no entry names, comes first.
-    first = shape.kv_heads
+    first = shape.block_pages
     for heads, window, positions in wanted:
         count = batch * len(positions)
         order = rng.permutation(count).reshape(batch, len(positions))
-        blocks = (first + order * len(heads)).astype(np.int32)
+        size = shape.layers * len(heads)
+        blocks = (first + order * size).astype(np.int32)
         groups.append(Group(heads, window, positions, blocks))
-        first += count * len(heads)
+        first += count * size
     # Whole blocks of all heads, so that the arena can be seen as such.
-    size = (-(-first // shape.kv_heads) * shape.kv_heads, 2, PAGE, shape.head_dim)
-    pages = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
-    return Pool(shape, tokens, pages, tuple(groups))
+    pages = -(-first // shape.kv_heads) * shape.kv_heads
+    arena = torch.empty(pages, 2, PAGE, shape.head_dim, dtype=torch.bfloat16, device=device)
+    return Pool(shape, tokens, arena.normal_(), tuple(groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ from kvweave import ops
 from kvweave.bench.pages import PAGE, shuffled_blocks
 from kvweave.bench.pool import Pool, Rows, pool
 from kvweave.bench.rows import expect
-from kvweave.bench.shapes import Copy, Decode, Merge, Prefill, Score, Work, Write
+from kvweave.bench.shapes import SINK, Copy, Decode, Merge, Prefill, Score, Work, Write
 
 TOLERANCE = 0.02
 """‖answer − f32‖ / ‖f32‖ of one row and head; bf16 operands leave a few thousandths."""
@@ -46,9 +47,29 @@ class Attention:
         for head in range(s.kv_heads):
             k, v, positions = self.pool.keys(request, head)
             scores = q[head] @ k.T * s.head_dim**-0.5
-            hidden = positions > int(self.positions[row])
+            last, window = int(self.positions[row]), self.pool.group(head).window
+            hidden = positions > last
+            if window:
+                hidden |= (positions <= last - window) & (positions >= SINK)
             out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
         return torch.cat(out)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The same step in every layer of a pool: an answer is one tensor a layer."""
+
+    work: Decode
+    each: tuple[Attention, ...]
+
+    def poison(self) -> None:
+        """Nothing: answers are tensors of their own."""
+
+    def check(self, outs: Sequence[torch.Tensor]) -> None:
+        """Every layer."""
+        expect(len(outs) == len(self.each), f"expected {len(self.each)} layers, got {len(outs)}")
+        for layer, out in zip(self.each, outs, strict=True):
+            layer.check(out)
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,7 @@ class Merges:
         differs("rows", out, (self.outs.float() * weights).sum(0))
 
 
-Problem: TypeAlias = Attention | Scores | Copies | Writes | Merges
+Problem: TypeAlias = Attention | Layers | Scores | Copies | Writes | Merges
 
 
 def differs(what: str, got: torch.Tensor, wanted: torch.Tensor, limit: float = TOLERANCE) -> None:
@@ -173,8 +194,10 @@ def problem(work: Work, device: torch.device) -> Problem:
     """Fresh random data for a case."""
     torch.manual_seed(0)
     match work:
-        case Decode() | Prefill():
-            return _attention(work, device)
+        case Decode():
+            return _decode(work, device)
+        case Prefill():
+            return _prefill(work, device)
         case Score():
             data = pool(work.shape, 1, work.tokens, full_heads=work.shape.kv_heads, device=device)
             positions = np.arange(work.tokens - work.rows, work.tokens, dtype=np.int32)
@@ -190,14 +213,19 @@ def problem(work: Work, device: torch.device) -> Problem:
             return Merges(work, outs, torch.randn(size[:3], device=device))
 
 
-def _attention(work: Decode | Prefill, device: torch.device) -> Attention:
-    s = work.shape
-    if isinstance(work, Decode):
-        data = pool(s, work.batch, work.tokens, full_heads=work.full_heads, device=device)
-        positions = np.full(work.batch, work.tokens - 1, np.int32)
-    else:
-        data = pool(s, 1, work.tokens, full_heads=s.kv_heads, device=device)
-        positions = work.positions()
+def _decode(work: Decode, device: torch.device) -> Attention | Layers:
+    data = pool(work.shape, work.batch, work.tokens, full_heads=work.full_heads, device=device)
+    positions = np.full(work.batch, work.tokens - 1, np.int32)
+    each = tuple(
+        Attention(work, data.layer(layer), _queries(data, work.batch), positions)
+        for layer in range(work.shape.layers)
+    )
+    return Layers(work, each) if len(each) > 1 else each[0]
+
+
+def _prefill(work: Prefill, device: torch.device) -> Attention:
+    heads, positions = work.full_heads, work.positions()
+    data = pool(work.shape, 1, work.tokens, full_heads=heads, device=device, rows_anywhere=True)
     return Attention(work, data, _queries(data, len(positions)), positions)
 
 

@@ -12,6 +12,8 @@ from kvweave.bench.pages import PAGE, Shape
 
 LLAMA = Shape("Llama-8B", 1, 32, 8, 128, 5e5)
 """One layer of Llama-8B: what attention is measured on."""
+LAYERS_64 = Shape("Qwen3-32B", 64, 32, 8, 128, 1e6)
+"""All layers of Qwen3-32B as RedKnot measures them, with 32 query heads (section 5.4)."""
 WINDOW, SINK = 304, 16
 """What a head that does not read everything reads: 320 tokens (RedKnot's local heads)."""
 K = 1024
@@ -19,7 +21,10 @@ K = 1024
 
 @dataclass(frozen=True)
 class Decode:
-    """One row a request over `tokens` keys; `full_heads` KV heads read all, the others a window."""
+    """One row a request over `tokens` keys; `full_heads` KV heads read all, the others a window.
+
+    With more than one layer: a launch for each, over keys of its own.
+    """
 
     batch: int
     tokens: int
@@ -40,17 +45,26 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A share of a prompt's rows over all its keys; rows come in runs of `run` neighbours."""
+    """A share of a prompt's rows over all its keys; rows come in runs of `run` neighbours.
+
+    `local` KV heads, the last ones, see a row's window and the sink only.
+    """
 
     tokens: int
     share: float = 1.0
     run: int = 1
     shape: Shape = LLAMA
+    local: int = 0
 
     @property
     def dense(self) -> bool:
-        """Whether every row is computed."""
-        return self.share == 1.0
+        """Whether every row is computed, in heads that see everything."""
+        return self.share == 1.0 and not self.local
+
+    @property
+    def full_heads(self) -> int:
+        """KV heads that see everything."""
+        return self.shape.kv_heads - self.local
 
     def positions(self) -> npt.NDArray[np.int32]:
         """Positions i32 [R] of the rows, ascending, runs at random places."""
@@ -58,6 +72,13 @@ class Prefill:
         order = np.random.default_rng(7).permutation(runs)
         chosen = np.sort(order[: round(runs * self.share)])
         return (chosen[:, None] * self.run + np.arange(self.run)).flatten().astype(np.int32)
+
+    @property
+    def pairs(self) -> float:
+        """(row, key) pairs that are seen, summed over KV heads."""
+        seen = self.positions().astype(np.int64) + 1
+        near = np.minimum(seen, WINDOW) + np.clip(seen - WINDOW, 0, SINK)
+        return float(self.full_heads * seen.sum() + self.local * near.sum())
 
 
 @dataclass(frozen=True)
@@ -124,13 +145,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. With `graph` it is measured as a call and as a graph replay."""
+    """One row of the table. With `graph` it is measured as a call and as a graph replay.
+
+    `cited` is what a paper says of such a case on its own machine: it is shown, never compared.
+    """
 
     op: str
     name: str
     work: Work
     target: Target | None = None
     graph: bool = False
+    cited: str = ""
 
 
 LLAMA_32, QWEN, SMOL = (
@@ -157,6 +182,22 @@ def _scattered(share: float, run: int, target: Target | None = None) -> Case:
     return Case("scattered_prefill", name, Prefill(32 * K, share, run), target)
 
 
+def _layers(tokens: int, said: str) -> Case:
+    """Half of the heads full, in all layers: what RedKnot's SegPagedAttention is measured on."""
+    name = f"64 layers, 4 of 8 KV heads full, decode, B=1, {tokens // K}K"
+    cited = f"RedKnot, section 5.4: {said} ms on an H800"
+    return Case("heads", name, Decode(1, tokens, 4, LAYERS_64), graph=True, cited=cited)
+
+
+def _local(tokens: int, said: str) -> Case:
+    name = f"1 layer, 4 of 8 KV heads full, prefill, all of {tokens // K}K"
+    cited = (
+        f"RedKnot, section 5.4: {said} s for 64 layers on an H800; its times grow like the "
+        "context and not like its square, so they are not those of all rows"
+    )
+    return Case("heads", name, Prefill(tokens, local=4), cited=cited)
+
+
 def _copy(work: Copy) -> Case:
     extra = "" if work.pairing == "half" else f" {work.pairing}"
     name = f"copy_rerotate, {work.shape.name} {work.dtype}{extra}, {work.mib} MiB"
@@ -178,6 +219,12 @@ CASES: tuple[Case, ...] = (
     _ragged(1, 128 * K, 1, Target("FA3", 2.0)),
     _ragged(16, 32 * K, 1, Target("FA3", 1.35)),
     _ragged(16, 128 * K, 1, Target("", 1.15)),
+    _layers(8 * K, "12.6"),
+    _layers(32 * K, "12.4"),
+    _layers(128 * K, "24.1"),
+    _local(8 * K, "0.055"),
+    _local(32 * K, "0.12"),
+    _local(128 * K, "0.23"),
     Case("prefill", "prefill, all of 8K", Prefill(8 * K), Target("FA3", 0.7)),
     Case("prefill", "prefill, all of 32K", Prefill(32 * K), Target("FA3", 0.7)),
     _scattered(0.05, 1, Target("FA3", 12.0)),

@@ -38,6 +38,8 @@ def row_of(result: Result) -> Row | None:
     if result.case.target is not None:
         beside["target"] = str(result.case.target)
         beside["met"] = _met(result)
+    if result.case.cited:
+        beside["cited"] = result.case.cited
     return Row(result.name, ours.median_s * MICROSECONDS, "µs", ours.p95_s * MICROSECONDS, beside)
 
 
@@ -63,9 +65,11 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def notes_of(results: Sequence[Result], field: Field) -> list[str]:
-    """Who is not in the table, and why."""
+    """Who is not in the table, and why; what papers say of such cases."""
     lines = [f"{name} is left out: {reason}" for name, reason in field.left_out.items()]
     for result in results:
+        if result.case.cited and not result.graph:
+            lines.append(f"{result.name}: not measured here: {result.case.cited}")
         lines += [f"{result.name}: {name}: {note}" for name, note in result.notes.items()]
     return lines
 

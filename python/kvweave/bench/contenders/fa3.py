@@ -16,8 +16,8 @@ import torch
 from kvweave.bench.contenders.contender import Contender
 from kvweave.bench.device_timing import Call
 from kvweave.bench.pages import PAGE
-from kvweave.bench.problems import Attention, Problem
-from kvweave.bench.shapes import Decode
+from kvweave.bench.problems import Attention, Layers, Problem
+from kvweave.bench.shapes import WINDOW, Decode, Prefill
 
 LIBRARY = "vllm_flash_attn/_vllm_fa3_C.abi3.so"
 # What an argument is where nothing else is said; every other optional one is None.
@@ -53,6 +53,9 @@ def missing(device: torch.device) -> str:
 
 def contenders(problem: Problem) -> Iterator[Contender]:
     """Decode in our pages and in its customary layout; ragged heads as a batch; prefill."""
+    if isinstance(problem, Layers):
+        yield Contender("FA3 head-as-batch", lambda: _layers(problem))
+        yield Contender("FA3, all heads full", lambda: _full_layers(problem), same=False)
     if not isinstance(problem, Attention):
         return
     work = problem.work
@@ -64,6 +67,9 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     elif work.dense:
         yield Contender("FA3", lambda: _dense_prefill(problem))
         yield Contender("FA3 paged", lambda: _sequences(problem, [work.tokens]))
+    elif work.local:
+        yield Contender("FA3, full and window apart, no sink", lambda: _split(problem), same=False)
+        yield Contender("FA3, all heads full", lambda: _dense_prefill(problem), same=False)
     else:
         lengths = [work.run] * (len(problem.positions) // work.run)
         yield Contender("FA3, a sequence a run", lambda: _sequences(problem, lengths))
@@ -98,6 +104,39 @@ def _head_as_batch(problem: Attention) -> Call:
     return lambda: call().view(problem.q.shape)
 
 
+def _layers(problem: Layers) -> Call:
+    calls = [_head_as_batch(layer) for layer in problem.each]
+    return lambda: [call() for call in calls]
+
+
+def _full_layers(problem: Layers) -> Call:
+    """What heads that all read everything cost: K, V of each layer [blocks, P, G, D], in order."""
+    first = problem.each[0]
+    s, blocks = first.pool.shape, first.pool.tokens // PAGE
+    size = (s.layers, 2, blocks, PAGE, s.kv_heads, s.head_dim)
+    both = torch.empty(size, dtype=first.q.dtype, device=first.pool.device).normal_()
+    table = torch.arange(blocks, dtype=torch.int32, device=both.device)[None]
+    lengths = first.pool.put(first.positions + 1)
+    arguments = _one_row_each(table, lengths, first.pool.tokens)
+    calls = [
+        _scheduled(layer.q, k, v, arguments)
+        for layer, (k, v) in zip(problem.each, both, strict=True)
+    ]
+    return lambda: [call() for call in calls]
+
+
+def _split(problem: Attention) -> Call:
+    """Heads that see everything in one call, the others in another that knows windows only."""
+    pool, work = problem.pool, problem.work
+    assert isinstance(work, Prefill)
+    k, v, _ = pool.dense()
+    k, v = (x[0].transpose(0, 1) for x in (k, v))
+    cut, rows = work.full_heads, problem.q.shape[1] // pool.shape.kv_heads * work.full_heads
+    full = _causal(problem.q[:, :rows], k[:, :cut], v[:, :cut])
+    near = _causal(problem.q[:, rows:], k[:, cut:], v[:, cut:], window_size_left=WINDOW - 1)
+    return lambda: (full(), near())
+
+
 def _sequences(problem: Attention, lengths: list[int]) -> Call:
     """Runs of neighbouring rows, each a sequence that ends with the run's last row."""
     pool = problem.pool
@@ -119,16 +158,22 @@ def _dense_prefill(problem: Attention) -> Call:
     """Contiguous K, V [T, G, D]: the fastest way it has."""
     pool = problem.pool
     k, v, _ = pool.dense()
-    both = torch.tensor([0, pool.tokens], dtype=torch.int32, device=pool.device)
+    return _causal(problem.q, *(x[0].transpose(0, 1) for x in (k, v)))
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> Call:
+    """One sequence whose rows all see what is before them."""
+    tokens = len(q)
+    both = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
     arguments = {
         "cu_seqlens_q": both,
         "cu_seqlens_k": both,
-        "max_seqlen_q": pool.tokens,
-        "max_seqlen_k": pool.tokens,
+        "max_seqlen_q": tokens,
+        "max_seqlen_k": tokens,
         "is_causal": True,
+        **more,
     }
-    k, v = (x[0].transpose(0, 1).contiguous() for x in (k, v))
-    return _forward(problem.q, k, v, arguments)
+    return _forward(q.contiguous(), k.contiguous(), v.contiguous(), arguments)
 
 
 def _one_row_each(table: torch.Tensor, lengths: torch.Tensor, most: int) -> dict[str, Any]:

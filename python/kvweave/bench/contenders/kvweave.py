@@ -9,7 +9,7 @@ import torch
 from kvweave import ops
 from kvweave.bench.contenders.contender import Contender
 from kvweave.bench.device_timing import Call
-from kvweave.bench.problems import Attention, Copies, Merges, Problem, Scores, Writes
+from kvweave.bench.problems import Attention, Copies, Layers, Merges, Problem, Scores, Writes
 from kvweave.bench.shapes import Decode
 
 NAME = "kvweave"
@@ -25,6 +25,8 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     match problem:
         case Attention():
             yield Contender(NAME, lambda: _attend(problem))
+        case Layers():
+            yield Contender(NAME, lambda: _layers(problem))
         case Scores():
             yield Contender(NAME, lambda: _score(problem))
         case Copies():
@@ -35,10 +37,22 @@ def contenders(problem: Problem) -> Iterator[Contender]:
             yield Contender(NAME, lambda: lambda: ops.merge_states(problem.outs, problem.lses)[0])
 
 
-def _attend(problem: Attention) -> Call:
+def _layers(problem: Layers) -> Call:
+    """A launch a layer, over tables and a workspace that all share."""
+    first = problem.each[0].pool
+    tables, space = first.entries(), ops.Workspace(first.device)
+    calls = [_attend(layer, tables, space) for layer in problem.each]
+    return lambda: [call() for call in calls]
+
+
+def _attend(
+    problem: Attention,
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    workspace: ops.Workspace | None = None,
+) -> Call:
     pool = problem.pool
     s, reach, rope = pool.shape, pool.reach(), pool.shape.rope()
-    entries, offsets = pool.entries()
+    entries, offsets = tables or pool.entries()
     positions = pool.put(problem.positions)
     # What is not written stays NaN, which no check lets pass.
     out = torch.full_like(problem.q, torch.nan)
@@ -58,6 +72,7 @@ def _attend(problem: Attention) -> Call:
                 entry_offsets=offsets,
                 reach=reach,
                 out=out,
+                workspace=workspace,
             )[0]
 
         return decode
@@ -75,6 +90,7 @@ def _attend(problem: Attention) -> Call:
             rope=rope,
             row_offsets=rows,
             entry_offsets=offsets,
+            reach=reach,
             out=out,
         )[0]
 

@@ -26,7 +26,7 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     if isinstance(problem.work, Decode):
         yield Contender(name, lambda: _decode(problem))
         yield Contender(f"{name}, heads as rows", lambda: _heads_as_rows(problem))
-    else:
+    elif not problem.work.local:
         yield Contender(name, lambda: _prefill(problem))
 
 
