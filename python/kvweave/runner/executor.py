@@ -33,11 +33,13 @@ class Trace:
     """What the executor did.
 
     Rows computed per layer [L] and the most at once, when probes began and choices ended, FLOPs
-    by part, the (layer, KV head) pairs restored and those that could not be.
+    by part, the (layer, KV head) pairs restored and those that could not be. `exact`: tokens
+    before the first whose KV is not that of a full prefill, where what was reused is.
     """
 
     rows_per_layer: list[int]
     flops: FlopCount
+    exact: int
     most_rows: int = 0
     selections: list[tuple[Mark, Mark]] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
@@ -75,11 +77,12 @@ class Executor:
         policy: Policy,
         logits_from: int,
         spans: list[tuple[int, int]],
-        computed: Callable[[int], None],
+        computed: Callable[[int, int], None],
     ) -> tuple[torch.Tensor, Trace]:
         """The same for a policy that measures nothing, one span of positions after the other.
 
-        Between two of them `computed` hears how many tokens are done, and windows move on.
+        Between two of them `computed` hears how many tokens are done and how many of these are
+        exact, and windows move on.
 
         # Errors
         As for `prefill`; `InvalidArgument` for a plan with a probe.
@@ -88,7 +91,7 @@ class Executor:
         plans = chunks.collected(policy)
         for index, (start, end) in enumerate(spans):
             if index:
-                computed(start)
+                computed(start, min(start, run.trace.exact))
                 kv.advance(start, end)
             run.carry_out(chunks.cut(plans, start, end), end)
         return run.logits(), run.trace
@@ -105,7 +108,8 @@ class _Run:
         self.kv = kv
         self.tokens = tokens
         self.logits_from = logits_from
-        self.trace = Trace([0] * len(executor.spec.layers), FlopCount(executor.spec))
+        layers, flops = len(executor.spec.layers), FlopCount(executor.spec)
+        self.trace = Trace([0] * layers, flops, len(tokens))
         self.clock = Clock(executor.spec.device)
         self.probed = self.clock.mark()
         self.end = len(tokens)
@@ -246,6 +250,8 @@ class _Run:
             hidden = hidden.narrow(plan.rows, kept)
             kv.own(plan.rows, plan.local_rows)
             table = kv.rows(plan.rows, plan.local_rows)
+        if plan.local_rows is not None and kv.window_heads(plan.layer):
+            self.leave_out(plan.rows, plan.local_rows)
         kv.write(plan.layer, k, v, table)
         if plan.probe is Probe.SALIENCE:
             plan = self.salient(hidden, plan, policy, q)
@@ -285,6 +291,8 @@ class _Run:
             self.trace.flops.feed_forward(layer, len(hidden.rows))
             add_feed_forward(layer, hidden.grid, hidden.states)
             return
+        if plan.layer + 1 < len(self.spec.layers):
+            self.leave_out(plan.rows, rows)
         # The last layer has left out those before the wanted ones.
         rows = rows[np.searchsorted(rows, hidden.rows[0]) :]
         if not len(rows):
@@ -294,6 +302,12 @@ class _Run:
         some = states.index_select(0, index)
         add_feed_forward(layer, RowGrid.packed(len(rows)), some)
         states.index_copy_(0, index.long(), some)
+
+    def leave_out(self, rows: Rows, kept: Rows) -> None:
+        """Takes note of rows whose KV, here or in later layers, is not that of a full prefill."""
+        left = np.setdiff1d(rows, kept, assume_unique=True)
+        if len(left):
+            self.trace.exact = min(self.trace.exact, int(left[0]))
 
     def narrowed(self, plan: LayerPlan, policy: Policy, moved: torch.Tensor) -> LayerPlan:
         """The same layer with the rows that the policy keeps once it knows how far KV moved."""
@@ -326,6 +340,8 @@ class _Run:
         done = [head for head in plan.restore if self.kv.promote(plan.layer, head)]
         self.trace.restored += [(plan.layer, head) for head in done]
         self.trace.refused += [(plan.layer, head) for head in plan.restore if head not in done]
+        if done:
+            self.trace.exact = min(self.trace.exact, int(plan.rows[0]))
         return done
 
     def attend_pages(self, plan: LayerPlan, table: RowTable, q: torch.Tensor) -> torch.Tensor:

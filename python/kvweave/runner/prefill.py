@@ -161,6 +161,7 @@ class Prefiller:
             exact = view.segments[0][0] if view.segments else length
             remembered = exact if lookup.remember else None
             logits, trace = self._run(kv, prompt, policy.plan(view), first, chunk, remembered)
+            exact = min(exact, trace.exact)
             self.clock.wait()
             timings.copy_s = Clock.seconds(copying, copied)
             timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
@@ -217,9 +218,9 @@ class Prefiller:
         if not 0 < chunk < length - request.plan.reused_prefix:
             return self.executor.prefill(kv, tokens, policy, logits_from)
 
-        def computed(count: int) -> None:
+        def computed(count: int, exact: int) -> None:
             if remembered is not None:
-                request.commit(count, min(count, remembered))
+                request.commit(count, min(exact, remembered))
 
         parts = spans(request.plan.reused_prefix, length, chunk)
         return self.executor.prefill_in_chunks(kv, tokens, policy, logits_from, parts, computed)
