@@ -43,6 +43,9 @@ class FlopCount:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.parts = dict.fromkeys(PARTS, 0)
+        # Layers mostly plan the very same rows.
+        self._rows: Rows | None = None
+        self._seen: dict[tuple[int, int], int] = {}
 
     def project(self, layer: LayerSpec, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
         """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
@@ -76,6 +79,9 @@ class FlopCount:
 
     def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
         """Pairs of a row and a key over all query heads."""
+        if rows is not self._rows:
+            self._rows, self._seen = rows, {}
+        for reach in set(reaches) - self._seen.keys():
+            self._seen[reach] = visible_pairs(rows, *reach)
         group = self.spec.query_heads // self.spec.kv_heads
-        kinds = {reach: reaches.count(reach) for reach in reaches}
-        return group * sum(visible_pairs(rows, *kind) * n for kind, n in kinds.items())
+        return group * sum(self._seen[reach] for reach in reaches)
