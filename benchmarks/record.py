@@ -1,7 +1,8 @@
 """Keeps measurements in the tree: `records/<machine>/<date>-<case>.json`, one list a file.
 
 What another machine measured (`kvweave bench ops --json FILE`) is kept by
-`python -m benchmarks.record FILE [--commit COMMIT]`, COMMIT being what was built there.
+`python -m benchmarks.record FILE... [--commit COMMIT]`, COMMIT being what was built there. Several
+files are one run in parts, as where a machine is lent for minutes: their rows are put together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -68,6 +70,21 @@ def keep(run: dict[str, Any], folder: Path = RECORDS) -> Path:
     return path
 
 
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The parts of one run as a whole: what they say of it is the first's, its time the last's."""
+    first, rows = parts[0], []
+    for part in parts:
+        for key in ("case", "machine"):
+            if part[key] != first[key]:
+                raise ValueError(f"{key}: expected {first[key]}, got {part[key]}")
+        rows += part["rows"]
+    names = [row["name"] for row in rows]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"rows: expected each once, got {', '.join(twice)} again")
+    return {**first, "time": max(part["time"] for part in parts), "rows": rows}
+
+
 def _slug(machine: dict[str, Any]) -> str:
     """A folder's name: the processor and its cores, or the GPU alone where that was measured."""
     cores = "" if "cuda" in machine["packages"] else f" {machine['cores']} cores"
@@ -101,14 +118,14 @@ def _commit() -> str:
 def main(words: list[str] | None = None) -> int:
     """Keeps a run that another machine wrote; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.record", description=__doc__)
-    parser.add_argument("file", type=Path, help="what `kvweave bench ops --json` wrote")
+    parser.add_argument("files", type=Path, nargs="+", help="what `kvweave bench ops --json` wrote")
     parser.add_argument("--commit", default=_commit(), help="what was measured; default: this tree")
     chosen = parser.parse_args(words)
     try:
-        run = json.loads(chosen.file.read_text())
+        run = joined([json.loads(file.read_text()) for file in chosen.files])
         path = keep({**run, "commit": chosen.commit})
-    except (OSError, ValueError, TypeError) as error:
-        parser.error(f"{chosen.file}: {error}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"{', '.join(map(str, chosen.files))}: {type(error).__name__}: {error}")
     print(f"recorded in {path.relative_to(ROOT)}")
     return 0
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -367,7 +368,7 @@ def test_what_a_paper_says_is_shown_and_never_a_figure(measured: list[Result]) -
 
 
 @pytest.fixture
-def document(measured: list[Result], monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def document(measured: list[Result], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a GPU machine would write."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     properties = SimpleNamespace(total_memory=140 << 30)
@@ -404,6 +405,23 @@ def test_a_gpus_record_reaches_the_results(document: dict[str, object], tmp_path
     assert "read 4.36 TB/s" in shown
     assert "| decode, B=16, 8K | 130 µs | 143 | 4.13 TB/s | 0.948 | FA3 1.10 |" in shown
     assert "bad" not in shown
+
+
+def test_parts_of_a_run_are_kept_as_one(document: dict[str, Any]) -> None:
+    good, replay, bad = document["rows"]
+    parts = [
+        {**document, "rows": [good]},
+        {**document, "rows": [bad, replay], "time": "2999-01-01"},
+    ]
+    whole = record.joined(parts)
+    assert [row["name"] for row in whole["rows"]] == [row["name"] for row in (good, bad, replay)]
+    assert whole["time"] == "2999-01-01"
+    assert whole["ceilings"] == document["ceilings"]
+    with pytest.raises(ValueError, match="rows: expected each once, got decode, B=16, 8K again"):
+        record.joined([parts[0], parts[0]])
+    for other in ({"case": "ttft"}, {"machine": {**document["machine"], "cores": 0}}):
+        with pytest.raises(ValueError, match=f"{next(iter(other))}: expected"):
+            record.joined([document, {**parts[1], **other}])
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path, capsys) -> None:
