@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from kvweave import demo
 from kvweave.cli import app
-from kvweave.policies import POLICIES
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
 def test_every_policy_has_a_row_and_an_answer(shared: tuple[str, dict]) -> None:
     text, document = shared
     rows = {row["policy"]: row for row in document["rows"]}
-    assert list(rows) == list(POLICIES)
+    assert list(rows) == list(demo.POLICIES)
     for name, row in rows.items():
         assert row["answer"]
         assert f"\n{name} " in text.replace("\n ", "\n")

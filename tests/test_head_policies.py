@@ -121,7 +121,7 @@ def test_the_feed_forward_goes_where_the_mass_is():
     mass[[0, 50, 60, 70]] = torch.tensor([1000.0, 6.0, 3.0, 1.0])
 
     def measured(share, most=1.0):
-        policy = RedKnot(mass_thresh=share, recent_n=4, ffn_share=most)
+        policy = RedKnot(dense_until=0.25, mass_thresh=share, recent_n=4, ffn_share=most)
         plans = drive(policy, view, measure=lambda *_: Salience(mass, torch.zeros(2)))
         assert [p.layer for p in plans] == [0, 1, 1, 2, 2, 3, 3]
         return plans[-1].ffn_rows.tolist()
@@ -145,7 +145,7 @@ def test_heads_with_attention_outside_their_window_are_restored():
     never = drive(RedKnot(restore_edge=1.0), view)
     assert {p.restore for p in never} == {()}
     nothing = Salience(torch.full((401,), torch.nan), torch.full((2,), torch.nan))
-    unknown = drive(RedKnot(recent_n=4), view, measure=lambda *_: nothing)
+    unknown = drive(RedKnot(dense_until=0.25, recent_n=4), view, measure=lambda *_: nothing)
     assert {p.restore for p in unknown} == {()}
     # No mass to go by: as many rows as there is room for.
     assert [len(p.ffn_rows) for p in unknown if p.ffn_rows is not None] == [100] * 3
@@ -171,7 +171,7 @@ def test_heaviest_is_the_smallest_set(mass, share, most):
     taken, carried = heaviest(torch.tensor(mass), rows, share, most, beside)
     assert carried.tolist() == [0.25, -1.0]
     assert len(taken) <= min(most, len(rows))
-    known = np.nan_to_num(np.asarray(mass, np.float64), nan=0.0, posinf=3.4e38, neginf=0.0)
+    known = np.nan_to_num(np.asarray(mass, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     weight = np.maximum(known, 0.0)
     order = np.argsort(-weight, kind="stable")[: len(taken)]
     assert taken.tolist() == sorted(rows[order].tolist())

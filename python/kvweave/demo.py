@@ -12,10 +12,11 @@ from typing import Any
 
 from kvweave.eval import Measurement, Sample, SampleMeasurer, task_encoder
 from kvweave.eval.text import passage
-from kvweave.policies import POLICIES
 from kvweave.runner import Part, Runner, Segment, chat_parts
 
 NAMESPACE = "demo"
+POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")
+"""Those that need no head map."""
 MAX_NEW_TOKENS = 24
 
 

@@ -37,8 +37,7 @@ def demo(
     start = time.perf_counter()
     with err().status(f"loading {model}"):
         from kvweave import models
-        from kvweave.demo import PASSAGES, QUESTIONS, means, run
-        from kvweave.policies import POLICIES
+        from kvweave.demo import PASSAGES, POLICIES, QUESTIONS, means, run
         from kvweave.runner import Runner
 
         loaded, tokenizer = models.load(model, device=device)

@@ -22,6 +22,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "epic": Epic,
     "cacheblend": CacheBlend,
     "sparsex": SparseX,
+    "redknot": RedKnot,
+    "weave": Weave,
 }
 """Policies by name, in the order that tables show them."""
 

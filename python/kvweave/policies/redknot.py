@@ -40,17 +40,17 @@ TAIL = 64
 class RedKnot:
     """Head-aware recovery with a sparse feed-forward.
 
-    `dense_until`: share of the layers whose feed-forward is dense (the paper's 20 of the 80 of
-    Llama-3.3-70B). `mass_thresh`: share of the mass on reused rows that the rows chosen for the
-    feed-forward hold together, at least. `recent_n`: the last rows always run it, and the last
-    fresh rows ask. `ffn_share`: share of the rows that run it, at most; fresh and recent rows
-    always do. `repair`: rows at a segment's start and at the prompt's end whose local K, V are
-    computed again; None: as many as the layer's widest window, 0: fresh rows alone.
-    `restore_edge`: mean share of a local head's attention outside sink and window above which it
-    is restored; 1 never is.
+    `dense_until`: share of the layers whose feed-forward is dense. The paper has 20 layers for all
+    its models: 20 of 32 for Mistral-7B, the smallest, 20 of 80 for Llama-3.3-70B. `mass_thresh`:
+    share of the mass on reused rows that the rows chosen for the feed-forward hold together, at
+    least. `recent_n`: the last rows always run it, and the last fresh rows ask. `ffn_share`: share
+    of the rows that run it, at most; fresh and recent rows always do. `repair`: rows at a segment's
+    start and at the prompt's end whose local K, V are computed again; None: as many as the layer's
+    widest window, 0: fresh rows alone. `restore_edge`: mean share of a local head's attention
+    outside sink and window above which it is restored; 1 never is.
     """
 
-    dense_until: float = 0.25
+    dense_until: float = 0.625
     mass_thresh: float = 0.5
     recent_n: int = 128
     ffn_share: float = 0.25
@@ -81,41 +81,45 @@ class RedKnot:
         """Global heads of every token are written, local heads' are not: blocks are per group."""
         return False
 
+    def dense_layers(self, layers: int) -> int:
+        """How many of a model's layers have a dense feed-forward."""
+        return round(self.dense_until * layers)
+
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """All rows in all layers."""
-        rows = prompt.after_prefix
+        rows, dense = prompt.after_prefix, self.dense_layers(prompt.layers)
         for layer in range(prompt.layers):
-            yield from self.recover(prompt, LayerPlan(layer, rows))
+            yield from self.recover(prompt, LayerPlan(layer, rows), layer >= dense)
 
     def recover(
-        self, prompt: PromptView, plan: LayerPlan
-    ) -> Generator[LayerPlan, ProbeResult, ProbeResult]:
-        """A layer's rows, by whomever chosen, with what heads and feed-forward are spared.
+        self, prompt: PromptView, plan: LayerPlan, sparse: bool
+    ) -> Generator[LayerPlan, ProbeResult, LayerPlan]:
+        """A layer's rows, by whomever chosen, with the heads that are spared.
 
-        Yields one plan, or two with a measurement between them; returns the answer to the last.
+        `sparse`: only rows that matter run the feed-forward. Yields one plan, or two with a
+        measurement between them; returns the last.
         """
         plan = replace(plan, local_rows=self.repaired(prompt, plan))
         always = union(prompt.fresh, plan.rows[-self.recent_n :])
         others = np.setdiff1d(plan.rows, always, assume_unique=True)
-        sparse = plan.layer >= round(self.dense_until * prompt.layers) and len(others) > 0
         local = prompt.heads[plan.layer, :, 0] > 0
-        if plan.probe is not None or not (sparse or (self.restore_edge < 1.0 and local.any())):
-            return (yield plan)
-        asked = union(prompt.fresh[-self.recent_n :], tail(prompt, TAIL))
-        asked = np.intersect1d(asked, plan.rows, assume_unique=True)
-        found = yield replace(plan, probe=Probe.SALIENCE, score_rows=asked)
-        assert isinstance(found, Salience)
-        room = max(0, round(self.ffn_share * len(plan.rows)) - len(always)) if sparse else 0
-        mass = scores_of(found.mass, others)
-        chosen, edge = heaviest(mass, others, self.mass_thresh, room, found.edge)
-        restore = np.flatnonzero(local & (edge > self.restore_edge))
-        return (
-            yield replace(
+        sparse = sparse and len(others) > 0
+        if sparse or (self.restore_edge < 1.0 and local.any()):
+            asked = union(prompt.fresh[-self.recent_n :], tail(prompt, TAIL))
+            asked = np.intersect1d(asked, plan.rows, assume_unique=True)
+            found = yield replace(plan, probe=Probe.SALIENCE, score_rows=asked)
+            assert isinstance(found, Salience)
+            room = max(0, round(self.ffn_share * len(plan.rows)) - len(always)) if sparse else 0
+            mass = scores_of(found.mass, others)
+            chosen, edge = heaviest(mass, others, self.mass_thresh, room, found.edge)
+            restore = np.flatnonzero(local & (edge > self.restore_edge))
+            plan = replace(
                 plan,
                 ffn_rows=union(always, chosen) if sparse else None,
                 restore=tuple(int(head) for head in restore),
             )
-        )
+        yield plan
+        return plan
 
     def repaired(self, prompt: PromptView, plan: LayerPlan) -> Rows | None:
         """Rows of a layer whose local K, V are computed again; None: it has no local heads."""

@@ -94,21 +94,22 @@ def heaviest(
     """The fewest rows that hold a share of the rows' mass, sorted, and `beside` on the host.
 
     mass f32 [len(rows)], beside f32 of any length. Never more than `at_most` rows; these are all
-    taken when the share is 1, or when there is no mass to go by. What is not a number weighs
-    nothing, and equal masses go to the earlier row. Rows are ranked where the masses are; the
-    candidates come to the host in one transfer, and are summed there in order: on a GPU
-    cumulative sums may differ from run to run.
+    taken when the share is 1, or when there is no mass to go by. What is not finite weighs nothing,
+    and equal masses go to the earlier row. Rows are ranked where the masses are; the candidates
+    come to the host in one transfer, and are summed there in order: on a GPU cumulative sums may
+    differ from run to run.
     """
     count = min(at_most, len(rows))
-    values = torch.nan_to_num(mass, nan=0.0, neginf=0.0).clamp_min(0.0).float()
-    total = values.sum(dtype=torch.float64).float().reshape(1)
+    values = torch.nan_to_num(mass.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_min(0.0)
+    total = values.sum(dtype=torch.float64).reshape(1)
     ranked = torch.sort(values, descending=True, stable=True)
-    parts = (ranked.values[:count], total, beside.float().to(values.device))
+    parts = (total, ranked.values[:count], beside.float().to(values.device))
     order = ranked.indices[:count].to(torch.int32)
-    host = torch.cat([order, *(part.view(torch.int32) for part in parts)]).cpu().numpy()
-    first, floats = host[:count], host[count:].view(np.float32)
-    weight = float(floats[count])
+    host = torch.cat([*(part.view(torch.int32) for part in parts), order]).cpu().numpy()
+    weight = float(host[:2].view(np.float64)[0])
+    floats, first = host[2 : len(host) - count].view(np.float32), host[len(host) - count :]
+    taken = count
     if share < 1.0 and weight > 0.0:
         held = np.cumsum(floats[:count], dtype=np.float64)
-        count = min(count, int(np.searchsorted(held, share * weight)) + 1)
-    return rows[np.sort(first[:count])].astype(np.int32, copy=False), floats[len(first) + 1 :]
+        taken = min(count, int(np.searchsorted(held, share * weight)) + 1)
+    return rows[np.sort(first[:taken])].astype(np.int32, copy=False), floats[count:]

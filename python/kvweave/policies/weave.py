@@ -1,10 +1,10 @@
 """`weave`: SparseX's rows × RedKnot's heads × RedKnot's feed-forward, in one plan.
 
 `sparsex` chooses the rows: fresh, top-k by Sparse-Q, overflow, tail. Its layers before ℓ* are the
-budget for a refresh of the whole chunk, whose hidden states are then known for every token:
-there global heads are written for all of it, and local heads keep what they hold but for the
-seams. Later layers compute the chosen rows alone, and of these only rows that matter in the layer
-run the feed-forward. Every axis is exactly what its paper says, so each can be switched off:
+budget for a refresh of the whole chunk, whose hidden states are then known for every token: there
+global heads are written for all of it, and local heads keep what they hold but for the seams.
+Later layers compute the chosen rows alone, and in the last ones only those of them that matter in
+the layer run the feed-forward. Each axis is what its paper says and can be switched off:
 `RedKnot(dense_until=1, restore_edge=1)` leaves SparseX's rows under a head map.
 """
 
@@ -23,10 +23,13 @@ from kvweave.policies.sparsex import SparseX
 
 @dataclass(frozen=True)
 class Weave:
-    """Rows by `sparsex`, heads and feed-forward by `redknot`."""
+    """Rows by `sparsex`, heads and feed-forward by `redknot`.
+
+    The rows are the important ones already, so by default half of them run every feed-forward.
+    """
 
     sparsex: SparseX = field(default_factory=SparseX)
-    redknot: RedKnot = field(default_factory=RedKnot)
+    redknot: RedKnot = field(default_factory=lambda: RedKnot(dense_until=0.75, ffn_share=0.5))
     name: ClassVar[str] = "weave"
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
@@ -45,15 +48,16 @@ class Weave:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """SparseX's plans, each with RedKnot's spared heads and rows."""
-        rows = self.sparsex.plan(prompt)
-        plan = next(rows)
+        dense = self.redknot.dense_layers(prompt.layers)
+        steps = self.sparsex.plan(prompt)
+        plan = next(steps)
         while True:
-            if plan.layer == 0:
-                # It may be planned twice already, so nothing is measured for a third.
+            if plan.layer == 0 or plan.probe is not None:
                 answer = yield replace(plan, local_rows=self.redknot.repaired(prompt, plan))
             else:
-                answer = yield from self.redknot.recover(prompt, plan)
+                yield from self.redknot.recover(prompt, plan, plan.layer >= dense)
+                answer = None
             try:
-                plan = rows.send(answer)
+                plan = steps.send(answer)
             except StopIteration:
                 return
