@@ -44,7 +44,7 @@ struct Shared {
   alignas(1024) unsigned char stages[kStages][kTileBytes];
   KeyTile<kKeys> tiles[kTiles];
   float cosines[kGroups][D / 2], sines[kGroups][D / 2];
-  uint64_t full[kStages];   // copied
+  uint64_t full[kStages];   // described by all lanes that fetch, and copied
   uint64_t empty[kStages];  // read by all warps
   int lowest, highest;
 };
@@ -78,7 +78,12 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
   const auto copy_tile = [&](const Turn& turn, int count, int page) {
     constexpr int kBytes = kChunk * D * 2;
     barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
-    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * kBytes);
+    // Every lane, since each wrote a part of the tile's description.
+    if (lane == 0) {
+      barrier_arrive_expecting(sh.full[turn.stage], count * kBytes);
+    } else {
+      barrier_arrive(sh.full[turn.stage]);
+    }
     __syncwarp();
     if (lane < count) {
       copy_box(shared_address(sh.stages[turn.stage]) + lane * kBytes, &params.pages, group, page,
@@ -413,7 +418,7 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
     sh.lowest = __reduce_min_sync(~0u, lowest);
     sh.highest = __reduce_max_sync(~0u, highest);
     if (lane == 0) {
-      for (uint64_t& full : sh.full) barrier_init(full, 1);
+      for (uint64_t& full : sh.full) barrier_init(full, 32);
       for (uint64_t& empty : sh.empty) barrier_init(empty, 4 * kGroups);
       barrier_init_done();
     }
