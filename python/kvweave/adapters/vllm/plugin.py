@@ -1,0 +1,27 @@
+"""What vLLM calls in each of its processes: names are registered, nothing is imported or changed.
+
+An unknown vLLM is refused when the backend is asked for, not here: whoever has kvweave installed
+beside a newer vLLM and does not use it must not notice.
+"""
+
+from __future__ import annotations
+
+from kvweave.adapters.vllm import chosen, versions
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`; may be called any number of times."""
+    from vllm import ModelRegistry, __version__
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, f"{chosen.__name__}.PagedBackend")
+    if current_platform.is_cpu():
+        # vLLM's CPU platform takes the class of CPU_ATTN whatever backend was asked for.
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{chosen.__name__}.CpuBackend")
+    for name in chosen.MODELS:
+        ModelRegistry.register_model(name, f"{chosen.__name__}:{name}")
+    if versions.is_known(__version__):
+        from kvweave.adapters.vllm import sink_manager
+
+        sink_manager.register()
