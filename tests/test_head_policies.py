@@ -1,4 +1,4 @@
-"""`redknot` and `weave`: their plans as data."""
+"""`redknot` and `weave`: their plans as data, and carried out on a tiny model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvweave
+from families import random_tokens, tiny
+from head_maps import CLASSES, classes_of, near, runner_of
 from kvweave.plan import Probe, Salience
 from kvweave.policies import RedKnot, SparseX, Weave
 from kvweave.policies.row_sets import heaviest
+from kvweave.runner import Segment
+from plan_emulator import Emulator
 from prompt_views import drive, view_of, views
 
 EAGER = RedKnot(dense_until=0.0, recent_n=4, restore_edge=0.0)
@@ -196,3 +200,43 @@ def test_heaviest_is_the_smallest_set(mass, share, most):
 def test_bad_settings(make):
     with pytest.raises(kvweave.InvalidArgument, match=r"expected .* got"):
         make()
+
+
+# ---- carried out --------------------------------------------------------------------------
+
+HASTY = RedKnot(dense_until=0.25, mass_thresh=0.8, recent_n=5, restore_edge=0.3)
+RUN = [
+    SparseX(),
+    HASTY,
+    RedKnot(dense_until=1.0, restore_edge=1.0, repair=0),
+    RedKnot(dense_until=0.5, recent_n=5, restore_edge=1.0, repair=3),
+    Weave(redknot=HASTY),
+    Weave(SparseX(boundary=0), HASTY),
+]
+
+
+@pytest.mark.parametrize("mode", ["materialise", "share"])
+@pytest.mark.parametrize("classes", [None, CLASSES], ids=["no-map", "map"])
+@pytest.mark.parametrize("policy", RUN, ids=repr)
+def test_the_executor_does_what_plans_say(policy, classes, mode):
+    model, tokens = tiny("llama"), random_tokens(200, 3)
+    spans = ((10, 70), (70, 131), (150, 199))
+    heads = classes_of(model, (None,) if classes is None else classes)
+    runner = runner_of(model, None if classes is None else heads, mode=mode)
+    parts, end = [], 0
+    for start, stop in spans:
+        runner.insert(tokens[start:stop].tolist(), f"at {start}", "kb")
+        parts += [Segment(tokens=tokens[end:start].tolist())] * (start > end)
+        parts.append(Segment(tokens=tokens[start:stop].tolist(), namespace="kb"))
+        end = stop
+    parts.append(Segment(tokens=tokens[end:].tolist()))
+    emulator = Emulator(runner.spec, heads)
+    wanted, rows = emulator.prefill(tokens, spans, policy)
+    with runner.prefill(parts, policy, logits_from=199, remember=False) as done:
+        assert done.report.reused_segment == 60 + 61 + 49
+        assert rows[-1] == 199
+        near(done.logits, wanted[-1:])
+        restored = {(p.layer, head) for p in emulator.plans for head in p.restore}
+        assert set(done.report.restored) == restored
+        if classes is not None and policy is HASTY:
+            assert restored

@@ -28,8 +28,9 @@ class Measurement:
     `kl`: nats to full at each scored token, full's own greedy answer (or the real text) being
     forced. `top1`: the share of these where the most likely token is full's. `first_token`: the
     same for the first token to be generated, and `top10` the share of full's ten most likely that
-    are among the policy's ten there. `score`: see the task's `score_name`. `kv_bytes`,
-    `shared_kv_bytes`, `mode` and `mode_reason`: as in the runner's report.
+    are among the policy's ten there. `score`: see the task's `score_name`. `flops`: of the whole
+    prefill. `restored`: local heads made full. `kv_bytes`, `shared_kv_bytes`, `mode` and
+    `mode_reason`: as in the runner's report.
     """
 
     sample: int
@@ -41,6 +42,8 @@ class Measurement:
     recomputed: int
     row_share: float
     ttft_s: float
+    flops: int
+    restored: int
     kv_bytes: int
     shared_kv_bytes: int
     score: float
@@ -194,6 +197,8 @@ class SampleMeasurer:
             recomputed=report.recomputed,
             row_share=report.row_share,
             ttft_s=report.ttft_s,
+            flops=sum(report.flops.values()),
+            restored=len(report.restored),
             kv_bytes=report.kv_bytes,
             shared_kv_bytes=report.shared_kv_bytes,
             score=self._score(outcome),
