@@ -154,7 +154,7 @@ class StepGraphs:
 
     def _described(self, batch: Sequence[Decoding]) -> _Size:
         """Tables large enough for the batch, with its entries in them."""
-        promoted = tuple(getattr(batch[0].request, "promoted", ()))
+        promoted = tuple(batch[0].request.promoted)
         windows = [*self.heads.windows, *(None for _ in promoted)]
         tails = EntryTails(batch, self.pages.shape[2], windows)
         self.forget()

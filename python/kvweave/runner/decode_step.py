@@ -38,9 +38,9 @@ class StepTables:
     @staticmethod
     def of(heads: HeadReads, rotary: Rotary, batch: Sequence[Decoding]) -> StepTables:
         """The tables of one step, made anew."""
-        places, tables = newest(batch), range(getattr(batch[0].request, "tables", 1))
+        places, tables = newest(batch), range(batch[0].request.tables)
         slots = slots_of(heads, batch)
-        entries = [s.request.entries() for s in batch for table in tables]
+        entries = [s.request.entries(table) for s in batch for table in tables]
         offsets = np.cumsum([0, *(len(e) for e in entries)], dtype=np.int32)
         device = heads.spec.device
         positions, slot_table, entry_table, splits = send(
@@ -60,8 +60,8 @@ def slots_of(heads: HeadReads, batch: Sequence[Decoding]) -> Int32:
     """Where the newest tokens' K, V go: i32 [B, 2], or [tables, B, 2] if a request has several."""
     rows = [np.asarray([s.request.length - 1], np.int32) for s in batch]
     slots = [
-        np.concatenate([s.request.slots(row) for s, row in zip(batch, rows, strict=True)])
-        for table in range(getattr(batch[0].request, "tables", 1))
+        np.concatenate([s.request.slots(row, table) for s, row in zip(batch, rows, strict=True)])
+        for table in range(batch[0].request.tables)
     ]
     return slots[0] if heads.uniform else np.stack(slots)
 

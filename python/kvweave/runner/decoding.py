@@ -73,6 +73,6 @@ def by_regime(batch: Sequence[Decoding]) -> list[list[Decoding]]:
     """
     groups: dict[Any, list[Decoding]] = {}
     for sequence in batch:
-        kind = (sequence.positions.regime, tuple(getattr(sequence.request, "promoted", ())))
+        kind = (sequence.positions.regime, tuple(sequence.request.promoted))
         groups.setdefault(kind, []).append(sequence)
     return list(groups.values())

@@ -80,7 +80,7 @@ class EntryTails:
         self.batch = list(batch)
         self.tables = len(windows)
         self.tails = [
-            _Tail(s.request.entries(*((table,) if table else ())), s.request.length - 1, window)
+            _Tail(s.request.entries(table), s.request.length - 1, window)
             for s in batch
             for table, window in enumerate(windows)
         ]

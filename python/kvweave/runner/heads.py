@@ -32,14 +32,13 @@ class HeadReads:
     def __init__(self, spec: ModelSpec, cache: KvCache) -> None:
         self.spec = spec
         self.cache = cache
-        groups = getattr(cache, "groups", [])  # BRIDGE
+        groups = cache.groups
         for group in groups:
             if group.kind not in ("full", "window"):
                 raise Unsupported(
                     f"head map: expected full and window heads, got {group.kind} heads"
                 )
         self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in groups]
-        self.windows = self.windows or [None]  # BRIDGE
         self.uniform = self.windows == [None]
         self._page_layers: list[Table] = []
         self._made: dict[Promoted, list[Reach]] = {}
@@ -49,8 +48,6 @@ class HeadReads:
     def classes(self) -> Int32:
         """Window (0: full) and sink of every (layer, KV head) as the map has them: [L, G, 2]."""
         layers = range(len(self.spec.layers))
-        if not hasattr(self.cache, "head_rows"):  # BRIDGE
-            return np.zeros((len(layers), self.spec.kv_heads, 2), np.int32)
         classes: Int32 = np.stack([self.cache.head_rows(layer)[:, 2:] for layer in layers])
         classes.setflags(write=False)
         return classes

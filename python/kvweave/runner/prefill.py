@@ -149,7 +149,7 @@ class Prefiller:
             mode=mode,
             reserve_tokens=reserve_tokens,
             regime=positions.regime,
-            **({"chunk_tokens": chunk} if chunk else {}),  # BRIDGE
+            chunk_tokens=chunk,
         )
         timings = Timings(lookup_s=time.perf_counter() - start)
         try:
@@ -233,10 +233,7 @@ class Prefiller:
 
     def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
         plan = request.plan
-        if hasattr(request, "kv_bytes"):  # BRIDGE
-            own, shared = request.kv_bytes()
-        else:
-            own, shared = (n * self.cache.block_bytes for n in request.block_counts())
+        own, shared = request.kv_bytes()
         return Report(
             policy=policy.name,
             plan=plan,

@@ -49,15 +49,6 @@ class RequestKv:
 
     def copy(self) -> None:
         """Carries out the copies that the cache asks for, turning keys on the way."""
-        if not hasattr(self.request, "tables"):  # BRIDGE
-            copies = self.request.take_copies()
-            if not self.rotates:
-                copies[:, 5] = 0
-            self._copy(copies, None)
-            self.request.finish_copies()
-            if len(copies):
-                self._table = None
-            return
         copied = 0
         for group in range(len(self.heads.windows)):
             copies = self.request.take_copies(group)
@@ -113,13 +104,7 @@ class RequestKv:
         if self._rows is not None and self._rows.same(rows, local_rows):
             return
         if local_rows is None or self.heads.uniform:
-            copies = self.request.make_writable(rows)
-            if copies is not None:  # BRIDGE
-                self._copy(copies, None)
-                if len(copies):
-                    self.request.finish_copies()
-                    self._table = None
-                return
+            self.request.make_writable(rows)
         else:
             if not np.isin(local_rows, rows).all():
                 raise InvalidArgument("local_rows: expected some of the plan's rows, got others")

@@ -56,10 +56,7 @@ class KvTable:
     @staticmethod
     def of(request: KvRequest, device: torch.device) -> KvTable:
         """The request's tables as they are now."""
-        if not hasattr(request, "tables"):  # BRIDGE
-            parts = [request.entries()]
-        else:
-            parts = [request.entries(table) for table in range(request.tables)]
+        parts = [request.entries(table) for table in range(request.tables)]
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
         return KvTable(entries, offsets, *send(device, entries, offsets))
