@@ -10,12 +10,23 @@
 Blocks are named by the arena page of their first page (i32); block 0 is the null block. The page
 of (block, layer, head) is `block + layer · G + head`. `cache.arena` is all pages as one tensor
 [pages, 2, P, D]: `torch.from_dlpack(cache.arena)` shares its memory.
+
+With a head class map that has several classes there is a table for each head group, in the order
+of `cache.groups`, and the page of a head is `block + rank`: see `cache.head_rows(layer)`. A window
+group keeps its sink and the latest tokens: with `admit(..., chunk_tokens=n)` it never has room for
+more than these and n rows, and `advance(start, end)` moves it on.
+
+    request = cache.admit(tokens, chunk_tokens=2048)
+    request.advance(2048, 4096)     # rows before 2048 are done, [2048, 4096) come next
+    request.entries(table=1)        # blocks that the group keeps
+    request.promote(layer, head)    # full for this request from now on, in a table of its own
 """
 
 from kvweave._native import (
     Arena,
     FrozenSegment,
     HeadClassMap,
+    HeadGroup,
     KvCache,
     KvRequest,
     KvShape,
@@ -29,6 +40,7 @@ __all__ = [
     "Arena",
     "FrozenSegment",
     "HeadClassMap",
+    "HeadGroup",
     "KvCache",
     "KvRequest",
     "KvShape",

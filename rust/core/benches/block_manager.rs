@@ -42,7 +42,7 @@ fn allocate_and_free(c: &mut Criterion) {
     for blocks in [1, 16, 256, 4096] {
         group.throughput(Throughput::Elements(blocks as u64));
         group.bench_function(BenchmarkId::from_parameter(blocks), |b| {
-            b.iter(|| drop(black_box(WritableBlocks::allocate(&store, blocks).unwrap())));
+            b.iter(|| drop(black_box(WritableBlocks::allocate(&store, &[blocks]).unwrap())));
         });
     }
     group.finish();

@@ -20,7 +20,7 @@ pub use cache::{
     Request, Reuse,
 };
 pub use error::{Error, ErrorKind};
-pub use heads::{HeadClass, HeadClassMap, HeadGroups};
+pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow};
 pub use ids::{BlockId, GroupId};
 pub use plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
 pub use segment::{FrozenSegment, HashKind, MissReason};

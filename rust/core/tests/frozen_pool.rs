@@ -188,7 +188,7 @@ fn requests_refuse_what_they_cannot_do() {
     assert_eq!(request.freeze("x", 0..4).unwrap_err().kind(), ErrorKind::OutOfRange);
     request.commit(10, 10).unwrap();
     assert_eq!(request.slots(&[3]).unwrap_err().kind(), ErrorKind::NotWritable);
-    assert_eq!(request.make_writable(&[3]).unwrap_err().kind(), ErrorKind::NotWritable);
+    assert_eq!(request.make_writable(&[3], None).unwrap_err().kind(), ErrorKind::NotWritable);
     let mut longer = text(100, 9);
     longer.extend(text(700, 3));
     let mut second = cache.admit(&Admission::new(&longer)).unwrap();

@@ -50,7 +50,7 @@ impl Model {
 
     fn apply(&mut self, store: &Arc<Store<()>>, op: &Op) {
         match *op {
-            Op::Allocate(rows) => match WritableBlocks::allocate(store, rows) {
+            Op::Allocate(rows) => match WritableBlocks::allocate(store, &[rows; 3]) {
                 Ok(blocks) => {
                     assert_eq!(blocks.blocks().len(), rows * GROUP_PAGES.len());
                     self.writable.push(blocks);
@@ -152,11 +152,11 @@ proptest! {
 #[test]
 fn blocks_of_all_groups_lie_on_pages_of_their_own() {
     let store = Arc::new(Store::new(Pool::new(200, Some(7), &GROUP_PAGES).unwrap(), ()));
-    let blocks = WritableBlocks::allocate(&store, 12).unwrap();
+    let blocks = WritableBlocks::allocate(&store, &[12; 3]).unwrap();
     let stored = store.lock();
     let mut taken = std::collections::HashSet::new();
-    for row in blocks.blocks().chunks_exact(3) {
-        for (block, pages) in row.iter().zip(GROUP_PAGES) {
+    for (group, pages) in blocks.blocks().chunks_exact(12).zip(GROUP_PAGES) {
+        for block in group {
             let first = stored.pool.page(*block);
             for page in first..first + pages as i32 {
                 assert!((3..200).contains(&page), "page {page} is not the pool's to give");
@@ -171,18 +171,17 @@ fn slabs_cached_by_some_groups_serve_another() {
     // Slabs of 6 pages hold 2, 3 and 6 blocks: 8 rows take 4 + 3 + 2 slabs, which is all.
     let store = Arc::new(Store::new(Pool::new(3 + 6 * 9, Some(6), &GROUP_PAGES).unwrap(), ()));
     let totals = || [0, 1, 2].map(|group| store.lock().pool.counts(GroupId(group)).total);
-    let mut rows = WritableBlocks::allocate(&store, 8).unwrap();
+    let mut rows = WritableBlocks::allocate(&store, &[8; 3]).unwrap();
     assert_eq!(totals(), [8, 9, 12]);
-    let others: Vec<BlockId> =
-        rows.blocks().chunks_exact(3).flat_map(|row| row[1..].to_vec()).collect();
+    let others: Vec<BlockId> = rows.blocks()[8..].to_vec();
     store.lock().pool.mark_indexed(&others);
     drop(rows.share_some(&others));
     assert_eq!(store.lock().pool.counts(GroupId(1)).cached, 8);
     // Group 0 keeps its 8 blocks held; 4 more rows need 2 + 2 + 1 of the other 5 slabs.
-    let error = WritableBlocks::allocate(&store, 5).err().unwrap();
+    let error = WritableBlocks::allocate(&store, &[5; 3]).err().unwrap();
     assert!(matches!(error.kind(), ErrorKind::PoolFull { needed: 5, .. }));
     assert_eq!(totals(), [8, 9, 12]);
-    let more = WritableBlocks::allocate(&store, 4).unwrap();
+    let more = WritableBlocks::allocate(&store, &[4; 3]).unwrap();
     assert_eq!(totals(), [12, 6, 6]);
     store.lock().pool.check().unwrap();
     drop((rows, more));
@@ -192,15 +191,15 @@ fn slabs_cached_by_some_groups_serve_another() {
 #[test]
 fn a_full_pool_changes_nothing() {
     let store = Arc::new(Store::new(Pool::new(11, None, &[1]).unwrap(), ()));
-    let held = WritableBlocks::allocate(&store, 6).unwrap();
-    let cached = WritableBlocks::allocate(&store, 3).unwrap();
+    let held = WritableBlocks::allocate(&store, &[6]).unwrap();
+    let cached = WritableBlocks::allocate(&store, &[3]).unwrap();
     store.lock().pool.mark_indexed(cached.blocks());
     drop(cached);
     let before = store.lock().pool.counts(GroupId(0));
-    let error = WritableBlocks::allocate(&store, 5).err().unwrap();
+    let error = WritableBlocks::allocate(&store, &[5]).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::PoolFull { needed: 5, free: 4 });
     assert_eq!(store.lock().pool.counts(GroupId(0)), before);
-    assert_eq!(WritableBlocks::allocate(&store, 4).unwrap().blocks().len(), 4);
+    assert_eq!(WritableBlocks::allocate(&store, &[4]).unwrap().blocks().len(), 4);
     drop(held);
     store.lock().pool.check().unwrap();
 }
@@ -209,7 +208,7 @@ fn a_full_pool_changes_nothing() {
 #[test]
 fn a_block_has_any_number_of_owners() {
     let store = Arc::new(Store::new(Pool::new(4, None, &[1]).unwrap(), ()));
-    let first = WritableBlocks::allocate(&store, 1).unwrap();
+    let first = WritableBlocks::allocate(&store, &[1]).unwrap();
     let block = first.blocks()[0];
     let forks: Vec<_> = (0..(1 << 16) + 5).map(|_| first.fork()).collect();
     assert_eq!(store.lock().pool.owners(block), (1 << 16) + 6);

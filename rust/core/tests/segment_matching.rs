@@ -255,14 +255,16 @@ fn share_mode_copies_only_the_blocks_that_are_rewritten() {
     let admission = Admission { marked: &marked, mode: Mode::Share, ..Admission::new(&tokens) };
     let mut request = world.admit(&admission);
     assert_eq!(request.private_blocks(), 2);
-    let copies = request.make_writable(&[9]).unwrap();
+    request.make_writable(&[9], None).unwrap();
+    let copies = request.take_copies();
     assert_eq!(request.private_blocks(), 3);
     assert_eq!(copies.iter().map(|copy| copy[4]).sum::<i32>(), 4);
     assert!(copies.iter().all(|copy| copy[5] == 2));
     world.arena.copy(kvweave_core::GroupId(0), &copies);
     world.arena.write(&world.cache, &request, &[9]);
     world.arena.verify(&world.cache, &request);
-    assert!(request.make_writable(&[8, 11]).unwrap().is_empty());
+    request.make_writable(&[8, 11], None).unwrap();
+    assert!(request.take_copies().is_empty());
     assert!(request.slots(&[12]).is_err(), "a donor position was writable");
 }
 

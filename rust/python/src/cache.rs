@@ -1,6 +1,7 @@
 //! `KvCache`: pools, indexes and the arena.
 
 use kvweave_core::{self as core, Admission, CacheConfig, HashKind, MarkedSegment, Mode, Reuse};
+use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -9,8 +10,8 @@ use crate::arguments::{count, raised};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
-use crate::request::KvRequest;
-use crate::shape::{HeadClassMap, KvShape};
+use crate::request::{KvRequest, Rows, group_id, rows, small};
+use crate::shape::{HeadClassMap, HeadGroup, KvShape};
 use crate::tokens::Tokens;
 
 /// A cache of KV blocks over one arena of pages. Use it from any thread.
@@ -18,7 +19,8 @@ use crate::tokens::Tokens;
 pub struct KvCache {
     cache: core::KvCache,
     shape: Py<KvShape>,
-    arena: Py<PyAny>,
+    /// None for a cache without memory.
+    arena: Option<Py<PyAny>>,
 }
 
 /// A knowledge-base entry.
@@ -55,7 +57,7 @@ impl KvCache {
     #[new]
     #[pyo3(signature = (
         shape, *, arena_bytes=None, blocks=None, heads=None, hash="xxh3-128", frozen_share=0.5,
-        watermark=0.9, external=None, fingerprint=""
+        watermark=0.9, external=None, fingerprint="", memory=true
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn new(
@@ -69,7 +71,12 @@ impl KvCache {
         watermark: f64,
         external: Option<&Bound<'_, PyAny>>,
         fingerprint: &str,
+        memory: bool,
     ) -> PyResult<Self> {
+        if external.is_some() && !memory {
+            let got = Failure::invalid("memory", "True with an external tensor", "False");
+            return Err(got.raise(py));
+        }
         let geometry = shape.get().0;
         let heads = heads.map(|map| map.get().0.clone());
         let settings = || {
@@ -113,12 +120,13 @@ impl KvCache {
             })
         })?;
         let arena = match external {
-            Some(tensor) => tensor.clone().unbind(),
+            Some(tensor) => Some(tensor.clone().unbind()),
+            None if !memory => None,
             None => {
                 let (tokens, dim) = (geometry.page_tokens() as usize, geometry.head_dim() as usize);
                 let sizes = [arena_pages as usize, 2, tokens, dim];
                 let arena = entry(py, || Arena::new(sizes, geometry.dtype().into()))?;
-                Py::new(py, arena)?.into_any()
+                Some(Py::new(py, arena)?.into_any())
             }
         };
         Ok(Self { cache, shape, arena })
@@ -132,8 +140,35 @@ impl KvCache {
 
     /// The pages [pages, 2, P, D]: the caller's tensor where one was given.
     #[getter]
-    fn arena(&self, py: Python<'_>) -> Py<PyAny> {
-        self.arena.clone_ref(py)
+    fn arena(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        let arena = self.arena.as_ref().map(|arena| arena.clone_ref(py));
+        let none = || Failure::invalid("arena", "a cache with memory", "one made without");
+        arena.ok_or_else(|| none().raise(py))
+    }
+
+    /// The head groups, in the order of a request's tables.
+    #[getter]
+    fn groups(&self) -> Vec<HeadGroup> {
+        HeadGroup::all(self.cache.groups())
+    }
+
+    /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
+    fn head_rows<'py>(&self, py: Python<'py>, layer: i64) -> PyResult<Rows<'py>> {
+        let layer = raised(py, small("layer", layer))?;
+        rows(py, entry(py, || self.cache.groups().head_rows(layer))?)
+    }
+
+    /// The layer of each page of a block of a head group: i32 [pages].
+    fn page_layers<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let group = raised(py, group_id(group))?;
+        Ok(entry(py, || self.cache.groups().page_layers(group))?.to_pyarray(py))
+    }
+
+    /// The model's fingerprint, part of every key; empty if none was given.
+    #[getter]
+    fn fingerprint(&self) -> &str {
+        let heads = self.cache.config().heads.as_ref();
+        heads.map_or("", |map| map.model_fingerprint.as_str())
     }
 
     /// Bytes of one block of every head group.
@@ -146,7 +181,7 @@ impl KvCache {
     /// Plans a prompt, holds what it reuses and allocates the rest: all or nothing.
     #[pyo3(signature = (
         tokens, *, namespace="", segments=Vec::new(), discover=false, reuse="segments",
-        mode="materialise", reserve_tokens=0, regime=0
+        mode="materialise", reserve_tokens=0, regime=0, chunk_tokens=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
@@ -161,15 +196,17 @@ impl KvCache {
         mode: &str,
         reserve_tokens: i64,
         regime: u64,
+        chunk_tokens: i64,
     ) -> PyResult<KvRequest> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
         let settings = || {
             let reserve = count("reserve_tokens", reserve_tokens)?;
-            Ok((reuse_kind(reuse)?, mode_kind(mode)?, marked(&segments)?, reserve))
+            let chunk = count("chunk_tokens", chunk_tokens)?;
+            Ok((reuse_kind(reuse)?, mode_kind(mode)?, marked(&segments)?, (reserve, chunk)))
         };
-        let (reuse, mode, marked, reserve_tokens) = raised(py, settings())?;
-        let marked = &marked;
+        let (reuse, mode, marked, rooms) = raised(py, settings())?;
+        let (marked, (reserve_tokens, chunk_tokens)) = (&marked, rooms);
         let request = entry(py, || {
             let tokens = &ids;
             self.cache.admit(&Admission {
@@ -181,6 +218,7 @@ impl KvCache {
                 mode,
                 reserve_tokens,
                 regime,
+                chunk_tokens,
             })
         })?;
         Ok(KvRequest::new(request))

@@ -46,7 +46,7 @@ mod _native {
     #[pymodule_export]
     use super::rope::RopeTable;
     #[pymodule_export]
-    use super::shape::{HeadClassMap, KvShape};
+    use super::shape::{HeadClassMap, HeadGroup, KvShape};
 
     #[pymodule_init]
     fn version(module: &Bound<'_, PyModule>) -> PyResult<()> {

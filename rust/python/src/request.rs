@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvweave_core::{self as core, Error};
+use kvweave_core::{self as core, Error, GroupId};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
@@ -14,7 +14,7 @@ use crate::tokens::Tokens;
 /// A table of `COLUMNS` columns as numpy int32; the rows are not copied.
 pub type Rows<'py> = Bound<'py, PyArray2<i32>>;
 
-fn rows<const COLUMNS: usize>(py: Python<'_>, rows: Vec<[i32; COLUMNS]>) -> PyResult<Rows<'_>> {
+pub fn rows<const COLUMNS: usize>(py: Python<'_>, rows: Vec<[i32; COLUMNS]>) -> PyResult<Rows<'_>> {
     let count = rows.len();
     PyArray1::from_vec(py, rows.into_flattened()).reshape([count, COLUMNS])
 }
@@ -66,21 +66,64 @@ impl KvRequest {
         self.with(py, |request| Ok(request.len()))
     }
 
+    /// Token ids so far: i32 [length].
+    #[getter]
+    fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let tokens = self.with(py, |request| Ok(request.tokens().to_vec()))?;
+        Ok(PyArray1::from_iter(py, tokens.into_iter().map(u32::cast_signed)))
+    }
+
+    /// The namespace that the prompt was admitted in.
+    #[getter]
+    fn namespace(&self, py: Python<'_>) -> PyResult<String> {
+        self.with(py, |request| Ok(request.namespace().to_owned()))
+    }
+
+    /// The RoPE regime that the prompt was admitted in.
+    #[getter]
+    fn regime(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |request| Ok(request.regime()))
+    }
+
     /// Whether `release` was called.
     #[getter]
     fn released(&self, py: Python<'_>) -> bool {
         py.detach(|| self.lock().is_none())
     }
 
-    /// The KV view of [0, length): i32 [N, 5] of block, begin, end, position, delta.
-    fn entries<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {
-        rows(py, self.with(py, |request| Ok(request.entries()))?)
+    /// Tables that the request reads: one a head group, then one a promoted head.
+    #[getter]
+    fn tables(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |request| Ok(request.tables()))
     }
 
-    /// Copies to execute before the request is read: i32 [C, 6] of src_block, src_slot, dst_block,
-    /// dst_slot, count, delta. Their sources stay held until `finish_copies`.
-    fn take_copies<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {
-        rows(py, self.with(py, |request| Ok(request.take_copies()))?)
+    /// Heads that were promoted, as (layer, KV head), in the order of their tables.
+    #[getter]
+    fn promoted(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
+        self.with(py, |request| Ok(request.promoted().to_vec()))
+    }
+
+    /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
+    fn head_rows<'py>(&self, py: Python<'py>, layer: i64) -> PyResult<Rows<'py>> {
+        let layer = raised(py, small("layer", layer))?;
+        rows(py, self.with(py, |request| request.head_rows(layer))?)
+    }
+
+    /// The KV view of [0, length) in a table: i32 [N, 5] of block, begin, end, position, delta.
+    /// That of a window group lists the blocks that are kept.
+    #[pyo3(signature = (table=0))]
+    fn entries<'py>(&self, py: Python<'py>, table: i64) -> PyResult<Rows<'py>> {
+        let table = raised(py, count("table", table))?;
+        rows(py, self.with(py, |request| request.entries_of(table))?)
+    }
+
+    /// Copies to execute in a head group before the request is read: i32 [C, 6] of src_block,
+    /// src_slot, dst_block, dst_slot, count, delta. Their sources stay held until
+    /// `finish_copies`.
+    #[pyo3(signature = (group=0))]
+    fn take_copies<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Rows<'py>> {
+        let group = raised(py, group_id(group))?;
+        rows(py, self.with(py, |request| request.take_copies_of(group))?)
     }
 
     /// Says that all copies that were taken have been executed.
@@ -91,23 +134,51 @@ impl KvRequest {
         })
     }
 
-    /// Makes the blocks of these positions (i32 [R]) private; returns the copies that this takes,
-    /// to be executed before anything is written: i32 [C, 6].
-    fn make_writable<'py>(
+    /// Makes the blocks of these positions (i32 [R]) private, in one head group or in all. What
+    /// this takes is to be copied before anything is written: see `take_copies`.
+    #[pyo3(signature = (positions, group=None))]
+    fn make_writable(
+        &self,
+        py: Python<'_>,
+        positions: &Bound<'_, PyAny>,
+        group: Option<i64>,
+    ) -> PyResult<()> {
+        let positions = Table::of("positions", positions)?;
+        let positions = raised(py, positions.list("positions"))?;
+        let group = raised(py, group.map(group_id).transpose())?;
+        self.with(py, |request| request.make_writable(positions, group))
+    }
+
+    /// Where K and V of each position (i32 [R]) go in a table: i32 [R, 2] of block, slot; −1 and −1
+    /// where a window group keeps nothing.
+    #[pyo3(signature = (positions, table=0))]
+    fn slots<'py>(
         &self,
         py: Python<'py>,
         positions: &Bound<'py, PyAny>,
+        table: i64,
     ) -> PyResult<Rows<'py>> {
         let positions = Table::of("positions", positions)?;
         let positions = raised(py, positions.list("positions"))?;
-        rows(py, self.with(py, |request| request.make_writable(positions))?)
+        let table = raised(py, count("table", table))?;
+        rows(py, self.with(py, |request| request.slots_of(table, positions))?)
     }
 
-    /// Where K and V of each position (i32 [R]) go: i32 [R, 2] of block, slot.
-    fn slots<'py>(&self, py: Python<'py>, positions: &Bound<'py, PyAny>) -> PyResult<Rows<'py>> {
-        let positions = Table::of("positions", positions)?;
-        let positions = raised(py, positions.list("positions"))?;
-        rows(py, self.with(py, |request| request.slots(positions))?)
+    /// Says that rows before `start` are done and that [start, end) come next: window groups let
+    /// go of what no coming row sees and get room for those rows.
+    fn advance(&self, py: Python<'_>, start: i64, end: i64) -> PyResult<()> {
+        let start = raised(py, count("start", start))?;
+        let end = raised(py, count("end", end))?;
+        self.with(py, |request| request.advance(start, end))
+    }
+
+    /// Makes a head of a window group full for this request, with a table of its own of one-page
+    /// blocks. Returns the copies that bring in what is stored of it, to be run with
+    /// `copy_rerotate(layers=[layer])`: i32 [C, 6].
+    fn promote<'py>(&self, py: Python<'py>, layer: i64, head: i64) -> PyResult<Rows<'py>> {
+        let layer = raised(py, small("layer", layer))?;
+        let head = raised(py, small("head", head))?;
+        rows(py, self.with(py, |request| request.promote(layer, head))?)
     }
 
     /// Appends generated tokens and makes room for their KV, all or nothing.
@@ -138,7 +209,14 @@ impl KvRequest {
         self.with(py, |request| request.fork()).map(Self::new)
     }
 
-    /// Blocks that this request alone pays for, and blocks that it reads of others.
+    /// Bytes of the blocks that this request alone pays for, and of those that it reads together
+    /// with others, over all head groups.
+    fn kv_bytes(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        self.with(py, |request| Ok(request.kv_bytes()))
+    }
+
+    /// Blocks of the first head group that this request alone pays for, and that it reads of
+    /// others.
     fn block_counts(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
         self.with(py, |request| Ok((request.private_blocks(), request.shared_blocks())))
     }
@@ -163,4 +241,14 @@ impl KvRequest {
     fn __repr__(&self) -> String {
         format!("KvRequest({} tokens)", self.plan.tokens)
     }
+}
+
+/// A layer or head: whatever does not fit is one that no model has.
+pub fn small(what: &str, number: i64) -> Result<u32, Failure> {
+    Ok(u32::try_from(count(what, number)?).unwrap_or(u32::MAX))
+}
+
+/// A head group: whatever does not fit is one that no cache has.
+pub fn group_id(number: i64) -> Result<GroupId, Failure> {
+    Ok(GroupId(u8::try_from(count("group", number)?).unwrap_or(u8::MAX)))
 }

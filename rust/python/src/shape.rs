@@ -1,6 +1,6 @@
 //! `KvShape` and `HeadClassMap` as Python sees them.
 
-use kvweave_core as core;
+use kvweave_core::{self as core, GroupId, HeadClass};
 use pyo3::prelude::*;
 
 use crate::arguments::count;
@@ -59,7 +59,7 @@ impl KvShape {
         self.0.page_tokens()
     }
 
-    /// "f32", "bf16" or "f16".
+    /// "f32", "bf16", "f16" or "fp8_e4m3".
     #[getter]
     fn dtype(&self) -> &'static str {
         kv_dtype_name(self.0.dtype())
@@ -145,5 +145,40 @@ impl HeadClassMap {
 
     fn __eq__(&self, other: &Self) -> bool {
         self.0 == other.0
+    }
+}
+
+/// The heads of one class, whose blocks come and go together.
+#[pyclass(frozen, get_all, module = "kvweave._native")]
+pub struct HeadGroup {
+    kind: &'static str,
+    /// Tokens at the start that are kept; 0 unless the kind is "window".
+    sink: u32,
+    /// Latest tokens that are kept; 0 unless the kind is "window".
+    recent: u32,
+    /// Pages of a block.
+    pages: u32,
+}
+
+impl HeadGroup {
+    /// The groups of a cache, in order.
+    pub fn all(groups: &core::HeadGroups) -> Vec<Self> {
+        let group = |(group, &pages): (usize, &u32)| {
+            let (kind, sink, recent) = match groups.class(GroupId(group as u8)) {
+                HeadClass::Full => ("full", 0, 0),
+                HeadClass::Window { sink, recent } => ("window", sink, recent),
+                HeadClass::TopK { .. } => ("top_k", 0, 0),
+            };
+            Self { kind, sink, recent, pages }
+        };
+        groups.pages().iter().enumerate().map(group).collect()
+    }
+}
+
+#[pymethods]
+impl HeadGroup {
+    fn __repr__(&self) -> String {
+        let Self { kind, sink, recent, pages } = self;
+        format!("HeadGroup(kind={kind:?}, sink={sink}, recent={recent}, pages={pages})")
     }
 }

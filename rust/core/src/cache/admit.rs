@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
-use crate::ids::BlockId;
-use crate::plan::{BlockTable, Window};
+use crate::heads::LocalWindow;
+use crate::ids::{BlockId, GroupId};
+use crate::plan::Window;
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
 use crate::segment::{Index, Piece};
 
 use super::found::{Found, find};
+use super::holding::Holding;
 use super::request::{Chain, Request};
 use super::{Shared, freeze};
 
@@ -64,6 +66,9 @@ pub struct Admission<'a> {
     pub reserve_tokens: usize,
     /// Fingerprint of the RoPE parameters: part of every key.
     pub regime: u64,
+    /// Rows that are computed at once, for window groups to have room for no more than these and
+    /// what they see; 0 for the whole prompt. See [`Request::advance`].
+    pub chunk_tokens: usize,
 }
 
 impl<'a> Admission<'a> {
@@ -79,6 +84,7 @@ impl<'a> Admission<'a> {
             mode: Mode::default(),
             reserve_tokens: 0,
             regime: 0,
+            chunk_tokens: 0,
         }
     }
 
@@ -120,41 +126,61 @@ fn overlapping(first: &MarkedSegment<'_>, second: &MarkedSegment<'_>) -> Error {
     Error::new(kind, "marked segments", "segments that do not overlap", got)
 }
 
-fn rows_of(index: &Index, anchors: impl Iterator<Item = BlockId>) -> Vec<BlockId> {
-    anchors.flat_map(|anchor| index.row(anchor).iter().copied()).collect()
+/// What a request takes of one head group.
+struct Share {
+    /// Blocks of the exact prefix that rows after it see; none where they see nothing.
+    prefix: Vec<BlockId>,
+    donors: Vec<BlockId>,
+    /// Which grid blocks after the prefix get memory now.
+    grid: Vec<bool>,
+    /// The grid block from which on they get it later.
+    until: usize,
+    /// Private blocks beside these.
+    spare: usize,
+}
+
+impl Share {
+    fn placed(&self) -> usize {
+        self.grid.iter().filter(|&&needed| needed).count()
+    }
+
+    fn held_prefix(&self) -> Vec<BlockId> {
+        self.prefix.iter().copied().filter(|block| block.is_some()).collect()
+    }
 }
 
 pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Request, Error> {
     let marks = request.sorted_marks()?;
-    let page = shared.page_tokens();
     let mut stored = shared.store.lock();
     let state = &mut *stored;
     freeze::regrow(shared, state);
-    let found = find(&mut state.index, request, &marks, page);
+    let found = find(&mut state.index, request, &marks, shared.page_tokens());
     let plan = found.plan(&state.index, request.tokens.len());
 
-    let prefix = rows_of(&state.index, found.prefix.iter().copied());
-    let donors = rows_of(&state.index, found.donors());
-    let grid = found.private_grid(request, page);
-    let rows = grid.iter().filter(|needed| **needed).count();
-    let mut private = Vec::with_capacity(rows * shared.groups.len());
-    state.pool.hold(&prefix);
-    state.pool.hold(&donors);
-    freeze::relieve(shared, state, rows);
-    if let Err(error) = state.pool.allocate(rows, &mut state.index, &mut private) {
-        state.pool.release(&donors);
-        state.pool.release(&prefix);
+    let shares = shares(shared, &state.index, &found, request);
+    let mut needs: Vec<usize> = shares.iter().map(|share| share.placed() + share.spare).collect();
+    needs.resize(state.pool.group_count(), 0);
+    let mut private = Vec::with_capacity(needs.iter().sum());
+    for share in &shares {
+        state.pool.hold(&share.held_prefix());
+        state.pool.hold(&share.donors);
+    }
+    freeze::relieve(shared, state, &needs);
+    if let Err(error) = state.pool.allocate(&needs, &mut state.index, &mut private) {
+        for share in &shares {
+            state.pool.release(&share.donors);
+            state.pool.release(&share.held_prefix());
+        }
         return Err(error);
     }
     for anchor in found.prefix.iter().copied().chain(found.donors()) {
         state.index.count_use(anchor);
     }
-    let table = build_table(shared, state, &found, &grid, &private, request.mode);
-    let mut copies = vec![Vec::new(); shared.groups.len()];
-    for piece in found.copied(request.mode) {
-        let pages: Vec<i32> =
-            state.index.row(piece.donor).iter().map(|&block| state.pool.page(block)).collect();
-        copy_piece(&table, page, &piece, &pages, &mut copies);
+    let mut holdings = Vec::with_capacity(shares.len());
+    for (group, share) in shares.into_iter().enumerate() {
+        let rest = private.split_off(needs[group]);
+        holdings.push(hold(shared, state, &found, (group, share, private), request.mode));
+        private = rest;
     }
     let last = found.prefix.last().map(|&block| state.index.link(block));
     let chain = Chain::new(found.chain.parent, last, found.chain.digest, found.prefix.len());
@@ -163,77 +189,99 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
     Ok(Request {
         shared: Arc::clone(shared),
         namespace: request.namespace.to_owned(),
+        regime: request.regime,
         key: found.key,
         marks: found.marks,
         tokens: request.tokens.to_vec(),
         share: request.mode == Mode::Share,
         plan,
-        table,
+        in_chunks: request.chunk_tokens > 0 && holdings.iter().any(|held| held.window.is_some()),
+        holdings,
+        promoted: Vec::new(),
         read_only: found.prefix.len(),
-        committed: found.prefix.len() * page,
-        exact: found.prefix.len() * page,
+        front: 0,
+        reserved: request.tokens.len() + request.reserve_tokens,
+        committed: found.whole,
+        exact: found.whole,
         chain,
         before: last,
-        copies,
-        prefix: SharedBlocks::adopt(&shared.store, prefix),
-        donors: Some(SharedBlocks::adopt(&shared.store, donors)),
-        replaced: Vec::new(),
-        private: WritableBlocks::adopt(&shared.store, private),
     })
 }
 
-fn build_table(
+/// Divides an admission up by head group.
+fn shares(shared: &Shared, index: &Index, found: &Found, request: &Admission<'_>) -> Vec<Share> {
+    let page = shared.page_tokens();
+    let total = request.tokens.len();
+    let end = total + request.reserve_tokens;
+    let several = shared.windows.len() > 1;
+    let of = |group: usize, anchor: BlockId| {
+        if several { index.row(anchor)[group] } else { anchor }
+    };
+    let share = |(group, window): (usize, &Option<LocalWindow>)| {
+        let donors = found.donors().map(|anchor| of(group, anchor)).collect();
+        let Some(window) = *window else {
+            let prefix = found.prefix.iter().map(|&anchor| of(group, anchor)).collect();
+            let grid = found.private_grid(request.mode, page, end);
+            return Share { prefix, donors, grid, until: end.div_ceil(page), spare: 0 };
+        };
+        let block = |(b, &anchor): (usize, &BlockId)| {
+            let seen = window.sees(found.prefix_end, &(b * page..(b + 1) * page));
+            if seen { of(group, anchor) } else { BlockId::NONE }
+        };
+        let prefix = found.prefix.iter().enumerate().map(block).collect();
+        let grid = found.private_grid(request.mode, page, total);
+        let until = total.div_ceil(page);
+        let spare = (end.div_ceil(page) - until).min(window.blocks(page, 1));
+        let mut share = Share { prefix, donors, grid, until, spare };
+        if request.chunk_tokens > 0 {
+            let most = share.placed().min(window.blocks(page, request.chunk_tokens));
+            let first = found.prefix_end.saturating_add(request.chunk_tokens).min(total);
+            share.until = first.div_ceil(page);
+            share.grid[share.until - found.prefix.len()..].fill(false);
+            share.spare += most.saturating_sub(share.placed());
+        }
+        share
+    };
+    shared.windows.iter().enumerate().map(share).collect()
+}
+
+/// Puts what a request takes of one head group into a table.
+fn hold(
     shared: &Shared,
     state: &Stored<Index>,
     found: &Found,
-    grid: &[bool],
-    private: &[BlockId],
+    (group, share, mut private): (usize, Share, Vec<BlockId>),
     mode: Mode,
-) -> BlockTable {
-    let groups = shared.groups.len();
-    let page_of = |block: BlockId| state.pool.page(block);
-    let mut table = BlockTable::new(shared.page_tokens(), groups);
-    for &anchor in &found.prefix {
-        table.push(Some(state.index.row(anchor)), page_of);
-    }
-    let mut rows = private.chunks_exact(groups);
-    for &needed in grid {
-        table.push(if needed { rows.next() } else { None }, page_of);
-    }
+) -> Holding {
+    let window = shared.windows[group];
+    let mut held = Holding::new(&shared.store, GroupId(group as u8), window, shared.page_tokens());
+    let source = |piece: &Piece| {
+        let donor = state.index.row(piece.donor)[group];
+        let Piece { start, end, begin, delta, .. } = *piece;
+        Window { start, end, begin, delta, donor, page: state.pool.page(donor) }
+    };
+    held.pieces = found.copied(mode).iter().map(source).collect();
     if mode == Mode::Share {
-        for piece in &found.matches.pieces {
-            let pages: Vec<i32> =
-                state.index.row(piece.donor).iter().map(|&block| page_of(block)).collect();
-            let Piece { start, end, begin, delta, .. } = *piece;
-            table.push_window(Window { start, end, begin, delta, donor: 0 }, &pages);
+        found.matches.pieces.iter().for_each(|piece| held.table.push_window(source(piece)));
+    }
+    let page_of = |block: BlockId| if block.is_some() { state.pool.page(block) } else { 0 };
+    for &block in &share.prefix {
+        held.table.push(block, page_of(block));
+    }
+    held.quota = private.len();
+    held.lost = share.prefix.iter().any(|block| !block.is_some());
+    let spare = private.split_off(share.placed());
+    let mut blocks = private.iter();
+    for (b, &needed) in (share.prefix.len()..).zip(&share.grid) {
+        held.table.push(BlockId::NONE, 0);
+        if let Some(&block) = if needed { blocks.next() } else { None } {
+            held.place(b, block, state.pool.page(block));
         }
     }
-    table
-}
-
-/// Appends the copies of a piece into the request's grid, one a destination block and group.
-fn copy_piece(
-    table: &BlockTable,
-    page: usize,
-    piece: &Piece,
-    donor_pages: &[i32],
-    copies: &mut [Vec<[i32; 6]>],
-) {
-    let mut at = piece.start;
-    while at < piece.end {
-        let b = at / page;
-        let end = piece.end.min((b + 1) * page);
-        let source = piece.begin as usize + at - piece.start;
-        for (group, copies) in copies.iter_mut().enumerate() {
-            copies.push([
-                donor_pages[group],
-                source as i32,
-                table.page(b, group),
-                (at - b * page) as i32,
-                (end - at) as i32,
-                piece.delta,
-            ]);
-        }
-        at = end;
-    }
+    held.placed(share.until);
+    held.prefix = SharedBlocks::adopt(&shared.store, share.held_prefix());
+    held.donors = SharedBlocks::adopt(&shared.store, share.donors);
+    held.private = WritableBlocks::adopt(&shared.store, private);
+    held.spare = WritableBlocks::adopt(&shared.store, spare);
+    held
 }

@@ -2,13 +2,13 @@
 //!
 //! Whole blocks inside [0, exact) enter the prefix tree; every block that this request stores
 //! enters the virtual index with its provenance; the incomplete last block enters both by the
-//! tokens it has. Approximate KV never enters the prefix tree.
+//! tokens it has. Approximate KV never enters the prefix tree. Where a window group has let go of
+//! its block, the entry stands without it.
 
 use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::plan::BlockTable;
 use crate::pool::Stored;
 use crate::segment::{ContentEntry, Index, Parent};
 
@@ -38,47 +38,62 @@ impl Request {
         let mut stored = shared.store.lock();
         let state = &mut *stored;
         let page = shared.page_tokens();
-        // Lent to the loop, which changes the rest of the request.
-        let lent = Lent {
-            table: std::mem::take(&mut self.table),
-            tokens: std::mem::take(&mut self.tokens),
-            page,
-        };
+        let tokens = std::mem::take(&mut self.tokens);
+        let mut row = Vec::with_capacity(shared.groups.len());
         for b in self.committed / page..computed.div_ceil(page) {
             let span = b * page..computed.min((b + 1) * page);
-            if b < self.read_only || !self.learn(state, &lent, b, span, exact) {
+            let own = self.own_row(b, &mut row);
+            if !own || !self.learn(state, &tokens, (b, &row), span, exact) {
                 self.before = None;
             }
         }
-        (self.table, self.tokens) = (lent.table, lent.tokens);
+        self.tokens = tokens;
         self.committed = computed;
         self.exact = exact;
         freeze::regrow(&shared, state);
         Ok(())
     }
 
-    /// Enters one block; false if it is not stored in a block of this request.
+    /// The blocks that stand for grid block `b`, one a head group: none where a window group keeps
+    /// nothing, or lacks a head. False if it is not stored in a block of this request.
+    pub(super) fn own_row(&self, b: usize, row: &mut Vec<BlockId>) -> bool {
+        row.clear();
+        let groups = &self.holdings[..self.shared.groups.len()];
+        row.extend(groups.iter().map(|held| match held.table.own(b) {
+            Some(block) if !held.promoted_from => block,
+            _ => BlockId::NONE,
+        }));
+        b >= self.read_only && row[0].is_some()
+    }
+
+    /// Enters one block; false if others have entered what follows it.
     fn learn(
         &mut self,
         state: &mut State,
-        lent: &Lent,
-        b: usize,
+        tokens: &[u32],
+        (b, row): (usize, &[BlockId]),
         span: Range<usize>,
         exact: usize,
     ) -> bool {
-        let Some(row) = lent.table.own(b) else { return false };
-        let tokens = &lent.tokens[span.clone()];
+        let content = &tokens[span.clone()];
         let known = state.index.known_tokens(row[0]);
-        if known > tokens.len() {
+        if known > content.len() {
             // A fork has committed more of the same block.
             return true;
         }
-        if known > 0 && known < tokens.len() {
-            state.index.withdraw(row[0]);
+        if known > 0 && known < content.len() {
+            self.regrow(state, row);
+        }
+        let head = exact.saturating_sub(span.start).min(span.len());
+        let whole = head == self.shared.page_tokens();
+        let chained = b == self.chain.blocks && head > 0;
+        if row.len() > 1 && chained && whole && self.revive_chain(state, tokens) {
+            let digest = state.index.hash(self.chain.digest, content);
+            state.index.fill(row, self.key, self.chain.parent, digest, content);
         }
         let entry = ContentEntry {
             key: self.content_key(&span),
-            tokens,
+            tokens: content,
             position: span.start as u32,
             exact: span.end <= exact,
             before: self.before,
@@ -88,26 +103,60 @@ impl Request {
         for block in forgotten {
             state.pool.unindex(block);
         }
-        let head = exact.saturating_sub(span.start).min(span.len());
-        if b == self.chain.blocks && head > 0 && self.revive_chain(state, lent) {
-            if head == lent.page {
-                self.chain_block(state, lent, b, row);
+        if chained && self.revive_chain(state, tokens) {
+            if whole {
+                self.chain_block(state, tokens, b, row);
             } else {
                 let (key, parent) = (self.key, self.chain.parent);
-                state.index.register_tail(row, key, parent, tokens, head, span.start as u32);
+                state.index.register_tail(row, key, parent, content, head, span.start as u32);
             }
         }
         settle(state, row);
-        if span.len() == lent.page {
+        self.withhold(state, row);
+        if span.len() == self.shared.page_tokens() {
             self.before = Some(state.index.link(stands));
         }
         true
     }
 
+    /// Takes a block whose content has grown out of the indexes. Blocks of window groups that this
+    /// request has let go of did not grow with it.
+    fn regrow(&self, state: &mut State, row: &[BlockId]) {
+        state.index.withdraw(row[0]);
+        if state.index.row(row[0]) == row {
+            return;
+        }
+        if state.index.frozen.is_pinned(row[0]) {
+            let released = state.index.frozen.give_up(&row[..1]);
+            freeze::release_pins(state, &released);
+        }
+        let mut gone = Vec::new();
+        state.index.detach_others(row, &mut gone);
+        gone.into_iter().for_each(|block| state.pool.unindex(block));
+    }
+
+    /// Keeps the blocks of window groups from others while the prompt is in chunks.
+    fn withhold(&self, state: &mut State, row: &[BlockId]) {
+        if self.in_chunks {
+            for (held, &block) in self.holdings.iter().zip(row) {
+                if held.window.is_some() && block.is_some() {
+                    state.index.withhold(block, true);
+                }
+            }
+        }
+    }
+
     /// Enters a whole exact block below the chain and moves the chain on, if it can be entered.
-    fn chain_block(&mut self, state: &mut State, lent: &Lent, b: usize, row: &[BlockId]) -> bool {
-        let span = b * lent.page..(b + 1) * lent.page;
-        let tokens = &lent.tokens[span.clone()];
+    fn chain_block(
+        &mut self,
+        state: &mut State,
+        tokens: &[u32],
+        b: usize,
+        row: &[BlockId],
+    ) -> bool {
+        let page = self.shared.page_tokens();
+        let span = b * page..(b + 1) * page;
+        let tokens = &tokens[span.clone()];
         let digest = state.index.hash(self.chain.digest, tokens);
         let (key, parent, at) = (self.key, self.chain.parent, span.start as u32);
         let node = state.index.register_prefix(row, key, parent, digest, tokens, at);
@@ -121,7 +170,7 @@ impl Request {
     /// Makes sure that the chain's last block is still in the prefix tree. It may be another
     /// request's block of the same prefix, which this request does not hold: if it was evicted,
     /// this request's own blocks take its place.
-    fn revive_chain(&mut self, state: &mut State, lent: &Lent) -> bool {
+    fn revive_chain(&mut self, state: &mut State, tokens: &[u32]) -> bool {
         let stands = match self.chain.link {
             None => true,
             Some(link) => state.index.follow(link).is_some_and(|b| state.index.in_prefix(b)),
@@ -131,37 +180,35 @@ impl Request {
         }
         let blocks = self.chain.blocks;
         self.chain = Chain::new(Parent::Root, None, state.index.root(self.key), 0);
+        let mut row = Vec::with_capacity(self.shared.groups.len());
         for b in 0..blocks {
-            let Some(row) = lent.table.row(b) else { return false };
-            if !self.chain_block(state, lent, b, row) {
+            self.own_row(b, &mut row);
+            let Some(anchor) = self.holdings[0].table.block(b) else { return false };
+            row[0] = anchor;
+            if !self.chain_block(state, tokens, b, &row) {
                 return false;
             }
-            settle(state, row);
+            settle(state, &row);
         }
         true
     }
 }
 
-/// The parts of a request that its commit only reads.
-struct Lent {
-    table: BlockTable,
-    tokens: Vec<u32>,
-    page: usize,
-}
-
 /// Tells the pool whether the index names these blocks.
 fn settle(state: &mut State, row: &[BlockId]) {
-    if state.index.is_member(row[0]) {
-        state.pool.mark_indexed(row);
-    } else {
+    if !state.index.is_member(row[0]) {
         // A frozen tail that grew into content another block stands for: that one may be pinned.
         if state.index.frozen.is_pinned(row[0]) {
             let released = state.index.frozen.give_up(&row[..1]);
             freeze::release_pins(state, &released);
         }
-        for &block in row {
+        state.index.release_void(row[0]);
+    }
+    for &block in row.iter().filter(|block| block.is_some()) {
+        if state.index.names(block) {
+            state.pool.mark_indexed(&[block]);
+        } else {
             state.pool.unindex(block);
         }
-        state.index.release_void(row[0]);
     }
 }

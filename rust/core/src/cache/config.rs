@@ -52,6 +52,13 @@ impl CacheConfig {
             let got = format!("{} layers of {}", map.layers, map.kv_heads);
             return Err(Error::new(ErrorKind::CorruptHeadMap, "head map", expected, got));
         }
-        map.groups()
+        let groups = map.groups()?;
+        let page = self.shape.page_tokens() as usize;
+        if let Some(window) = groups.windows().into_iter().flatten().find(|w| w.recent < page) {
+            let expected = format!("window.recent of at least a page, {page} tokens");
+            let kind = ErrorKind::CorruptHeadMap;
+            return Err(Error::new(kind, "head map", expected, window.recent));
+        }
+        Ok(groups)
     }
 }

@@ -137,12 +137,11 @@ impl Found {
         partial.into_iter().chain(segments.iter().copied()).collect()
     }
 
-    /// Which grid blocks after the prefix need memory of their own.
-    pub(super) fn private_grid(&self, request: &Admission<'_>, page: usize) -> Vec<bool> {
-        let end = request.tokens.len() + request.reserve_tokens;
+    /// Which grid blocks after the prefix and before `end` need memory of their own.
+    pub(super) fn private_grid(&self, mode: Mode, page: usize, end: usize) -> Vec<bool> {
         let first = self.prefix.len();
         let mut needed = vec![true; end.div_ceil(page) - first];
-        if request.mode == Mode::Materialise {
+        if mode == Mode::Materialise {
             return needed;
         }
         needed.fill(false);

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::ids::BlockId;
 use crate::pool::Stored;
 use crate::segment::{ContentEntry, FrozenBlock, Index};
@@ -18,8 +18,7 @@ type State = Stored<Index>;
 /// Releases one pin of each node.
 pub(super) fn release_pins(state: &mut State, anchors: &[BlockId]) {
     for &anchor in anchors {
-        let row = state.index.row(anchor).to_vec();
-        state.pool.release(&row);
+        state.pool.release(state.index.row(anchor));
     }
 }
 
@@ -28,13 +27,15 @@ fn rows_total(shared: &Shared, state: &State) -> u64 {
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
-/// below the watermark with `needed` more rows; none where all of them would not make the room.
-pub(super) fn relieve(shared: &Shared, state: &mut State, needed: usize) {
+/// below the watermark with `needs` more blocks of each group; none where all of them would not
+/// make the room.
+pub(super) fn relieve(shared: &Shared, state: &mut State, needs: &[usize]) {
     if state.index.frozen.resident() == 0 {
         return;
     }
     let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
-    let used = state.pool.held_pages() + needed as u64 * shared.row_pages();
+    let needed = state.pool.pages_of(needs);
+    let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
     if excess == 0 {
         return;
@@ -47,7 +48,7 @@ pub(super) fn relieve(shared: &Shared, state: &mut State, needed: usize) {
         }
     }
     let least = state.pool.held_pages() - idle.len() as u64 * shared.row_pages();
-    if least + needed as u64 * shared.row_pages() > state.pool.slab_pages_total() {
+    if least + needed > state.pool.slab_pages_total() {
         return;
     }
     idle.sort_unstable();
@@ -68,9 +69,9 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) {
         if !room || state.index.frozen.resident() as u64 >= share(shared, state) {
             return;
         }
-        if let Some(block) = state.index.find_content(absent.key, &absent.content) {
-            let row = state.index.row(block).to_vec();
-            state.pool.hold(&row);
+        let found = state.index.find_content(absent.key, &absent.content);
+        if let Some(block) = found.filter(|&block| state.index.is_whole(block)) {
+            state.pool.hold(state.index.row(block));
             state.index.frozen.come_back(&absent, block);
         }
     }
@@ -95,18 +96,20 @@ pub(super) fn check(state: &State) -> Result<(), Error> {
 }
 
 impl Request {
-    /// Pins the committed blocks of `range` as a knowledge-base entry of this request's
-    /// namespace. An entry of the same name is replaced.
+    /// Pins the committed blocks of `range`, in every head group, as a knowledge-base entry of this
+    /// request's namespace. An entry of the same name is replaced.
     ///
     /// # Errors
     /// `OutOfRange` if the range is empty or not committed, `InvalidArgument` if part of it lies
-    /// in another request's blocks, `PoolFull` if the frozen share does not suffice.
+    /// in another request's blocks, a window group has let go of it or the prompt is still
+    /// computed in chunks, `PoolFull` if the frozen share does not suffice.
     pub fn freeze(&mut self, name: &str, range: Range<usize>) -> Result<(), Error> {
         if range.is_empty() || range.end > self.committed {
             let expected = format!("a non-empty range inside [0, {})", self.committed);
             let got = format!("[{}, {})", range.start, range.end);
             return Err(Error::out_of_range("freeze", expected, got));
         }
+        self.chunks_done("freeze")?;
         let shared = self.shared.clone();
         let mut stored = shared.store.lock();
         let state = &mut *stored;
@@ -125,8 +128,7 @@ impl Request {
             return Err(Error::pool_full("frozen share of the pool", needed, free));
         }
         for block in blocks.iter().filter_map(|block| block.pinned) {
-            let row = state.index.row(block).to_vec();
-            state.pool.hold(&row);
+            state.pool.hold(state.index.row(block));
         }
         let old = state.index.frozen.insert(&self.namespace, name, range.len(), blocks);
         release_pins(state, &old);
@@ -139,21 +141,23 @@ impl Request {
         let span = b * page..self.committed.min((b + 1) * page);
         let key = self.content_key(&span);
         let content = &self.tokens[span.clone()];
-        let pinned = match state.index.find_content(key, content) {
+        let known = state.index.find_content(key, content);
+        let pinned = match known.filter(|&block| state.index.is_whole(block)) {
             Some(block) => block,
             None => {
-                let row = self.table.row(b).filter(|_| self.is_own(b));
-                let Some(row) = row else {
-                    let got = format!("donor blocks at [{}, {})", span.start, span.end);
-                    let kind = ErrorKind::InvalidArgument;
-                    return Err(Error::new(kind, "freeze", "blocks of this request", got));
-                };
+                let mut row = Vec::new();
+                if !self.own_row(b, &mut row) || row.iter().any(|block| !block.is_some()) {
+                    let got =
+                        format!("others' blocks, or lost ones, at [{}, {})", span.start, span.end);
+                    return Err(Error::invalid("freeze", "all blocks of this request", got));
+                }
                 let position = span.start as u32;
                 let exact = span.end <= self.exact;
                 let entry = ContentEntry { key, tokens: content, position, exact, before: None };
                 let mut forgotten = Vec::new();
-                let block = state.index.register_content(row, &entry, &mut forgotten);
-                state.pool.mark_indexed(row);
+                let block = state.index.register_content(&row, &entry, &mut forgotten);
+                forgotten.into_iter().for_each(|block| state.pool.unindex(block));
+                state.pool.mark_indexed(&row);
                 block
             }
         };

@@ -3,11 +3,14 @@
 //! The one place that changes pool and index together, always under the store's lock.
 
 mod admit;
+mod advance;
 mod commit;
 mod config;
 mod copy_on_write;
 mod found;
 mod freeze;
+mod holding;
+mod promote;
 mod request;
 mod stats;
 
@@ -19,8 +22,8 @@ pub use request::Request;
 pub use stats::{CacheStats, Counters, GroupStats};
 
 use crate::error::{Error, ErrorKind};
-use crate::heads::HeadGroups;
-use crate::pool::{Pool, Store};
+use crate::heads::{HeadGroups, LocalWindow};
+use crate::pool::{BlockGroup, Pool, Store, Use};
 use crate::segment::hash::seed_of;
 use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 
@@ -28,6 +31,8 @@ use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 struct Shared {
     config: CacheConfig,
     groups: HeadGroups,
+    /// What each group keeps; `None` for all tokens.
+    windows: Vec<Option<LocalWindow>>,
     store: Arc<Store<Index>>,
     counters: stats::Tally,
 }
@@ -55,7 +60,12 @@ impl KvCache {
     /// head map that does not fit the shape.
     pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
         let groups = config.validated_groups()?;
-        let pool = Pool::new(config.arena_pages, config.slab_pages, groups.pages())?;
+        let windows = groups.windows();
+        let pool = Pool::of_groups(
+            config.arena_pages,
+            config.slab_pages,
+            &block_groups(groups.pages(), &windows),
+        )?;
         let shape = &config.shape;
         let seed = seed_of(&[
             shape.layers(),
@@ -67,9 +77,10 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let index = Index::new(hasher, model, pool.capacity(), page_tokens, groups.len());
+        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone());
         let store = Arc::new(Store::new(pool, index));
-        Ok(KvCache(Arc::new(Shared { config, groups, store, counters: stats::Tally::default() })))
+        let counters = stats::Tally::default();
+        Ok(KvCache(Arc::new(Shared { config, groups, windows, store, counters })))
     }
 
     /// What the cache was built from.
@@ -157,7 +168,7 @@ impl KvCache {
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
     pub fn rebalance(&self) {
         let mut stored = self.0.store.lock();
-        freeze::relieve(&self.0, &mut stored, 0);
+        freeze::relieve(&self.0, &mut stored, &[]);
         freeze::regrow(&self.0, &mut stored);
     }
 
@@ -177,4 +188,20 @@ impl KvCache {
         stored.index.check()?;
         freeze::check(&stored)
     }
+}
+
+/// The pool's groups: those of the heads, then single pages for heads that are promoted, if there
+/// is a window group to promote them from.
+fn block_groups(pages: &[u32], windows: &[Option<LocalWindow>]) -> Vec<BlockGroup> {
+    let kind = |window: &Option<LocalWindow>| match window {
+        Some(_) => Use::Passing,
+        None => Use::Lasting,
+    };
+    let heads = pages.iter().zip(windows);
+    let mut groups: Vec<BlockGroup> =
+        heads.map(|(&pages, window)| BlockGroup { pages, kind: kind(window) }).collect();
+    if windows.iter().any(Option::is_some) {
+        groups.push(BlockGroup { pages: 1, kind: Use::Loose });
+    }
+    groups
 }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
 use crate::ids::{GroupId, KeyId};
-use crate::plan::{BlockTable, ReusePlan};
-use crate::pool::{SharedBlocks, WritableBlocks};
-use crate::segment::{Digest, Index, Link, Parent};
+use crate::plan::ReusePlan;
+use crate::segment::{Digest, Link, Parent};
 
 use super::Shared;
+use super::holding::Holding;
 
 /// How far the request's exact prefix has been entered into the prefix tree.
 #[derive(Clone, Copy)]
@@ -30,31 +30,36 @@ impl Chain {
 
 /// An admitted prompt and what it generates.
 ///
-/// `Send`, not shared between threads: one runner drives it. Positions are the request's own.
+/// `Send`, not shared between threads: one runner drives it. Positions are the request's own. What
+/// it reads lies in tables: one a head group, in the groups' order, then one a promoted head.
 pub struct Request {
     pub(super) shared: Arc<Shared>,
     pub(super) namespace: String,
+    pub(super) regime: u64,
     pub(super) key: KeyId,
     pub(super) marks: Vec<(Range<usize>, KeyId)>,
     pub(super) tokens: Vec<u32>,
     pub(super) share: bool,
     pub(super) plan: ReusePlan,
-    pub(super) table: BlockTable,
+    /// One a table.
+    pub(super) holdings: Vec<Holding>,
+    /// (layer, KV head) of the tables behind those of the groups.
+    pub(super) promoted: Vec<(u32, u32)>,
     /// Grid blocks of the exact prefix: never written.
     pub(super) read_only: usize,
+    /// Rows before this one are done.
+    pub(super) front: usize,
+    /// Whether the prompt is still being computed chunk by chunk: until then nobody else may hold
+    /// the blocks of window groups, so that giving them up always makes room.
+    pub(super) in_chunks: bool,
+    /// Positions that admission promised room for.
+    pub(super) reserved: usize,
     /// Tokens whose KV the index may have learnt: never written again.
     pub(super) committed: usize,
     pub(super) exact: usize,
     pub(super) chain: Chain,
     /// The virtual block before the first uncommitted block.
     pub(super) before: Option<Link>,
-    pub(super) copies: Vec<Vec<[i32; 6]>>,
-    /// Dropped before the prefix, so that the tail is evicted before it.
-    pub(super) private: WritableBlocks<Index>,
-    /// Blocks that were copied away from, held until the copies are done.
-    pub(super) replaced: Vec<SharedBlocks<Index>>,
-    pub(super) donors: Option<SharedBlocks<Index>>,
-    pub(super) prefix: SharedBlocks<Index>,
 }
 
 impl Request {
@@ -82,39 +87,70 @@ impl Request {
         &self.tokens
     }
 
+    /// The namespace of the prompt.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    /// The RoPE regime of the prompt.
+    #[must_use]
+    pub fn regime(&self) -> u64 {
+        self.regime
+    }
+
+    /// Tables: one a head group and one a promoted head.
+    #[must_use]
+    pub fn tables(&self) -> usize {
+        self.holdings.len()
+    }
+
     /// Blocks of the first head group that this request alone pays for.
     #[must_use]
     pub fn private_blocks(&self) -> usize {
-        self.private.blocks().len() / self.shared.groups.len()
+        self.holdings[0].own_blocks()
     }
 
     /// Blocks of the first head group that this request reads and others may read as well: its
     /// exact prefix and, while they are held, its segments' donors.
     #[must_use]
     pub fn shared_blocks(&self) -> usize {
-        let donors = self.donors.as_ref().map_or(0, |donors| donors.blocks().len());
-        (self.prefix.blocks().len() + donors) / self.shared.groups.len()
+        self.holdings[0].shared_blocks()
     }
 
-    /// The KV view of [0, len) in the first head group: `[block, begin, end, position, delta]`.
+    /// Bytes of the blocks that this request alone pays for, and of those that it reads and others
+    /// may read as well, over all head groups.
+    #[must_use]
+    pub fn kv_bytes(&self) -> (u64, u64) {
+        let page_bytes = self.shared.config.shape.page_bytes();
+        let bytes = |held: &Holding, blocks: usize| {
+            let pages = self.shared.groups.pages().get(held.group.index()).map_or(1, |&n| n);
+            blocks as u64 * u64::from(pages) * page_bytes
+        };
+        let own = self.holdings.iter().map(|held| bytes(held, held.own_blocks())).sum();
+        let shared = self.holdings.iter().map(|held| bytes(held, held.shared_blocks())).sum();
+        (own, shared)
+    }
+
+    /// The KV view of [0, len) in the first table: `[block, begin, end, position, delta]`.
     #[must_use]
     pub fn entries(&self) -> Vec<[i32; 5]> {
-        self.table.entries(self.len(), 0)
+        self.holdings[0].table.entries(self.len())
     }
 
-    /// The KV view of one head group.
+    /// The KV view of one table; that of a window group lists what is kept.
     ///
     /// # Errors
-    /// `OutOfRange` if there is no such group.
-    pub fn entries_of(&self, group: GroupId) -> Result<Vec<[i32; 5]>, Error> {
-        self.check_group(group)?;
-        Ok(self.table.entries(self.len(), group.index()))
+    /// `OutOfRange` if there is no such table.
+    pub fn entries_of(&self, table: usize) -> Result<Vec<[i32; 5]>, Error> {
+        self.check_table(table)?;
+        Ok(self.holdings[table].table.entries(self.len()))
     }
 
-    fn check_group(&self, group: GroupId) -> Result<(), Error> {
-        let groups = self.shared.groups.len();
-        if group.index() >= groups {
-            return Err(Error::out_of_range("head group", format!("group < {groups}"), group.0));
+    pub(super) fn check_table(&self, table: usize) -> Result<(), Error> {
+        let tables = self.tables();
+        if table >= tables {
+            return Err(Error::out_of_range("table", format!("table < {tables}"), table));
         }
         Ok(())
     }
@@ -123,7 +159,7 @@ impl Request {
     /// `[src_block, src_slot, dst_block, dst_slot, count, delta]`. Their sources stay held until
     /// [`Self::finish_copies`]. A second call returns what has come up since.
     pub fn take_copies(&mut self) -> Vec<[i32; 6]> {
-        std::mem::take(&mut self.copies[0])
+        std::mem::take(&mut self.holdings[0].copies)
     }
 
     /// The copies of one head group.
@@ -131,23 +167,32 @@ impl Request {
     /// # Errors
     /// `OutOfRange` if there is no such group.
     pub fn take_copies_of(&mut self, group: GroupId) -> Result<Vec<[i32; 6]>, Error> {
-        self.check_group(group)?;
-        Ok(std::mem::take(&mut self.copies[group.index()]))
+        self.check_table(group.index())?;
+        Ok(std::mem::take(&mut self.holdings[group.index()].copies))
     }
 
     /// Says that all copies that were taken have been executed; lets go of their sources. In
-    /// share mode the segments' donors stay held: they are read in place.
+    /// share mode the segments' donors stay held: they are read in place. So do those of pieces
+    /// whose blocks get memory later.
     pub fn finish_copies(&mut self) {
-        if self.copies.iter().all(Vec::is_empty) {
-            self.replaced.clear();
-            if !self.share {
-                self.donors = None;
+        if self.copies_taken("copies").is_err() {
+            return;
+        }
+        let mut gone = Vec::new();
+        for held in &mut self.holdings {
+            held.replaced.clear();
+            let waits = self.share && held.window.is_none();
+            if !waits && !held.donors.blocks().is_empty() {
+                gone.extend(held.drop_donors());
             }
+        }
+        if !gone.is_empty() {
+            self.shared.store.lock().pool.release(&gone);
         }
     }
 
     pub(super) fn copies_taken(&self, what: &str) -> Result<(), Error> {
-        let left = self.copies.iter().map(Vec::len).sum::<usize>();
+        let left = self.holdings.iter().map(|held| held.copies.len()).sum::<usize>();
         if left > 0 {
             return Err(Error::invalid(what, "take_copies() and their execution first", {
                 format!("{left} copies not taken")
@@ -156,21 +201,23 @@ impl Request {
         Ok(())
     }
 
-    /// Where the K, V of each position go in the first head group: `[block, slot]`.
+    /// Where the K, V of each position go in the first table: `[block, slot]`.
     ///
     /// # Errors
     /// `OutOfRange` for a position outside [0, len), `NotWritable` for one whose KV others may
     /// read: exact prefix, donor window, committed, or shared with a fork.
     pub fn slots(&self, positions: &[i32]) -> Result<Vec<[i32; 2]>, Error> {
-        self.slots_of(GroupId(0), positions)
+        self.slots_of(0, positions)
     }
 
-    /// Where the K, V of each position go in one head group.
+    /// Where the K, V of each position go in one table; `[-1, -1]` where a window group keeps
+    /// nothing.
     ///
     /// # Errors
     /// As [`Self::slots`].
-    pub fn slots_of(&self, group: GroupId, positions: &[i32]) -> Result<Vec<[i32; 2]>, Error> {
-        self.check_group(group)?;
+    pub fn slots_of(&self, table: usize, positions: &[i32]) -> Result<Vec<[i32; 2]>, Error> {
+        self.check_table(table)?;
+        let held = &self.holdings[table];
         let page = self.shared.page_tokens();
         let stored = self.shared.store.lock();
         let mut slots = Vec::with_capacity(positions.len());
@@ -178,18 +225,22 @@ impl Request {
         for &position in positions {
             let at = self.position(position)?;
             let b = at / page;
+            let block = held.table.block(b);
             if b != writable {
-                let row = self.table.row(b).filter(|_| b >= self.read_only);
-                let alone = |row: &&[_]| row.iter().all(|&block| stored.pool.owners(block) == 1);
-                if row.filter(alone).is_none() {
-                    return Err(self.not_writable(at));
+                let shared = block.is_some_and(|block| stored.pool.owners(block) != 1);
+                let lost = block.is_none() && held.window.is_none();
+                if b < self.read_only || shared || lost {
+                    return Err(self.not_writable(table, at));
                 }
                 writable = b;
             }
-            if at < self.committed || self.is_window(at) {
-                return Err(self.not_writable(at));
+            if at < self.committed || self.is_window(table, at) {
+                return Err(self.not_writable(table, at));
             }
-            slots.push([self.table.page(b, group.index()), (at - b * page) as i32]);
+            slots.push(match block {
+                Some(_) => [held.table.page(b), (at - b * page) as i32],
+                None => [-1, -1],
+            });
         }
         Ok(slots)
     }
@@ -201,15 +252,15 @@ impl Request {
         })
     }
 
-    fn is_window(&self, at: usize) -> bool {
-        self.share && self.table.windows_in(at..at + 1).next().is_some()
+    fn is_window(&self, table: usize, at: usize) -> bool {
+        self.share && self.holdings[table].table.windows_in(at..at + 1).next().is_some()
     }
 
-    pub(super) fn not_writable(&self, at: usize) -> Error {
+    pub(super) fn not_writable(&self, table: usize, at: usize) -> Error {
         let b = at / self.shared.page_tokens();
         let got = if b < self.read_only {
             "a position of the exact prefix"
-        } else if self.is_window(at) {
+        } else if self.is_window(table, at) {
             "a position read from a donor; see make_writable"
         } else if at < self.committed {
             "a committed position"
@@ -218,11 +269,6 @@ impl Request {
         };
         let expected = "a position in a block of this request alone";
         Error::new(ErrorKind::NotWritable, format!("position {at}"), expected, got)
-    }
-
-    /// Whether the whole of grid block `b` is stored in a block that this request allocated.
-    pub(super) fn is_own(&self, b: usize) -> bool {
-        b >= self.read_only && self.table.own(b).is_some()
     }
 
     /// The namespace in which a span is found again: a mark's if it lies wholly inside.
@@ -235,28 +281,76 @@ impl Request {
     /// side writes first.
     ///
     /// # Errors
-    /// `InvalidArgument` if copies have not been taken: the fork would read blocks not yet filled.
+    /// `InvalidArgument` if copies have not been taken (the fork would read blocks not yet
+    /// filled), the prompt is still computed in chunks, or heads have been promoted.
     pub fn fork(&self) -> Result<Request, Error> {
         self.copies_taken("fork")?;
+        self.chunks_done("fork")?;
+        if !self.promoted.is_empty() {
+            let got = format!("{} of them", self.promoted.len());
+            return Err(Error::invalid("fork", "a request without promoted heads", got));
+        }
+        let store = &self.shared.store;
         Ok(Request {
             shared: Arc::clone(&self.shared),
             namespace: self.namespace.clone(),
+            regime: self.regime,
             key: self.key,
             marks: self.marks.clone(),
             tokens: self.tokens.clone(),
             share: self.share,
             plan: self.plan.clone(),
-            table: self.table.clone(),
+            holdings: self.holdings.iter().map(|held| held.fork(store)).collect(),
+            promoted: Vec::new(),
             read_only: self.read_only,
+            front: self.front,
+            in_chunks: false,
+            reserved: 0,
             committed: self.committed,
             exact: self.exact,
             chain: self.chain,
             before: self.before,
-            copies: vec![Vec::new(); self.shared.groups.len()],
-            prefix: self.prefix.clone(),
-            donors: self.donors.clone(),
-            replaced: Vec::new(),
-            private: self.private.fork(),
         })
+    }
+
+    /// Refuses what would give others a hold on blocks of a prompt that is still in chunks.
+    pub(super) fn chunks_done(&self, what: &str) -> Result<(), Error> {
+        if self.in_chunks {
+            let got = format!("rows from {} on to come", self.front);
+            return Err(Error::invalid(what, "a prompt whose chunks are all computed", got));
+        }
+        Ok(())
+    }
+
+    /// What the heads of a layer read: `[table, rank, window, sink]` a KV head.
+    ///
+    /// # Errors
+    /// `OutOfRange` if the model has no such layer.
+    pub fn head_rows(&self, layer: u32) -> Result<Vec<[i32; 4]>, Error> {
+        let mut rows = self.shared.groups.head_rows(layer)?;
+        let first = self.shared.groups.len();
+        for (table, &(_, head)) in (first..).zip(&self.promoted).filter(|(_, at)| at.0 == layer) {
+            rows[head as usize] = [table as i32, 0, 0, 0];
+        }
+        Ok(rows)
+    }
+
+    /// Heads of window groups that are full for this request, as (layer, KV head), in the order
+    /// of their tables.
+    #[must_use]
+    pub fn promoted(&self) -> &[(u32, u32)] {
+        &self.promoted
+    }
+}
+
+impl Drop for Request {
+    fn drop(&mut self) {
+        if self.in_chunks {
+            let mut stored = self.shared.store.lock();
+            for held in self.holdings.iter().filter(|held| held.window.is_some()) {
+                let private = held.private.blocks().iter();
+                private.for_each(|&block| stored.index.withhold(block, false));
+            }
+        }
     }
 }

@@ -49,7 +49,7 @@ pub struct Counters {
 /// The state of a cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CacheStats {
-    /// One entry a head group.
+    /// One entry a head group, and with window groups one for the pages of promoted heads.
     pub groups: Vec<GroupStats>,
     /// Pages of the arena.
     pub arena_pages: u32,
@@ -114,7 +114,7 @@ pub(super) fn collect(shared: &Shared) -> CacheStats {
             held: counts.held,
             cached: counts.cached,
             claimable: counts.claimable,
-            frozen,
+            frozen: if index < shared.groups.len() { frozen } else { 0 },
         }
     };
     CacheStats {

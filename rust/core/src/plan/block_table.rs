@@ -1,13 +1,15 @@
-//! Where a request's tokens lie: private and prefix blocks on its own grid, donor windows between.
+//! Where a request's tokens lie in one head group: private and prefix blocks on its own grid, donor
+//! windows between.
 //!
 //! Grid block b holds positions [bP, (b+1)P). A donor window (share mode) covers positions whose
-//! KV is read from a block on the donor's grid; it takes precedence over the grid block.
+//! KV is read from a block on the donor's grid; it takes precedence over the grid block. A window
+//! group has no block where it keeps nothing.
 
 use std::ops::Range;
 
 use crate::ids::BlockId;
 
-/// Positions that are read from a donor block.
+/// Positions whose KV lies in a donor block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Window {
     pub(crate) start: usize,
@@ -15,97 +17,112 @@ pub(crate) struct Window {
     /// Donor slot of `start`.
     pub(crate) begin: u32,
     pub(crate) delta: i32,
-    /// Where the donor's page numbers stand, one a group.
-    pub(crate) donor: usize,
+    pub(crate) donor: BlockId,
+    /// The donor's page number.
+    pub(crate) page: i32,
 }
 
-/// The block table of one request over all head groups.
+impl Window {
+    /// The part inside a range that the window meets.
+    pub(crate) fn clip(self, range: &Range<usize>) -> Window {
+        let start = self.start.max(range.start);
+        let begin = self.begin + (start - self.start) as u32;
+        Window { start, end: self.end.min(range.end), begin, ..self }
+    }
+}
+
+/// The block table of one request in one head group.
 #[derive(Clone, Default)]
 pub(crate) struct BlockTable {
     page_tokens: usize,
-    groups: usize,
     blocks: Vec<BlockId>,
     pages: Vec<i32>,
     windows: Vec<Window>,
-    donor_pages: Vec<i32>,
 }
 
 impl BlockTable {
-    pub(crate) fn new(page_tokens: usize, groups: usize) -> BlockTable {
-        BlockTable {
-            page_tokens,
-            groups,
-            blocks: Vec::new(),
-            pages: Vec::new(),
-            windows: Vec::new(),
-            donor_pages: Vec::new(),
-        }
+    pub(crate) fn new(page_tokens: usize) -> BlockTable {
+        BlockTable { page_tokens, ..BlockTable::default() }
     }
 
     /// Grid blocks, the absent ones included.
     pub(crate) fn len(&self) -> usize {
-        self.blocks.len() / self.groups
+        self.blocks.len()
     }
 
-    /// Appends a grid block; `None` where donor windows cover all of it.
-    pub(crate) fn push(&mut self, row: Option<&[BlockId]>, page: impl Fn(BlockId) -> i32) {
-        match row {
-            Some(row) => {
-                self.blocks.extend_from_slice(row);
-                self.pages.extend(row.iter().map(|&block| page(block)));
+    pub(crate) fn span(&self, b: usize) -> Range<usize> {
+        b * self.page_tokens..(b + 1) * self.page_tokens
+    }
+
+    /// Appends a grid block.
+    pub(crate) fn push(&mut self, block: BlockId, page: i32) {
+        self.blocks.push(block);
+        self.pages.push(page);
+    }
+
+    /// Appends absent grid blocks up to a number of all.
+    pub(crate) fn grow(&mut self, len: usize) {
+        self.blocks.resize(len.max(self.len()), BlockId::NONE);
+        self.pages.resize(self.len(), 0);
+    }
+
+    /// Puts another block in place of a grid block.
+    pub(crate) fn set(&mut self, b: usize, block: BlockId, page: i32) {
+        (self.blocks[b], self.pages[b]) = (block, page);
+    }
+
+    /// Takes a grid block out; none if it is absent.
+    pub(crate) fn take(&mut self, b: usize) -> Option<BlockId> {
+        let block = std::mem::replace(&mut self.blocks[b], BlockId::NONE);
+        block.is_some().then_some(block)
+    }
+
+    /// A grid block; none if it is absent.
+    pub(crate) fn block(&self, b: usize) -> Option<BlockId> {
+        self.blocks.get(b).copied().filter(|block| block.is_some())
+    }
+
+    /// A grid block of which no part is read from a donor.
+    pub(crate) fn own(&self, b: usize) -> Option<BlockId> {
+        self.block(b).filter(|_| self.windows_in(self.span(b)).next().is_none())
+    }
+
+    pub(crate) fn page(&self, b: usize) -> i32 {
+        self.pages[b]
+    }
+
+    /// Whether positions of a range that lies in grid block `b` have neither block nor donor.
+    pub(crate) fn lacks(&self, b: usize, range: &Range<usize>) -> bool {
+        let mut at = range.start;
+        for window in self.windows_in(range.clone()).take_while(|_| self.block(b).is_none()) {
+            if window.start > at {
+                return true;
             }
-            None => {
-                let size = self.blocks.len() + self.groups;
-                self.blocks.resize(size, BlockId::NONE);
-                self.pages.resize(size, 0);
-            }
+            at = window.end;
         }
-    }
-
-    /// Puts other blocks in place of a grid block.
-    pub(crate) fn replace(&mut self, b: usize, row: &[BlockId], page: impl Fn(BlockId) -> i32) {
-        let at = b * self.groups;
-        for (group, &block) in row.iter().enumerate() {
-            self.blocks[at + group] = block;
-            self.pages[at + group] = page(block);
-        }
-    }
-
-    /// The blocks of a grid block, one a group; none if donors cover all of it.
-    pub(crate) fn row(&self, b: usize) -> Option<&[BlockId]> {
-        let row = self.blocks.get(b * self.groups..(b + 1) * self.groups)?;
-        row[0].is_some().then_some(row)
-    }
-
-    /// The blocks of a grid block of which no part is read from a donor.
-    pub(crate) fn own(&self, b: usize) -> Option<&[BlockId]> {
-        let span = b * self.page_tokens..(b + 1) * self.page_tokens;
-        self.row(b).filter(|_| self.windows_in(span).next().is_none())
-    }
-
-    pub(crate) fn page(&self, b: usize, group: usize) -> i32 {
-        self.pages[b * self.groups + group]
+        self.block(b).is_none() && at < range.end
     }
 
     /// Appends a donor window; windows come in order of position.
-    pub(crate) fn push_window(&mut self, window: Window, pages: &[i32]) {
-        self.windows.push(Window { donor: self.donor_pages.len(), ..window });
-        self.donor_pages.extend_from_slice(pages);
+    pub(crate) fn push_window(&mut self, window: Window) {
+        self.windows.push(window);
+    }
+
+    /// Donor windows in order of position.
+    pub(crate) fn windows(&self) -> &[Window] {
+        &self.windows
+    }
+
+    /// Keeps some of the donor windows; true if any went.
+    pub(crate) fn retain_windows(&mut self, keep: impl Fn(&Window) -> bool) -> bool {
+        let before = self.windows.len();
+        self.windows.retain(keep);
+        self.windows.len() < before
     }
 
     /// The donor windows that meet a range, clipped to it.
     pub(crate) fn windows_in(&self, range: Range<usize>) -> impl Iterator<Item = Window> + '_ {
-        let first = self.windows.partition_point(|window| window.end <= range.start);
-        let meeting = self.windows[first..].iter().take_while(move |w| w.start < range.end);
-        meeting.map(move |window| {
-            let start = window.start.max(range.start);
-            let begin = window.begin + (start - window.start) as u32;
-            Window { start, end: window.end.min(range.end), begin, ..*window }
-        })
-    }
-
-    pub(crate) fn donor_page(&self, window: &Window, group: usize) -> i32 {
-        self.donor_pages[window.donor + group]
+        windows_in(&self.windows, range)
     }
 
     /// Ends donor coverage of a range.
@@ -120,21 +137,20 @@ impl BlockTable {
                 kept.push(Window { end: range.start, ..*window });
             }
             if window.end > range.end {
-                let begin = window.begin + (range.end - window.start) as u32;
-                kept.push(Window { start: range.end, begin, ..*window });
+                kept.push(window.clip(&(range.end..window.end)));
             }
         }
         self.windows = kept;
     }
 
-    /// `entries` rows `[block, begin, end, position, delta]` of a group over positions [0, len).
-    pub(crate) fn entries(&self, len: usize, group: usize) -> Vec<[i32; 5]> {
+    /// `entries` rows `[block, begin, end, position, delta]` of what is stored of [0, len).
+    pub(crate) fn entries(&self, len: usize) -> Vec<[i32; 5]> {
         let mut entries = Vec::with_capacity(self.len() + 2 * self.windows.len());
         let mut at = 0;
         for window in self.windows_in(0..len) {
-            self.grid_entries(at..window.start, group, &mut entries);
+            self.grid_entries(at..window.start, &mut entries);
             entries.push([
-                self.donor_page(&window, group),
+                window.page,
                 window.begin as i32,
                 window.begin as i32 + (window.end - window.start) as i32,
                 window.start as i32,
@@ -142,48 +158,74 @@ impl BlockTable {
             ]);
             at = window.end;
         }
-        self.grid_entries(at..len, group, &mut entries);
+        self.grid_entries(at..len, &mut entries);
         entries
     }
 
-    fn grid_entries(&self, range: Range<usize>, group: usize, entries: &mut Vec<[i32; 5]>) {
+    fn grid_entries(&self, range: Range<usize>, entries: &mut Vec<[i32; 5]>) {
         let mut at = range.start;
         while at < range.end {
             let b = at / self.page_tokens;
             let end = range.end.min((b + 1) * self.page_tokens);
-            let first = b * self.page_tokens;
-            let page = self.page(b, group);
-            entries.push([page, (at - first) as i32, (end - first) as i32, at as i32, 0]);
+            if self.block(b).is_some() {
+                let first = b * self.page_tokens;
+                let page = self.page(b);
+                entries.push([page, (at - first) as i32, (end - first) as i32, at as i32, 0]);
+            }
             at = end;
         }
     }
+}
+
+/// Those of sorted windows that meet a range, clipped to it.
+pub(crate) fn windows_in(
+    windows: &[Window],
+    range: Range<usize>,
+) -> impl Iterator<Item = Window> + '_ {
+    let first = windows.partition_point(|window| window.end <= range.start);
+    let meeting = windows[first..].iter().take_while({
+        let end = range.end;
+        move |window| window.start < end
+    });
+    meeting.map(move |window| window.clip(&range))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn page(block: BlockId) -> i32 {
-        100 + block.index() as i32
+    fn window(start: usize, end: usize, begin: u32, page: i32) -> Window {
+        Window { start, end, begin, delta: -7, donor: BlockId::new(page as u32), page }
     }
 
     fn table() -> BlockTable {
-        let mut table = BlockTable::new(4, 1);
-        table.push(Some(&[BlockId::new(0)]), page);
-        table.push(None, page);
-        table.push(Some(&[BlockId::new(2)]), page);
-        let window = Window { start: 2, end: 5, begin: 1, delta: -7, donor: 0 };
-        table.push_window(window, &[50]);
-        table.push_window(Window { start: 5, end: 9, begin: 0, delta: -7, donor: 0 }, &[60]);
+        let mut table = BlockTable::new(4);
+        table.push(BlockId::new(0), 100);
+        table.grow(2);
+        table.push(BlockId::new(2), 102);
+        table.push_window(window(2, 5, 1, 50));
+        table.push_window(window(5, 9, 0, 60));
         table
     }
 
     #[test]
     fn entries_interleave_grid_and_donors() {
         let expected = [[100, 0, 2, 0, 0], [50, 1, 4, 2, -7], [60, 0, 4, 5, -7], [102, 1, 3, 9, 0]];
-        assert_eq!(table().entries(11, 0), expected);
-        assert_eq!(table().entries(3, 0), [[100, 0, 2, 0, 0], [50, 1, 2, 2, -7]]);
-        assert!(table().entries(0, 0).is_empty());
+        assert_eq!(table().entries(11), expected);
+        assert_eq!(table().entries(3), [[100, 0, 2, 0, 0], [50, 1, 2, 2, -7]]);
+        assert!(table().entries(0).is_empty());
+    }
+
+    #[test]
+    fn what_is_absent_is_not_read() {
+        let mut table = table();
+        assert!(!table.lacks(1, &(4..8)));
+        table.uncover(&(4..5));
+        assert!(table.lacks(1, &(4..8)));
+        assert!(!table.lacks(1, &(5..8)));
+        assert_eq!(table.take(0), Some(BlockId::new(0)));
+        assert_eq!(table.take(0), None);
+        assert_eq!(table.entries(6), [[50, 1, 3, 2, -7], [60, 0, 1, 5, -7]]);
     }
 
     #[test]

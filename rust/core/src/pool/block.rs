@@ -23,15 +23,15 @@ pub struct SharedBlocks<I> {
 }
 
 impl<I: Evict> WritableBlocks<I> {
-    /// Allocates `rows` blocks of every group, all or nothing.
+    /// Allocates as many blocks of each group as `needs` says, all or nothing.
     ///
     /// # Errors
     /// `PoolFull`, with nothing changed.
-    pub fn allocate(store: &Arc<Store<I>>, rows: usize) -> Result<WritableBlocks<I>, Error> {
-        let mut blocks = Vec::with_capacity(rows);
+    pub fn allocate(store: &Arc<Store<I>>, needs: &[usize]) -> Result<WritableBlocks<I>, Error> {
+        let mut blocks = Vec::with_capacity(needs.iter().sum());
         let mut stored = store.lock();
         let stored = &mut *stored;
-        stored.pool.allocate(rows, &mut stored.index, &mut blocks)?;
+        stored.pool.allocate(needs, &mut stored.index, &mut blocks)?;
         Ok(WritableBlocks { store: Arc::clone(store), blocks })
     }
 }
@@ -42,7 +42,7 @@ impl<I> WritableBlocks<I> {
         WritableBlocks { store: Arc::clone(store), blocks }
     }
 
-    /// The blocks, row by row, groups in order.
+    /// The blocks.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
@@ -51,6 +51,17 @@ impl<I> WritableBlocks<I> {
     /// Adds blocks that were allocated under the lock.
     pub(crate) fn extend(&mut self, blocks: &[BlockId]) {
         self.blocks.extend_from_slice(blocks);
+    }
+
+    /// Takes some of the blocks out of the guard; they stay held, and whoever called gives them
+    /// back under the lock.
+    pub(crate) fn part_with(&mut self, given: &[BlockId]) -> Vec<BlockId> {
+        part(&mut self.blocks, given)
+    }
+
+    /// Takes up to `count` blocks out of the guard; they stay held.
+    pub(crate) fn take_last(&mut self, count: usize) -> Vec<BlockId> {
+        self.blocks.split_off(self.blocks.len().saturating_sub(count))
     }
 
     /// A second owner of the same blocks: neither may write before it has copied.
@@ -71,12 +82,7 @@ impl<I> WritableBlocks<I> {
     /// Gives up the right to write some of the blocks; the others stay.
     #[must_use = "dropping the result releases the blocks"]
     pub fn share_some(&mut self, given: &[BlockId]) -> SharedBlocks<I> {
-        let mut sorted = given.to_vec();
-        sorted.sort_unstable();
-        let (out, kept) = std::mem::take(&mut self.blocks)
-            .into_iter()
-            .partition(|block| sorted.binary_search(block).is_ok());
-        self.blocks = kept;
+        let out = self.part_with(given);
         let given = WritableBlocks { store: Arc::clone(&self.store), blocks: out };
         given.share()
     }
@@ -98,10 +104,21 @@ impl<I> SharedBlocks<I> {
         SharedBlocks { store: Arc::clone(store), blocks }
     }
 
-    /// The blocks, row by row, groups in order.
+    /// The blocks.
     #[must_use]
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// Takes some of the blocks out of the guard; they stay held, and whoever called gives them
+    /// back under the lock.
+    pub(crate) fn part_with(&mut self, given: &[BlockId]) -> Vec<BlockId> {
+        part(&mut self.blocks, given)
+    }
+
+    /// Takes all blocks out of the guard; they stay held.
+    pub(crate) fn take_all(&mut self) -> Vec<BlockId> {
+        std::mem::take(&mut self.blocks)
     }
 
     /// Takes the right to write, if nobody else names a block and no index does.
@@ -124,6 +141,16 @@ impl<I> SharedBlocks<I> {
         let blocks = std::mem::take(&mut self.blocks);
         Ok(WritableBlocks { store: Arc::clone(&self.store), blocks })
     }
+}
+
+/// Moves the given blocks out of a list, as often as they stand there.
+fn part(blocks: &mut Vec<BlockId>, given: &[BlockId]) -> Vec<BlockId> {
+    let mut sorted = given.to_vec();
+    sorted.sort_unstable();
+    let given = |block: &BlockId| sorted.binary_search(block).is_ok();
+    let (out, kept) = std::mem::take(blocks).into_iter().partition(given);
+    *blocks = kept;
+    out
 }
 
 impl<I> Clone for SharedBlocks<I> {

@@ -5,6 +5,7 @@ use crate::ids::{BlockId, GroupId};
 
 use super::arena::Arena;
 use super::lru::{Links, LruList};
+use super::slab::Slab;
 
 /// What the pool tells an index: a block's content is about to be overwritten.
 pub trait Evict {
@@ -30,6 +31,26 @@ pub enum BlockState {
     Cached,
 }
 
+/// What the blocks of a group are used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// They are kept for as long as somebody reads them.
+    Lasting,
+    /// Most are given up soon after: windows of tokens move on.
+    Passing,
+    /// Single pages that no index ever names, and of which there may be none.
+    Loose,
+}
+
+/// The blocks of one group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockGroup {
+    /// Pages of one block.
+    pub pages: u32,
+    /// What they are used for.
+    pub kind: Use,
+}
+
 #[derive(Clone, Copy)]
 pub(super) struct Block {
     pub(super) state: BlockState,
@@ -37,17 +58,26 @@ pub(super) struct Block {
     /// holders, hence as wide as their number: a holder is a guard with a list of its own, so
     /// memory ends long before either count.
     pub(super) owners: u32,
+    pub(super) slab: u16,
     pub(super) group: GroupId,
     pub(super) indexed: bool,
 }
 
-const UNCLAIMED: Block =
-    Block { state: BlockState::Unclaimed, owners: 0, group: GroupId(0), indexed: false };
+impl Block {
+    pub(super) const UNCLAIMED: Block = Block {
+        state: BlockState::Unclaimed,
+        owners: 0,
+        slab: 0,
+        group: GroupId(0),
+        indexed: false,
+    };
+}
 
 pub(super) struct Group {
     pub(super) pages: u32,
+    pub(super) kind: Use,
     pub(super) slab_blocks: u32,
-    pub(super) free: Vec<BlockId>,
+    pub(super) free: usize,
     pub(super) lru: LruList,
     pub(super) held: usize,
     pub(super) total: usize,
@@ -73,61 +103,81 @@ pub struct GroupCounts {
 /// One arena shared by the pools of all head groups.
 pub struct Pool {
     pub(super) arena: Arena,
-    /// Block numbers a slab spans: the blocks of the smallest group.
+    /// Block numbers a slab spans: the blocks of the smallest group that is indexed.
     pub(super) stride: u32,
+    pub(super) slabs: Vec<Slab>,
     pub(super) groups: Vec<Group>,
     pub(super) blocks: Vec<Block>,
     pub(super) links: Links,
-    pages: Vec<i32>,
+    pub(super) pages: Vec<i32>,
+    /// First numbers of ranges of loose pages that are not in use.
+    pub(super) loose_numbers: Vec<u32>,
     forgotten: Vec<BlockId>,
     evictions: u64,
 }
 
 impl Pool {
-    /// Cuts an arena of `arena_pages` pages for groups whose blocks have `group_pages` pages.
+    /// Cuts an arena of `arena_pages` pages for groups whose blocks have `group_pages` pages and
+    /// are all lasting.
     ///
     /// # Errors
-    /// `InvalidArgument` if the arena holds no block beside the null block, does not fit i32 page
-    /// numbers, or the slab size does not suit it.
+    /// As [`Self::of_groups`].
     pub fn new(
         arena_pages: u64,
         slab_pages: Option<u32>,
         group_pages: &[u32],
     ) -> Result<Pool, Error> {
-        let arena = Arena::new(arena_pages, slab_pages, group_pages)?;
-        let groups: Vec<Group> = group_pages
-            .iter()
-            .map(|&pages| Group {
-                pages,
-                slab_blocks: arena.slab_pages() / pages,
-                free: Vec::new(),
-                lru: LruList::EMPTY,
-                held: 0,
-                total: 0,
-            })
-            .collect();
-        let stride = groups.iter().map(|group| group.slab_blocks).max().unwrap_or(0);
+        let lasting = |&pages: &u32| BlockGroup { pages, kind: Use::Lasting };
+        let groups: Vec<BlockGroup> = group_pages.iter().map(lasting).collect();
+        Pool::of_groups(arena_pages, slab_pages, &groups)
+    }
+
+    /// Cuts an arena of `arena_pages` pages for groups of blocks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the arena holds no block beside the null block, does not fit i32 page
+    /// numbers, or the slab size does not suit it.
+    pub fn of_groups(
+        arena_pages: u64,
+        slab_pages: Option<u32>,
+        groups: &[BlockGroup],
+    ) -> Result<Pool, Error> {
+        let arena = Arena::new(arena_pages, slab_pages, groups)?;
+        let group = |&BlockGroup { pages, kind }: &BlockGroup| Group {
+            pages,
+            kind,
+            slab_blocks: arena.slab_pages() / pages,
+            free: 0,
+            lru: LruList::EMPTY,
+            held: 0,
+            total: 0,
+        };
+        let groups: Vec<Group> = groups.iter().map(group).collect();
+        let indexed = groups.iter().filter(|group| group.kind != Use::Loose);
+        let stride = indexed.map(|group| group.slab_blocks).max().unwrap_or(0);
         let capacity = stride as usize * arena.slabs();
         let mut pool = Pool {
-            arena,
             stride,
+            slabs: (0..arena.slabs()).map(|_| Slab::default()).collect(),
             groups,
-            blocks: vec![UNCLAIMED; capacity],
+            blocks: vec![Block::UNCLAIMED; capacity],
             links: Links::new(capacity),
             pages: vec![0; capacity],
+            loose_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
+            arena,
         };
-        if group_pages.len() == 1 {
+        if pool.groups.len() == 1 {
             while pool.claim_slab(GroupId(0)) {}
         }
         Ok(pool)
     }
 
-    /// Upper bound of block indices.
+    /// Upper bound of the numbers of blocks that an index may name.
     #[must_use]
     pub fn capacity(&self) -> usize {
-        self.blocks.len()
+        self.stride as usize * self.slabs.len()
     }
 
     /// Number of groups.
@@ -193,7 +243,7 @@ impl Pool {
         let pool = &self.groups[group.index()];
         GroupCounts {
             total: pool.total,
-            free: pool.free.len(),
+            free: pool.free,
             held: pool.held,
             cached: pool.lru.len(),
             claimable: self.arena.unclaimed() * pool.slab_blocks as usize,
@@ -201,63 +251,32 @@ impl Pool {
         }
     }
 
-    pub(super) fn claim_slab(&mut self, group: GroupId) -> bool {
-        let Some(slab) = self.arena.claim(group) else { return false };
-        let pool = &mut self.groups[group.index()];
-        let first = self.arena.first_page(slab);
-        for i in (0..pool.slab_blocks).rev() {
-            let block = BlockId::new(slab * self.stride + i);
-            self.blocks[block.index()] = Block { state: BlockState::Free, group, ..UNCLAIMED };
-            self.pages[block.index()] = (first + i * pool.pages) as i32;
-            pool.free.push(block);
-        }
-        pool.total += pool.slab_blocks as usize;
-        true
-    }
-
-    /// Takes `rows` blocks of every group, all or nothing, evicting cached blocks, least recently
-    /// used first, where free ones do not suffice. Appends to `out` row by row, groups in order.
+    /// Takes blocks, all or nothing, as many of each group as `needs` says, evicting cached blocks
+    /// where free ones do not suffice. Appends to `out` group by group.
     ///
     /// # Errors
     /// `PoolFull` with the needs and means of the group that runs out; nothing has changed then.
     pub fn allocate<E: Evict>(
         &mut self,
-        rows: usize,
+        needs: &[usize],
         index: &mut E,
         out: &mut Vec<BlockId>,
     ) -> Result<(), Error> {
-        if self.groups.iter().any(|group| group.free.len() < rows) {
-            self.make_room(rows, index)?;
+        debug_assert_eq!(needs.len(), self.groups.len(), "a need of each group");
+        if self.groups.iter().zip(needs).any(|(group, &need)| group.free < need) {
+            self.make_room(needs, index)?;
         }
-        if let [_] = self.groups[..] {
-            self.take(GroupId(0), rows, out);
-            return Ok(());
-        }
-        let start = out.len();
-        let groups = self.groups.len();
-        out.resize(start + rows * groups, BlockId::NONE);
-        let mut taken = Vec::with_capacity(rows);
-        for group in 0..groups {
-            taken.clear();
-            self.take(GroupId(group as u8), rows, &mut taken);
-            for (row, &block) in taken.iter().enumerate() {
-                out[start + row * groups + group] = block;
-            }
+        for (group, &need) in (0..).map(GroupId).zip(needs) {
+            self.take(group, need, out);
         }
         Ok(())
     }
 
-    fn take(&mut self, group: GroupId, rows: usize, out: &mut Vec<BlockId>) {
-        let pool = &mut self.groups[group.index()];
-        let at = pool.free.len() - rows;
-        let start = out.len();
-        out.extend(pool.free.drain(at..).rev());
-        pool.held += rows;
-        for &block in &out[start..] {
-            let entry = &mut self.blocks[block.index()];
-            entry.state = BlockState::Held(1);
-            entry.owners = 1;
-        }
+    /// Pages of the blocks that `needs` names.
+    #[must_use]
+    pub fn pages_of(&self, needs: &[usize]) -> u64 {
+        let pages = |(group, &need): (&Group, &usize)| need as u64 * u64::from(group.pages);
+        self.groups.iter().zip(needs).map(pages).sum()
     }
 
     /// Evicts the least recently used cached block of a group, with everything the index forgets
@@ -291,6 +310,7 @@ impl Pool {
                     let pool = &mut self.groups[entry.group.index()];
                     pool.lru.remove(&mut self.links, block);
                     pool.held += 1;
+                    self.slabs[usize::from(entry.slab)].cached -= 1;
                     BlockState::Held(1)
                 }
                 other => other,
@@ -335,13 +355,16 @@ impl Pool {
             match entry.state {
                 BlockState::Held(1) => {
                     let pool = &mut self.groups[entry.group.index()];
+                    let slab = &mut self.slabs[usize::from(entry.slab)];
                     pool.held -= 1;
                     if entry.indexed {
                         entry.state = BlockState::Cached;
                         pool.lru.push_newest(&mut self.links, block);
+                        slab.cached += 1;
                     } else {
                         entry.state = BlockState::Free;
-                        pool.free.push(block);
+                        slab.free.push(block);
+                        pool.free += 1;
                     }
                 }
                 BlockState::Held(n) => entry.state = BlockState::Held(n - 1),
@@ -363,9 +386,12 @@ impl Pool {
         entry.indexed = false;
         if entry.state == BlockState::Cached {
             let pool = &mut self.groups[entry.group.index()];
+            let slab = &mut self.slabs[usize::from(entry.slab)];
             pool.lru.remove(&mut self.links, block);
+            slab.cached -= 1;
             entry.state = BlockState::Free;
-            pool.free.push(block);
+            slab.free.push(block);
+            pool.free += 1;
         }
     }
 }

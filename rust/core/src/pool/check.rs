@@ -26,10 +26,14 @@ impl Pool {
     fn check_group(&self, id: GroupId, group: &Group) -> Result<usize, Error> {
         let name = |what: &str| format!("group {} {what}", id.0);
         let (mut free, mut held, mut cached, mut slabs) = (0, 0, 0, 0);
-        for slab in (0..self.arena.slabs() as u32).filter(|&s| self.arena.owner(s) == Some(id)) {
+        for (number, slab) in self.slabs_of(id) {
             slabs += 1;
-            for i in 0..group.slab_blocks {
-                let block = &self.blocks[(slab * self.stride + i) as usize];
+            let before = (free, cached);
+            for block in self.blocks_in(number) {
+                let block = &self.blocks[block as usize];
+                if block.slab != number || block.group != id {
+                    return Err(Error::inconsistent(name("slab"), number, block.slab));
+                }
                 match block.state {
                     BlockState::Free => free += 1,
                     BlockState::Cached => cached += 1,
@@ -48,8 +52,10 @@ impl Pool {
                     return Err(Error::inconsistent(name("index mark"), "cached", "free"));
                 }
             }
+            agree(&name("free in a slab"), free - before.0, slab.free.len())?;
+            agree(&name("cached in a slab"), cached - before.1, slab.cached as usize)?;
         }
-        agree(&name("free"), free, group.free.len())?;
+        agree(&name("free"), free, group.free)?;
         agree(&name("held"), held, group.held)?;
         agree(&name("cached"), cached, group.lru.len())?;
         agree(&name("total"), group.total, free + held + cached)?;
@@ -59,7 +65,7 @@ impl Pool {
     }
 
     fn check_lists(&self, id: GroupId, group: &Group) -> Result<(), Error> {
-        for &block in &group.free {
+        for &block in self.slabs_of(id).flat_map(|(_, slab)| &slab.free) {
             if self.state(block) != BlockState::Free {
                 return Err(Error::inconsistent("free list", "a free block", block.index()));
             }

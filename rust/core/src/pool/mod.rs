@@ -12,8 +12,9 @@ mod blocks;
 mod check;
 mod lru;
 mod reclaim;
+mod slab;
 mod store;
 
 pub use block::{SharedBlocks, WritableBlocks};
-pub use blocks::{BlockState, Evict, GroupCounts, Pool};
+pub use blocks::{BlockGroup, BlockState, Evict, GroupCounts, Pool, Use};
 pub use store::{Store, Stored};

@@ -1,12 +1,12 @@
-//! Making room: own free blocks, then unclaimed slabs, then the LRU list, then other groups'
-//! slabs in which nothing is held.
+//! Making room: own free blocks, then unclaimed slabs, then slabs of other groups in which
+//! nothing is stored, then the LRU list, then other groups' slabs in which nothing is held.
 //!
 //! Feasibility is decided before the first change, so a refused call leaves everything as it was.
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::blocks::{BlockState, Evict, Pool};
+use super::blocks::{BlockState, Evict, Group, Pool, Use};
 
 /// What one group could free, seen slab by slab.
 #[derive(Default)]
@@ -14,41 +14,107 @@ struct Means {
     /// Free and cached blocks in slabs in which something is held.
     in_place: usize,
     /// Slabs in which nothing is held, with their cached blocks.
-    whole: Vec<(usize, u32)>,
+    whole: Vec<(u32, u16)>,
 }
 
 impl Pool {
-    /// Brings the free list of every group to at least `rows` blocks.
-    pub(super) fn make_room<E: Evict>(&mut self, rows: usize, index: &mut E) -> Result<(), Error> {
-        let wanted: usize = self.groups.iter().map(|g| slabs_for(rows, g.free.len(), g)).sum();
-        let local = self.groups.iter().all(|g| g.free.len() + g.lru.len() >= rows);
-        if wanted > self.arena.unclaimed() && !local {
-            self.move_slabs(rows, index)?;
+    /// Brings the free blocks of every group to at least the number it needs.
+    pub(super) fn make_room<E: Evict>(
+        &mut self,
+        needs: &[usize],
+        index: &mut E,
+    ) -> Result<(), Error> {
+        if self.slabs_wanted(needs) > self.arena.unclaimed() {
+            let local = self.each(needs).all(|(g, need)| g.free + g.lru.len() >= need);
+            if !local {
+                self.feasible(needs)?;
+            }
+            self.give_void_slabs_back(needs);
+            if !local && self.slabs_wanted(needs) > self.arena.unclaimed() {
+                self.move_slabs(needs, index);
+            }
         }
-        for group in 0..self.groups.len() {
-            let id = GroupId(group as u8);
-            let spare = |pool: &Pool| pool.groups[group].free.len() >= rows;
-            while !spare(self) && self.claim_slab(id) {}
-            while !spare(self) && self.evict_oldest(id, index) {}
-            debug_assert!(spare(self), "room was promised");
+        for (group, &need) in (0..).map(GroupId).zip(needs) {
+            match self.groups[group.index()].kind {
+                Use::Passing => self.make_room_in_place(group, need, index),
+                _ => self.make_room_anywhere(group, need, index),
+            }
+            debug_assert!(self.groups[group.index()].free >= need, "room was promised");
         }
         Ok(())
     }
 
-    /// Moves whole slabs between groups until each can satisfy itself.
-    fn move_slabs<E: Evict>(&mut self, rows: usize, index: &mut E) -> Result<(), Error> {
-        let mut means = self.means();
-        let needed: Vec<usize> = self
-            .groups
-            .iter()
-            .zip(&means)
-            .map(|(group, means)| slabs_for(rows, means.in_place, group))
-            .collect();
-        let available = self.arena.unclaimed() + means.iter().map(|m| m.whole.len()).sum::<usize>();
-        if needed.iter().sum::<usize>() > available {
-            return Err(self.shortage(rows, &means, available));
+    fn each<'a>(&'a self, needs: &'a [usize]) -> impl Iterator<Item = (&'a Group, usize)> {
+        self.groups.iter().zip(needs.iter().copied())
+    }
+
+    /// Slabs that it takes beside what is free.
+    fn slabs_wanted(&self, needs: &[usize]) -> usize {
+        self.each(needs).map(|(group, need)| slabs_for(need, group.free, group)).sum()
+    }
+
+    fn short_of(&self, group: GroupId, need: usize) -> bool {
+        self.groups[group.index()].free < need
+    }
+
+    fn make_room_anywhere<E: Evict>(&mut self, group: GroupId, need: usize, index: &mut E) {
+        while self.short_of(group, need) && self.claim_slab(group) {}
+        while self.short_of(group, need) && self.evict_oldest(group, index) {}
+    }
+
+    /// The same for blocks of which most are soon given up: what is held for long then lies in
+    /// few slabs, and the others can serve any group. While half of the arena is unclaimed, what
+    /// is cached is worth more than that.
+    fn make_room_in_place<E: Evict>(&mut self, group: GroupId, need: usize, index: &mut E) {
+        let plenty = |pool: &Pool| 2 * pool.arena.unclaimed() > pool.arena.slabs();
+        while self.short_of(group, need) && plenty(self) && self.claim_slab(group) {}
+        while self.short_of(group, need) {
+            let partly = |slab: &super::slab::Slab| slab.cached > 0 && self.held_in(slab) > 0;
+            let Some(slab) = self.fullest(group, partly) else { break };
+            for block in self.blocks_in(slab).map(BlockId::new) {
+                if self.short_of(group, need) && self.state(block) == BlockState::Cached {
+                    self.evict(block, index);
+                }
+            }
         }
-        for (means, &keep) in means.iter_mut().zip(&needed) {
+        self.make_room_anywhere(group, need, index);
+    }
+
+    /// Whether whole slabs could move between groups until each can satisfy itself.
+    fn feasible(&self, needs: &[usize]) -> Result<(), Error> {
+        let means = self.means();
+        let wanted: usize = self.lacking(needs, &means).iter().sum();
+        let whole: usize = means.iter().map(|means| means.whole.len()).sum();
+        let available = self.arena.unclaimed() + whole;
+        if wanted > available { Err(self.shortage(needs, &means, available)) } else { Ok(()) }
+    }
+
+    /// Slabs that each group needs beside those in which it holds something.
+    fn lacking(&self, needs: &[usize], means: &[Means]) -> Vec<usize> {
+        let each = self.each(needs).zip(means);
+        each.map(|((group, need), means)| slabs_for(need, means.in_place, group)).collect()
+    }
+
+    /// Hands back slabs in which nothing is stored and that their group does not need itself.
+    fn give_void_slabs_back(&mut self, needs: &[usize]) {
+        if self.groups.len() == 1 {
+            return;
+        }
+        for slab in 0..self.slabs.len() as u16 {
+            let Some(group) = self.slabs[usize::from(slab)].owner else { continue };
+            let pool = &self.groups[group.index()];
+            let void = self.slabs[usize::from(slab)].free.len() == pool.slab_blocks as usize;
+            if void && pool.free >= needs[group.index()] + pool.slab_blocks as usize {
+                self.give_slab_back(slab);
+            }
+        }
+    }
+
+    /// Moves whole slabs between groups until each can satisfy itself.
+    fn move_slabs<E: Evict>(&mut self, needs: &[usize], index: &mut E) {
+        let mut means = self.means();
+        let lacking = self.lacking(needs, &means);
+        for (means, &keep) in means.iter_mut().zip(&lacking) {
             // The slabs with the fewest cached blocks are given first.
             means.whole.sort_unstable();
             let surplus = means.whole.len().saturating_sub(keep);
@@ -57,69 +123,51 @@ impl Pool {
             }
             means.whole.drain(..surplus);
         }
-        for (group, (means, &need)) in means.iter().zip(&needed).enumerate() {
+        for (group, (means, &need)) in (0..).map(GroupId).zip(means.iter().zip(&lacking)) {
             for _ in means.whole.len()..need {
-                self.claim_slab(GroupId(group as u8));
+                self.claim_slab(group);
             }
         }
-        Ok(())
     }
 
     fn means(&self) -> Vec<Means> {
         let mut means: Vec<Means> = self.groups.iter().map(|_| Means::default()).collect();
-        for slab in 0..self.arena.slabs() as u32 {
-            let Some(group) = self.arena.owner(slab) else { continue };
-            let (mut held, mut cached) = (0, 0);
-            let blocks = self.groups[group.index()].slab_blocks;
-            for i in 0..blocks {
-                match self.blocks[(slab * self.stride + i) as usize].state {
-                    BlockState::Held(_) => held += 1,
-                    BlockState::Cached => cached += 1,
-                    _ => {}
-                }
-            }
+        for (number, slab) in (0..).zip(&self.slabs) {
+            let Some(group) = slab.owner else { continue };
             let means = &mut means[group.index()];
-            if held == 0 {
-                means.whole.push((cached, slab));
+            if self.held_in(slab) == 0 {
+                means.whole.push((slab.cached, number));
             } else {
-                means.in_place += (blocks - held) as usize;
+                means.in_place += slab.free.len() + slab.cached as usize;
             }
         }
         means
     }
 
-    fn shortage(&self, rows: usize, means: &[Means], slabs: usize) -> Error {
-        let free = self
-            .groups
-            .iter()
-            .zip(means)
-            .map(|(group, means)| means.in_place + slabs * group.slab_blocks as usize)
-            .min()
-            .unwrap_or(0);
-        // Groups compete for slabs, so each alone may seem to suffice.
-        Error::pool_full("pool", rows, free.min(rows.saturating_sub(1)))
+    /// Names the group that lacks most. Groups compete for slabs, so each alone may seem to
+    /// suffice.
+    fn shortage(&self, needs: &[usize], means: &[Means], slabs: usize) -> Error {
+        let (mut needed, mut free) = (0, 0);
+        for ((group, need), means) in self.each(needs).zip(means) {
+            let have = means.in_place + slabs * group.slab_blocks as usize;
+            if need > 0 && (needed == 0 || need * free < needed * have) {
+                (needed, free) = (need, have);
+            }
+        }
+        Error::pool_full("pool", needed, free.min(needed.saturating_sub(1)))
     }
 
     /// Evicts what a slab caches and hands the slab back to the arena.
-    fn empty_slab<E: Evict>(&mut self, slab: u32, index: &mut E) {
-        let Some(group) = self.arena.owner(slab) else { return };
-        let blocks = self.groups[group.index()].slab_blocks;
-        let range = slab * self.stride..slab * self.stride + blocks;
-        for block in range.clone().map(BlockId::new) {
+    fn empty_slab<E: Evict>(&mut self, slab: u16, index: &mut E) {
+        for block in self.blocks_in(slab).map(BlockId::new) {
             if self.state(block) == BlockState::Cached {
                 self.evict(block, index);
             }
         }
-        let pool = &mut self.groups[group.index()];
-        pool.free.retain(|block| !range.contains(&(block.index() as u32)));
-        pool.total -= blocks as usize;
-        for block in range {
-            self.blocks[block as usize].state = BlockState::Unclaimed;
-        }
-        self.arena.give_back(slab);
+        self.give_slab_back(slab);
     }
 }
 
-fn slabs_for(rows: usize, have: usize, group: &super::blocks::Group) -> usize {
-    rows.saturating_sub(have).div_ceil(group.slab_blocks as usize)
+fn slabs_for(need: usize, have: usize, group: &Group) -> usize {
+    need.saturating_sub(have).div_ceil(group.slab_blocks as usize)
 }

@@ -32,7 +32,8 @@ impl Index {
             let hit = loop {
                 let window = &tokens[at..at + page];
                 let roll = self.hasher.roll_key(sum, domain);
-                let hit = self.rolling.find(roll, |block| self.is_content(block, key, window));
+                let is_it = |block| self.is_content(block, key, window) && self.is_whole(block);
+                let hit = self.rolling.find(roll, is_it);
                 if hit.is_some() || at + page == end {
                     break hit;
                 }
@@ -59,7 +60,7 @@ impl Index {
         let (mut end, mut block) = (range.end, block);
         while end > range.start {
             let before = self.neighbour(self.nodes.get(block).before, Some(key));
-            let Some(before) = before else { break };
+            let Some(before) = before.filter(|&before| self.is_whole(before)) else { break };
             let stored = self.nodes.tokens(before);
             if stored.len() < self.nodes.page_tokens() {
                 break;
@@ -101,7 +102,7 @@ impl Index {
                 break;
             }
             let after = self.neighbour(self.nodes.get(block).after, Some(key));
-            let Some(after) = after else { break };
+            let Some(after) = after.filter(|&after| self.is_whole(after)) else { break };
             (block, slot) = (after, 0);
         }
         at

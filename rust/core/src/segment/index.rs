@@ -1,5 +1,6 @@
 //! The index over all blocks: what enters it, and how it forgets.
 
+use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
 use crate::pool::Evict;
 
@@ -21,19 +22,20 @@ pub struct Index {
 }
 
 impl Index {
-    /// An empty index for `capacity` block numbers, pages of `page_tokens` and `groups` groups.
+    /// An empty index for `capacity` block numbers, pages of `page_tokens`, and head groups of
+    /// which each keeps a window, or `None` for all tokens.
     #[must_use]
     pub fn new(
         hasher: BlockHasher,
         model: &str,
         capacity: usize,
         page_tokens: usize,
-        groups: usize,
+        windows: Vec<Option<LocalWindow>>,
     ) -> Index {
         Index {
             hasher,
             keys: Keys::new(hasher, model),
-            nodes: Nodes::new(capacity, page_tokens, groups),
+            nodes: Nodes::new(capacity, page_tokens, windows),
             prefix: Table::new(capacity),
             content: Table::new(capacity),
             rolling: Table::new(capacity),
@@ -56,9 +58,51 @@ impl Index {
         self.keys.key(key).prefix
     }
 
-    /// The blocks of a node, one a group.
+    /// The blocks of a node, one a group; none where a window group's is gone.
     pub(crate) fn row(&self, anchor: BlockId) -> &[BlockId] {
         self.nodes.row(anchor)
+    }
+
+    /// Whether a node's blocks of all groups are there for others to hold.
+    pub(crate) fn is_whole(&self, anchor: BlockId) -> bool {
+        self.nodes.is_whole(anchor)
+    }
+
+    /// Whether the index names a block.
+    pub(crate) fn names(&self, block: BlockId) -> bool {
+        let anchor = self.nodes.anchor(block);
+        anchor.is_some() && self.nodes.is_member(anchor)
+    }
+
+    /// Says whether a block is kept from others, who would make it last longer than its request
+    /// has reckoned with.
+    pub(crate) fn withhold(&mut self, block: BlockId, withheld: bool) {
+        self.nodes.withhold(block, withheld);
+    }
+
+    /// Gives the node of the same exact prefix, if another row stands for it, the blocks that it
+    /// has lost: a window group's may go before the others.
+    pub(crate) fn fill(
+        &mut self,
+        row: &[BlockId],
+        key: KeyId,
+        parent: Parent,
+        digest: Digest,
+        tokens: &[u32],
+    ) {
+        let known = self.find_child(digest.low(), key, parent, tokens);
+        if let Some(known) = known.filter(|&known| known != row[0]) {
+            self.nodes.fill(known, row);
+        }
+    }
+
+    /// Takes those blocks out of a node that are not in `row`; appends them to `out`.
+    pub(crate) fn detach_others(&mut self, row: &[BlockId], out: &mut Vec<BlockId>) {
+        let stored = self.nodes.row(row[0]).to_vec();
+        for block in stored.into_iter().filter(|block| block.is_some() && !row.contains(block)) {
+            self.nodes.detach(block);
+            out.push(block);
+        }
     }
 
     pub(crate) fn link(&self, anchor: BlockId) -> Link {
@@ -91,7 +135,8 @@ impl Index {
     }
 
     /// Enters a row of blocks as a virtual block, unless its content is known already. An exact
-    /// one replaces an approximate one that no knowledge base has pinned.
+    /// one replaces an approximate one that no knowledge base has pinned, and one whose blocks are
+    /// all there replaces one of which some are gone.
     ///
     /// Returns the node that now stands for the content. Blocks that lost their last entry are
     /// appended to `forgotten`.
@@ -105,7 +150,11 @@ impl Index {
         let known = self.find_content_at(digest, entry.key, entry.tokens);
         let stands = match known {
             Some(old) => {
-                let better = entry.exact && !self.nodes.get(old).exact;
+                let better = match (row.iter().all(|block| block.is_some()), self.is_whole(old)) {
+                    (true, false) => true,
+                    (false, true) => false,
+                    _ => entry.exact && !self.nodes.get(old).exact,
+                };
                 if better && !self.frozen.is_pinned(old) && old != row[0] {
                     self.remove_content(old);
                     self.forget_if_void(old, forgotten);
@@ -197,7 +246,7 @@ impl Index {
             if self.nodes.get(anchor).first_child.is_some() {
                 self.forget_children(anchor, forgotten);
             }
-            forgotten.extend_from_slice(self.nodes.row(anchor));
+            forgotten.extend(self.nodes.row(anchor).iter().filter(|block| block.is_some()));
             self.nodes.clear(anchor);
         }
     }
@@ -211,7 +260,10 @@ impl Index {
         let (mut prefix, mut content, mut rolling) = (0, 0, 0);
         let page = self.nodes.page_tokens();
         for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
-            let node = self.nodes.get(block);
+            let (node, anchor) = (self.nodes.get(block), self.nodes.anchor(block));
+            if anchor.is_some() && !self.nodes.row(anchor).contains(&block) {
+                return Err(Error::inconsistent("row", "a block of it", block.index()));
+            }
             if !self.nodes.is_member(block) {
                 continue;
             }
@@ -228,7 +280,7 @@ impl Index {
             {
                 return Err(Error::inconsistent("prefix tree", "a parent", block.index()));
             }
-            for &member in self.nodes.row(block) {
+            for &member in self.nodes.row(block).iter().filter(|block| block.is_some()) {
                 if self.nodes.anchor(member) != block {
                     return Err(Error::inconsistent("anchor", block.index(), member.index()));
                 }
@@ -285,6 +337,10 @@ impl Evict for Index {
     fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>) {
         let anchor = self.nodes.anchor(block);
         if !anchor.is_some() {
+            return;
+        }
+        if anchor != block {
+            self.nodes.detach(block);
             return;
         }
         self.withdraw(anchor);

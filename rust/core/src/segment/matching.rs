@@ -93,7 +93,7 @@ impl Index {
         let mut pieces = Vec::new();
         let mut at = mark.start;
         for content in tokens[mark.clone()].chunks(self.nodes.page_tokens()) {
-            match self.find_content(key, content) {
+            match self.find_whole(key, content) {
                 Some(block) => pieces.push(self.piece(block, 0, at, content.len())),
                 None => *collided |= self.content_collides(key, content),
             }

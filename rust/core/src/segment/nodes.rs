@@ -1,8 +1,9 @@
 //! What is known of each block's content: its tokens in one flat array, its place in the indexes.
 //!
-//! A node is numbered by the block of the first head group ("anchor"); the blocks of the other
-//! groups of the same token span come and go with it.
+//! A node is numbered by the block of the first head group ("anchor"), and goes when that goes. A
+//! block of another group can go before: window groups let go of what no row sees any more.
 
+use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
 
 use super::hash::Digest;
@@ -80,7 +81,10 @@ const VOID: Node = Node {
 /// All nodes, their tokens and their blocks in every group.
 pub(super) struct Nodes {
     page_tokens: usize,
-    groups: usize,
+    /// What each group keeps of a sequence; `None` for all of it.
+    windows: Vec<Option<LocalWindow>>,
+    /// Blocks that nobody else may hold yet, by number; empty if every group keeps all.
+    withheld: Vec<bool>,
     nodes: Vec<Node>,
     tokens: Vec<u32>,
     rows: Vec<BlockId>,
@@ -88,15 +92,25 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    pub(super) fn new(capacity: usize, page_tokens: usize, groups: usize) -> Nodes {
+    pub(super) fn new(
+        capacity: usize,
+        page_tokens: usize,
+        windows: Vec<Option<LocalWindow>>,
+    ) -> Nodes {
+        let passing = windows.iter().any(Option::is_some);
         Nodes {
             page_tokens,
-            groups,
+            withheld: vec![false; if passing { capacity } else { 0 }],
             nodes: vec![VOID; capacity],
             tokens: vec![0; capacity * page_tokens],
-            rows: vec![BlockId::NONE; capacity * groups],
+            rows: vec![BlockId::NONE; capacity * windows.len()],
             anchors: vec![BlockId::NONE; capacity],
+            windows,
         }
+    }
+
+    pub(super) fn windows(&self) -> &[Option<LocalWindow>] {
+        &self.windows
     }
 
     pub(super) fn page_tokens(&self) -> usize {
@@ -116,10 +130,57 @@ impl Nodes {
         &self.tokens[at..at + usize::from(self.nodes[block.index()].len)]
     }
 
-    /// The blocks of a node in every group.
+    /// The blocks of a node in every group; none where a window group's is gone.
     pub(super) fn row(&self, anchor: BlockId) -> &[BlockId] {
-        let at = anchor.index() * self.groups;
-        &self.rows[at..at + self.groups]
+        let groups = self.windows.len();
+        &self.rows[anchor.index() * groups..][..groups]
+    }
+
+    fn row_mut(&mut self, anchor: BlockId) -> &mut [BlockId] {
+        let groups = self.windows.len();
+        &mut self.rows[anchor.index() * groups..][..groups]
+    }
+
+    /// Whether a node's block of a group is there for others to hold.
+    pub(super) fn offers(&self, anchor: BlockId, group: usize) -> bool {
+        let block = self.row(anchor)[group];
+        block.is_some() && !self.is_withheld(block)
+    }
+
+    /// Whether a node's blocks of all groups are there for others to hold.
+    pub(super) fn is_whole(&self, anchor: BlockId) -> bool {
+        let all = 0..self.windows.len();
+        self.withheld.is_empty() || all.into_iter().all(|group| self.offers(anchor, group))
+    }
+
+    fn is_withheld(&self, block: BlockId) -> bool {
+        self.withheld.get(block.index()).is_some_and(|&withheld| withheld)
+    }
+
+    pub(super) fn withhold(&mut self, block: BlockId, withheld: bool) {
+        self.withheld[block.index()] = withheld;
+    }
+
+    /// Puts blocks that no node names in the places of a node that are empty.
+    pub(super) fn fill(&mut self, anchor: BlockId, row: &[BlockId]) {
+        for (group, &block) in row.iter().enumerate() {
+            let empty = !self.row(anchor)[group].is_some();
+            if empty && block.is_some() && !self.anchor(block).is_some() {
+                self.row_mut(anchor)[group] = block;
+                self.anchors[block.index()] = anchor;
+            }
+        }
+    }
+
+    /// Takes a block that is not the anchor out of its node.
+    pub(super) fn detach(&mut self, block: BlockId) {
+        let anchor = self.anchor(block);
+        self.anchors[block.index()] = BlockId::NONE;
+        for entry in self.row_mut(anchor) {
+            if *entry == block {
+                *entry = BlockId::NONE;
+            }
+        }
     }
 
     /// The node that a block of any group belongs to.
@@ -141,9 +202,14 @@ impl Nodes {
         }
         let at = anchor.index() * self.page_tokens;
         self.tokens[at..at + tokens.len()].copy_from_slice(tokens);
-        self.rows[anchor.index() * self.groups..][..self.groups].copy_from_slice(row);
-        for &block in row {
-            self.anchors[block.index()] = anchor;
+        for (group, &block) in row.iter().enumerate() {
+            // A block of a window group may have gone to a node that had lost its own.
+            let named = block.is_some() && self.anchor(block).is_some();
+            let taken = named && self.anchor(block) != anchor;
+            self.row_mut(anchor)[group] = if taken { BlockId::NONE } else { block };
+            if block.is_some() && !taken {
+                self.anchors[block.index()] = anchor;
+            }
         }
         let node = self.get_mut(anchor);
         node.len = tokens.len() as u16;
@@ -152,9 +218,11 @@ impl Nodes {
 
     /// Forgets a node; links to it become void.
     pub(super) fn clear(&mut self, anchor: BlockId) {
-        for group in 0..self.groups {
-            let block = self.rows[anchor.index() * self.groups + group];
-            self.anchors[block.index()] = BlockId::NONE;
+        for group in 0..self.windows.len() {
+            let block = std::mem::replace(&mut self.row_mut(anchor)[group], BlockId::NONE);
+            if block.is_some() {
+                self.anchors[block.index()] = BlockId::NONE;
+            }
         }
         let node = self.get_mut(anchor);
         *node = Node { generation: node.generation.wrapping_add(1), ..VOID };

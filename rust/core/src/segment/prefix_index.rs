@@ -26,7 +26,8 @@ pub(crate) struct PrefixMatch {
 }
 
 impl Index {
-    /// Finds the longest cached prefix of `tokens`; appends its whole blocks to `out`.
+    /// Finds the longest cached prefix of `tokens` after which every head group has what the next
+    /// row sees; appends its whole blocks to `out`.
     pub(crate) fn match_prefix(
         &self,
         key: KeyId,
@@ -47,9 +48,39 @@ impl Index {
             parent = Parent::Block(block);
             matched += page;
         }
-        let digest = self.digest_of(parent, root);
-        let partial = self.longest_child(key, parent, &tokens[matched..]);
-        PrefixMatch { parent, digest, partial }
+        let mut partial = self.longest_child(key, parent, &tokens[matched..]);
+        let end = matched + partial.map_or(0, |(_, tokens)| tokens);
+        let whole = partial.is_none_or(|(block, _)| self.nodes.is_whole(block));
+        if !whole || self.usable_blocks(out, end) < out.len() {
+            partial = None;
+            out.truncate(self.usable_blocks(out, matched));
+            parent = out.last().map_or(Parent::Root, |&block| Parent::Block(block));
+        }
+        PrefixMatch { parent, digest: self.digest_of(parent, root), partial }
+    }
+
+    /// How many blocks of a prefix that ends at `end` can be used: all, or as many as the longest
+    /// prefix of whole blocks has of which the window groups still store what the next row sees.
+    fn usable_blocks(&self, blocks: &[BlockId], end: usize) -> usize {
+        let page = self.nodes.page_tokens();
+        let (mut usable, mut end) = (blocks.len(), end);
+        let windows = || self.nodes.windows().iter().enumerate();
+        // The first block that is gone cuts the prefix; a shorter one needs earlier blocks.
+        let gone = |blocks: &[BlockId], end: usize| {
+            let needed = windows().filter_map(|(group, window)| {
+                let window = (*window)?;
+                let seen = |b: &usize| window.sees(end, &(b * page..(b + 1) * page));
+                let late = window.first(end) / page..blocks.len();
+                let sink = 0..window.sink.div_ceil(page).min(blocks.len());
+                let all = sink.chain(late).filter(seen);
+                all.filter(|&b| !self.nodes.offers(blocks[b], group)).min()
+            });
+            needed.min()
+        };
+        while let Some(b) = gone(&blocks[..usable], end) {
+            (usable, end) = (b, b * page);
+        }
+        usable
     }
 
     /// The digests of the whole blocks of a prompt.
@@ -67,16 +98,17 @@ impl Index {
     /// How many blocks of a prompt whose digests are known are cached, from the first on.
     pub(crate) fn match_digests(&self, key: KeyId, digests: &[Digest], tokens: &[u32]) -> usize {
         let page = self.nodes.page_tokens();
-        let (mut parent, mut matched) = (Parent::Root, 0);
+        let mut parent = Parent::Root;
+        let mut blocks = Vec::with_capacity(digests.len());
         for (digest, tokens) in digests.iter().zip(tokens.chunks_exact(page)) {
             let block = self
                 .latest_child(key, parent, tokens)
                 .or_else(|| self.find_child(digest.low(), key, parent, tokens));
             let Some(block) = block else { break };
             parent = Parent::Block(block);
-            matched += 1;
+            blocks.push(block);
         }
-        matched
+        self.usable_blocks(&blocks, blocks.len() * page)
     }
 
     /// The child entered last, if it has these tokens. Most blocks have one child, and then a

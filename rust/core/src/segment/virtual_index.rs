@@ -14,6 +14,11 @@ impl Index {
         self.find_content_at(self.content_digest(key, tokens), key, tokens)
     }
 
+    /// The same, if its blocks are all there for others to hold.
+    pub(super) fn find_whole(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
+        self.find_content(key, tokens).filter(|&block| self.is_whole(block))
+    }
+
     /// The virtual hash, cut to a table key.
     pub(super) fn content_digest(&self, key: KeyId, tokens: &[u32]) -> u64 {
         self.hasher.chain(self.keys.key(key).content, tokens).low()

@@ -3,14 +3,17 @@
 //! A head's class is fixed per model before anything is served, so heads of one class grow and
 //! shrink together and one small block table per group is enough.
 
+mod groups;
+
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind};
-use crate::ids::GroupId;
 use crate::shape::KvShape;
+
+pub use groups::{HeadGroups, LocalWindow};
 
 /// The schema of the JSON form that this version reads and writes.
 pub const SCHEMA_VERSION: u32 = 1;
@@ -202,87 +205,10 @@ impl HeadClassMap {
     }
 }
 
-/// The head groups of a model: classes, sizes, and the place of each head.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HeadGroups {
-    kv_heads: u32,
-    classes: Vec<HeadClass>,
-    pages: Vec<u32>,
-    place: Vec<(GroupId, u32)>,
-}
-
-impl HeadGroups {
-    /// One group that holds every head: rank = layer·G + head.
-    #[must_use]
-    pub fn single(shape: &KvShape) -> HeadGroups {
-        let n = shape.pages_per_token_span();
-        HeadGroups {
-            kv_heads: shape.kv_heads(),
-            classes: vec![HeadClass::Full],
-            pages: vec![n],
-            place: (0..n).map(|rank| (GroupId(0), rank)).collect(),
-        }
-    }
-
-    fn from_classes(by_place: &[HeadClass], kv_heads: u32) -> Result<HeadGroups, Error> {
-        let mut classes = by_place.to_vec();
-        classes.sort_unstable();
-        classes.dedup();
-        if classes.len() > 64 {
-            return Err(corrupt("head map classes", "at most 64 distinct classes", classes.len()));
-        }
-        let mut pages = vec![0u32; classes.len()];
-        let mut place = Vec::with_capacity(by_place.len());
-        for class in by_place {
-            let group = classes.partition_point(|other| other < class);
-            place.push((GroupId(group as u8), pages[group]));
-            pages[group] += 1;
-        }
-        Ok(HeadGroups { kv_heads, classes, pages, place })
-    }
-
-    /// The number of groups.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.classes.len()
-    }
-
-    /// Never true: every model has a head.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.classes.is_empty()
-    }
-
-    /// The class of a group.
-    #[must_use]
-    pub fn class(&self, group: GroupId) -> HeadClass {
-        self.classes[group.index()]
-    }
-
-    /// Pages of one block of each group.
-    #[must_use]
-    pub fn pages(&self) -> &[u32] {
-        &self.pages
-    }
-
-    /// The group of (layer, KV head) and its rank there, layer-major.
-    ///
-    /// # Errors
-    /// `OutOfRange` if the model has no such head.
-    pub fn rank(&self, layer: u32, head: u32) -> Result<(GroupId, u32), Error> {
-        let at = u64::from(layer) * u64::from(self.kv_heads) + u64::from(head);
-        if head >= self.kv_heads || at >= self.place.len() as u64 {
-            let layers = self.place.len() as u32 / self.kv_heads;
-            let expected = format!("layer < {layers} and head < {}", self.kv_heads);
-            return Err(Error::out_of_range("head", expected, format!("({layer}, {head})")));
-        }
-        Ok(self.place[at as usize])
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::GroupId;
     use crate::shape::KvDtype;
 
     fn mixed() -> HeadClassMap {
