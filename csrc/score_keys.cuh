@@ -11,7 +11,7 @@ template <typename T, int D>
 class ScoreKeys : ScoreTiles<T, D> {
   using Base = ScoreTiles<T, D>;
   using Base::p, Base::sh, Base::warp, Base::lane, Base::kv_head, Base::reach, Base::held_part;
-  using Base::tile_part, Base::warps_along, Base::scaling;
+  using Base::tile_part, Base::warps_along, Base::factor;
   using Base::kTile, Base::kStages, Base::kChunk, Base::kHeld, Base::kWarps;
 
   int vectors, from;  // this warp holds the keys at positions from `from` on
@@ -114,8 +114,8 @@ class ScoreKeys : ScoreTiles<T, D> {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           float* score = scores[r / 2][n] + r % 2 * 2;
-          score[0] = exp2_fast(score[0] * scaling.factor - lse.x);
-          score[1] = exp2_fast(score[1] * scaling.factor - lse.y);
+          score[0] = exp2_fast(score[0] * factor - lse.x);
+          score[1] = exp2_fast(score[1] * factor - lse.y);
         }
       }
       if (!all_seen) hide(scores, column);

@@ -17,7 +17,7 @@ template <typename T, int D>
 class ScoreRows : ScoreTiles<T, D> {
   using Base = ScoreTiles<T, D>;
   using Base::p, Base::sh, Base::warp, Base::lane, Base::kv_head, Base::reach, Base::held_part;
-  using Base::tile_part, Base::warps_along, Base::scaling;
+  using Base::tile_part, Base::warps_along, Base::factor;
   using Base::kTile, Base::kStages, Base::kSlots, Base::kChunk, Base::kHeld, Base::kWarps;
 
   // Tiles of keys that any row of the block sees: [0, heads) and those from `tails` on.
@@ -183,7 +183,7 @@ class ScoreRows : ScoreTiles<T, D> {
       for (int e = 0; e < kChunk / 4; ++e) {
         tops[r] = fmaxf(tops[r], scores[r / 2][e / 2][r % 2 * 2 + e % 2]);
       }
-      tops[r] *= scaling.factor;
+      tops[r] *= factor;
     }
     refer(tops);
 #pragma unroll
@@ -191,7 +191,7 @@ class ScoreRows : ScoreTiles<T, D> {
 #pragma unroll
       for (int e = 0; e < kChunk / 4; ++e) {
         float& score = scores[r / 2][e / 2][r % 2 * 2 + e % 2];
-        score = exp2_fast(score * scaling.factor - reference[r]);
+        score = exp2_fast(score * factor - reference[r]);
       }
     }
 #pragma unroll
@@ -219,7 +219,7 @@ class ScoreRows : ScoreTiles<T, D> {
         const int place = e / 2 * 8 + lane % 4 * 2 + e % 2;
         float& score = scores[r / 2][e / 2][r % 2 * 2 + e % 2];
         const bool seen = (keys >> place & 1) != 0 && sees(reach, positions[r], from + place);
-        score = seen ? score * scaling.factor : -INFINITY;
+        score = seen ? score * factor : -INFINITY;
         tops[r] = fmaxf(tops[r], score);
       }
     }

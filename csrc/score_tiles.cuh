@@ -32,63 +32,72 @@ __device__ __forceinline__ int vectors_of(const ScoreParams& p) {
   return p.rows * (p.query_heads / p.kv.kv_heads);
 }
 
-// How a dot product becomes a score in powers of two.
-struct Scaling {
-  float cap_inside, cap_outside, factor;
+// What a dot product is multiplied by for a score in powers of two, after the cap if there is one.
+__device__ __forceinline__ float factor_of(const ScoreParams& p) {
+  return p.softcap == 0.0f ? kLog2e * p.scale : 1.0f;
+}
 
-  __device__ explicit Scaling(const ScoreParams& p)
-      : cap_inside(p.softcap == 0.0f ? 0.0f : 2 * kLog2e * p.scale / p.softcap),
-        cap_outside(kLog2e * p.softcap),
-        factor(p.softcap == 0.0f ? kLog2e * p.scale : 1.0f) {}
-
-  // log2(e) · cap · tanh(scale · dot / cap), by tanh x = 1 − 2 / (e^2x + 1).
-  __device__ float capped(float dot) const {
-    return cap_outside * (1.0f - __fdividef(2.0f, exp2_fast(cap_inside * dot) + 1.0f));
+// Turns dot products into log2(e) · cap · tanh(scale · dot / cap), by tanh x = 1 − 2 / (e^2x + 1).
+template <int N>
+__device__ __forceinline__ void cap_scores(const ScoreParams& p, float (&dots)[N]) {
+  const float inside = 2 * kLog2e * p.scale / p.softcap, outside = kLog2e * p.softcap;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    dots[i] = outside * (1.0f - __fdividef(2.0f, exp2_fast(inside * dots[i]) + 1.0f));
   }
-};
+}
 
-// Rotates keys in shared memory to their positions. All threads of a block of 256 call it.
-template <typename T>
+// Rotates keys in shared memory to their positions, by the threads of kWarps warps together.
+template <typename T, int kWarps>
 class KeyTurner {
  public:
-  __device__ KeyTurner(const PagedKv& kv, float2* turns) : kv_(kv), turns_(turns) {}
+  // `turns` is [pairs] of shared memory of these warps: cosine and sine.
+  __device__ KeyTurner(const PagedKv& kv, float2* turns)
+      : kv_(kv), turns_(turns), thread_(threadIdx.x % (32 * kWarps)) {}
 
-  // 64 keys, run by run of equal delta. `words(row, i)` is where elements 2i and 2i + 1 of a key
-  // are. The block has passed a barrier since the keys came; it needs another one afterwards.
-  template <typename Words>
+  // kKeys keys, run by run of equal delta. `words(key, i)` is where elements 2i and 2i + 1 of a key
+  // are. The warps have met since the keys came, and need to meet again afterwards.
+  template <int kKeys, typename Words>
   __device__ void turn(const int* delta_at, Words words) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
     uint64_t starts = 1;  // bit i: a run starts at key i
     starts |= __ballot_sync(~0u, lane > 0 && delta_at[lane] != delta_at[max(lane - 1, 0)]);
-    starts |= uint64_t{__ballot_sync(~0u, delta_at[lane + 32] != delta_at[lane + 31])} << 32;
+    if (kKeys == 64) {
+      starts |= uint64_t{__ballot_sync(~0u, delta_at[lane + 32] != delta_at[lane + 31])} << 32;
+    }
     while (starts != 0) {
       const int first = __ffsll(starts) - 1;
       starts &= starts - 1;
-      const int last = starts == 0 ? 64 : __ffsll(starts) - 1;
+      const int last = starts == 0 ? kKeys : __ffsll(starts) - 1;
       const int delta = delta_at[first];
       if (delta == 0) continue;
       if (delta != delta_) prepare(delta);
-      for (int row = first + warp; row < last; row += 8) turn_key(row, words);
+      for (int key = first + thread_ / 32; key < last; key += kWarps) turn_key(key, words);
     }
   }
 
  private:
   const PagedKv& kv_;
-  float2* turns_;  // [pairs], in shared memory: cosine and sine
-  int delta_ = 0;  // what they are for
+  float2* turns_;
+  const int thread_;
+  int delta_ = 0;  // what `turns` are for
+
+  __device__ void meet() const {
+    if (kWarps == 1) __syncwarp(); else __syncthreads();
+  }
 
   __device__ void prepare(int delta) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < static_cast<int>(kv_.pairs); i += blockDim.x) {
+    meet();
+    for (int i = thread_; i < static_cast<int>(kv_.pairs); i += 32 * kWarps) {
       cos_sin(half_turns(delta, kv_.inv_freq[i]), turns_[i].x, turns_[i].y);
     }
     delta_ = delta;
-    __syncthreads();
+    meet();
   }
 
   // Two elements a lane; with half pairing, pairs come in twos.
   template <typename Words>
-  __device__ void turn_key(int row, Words words) {
+  __device__ void turn_key(int key, Words words) {
     using A = Arithmetic<T>;
     const int pairs = static_cast<int>(kv_.pairs);
     const auto load_two = [](const uint32_t* from) {
@@ -96,7 +105,7 @@ class KeyTurner {
     };
     if (kv_.interleaved) {
       for (int i = threadIdx.x % 32; i < pairs; i += 32) {
-        uint32_t* at = words(row, i);
+        uint32_t* at = words(key, i);
         const Pack<T, 2> pair = load_two(at);
         const float x = A::widen(pair.at[0]), y = A::widen(pair.at[1]);
         const float2 t = turns_[i];
@@ -104,8 +113,8 @@ class KeyTurner {
       }
     } else {
       for (int i = threadIdx.x % 32; i < pairs / 2; i += 32) {
-        uint32_t* first_at = words(row, i);
-        uint32_t* second_at = words(row, pairs / 2 + i);
+        uint32_t* first_at = words(key, i);
+        uint32_t* second_at = words(key, pairs / 2 + i);
         const Pack<T, 2> first = load_two(first_at), second = load_two(second_at);
         const float4 t = reinterpret_cast<const float4*>(turns_)[i];
         const float x0 = A::widen(first.at[0]), y0 = A::widen(second.at[0]);
@@ -149,15 +158,15 @@ class ScoreTiles {
   const int warps_along;  // warps that hold different vectors; others share their tiles out
   const int held_part;    // this warp's vectors, in units of kHeld
   const int tile_part;    // this warp's chunks are tile_part, + 8 / warps_along, …
-  const Scaling scaling;
-  KeyTurner<T> turner;
+  const float factor;
+  KeyTurner<T, kWarps> turner;
   uint32_t held[2][kSteps][4];
 
   __device__ ScoreTiles(const ScoreParams& params, Shared& shared, int vectors_held)
       : p(params), sh(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
         kv_head(blockIdx.y), reach(reach_of(params.kv, blockIdx.y)),
         warps_along(vectors_held / kHeld), held_part(warp % warps_along),
-        tile_part(warp / warps_along), scaling(params), turner(params.kv, shared.turns) {}
+        tile_part(warp / warps_along), factor(factor_of(params)), turner(params.kv, shared.turns) {}
 
   __device__ const T* query_at(int v) const {
     const QueryVector at = query_vector(p, kv_head, v);
@@ -199,7 +208,7 @@ class ScoreTiles {
     }
   }
 
-  // Scores of what the warp holds and one chunk of a tile, without factor or cap.
+  // Scores of what the warp holds and one chunk of a tile, without the factor.
   __device__ void multiply(float (&to)[2][kChunk / 8][4], int stage, int chunk) {
     const int row = chunk * kChunk + lane / 16 * 8 + lane % 8;
     const uint32_t from =
@@ -229,18 +238,15 @@ class ScoreTiles {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) to[m][n][e] = scaling.capped(to[m][n][e]);
-        }
+        for (int n = 0; n < kChunk / 8; ++n) cap_scores(p, to[m][n]);
       }
     }
   }
 
   // Brings a tile's keys to their positions; a barrier before, and another inside.
   __device__ void turn_keys(int stage, const int* delta_at) {
-    turner.turn(delta_at, [&](int row, int i) {
-      return reinterpret_cast<uint32_t*>(sh.tiles[stage] + row * kPitch) + i;
+    turner.template turn<kTile>(delta_at, [&](int key, int i) {
+      return reinterpret_cast<uint32_t*>(sh.tiles[stage] + key * kPitch) + i;
     });
     __syncthreads();
   }

@@ -3,9 +3,10 @@
 // and score_keys.cuh.
 //
 // A block keeps 256 query vectors of a KV head in shared memory, and keys stream past them in tiles
-// of 128. In the first pass query vectors are rows of the product, in the second keys are: a
-// thread's sums again belong to rows that it has to itself. Each of two warpgroups has two products
-// per tile; while the tensor cores work on one, its threads make weights of the other.
+// of 128. In the first pass query vectors are rows of the products, in the second keys are: a
+// thread's sums again belong to rows that it has to itself. One warpgroup fetches keys and brings
+// them to their positions; four have a product each of every tile, and wait for nobody but the
+// tensor cores: while these work for one warpgroup, the others turn scores into weights.
 //
 // Needs what the other tensor-core kernels need (rust/cuda/src/score_tokens.rs), D up to 128.
 
@@ -19,12 +20,15 @@
 
 namespace {
 
-constexpr int kGroups = 2;
-constexpr int kThreads = 128 * kGroups;
+constexpr int kGroups = 4;  // warpgroups that multiply
+constexpr int kFetchWarps = 4;
+constexpr int kThreads = 128 * kGroups + 32 * kFetchWarps;
+constexpr int kFetchRegisters = 64;
+constexpr int kMultiplyRegisters = 104;
 constexpr int kQueries = 256;
-constexpr int kTile = 128;   // keys
-constexpr int kStages = 4;   // tiles in shared memory
-constexpr int kSlots = 8;    // tiles whose keys are known
+constexpr int kTile = 128;      // keys
+constexpr int kStages = 4;      // tiles in shared memory
+constexpr int kAhead = 2;       // tiles whose copies are under way while one is made ready
 constexpr int kRowBytes = 128;  // of one block of 64 columns
 
 template <int D>
@@ -32,17 +36,50 @@ struct Shared {
   static constexpr int kBlocks = (D + 63) / 64;
   alignas(1024) unsigned char queries[kBlocks][kQueries * kRowBytes];
   alignas(1024) unsigned char keys[kStages][kBlocks][kTile * kRowBytes];
-  int64_t key_at[kSlots][kTile];
-  int delta_at[kSlots][kTile];
+  alignas(16) uint32_t held[kStages][4];  // bit i of word w: there is a key 32 w + i
+  int delta_at[kStages][kTile];
   int position[kQueries];
   float lse[kQueries];
-  float2 turns[D / 2];
-  int bounds[2][kThreads / 32];  // lowest and highest position of 32 vectors
+  float2 turns[kFetchWarps][D / 2];
+  uint64_t full[kStages], empty[kStages];
+  int bounds[2][kQueries / 32];  // lowest and highest position of 32 vectors
+};
+
+// Which tiles of keys a block streams: of those that any of its rows sees, which are [0, heads) and
+// [tails, end), the first-th to before the last-th.
+struct Tiles {
+  int heads, tails, end, first, last;
+
+  __device__ __forceinline__ int operator[](int i) const {
+    return i < heads ? i : i - heads + tails;
+  }
+};
+
+__device__ __forceinline__ Tiles cut(const ScoreParams& p, const Reach& reach, int lowest,
+                                     int highest) {
+  Tiles tiles = {};
+  const int seen = static_cast<int>(min(int64_t{highest} + 1, int64_t{p.keys}));
+  tiles.end = (seen + kTile - 1) / kTile;
+  if (reach.window > 0 && lowest >= reach.window) {
+    tiles.tails = min((lowest - reach.window + 1) / kTile, tiles.end);
+    tiles.heads = min((min(reach.sink, seen) + kTile - 1) / kTile, tiles.tails);
+  }
+  const int64_t count = tiles.heads + tiles.end - tiles.tails;
+  tiles.first = static_cast<int>(count * blockIdx.z / p.splits);
+  tiles.last = static_cast<int>(count * (blockIdx.z + 1) / p.splits);
+  return tiles;
+}
+
+// Of stages in a ring, the one that turn t uses, and the parity of its phase.
+struct Turn {
+  uint32_t stage, parity;
+  __device__ __forceinline__ explicit Turn(uint32_t t)
+      : stage(t % kStages), parity(t / kStages % 2) {}
 };
 
 // Where 16-byte word `word` of a vector is in a swizzled tile of `rows` vectors.
 __device__ __forceinline__ uint32_t word_offset(int rows, int row, int word) {
-  return word / 8 * rows * kRowBytes + row * kRowBytes + ((word ^ row) & 7) * 16;
+  return (word / 8 * rows + row) * kRowBytes + ((word ^ row) & 7) * 16;
 }
 
 // c [64, 128] (+)= a [64, 16] b [128, 16]ᵀ, both in shared memory; c is set where `add` is 0.
@@ -72,321 +109,282 @@ __device__ __forceinline__ void add_product(float (&c)[64], uint64_t a, uint64_t
 #undef PRODUCT
 #undef R8
 
+// One of the warps that fetch: 32 keys of every tile are its own.
+template <typename T, int D>
+__device__ __forceinline__ void fetch_keys(const ScoreParams& p, Shared<D>& sh,
+                                           const Reach& reach, const Tiles& tiles) {
+  constexpr int kWords = D / 8;
+  const int warp = threadIdx.x / 32 % kFetchWarps, lane = threadIdx.x % 32;
+  const int64_t place = int64_t{reach.table} * p.padded_keys + 32 * warp + lane;
+  const T* cache = static_cast<const T*>(p.kv.cache) + reach.rank * p.kv.head_stride;
+  KeyTurner<T, 1> turner(p.kv, sh.turns[warp]);
+  int64_t next_at = p.key_at[place + int64_t{tiles[tiles.first]} * kTile];
+  int next_delta = p.delta_at[place + int64_t{tiles[tiles.first]} * kTile];
+  for (int i = tiles.first; i < tiles.last + kAhead; ++i) {
+    if (i < tiles.last) {
+      const Turn turn(i - tiles.first);
+      const int64_t key_at = next_at;
+      const int delta = next_delta;
+      if (i + 1 < tiles.last) {
+        next_at = p.key_at[place + int64_t{tiles[i + 1]} * kTile];
+        next_delta = p.delta_at[place + int64_t{tiles[i + 1]} * kTile];
+      }
+      barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
+      const uint32_t held = __ballot_sync(~0u, key_at >= 0);
+      if (lane == 0) sh.held[turn.stage][warp] = held;
+      sh.delta_at[turn.stage][32 * warp + lane] = delta;
+      const uint32_t to = shared_address(sh.keys[turn.stage]);
+#pragma unroll 4
+      for (int word = lane; word < 32 * kWords; word += 32) {
+        const int row = word / kWords;
+        const int64_t at = __shfl_sync(~0u, key_at, row);
+        const void* from = at < 0 ? p.kv.cache : cache + at + word % kWords * 8;
+        copy_async(to + word_offset(kTile, 32 * warp + row, word % kWords), from, at >= 0);
+      }
+    }
+    commit_copies();
+    if (i - kAhead < tiles.first) continue;
+    const Turn turn(i - kAhead - tiles.first);
+    wait_for_copies<kAhead>();
+    __syncwarp();
+    const int* delta_at = sh.delta_at[turn.stage] + 32 * warp;
+    if (__any_sync(~0u, delta_at[lane] != 0)) {
+      unsigned char* tile = &sh.keys[turn.stage][0][0];
+      turner.template turn<32>(delta_at, [&](int key, int pair) {
+        return reinterpret_cast<uint32_t*>(tile + word_offset(kTile, 32 * warp + key, pair / 4)) +
+               pair % 4;
+      });
+    }
+    show_to_async_units();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sh.full[turn.stage]);
+  }
+}
+
+// A warpgroup that multiplies. kSumRows: 64 query vectors by all keys of a tile. Otherwise: half of
+// its keys by half of the query vectors.
 template <typename T, int D, bool kSumRows>
-class Score {
+class Scorer {
   const ScoreParams& p;
   Shared<D>& sh;
-  const int warp, lane, group, kv_head;
   const Reach reach;
-  const Scaling scaling;
-  KeyTurner<T> turner;
-  int vectors;
-  // Tiles of keys that any row of the block sees: [0, heads) and [tails, end).
-  int heads, tails, end, first, last;
-  int lowest[2], highest[2];  // positions of the rows of this warpgroup's two products
-  // Rows: this thread's are part · 64 + warp · 16 + half · 8 + lane / 4 of its group's 128.
-  float reference[4], sum[4], edge[4];
-  float mass[2];  // keys: those of the tile are group · 64 + warp · 16 + half · 8 + lane / 4
+  const Tiles tiles;
+  const int warp, lane, group, kv_head;
+  const float factor;
+  int lowest, highest;  // positions of the rows that it multiplies
+  // Of this thread's two rows of the product: warp · 16 + half · 8 + lane / 4.
+  float reference[2], sum[2], edge[2];
 
  public:
-  __device__ Score(const ScoreParams& params, Shared<D>& shared)
-      : p(params), sh(shared), warp(threadIdx.x % 128 / 32), lane(threadIdx.x % 32),
-        group(threadIdx.x / 128), kv_head(blockIdx.y), reach(reach_of(params.kv, blockIdx.y)),
-        scaling(params), turner(params.kv, shared.turns), vectors(vectors_of(params)) {}
-
-  __device__ void run() {
-    open();
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      reference[r] = kNoReference;
-      sum[r] = edge[r] = 0.0f;
+  __device__ __forceinline__ Scorer(const ScoreParams& params, Shared<D>& shared,
+                                    const Reach& reach, const Tiles& tiles)
+      : p(params),
+        sh(shared),
+        reach(reach),
+        tiles(tiles),
+        warp(threadIdx.x % 128 / 32),
+        lane(threadIdx.x % 32),
+        group(threadIdx.x / 128),
+        kv_head(blockIdx.y),
+        factor(factor_of(params)) {
+    lowest = INT_MAX;
+    highest = -1;
+    const int part = kSumRows ? 2 * group : group / 2 * 4;
+    for (int i = part; i < part + (kSumRows ? 2 : 4); ++i) {
+      lowest = min(lowest, sh.bounds[0][i]);
+      highest = max(highest, sh.bounds[1][i]);
     }
-    if (first < last) stream();
-    wait_for_copies<0>();
-    if (kSumRows) write_rows(); else write_nothing();
+  }
+
+  __device__ __forceinline__ void run() {
+    if (!kSumRows) write_nothing();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reference[half] = kNoReference;
+      sum[half] = edge[half] = 0.0f;
+    }
+    for (int i = tiles.first; i < tiles.last; ++i) {
+      const Turn turn(i - tiles.first);
+      float scores[64];
+      barrier_wait(sh.full[turn.stage], turn.parity);
+      multiply(scores, turn.stage);
+      const uint32_t* held = sh.held[turn.stage];
+      // Rows need to know of all keys of the tile, a warp's keys only of themselves.
+      const uint4 all = *reinterpret_cast<const uint4*>(held);
+      const uint32_t mine = held[group % 2 * 2 + warp / 2] >> (warp % 2 * 16);
+      products_wait<0>();
+      hold(scores);
+      if (lane == 0) barrier_arrive(sh.empty[turn.stage]);
+      if (p.softcap != 0.0f) cap_scores(p, scores);
+      if (kSumRows) {
+        if (highest >= tiles[i] * kTile) sum_rows(scores, tiles[i] * kTile, all);
+      } else {
+        sum_keys(scores, tiles[i] * kTile, mine);
+      }
+    }
+    if (kSumRows) write_rows();
   }
 
  private:
-  __device__ int tile_at(int i) const { return i < heads ? i : i - heads + tails; }
-
-  __device__ __forceinline__ void stream() {
-    float one[64], two[64];
-    ready<kStages - 2>(first);
-    begin_products<0>(one, first);
-    products_wait<0>();
-    hold(one);
-    for (int i = first; i < last; ++i) {
-      begin_products<1>(two, i);
-      mass[0] = mass[1] = 0.0f;
-      take<0>(one, i);
-      ready<kStages - 3>(i + 1);
-      // Every warp is done with the tile before this one. Places of keys are fetched before keys.
-      fetch(i + kStages - 1);
-      learn(i + 2 * kStages - 3);
-      commit_copies();
-      // After the last tile too, where nobody reads the result: a branch around products would make
-      // the compiler wait for each of them.
-      begin_products<0>(one, i + 1);
-      products_wait<1>();
-      hold(two);
-      take<1>(two, i);
-      if (!kSumRows) write_keys(i);
-      products_wait<0>();
-      hold(one);
-    }
-  }
-
-  template <int kPart>
-  __device__ __forceinline__ void begin_products(float (&c)[64], int i) {
-    constexpr int kBlockOfQueries = kQueries * kRowBytes, kBlockOfKeys = kTile * kRowBytes;
-    const uint32_t queries = shared_address(sh.queries);
-    const uint32_t keys = shared_address(sh.keys[i % kStages]);
-    hold(c);
+  __device__ __forceinline__ void multiply(float (&scores)[64], uint32_t stage) {
+    const uint32_t queries = shared_address(sh.queries), keys = shared_address(sh.keys[stage]);
+    const uint32_t a = kSumRows ? queries + group * 64 * kRowBytes
+                                : keys + group % 2 * 64 * kRowBytes;
+    const uint32_t b = kSumRows ? keys : queries + group / 2 * 128 * kRowBytes;
+    constexpr int kBlockOfA = (kSumRows ? kQueries : kTile) * kRowBytes;
+    constexpr int kBlockOfB = (kSumRows ? kTile : kQueries) * kRowBytes;
+    hold(scores);
     products_begin();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      const uint32_t of_queries = queries + k / 4 * kBlockOfQueries + k % 4 * 32;
-      const uint32_t of_keys = keys + k / 4 * kBlockOfKeys + k % 4 * 32;
-      const uint32_t a = kSumRows ? of_queries + (2 * group + kPart) * 64 * kRowBytes
-                                  : of_keys + group * 64 * kRowBytes;
-      const uint32_t b = kSumRows ? of_keys : of_queries + kPart * 128 * kRowBytes;
-      add_product<T>(c, tile_of(a, 8 * kRowBytes, 16), tile_of(b, 8 * kRowBytes, 16), k > 0);
+      add_product<T>(scores, tile_of(a + k / 4 * kBlockOfA + k % 4 * 32, 8 * kRowBytes, 16),
+                     tile_of(b + k / 4 * kBlockOfB + k % 4 * 32, 8 * kRowBytes, 16), k > 0);
     }
     products_commit();
   }
 
-  // ---- fetching -----------------------------------------------------------------------------
+  // ---- first pass ---------------------------------------------------------------------------
 
-  template <int kRows, typename AddressOf>
-  __device__ void copy_vectors(uint32_t to, AddressOf address_of) {
-    constexpr int kWords = D / 8;
-#pragma unroll
-    for (int i = 0; i < kRows * kWords / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads;
-      const int row = index / kWords, word = index % kWords;
-      const T* from = address_of(row);
-      const void* source = from == nullptr ? p.kv.cache : from + word * 8;
-      copy_async(to + word_offset(kRows, row, word), source, from != nullptr);
-    }
-  }
-
-  __device__ void open() {
-    const int begin = blockIdx.x * kQueries, v = begin + threadIdx.x;
-    copy_vectors<kQueries>(shared_address(sh.queries), [&](int row) {
-      if (begin + row >= vectors) return static_cast<const T*>(nullptr);
-      const QueryVector at = query_vector(p, kv_head, begin + row);
-      return static_cast<const T*>(p.q) + at.row * p.q_row_stride + at.head * p.q_head_stride;
-    });
-    const int position = v < vectors ? p.positions[query_vector(p, kv_head, v).row] : -1;
-    sh.position[threadIdx.x] = position;
-    if (!kSumRows) {
-      sh.lse[threadIdx.x] = v < vectors ? p.lse[int64_t{kv_head} * vectors + v] : INFINITY;
-    }
-    const int low = __reduce_min_sync(~0u, position < 0 ? INT_MAX : position);
-    const int high = __reduce_max_sync(~0u, position);
-    if (lane == 0) {
-      sh.bounds[0][threadIdx.x / 32] = low;
-      sh.bounds[1][threadIdx.x / 32] = high;
-    }
-    __syncthreads();
-    int block_lowest = INT_MAX, block_highest = -1;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      lowest[part] = INT_MAX;
-      highest[part] = -1;
-    }
-    for (int i = 0; i < kThreads / 32; ++i) {
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const bool mine = kSumRows ? i / 2 == 2 * group + part : i / 4 == part;
-        if (mine) lowest[part] = min(lowest[part], sh.bounds[0][i]);
-        if (mine) highest[part] = max(highest[part], sh.bounds[1][i]);
-      }
-      block_lowest = min(block_lowest, sh.bounds[0][i]);
-      block_highest = max(block_highest, sh.bounds[1][i]);
-    }
-    cut(block_lowest, block_highest);
-    for (int i = 0; i < 2 * kStages - 3; ++i) learn(first + i);
-    commit_copies();
-    wait_for_copies<0>();
-    __syncthreads();
-    for (int i = 0; i < kStages - 1; ++i) {
-      fetch(first + i);
-      commit_copies();
-    }
-  }
-
-  // Finds the tiles that rows between two positions see, and this block's part of them.
-  __device__ void cut(int low, int high) {
-    const int seen = static_cast<int>(min(int64_t{high} + 1, int64_t{p.keys}));
-    end = (seen + kTile - 1) / kTile;
-    heads = tails = 0;
-    if (reach.window > 0 && low >= reach.window) {
-      tails = min((low - reach.window + 1) / kTile, end);
-      heads = min((min(reach.sink, seen) + kTile - 1) / kTile, tails);
-    }
-    const int64_t count = heads + end - tails;
-    first = static_cast<int>(count * blockIdx.z / p.splits);
-    last = static_cast<int>(count * (blockIdx.z + 1) / p.splits);
-  }
-
-  // Starts the copies of where the keys of the i-th tile are.
-  __device__ void learn(int i) {
-    if (i >= last) return;
-    const int slot = i % kSlots, key = threadIdx.x % kTile;
-    const int64_t place = int64_t{reach.table} * p.padded_keys + int64_t{tile_at(i)} * kTile + key;
-    if (threadIdx.x < kTile) {
-      copy_async_bytes<8>(shared_address(&sh.key_at[slot][key]), p.key_at + place);
-    } else {
-      copy_async_bytes<4>(shared_address(&sh.delta_at[slot][key]), p.delta_at + place);
-    }
-  }
-
-  __device__ void fetch(int i) {
-    if (i >= last) return;
-    const int64_t* key_at = sh.key_at[i % kSlots];
-    const T* cache = static_cast<const T*>(p.kv.cache) + reach.rank * p.kv.head_stride;
-    copy_vectors<kTile>(shared_address(sh.keys[i % kStages]), [&](int row) {
-      return key_at[row] < 0 ? static_cast<const T*>(nullptr) : cache + key_at[row];
-    });
-  }
-
-  // Waits for the i-th tile, and brings its keys to their positions.
-  template <int kPending>
-  __device__ __forceinline__ void ready(int i) {
-    wait_for_copies<kPending>();
-    show_to_async_units();
-    __syncthreads();
-    const int4 deltas = reinterpret_cast<const int4*>(sh.delta_at[i % kSlots])[lane];
-    if (i < last && __any_sync(~0u, (deltas.x | deltas.y | deltas.z | deltas.w) != 0)) {
-      unsigned char* tile = &sh.keys[i % kStages][0][0];
-#pragma unroll 1
-      for (int from = 0; from < kTile; from += 64) {
-        turner.turn(sh.delta_at[i % kSlots] + from, [&](int row, int pair) {
-          return reinterpret_cast<uint32_t*>(tile + word_offset(kTile, from + row, pair / 4)) +
-                 pair % 4;
-        });
-      }
-      show_to_async_units();
-      __syncthreads();
-    }
-  }
-
-  // ---- sums ---------------------------------------------------------------------------------
-
-  template <int kPart>
-  __device__ __forceinline__ void take(float (&scores)[64], int i) {
-    if (p.softcap != 0.0f) {
-#pragma unroll
-      for (int e = 0; e < 64; ++e) scores[e] = scaling.capped(scores[e]);
-    }
-    if (kSumRows) take_rows<kPart>(scores, i); else take_keys<kPart>(scores, i);
-  }
-
-  template <int kPart>
-  __device__ __forceinline__ void take_rows(float (&scores)[64], int i) {
-    const int from = tile_at(i) * kTile, to = from + kTile - 1, window = reach.window;
+  // Takes in a tile's keys, which are at positions from `from` on.
+  __device__ __forceinline__ void sum_rows(float (&scores)[64], int from, uint4 held) {
+    const int to = from + kTile - 1, window = reach.window;
     const int edge_window = p.edge_window, edge_sink = p.edge_sink;
-    uint32_t keys[4];  // bit i of word w: there is a key w · 32 + i
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      keys[w] = __ballot_sync(~0u, sh.key_at[i % kSlots][w * 32 + lane] >= 0);
+    const bool all_held = (held.x & held.y & held.z & held.w) == ~0u;
+    const bool all_seen = all_held && to <= lowest &&
+                          (window == 0 || from > highest - window || to < reach.sink);
+    const bool all_edge = from >= edge_sink && to <= lowest - edge_window;
+    const bool no_edge = p.edge == nullptr || to < edge_sink || from > highest - edge_window;
+    if (!all_seen || !(all_edge || no_edge)) {
+      sum_some_rows(scores, from, held);
+      return;
     }
-    const bool all_held = (keys[0] & keys[1] & keys[2] & keys[3]) == ~0u;
-    const bool all_seen = all_held && to <= lowest[kPart] &&
-                          (window == 0 || from > highest[kPart] - window || to < reach.sink);
-    const bool all_edge = from >= edge_sink && to <= lowest[kPart] - edge_window;
-    const bool no_edge = p.edge == nullptr || to < edge_sink ||
-                         from > highest[kPart] - edge_window;
-    if (highest[kPart] < from) return;
-    float tops[2] = {-INFINITY, -INFINITY};
-    if (all_seen && (all_edge || no_edge)) {
+    float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-      for (int e = 0; e < 64; ++e) tops[e / 2 % 2] = fmaxf(tops[e / 2 % 2], scores[e]);
-      tops[0] *= scaling.factor;
-      tops[1] *= scaling.factor;
-      refer<kPart>(tops);
-      // Sums come after all the powers: a power takes long, and a sum that waits for one holds up
-      // the next.
+    for (int e = 0; e < 64; ++e) tops[e % 4] = fmaxf(tops[e % 4], scores[e]);
+    refer(fmaxf(tops[0], tops[1]) * factor, fmaxf(tops[2], tops[3]) * factor);
 #pragma unroll
-      for (int e = 0; e < 64; ++e) {
-        scores[e] = exp2_fast(scores[e] * scaling.factor - reference[2 * kPart + e / 2 % 2]);
-      }
-      float parts[4] = {};
+    for (int e = 0; e < 64; ++e) {
+      scores[e] = exp2_fast(scores[e] * factor - reference[e / 2 % 2]);
+    }
+    float parts[4] = {};
 #pragma unroll
-      for (int e = 0; e < 64; ++e) parts[e % 4] += scores[e];
+    for (int e = 0; e < 64; ++e) parts[e % 4] += scores[e];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float part = parts[2 * half] + parts[2 * half + 1];
-        sum[2 * kPart + half] += part;
-        if (all_edge) edge[2 * kPart + half] += part;
-      }
-    } else {
-      int positions[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        positions[half] = sh.position[row_of(kPart, half)];
-      }
-#pragma unroll
-      for (int e = 0; e < 64; ++e) {
-        const int place = e / 4 * 8 + lane % 4 * 2 + e % 2;
-        const bool held = (keys[e / 16] >> (place % 32) & 1) != 0;
-        const bool seen = held && sees(reach, positions[e / 2 % 2], from + place);
-        scores[e] = seen ? scores[e] * scaling.factor : -INFINITY;
-        tops[e / 2 % 2] = fmaxf(tops[e / 2 % 2], scores[e]);
-      }
-      refer<kPart>(tops);
-#pragma unroll
-      for (int e = 0; e < 64; ++e) {
-        const int r = 2 * kPart + e / 2 % 2, key = from + e / 4 * 8 + lane % 4 * 2 + e % 2;
-        const float weight = exp2_fast(scores[e] - reference[r]);
-        sum[r] += weight;
-        if (key >= edge_sink && key <= positions[e / 2 % 2] - edge_window) edge[r] += weight;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const float part = parts[2 * half] + parts[2 * half + 1];
+      sum[half] += part;
+      if (all_edge) edge[half] += part;
     }
   }
 
-  __device__ int row_of(int part, int half) const {
-    return group * 128 + part * 64 + warp * 16 + half * 8 + lane / 4;
+  // The same where rows differ in what they see, or keys are missing.
+  __device__ __forceinline__ void sum_some_rows(float (&scores)[64], int from, uint4 held) {
+    const uint32_t words[4] = {held.x, held.y, held.z, held.w};
+    const int edge_window = p.edge_window, edge_sink = p.edge_sink;
+    float tops[2] = {-INFINITY, -INFINITY};
+    int positions[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) positions[half] = sh.position[row_of(half)];
+#pragma unroll
+    for (int e = 0; e < 64; ++e) {
+      const int place = e / 4 * 8 + lane % 4 * 2 + e % 2;
+      const bool is_held = (words[e / 16] >> (place % 32) & 1) != 0;
+      const bool seen = is_held && sees(reach, positions[e / 2 % 2], from + place);
+      scores[e] = seen ? scores[e] * factor : -INFINITY;
+      tops[e / 2 % 2] = fmaxf(tops[e / 2 % 2], scores[e]);
+    }
+    refer(tops[0], tops[1]);
+#pragma unroll
+    for (int e = 0; e < 64; ++e) {
+      const int half = e / 2 % 2, key = from + e / 4 * 8 + lane % 4 * 2 + e % 2;
+      const float weight = exp2_fast(scores[e] - reference[half]);
+      sum[half] += weight;
+      if (key >= edge_sink && key <= positions[half] - edge_window) edge[half] += weight;
+    }
+  }
+
+  // The block's query vector of one of this thread's rows.
+  __device__ __forceinline__ int row_of(int half) const {
+    return group * 64 + warp * 16 + half * 8 + lane / 4;
   }
 
   // Raises the references that the largest scores exceed by too much.
-  template <int kPart>
-  __device__ __forceinline__ void refer(const float (&tops)[2]) {
-    const bool exceeded = tops[0] - reference[2 * kPart] > kSlack ||
-                          tops[1] - reference[2 * kPart + 1] > kSlack;
-    if (!exceeded) return;
+  __device__ __forceinline__ void refer(float top, float other_top) {
+    const float tops[2] = {top, other_top};
+    if (!(tops[0] - reference[0] > kSlack || tops[1] - reference[1] > kSlack)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = 2 * kPart + half;
-      const float top = fmaxf(tops[half], reference[r]);
-      const float less = exp2_fast(reference[r] - top);
-      sum[r] *= less;
-      edge[r] *= less;
-      reference[r] = top;
+      const float higher = fmaxf(tops[half], reference[half]);
+      const float less = exp2_fast(reference[half] - higher);
+      sum[half] *= less;
+      edge[half] *= less;
+      reference[half] = higher;
     }
   }
 
-  template <int kPart>
-  __device__ __forceinline__ void take_keys(float (&scores)[64], int i) {
-    const int from = tile_at(i) * kTile + group * 64 + warp * 16, to = from + 15;
+  __device__ __forceinline__ void write_rows() {
+    const int vectors = vectors_of(p);
+    const int64_t plane = int64_t{p.kv.kv_heads} * vectors;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) {
+        const float other = __shfl_xor_sync(~0u, reference[half], step);
+        const float top = fmaxf(reference[half], other);
+        const float mine = exp2_fast(reference[half] - top), theirs = exp2_fast(other - top);
+        sum[half] = sum[half] * mine + __shfl_xor_sync(~0u, sum[half], step) * theirs;
+        edge[half] = edge[half] * mine + __shfl_xor_sync(~0u, edge[half], step) * theirs;
+        reference[half] = top;
+      }
+      const int v = blockIdx.x * kQueries + row_of(half);
+      if (lane % 4 != 0 || v >= vectors) continue;
+      float* to = p.partial + 3 * blockIdx.z * plane + int64_t{kv_head} * vectors + v;
+      to[0] = reference[half];
+      to[plane] = sum[half];
+      to[2 * plane] = edge[half];
+    }
+  }
+
+  // ---- second pass --------------------------------------------------------------------------
+
+  // The masses of this warpgroup's keys of a tile, over its half of the query vectors.
+  // Bit i of `held`: the warp has an i-th key.
+  __device__ __forceinline__ void sum_keys(float (&scores)[64], int tile_from, uint32_t held) {
+    const int from = tile_from + group % 2 * 64 + warp * 16, to = from + 15;
     const int window = reach.window;
-    if (highest[kPart] < from) return;
-    if (window > 0 && from >= reach.sink && to <= lowest[kPart] - window) return;
-    const bool all_seen = to <= lowest[kPart] &&
-                          (window == 0 || from > highest[kPart] - window || to < reach.sink);
-    const int column = kPart * 128 + lane % 4 * 2;
+    const bool some_seen = highest >= from && (window == 0 || from < reach.sink ||
+                                               to > lowest - window);
+    const bool all_seen = to <= lowest &&
+                          (window == 0 || from > highest - window || to < reach.sink);
+    float mass[2] = {0.0f, 0.0f};
+    if (some_seen) add_weights(scores, from, all_seen, mass);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mass[half] += __shfl_xor_sync(~0u, mass[half], 1);
+      mass[half] += __shfl_xor_sync(~0u, mass[half], 2);
+      const int key = half * 8 + lane / 4;
+      const bool is_held = (held >> key & 1) != 0;
+      if (lane % 4 == 0) *mass_of(from + key) = is_held ? mass[half] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void add_weights(float (&scores)[64], int from, bool all_seen,
+                                              float (&mass)[2]) const {
+    const int column = group / 2 * 128 + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
+      // Keeps the compiler from loading more of these ahead than there are registers for.
+      if (j % 4 == 0) asm volatile("" ::: "memory");
       const float2 lse = *reinterpret_cast<const float2*>(sh.lse + column + 8 * j);
 #pragma unroll
       for (int e = 4 * j; e < 4 * j + 4; ++e) {
-        scores[e] = exp2_fast(scores[e] * scaling.factor - (e % 2 == 0 ? lse.x : lse.y));
+        scores[e] = exp2_fast(scores[e] * factor - (e % 2 == 0 ? lse.x : lse.y));
       }
     }
     if (!all_seen) {
 #pragma unroll
       for (int j = 0; j < 16; ++j) {
+        if (j % 4 == 0) asm volatile("" ::: "memory");
         const int2 position = *reinterpret_cast<const int2*>(sh.position + column + 8 * j);
 #pragma unroll
         for (int e = 4 * j; e < 4 * j + 4; ++e) {
@@ -398,78 +396,98 @@ class Score {
     float parts[4] = {};
 #pragma unroll
     for (int e = 0; e < 64; ++e) parts[e % 4] += scores[e];
-    mass[0] += parts[0] + parts[1];
-    mass[1] += parts[2] + parts[3];
+    mass[0] = parts[0] + parts[1];
+    mass[1] = parts[2] + parts[3];
   }
 
-  // ---- results ------------------------------------------------------------------------------
-
-  __device__ void write_rows() {
-    const int64_t plane = int64_t{p.kv.kv_heads} * vectors;
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) {
-        const float other = __shfl_xor_sync(~0u, reference[r], step);
-        const float top = fmaxf(reference[r], other);
-        const float mine = exp2_fast(reference[r] - top), theirs = exp2_fast(other - top);
-        sum[r] = sum[r] * mine + __shfl_xor_sync(~0u, sum[r], step) * theirs;
-        edge[r] = edge[r] * mine + __shfl_xor_sync(~0u, edge[r], step) * theirs;
-        reference[r] = top;
-      }
-      const int v = blockIdx.x * kQueries + row_of(r / 2, r % 2);
-      if (lane % 4 != 0 || v >= vectors) continue;
-      float* to = p.partial + 3 * blockIdx.z * plane + int64_t{kv_head} * vectors + v;
-      to[0] = reference[r];
-      to[plane] = sum[r];
-      to[2 * plane] = edge[r];
-    }
-  }
-
-  __device__ float* mass_of(int key) const {
-    const int64_t row = int64_t{blockIdx.x} * p.kv.kv_heads + kv_head;
-    return p.head_mass + row * p.padded_keys + key;
-  }
-
-  __device__ void write_keys(int i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      mass[half] += __shfl_xor_sync(~0u, mass[half], 1);
-      mass[half] += __shfl_xor_sync(~0u, mass[half], 2);
-      const int place = group * 64 + warp * 16 + half * 8 + lane / 4;
-      if (lane % 4 == 0) {
-        const bool held = sh.key_at[i % kSlots][place] >= 0;
-        *mass_of(tile_at(i) * kTile + place) = held ? mass[half] : 0.0f;
-      }
-    }
+  __device__ __forceinline__ float* mass_of(int key) const {
+    const int64_t part = 2 * int64_t{blockIdx.x} + group / 2;
+    return p.head_mass + (part * p.kv.kv_heads + kv_head) * p.padded_keys + key;
   }
 
   // This block's part of the tiles that no row of it sees.
-  __device__ void write_nothing() {
-    const int between = tails - heads;
-    const int64_t count = between + static_cast<int>(p.padded_keys) / kTile - end;
+  __device__ __forceinline__ void write_nothing() const {
+    const int between = tiles.tails - tiles.heads;
+    const int64_t count = between + static_cast<int>(p.padded_keys) / kTile - tiles.end;
     const int stop = static_cast<int>(count * (blockIdx.z + 1) / p.splits);
     for (int i = static_cast<int>(count * blockIdx.z / p.splits); i < stop; ++i) {
-      const int tile = i < between ? heads + i : end + i - between;
-      if (threadIdx.x < kTile) *mass_of(tile * kTile + threadIdx.x) = 0.0f;
+      const int tile = i < between ? tiles.heads + i : tiles.end + i - between;
+      const int key = group % 2 * 64 + threadIdx.x % 128;
+      if (threadIdx.x % 128 < 64) *mass_of(tile * kTile + key) = 0.0f;
     }
   }
 };
+
+// Brings the block's query vectors, and finds the bounds of their positions.
+template <typename T, int D, bool kSumRows>
+__device__ __forceinline__ void open(const ScoreParams& p, Shared<D>& sh) {
+  constexpr int kWords = D / 8;
+  const int vectors = vectors_of(p), begin = blockIdx.x * kQueries, kv_head = blockIdx.y;
+  const uint32_t to = shared_address(sh.queries);
+  for (int i = threadIdx.x; i < kQueries * kWords; i += kThreads) {
+    const int row = i / kWords, word = i % kWords;
+    const bool inside = begin + row < vectors;
+    const QueryVector at = query_vector(p, kv_head, inside ? begin + row : 0);
+    const T* from = static_cast<const T*>(p.q) + at.row * p.q_row_stride +
+                    at.head * p.q_head_stride + word * 8;
+    copy_async(to + word_offset(kQueries, row, word), from, inside);
+  }
+  commit_copies();
+  if (threadIdx.x < kQueries) {
+    const int v = begin + threadIdx.x;
+    const int position = v < vectors ? p.positions[query_vector(p, kv_head, v).row] : -1;
+    sh.position[threadIdx.x] = position;
+    if (!kSumRows) {
+      sh.lse[threadIdx.x] = v < vectors ? p.lse[int64_t{kv_head} * vectors + v] : INFINITY;
+    }
+    const int low = __reduce_min_sync(~0u, position < 0 ? INT_MAX : position);
+    const int high = __reduce_max_sync(~0u, position);
+    if (threadIdx.x % 32 == 0) {
+      sh.bounds[0][threadIdx.x / 32] = low;
+      sh.bounds[1][threadIdx.x / 32] = high;
+    }
+  }
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(sh.full[stage], kFetchWarps);
+      barrier_init(sh.empty[stage], 4 * kGroups);
+    }
+    barrier_init_done();
+  }
+  wait_for_copies<0>();
+  show_to_async_units();
+  __syncthreads();
+}
 
 template <typename T, int D, bool kSumRows>
 __device__ __forceinline__ void score(const ScoreParams& p) {
   extern __shared__ unsigned char shared[];
   // Swizzled tiles start where an address is a multiple of 1024, which a block's memory need not.
   const uint32_t skipped = -shared_address(shared) % 1024;
-  Score<T, D, kSumRows>(p, *reinterpret_cast<Shared<D>*>(shared + skipped)).run();
+  Shared<D>& sh = *reinterpret_cast<Shared<D>*>(shared + skipped);
+  open<T, D, kSumRows>(p, sh);
+  int lowest = INT_MAX, highest = -1;
+  for (int i = 0; i < kQueries / 32; ++i) {
+    lowest = min(lowest, sh.bounds[0][i]);
+    highest = max(highest, sh.bounds[1][i]);
+  }
+  const Reach reach = reach_of(p.kv, blockIdx.y);
+  const Tiles tiles = cut(p, reach, lowest, highest);
+  if (threadIdx.x >= 128 * kGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
+    if (tiles.first < tiles.last) fetch_keys<T, D>(p, sh, reach, tiles);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
+    Scorer<T, D, kSumRows>(p, sh, reach, tiles).run();
+  }
 }
 
 }  // namespace
 
-#define KERNEL(PASS, DTYPE, TYPE, D, SUM_ROWS)                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads, 1)                           \
+#define KERNEL(PASS, DTYPE, TYPE, D, SUM_ROWS)                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)                             \
       score_tokens_sm90_##PASS##_##DTYPE##_##D(const __grid_constant__ ScoreParams p) { \
-    score<TYPE, D, SUM_ROWS>(p);                                                      \
+    score<TYPE, D, SUM_ROWS>(p);                                                        \
   }
 #define KERNELS(DTYPE, TYPE, D)               \
   KERNEL(rows, DTYPE, TYPE, D, true)          \

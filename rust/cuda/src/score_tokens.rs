@@ -19,6 +19,8 @@ const TILE: usize = 64;
 /// Largest head dim of Hopper's kernels, and the query vectors that a block of theirs has.
 const HOPPER_DIM: usize = 128;
 const HOPPER_HELD: usize = HELD[0];
+/// Threads of theirs: four warpgroups that multiply, one that fetches.
+const HOPPER_THREADS: u32 = 640;
 /// Threads of every kernel but the plain passes.
 const THREADS: u32 = 256;
 /// Warps of the plain passes, each with one query vector or a few keys.
@@ -157,13 +159,8 @@ fn shared_bytes(head_dim: usize) -> usize {
 
 /// Likewise of `score_tokens_sm90.cu`, with room to start on a boundary.
 fn hopper_bytes(head_dim: usize) -> usize {
-    let blocks = head_dim.div_ceil(64);
-    blocks * (HOPPER_HELD + 4 * 128) * 128
-        + 8 * 128 * 12
-        + HOPPER_HELD * 8
-        + 4 * head_dim
-        + 64
-        + 1024
+    let tiles = head_dim.div_ceil(64) * (HOPPER_HELD + 4 * 128) * 128;
+    tiles + 4288 + 16 * head_dim + 1024
 }
 
 /// Which kernels do the two passes.
@@ -232,7 +229,7 @@ impl Plan {
             keys_held,
             splits: splits_of(vectors.div_ceil(items) * kv_heads, at_once, most),
             padded_keys: keys.next_multiple_of(HELD[0]),
-            mass_parts: if kind == Kind::Hopper { vectors.div_ceil(HOPPER_HELD) } else { 1 },
+            mass_parts: if kind == Kind::Hopper { 2 * vectors.div_ceil(HOPPER_HELD) } else { 1 },
         }
     }
 
@@ -284,7 +281,7 @@ impl Plan {
             Kind::Tiled => (row_blocks(self.rows_held), key_blocks(self.keys_held), THREADS),
             Kind::Hopper => {
                 let blocks = row_blocks(HOPPER_HELD);
-                (blocks, (blocks, splits), THREADS)
+                (blocks, (blocks, splits), HOPPER_THREADS)
             }
         };
         let pass = |name: &str, blocks: usize, splits: u32| -> Result<Launch, CudaError> {
@@ -420,8 +417,8 @@ mod tests {
             let plan = Plan::of(&size, Kind::Hopper, H200);
             (plan.kind, plan.mass_parts)
         };
-        assert_eq!(kind(1024, 128), (Kind::Hopper, 4));
-        assert_eq!(kind(1000, 64), (Kind::Hopper, 4));
+        assert_eq!(kind(1024, 128), (Kind::Hopper, 8));
+        assert_eq!(kind(1000, 64), (Kind::Hopper, 8));
         assert_eq!(kind(1024, 256), (Kind::Tiled, 1));
         assert_eq!(kind(64, 128), (Kind::Tiled, 1));
     }
