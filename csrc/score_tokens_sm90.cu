@@ -178,14 +178,8 @@ class Scorer {
  public:
   __device__ __forceinline__ Scorer(const ScoreParams& params, Shared<D>& shared,
                                     const Reach& reach, const Tiles& tiles)
-      : p(params),
-        sh(shared),
-        reach(reach),
-        tiles(tiles),
-        warp(threadIdx.x % 128 / 32),
-        lane(threadIdx.x % 32),
-        group(threadIdx.x / 128),
-        kv_head(blockIdx.y),
+      : p(params), sh(shared), reach(reach), tiles(tiles), warp(threadIdx.x % 128 / 32),
+        lane(threadIdx.x % 32), group(threadIdx.x / 128), kv_head(blockIdx.y),
         factor(factor_of(params)) {
     lowest = INT_MAX;
     highest = -1;
