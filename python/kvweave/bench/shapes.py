@@ -191,10 +191,8 @@ def _layers(tokens: int, said: str) -> Case:
 
 def _local(tokens: int, said: str) -> Case:
     name = f"1 layer, 4 of 8 KV heads full, prefill, all of {tokens // K}K"
-    cited = (
-        f"RedKnot, section 5.4: {said} s for 64 layers on an H800; its times grow like the "
-        "context and not like its square, so they are not those of all rows"
-    )
+    # Its times grow like the context and not like its square.
+    cited = f"RedKnot, section 5.4: {said} s for 64 layers on an H800, of rows it does not count"
     return Case("heads", name, Prefill(tokens, local=4), cited=cited)
 
 
