@@ -106,7 +106,7 @@ def test_patterns_of_another_model_and_wrong_wishes(tmp_path: Path) -> None:
 
 def example_map() -> dict[str, Any]:
     rising, zeros = np.arange(8.0).reshape(2, 4) / 8, np.zeros((2, 4))
-    scores = [LengthScores(length, rising, zeros, zeros, zeros, zeros) for length in (10, 20)]
+    scores = [LengthScores(length, zeros, rising, zeros, zeros, zeros) for length in (10, 20)]
     profile = HeadProfile("m", 4, 64, tuple(scores))
     plain: dict[str, Any] = json.loads(profile.map(count=3).to_json())
     return plain

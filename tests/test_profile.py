@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from families import random_tokens, tiny
 from kvweave.cache import HeadClassMap
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import CorruptHeadMap, InvalidArgument, Unsupported
 from kvweave.profile import (
     Effect,
+    EffectMeter,
     HeadProfile,
     LengthScores,
     held_out,
@@ -24,6 +25,7 @@ from kvweave.profile import (
     smallest_share,
 )
 from kvweave.profile.attention_reach import read_attention
+from kvweave.profile.effect import SCORED
 from kvweave.profile.page_overlap import STEPS, page_overlap
 from kvweave.profile.prefix_shift import measure_shift
 from kvweave.profile.scores import agreement, rank_correlation, top
@@ -316,6 +318,26 @@ def test_the_map_says_what_was_measured(folder: Path) -> None:
     assert {"kind": "window", "sink": 0, "recent": 64} in [e["class"] for e in other["heads"]]
 
 
+def test_a_map_gives_its_profile_back(folder: Path) -> None:
+    profile = profile_of(small(), folder)
+    made = profile.map(share=0.25)
+    assert HeadProfile.from_map(made).map(share=0.25) == made
+    plain = json.loads(made.to_json())
+    for spoil in (
+        lambda e: e.pop("by_length"),
+        lambda e: e["by_length"].clear(),
+        lambda e: e["by_length"]["600"].pop("edge"),
+        lambda e: e["by_length"]["600"].update(edge=[[1.0, 2.0]]),
+        lambda e: e["by_length"]["600"].update(more=[[1.0, 2.0]]),
+        lambda e: e.update(measured_recent="wide"),
+        lambda e: e.pop("seed"),
+    ):
+        broken = json.loads(json.dumps(plain))
+        spoil(broken["evidence"])
+        with pytest.raises(CorruptHeadMap, match="head map evidence: expected"):
+            HeadProfile.from_map(HeadClassMap.from_json(json.dumps(broken)))
+
+
 def scores_of(length: int, **given: Any) -> LengthScores:
     zeros = np.zeros((2, 4))
     names = ("edge", "retrieval", "key_shift", "value_shift", "overlap")
@@ -345,7 +367,7 @@ def test_agreement_and_correlation_by_hand() -> None:
 
 
 def test_every_share_gives_a_valid_map() -> None:
-    profile = HeadProfile("m", 1, 2, (scores_of(10, edge=np.arange(8.0).reshape(2, 4)),))
+    profile = HeadProfile("m", 1, 2, (scores_of(10, retrieval=np.arange(8.0).reshape(2, 4)),))
     for share in (0.0, 0.3, 0.5, 1.0):
         plain = json.loads(profile.map(share=share).to_json())
         kept = [entry for entry in plain["heads"] if entry["reach"] == "global"]
@@ -422,13 +444,51 @@ def meter_of(kl: list[float], answers: float | None = None) -> Any:
 def test_bisection_finds_the_smallest_share(
     kl: list[float], bound: float, answers: float | None
 ) -> None:
-    profile = HeadProfile("m", 1, 2, (scores_of(10, edge=np.arange(8.0).reshape(2, 4)),))
+    profile = HeadProfile("m", 1, 2, (scores_of(10, retrieval=np.arange(8.0).reshape(2, 4)),))
     meter = meter_of(kl, answers)
     found = smallest_share(profile, meter, bound)
     assert found.count == next(count for count in range(9) if kl[count] <= bound)
     assert found.effect.worst == kl[found.count]
     assert [count for count, _ in found.tried] == sorted(meter.asked)
     assert len(meter.asked) <= 4
+
+
+def test_effect_is_the_kl_of_the_model_under_the_maps_mask(folder: Path) -> None:
+    model = tiny("llama", max_position_embeddings=2048)
+
+    def make(heads: HeadClassMap | None) -> Runner:
+        options = {"max_tokens": 1024, "progress": False, "check": heads is None}
+        return Runner(model, Bytes(), heads=heads, **options)
+
+    whole = make(None)
+    texts = held_out(whole, [str(folder)], 600, sink=SINK, recent=RECENT, seed=0)
+    meter = EffectMeter(make, texts)
+    scores = LengthScores(10, *(np.zeros((4, 2)) for _ in range(5)))
+    profile = HeadProfile(whole.spec.fingerprint, SINK, RECENT, (scores,))
+    every = meter.measure(profile.map(share=1.0))
+    assert every.text < 1e-9
+    assert every.answers is not None
+    assert every.answers < 1e-9
+
+    none = meter.measure(profile.map(share=0.0))
+    row, seen = np.arange(600)[:, None], np.arange(600)
+    local = (seen <= row) & ((seen > row - RECENT) | (seen < SINK))
+    mask = torch.where(torch.from_numpy(local), 0.0, torch.finfo(torch.float32).min)[None, None]
+    wanted = []
+    for text in texts:
+        ids = torch.from_numpy(text.tokens).long()[None]
+        rows = text.rows if text.kind == "needle" else np.arange(600 - SCORED, 600)
+        p = model(ids).logits[0, rows].log_softmax(-1).double()
+        q = model(ids, attention_mask=mask).logits[0, rows].log_softmax(-1).double()
+        wanted.append(float((p.exp() * (p - q)).sum(-1).mean()))
+    assert [none.text, none.answers] == pytest.approx(wanted, rel=2e-3)
+    assert min(wanted) > 1e-4
+    assert none.worst == max(none.text, none.answers or 0.0)
+
+
+def test_an_effect_needs_plain_text() -> None:
+    with pytest.raises(InvalidArgument, match="at least one plain text"):
+        EffectMeter(lambda _: small(), ())
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors
-from kvweave.errors import InvalidArgument
+from kvweave.errors import CorruptHeadMap, InvalidArgument
 
 if TYPE_CHECKING:
     from kvweave.cache import HeadClassMap
+    from kvweave.profile import HeadProfile
 
 SINK, RECENT, SHARE = 16, 256, 0.15
 
@@ -41,6 +42,9 @@ def profile_heads(
     prompts: Annotated[int, typer.Option(min=1, help="Of each kind, text and length.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    scores: Annotated[
+        Path | None, typer.Option(help="Take the scores of this earlier map, measure none.")
+    ] = None,
     duo: Annotated[
         Path | None, typer.Option(help="Import DuoAttention's full_attention_heads.tsv instead.")
     ] = None,
@@ -58,6 +62,8 @@ def profile_heads(
         check_suffix(figure)
     if duo is None and (duo_config is not None or threshold is not None):
         raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
+    if scores is not None and duo is not None:
+        raise InvalidArgument("scores: expected no --duo beside them, got one")
     if kl is not None and (share is not None or duo is not None):
         raise InvalidArgument("kl: expected no --share and no --duo beside it, got one")
     if share is not None and not 0.0 <= share <= 1.0:
@@ -74,9 +80,11 @@ def profile_heads(
         window = _window(sink, recent, pattern.sink, pattern.recent)
         made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
     else:
-        made = _measured(
-            loaded, asked, text, _window(sink, recent), (share, kl), prompts=prompts, seed=seed
-        )
+        from kvweave.profile import DEFAULT_TEXTS
+
+        texts = text or DEFAULT_TEXTS
+        settings = {"lengths": asked, "texts": texts, "prompts": prompts, "seed": seed}
+        made = _measured(loaded, scores, (sink, recent), (share, kl), settings)
     _show(made, f"Head classes of {model}", out_file, figure)
 
 
@@ -91,7 +99,7 @@ def _lengths(text: str) -> list[int]:
 
 def _window(
     sink: int | None, recent: int | None, own_sink: int | None = None, own_recent: int | None = None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """What is asked for, else what comes with a pattern, else the defaults."""
     sinks = [value for value in (sink, own_sink, SINK) if value is not None]
     recents = [value for value in (recent, own_recent, RECENT) if value is not None]
@@ -100,41 +108,62 @@ def _window(
 
 def _measured(
     loaded: tuple[Any, Any],
-    lengths: list[int],
-    text: list[str] | None,
-    window: dict[str, int],
+    scores: Path | None,
+    window: tuple[int | None, int | None],
     wanted: tuple[float | None, float | None],
-    **settings: int,
+    settings: dict[str, Any],
 ) -> HeadClassMap:
-    """Profiles the model, chooses by share or by KL, and measures what the map does to it."""
+    """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
+
+    `wanted`: a share, or a bound on KL. `settings` are those of `kvweave.profile.profile_heads`.
+    """
     from dataclasses import asdict
 
-    from kvweave.profile import DEFAULT_TEXTS, EffectMeter, held_out, smallest_share
+    from kvweave.profile import EffectMeter, held_out, smallest_share
     from kvweave.profile import profile_heads as measure
     from kvweave.runner import Runner
-
-    longest = max(lengths)
 
     def make_runner(heads: HeadClassMap | None) -> Runner:
         return Runner(*loaded, max_tokens=longest + 64, heads=heads, check=heads is None)
 
-    texts = tuple(text or DEFAULT_TEXTS)
-    whole = make_runner(None)
-    profile = measure(whole, lengths=lengths, texts=texts, **window, **settings)
-    beside = held_out(whole, texts, longest, **window, seed=settings["seed"])
+    if scores is None:
+        kept, longest = _window(*window), max(settings["lengths"])
+        whole = make_runner(None)
+        profile = measure(whole, **kept, **settings)
+    else:
+        profile = _earlier(scores, loaded[0])
+        kept = _window(*window, profile.sink, profile.recent)
+        longest = profile.lengths[-1].length
+        whole = make_runner(None)
+    texts, seed = [text["name"] for text in profile.subject["texts"]], profile.subject["seed"]
+    beside = held_out(whole, texts, longest, **kept, seed=seed)
     del whole
-    with err().status("measuring what the map does"):
-        meter = EffectMeter(make_runner, beside)
-        share, kl = wanted
-        if kl is not None:
-            found = smallest_share(profile, meter, kl)
-            effect: dict[str, Any] = found.to_dict()
-            count = found.count
-        else:
-            count = profile.count_of(SHARE if share is None else share)
-            effect = asdict(meter.measure(profile.map(count=count)))
+    meter = EffectMeter(make_runner, beside)
+    share, kl = wanted
+    if kl is not None:
+        found = smallest_share(profile, meter, kl, **kept)
+        count, effect = found.count, found.to_dict()
+    else:
+        count = profile.count_of(SHARE if share is None else share)
+        effect = asdict(meter.measure(profile.map(count=count, **kept)))
     effect = {"length": longest, **effect}
-    return profile.map(count=count, evidence={"held_out_kl": effect})
+    return profile.map(count=count, **kept, evidence={"held_out_kl": effect})
+
+
+def _earlier(path: Path, model: Any) -> HeadProfile:
+    """The profile of an earlier map of the same model."""
+    from kvweave.cache import HeadClassMap
+    from kvweave.profile import HeadProfile
+    from kvweave.runner.model_spec import describe
+
+    heads = HeadClassMap.from_json(path.read_text(encoding="utf-8"))
+    fingerprint = describe(model).fingerprint
+    if heads.model_fingerprint != fingerprint:
+        raise CorruptHeadMap(
+            f"{path.name}: expected a map of this model, {fingerprint[:16]}…, "
+            f"got one of {heads.model_fingerprint[:16]}…"
+        )
+    return HeadProfile.from_map(heads)
 
 
 def _show(made: HeadClassMap, title: str, out_file: Path | None, figure: Path | None) -> None:

@@ -86,7 +86,14 @@ class SmallestShare:
         }
 
 
-def smallest_share(profile: HeadProfile, meter: EffectMeter, bound: float) -> SmallestShare:
+def smallest_share(
+    profile: HeadProfile,
+    meter: EffectMeter,
+    bound: float,
+    *,
+    sink: int | None = None,
+    recent: int | None = None,
+) -> SmallestShare:
     """Bisects the ranking for the fewest global heads whose KL is within a bound.
 
     The bound holds for both means of an `Effect`. The count returned was measured to keep to it,
@@ -103,7 +110,7 @@ def smallest_share(profile: HeadProfile, meter: EffectMeter, bound: float) -> Sm
     best = Effect(0.0, 0.0 if any(t.kind == "needle" for t in meter.texts) else None)
     while low < high:
         middle = (low + high) // 2
-        tried[middle] = meter.measure(profile.map(count=middle))
+        tried[middle] = meter.measure(profile.map(count=middle, sink=sink, recent=recent))
         if tried[middle].worst <= bound:
             high, best = middle, tried[middle]
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.cache import HeadClassMap
-from kvweave.errors import InvalidArgument
+from kvweave.errors import CorruptHeadMap, InvalidArgument
 from kvweave.profile.scores import (
     LengthScores,
     Scores,
@@ -27,6 +27,8 @@ UNSTABLE_SHARE = 0.25
 """FlexiCache (§2.3) calls the quarter of heads whose important pages change most unstable."""
 
 Flags = npt.NDArray[np.bool_]
+
+_SUBJECT = ("kvweave", "date", "texts", "prompts", "hidden_numbers", "sampled_rows", "seed")
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,52 @@ class HeadProfile:
     lengths: tuple[LengthScores, ...]
     subject: Mapping[str, Any] = field(default_factory=dict)
 
+    @staticmethod
+    def from_map(heads: HeadClassMap) -> HeadProfile:
+        """The profile that a map was made from: for another share, nothing is measured again.
+
+        # Errors
+        `CorruptHeadMap` for a map without the scores of a profile, such as an imported one.
+        """
+        plain = json.loads(heads.to_json())
+        evidence = plain["evidence"]
+        try:
+            lengths = tuple(
+                LengthScores(int(length), **{k: np.asarray(v, np.float64) for k, v in s.items()})
+                for length, s in evidence["by_length"].items()
+            )
+            window = int(evidence["measured_sink"]), int(evidence["measured_recent"])
+            subject = {name: evidence[name] for name in _SUBJECT}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptHeadMap(
+                f"head map evidence: expected the scores of a profile, got {error!r}"
+            ) from error
+        wanted = (heads.layers, heads.kv_heads)
+        for values in (v for scores in lengths for v in scores.named().values()):
+            if values.shape != wanted or not np.isfinite(values).all():
+                raise CorruptHeadMap(
+                    f"head map evidence: expected finite scores of shape {wanted}, "
+                    f"got shape {values.shape}"
+                )
+        if not lengths:
+            raise CorruptHeadMap("head map evidence: expected scores at some length, got none")
+        return HeadProfile(heads.model_fingerprint, *window, lengths, subject)
+
     @property
     def heads(self) -> int:
         """L × G."""
         return self.lengths[0].edge.size
 
     def score(self, at: LengthScores | None = None) -> Scores:
-        """How much a head needs the whole context, f64 [L, G]; the mean over lengths, or at one."""
+        """How much a head needs the whole context, f64 [L, G]; the mean over lengths, or at one.
+
+        It is the retrieval mass. Of the rankings that `benchmarks/head_ranking.py` compares it left
+        the least KL, on answers and on running text alike; edge mass and the shift under another
+        prefix did no better than a random choice (docs/heads.md).
+        """
         if at is not None:
-            return reach_score(at)
-        return np.asarray(np.mean([reach_score(s) for s in self.lengths], axis=0))
+            return at.retrieval
+        return np.asarray(np.mean([scores.retrieval for scores in self.lengths], axis=0))
 
     def stable(self) -> Flags:
         """Heads whose important pages change little at every length: bool [L, G].
@@ -132,11 +170,6 @@ class HeadProfile:
             real = [r for r in pairs if not np.isnan(r)]
             found[f"rank_correlation_{name}"] = round(min(real), 4) if real else None
         return found
-
-
-def reach_score(scores: LengthScores) -> Scores:
-    """How much a head needs the whole context at one length, f64 [L, G]."""
-    return scores.edge + scores.retrieval
 
 
 def head_map(

@@ -16,7 +16,7 @@ from kvweave.plan import Rows
 from kvweave.profile.attention_reach import read_attention
 from kvweave.profile.head_profile import HeadProfile
 from kvweave.profile.prefix_shift import measure_shift
-from kvweave.profile.scores import LengthScores, Scores, furthest
+from kvweave.profile.scores import DIGITS, LengthScores, Scores, furthest
 from kvweave.profile.texts import HIDDEN, ProfileText, TextMaker, parted
 from kvweave.runner import Runner
 from kvweave.runner.progress import track
@@ -38,7 +38,10 @@ class _Found:
     overlap: list[Scores] = field(default_factory=list)
 
     def mean(self, length: int) -> LengthScores:
-        return LengthScores(length, **{k: np.mean(v, axis=0) for k, v in self.__dict__.items()})
+        means = {name: np.mean(values, axis=0) for name, values in self.__dict__.items()}
+        return LengthScores(
+            length, **{name: np.round(mean, DIGITS) for name, mean in means.items()}
+        )
 
 
 def profile_heads(

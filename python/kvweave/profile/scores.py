@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 Scores = npt.NDArray[np.float64]
 
-_DIGITS = 4
+DIGITS = 4
+"""Decimals that scores are kept to: what a map holds is what was ranked."""
 
 
 @dataclass(frozen=True)
 class LengthScores:
-    """What was measured at one prompt length, each f64 [L, G] and a mean over prompts.
+    """What was measured at one prompt length, each f64 [L, G], a mean over prompts, rounded.
 
     `edge`: attention mass outside sink and window, of the query head of the KV head that looks
     furthest. `retrieval`: mass of the rows that predict a hidden number on the sentence that holds
@@ -42,7 +43,7 @@ class LengthScores:
 
 def rounded(values: Scores) -> Any:
     """Nested lists of four decimals."""
-    return np.round(values, _DIGITS).tolist()
+    return np.round(values, DIGITS).tolist()
 
 
 def furthest(mass: Scores, kv_heads: int) -> Scores:
