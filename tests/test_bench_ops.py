@@ -60,7 +60,9 @@ WORKS: list[Work] = [
     Prefill(400, shape=TINY, local=1),
     Copy(LAYERED, 1),
     Copy(LAYERED, 1, "float32", "interleaved"),
+    Copy(LAYERED, 1, grouped=True),
     Write(40, TINY),
+    Write(400, TINY, local=1),
     Merge(3, 17, TINY),
     Score(8, 256, TINY),
 ]
@@ -285,6 +287,7 @@ def test_moved_bytes_count_reads_and_writes() -> None:
     assert copy.block_bytes == pages
     assert bound_of(copy).count == 2 * ((1 << 20) // pages) * pages
     assert bound_of(Write(5, TINY)).count == 2 * (2 * 5 * 2 * 64 * 2)
+    assert Write(400, TINY, local=1).vectors == 400 + SINK + WINDOW
     assert bound_of(Merge(3, 5, TINY)).count == (3 + 1) * 5 * 4 * (64 * 2 + 4)
 
 

@@ -56,7 +56,7 @@ def bound_of(work: Work) -> Bound:
         case Copy():
             return Bound(2.0 * work.blocks * work.block_bytes, "B", "copy")
         case Write():
-            return Bound(size * 4.0 * work.rows * s.kv_heads * s.head_dim, "B", "copy")
+            return Bound(size * 4.0 * work.vectors * s.head_dim, "B", "copy")
         case Merge():
             rows = work.rows * s.heads
             return Bound((work.parts + 1.0) * rows * (size * s.head_dim + 4), "B", "read")

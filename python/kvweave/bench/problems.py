@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,17 @@ from kvweave import ops
 from kvweave.bench.pages import PAGE, shuffled_blocks
 from kvweave.bench.pool import Pool, Rows, pool
 from kvweave.bench.rows import expect
-from kvweave.bench.shapes import SINK, Copy, Decode, Merge, Prefill, Score, Work, Write
+from kvweave.bench.shapes import (
+    SINK,
+    WINDOW,
+    Copy,
+    Decode,
+    Merge,
+    Prefill,
+    Score,
+    Work,
+    Write,
+)
 
 TOLERANCE = 0.02
 """‖answer − f32‖ / ‖f32‖ of one row and head; bf16 operands leave a few thousandths."""
@@ -106,6 +116,7 @@ class Copies:
     pages: torch.Tensor
     copies: torch.Tensor
     rope: ops.RopeTable
+    layers: torch.Tensor | None
 
     def poison(self) -> None:
         """The half that is copied to holds no numbers."""
@@ -133,13 +144,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class Writes:
-    """k, v [R, G, D] for slots i32 [R, 2] of zeroed pages."""
+    """k, v [R, G, D] for slots i32 [R, 2], or with a reach [2, R, 2], of zeroed pages."""
 
     work: Write
     pages: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     slots: torch.Tensor
+    reach: ops.Reach | None
 
     def poison(self) -> None:
         """Pages as they were."""
@@ -148,15 +160,30 @@ class Writes:
     def check(self, pages: torch.Tensor) -> None:
         """Every element of every page: what was written, and zero elsewhere."""
         wanted = torch.zeros_like(pages)
-        page, slot = self.targets()
-        wanted[page, 0, slot] = self.k
-        wanted[page, 1, slot] = self.v
+        for source, page, slot in self.targets():
+            wanted[page, 0, slot] = self.k[source]
+            wanted[page, 1, slot] = self.v[source]
         expect(torch.equal(pages, wanted), "pages differ from an indexed assignment")
 
-    def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages [R, G] and slots [R, 1] as torch indexes them."""
-        heads = torch.arange(self.work.shape.kv_heads, device=self.pages.device)
-        return self.slots[:, :1].long() + heads, self.slots[:, 1:].long()
+    def targets(self) -> list[Target]:
+        """By table: rows and heads of k, and their pages [r, g] and slots [r, 1] in torch's way."""
+        work, device = self.work, self.pages.device
+        full = work.shape.kv_heads - work.local
+        tables = self.slots.view(-1, work.rows, 2)
+        parts: list[tuple[Any, torch.Tensor, slice, int]] = [
+            (slice(None), tables[0], slice(full), full)
+        ]
+        if work.local:
+            kept = torch.from_numpy(work.kept()).to(device)
+            parts.append((kept, tables[1, kept], slice(full, None), work.local))
+        return [
+            (
+                (rows, heads),
+                slots[:, :1].long() + torch.arange(count, device=device),
+                slots[:, 1:].long(),
+            )
+            for rows, slots, heads, count in parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -176,6 +203,7 @@ class Merges:
         differs("rows", out, (self.outs.float() * weights).sum(0))
 
 
+Target: TypeAlias = tuple[tuple[Any, slice], torch.Tensor, torch.Tensor]
 Problem: TypeAlias = Attention | Layers | Scores | Copies | Writes | Merges
 
 
@@ -243,7 +271,9 @@ def _copies(work: Copy, device: torch.device) -> Copies:
     copies = torch.from_numpy(np.stack(columns, 1).astype(np.int32)).to(device)
     size = ((2 * count + 1) * s.block_pages, 2, PAGE, s.head_dim)
     pages = torch.empty(size, dtype=getattr(torch, work.dtype), device=device).normal_()
-    return Copies(work, pages, copies, ops.RopeTable(s.rope().inv_freq, work.pairing))
+    of_pages = np.repeat(np.arange(s.layers, dtype=np.int32), s.kv_heads)
+    layers = torch.from_numpy(of_pages).to(device) if work.grouped else None
+    return Copies(work, pages, copies, ops.RopeTable(s.rope().inv_freq, work.pairing), layers)
 
 
 def _writes(work: Write, device: torch.device) -> Writes:
@@ -253,5 +283,17 @@ def _writes(work: Write, device: torch.device) -> Writes:
     pages = torch.zeros(size, dtype=torch.bfloat16, device=device)
     k, v = torch.randn(2, work.rows, s.kv_heads, s.head_dim, device=device).bfloat16()
     chosen = np.random.default_rng(3).permutation(count * PAGE)[: work.rows]
-    slots = np.stack(((chosen // PAGE + 1) * s.kv_heads, chosen % PAGE), 1).astype(np.int32)
-    return Writes(work, pages, k, v, torch.from_numpy(slots).to(device))
+    block, slot = chosen // PAGE + 1, chosen % PAGE
+    if not work.local:
+        slots = np.stack((block * s.kv_heads, slot), 1).astype(np.int32)
+        return Writes(work, pages, k, v, torch.from_numpy(slots).to(device), None)
+    # The full heads' blocks first, then the local ones'.
+    full = s.kv_heads - work.local
+    own = np.stack((np.stack((block * full, slot), 1), np.full((work.rows, 2), -1)))
+    kept = work.kept()
+    first = (count + 1) * full
+    own[1, kept] = np.stack((first + block[kept] * work.local - work.local, slot[kept]), 1)
+    heads = [(0, rank, 0, 0) for rank in range(full)]
+    heads += [(1, rank, WINDOW, SINK) for rank in range(work.local)]
+    reach = ops.Reach(2, np.array(heads, np.int32))
+    return Writes(work, pages, k, v, torch.from_numpy(own.astype(np.int32)).to(device), reach)

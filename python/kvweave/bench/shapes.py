@@ -83,13 +83,17 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Copy:
-    """Whole blocks of all layers copied within an arena, keys moved by `delta` positions."""
+    """Whole blocks of all layers copied within an arena, keys moved by `delta` positions.
+
+    `grouped`: as blocks of a head group, whose pages are told their layers.
+    """
 
     shape: Shape
     mib: int
     dtype: str = "bfloat16"
     pairing: str = "half"
     delta: int = 1234
+    grouped: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -105,10 +109,24 @@ class Copy:
 
 @dataclass(frozen=True)
 class Write:
-    """New keys and values of `rows` tokens, each to a slot of its own."""
+    """New keys and values of `rows` tokens, each to a slot of its own.
+
+    `local` KV heads, the last ones, have blocks of their own and keep a sink and a window.
+    """
 
     rows: int
     shape: Shape = LLAMA
+    local: int = 0
+
+    def kept(self) -> npt.NDArray[np.int64]:
+        """The rows that local heads keep."""
+        rows = np.arange(self.rows)
+        return rows[(rows < SINK) | (rows >= self.rows - WINDOW)]
+
+    @property
+    def vectors(self) -> int:
+        """Keys that are written."""
+        return (self.shape.kv_heads - self.local) * self.rows + self.local * len(self.kept())
 
 
 @dataclass(frozen=True)
@@ -198,6 +216,7 @@ def _local(tokens: int, said: str) -> Case:
 
 def _copy(work: Copy) -> Case:
     extra = "" if work.pairing == "half" else f" {work.pairing}"
+    extra += " by pages" if work.grouped else ""
     name = f"copy_rerotate, {work.shape.name} {work.dtype}{extra}, {work.mib} MiB"
     # A call of one copy turns K and moves V; a device copy moves both.
     return Case("copy_rerotate", name, work, Target("device copy", 0.92))
@@ -232,6 +251,7 @@ CASES: tuple[Case, ...] = (
     _copy(Copy(LLAMA_32, 64)),
     _copy(Copy(LLAMA_32, 512)),
     _copy(Copy(LLAMA_32, 2048)),
+    _copy(Copy(LLAMA_32, 512, grouped=True)),
     _copy(Copy(LLAMA_32, 512, pairing="interleaved")),
     _copy(Copy(LLAMA_32, 512, dtype="float16")),
     _copy(Copy(LLAMA_32, 512, dtype="float32")),
@@ -239,6 +259,7 @@ CASES: tuple[Case, ...] = (
     _copy(Copy(SMOL, 512)),
     Case("write_pages", "write_pages, 64 rows", Write(64), graph=True),
     Case("write_pages", "write_pages, 8K rows", Write(8 * K)),
+    Case("write_pages", "write_pages, 4 of 8 KV heads local, 8K rows", Write(8 * K, local=4)),
     Case("merge_states", "merge_states, 8 parts of 64 rows", Merge(8, 64), graph=True),
     Case("merge_states", "merge_states, 2 parts of 8K rows", Merge(2, 8 * K)),
     Case("score_tokens", "score_tokens, 64 rows over 32K", Score(64, 32 * K)),

@@ -123,7 +123,11 @@ def _score(problem: Scores) -> Call:
 def _copy(problem: Copies) -> Call:
     def call() -> torch.Tensor:
         ops.copy_rerotate(
-            problem.pages, problem.copies, problem.rope, kv_heads=problem.work.shape.kv_heads
+            problem.pages,
+            problem.copies,
+            problem.rope,
+            kv_heads=problem.work.shape.kv_heads,
+            layers=problem.layers,
         )
         return problem.pages
 
@@ -132,7 +136,8 @@ def _copy(problem: Copies) -> Call:
 
 def _write(problem: Writes) -> Call:
     def call() -> torch.Tensor:
-        ops.write_pages(problem.pages, 0, problem.k, problem.v, problem.slots)
+        given = (problem.pages, 0, problem.k, problem.v, problem.slots)
+        ops.write_pages(*given, reach=problem.reach)
         return problem.pages
 
     return call

@@ -38,11 +38,12 @@ def _copy(problem: Copies) -> Call:
 
 
 def _write(problem: Writes) -> Call:
-    page, slot = problem.targets()
+    targets = problem.targets()
 
     def call() -> torch.Tensor:
-        problem.pages[page, 0, slot] = problem.k
-        problem.pages[page, 1, slot] = problem.v
+        for source, page, slot in targets:
+            problem.pages[page, 0, slot] = problem.k[source]
+            problem.pages[page, 1, slot] = problem.v[source]
         return problem.pages
 
     return call
