@@ -1,7 +1,8 @@
 """The arithmetic of `capacity`: pages, blocks and requests of a model shape in given memory.
 
-As in `KvCache`: a page holds P tokens of one KV head of one layer, keys then values; a block is
-the pages of one head group; the first block of the arena is the null block and holds no tokens.
+It explains what `capacity_count` finds, and knows nothing of how memory is cut into slabs. As in
+`KvCache`: a page holds P tokens of one KV head of one layer, keys then values; a block is the pages
+of one head group; the first block of the arena is the null block and holds no tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+ALIASES = {"smollm2": "smollm2-135m", "qwen-coder": "qwen2.5-0.5b"}
+"""The packaged models, by the names that `kvweave.models` has for them."""
+
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MOST_BYTES, _MOST_HEADS = 2**60, 2**16
 
 
 @dataclass(frozen=True)
@@ -78,14 +83,14 @@ def shape_of(model: str, dtype: str | None = None) -> ModelShape:
     """
     known = presets()
     path = Path(model)
-    if model.lower() in known:
-        shape = ModelShape(**known[model.lower()])
+    name = ALIASES.get(model.lower(), model.lower())
+    if name in known:
+        shape = ModelShape(**known[name])
     elif path.is_dir() or path.suffix == ".json":
         shape = _from_config(path / "config.json" if path.is_dir() else path)
     else:
-        raise InvalidArgument(
-            f"model: expected a config.json or one of {', '.join(known)}, got {model!r}"
-        )
+        names = ", ".join([*known, *ALIASES])
+        raise InvalidArgument(f"model: expected a config.json or one of {names}, got {model!r}")
     chosen = dtype or shape.dtype
     if chosen not in ITEM_BYTES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(ITEM_BYTES)}, got {chosen!r}")
@@ -95,17 +100,17 @@ def shape_of(model: str, dtype: str | None = None) -> ModelShape:
 def parse_bytes(text: str) -> int:
     """Bytes from `24GiB`, `80GB`, `512MiB` or a plain number; `GB` is decimal, `GiB` binary.
 
-    Raises InvalidArgument for anything else.
+    Raises InvalidArgument for anything else, and for more than an EiB.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if match is None:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", text.lower())
+    found = 0 if match is None else int(float(match[1]) * _UNITS[match[2] or ""])
+    if match is None or found > _MOST_BYTES:
         raise InvalidArgument(f"memory: expected a size such as 24GiB or 80GB, got {text!r}")
-    unit = match[2] or ""
-    return int(float(match[1]) * ({**_UNITS, **_BINARY}[unit]))
+    return found
 
 
-def read_head_map(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """A `HeadClassMap` as JSON, which is valid and of the shape.
+def read_head_map(path: Path, shape: ModelShape) -> HeadClassMap:
+    """The `HeadClassMap` of a file, which is valid and of the shape.
 
     Raises CorruptHeadMap naming what is wrong.
     """
@@ -119,8 +124,7 @@ def read_head_map(path: Path, shape: ModelShape) -> dict[str, Any]:
             f"{path}: expected {shape.layers} layers × {shape.kv_heads} KV heads, "
             f"got {head_map.layers} × {head_map.kv_heads}"
         )
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    return head_map
 
 
 def capacity_of(
@@ -128,7 +132,7 @@ def capacity_of(
     length: int,
     page_tokens: int,
     memory_bytes: int,
-    head_map: dict[str, Any] | None = None,
+    head_map: HeadClassMap | None = None,
 ) -> Capacity:
     """What requests of `length` tokens cost. `top_k` heads keep every token; they read fewer.
 
@@ -141,7 +145,7 @@ def capacity_of(
     page_bytes = 2 * page_tokens * shape.head_dim * ITEM_BYTES[shape.dtype]
     pairs = shape.layers * shape.kv_heads
     dense = -(-length // page_tokens)
-    groups = _groups(head_map, pairs, page_bytes, dense, page_tokens)
+    groups = _groups(head_map, pairs, page_bytes, length, page_tokens)
     request_bytes = sum(group.blocks * group.block_bytes for group in groups)
     reserved = max(group.block_bytes for group in groups)
     return Capacity(
@@ -160,12 +164,13 @@ def capacity_of(
 
 
 def _groups(
-    head_map: dict[str, Any] | None, pairs: int, page_bytes: int, dense: int, page_tokens: int
+    head_map: HeadClassMap | None, pairs: int, page_bytes: int, length: int, page_tokens: int
 ) -> tuple[GroupCapacity, ...]:
+    dense = -(-length // page_tokens)
     if head_map is None:
         return (GroupCapacity("full", pairs, pairs * page_bytes, dense),)
     counts: dict[tuple[Any, ...], int] = {}
-    for head in head_map["heads"]:
+    for head in json.loads(head_map.to_json())["heads"]:
         key = tuple(sorted(head["class"].items()))
         counts[key] = counts.get(key, 0) + 1
     made = []
@@ -173,10 +178,10 @@ def _groups(
         settings = dict(key)
         blocks = dense
         if settings["kind"] == "window":
-            sink, recent = int(settings["sink"]), int(settings["recent"])
-            # A window that begins inside a block touches one block more than it fills.
-            held = -(-sink // page_tokens) + -(-recent // page_tokens) + 1
-            blocks = min(dense, held)
+            sink = -(-int(settings["sink"]) // page_tokens)
+            # The next token sees itself and the `recent` - 1 tokens before it.
+            first = max(0, length + 1 - int(settings["recent"])) // page_tokens
+            blocks = min(dense, sink + dense - max(sink, min(first, dense)))
         kind = settings.pop("kind")
         name = " ".join([str(kind), *(f"{k}={v}" for k, v in settings.items())])
         made.append(GroupCapacity(name, count, count * page_bytes, blocks))
@@ -188,15 +193,17 @@ def _from_config(path: Path) -> ModelShape:
         loaded = json.loads(path.read_text(encoding="utf-8"))
         config = loaded.get("text_config", loaded)
         heads = int(config["num_attention_heads"])
+        context = config.get("max_position_embeddings")
         shape = ModelShape(
             layers=int(config["num_hidden_layers"]),
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
             dtype=_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16"),
-            context=config.get("max_position_embeddings"),
+            context=None if context is None else int(context),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InvalidArgument(f"{path}: expected a transformers config, got {error!r}") from error
-    if min(shape.layers, shape.kv_heads, shape.head_dim) < 1:
-        raise InvalidArgument(f"{path}: expected a shape of positive sizes, got {shape}")
+    sizes = (shape.layers, shape.kv_heads, shape.head_dim)
+    if min(sizes) < 1 or max(sizes) > _MOST_HEADS:
+        raise InvalidArgument(f"{path}: expected sizes from 1 to {_MOST_HEADS}, got {sizes}")
     return shape

@@ -113,8 +113,7 @@ def import_kv(
         reuse="none",
         reserve_tokens=reserve_tokens,
         regime=header.regime,
-        # A head is only promoted while all of its tokens have room.
-        chunk_tokens=0 if header.promoted else cache.shape.page_tokens,
+        chunk_tokens=cache.shape.page_tokens,
     )
     try:
         for place in header.promoted:
