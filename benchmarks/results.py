@@ -21,22 +21,36 @@ TITLES = {
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
     "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
     "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
+    "head_memory": "Sessions that fit, and payloads: one KV head in eight full, others 256 + 16",
     "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
+    "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
+    "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 "}
 COMMANDS = {
     "quality": "python -m benchmarks.quality out/quality",
+    "heads_quality": "python -m benchmarks.heads_quality out/heads --map MAP",
     "cuda_ops": "kvweave bench ops",
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a README has room for.
 COLUMNS = {
     "ttft_cuda": ("÷ full", "rows", "bound s", "of bound", "peak GiB", "÷ planned", "limit s"),
+    "ttft_heads": (
+        "÷ full",
+        "TFLOPs",
+        "full's FLOPs ÷",
+        "rows",
+        "select ms",
+        "working GiB",
+        "KV GiB",
+        "shared KV GiB",
+    ),
 }
-VALUE = {"quality": "KL to full"}
+VALUE = {"quality": "KL to full", "heads_quality": "KL to full", "head_memory": "with the map"}
 # The README's choice: what it says, the case, and rows with the column that is shown (None: the
 # measured value), joined by a semicolon.
 Cell = tuple[str, str | None]
@@ -128,8 +142,9 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
 
 
 def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
-    """The last run of each case."""
-    runs = [run for path in folder.rglob("*.json") for run in json.loads(path.read_text())]
+    """The last run of each case, of the files that begin with a date."""
+    paths = folder.rglob("[0-9]*.json")  # by date; beside them stand head maps, by model
+    runs = [run for path in paths for run in json.loads(path.read_text())]
     runs.sort(key=lambda run: run["time"])
     return {run["case"]: run for run in runs}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import record, results
-from benchmarks.cases import attention, block_manager, copy_rerotate, ttft_cuda
+from benchmarks.cases import attention, block_manager, copy_rerotate, head_memory, ttft_cuda
 from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
 from kvweave.bench.rows import Row, WrongAnswer, expect
@@ -58,7 +58,8 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
-    assert set(CASES) == {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
+    timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
+    assert set(CASES) == timed | {"ttft_heads", "head_memory"}
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
@@ -71,6 +72,16 @@ def test_copy_case_checks_and_measures() -> None:
     rows = copy_rerotate.run(quick=True)
     assert len(rows) == 4
     assert all(row.of["MiB"] >= 16 for row in rows)
+
+
+def test_head_memory_case_counts_what_is_admitted() -> None:
+    rows = head_memory.run(quick=True)
+    assert [row.unit for row in rows] == ["sessions", "sessions", "MB"]
+    arena, beside, sent = rows
+    assert arena.of["times"] == arena.value / arena.of["dense"] > 7
+    assert beside.value < arena.value
+    # 64 full pairs of 2048 tokens and 448 of 272, in bf16: 512 bytes a token and pair.
+    assert sent.value * 1e6 == pytest.approx(512 * (64 * 2048 + 448 * 272), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["SmolLM2 1024 float32, decode", "Llama-8B 1024 bfloat16, decode"])
