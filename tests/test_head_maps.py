@@ -166,6 +166,7 @@ def call(*arguments: object) -> Any:
         (("smollm2", "--share", 0.5, "--kl", 0.1), "kl: expected no --share"),
         (("smollm2", "--lengths", "1k"), "lengths: expected numbers"),
         (("smollm2", "--threshold", 0.5), "expected --duo"),
+        (("smollm2", "--lengths", 10**12), "the model's context of 8192 tokens, got 1000000000000"),
         (("smollm2", "--figure", "x.gif"), ".png, .svg, .pdf"),
     ],
 )

@@ -389,7 +389,7 @@ def test_every_share_gives_a_valid_map() -> None:
         ({"lengths": ()}, "lengths: expected at least one"),
         ({"lengths": (20,)}, "more than sink \\+ recent = 20 tokens, got 20"),
         ({"lengths": (600, 1025)}, "the model's context of 1024 tokens, got 1025"),
-        ({"lengths": (513,)}, "the 512 tokens of the arena, got 513"),
+        ({"lengths": (529,)}, "the 528 tokens of the arena, got 529"),
         ({"lengths": (150,)}, "so that numbers can be hidden"),
         ({"texts": []}, "texts: expected at least one"),
         ({"texts": ["nowhere"]}, "corpus: expected one of"),

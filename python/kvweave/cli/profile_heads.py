@@ -119,24 +119,29 @@ def _measured(
     """
     from dataclasses import asdict
 
-    from kvweave.profile import EffectMeter, held_out, smallest_share
+    from kvweave.profile import EffectMeter, check_lengths, held_out, smallest_share
     from kvweave.profile import profile_heads as measure
     from kvweave.runner import Runner
+    from kvweave.runner.model_spec import describe
 
     def make_runner(heads: HeadClassMap | None) -> Runner:
         return Runner(*loaded, max_tokens=longest + 64, heads=heads, check=heads is None)
 
-    if scores is None:
-        kept, longest = _window(*window), max(settings["lengths"])
-        whole = make_runner(None)
-        profile = measure(whole, **kept, **settings)
+    earlier = None if scores is None else _earlier(scores, loaded[0])
+    if earlier is None:
+        kept = _window(*window)
+        # Before an arena of that size is asked for.
+        longest = check_lengths(describe(loaded[0]), settings["lengths"], **kept)[-1]
+        texts, seed = settings["texts"], settings["seed"]
     else:
-        profile = _earlier(scores, loaded[0])
-        kept = _window(*window, profile.sink, profile.recent)
-        longest = profile.lengths[-1].length
-        whole = make_runner(None)
-    texts, seed = [text["name"] for text in profile.subject["texts"]], profile.subject["seed"]
+        kept = _window(*window, earlier.sink, earlier.recent)
+        longest = earlier.lengths[-1].length
+        texts = [text["name"] for text in earlier.subject["texts"]]
+        seed = earlier.subject["seed"]
+    whole = make_runner(None)
+    # Made first: text that is too short for this is said before anything is measured.
     beside = held_out(whole, texts, longest, **kept, seed=seed)
+    profile = measure(whole, **kept, **settings) if earlier is None else earlier
     del whole
     meter = EffectMeter(make_runner, beside)
     share, kl = wanted

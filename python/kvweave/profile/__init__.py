@@ -3,7 +3,12 @@
 from kvweave.profile.duo import DuoPattern
 from kvweave.profile.effect import Effect, EffectMeter, SmallestShare, smallest_share
 from kvweave.profile.head_profile import HeadProfile
-from kvweave.profile.measure import DEFAULT_LENGTHS, DEFAULT_TEXTS, profile_heads
+from kvweave.profile.measure import (
+    DEFAULT_LENGTHS,
+    DEFAULT_TEXTS,
+    check_lengths,
+    profile_heads,
+)
 from kvweave.profile.scores import LengthScores
 from kvweave.profile.texts import ProfileText, held_out
 
@@ -17,6 +22,7 @@ __all__ = [
     "LengthScores",
     "ProfileText",
     "SmallestShare",
+    "check_lengths",
     "held_out",
     "profile_heads",
     "smallest_share",

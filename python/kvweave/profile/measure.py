@@ -19,6 +19,7 @@ from kvweave.profile.prefix_shift import measure_shift
 from kvweave.profile.scores import DIGITS, LengthScores, Scores, furthest
 from kvweave.profile.texts import HIDDEN, ProfileText, TextMaker, parted
 from kvweave.runner import Runner
+from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.progress import track
 
 DEFAULT_LENGTHS = (1024, 2048, 4096)
@@ -139,17 +140,33 @@ def checked(
             f"profile: expected a runner without a head map, got one of {len(stats['groups'])} "
             "head groups"
         )
+    if not texts:
+        raise InvalidArgument("texts: expected at least one, got none")
+    asked = check_lengths(runner.spec, lengths, sink, recent)
+    room = stats["total"] * runner.cache.shape.page_tokens
+    if asked[-1] > room:
+        raise InvalidArgument(
+            f"lengths: expected at most the {room} tokens of the arena, got {asked[-1]}"
+        )
+    return asked
+
+
+def check_lengths(
+    spec: ModelSpec, lengths: Sequence[int], sink: int, recent: int
+) -> tuple[int, ...]:
+    """Lengths that a model can be profiled at, in order, each once.
+
+    # Errors
+    `InvalidArgument` for none, for one that is not above sink + recent or exceeds the model's
+    context, and for a window without tokens.
+    """
     if sink < 0 or recent < 1:
         raise InvalidArgument(
             f"window: expected sink >= 0 and recent >= 1, got {sink} and {recent}"
         )
-    if not texts:
-        raise InvalidArgument("texts: expected at least one, got none")
     if not lengths:
         raise InvalidArgument("lengths: expected at least one, got none")
-    context = getattr(getattr(runner.spec.rotary, "config", None), "max_position_embeddings", None)
-    # One block is the null block.
-    room = (stats["total"] - 1) * runner.cache.shape.page_tokens
+    context = getattr(getattr(spec.rotary, "config", None), "max_position_embeddings", None)
     for length in lengths:
         if length <= sink + recent:
             raise InvalidArgument(
@@ -158,9 +175,5 @@ def checked(
         if context is not None and length > context:
             raise InvalidArgument(
                 f"lengths: expected at most the model's context of {context} tokens, got {length}"
-            )
-        if length > room:
-            raise InvalidArgument(
-                f"lengths: expected at most the {room} tokens of the arena, got {length}"
             )
     return tuple(sorted(set(lengths)))
