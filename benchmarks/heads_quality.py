@@ -1,7 +1,7 @@
 """Quality under head maps: `python -m benchmarks.heads_quality LOGS --map FILE [--record]`.
 
-FILE is a map that `kvweave profile-heads` wrote: the scores in its evidence rank the heads, and for
-each budget the first of them stay whole while the others keep sink and window. Every policy under
+FILE is a map that `kvweave profile-heads` wrote: its scores rank the heads, and for each budget the
+first of them stay whole while the others keep sink and window. Every policy under
 every budget answers the samples of the list below, and all are compared with `full` without a map.
 LOGS is a folder that keeps each sample once it is measured: an interrupted run goes on. Times are
 not recorded.
@@ -10,12 +10,11 @@ not recorded.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from kvweave.eval import Measurement, SampleMeasurer, bootstrap, draw, inserted,
 from kvweave.eval.log import MeasurementLog
 from kvweave.eval.measure import MAX_NEW_TOKENS
 from kvweave.models import load
-from kvweave.policies import Full, Policy, RedKnot, SparseX, Weave, policy_of
-from kvweave.profile.head_profile import head_map
-from kvweave.profile.scores import top
+from kvweave.policies import Full, Policy, RedKnot, SparseX, Weave
+from kvweave.profile import HeadProfile
 from kvweave.runner import Runner
 
 SEED = 2
@@ -73,22 +71,6 @@ JOBS = (
 )
 
 
-def at_budget(plain: dict[str, Any], share: float, sink: int, recent: int) -> HeadClassMap:
-    """The map whose whole heads are the first share of those that a profiled map ranks.
-
-    `plain`: the profiled map as JSON data, with scores [L, G] in its evidence.
-
-    Raises KeyError for a map without scores, which is one that was not profiled.
-    """
-    score = np.asarray(plain["evidence"]["score"], np.float64)
-    kept = top(score, round(share * score.size))
-    stable = np.zeros(score.shape, bool)
-    for entry in plain["heads"]:
-        stable[entry["layer"], entry["head"]] = entry["stability"] == "stable"
-    evidence = {"measured_by": plain["evidence"]["measured_by"], "global_heads": int(kept.sum())}
-    return head_map(plain["model_fingerprint"], kept, stable, sink, recent, evidence)
-
-
 def measured_as(policy: str, share: float | None) -> str:
     """The name of a policy under a budget; None: without a map."""
     return policy if share is None else f"{policy} @ {100 * share:g} %"
@@ -97,8 +79,8 @@ def measured_as(policy: str, share: float | None) -> str:
 class Bench:
     """One model: a runner without a map, and one for each budget and window."""
 
-    def __init__(self, name: str, plain: dict[str, Any], budgets: Sequence[float]) -> None:
-        self.name, self.plain, self.budgets = name, plain, tuple(budgets)
+    def __init__(self, name: str, profile: HeadProfile, budgets: Sequence[float]) -> None:
+        self.profile, self.budgets = profile, tuple(budgets)
         self.model, self.tokenizer = load(name)
         self.whole = self._runner(None)
 
@@ -121,12 +103,12 @@ class Bench:
             "window": [job.sink, job.recent],
             "seed": SEED,
             "budgets": self.budgets,
-            "scores": self.plain["evidence"]["score"],
+            "scores": self.profile.score().round(4).tolist(),
             "policies": [*WITHOUT_MAP, *map(repr, UNDER_MAP.values())],
         }
         kept = MeasurementLog(log, subject)
         mapped = {
-            share: self._runner(at_budget(self.plain, share, job.sink, job.recent))
+            share: self._runner(self.profile.map(share, sink=job.sink, recent=job.recent))
             for share in self.budgets
         }
         found: list[Measurement] = []
@@ -153,9 +135,9 @@ def ready(runner: Runner, sample: Any, index: int, namespace: str) -> Iterator[S
 
 
 def under(measurer: SampleMeasurer, share: float) -> Iterator[Measurement]:
-    """Every policy under one budget; the whole budget makes `full` and `sparsex` what they were."""
+    """Every policy under one budget; where all heads are whole, those that differ from no map."""
     for name, policy in UNDER_MAP.items():
-        if share < 1.0 or name not in ("full", *WITHOUT_MAP):
+        if share < 1.0 or name in ("redknot", "weave"):
             yield measurer.policy(policy, "policy", measured_as(name, share))
 
 
@@ -217,14 +199,11 @@ def main() -> int:
     parser.add_argument("--figure", type=Path, help="draw the first job to PNG, SVG or PDF")
     parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     chosen = parser.parse_args()
-    for name in WITHOUT_MAP:
-        policy_of(name)
-    plain = json.loads(chosen.map.read_text())
-    bench = Bench(chosen.model, plain, [float(share) for share in chosen.budgets.split(",")])
+    profile = HeadProfile.from_map(HeadClassMap.from_json(chosen.map.read_text()))
+    bench = Bench(chosen.model, profile, [float(share) for share in chosen.budgets.split(",")])
     rows: list[Row] = []
-    for job in (job for job in JOBS if chosen.jobs in job.name):
-        if chosen.samples is not None:
-            job = Job(job.task, job.corpus, job.length, chosen.samples, job.sink, job.recent)
+    for listed in (job for job in JOBS if chosen.jobs in job.name):
+        job = replace(listed, samples=chosen.samples or listed.samples)
         slug = re.sub(r"[^a-z0-9]+", "-", f"{chosen.model} {job.name}")
         found = bench.measure(job, chosen.logs / f"heads-{slug}.jsonl")
         if not rows and chosen.figure is not None:
