@@ -1,27 +1,64 @@
 //! Random interleavings of everything a cache can do, executed on a simulated arena.
 //!
 //! After every step, failed ones included: the books balance (law 1), every plan is a partition
-//! (law 2), and every live request reads exactly its own tokens at their positions.
+//! (law 2), and every head of every live request reads exactly its own tokens at their positions.
 
 mod simulated_arena;
 
 use kvweave_core::{
-    Admission, CacheConfig, ErrorKind, HashKind, HeadClass, HeadClassMap, KvCache, KvDtype,
-    KvShape, MarkedSegment, Mode, Request, Reuse,
+    Admission, CacheConfig, Error, ErrorKind, GroupId, HashKind, HeadClass, HeadClassMap, KvCache,
+    KvDtype, KvShape, MarkedSegment, Mode, Request, Reuse,
 };
 use proptest::prelude::*;
 use simulated_arena::{Arena, assert_partition};
 
 #[derive(Clone, Debug)]
 enum Step {
-    Admit { parts: Vec<(u8, u8, u8)>, discover: bool, share: bool, reuse: u8, reserve: u8, ns: u8 },
-    Rewrite { which: u8, at: u8, count: u8 },
-    Append { which: u8, tokens: Vec<u32> },
-    Commit { which: u8, back: u8, approximate: u8 },
-    Freeze { which: u8, from: u8, name: u8 },
-    Fork { which: u8 },
-    Drop { which: u8 },
-    Delete { name: u8 },
+    Admit {
+        parts: Vec<(u8, u8, u8)>,
+        discover: bool,
+        share: bool,
+        reuse: u8,
+        reserve: u8,
+        ns: u8,
+        chunk: u8,
+    },
+    Advance {
+        which: u8,
+    },
+    Promote {
+        which: u8,
+        head: u8,
+    },
+    Rewrite {
+        which: u8,
+        at: u8,
+        count: u8,
+        first_only: bool,
+    },
+    Append {
+        which: u8,
+        tokens: Vec<u32>,
+    },
+    Commit {
+        which: u8,
+        back: u8,
+        approximate: u8,
+    },
+    Freeze {
+        which: u8,
+        from: u8,
+        name: u8,
+    },
+    Fork {
+        which: u8,
+    },
+    Drop {
+        which: u8,
+    },
+    Delete {
+        name: u8,
+    },
     Rebalance,
 }
 
@@ -31,13 +68,17 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (
             proptest::collection::vec(part, 1..4), any::<bool>(), any::<bool>(), 0u8..6, 0u8..9,
-            0u8..2,
+            0u8..2, 0u8..30,
         )
-            .prop_map(|(parts, discover, share, reuse, reserve, ns)| Step::Admit {
-                parts, discover, share, reuse, reserve, ns,
+            .prop_map(|(parts, discover, share, reuse, reserve, ns, chunk)| Step::Admit {
+                parts, discover, share, reuse, reserve, ns, chunk: chunk.saturating_sub(10),
             }),
-        3 => (any::<u8>(), any::<u8>(), 1u8..6)
-            .prop_map(|(which, at, count)| Step::Rewrite { which, at, count }),
+        6 => any::<u8>().prop_map(|which| Step::Advance { which }),
+        2 => (any::<u8>(), any::<u8>()).prop_map(|(which, head)| Step::Promote { which, head }),
+        3 => (any::<u8>(), any::<u8>(), 1u8..6, any::<bool>())
+            .prop_map(|(which, at, count, first_only)| Step::Rewrite {
+                which, at, count, first_only,
+            }),
         4 => (any::<u8>(), tokens).prop_map(|(which, tokens)| Step::Append { which, tokens }),
         5 => (any::<u8>(), 0u8..4, 0u8..30)
             .prop_map(|(which, back, approximate)| Step::Commit { which, back, approximate }),
@@ -62,10 +103,24 @@ fn text(which: u8) -> Vec<u32> {
     (0..40).map(|_| next()).collect()
 }
 
+/// A request, of which rows before `done` are computed, `chunk` at a time.
+struct Live {
+    request: Request,
+    done: usize,
+    chunk: usize,
+}
+
 struct World {
     cache: KvCache,
     arena: Arena,
-    live: Vec<Request>,
+    live: Vec<Live>,
+}
+
+fn expect_kind(outcome: &Result<(), Error>, allowed: &[ErrorKind]) {
+    if let Err(error) = outcome {
+        let full = matches!(error.kind(), ErrorKind::PoolFull { .. });
+        assert!(full || allowed.contains(&error.kind()), "{error}");
+    }
 }
 
 impl World {
@@ -74,55 +129,111 @@ impl World {
     }
 
     fn run(&mut self, step: &Step) {
-        match step {
-            Step::Admit { parts, discover, share, reuse, reserve, ns } => {
-                self.admit(parts, *discover, *share, *reuse, *reserve, *ns);
-            }
-            Step::Rewrite { which, at, count } => self.rewrite(*which, *at, *count),
-            Step::Append { which, tokens } => self.append(*which, tokens),
-            Step::Commit { which, back, approximate } => {
-                let Some(i) = self.pick(*which) else { return };
-                let request = &mut self.live[i];
-                let computed = request.len() - usize::from(*back).min(request.len());
-                let first_segment = request.plan().prefix_tokens();
-                let exact = match request.plan().segment_tokens() {
-                    0 => computed,
-                    _ => computed.min(first_segment),
-                };
-                let exact = exact.saturating_sub(usize::from(*approximate));
-                request.commit(computed, exact).unwrap();
-            }
-            Step::Freeze { which, from, name } => {
-                let Some(i) = self.pick(*which) else { return };
-                let request = &mut self.live[i];
-                let start = usize::from(*from) % request.len();
-                let end = request.len();
-                let _ = request.freeze(&format!("n{name}"), start..end);
-            }
-            Step::Fork { which } => {
-                let Some(i) = self.pick(*which) else { return };
-                let fork = self.live[i].fork().unwrap();
-                self.live.push(fork);
-            }
-            Step::Drop { which } => {
-                let Some(i) = self.pick(*which) else { return };
-                drop(self.live.swap_remove(i));
+        let which = match step {
+            Step::Admit { parts, discover, share, reuse, reserve, ns, chunk } => {
+                self.admit(parts, (*discover, *share, *reuse, *reserve, *ns), *chunk);
+                return;
             }
             Step::Delete { name } => {
                 let _ = self.cache.delete_frozen(&format!("n{name}"), "a");
+                return;
             }
-            Step::Rebalance => self.cache.rebalance(),
+            Step::Rebalance => return self.cache.rebalance(),
+            Step::Advance { which }
+            | Step::Promote { which, .. }
+            | Step::Rewrite { which, .. }
+            | Step::Append { which, .. }
+            | Step::Commit { which, .. }
+            | Step::Freeze { which, .. }
+            | Step::Fork { which }
+            | Step::Drop { which } => *which,
+        };
+        let Some(i) = self.pick(which) else { return };
+        match step {
+            Step::Advance { .. } => self.advance(i),
+            Step::Promote { head, .. } => self.promote(i, *head),
+            Step::Rewrite { at, count, first_only, .. } => {
+                self.rewrite(i, *at, *count, *first_only)
+            }
+            Step::Append { tokens, .. } => self.append(i, tokens),
+            Step::Commit { back, approximate, .. } => self.commit(i, *back, *approximate),
+            Step::Freeze { from, name, .. } => {
+                let request = &mut self.live[i].request;
+                let start = usize::from(*from) % request.len();
+                let _ = request.freeze(&format!("n{name}"), start..request.len());
+            }
+            Step::Fork { .. } => {
+                let Live { request, done, chunk } = &self.live[i];
+                let whole = *done == request.len();
+                match request.fork() {
+                    Ok(request) if whole => {
+                        self.live.push(Live { request, done: *done, chunk: *chunk });
+                    }
+                    Ok(_) => {}
+                    Err(error) => {
+                        // Chunks end with the advance after the last one.
+                        let in_chunks = *chunk > 0 && request.len() == request.plan().tokens;
+                        assert!(in_chunks || !request.promoted().is_empty(), "{error}");
+                    }
+                }
+            }
+            _ => drop(self.live.swap_remove(i)),
+        }
+    }
+
+    fn commit(&mut self, i: usize, back: u8, approximate: u8) {
+        let Live { request, done, .. } = &mut self.live[i];
+        let computed = *done - usize::from(back).min(*done);
+        let first_segment = request.plan().prefix_tokens();
+        let exact = match request.plan().segment_tokens() {
+            0 => computed,
+            _ => computed.min(first_segment),
+        };
+        let exact = exact.saturating_sub(usize::from(approximate));
+        request.commit(computed, exact).unwrap();
+    }
+
+    /// The next chunk, or all that is left to do; never refused.
+    fn advance(&mut self, i: usize) {
+        let Live { request, done, chunk } = &mut self.live[i];
+        let end = request.len().min(*done + (*chunk).max(1));
+        request.advance(*done, end).unwrap();
+        self.arena.settle(&self.cache, request, &[]);
+        let chunk = *done as i32..end as i32;
+        let computed = |position: &i32| {
+            let all = request.plan().rows();
+            *position >= request.plan().tokens as i32 || all.binary_search(position).is_ok()
+        };
+        let rows: Vec<i32> = chunk.filter(computed).collect();
+        self.arena.write(&self.cache, request, &rows, None);
+        self.arena.verify(&self.cache, request, *done..end);
+        *done = end;
+    }
+
+    fn promote(&mut self, i: usize, head: u8) {
+        let shape = self.cache.config().shape;
+        let head = u32::from(head) % (shape.layers() * shape.kv_heads());
+        let (layer, head) = (head / shape.kv_heads(), head % shape.kv_heads());
+        let request = &mut self.live[i].request;
+        let before = request.entries();
+        match request.promote(layer, head) {
+            Ok(copies) => {
+                self.arena.settle(&self.cache, request, &copies);
+                assert_eq!(request.promoted().last(), Some(&(layer, head)));
+            }
+            Err(error) => {
+                let full = matches!(error.kind(), ErrorKind::PoolFull { .. });
+                assert!(full || error.kind() == ErrorKind::InvalidArgument, "{error}");
+                assert_eq!(request.entries(), before);
+            }
         }
     }
 
     fn admit(
         &mut self,
         parts: &[(u8, u8, u8)],
-        discover: bool,
-        share: bool,
-        reuse: u8,
-        reserve: u8,
-        ns: u8,
+        (discover, share, reuse, reserve, ns): (bool, bool, u8, u8, u8),
+        chunk: u8,
     ) {
         let mut tokens = Vec::new();
         let mut marked = Vec::new();
@@ -147,78 +258,83 @@ impl World {
                 _ => Reuse::Segments,
             },
             reserve_tokens: usize::from(reserve),
+            chunk_tokens: usize::from(chunk),
             ..Admission::new(&tokens)
         };
         match self.cache.admit(&admission) {
             Ok(mut request) => {
                 assert_partition(&request, tokens.len());
-                self.arena.prefill(&self.cache, &mut request);
-                self.live.push(request);
+                let (mut done, chunk) = (request.plan().prefix_tokens(), usize::from(chunk));
+                if chunk == 0 {
+                    self.arena.prefill(&self.cache, &mut request);
+                    done = tokens.len();
+                } else {
+                    self.arena.settle(&self.cache, &mut request, &[]);
+                }
+                self.live.push(Live { request, done, chunk });
             }
             Err(error) => assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }), "{error}"),
         }
     }
 
-    fn rewrite(&mut self, which: u8, at: u8, count: u8) {
-        let Some(i) = self.pick(which) else { return };
-        let request = &mut self.live[i];
-        let len = request.len() as i32;
-        let at = i32::from(at) % len;
-        let positions: Vec<i32> = (at..len.min(at + i32::from(count))).collect();
-        match request.make_writable(&positions, None) {
-            Ok(()) => {
-                self.arena.settle(&self.cache, request);
-                self.arena.verify(&self.cache, request);
-                self.arena.write(&self.cache, request, &positions);
-            }
-            Err(error) => assert!(
-                matches!(error.kind(), ErrorKind::PoolFull { .. } | ErrorKind::NotWritable),
-                "{error}"
-            ),
+    fn rewrite(&mut self, i: usize, at: u8, count: u8, first_only: bool) {
+        let Live { request, done, .. } = &mut self.live[i];
+        if *done == 0 {
+            return;
+        }
+        let end = *done as i32;
+        let at = i32::from(at) % end;
+        let positions: Vec<i32> = (at..end.min(at + i32::from(count))).collect();
+        let outcome = request.make_writable(&positions, first_only.then_some(GroupId(0)));
+        expect_kind(&outcome, &[ErrorKind::NotWritable]);
+        if outcome.is_ok() {
+            self.arena.settle(&self.cache, request, &[]);
+            self.arena.verify(&self.cache, request, *done..*done);
+            self.arena.write(&self.cache, request, &positions, first_only.then_some(0));
         }
     }
 
-    fn append(&mut self, which: u8, tokens: &[u32]) {
-        let Some(i) = self.pick(which) else { return };
-        let request = &mut self.live[i];
-        let before = request.len() as i32;
-        match request.append(tokens) {
-            Ok(()) => {
-                self.arena.settle(&self.cache, request);
-                let positions: Vec<i32> = (before..request.len() as i32).collect();
-                self.arena.write(&self.cache, request, &positions);
-            }
-            Err(error) => {
-                assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }), "{error}");
-                assert_eq!(request.len() as i32, before);
-            }
+    fn append(&mut self, i: usize, tokens: &[u32]) {
+        let Live { request, done, .. } = &mut self.live[i];
+        if *done < request.len() {
+            return;
         }
+        let before = request.len();
+        let outcome = request.append(tokens);
+        expect_kind(&outcome, &[]);
+        if outcome.is_ok() {
+            self.arena.settle(&self.cache, request, &[]);
+            let positions: Vec<i32> = (before as i32..request.len() as i32).collect();
+            self.arena.write(&self.cache, request, &positions, None);
+            *done = request.len();
+        } else {
+            assert_eq!(request.len(), before);
+        }
+        self.arena.verify(&self.cache, request, before..*done);
     }
 
     fn verify(&self) {
         self.cache.check().unwrap();
-        for request in &self.live {
-            self.arena.verify(&self.cache, request);
+        for Live { request, done, .. } in &self.live {
+            self.arena.verify(&self.cache, request, *done..*done);
         }
     }
 }
 
-fn mixed_heads(shape: &KvShape) -> HeadClassMap {
-    let mut map = HeadClassMap::full(shape, "mixed");
-    for (i, entry) in map.heads.iter_mut().enumerate() {
-        if i % 3 == 1 {
-            entry.class = HeadClass::Window { sink: 4, recent: 64 };
-        }
-    }
-    map
-}
+const SINK: HeadClass = HeadClass::Window { sink: 3, recent: 5 };
+const NEAR: HeadClass = HeadClass::Window { sink: 0, recent: 9 };
 
-fn run(steps: &[Step], hash: HashKind, blocks: u64, mixed: bool) {
+/// Classes of the four heads; none for a cache without a head map.
+fn run(steps: &[Step], hash: HashKind, blocks: u64, classes: Option<[HeadClass; 4]>) {
     let shape = KvShape::new(2, 2, 8, 4, KvDtype::F32).unwrap();
     let mut config = CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap());
     config.hash = hash;
-    if mixed {
-        config.heads = Some(mixed_heads(&shape));
+    if let Some(classes) = classes {
+        let mut map = HeadClassMap::full(&shape, "mixed");
+        for (entry, class) in map.heads.iter_mut().zip(classes) {
+            entry.class = class;
+        }
+        config.heads = Some(map);
         config.slab_pages = Some(7);
     }
     let cache = KvCache::new(config).unwrap();
@@ -229,8 +345,7 @@ fn run(steps: &[Step], hash: HashKind, blocks: u64, mixed: bool) {
     }
     world.live.clear();
     world.verify();
-    let stats = world.cache.stats();
-    for group in &stats.groups {
+    for group in &world.cache.stats().groups {
         assert_eq!(group.held, group.frozen, "something is held by nobody");
     }
 }
@@ -239,26 +354,47 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
     #[test]
-    fn plenty_of_room(steps in proptest::collection::vec(step(), 1..60)) {
-        run(&steps, HashKind::Xxh3_128, 400, false);
+    fn plenty_of_room(steps in proptest::collection::vec(step(), 1..100)) {
+        run(&steps, HashKind::Xxh3_128, 400, None);
     }
 
     #[test]
-    fn hardly_any_room(steps in proptest::collection::vec(step(), 1..60)) {
-        run(&steps, HashKind::Sha256, 24, false);
+    fn hardly_any_room(steps in proptest::collection::vec(step(), 1..100)) {
+        run(&steps, HashKind::Sha256, 24, None);
     }
 
     #[test]
     fn every_digest_collides(
-        steps in proptest::collection::vec(step(), 1..60), bits in 0u8..3, blocks in 16u64..80,
+        steps in proptest::collection::vec(step(), 1..100), bits in 0u8..3, blocks in 16u64..80,
     ) {
-        run(&steps, HashKind::Truncated { bits }, blocks, false);
+        run(&steps, HashKind::Truncated { bits }, blocks, None);
     }
 
     #[test]
     fn two_head_groups(
-        steps in proptest::collection::vec(step(), 1..60), blocks in 20u64..120,
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
     ) {
-        run(&steps, HashKind::Xxh3_128, blocks, true);
+        run(&steps, HashKind::Xxh3_128, blocks, Some([HeadClass::Full, SINK, SINK, SINK]));
+    }
+
+    #[test]
+    fn three_head_groups(
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
+    ) {
+        run(&steps, HashKind::Xxh3_128, blocks, Some([NEAR, HeadClass::Full, NEAR, SINK]));
+    }
+
+    #[test]
+    fn windows_alone(
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
+    ) {
+        run(&steps, HashKind::Xxh3_128, blocks, Some([NEAR, SINK, SINK, SINK]));
+    }
+
+    #[test]
+    fn one_window_for_all(
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120, bits in 0u8..9,
+    ) {
+        run(&steps, HashKind::Truncated { bits }, blocks, Some([SINK; 4]));
     }
 }

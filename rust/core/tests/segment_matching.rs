@@ -20,6 +20,10 @@ fn world(hash: HashKind) -> World {
     World { cache: KvCache::new(config).unwrap(), arena: Arena::default() }
 }
 
+fn tokens_of(request: &Request) -> std::ops::Range<usize> {
+    request.len()..request.len()
+}
+
 fn text(from: u32, count: u32) -> Vec<u32> {
     (from..from + count).collect()
 }
@@ -29,7 +33,7 @@ impl World {
         let mut request = self.cache.admit(admission).unwrap();
         assert_partition(&request, admission.tokens.len());
         self.arena.prefill(&self.cache, &mut request);
-        self.arena.verify(&self.cache, &request);
+        self.arena.verify(&self.cache, &request, tokens_of(&request));
         self.cache.check().unwrap();
         request
     }
@@ -154,10 +158,10 @@ fn generated_text_is_a_donor_too() {
     for token in text(200, 9) {
         request.append(&[token]).unwrap();
         let at = [request.len() as i32 - 1];
-        world.arena.write(&world.cache, &request, &at);
+        world.arena.write(&world.cache, &request, &at, None);
     }
     request.commit(15, 15).unwrap();
-    world.arena.verify(&world.cache, &request);
+    world.arena.verify(&world.cache, &request, tokens_of(&request));
     assert!(request.slots(&[14]).is_err(), "a committed position was writable");
     drop(request);
     assert_eq!(world.find(3, &text(200, 9), ""), [reused(-3)]);
@@ -256,13 +260,12 @@ fn share_mode_copies_only_the_blocks_that_are_rewritten() {
     let mut request = world.admit(&admission);
     assert_eq!(request.private_blocks(), 2);
     request.make_writable(&[9], None).unwrap();
-    let copies = request.take_copies();
+    let copies = world.arena.settle(&world.cache, &mut request, &[]);
     assert_eq!(request.private_blocks(), 3);
     assert_eq!(copies.iter().map(|copy| copy[4]).sum::<i32>(), 4);
     assert!(copies.iter().all(|copy| copy[5] == 2));
-    world.arena.copy(kvweave_core::GroupId(0), &copies);
-    world.arena.write(&world.cache, &request, &[9]);
-    world.arena.verify(&world.cache, &request);
+    world.arena.write(&world.cache, &request, &[9], None);
+    world.arena.verify(&world.cache, &request, tokens_of(&request));
     request.make_writable(&[8, 11], None).unwrap();
     assert!(request.take_copies().is_empty());
     assert!(request.slots(&[12]).is_err(), "a donor position was writable");

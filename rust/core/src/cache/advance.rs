@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::plan::Window;
 use crate::pool::Stored;
 use crate::segment::Index;
 
@@ -30,9 +29,9 @@ struct Change {
 }
 
 impl Change {
-    /// Blocks that the pool must give.
-    fn need(&self, held: &Holding) -> usize {
-        let wanted = self.lacking.len() + self.forked.len();
+    /// Blocks that the pool must give for `keep` to be left over.
+    fn need(&self, held: &Holding, keep: usize) -> usize {
+        let wanted = self.lacking.len() + self.forked.len() + keep;
         wanted.saturating_sub(self.again.len() + held.spare.blocks().len())
     }
 }
@@ -95,39 +94,28 @@ impl Request {
             change
         };
         let changes: Vec<Change> = self.holdings.iter().map(change).collect();
-        let mut needs = vec![0; state.pool.group_count()];
-        for (held, change) in self.holdings.iter().zip(&changes) {
-            needs[held.group.index()] += change.need(held);
-        }
-        for change in &changes {
-            state.pool.disown(&change.private);
-            state.pool.release(&change.private);
-            state.pool.release(&change.prefix);
-        }
-        let mut fresh = Vec::new();
-        freeze::relieve(shared, state, &needs);
-        if let Err(error) = state.pool.allocate(&needs, &mut state.index, &mut fresh) {
-            for change in &changes {
-                state.pool.hold_as_owner(&change.private);
-                state.pool.hold(&change.prefix);
-            }
-            return Err(error);
-        }
-        self.front = rows.start;
         let ends = self.in_chunks && rows.start >= self.plan.tokens;
-        self.in_chunks &= !ends;
-        let reserve = self.reserved.div_ceil(shared.page_tokens());
-        let reserve = reserve.saturating_sub(len.div_ceil(shared.page_tokens()));
+        let in_chunks = self.in_chunks && !ends;
+        let page = shared.page_tokens();
+        let reserve = self.reserved.div_ceil(page).saturating_sub(len.div_ceil(page));
+        let both = || self.holdings.iter().zip(&changes);
+        let keeps: Vec<usize> =
+            both().map(|(held, change)| held.spare_wanted(change, in_chunks, reserve)).collect();
+        let with = both().zip(&keeps).map(|((held, change), &keep)| change.need(held, keep));
+        let without = both().map(|(held, change)| change.need(held, 0));
+        let (fresh, needs) =
+            self.exchange(shared, state, &changes, [with.collect(), without.collect()])?;
+        self.front = rows.start;
+        self.in_chunks = in_chunks;
         let mut fresh = fresh.into_iter();
-        for (held, change) in self.holdings.iter_mut().zip(changes) {
-            let given = fresh.by_ref().take(change.need(held)).collect();
-            let until = rows.end.div_ceil(shared.page_tokens());
+        for (at, change) in changes.into_iter().enumerate() {
+            let given = fresh.by_ref().take(needs[at]).collect();
+            let held = &mut self.holdings[at];
             held.apply(shared, state, (change, given), &appended);
-            held.placed(until);
+            held.placed(rows.end.div_ceil(page));
             if held.window.is_some() {
                 held.let_donors_go(state, rows.start);
-                let keep = held.spare_wanted(self.in_chunks, reserve);
-                held.trim(state, keep);
+                held.trim(state, keeps[at]);
             }
             if ends && held.window.is_some() {
                 let private = held.private.blocks().iter();
@@ -135,6 +123,51 @@ impl Request {
             }
         }
         Ok(())
+    }
+
+    /// Gives up what the changes say and takes blocks from the pool: as many for each table as the
+    /// first of `needs` has, or else the second. What is given up counts, so that it suffices.
+    fn exchange(
+        &self,
+        shared: &Shared,
+        state: &mut State,
+        changes: &[Change],
+        needs: [Vec<usize>; 2],
+    ) -> Result<(Vec<BlockId>, Vec<usize>), Error> {
+        for change in changes {
+            state.pool.disown(&change.private);
+            state.pool.release(&change.private);
+            state.pool.release(&change.prefix);
+        }
+        let [wanted, least] = needs;
+        let fresh = match self.allocate(shared, state, &wanted) {
+            Ok(fresh) => return Ok((fresh, wanted)),
+            Err(_) => self.allocate(shared, state, &least),
+        };
+        if fresh.is_err() {
+            for change in changes {
+                state.pool.hold_as_owner(&change.private);
+                state.pool.hold(&change.prefix);
+            }
+        }
+        Ok((fresh?, least))
+    }
+
+    /// Blocks of each table's group, `needs` one a table; table by table.
+    fn allocate(
+        &self,
+        shared: &Shared,
+        state: &mut State,
+        needs: &[usize],
+    ) -> Result<Vec<BlockId>, Error> {
+        let mut groups = vec![0; state.pool.group_count()];
+        for (held, need) in self.holdings.iter().zip(needs) {
+            groups[held.group.index()] += need;
+        }
+        let mut fresh = Vec::new();
+        freeze::relieve(shared, state, &groups);
+        state.pool.allocate(&groups, &mut state.index, &mut fresh)?;
+        Ok(fresh)
     }
 }
 
@@ -216,23 +249,28 @@ impl Holding {
         self.retire(shared, state, &replaced);
     }
 
-    /// Stops reading donors that no row from `row` on sees, and lets go of them.
+    /// Stops reading donors in grid blocks of which no row from `row` on sees anything, and lets go
+    /// of them.
     fn let_donors_go(&mut self, state: &mut State, row: usize) {
         let Some(window) = self.window else { return };
-        let sees = |piece: &Window| window.sees(row, &(piece.start..piece.end));
-        if self.table.retain_windows(sees) {
-            self.lost = true;
-            let gone = self.drop_donors();
-            state.pool.release(&gone);
+        let page = self.table.span(0).len();
+        let unseen = window.sink.next_multiple_of(page)..window.first(row) / page * page;
+        if unseen.is_empty() || self.table.windows_in(unseen.clone()).next().is_none() {
+            return;
         }
+        self.lost = true;
+        self.table.uncover(&unseen);
+        let gone = self.drop_donors();
+        state.pool.release(&gone);
     }
 
-    /// Blocks that must be at hand beside those in the table: what the next chunks may take, or
-    /// else what was reserved, of which `reserve` blocks are still to come.
-    fn spare_wanted(&self, in_chunks: bool, reserve: usize) -> usize {
+    /// Blocks that must be at hand after a change beside those in the table: what later chunks may
+    /// take, or else what was reserved, of which `reserve` blocks are still to come.
+    fn spare_wanted(&self, change: &Change, in_chunks: bool, reserve: usize) -> usize {
         let Some(window) = self.window else { return 0 };
         if in_chunks {
-            return self.quota.saturating_sub(self.private.blocks().len());
+            let left = self.private.blocks().len() - change.again.len() - change.private.len();
+            return self.quota.saturating_sub(left + change.lacking.len());
         }
         reserve.min(window.blocks(self.table.span(0).len(), 1))
     }

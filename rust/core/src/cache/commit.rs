@@ -86,8 +86,8 @@ impl Request {
         }
         let head = exact.saturating_sub(span.start).min(span.len());
         let whole = head == self.shared.page_tokens();
-        let chained = b == self.chain.blocks && head > 0;
-        if row.len() > 1 && chained && whole && self.revive_chain(state, tokens) {
+        let chained = b == self.chain.blocks && head > 0 && self.revive_chain(state, tokens);
+        if row.len() > 1 && chained && whole {
             let digest = state.index.hash(self.chain.digest, content);
             state.index.fill(row, self.key, self.chain.parent, digest, content);
         }
@@ -103,7 +103,7 @@ impl Request {
         for block in forgotten {
             state.pool.unindex(block);
         }
-        if chained && self.revive_chain(state, tokens) {
+        if chained {
             if whole {
                 self.chain_block(state, tokens, b, row);
             } else {
@@ -195,7 +195,7 @@ impl Request {
 }
 
 /// Tells the pool whether the index names these blocks.
-fn settle(state: &mut State, row: &[BlockId]) {
+pub(super) fn settle(state: &mut State, row: &[BlockId]) {
     if !state.index.is_member(row[0]) {
         // A frozen tail that grew into content another block stands for: that one may be pinned.
         if state.index.frozen.is_pinned(row[0]) {

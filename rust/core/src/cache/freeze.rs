@@ -8,6 +8,7 @@ use crate::ids::BlockId;
 use crate::pool::Stored;
 use crate::segment::{ContentEntry, FrozenBlock, Index};
 
+use super::commit::settle;
 use super::{Request, Shared};
 
 /// Growth stops this far below the watermark, so that shrinking and growing do not alternate.
@@ -141,26 +142,24 @@ impl Request {
         let span = b * page..self.committed.min((b + 1) * page);
         let key = self.content_key(&span);
         let content = &self.tokens[span.clone()];
-        let known = state.index.find_content(key, content);
-        let pinned = match known.filter(|&block| state.index.is_whole(block)) {
-            Some(block) => block,
-            None => {
-                let mut row = Vec::new();
-                if !self.own_row(b, &mut row) || row.iter().any(|block| !block.is_some()) {
-                    let got =
-                        format!("others' blocks, or lost ones, at [{}, {})", span.start, span.end);
-                    return Err(Error::invalid("freeze", "all blocks of this request", got));
-                }
+        let mut found = state.index.find_content(key, content);
+        if !found.is_some_and(|block| state.index.is_whole(block)) {
+            let mut row = Vec::new();
+            if self.own_row(b, &mut row) {
                 let position = span.start as u32;
                 let exact = span.end <= self.exact;
                 let entry = ContentEntry { key, tokens: content, position, exact, before: None };
                 let mut forgotten = Vec::new();
-                let block = state.index.register_content(&row, &entry, &mut forgotten);
+                found = Some(state.index.register_content(&row, &entry, &mut forgotten));
                 forgotten.into_iter().for_each(|block| state.pool.unindex(block));
-                state.pool.mark_indexed(&row);
-                block
+                settle(state, &row);
             }
-        };
+        }
+        let whole = found.filter(|&block| state.index.is_whole(block));
+        let pinned = whole.ok_or_else(|| {
+            let got = format!("others' blocks, or lost ones, at [{}, {})", span.start, span.end);
+            Error::invalid("freeze", "blocks of this request in every head group", got)
+        })?;
         Ok(FrozenBlock { key, content: content.into(), pinned: Some(pinned) })
     }
 }

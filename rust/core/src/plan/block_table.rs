@@ -113,13 +113,6 @@ impl BlockTable {
         &self.windows
     }
 
-    /// Keeps some of the donor windows; true if any went.
-    pub(crate) fn retain_windows(&mut self, keep: impl Fn(&Window) -> bool) -> bool {
-        let before = self.windows.len();
-        self.windows.retain(keep);
-        self.windows.len() < before
-    }
-
     /// The donor windows that meet a range, clipped to it.
     pub(crate) fn windows_in(&self, range: Range<usize>) -> impl Iterator<Item = Window> + '_ {
         windows_in(&self.windows, range)

@@ -155,7 +155,11 @@ impl Index {
                     (false, true) => false,
                     _ => entry.exact && !self.nodes.get(old).exact,
                 };
-                if better && !self.frozen.is_pinned(old) && old != row[0] {
+                if old == row[0] {
+                    // A fork has entered it, and may have let go of more.
+                    self.nodes.fill(old, row);
+                    old
+                } else if better && !self.frozen.is_pinned(old) {
                     self.remove_content(old);
                     self.forget_if_void(old, forgotten);
                     self.enter_content(row, entry, digest)
@@ -191,8 +195,11 @@ impl Index {
         position: u32,
     ) -> Option<BlockId> {
         let known = self.find_child(digest.low(), key, parent, tokens);
-        if known.is_some() {
-            return known;
+        if let Some(known) = known {
+            if known == row[0] {
+                self.nodes.fill(known, row);
+            }
+            return Some(known);
         }
         let node = self.nodes.get(row[0]);
         if node.in_prefix {

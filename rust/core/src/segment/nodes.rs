@@ -194,7 +194,7 @@ impl Nodes {
     }
 
     /// Notes the content of a row of blocks. What it contained before may only have been a head
-    /// of the same tokens.
+    /// of the same tokens; blocks that the node has already stay.
     pub(super) fn write(&mut self, row: &[BlockId], tokens: &[u32], position: u32) {
         let anchor = row[0];
         if self.is_member(anchor) && self.tokens(anchor).len() == tokens.len() {
@@ -202,15 +202,8 @@ impl Nodes {
         }
         let at = anchor.index() * self.page_tokens;
         self.tokens[at..at + tokens.len()].copy_from_slice(tokens);
-        for (group, &block) in row.iter().enumerate() {
-            // A block of a window group may have gone to a node that had lost its own.
-            let named = block.is_some() && self.anchor(block).is_some();
-            let taken = named && self.anchor(block) != anchor;
-            self.row_mut(anchor)[group] = if taken { BlockId::NONE } else { block };
-            if block.is_some() && !taken {
-                self.anchors[block.index()] = anchor;
-            }
-        }
+        // A block of a window group may have gone to another node, which had lost its own.
+        self.fill(anchor, row);
         let node = self.get_mut(anchor);
         node.len = tokens.len() as u16;
         node.position = position;
