@@ -64,7 +64,8 @@ struct AttendParams {
   int64_t q_row_stride;
   int64_t q_head_stride;
   float scale;
-  float softcap;  // 0 for none
+  float softcap;      // 0 for none
+  float value_scale;  // of an fp8 cache, 1 otherwise; that of its keys is part of `scale`
   uint32_t rows;
   uint32_t requests;
   uint32_t query_heads;
@@ -115,7 +116,8 @@ struct ScoreParams {
   uint32_t mass_parts;    // parts of the query vectors that masses are summed over one by one
 };
 
-// write_pages. Sizes and strides count words of the kernel's width.
+// write_pages. Sizes and strides count words of the kernel's width: as many elements of the cache
+// as of rows.
 struct WritePagesParams {
   void* cache;           // paged KV, written in place
   const void* k;         // [rows, kv_heads, columns] by strides
@@ -135,7 +137,9 @@ struct WritePagesParams {
   uint32_t rows;
   uint32_t kv_heads;
   uint32_t page_tokens;
-  uint32_t columns;  // words of a vector
+  uint32_t columns;   // words of a vector
+  float key_scale;    // of an fp8 cache; others are written as they are
+  float value_scale;
 };
 
 // page_bounds, the second kernel of write_pages.
@@ -152,6 +156,7 @@ struct PageBoundsParams {
   uint32_t page_tokens;
   uint32_t head_dim;
   uint32_t first_page;  // of this layer, counted from the block's first
+  float key_scale;      // what stored keys are multiplied by
 };
 
 struct MergeStatesParams {
@@ -168,9 +173,9 @@ struct MergeStatesParams {
 static_assert(sizeof(CopyRerotateParams) == 120, "params.rs says 120 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
-static_assert(sizeof(AttendParams) == 208, "params.rs says 208 bytes");
+static_assert(sizeof(AttendParams) == 216, "params.rs says 216 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
-static_assert(sizeof(WritePagesParams) == 136, "params.rs says 136 bytes");
-static_assert(sizeof(PageBoundsParams) == 80, "params.rs says 80 bytes");
+static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");
+static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");

@@ -20,21 +20,22 @@ namespace {
 
 // Stages that a warp fills by asynchronous copies of 16 bytes: for any strides, and pages of any
 // whole number of 8 tokens.
-template <typename T, int D, int kStages>
+template <typename C, int D, int kWarps, int kStages>
 class CopiedStages {
  public:
   static constexpr int kCount = kStages;
-  static constexpr int kPitch = 2 * D + 16;  // bytes of a row: rows 8 apart share no bank
+  static constexpr int kWords = D * sizeof(C) / 16;  // of 16 bytes, in a row
+  static constexpr int kPitch = 16 * kWords + 16;    // bytes of a row: rows 8 apart share no bank
   static constexpr int kTile = kUnit * kPitch;
   static constexpr int kStage = 2 * kTile;  // K, then V
   using Source = PagedKv;
   struct Memory {
-    alignas(16) unsigned char tiles[kStages][kStage];
-    __device__ unsigned char* at(int stage) { return tiles[stage]; }
+    alignas(16) unsigned char tiles[kWarps][kStages][kStage];
+    __device__ unsigned char* at(int warp, int stage) { return tiles[warp][stage]; }
   };
 
   __device__ CopiedStages(const PagedKv& kv, Memory& memory)
-      : kv(kv), base(shared_address(&memory)), lane(threadIdx.x % 32) {}
+      : kv(kv), base(shared_address(memory.at(threadIdx.x / 32, 0))), lane(threadIdx.x % 32) {}
 
   // Of the key in a slot of the page that begins at an element.
   __device__ int64_t place_of(int64_t page, int slot) const {
@@ -43,17 +44,16 @@ class CopiedStages {
 
   // Starts the copies of two halves of a unit. Keys that are not seen become zeros.
   __device__ void copy(int stage, const int64_t (&places)[2], const uint32_t (&masks)[2]) {
-    constexpr int kChunks = D / 8;  // of 16 bytes, in a row
-    const T* cache = static_cast<const T*>(kv.cache);
+    const C* cache = static_cast<const C*>(kv.cache);
 #pragma unroll
-    for (int i = 0; i < kUnit * kChunks / 32; ++i) {
+    for (int i = 0; i < kUnit * kWords / 32; ++i) {
       const int at = i * 32 + lane;
-      const int row = at / kChunks, chunk = at % kChunks;
+      const int row = at / kWords, word = at % kWords;
       const bool high = row >= kHalf;
-      const T* key = cache + (high ? places[1] : places[0]) + row % kHalf * kv.token_stride +
-                     chunk * 8;
+      const C* key = cache + (high ? places[1] : places[0]) + row % kHalf * kv.token_stride +
+                     word * static_cast<int>(16 / sizeof(C));
       const bool seen = ((high ? masks[1] : masks[0]) >> (row % kHalf)) & 1;
-      const uint32_t to = base + stage * kStage + row * kPitch + chunk * 16;
+      const uint32_t to = keys(stage, row, word);
       copy_async(to, key, seen);
       copy_async(to + kTile, key + kv.value_offset, seen);
     }
@@ -66,12 +66,12 @@ class CopiedStages {
   __device__ void reuse() {}
   __device__ void finish() { wait_for_copies<0>(); }
 
-  // Address of 16 bytes of a key or value: block 2 k + half of 8 columns.
-  __device__ uint32_t keys(int stage, int row, int half, int k) const {
-    return base + stage * kStage + row * kPitch + half * 16 + 32 * k;
+  // Address of 16 bytes of a key or value.
+  __device__ uint32_t keys(int stage, int row, int word) const {
+    return base + stage * kStage + row * kPitch + word * 16;
   }
-  __device__ uint32_t values(int stage, int row, int half, int k) const {
-    return keys(stage, row, half, k) + kTile;
+  __device__ uint32_t values(int stage, int row, int word) const {
+    return keys(stage, row, word) + kTile;
   }
 
  private:
@@ -80,42 +80,61 @@ class CopiedStages {
   const int lane;
 };
 
+template <size_t kElementBytes, int D>
+struct Shape;
+
 }  // namespace
 
 // Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them. What fits a block of
 // Hopper would not fit older devices, which also have less memory speed to keep up with.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES) \
-  struct Shape##D {                                                            \
-    static constexpr int kWarps = WARPS, kStages = STAGES, kBytes = BYTES;     \
+#define SIZES(ELEMENT, D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES)      \
+  template <>                                                                                \
+  struct Shape<ELEMENT, D> {                                                                 \
+    static constexpr int kWarps = WARPS, kStages = STAGES, kBytes = BYTES;                   \
   };
 #else
-#define SHAPE(D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES)                   \
-  struct Shape##D {                                                                              \
-    static constexpr int kWarps = OTHER_WARPS, kStages = OTHER_STAGES, kBytes = OTHER_BYTES;     \
+#define SIZES(ELEMENT, D, WARPS, STAGES, BYTES, OTHER_WARPS, OTHER_STAGES, OTHER_BYTES)      \
+  template <>                                                                                \
+  struct Shape<ELEMENT, D> {                                                                 \
+    static constexpr int kWarps = OTHER_WARPS, kStages = OTHER_STAGES, kBytes = OTHER_BYTES; \
   };
 #endif
+#define SHAPE(...) SIZES(2, __VA_ARGS__)
+#define FP8_SHAPE(...) SIZES(1, __VA_ARGS__)
 SHAPE(64, 8, 4, 171056, 4, 4, 95776)
 SHAPE(80, 8, 4, 203824, 4, 2, 66976)
 SHAPE(96, 8, 3, 183216, 4, 2, 75168)
 SHAPE(128, 8, 3, 232368, 4, 2, 91552)
 SHAPE(256, 4, 3, 224736, 4, 2, 157088)
+FP8_SHAPE(64, 16, 4, 190544, 8, 3, 84912)
+FP8_SHAPE(96, 16, 3, 198480, 8, 2, 80688)
+FP8_SHAPE(128, 16, 2, 173648, 8, 2, 97072)
+FP8_SHAPE(256, 8, 2, 162608, 4, 2, 91552)
 
-#define KERNEL(DTYPE, TYPE, D)                                                             \
-  extern "C" __global__ void __launch_bounds__(32 * Shape##D::kWarps, 1)                   \
-      attend_decode_##DTYPE##_##D(const __grid_constant__ AttendParams params) {           \
-    using Kernel = Decode<TYPE, D, Shape##D::kWarps,                                       \
-                          CopiedStages<TYPE, D, Shape##D::kStages>>;                       \
-    static_assert(sizeof(typename Kernel::Shared) == Shape##D::kBytes, "as attend_plan.rs"); \
+#define KERNEL(NAME, T, C, D)                                                              \
+  extern "C" __global__ void __launch_bounds__(32 * Shape<sizeof(C), D>::kWarps, 1)        \
+      attend_decode_##NAME##_##D(const __grid_constant__ AttendParams params) {            \
+    using Shape = Shape<sizeof(C), D>;                                                     \
+    using Stages = CopiedStages<C, D, Shape::kWarps, Shape::kStages>;                      \
+    using Kernel = Decode<T, C, D, Shape::kWarps, Stages>;                                 \
+    static_assert(sizeof(typename Kernel::Shared) == Shape::kBytes, "as attend_plan.rs");  \
     extern __shared__ __align__(16) unsigned char shared[];                                \
     Kernel(params, params.kv, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();  \
   }
-#define KERNELS(D)                  \
-  KERNEL(bf16, __nv_bfloat16, D)    \
-  KERNEL(f16, __half, D)
+#define KERNELS(D)                              \
+  KERNEL(bf16, __nv_bfloat16, __nv_bfloat16, D) \
+  KERNEL(f16, __half, __half, D)
+#define FP8_KERNELS(D)                          \
+  KERNEL(bf16_fp8, __nv_bfloat16, Fp8, D)       \
+  KERNEL(f16_fp8, __half, Fp8, D)
 
 KERNELS(64)
 KERNELS(80)
 KERNELS(96)
 KERNELS(128)
 KERNELS(256)
+FP8_KERNELS(64)
+FP8_KERNELS(96)
+FP8_KERNELS(128)
+FP8_KERNELS(256)

@@ -3,7 +3,8 @@
 // unit, 16 tokens with all columns at once, so that a warp is not kept from the units that have
 // come by asking for the ones that shall.
 //
-// Needs pages of whole units (16 tokens) and D 64 or 128; rust/cuda/src/attend_plan.rs asks for
+// Needs pages of whole units (16 tokens) and rows of whole 128 bytes: D 64 or 128, over fp8 128;
+// rust/cuda/src/attend_plan.rs asks for
 // attend_decode.cu otherwise.
 
 #include "api.h"
@@ -12,28 +13,30 @@
 
 namespace {
 
-template <typename T, int D, int kStages>
+template <typename C, int D, int kWarps, int kStages>
 class BulkStages {
  public:
   static constexpr int kCount = kStages;
-  static constexpr int kGroupBytes = 8 * D * 2;  // of 8 tokens
+  static constexpr int kWords = D * sizeof(C) / 16;  // of 16 bytes, in a row
+  static constexpr int kGroupBytes = 8 * 16 * kWords;  // of 8 tokens
+  static_assert(kWords % 8 == 0, "blocks of 128 bytes");
   static constexpr int kTile = 2 * kGroupBytes;
   static constexpr int kStage = 2 * kTile;  // K, then V
   using Source = TiledAttendParams;
   struct Memory {
-    alignas(1024) unsigned char tiles[kStages][kStage];
-    uint64_t full[kStages];  // barriers: copied
-    __device__ unsigned char* at(int stage) { return tiles[stage]; }
+    alignas(1024) unsigned char tiles[kWarps][kStages][kStage];
+    uint64_t full[kWarps][kStages];  // barriers: copied
+    __device__ unsigned char* at(int warp, int stage) { return tiles[warp][stage]; }
   };
 
   __device__ BulkStages(const TiledAttendParams& params, Memory& memory)
       : params(params),
-        full(memory.full),
-        base(shared_address(&memory)),
+        full(memory.full[threadIdx.x / 32]),
+        base(shared_address(memory.at(threadIdx.x / 32, 0))),
         lane(threadIdx.x % 32),
         values_further(static_cast<int>(params.attend.kv.value_offset / params.page_unit)) {
     if (lane == 0) {
-      for (uint64_t& barrier : memory.full) barrier_init(barrier, 1);
+      for (int stage = 0; stage < kStages; ++stage) barrier_init(full[stage], 1);
       barrier_init_done();
     }
     __syncwarp();
@@ -64,10 +67,10 @@ class BulkStages {
   // Values that are not seen may be anything, and nothing times infinity is not nothing.
   __device__ void clear(int stage, uint32_t low, uint32_t high) {
     if ((low & high) == 0xFF) return;
-    for (int i = lane; i < kUnit * (D / 8); i += 32) {
-      const int row = i / (D / 8), chunk = i % (D / 8);
+    for (int i = lane; i < kUnit * kWords; i += 32) {
+      const int row = i / kWords;
       if (((row < kHalf ? low : high) >> (row % kHalf) & 1) == 0) {
-        const uint32_t to = values(stage, row, chunk % 2, chunk / 2);
+        const uint32_t to = values(stage, row, i % kWords);
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }
     }
@@ -79,13 +82,13 @@ class BulkStages {
   __device__ void reuse() { show_to_async_units(); }
   __device__ void finish() {}
 
-  // Address of 16 bytes of a key or value: block 2 k + half of 8 columns.
-  __device__ uint32_t keys(int stage, int row, int half, int k) const {
-    const int word = (2 * (k % 4) + half) ^ (row % 8);
-    return base + stage * kStage + row / 8 * kGroupBytes + k / 4 * 1024 + row % 8 * 128 + word * 16;
+  // Address of 16 bytes of a key or value.
+  __device__ uint32_t keys(int stage, int row, int word) const {
+    return base + stage * kStage + row / 8 * kGroupBytes + word / 8 * 1024 + row % 8 * 128 +
+           (word % 8 ^ row % 8) * 16;
   }
-  __device__ uint32_t values(int stage, int row, int half, int k) const {
-    return keys(stage, row, half, k) + kTile;
+  __device__ uint32_t values(int stage, int row, int word) const {
+    return keys(stage, row, word) + kTile;
   }
 
  private:
@@ -100,17 +103,21 @@ class BulkStages {
 }  // namespace
 
 // Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them.
-#define KERNEL(DTYPE, TYPE, D, STAGES, BYTES)                                                  \
-  extern "C" __global__ void __launch_bounds__(256, 1)                                         \
-      attend_decode_sm90_##DTYPE##_##D(const __grid_constant__ TiledAttendParams params) {     \
-    using Kernel = Decode<TYPE, D, 8, BulkStages<TYPE, D, STAGES>>;                            \
+#define KERNEL(NAME, T, C, D, WARPS, STAGES, BYTES)                                            \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                  \
+      attend_decode_sm90_##NAME##_##D(const __grid_constant__ TiledAttendParams params) {      \
+    using Kernel = Decode<T, C, D, WARPS, BulkStages<C, D, WARPS, STAGES>>;                    \
     static_assert(sizeof(typename Kernel::Shared) == BYTES, "as attend_plan.rs");              \
     extern __shared__ __align__(1024) unsigned char shared[];                                  \
     Kernel(params.attend, params, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();  \
   }
-#define KERNELS(D, STAGES, BYTES)               \
-  KERNEL(bf16, __nv_bfloat16, D, STAGES, BYTES) \
-  KERNEL(f16, __half, D, STAGES, BYTES)
+#define KERNELS(D, WARPS, STAGES, BYTES)                              \
+  KERNEL(bf16, __nv_bfloat16, __nv_bfloat16, D, WARPS, STAGES, BYTES) \
+  KERNEL(f16, __half, __half, D, WARPS, STAGES, BYTES)
+#define FP8_KERNELS(D, WARPS, STAGES, BYTES)                          \
+  KERNEL(bf16_fp8, __nv_bfloat16, Fp8, D, WARPS, STAGES, BYTES)       \
+  KERNEL(f16_fp8, __half, Fp8, D, WARPS, STAGES, BYTES)
 
-KERNELS(64, 5, 196608)
-KERNELS(128, 3, 228352)
+KERNELS(64, 8, 5, 189440)
+KERNELS(128, 8, 3, 221184)
+FP8_KERNELS(128, 16, 2, 158720)

@@ -55,7 +55,7 @@ __device__ Row find_row(const AttendParams& p, int64_t item) {
   return row;
 }
 
-template <typename T>
+template <typename T, typename C>
 class AttendRow {
  public:
   // `query` and `turned` are this warp's, [head_dim] each.
@@ -79,20 +79,20 @@ class AttendRow {
   }
 
  private:
-  static constexpr int kKeys = PlainQuery<T>::kKeys;
+  static constexpr int kKeys = PlainQuery<T, C>::kKeys;
   const AttendParams& p_;
   const Row& row_;
-  PlainQuery<T> query_;
+  PlainQuery<T, C> query_;
   float largest_ = -INFINITY;  // score in powers of two
   float sum_ = 0.0f;           // of 2^(score − largest)
   float out_[kSlice] = {};     // the same, each times its value
 
   // Takes in slots [first, last) of an entry, all of which the row sees.
-  __device__ void attend(const T* keys, int first, int last) {
+  __device__ void attend(const C* keys, int first, int last) {
     const Lanes& lanes = query_.lanes;
-    const T* values = keys + p_.kv.value_offset;
+    const C* values = keys + p_.kv.value_offset;
     for (int from = first; from < last; from += kKeys * lanes.vectors) {
-      Pack<T, kSlice> value[kKeys];
+      Pack<C, kSlice> value[kKeys];
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
         const int slot = from + i * lanes.vectors + lanes.vector;
@@ -111,10 +111,10 @@ class AttendRow {
       for (int i = 0; i < kKeys; ++i) {
         const float weight = weight_of(scores[i], largest);
         sum_ += weight;
+        float wide[kSlice];
+        widen(value[i], wide);
 #pragma unroll
-        for (int e = 0; e < kSlice; ++e) {
-          out_[e] += weight * static_cast<float>(value[i].at[e]);
-        }
+        for (int e = 0; e < kSlice; ++e) out_[e] += weight * wide[e];
       }
     }
   }
@@ -146,29 +146,34 @@ class AttendRow {
     T* out = static_cast<T*>(p_.out) + state * p_.kv.head_dim + lanes.slice * kSlice;
 #pragma unroll
     for (int e = 0; e < kSlice; ++e) {
-      out[e] = static_cast<T>(nothing ? 0.0f : out_[e] / sum_);
+      out[e] = static_cast<T>(nothing ? 0.0f : out_[e] / sum_ * p_.value_scale);
     }
   }
 };
 
-template <typename T>
+template <typename T, typename C>
 __device__ __forceinline__ void attend_plain(const AttendParams& p) {
   __shared__ float queries[kWarps][2][kMaxHeadDim];
   const int warp = threadIdx.x / 32;
   const int64_t item = int64_t{blockIdx.x} * kWarps + warp;
   if (item >= int64_t{p.rows} * p.query_heads) return;
   const Row row = find_row(p, item);
-  AttendRow<T>(p, row, queries[warp][0], queries[warp][1]).run();
+  AttendRow<T, C>(p, row, queries[warp][0], queries[warp][1]).run();
 }
 
 }  // namespace
 
-#define KERNEL(DTYPE, TYPE)                                          \
-  extern "C" __global__ void __launch_bounds__(32 * kWarps, 4)       \
-      attend_plain_##DTYPE(const __grid_constant__ AttendParams p) { \
-    attend_plain<TYPE>(p);                                           \
+// Names as rust/cuda/src/attend_plan.rs builds them: dtype of rows, and of the cache where it is
+// another.
+#define KERNEL(NAME, T, C)                                          \
+  extern "C" __global__ void __launch_bounds__(32 * kWarps, 4)      \
+      attend_plain_##NAME(const __grid_constant__ AttendParams p) { \
+    attend_plain<T, C>(p);                                          \
   }
 
-KERNEL(f32, float)
-KERNEL(bf16, __nv_bfloat16)
-KERNEL(f16, __half)
+KERNEL(f32, float, float)
+KERNEL(bf16, __nv_bfloat16, __nv_bfloat16)
+KERNEL(f16, __half, __half)
+KERNEL(f32_fp8, float, Fp8)
+KERNEL(bf16_fp8, __nv_bfloat16, Fp8)
+KERNEL(f16_fp8, __half, Fp8)

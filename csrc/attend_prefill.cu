@@ -9,14 +9,18 @@
 //    with the keys': nothing asks the rows to be neighbours;
 // 2. pages are copied as they lie, the next tile while this one is multiplied; tiles that no row
 //    sees are never read, and only tiles that some row sees in part are masked;
-// 3. few rows over many keys are split along the keys, and merged by their log-sum-exp.
+// 3. few rows over many keys are split along the keys, and merged by their log-sum-exp;
+// 4. an fp8 cache's tiles are widened in shared memory, once for all rows of the block.
 //
 // A key that a row does not see has weight 0, and 0 times a NaN or an infinity is NaN: a value that
 // is one reaches all rows of a tile that has a row which sees it. Tiles never mix requests.
 
 #include <cmath>
 
+#include <type_traits>
+
 #include "api.h"
+#include "fp8.cuh"
 #include "paged.cuh"
 #include "powers.cuh"
 #include "prefill_tiles.cuh"
@@ -31,18 +35,29 @@ constexpr int kPairs = 16 * kWarps;
 constexpr int kKeys = 64;
 constexpr int kStages = 2;
 
-template <typename T, int D>
+// Tiles as they come from a cache of 8 bits an element, to be widened.
+template <int D>
+struct NarrowTiles {
+  alignas(16) unsigned char narrow[kStages][2][kKeys * D];  // K, V
+};
+struct NoTiles {};
+
+// Rows of T over a cache of C.
+template <typename T, typename C, int D>
 class Prefill {
  public:
+  static constexpr bool kWidens = sizeof(C) == 1;
+  static constexpr int kWideStages = kWidens ? 1 : kStages;
   static constexpr int kSteps = D / 16;
   static constexpr int kPitch = 2 * D + 16;  // bytes of a row: rows 8 apart share no bank
   static constexpr int kChunks = D / 8;      // of 16 bytes, in a row
+  static constexpr int kWords = D * sizeof(C) / 16;  // the same of the cache
   static constexpr bool kHoldsQueries = D <= 128;  // in registers
 
-  struct Shared {
+  struct Shared : std::conditional_t<kWidens, NarrowTiles<D>, NoTiles> {
     alignas(16) unsigned char queries[kPairs * kPitch];
-    alignas(16) unsigned char keys[kStages][kKeys * kPitch];
-    alignas(16) unsigned char values[kStages][kKeys * kPitch];
+    alignas(16) unsigned char keys[kWideStages][kKeys * kPitch];
+    alignas(16) unsigned char values[kWideStages][kKeys * kPitch];
     KeyTile<kKeys> tiles[kStages + 1];
     float cosines[D / 2], sines[D / 2];
   };
@@ -86,12 +101,16 @@ class Prefill {
       wait_for_copies<0>();
       __syncthreads();
       copy_tile((t + 1) % kStages, (t + 1) % (kStages + 1));
+      if constexpr (kWidens) {
+        widen_tile(t % kStages);
+        __syncthreads();
+      }
       if (tile.delta != turned_by) {
         load_queries(tile.delta);
         __syncthreads();
         if (kHoldsQueries) hold_queries();
       }
-      attend(t % kStages, tile);
+      attend(t % kWideStages, tile);
       if (warp == 0) walk.write(sh.tiles[(t + 2) % (kStages + 1)]);
       __syncthreads();
     }
@@ -163,22 +182,49 @@ class Prefill {
   __device__ void copy_tile(int stage, int which) {
     const KeyTile<kKeys>& tile = sh.tiles[which];
     if (tile.pages > 0) {
-      const T* cache = static_cast<const T*>(p.kv.cache);
+      const C* cache = static_cast<const C*>(p.kv.cache);
       const int page = static_cast<int>(p.kv.page_tokens);
-      const uint32_t keys = shared_address(sh.keys[stage]);
-      const uint32_t values = shared_address(sh.values[stage]);
+      uint32_t keys, values;
+      if constexpr (kWidens) {
+        keys = shared_address(sh.narrow[stage][0]);
+        values = shared_address(sh.narrow[stage][1]);
+      } else {
+        keys = shared_address(sh.keys[stage]);
+        values = shared_address(sh.values[stage]);
+      }
 #pragma unroll 4
-      for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
+      for (int i = threadIdx.x; i < kKeys * kWords; i += kThreads) {
+        const int row = i / kWords, word = i % kWords;
         const bool there = tile.positions[row] != kNoKey;
         const int64_t offset = there ? tile.offsets[row / page] : 0;
-        const T* key = cache + offset + row % page * p.kv.token_stride + chunk * 8;
-        const int place = row * kPitch + chunk * 16;
+        const C* key = cache + offset + row % page * p.kv.token_stride +
+                       word * static_cast<int>(16 / sizeof(C));
+        const int place = kWidens ? 16 * i : row * kPitch + word * 16;
         copy_async(keys + place, key, there);
         copy_async(values + place, key + p.kv.value_offset, there);
       }
     }
     commit_copies();
+  }
+
+  // Brings a tile that has come to 16 bits an element.
+  __device__ void widen_tile(int stage) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < 2 * kKeys * kWords; i += kThreads) {
+      const int which = i / (kKeys * kWords), at = i % (kKeys * kWords);
+      const uint4 narrow = reinterpret_cast<const uint4*>(sh.narrow[stage][which])[at];
+      const uint32_t from[4] = {narrow.x, narrow.y, narrow.z, narrow.w};
+      uint32_t wide[8];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        wide[2 * w] = widen_two<T>(from[w]);
+        wide[2 * w + 1] = widen_two<T>(from[w] >> 16);
+      }
+      unsigned char* tile = which == 0 ? sh.keys[0] : sh.values[0];
+      uint4* to = reinterpret_cast<uint4*>(tile + at / kWords * kPitch + at % kWords * 32);
+      to[0] = {wide[0], wide[1], wide[2], wide[3]};
+      to[1] = {wide[4], wide[5], wide[6], wide[7]};
+    }
   }
 
   __device__ void attend(int stage, const KeyTile<kKeys>& tile) {
@@ -266,7 +312,7 @@ class Prefill {
           result_row(p, rows, kv_head, rows.begin + 16 * warp + lane / 4 + 8 * i);
       if (at < 0) continue;
       const bool nothing = m[i] == -INFINITY && l[i] == 0;
-      const float factor = nothing ? 0.0f : 1.0f / l[i];
+      const float factor = nothing ? 0.0f : p.value_scale / l[i];
       const float lse = nothing ? -INFINITY : (m[i] + log2f(l[i])) * kLn2;
       if (lane % 4 == 0) {
         (p.splits > 1 ? partial_lse(p, blockIdx.z, D) : p.lse)[at] = lse;
@@ -319,18 +365,21 @@ __device__ void merge_splits(const AttendParams& p) {
 
 }  // namespace
 
-// Names and bytes of shared memory as rust/cuda/src/attend.rs has them.
-#define KERNEL(DTYPE, TYPE, D, BLOCKS, BYTES)                                           \
+// Names and bytes of shared memory as rust/cuda/src/attend_plan.rs has them.
+#define KERNEL(NAME, T, C, D, BLOCKS, BYTES)                                            \
   extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)                        \
-      attend_prefill_##DTYPE##_##D(const __grid_constant__ AttendParams params) {       \
-    using Kernel = Prefill<TYPE, D>;                                                    \
-    static_assert(sizeof(typename Kernel::Shared) == BYTES, "as attend.rs has");        \
+      attend_prefill_##NAME##_##D(const __grid_constant__ AttendParams params) {        \
+    using Kernel = Prefill<T, C, D>;                                                    \
+    static_assert(sizeof(typename Kernel::Shared) == BYTES, "as attend_plan.rs has");   \
     extern __shared__ __align__(16) unsigned char shared[];                             \
     Kernel(params, *reinterpret_cast<typename Kernel::Shared*>(shared)).run();          \
   }
-#define KERNELS(D, BLOCKS, BYTES)               \
-  KERNEL(bf16, __nv_bfloat16, D, BLOCKS, BYTES) \
-  KERNEL(f16, __half, D, BLOCKS, BYTES)
+#define KERNELS(D, BLOCKS, BYTES)                              \
+  KERNEL(bf16, __nv_bfloat16, __nv_bfloat16, D, BLOCKS, BYTES) \
+  KERNEL(f16, __half, __half, D, BLOCKS, BYTES)
+#define FP8_KERNELS(D, BLOCKS, BYTES)                          \
+  KERNEL(bf16_fp8, __nv_bfloat16, Fp8, D, BLOCKS, BYTES)       \
+  KERNEL(f16_fp8, __half, Fp8, D, BLOCKS, BYTES)
 #define MERGE(DTYPE, TYPE)                                                            \
   extern "C" __global__ void __launch_bounds__(kThreads)                              \
       attend_merge_##DTYPE(const __grid_constant__ AttendParams params) {             \
@@ -342,5 +391,10 @@ KERNELS(80, 2, 57648)
 KERNELS(96, 2, 67952)
 KERNELS(128, 2, 88560)
 KERNELS(256, 1, 170992)
+FP8_KERNELS(64, 2, 45296)
+FP8_KERNELS(80, 2, 55600)
+FP8_KERNELS(96, 2, 65904)
+FP8_KERNELS(128, 2, 86512)
+FP8_KERNELS(256, 1, 168944)
 MERGE(bf16, __nv_bfloat16)
 MERGE(f16, __half)

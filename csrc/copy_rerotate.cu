@@ -151,3 +151,4 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
 KERNELS(f32, float)
 KERNELS(bf16, __nv_bfloat16)
 KERNELS(f16, __half)
+KERNELS(fp8, Fp8)

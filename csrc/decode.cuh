@@ -5,24 +5,30 @@
 
 #include "api.h"
 #include "decode_units.cuh"
+#include "operands.cuh"
 #include "paged.cuh"
 #include "tensor_core.cuh"
 #include "turned_queries.cuh"
 
-// `Stages` are a warp's places in shared memory for units: CopiedStages or BulkStages.
-template <typename T, int D, int kWarps, typename Stages>
+// Rows of T over a cache of C. `Stages` are the warps' places in shared memory for units:
+// CopiedStages or BulkStages.
+template <typename T, typename C, int D, int kWarps, typename Stages>
 class Decode {
  public:
   static constexpr int kThreads = 32 * kWarps;
+  using Operand = Operands<T, C>;
+  using Value = typename Operand::Value;
   static constexpr int kSteps = D / 16;
+  static constexpr int kAtOnce = Operand::kAtOnce;
+  static_assert(kSteps % kAtOnce == 0, "whole loads");
   static constexpr int kStages = Stages::kCount;
   static constexpr int kStage = Stages::kStage;
-  static constexpr int kOutPitch = D + 4;  // floats
+  // Floats of a row of partial results: of different banks where there is room.
+  static constexpr int kOutPitch = kQueries * (D + 4) * 4 <= kStage ? D + 4 : D;
   static_assert(kQueries * kOutPitch * 4 <= kStage, "partial results fit a stage");
-  static_assert(kThreads * 16 <= kStage, "so do the last block's");
 
   struct Shared {
-    typename Stages::Memory stages[kWarps];
+    typename Stages::Memory stages;
     Item items[kMaxItems];
     uint2 halves[kWarps][kStages][2];  // mask, delta
     State states[kWarps][kQueries];
@@ -38,7 +44,7 @@ class Decode {
         sh(shared),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
-        stages(source, shared.stages[threadIdx.x / 32]) {
+        stages(source, shared.stages) {
     group = p.query_heads / p.kv.kv_heads;
     chunks = (group + kQueries - 1) / kQueries;
     items = p.requests * p.kv.kv_heads * chunks;
@@ -222,15 +228,16 @@ class Decode {
     const T* query = query_of(of);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
+      const int column = 16 * (i / 2) + Operand::key_column(lane, i % 2);
       queries[i / 2][i % 2] =
-          query == nullptr ? 0u : reinterpret_cast<const uint32_t*>(query)[4 * i + lane % 4];
+          query == nullptr ? 0u : reinterpret_cast<const uint32_t*>(query)[column / 2];
     }
   }
 
   __device__ void turn_queries(const Heads& of, int delta) {
     turned_by = delta;
     uint32_t turned[2 * kSteps];
-    turned_queries<T, D>(turned, query_of(of), delta, p.kv);
+    turned_queries<T, Operand, D>(turned, query_of(of), delta, p.kv);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
   }
@@ -247,10 +254,14 @@ class Decode {
   __device__ void score(float (&s)[4], int at) const {
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      load_matrices(a, stages.keys(at, lane % 16, lane / 16, k));
-      multiply_add<T>(k % 2 ? odd : even, a, queries[k][0], queries[k][1]);
+    for (int k = 0; k < kSteps; k += kAtOnce) {
+      uint32_t loaded[4], a[kAtOnce][4];
+      load_matrices(loaded, stages.keys(at, lane % 16, 2 * (k / kAtOnce) + lane / 16));
+      Operand::keys(a, loaded);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        multiply_add<T>((k + i) % 2 ? odd : even, a[i], queries[k + i][0], queries[k + i][1]);
+      }
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
@@ -335,14 +346,18 @@ class Decode {
         for (int e = 0; e < 4; ++e) out[k][e] *= shrink[e % 2];
       }
     }
-    const uint32_t weights[2] = {transpose_matrix(pack<T>(s[0], s[1])),
-                                 transpose_matrix(pack<T>(s[2], s[3]))};
+    const uint32_t weights[2] = {transpose_matrix(pack<Value>(s[0], s[1])),
+                                 transpose_matrix(pack<Value>(s[2], s[3]))};
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      load_matrices_transposed(
-          a, stages.values(at, lane / 16 * 8 + lane % 8, lane / 8 % 2, k));
-      multiply_add<T>(out[k], a, weights[0], weights[1]);
+    for (int k = 0; k < kSteps; k += kAtOnce) {
+      uint32_t loaded[4], a[kAtOnce][4];
+      load_matrices_transposed(loaded, stages.values(at, lane / 16 * 8 + lane % 8,
+                                                     2 * (k / kAtOnce) + lane / 8 % 2));
+      Operand::values(a, loaded);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        multiply_add<Value>(out[k + i], a[i], weights[0], weights[1]);
+      }
     }
   }
 
@@ -366,12 +381,13 @@ class Decode {
     if (lane == 0) sh.slots[warp] = freed;
     __syncwarp();
     if (freed >= 0) {
-      float* part = reinterpret_cast<float*>(sh.stages[warp].at(freed));
+      float* part = reinterpret_cast<float*>(sh.stages.at(warp, freed));
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          part[(lane % 4 * 2 + e % 2) * kOutPitch + 16 * k + e / 2 * 8 + lane / 4] = out[k][e];
+          const int column = 16 * k + Operand::value_column(lane, e / 2);
+          part[(lane % 4 * 2 + e % 2) * kOutPitch + column] = out[k][e];
         }
       }
     }
@@ -392,7 +408,7 @@ class Decode {
       for (int w = 0; w < kWarps; ++w) {
         if (sh.slots[w] < 0) continue;
         const float weight = weight_of(sh.states[w][q], largest);
-        const float* part = reinterpret_cast<const float*>(sh.stages[w].at(sh.slots[w]));
+        const float* part = reinterpret_cast<const float*>(sh.stages.at(w, sh.slots[w]));
         value += weight * part[q * kOutPitch + d];
         sum += weight * sh.states[w][q].l;
       }
@@ -427,7 +443,7 @@ class Decode {
   __device__ void finish(const Heads& of, int q, int d, float value, float sum,
                          float largest) const {
     const bool nothing = largest == -INFINITY && sum == 0;
-    out_row(of, q)[d] = T(nothing ? 0.0f : value / sum);
+    out_row(of, q)[d] = T(nothing ? 0.0f : value / sum * p.value_scale);
     if (d == 0) *lse_of(of, q) = nothing ? -INFINITY : (largest + log2f(sum)) * kLn2;
   }
 
@@ -439,44 +455,21 @@ class Decode {
     };
     const int parts = last_block - first_block + 1;
     const int columns = of.count * D / 4;
-    const int teams = max(1, kThreads / columns);
+    const int teams = max(1, min(kThreads, kStage / 16) / columns);  // their values fit a stage
     const int team = threadIdx.x / columns;
-    float4* values = reinterpret_cast<float4*>(sh.stages[0].at(sh.slots[0]));
+    float4* values = reinterpret_cast<float4*>(sh.stages.at(0, sh.slots[0]));
     for (int column = teams > 1 ? threadIdx.x % columns : threadIdx.x; column < columns;
          column += teams > 1 ? columns : kThreads) {
       const int q = column * 4 / D;
       float4 value = {0, 0, 0, 0};
       State state = {-INFINITY, 0};
       if (team < teams) {
-        // Several parts at once: their reads wait together, not for each other.
-        constexpr int kBatch = 8;
-#pragma unroll 1
         for (int i = team; i < parts; i += kBatch * teams) {
-          float4 x[kBatch];
-          State y[kBatch];
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            x[j] = {0, 0, 0, 0};
-            y[j] = {-INFINITY, 0};
-            if (i + j * teams >= parts) continue;
+          add_parts(value, state, min(kBatch, (parts - i + teams - 1) / teams), [&](int j) {
             const float* part = part_of(first_block + i + j * teams);
-            x[j] = __ldcg(reinterpret_cast<const float4*>(part) + column);
             const float2 of_q = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
-            y[j] = {of_q.x, of_q.y};
-          }
-          float largest = state.m;
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) largest = fmaxf(largest, y[j].m);
-          add(value, state, {0, 0, 0, 0}, {largest, 0});
-#pragma unroll
-          for (int j = 0; j < kBatch; ++j) {
-            const float weight = weight_of(y[j], largest);
-            value.x += weight * x[j].x;
-            value.y += weight * x[j].y;
-            value.z += weight * x[j].z;
-            value.w += weight * x[j].w;
-            state.l += weight * y[j].l;
-          }
+            return Part{__ldcg(reinterpret_cast<const float4*>(part) + column), {of_q.x, of_q.y}};
+          });
         }
       }
       if (teams > 1) {

@@ -48,5 +48,36 @@ __device__ __forceinline__ void add(float4& value, State& state, const float4& x
   state = {largest, mine * state.l + its * other.l};
 }
 
+// A partial sum of four elements.
+struct Part {
+  float4 value;
+  State state;
+};
+
+constexpr int kBatch = 8;  // partial sums that are read together, not one after the other
+
+// Takes in partial sums read(0), read(1), … of which there are up to kBatch.
+template <typename Read>
+__device__ __forceinline__ void add_parts(float4& value, State& state, int count, Read read) {
+  Part parts[kBatch];
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    parts[j] = j < count ? read(j) : Part{{0, 0, 0, 0}, {-INFINITY, 0}};
+  }
+  float largest = state.m;
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) largest = fmaxf(largest, parts[j].state.m);
+  add(value, state, {0, 0, 0, 0}, {largest, 0});
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    const float weight = weight_of(parts[j].state, largest);
+    value.x += weight * parts[j].value.x;
+    value.y += weight * parts[j].value.y;
+    value.z += weight * parts[j].value.z;
+    value.w += weight * parts[j].value.w;
+    state.l += weight * parts[j].state.l;
+  }
+}
+
 // Rare, and long: not inlined.
 __device__ __noinline__ float capped(float score, float cap) { return cap * tanhf(score / cap); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "paged.cuh"
 #include "powers.cuh"
@@ -40,10 +41,14 @@ __device__ __forceinline__ float sum_of_vector(const Lanes& lanes, float x) {
   return x;
 }
 
-// Whether vectors that lie sums of strides apart, here given or-ed, start on 16-byte boundaries.
+// What a lane reads of a slice at once.
+template <typename T>
+using Word = std::conditional_t<kSlice * sizeof(T) < 16, uint2, uint4>;
+
+// Whether vectors that lie sums of strides apart, here given or-ed, can be read in such words.
 template <typename T>
 __device__ __forceinline__ bool are_aligned(const void* first, int64_t strides) {
-  return (reinterpret_cast<uintptr_t>(first) | strides * sizeof(T)) % 16 == 0;
+  return (reinterpret_cast<uintptr_t>(first) | strides * sizeof(T)) % sizeof(Word<T>) == 0;
 }
 
 template <typename T>
@@ -51,14 +56,20 @@ __device__ __forceinline__ Pack<T, kSlice> load_slice(const T* from, bool aligne
   Pack<T, kSlice> slice;
   if (aligned) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(slice) / 16); ++i) {
-      reinterpret_cast<uint4*>(&slice)[i] = reinterpret_cast<const uint4*>(from)[i];
+    for (int i = 0; i < static_cast<int>(sizeof(slice) / sizeof(Word<T>)); ++i) {
+      reinterpret_cast<Word<T>*>(&slice)[i] = reinterpret_cast<const Word<T>*>(from)[i];
     }
   } else {
 #pragma unroll
     for (int e = 0; e < kSlice; ++e) slice.at[e] = from[e];
   }
   return slice;
+}
+
+template <typename T>
+__device__ __forceinline__ void widen(const Pack<T, kSlice>& slice, float (&to)[kSlice]) {
+#pragma unroll
+  for (int e = 0; e < kSlice; ++e) to[e] = static_cast<float>(slice.at[e]);
 }
 
 // Writes `from` rotated by `delta` positions to `to`, both [head_dim] of this warp's shared memory;
@@ -135,8 +146,8 @@ __device__ __forceinline__ KeySpan span_of(const Reach& reach, int position) {
   return span;
 }
 
-// A query vector that a warp scores keys with.
-template <typename T>
+// A query vector of T that a warp scores keys of C with.
+template <typename T, typename C>
 class PlainQuery {
  public:
   static constexpr int kKeys = 4;  // keys that a lane reads before it uses the first
@@ -146,7 +157,7 @@ class PlainQuery {
   // `query` and `turned` are this warp's, [head_dim] each, in shared memory.
   __device__ PlainQuery(const PagedKv& kv, float scale, float softcap, float* query, float* turned)
       : lanes(share_lanes(kv.head_dim)),
-        aligned(are_aligned<T>(kv.cache, kv.block_stride | kv.head_stride | kv.token_stride |
+        aligned(are_aligned<C>(kv.cache, kv.block_stride | kv.head_stride | kv.token_stride |
                                              kv.value_offset)),
         kv_(kv), scale_(scale), softcap_(softcap), query_(query), turned_(turned) {}
 
@@ -158,15 +169,15 @@ class PlainQuery {
   }
 
   // This lane's elements of an entry's slot 0, once the query is turned to the entry's keys.
-  __device__ const T* keys_of(const Entry& entry, int rank) {
+  __device__ const C* keys_of(const Entry& entry, int rank) {
     if (entry.delta != delta_) turn(entry.delta);
-    return static_cast<const T*>(kv_.cache) + entry.offset + rank * kv_.head_stride +
+    return static_cast<const C*>(kv_.cache) + entry.offset + rank * kv_.head_stride +
            lanes.slice * kSlice;
   }
 
   // Scores of this lane's keys, slots first + i · vectors + vector; −∞ from `last` on.
-  __device__ void score(const T* keys, int first, int last, float (&scores)[kKeys]) const {
-    Pack<T, kSlice> key[kKeys];
+  __device__ void score(const C* keys, int first, int last, float (&scores)[kKeys]) const {
+    Pack<C, kSlice> key[kKeys];
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int slot = first + i * lanes.vectors + lanes.vector;
@@ -175,9 +186,10 @@ class PlainQuery {
     }
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      float dot = 0.0f;
+      float wide[kSlice], dot = 0.0f;
+      widen(key[i], wide);
 #pragma unroll
-      for (int e = 0; e < kSlice; ++e) dot += q_[e] * static_cast<float>(key[i].at[e]);
+      for (int e = 0; e < kSlice; ++e) dot += q_[e] * wide[e];
       const float score = score_of(sum_of_vector(lanes, dot), scale_, softcap_);
       scores[i] = first + i * lanes.vectors + lanes.vector < last ? score : -INFINITY;
     }

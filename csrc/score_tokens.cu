@@ -97,7 +97,7 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p) {
 }
 
 // The first pass for what tensor cores do not take: a warp per query vector and part of the keys.
-template <typename T>
+template <typename T, typename C>
 __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
   __shared__ float queries[kPlainWarps][2][kMaxHeadDim];
   const int warp = threadIdx.x / 32, kv_head = blockIdx.y, vectors = vectors_of(p);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
   if (v >= vectors) return;
   const QueryVector at = query_vector(p, kv_head, v);
   const Reach reach = reach_of(p.kv, kv_head);
-  PlainQuery<T> query(p.kv, p.scale, p.softcap, queries[warp][0], queries[warp][1]);
+  PlainQuery<T, C> query(p.kv, p.scale, p.softcap, queries[warp][0], queries[warp][1]);
   query.load(static_cast<const T*>(p.q) + at.row * p.q_row_stride + at.head * p.q_head_stride);
 
   const int position = p.positions[at.row];
@@ -114,7 +114,7 @@ __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
   const int64_t newest = int64_t{position} - p.edge_window;
   float top = kNoReference, sum = 0.0f, edge = 0.0f;
   const auto read = [&](const Entry& entry, int first, int last) {
-    const T* keys = query.keys_of(entry, reach.rank);
+    const C* keys = query.keys_of(entry, reach.rank);
     for (int slot = first; slot < last; slot += kPlainKeys * query.lanes.vectors) {
       float scores[kPlainKeys];
       query.score(keys, slot, last, scores);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void score_rows_plain(const ScoreParams& p) {
 }
 
 // The second: a warp per few keys, brought to their positions.
-template <typename T>
+template <typename T, typename C>
 __device__ __forceinline__ void score_keys_plain(const ScoreParams& p) {
   __shared__ float vectors_shared[kPlainWarps][2][kMaxHeadDim];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, kv_head = blockIdx.y;
@@ -179,7 +179,7 @@ __device__ __forceinline__ void score_keys_plain(const ScoreParams& p) {
     const int64_t place = int64_t{reach.table} * p.padded_keys + from + i;
     const int64_t key_at = p.key_at[place];
     held[i] = key_at >= 0;
-    const T* stored_key = static_cast<const T*>(p.kv.cache) + key_at +
+    const C* stored_key = static_cast<const C*>(p.kv.cache) + key_at +
                           reach.rank * p.kv.head_stride;
     for (int e = lane; e < head_dim; e += 32) {
       stored[e] = held[i] ? static_cast<float>(stored_key[e]) : 0.0f;
@@ -238,15 +238,18 @@ __device__ __forceinline__ void score_keys_plain(const ScoreParams& p) {
   TILES(DTYPE, TYPE, 96, 2)                                              \
   TILES(DTYPE, TYPE, 128, 2)                                             \
   TILES(DTYPE, TYPE, 256, 1)
-#define PLAIN(DTYPE, TYPE)                                               \
-  KERNEL(rows_plain_##DTYPE, 128, 4, score_rows_plain<TYPE>)             \
-  KERNEL(keys_plain_##DTYPE, 128, 4, score_keys_plain<TYPE>)
+#define PLAIN(NAME, T, C)                                                \
+  KERNEL(rows_plain_##NAME, 128, 4, (score_rows_plain<T, C>))            \
+  KERNEL(keys_plain_##NAME, 128, 4, (score_keys_plain<T, C>))
 
 KERNEL(find, 256, 1, find)
 KERNEL(merge, 256, 1, merge)
 KERNEL(sum, 256, 1, sum)
 ALL_TILES(bf16, __nv_bfloat16)
 ALL_TILES(f16, __half)
-PLAIN(f32, float)
-PLAIN(bf16, __nv_bfloat16)
-PLAIN(f16, __half)
+PLAIN(f32, float, float)
+PLAIN(bf16, __nv_bfloat16, __nv_bfloat16)
+PLAIN(f16, __half, __half)
+PLAIN(f32_fp8, float, Fp8)
+PLAIN(bf16_fp8, __nv_bfloat16, Fp8)
+PLAIN(f16_fp8, __half, Fp8)

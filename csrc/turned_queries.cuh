@@ -25,13 +25,13 @@ __device__ __forceinline__ float turned_element(const T* query, int d, int delta
   return raw * cosine + (is_first ? -rest : rest) * sine;
 }
 
-// The fragments of a turned query (null for none), [D / 8].
-template <typename T, int D>
+// The fragments of a turned query (null for none), [D / 8], with the columns of `Operand`.
+template <typename T, typename Operand, int D>
 __device__ __noinline__ void turned_queries(uint32_t* to, const T* query, int delta,
                                             const PagedKv& kv) {
 #pragma unroll 1
   for (int i = 0; i < D / 8; ++i) {
-    const int d = 8 * i + threadIdx.x % 4 * 2;
+    const int d = 16 * (i / 2) + Operand::key_column(threadIdx.x % 32, i % 2);
     to[i] = query == nullptr ? 0u : pack<T>(turned_element(query, d, delta, kv),
                                             turned_element(query, d + 1, delta, kv));
   }

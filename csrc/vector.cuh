@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "fp8.cuh"
+
 // N elements that are loaded and stored together.
 template <typename T, int N>
 struct alignas(sizeof(T) * N >= 16 ? 16 : sizeof(T) * N) Pack {
@@ -54,4 +56,12 @@ struct Arithmetic<__nv_bfloat16> {
   using Wide = float;
   static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
   static __device__ __forceinline__ __nv_bfloat16 round(float x) { return __float2bfloat16_rn(x); }
+};
+
+// Rounding saturates.
+template <>
+struct Arithmetic<Fp8> {
+  using Wide = float;
+  static __device__ __forceinline__ float widen(Fp8 x) { return static_cast<float>(x); }
+  static __device__ __forceinline__ Fp8 round(float x) { return Fp8(x); }
 };

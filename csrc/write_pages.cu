@@ -6,7 +6,7 @@
 //
 // What makes it run at the speed of a plain copy:
 // 1. bits are moved, not numbers: 16-byte words where everything lies on such boundaries, single
-//    elements otherwise;
+//    elements otherwise. Into an fp8 cache go numbers, divided by a scale;
 // 2. a thread has two words of K and two of V in flight before it stores any of them;
 // 3. stores keep what they wrote in the cache: attention reads it next.
 //
@@ -27,12 +27,37 @@ namespace {
 constexpr int kWords = 2;  // of K and of V that a thread moves
 constexpr int kSlotsInFlight = 8;
 
+// Words that are stored as they are.
 template <typename Word>
+struct Same {
+  using Source = Word;
+  using Target = Word;
+  static __device__ __forceinline__ Word stored(const Word& word, float) { return word; }
+};
+
+// Words of N elements of T for an fp8 cache.
+template <typename T, int N>
+struct ToFp8 {
+  using Source = Pack<T, N>;
+  using Target = Pack<Fp8, N>;
+  static __device__ __forceinline__ Target stored(const Source& word, float scale) {
+    Target target;
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      target.at[e] = divide_to_fp8(static_cast<float>(word.at[e]), scale);
+    }
+    return target;
+  }
+};
+
+template <typename Words>
 __device__ __forceinline__ void write_pages(const WritePagesParams& p) {
+  using Source = typename Words::Source;
+  using Target = typename Words::Target;
   const uint32_t row_words = p.kv_heads * p.columns;
   const uint32_t words = p.rows * row_words;
-  Word keys[kWords], values[kWords];
-  Word* targets[kWords];
+  Source keys[kWords], values[kWords];
+  Target* targets[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     targets[i] = nullptr;
@@ -51,16 +76,17 @@ __device__ __forceinline__ void write_pages(const WritePagesParams& p) {
     if (block <= 0 || page > p.last_page || slot < 0 || slot >= static_cast<int>(p.page_tokens)) {
       continue;
     }
-    targets[i] = static_cast<Word*>(p.cache) + page + slot * p.token_stride + column;
-    keys[i] = static_cast<const Word*>(p.k)[row * p.k_row_stride + head * p.k_head_stride + column];
+    targets[i] = static_cast<Target*>(p.cache) + page + slot * p.token_stride + column;
+    keys[i] =
+        static_cast<const Source*>(p.k)[row * p.k_row_stride + head * p.k_head_stride + column];
     values[i] =
-        static_cast<const Word*>(p.v)[row * p.v_row_stride + head * p.v_head_stride + column];
+        static_cast<const Source*>(p.v)[row * p.v_row_stride + head * p.v_head_stride + column];
   }
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     if (targets[i] == nullptr) continue;
-    targets[i][0] = keys[i];
-    targets[i][p.value_offset] = values[i];
+    targets[i][0] = Words::stored(keys[i], p.key_scale);
+    targets[i][p.value_offset] = Words::stored(values[i], p.value_scale);
   }
 }
 
@@ -89,19 +115,20 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
       greatest = x > greatest || isnan(x) ? x : greatest;
       sum += x;
     }
-    bounds[d] = least;
-    bounds[p.head_dim + d] = greatest;
-    bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin));
+    bounds[d] = least * p.key_scale;
+    bounds[p.head_dim + d] = greatest * p.key_scale;
+    bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin) * p.key_scale);
   }
 }
 
 }  // namespace
 
-// Names as rust/cuda/src/write_pages.rs builds them: bytes moved at once, or the dtype.
-#define WRITE(BYTES, WORD)                                                            \
+// Names as rust/cuda/src/write_pages.rs builds them: bytes moved at once, or the dtypes and the
+// elements moved at once; and the dtype.
+#define WRITE(NAME, ...)                                                              \
   extern "C" __global__ void __launch_bounds__(256)                                   \
-      write_pages_##BYTES(const __grid_constant__ WritePagesParams params) {          \
-    write_pages<WORD>(params);                                                        \
+      write_pages_##NAME(const __grid_constant__ WritePagesParams params) {           \
+    write_pages<__VA_ARGS__>(params);                                                 \
   }
 #define BOUNDS(DTYPE, TYPE)                                                           \
   extern "C" __global__ void __launch_bounds__(256)                                   \
@@ -109,9 +136,16 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
     page_bounds<TYPE>(params);                                                        \
   }
 
-WRITE(16, uint4)
-WRITE(4, uint32_t)
-WRITE(2, uint16_t)
+WRITE(16, Same<uint4>)
+WRITE(4, Same<uint32_t>)
+WRITE(2, Same<uint16_t>)
+WRITE(f32_fp8_4, ToFp8<float, 4>)
+WRITE(f32_fp8_1, ToFp8<float, 1>)
+WRITE(bf16_fp8_8, ToFp8<__nv_bfloat16, 8>)
+WRITE(bf16_fp8_1, ToFp8<__nv_bfloat16, 1>)
+WRITE(f16_fp8_8, ToFp8<__half, 8>)
+WRITE(f16_fp8_1, ToFp8<__half, 1>)
 BOUNDS(f32, float)
 BOUNDS(bf16, __nv_bfloat16)
 BOUNDS(f16, __half)
+BOUNDS(fp8, Fp8)

@@ -1,7 +1,9 @@
 """The ops on paged KV: torch tensors in, torch tensors out, no copies of K or V.
 
 Shapes: R rows, H query heads, G KV heads, D head dim, P tokens a page, B requests, L layers.
-`cache` is always the whole arena [pages, 2, P, D] (f32, bf16 or f16): K of a page, then V.
+`cache` is always the whole arena [pages, 2, P, D] (f32, bf16, f16 or float8_e4m3fn): K of a page,
+then V. Rows have its dtype; over float8_e4m3fn they are f32, bf16 or f16, and a layer's keys and
+values are the stored numbers times `kv_scales` (key, value), finite and above 0.
 Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, end, position,
 delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
 (block, slot), as `KvRequest` makes them.

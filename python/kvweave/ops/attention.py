@@ -33,6 +33,7 @@ def attend_prefill(
     window: int | None = None,
     softcap: float | None = None,
     reach: Reach | None = None,
+    kv_scales: tuple[float, float] | None = None,
     row_offsets: Table | None = None,
     entry_offsets: Table | None = None,
     out: torch.Tensor | None = None,
@@ -47,7 +48,8 @@ def attend_prefill(
     `softcap` c maps a score s to c · tanh(s / c). For B requests, row_offsets and entry_offsets
     i32 [B + 1] split rows and entries; without them there is one request. With a `reach` each KV
     head has a table, page, window and sink of its own, entry_offsets has B · tables + 1 numbers,
-    and `window` stays None.
+    and `window` stays None. Over a float8_e4m3fn cache q is f32, bf16 or f16, and `kv_scales` (key,
+    value) are what the layer's stored keys and values are multiplied by; None is (1, 1).
 
     Returns out [R, H, D] (written to `out` if given) and lse f32 [R, H], natural logarithm. A row
     that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows, except on
@@ -56,9 +58,8 @@ def attend_prefill(
     rows of the same request that do not see its key but stand next to one that does.
     """
     refuse_gradients(q)
-    call = Reading(
-        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
-    )
+    scoring = (scale, rope, window, softcap)
+    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)
     out, lse = _results(q, out)
     if device is None:
@@ -94,6 +95,7 @@ def attend_decode(
     window: int | None = None,
     softcap: float | None = None,
     reach: Reach | None = None,
+    kv_scales: tuple[float, float] | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     backend: Backend = None,
@@ -105,9 +107,8 @@ def attend_decode(
     the zeros that split keys need.
     """
     refuse_gradients(q)
-    call = Reading(
-        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
-    )
+    scoring = (scale, rope, window, softcap)
+    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)
     out, lse = _results(q, out)
     if device is None:

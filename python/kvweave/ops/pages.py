@@ -45,6 +45,7 @@ def write_pages(
     *,
     reach: Reach | None = None,
     bounds: PageBounds | None = None,
+    kv_scales: tuple[float, float] | None = None,
     backend: Backend = None,
 ) -> None:
     """Scatters new keys and values of one layer into pages, and updates bounds of pages.
@@ -58,18 +59,24 @@ def write_pages(
     says that the table does not keep the token, which is then not written (RedKnot, section 4.3:
     a local head keeps its sink and window). Pages of different heads must not overlap. `bounds`
     beside a reach are `Unsupported`.
+
+    Into a float8_e4m3fn cache, k and v are f32, bf16 or f16 and are divided by `kv_scales` (key,
+    value): the quotient is rounded once, to the nearest and the even one of two; what is too large,
+    infinities included, becomes ±448, and NaN stays NaN. Bounds are those of the stored keys times
+    their scale.
     """
     refuse_gradients(k, v)
     device = cuda_device("cache", cache, backend)
     if device is None:
         named = None if bounds is None else (bounds.values, bounds.held)
-        _native.write_pages(cache, layer, k, v, slots, reach, named, backend == "reference")
+        reference = backend == "reference"
+        _native.write_pages(cache, layer, k, v, slots, reach, named, kv_scales, reference)
         return
     held = {} if bounds is None else {"held": bounds.held}
     tables = on_device(device, slots=slots, **held)
     there = None if bounds is None else (bounds.values, tables["held"])
-    at = tables["slots"]
-    _native.write_pages_cuda(cache, layer, k, v, at, reach, there, stream_of(device))
+    given = (cache, layer, k, v, tables["slots"], reach, there, kv_scales)
+    _native.write_pages_cuda(*given, stream_of(device))
 
 
 def copy_rerotate(
@@ -89,6 +96,10 @@ def copy_rerotate(
 
     A block has L · kv_heads pages, layer by layer, or, with `layers` i32 [pages], those of a head
     group: page r has the keys of layer `layers[r]`, which occurs at most `kv_heads` times.
+
+    In a float8_e4m3fn cache a rotated key is rounded to e4m3 once more: a relative error of up to
+    2^-4 an element, and ±448 where the turn takes an element beyond. Scales do not matter here.
+    Reading in place (`share`) rounds nothing.
 
     On CUDA one launch does all layers.
     """

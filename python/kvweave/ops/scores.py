@@ -50,6 +50,7 @@ def score_tokens(
     window: int | None = None,
     softcap: float | None = None,
     reach: Reach | None = None,
+    kv_scales: tuple[float, float] | None = None,
     entry_offsets: Table | None = None,
     edge: EdgeMass | None = None,
     tokens: int | None = None,
@@ -61,11 +62,11 @@ def score_tokens(
     entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads of
     the softmax weight of each key. The score matrix is never stored. `edge` is written in the
     same passes. `tokens` says T where entries lie on a CUDA device: nothing waits to look there.
+    Over a float8_e4m3fn cache `kv_scales` are those of `attend_prefill`.
     """
     refuse_gradients(q)
-    call = Reading(
-        q, positions, entries, cache, layer, kv_heads, scale, rope, window, softcap, reach
-    )
+    scoring = (scale, rope, window, softcap)
+    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)
     length = _end_of(entries) if tokens is None else tokens
     mass = torch.empty(length, dtype=torch.float32, device=device)

@@ -14,6 +14,9 @@ pub enum KvDtype {
     Bf16,
     /// IEEE half.
     F16,
+    /// FP8 E4M3 ([`Fp8E4m3`](crate::ops::Fp8E4m3)), times a scale that its reader knows.
+    #[serde(rename = "fp8_e4m3")]
+    Fp8E4m3,
 }
 
 impl KvDtype {
@@ -23,7 +26,14 @@ impl KvDtype {
         match self {
             KvDtype::F32 => 4,
             KvDtype::Bf16 | KvDtype::F16 => 2,
+            KvDtype::Fp8E4m3 => 1,
         }
+    }
+
+    /// Whether what is stored is meant times a scale.
+    #[must_use]
+    pub fn is_quantised(self) -> bool {
+        self == KvDtype::Fp8E4m3
     }
 }
 
@@ -177,6 +187,9 @@ mod tests {
         assert_eq!(shape.token_bytes(), 30 * 3 * 64 * 2 * 4);
         assert_eq!(shape.pages_for_blocks(10).unwrap(), 11 * 90);
         assert_eq!(shape.blocks_for_tokens(17), 2);
+        let small = KvShape::new(30, 3, 64, 16, KvDtype::Fp8E4m3).unwrap();
+        assert_eq!(4 * small.page_bytes(), shape.page_bytes());
+        assert_eq!(4 * small.token_bytes(), shape.token_bytes());
     }
 
     #[test]

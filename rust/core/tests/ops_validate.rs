@@ -1,13 +1,14 @@
 //! What the ops refuse, and what they say about it.
 
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvView, MergeStates, OpError, OpErrorKind,
-    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
-    validate_bounds,
+    AttendDecode, AttendPrefill, CopyRerotate, Fp8E4m3, HeadRows, KvScales, KvView, MergeStates,
+    OpError, OpErrorKind, PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable,
+    ScoreTokens, Scoring, WritePages, validate_bounds,
 };
 use proptest::prelude::*;
 
 const D: usize = 8;
+const ONE: KvScales = KvScales::ONE;
 
 /// One layer, two KV heads, P 4; pages 0..8, so blocks 0, 2, 4, 6.
 fn geometry() -> PageGeometry {
@@ -64,7 +65,7 @@ impl Attend {
             HeadRows { row_stride: self.row_stride, ..HeadRows::contiguous(&q, 3, self.heads, D) };
         let queries = Queries { vectors, positions: &self.positions };
         let (geometry, layer, entries) = (self.geometry, self.layer, &self.entries[..]);
-        let kv = KvView { cache: &cache, geometry, layer, entries, reach: None };
+        let kv = KvView { cache: &cache, geometry, layer, entries, reach: None, scales: ONE };
         let (scale, window, softcap) = (self.scale, self.window, self.softcap);
         let scoring = Scoring { scale, rope: &rope, window, softcap };
         let (row_offsets, entry_offsets) = (&self.row_offsets[..], &self.entry_offsets[..]);
@@ -139,7 +140,7 @@ fn decode_and_score_check_their_own_shapes() {
     let entries = [[2, 0, 4, 0, 0]];
     let queries = Queries { vectors: HeadRows::contiguous(&q, 1, 4, D), positions: &[0] };
     let (geometry, reach) = (geometry(), None);
-    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach };
+    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach, scales: ONE };
     let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
     let decode = |entry_offsets: &[i32], len: usize| {
         let (out, lse) = (&mut vec![0.0; len][..], &mut [0.0; 4][..]);
@@ -162,7 +163,8 @@ fn write(slots: &[[i32; 2]]) -> Result<(), OpError> {
     let rows = HeadRows::contiguous(&source, slots.len(), 2, D);
     let (cache, geometry) = (&mut cache[..], geometry());
     let (keys, values, bounds) = (rows, rows, None);
-    WritePages { cache, geometry, layer: 0, keys, values, slots, reach: None, bounds }.validate()
+    WritePages { cache, geometry, layer: 0, scales: ONE, keys, values, slots, reach: None, bounds }
+        .validate()
 }
 
 fn refresh(held: &[[i32; 3]], pages: usize) -> Result<(), OpError> {
@@ -326,8 +328,17 @@ fn write_through(heads: [[i32; 2]; 2], slots: [[[i32; 2]; 2]; 2]) -> Result<(), 
     let reach = Some(Reach { tables: 2, heads: &heads });
     let slots = slots.as_flattened();
     let (cache, geometry, bounds) = (&mut cache[..], geometry(), None);
-    let call =
-        WritePages { cache, geometry, layer: 0, keys: rows, values: rows, slots, reach, bounds };
+    let call = WritePages {
+        cache,
+        geometry,
+        layer: 0,
+        scales: ONE,
+        keys: rows,
+        values: rows,
+        slots,
+        reach,
+        bounds,
+    };
     call.validate()
 }
 
@@ -374,6 +385,7 @@ fn a_reach_and_its_slots_belong_together() {
             cache,
             geometry,
             layer: 0,
+            scales: ONE,
             keys: rows,
             values: rows,
             slots,
@@ -419,4 +431,34 @@ fn blocks_of_a_head_group_have_as_many_pages_as_layers_are_told() {
         let error = copy_group(layers, &copies).expect_err("a refusal");
         assert_eq!((error.kind(), error.what()), (kind, what), "{layers:?} {copies:?}");
     }
+}
+
+#[test]
+fn scales_are_for_fp8_caches() {
+    for wrong in [0.0, -1.0, f32::NAN, f32::INFINITY, -0.0] {
+        for scales in [KvScales { key: wrong, value: 1.0 }, KvScales { key: 1.0, value: wrong }] {
+            let error = scales.validate(true).expect_err("a refusal");
+            assert_eq!(error.kind(), OpErrorKind::InvalidArgument, "{wrong}");
+            assert!(error.what().ends_with("scale") && error.got() == wrong.to_string());
+        }
+    }
+    let scales = KvScales { key: 0.5, value: 1.0 };
+    assert!(scales.validate(true).is_ok() && ONE.validate(false).is_ok());
+    assert_eq!(scales.validate(false).expect_err("a refusal").what(), "scales");
+
+    let cache = vec![Fp8E4m3::default(); ELEMENTS];
+    let (geometry, entries) = (geometry(), &[[2, 0, 4, 0, 0]][..]);
+    let q = [0.0f32; 2 * D];
+    let decode = |key: f32, scale: f32| {
+        let queries = Queries { vectors: HeadRows::contiguous(&q, 1, 2, D), positions: &[3] };
+        let scales = KvScales { key, value: 2.0 };
+        let kv = KvView { cache: &cache, geometry, layer: 0, entries, reach: None, scales };
+        let rope = RopeTable::new(vec![1.0; 4], 1, Pairing::Half)?;
+        let scoring = Scoring { scale, rope: &rope, window: None, softcap: None };
+        let (out, lse) = (&mut [0.0; 2 * D][..], &mut [0.0; 2][..]);
+        AttendDecode { queries, kv, scoring, entry_offsets: &[0, 1], out, lse }.validate()
+    };
+    assert!(decode(1e30, 1.0).is_ok());
+    assert_eq!(decode(1e30, 1e30).expect_err("a refusal").what(), "scale · key scale");
+    assert_eq!(decode(0.0, 1.0).expect_err("a refusal").what(), "key scale");
 }

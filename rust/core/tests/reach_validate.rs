@@ -1,8 +1,8 @@
 //! What the ops refuse about heads with tables, pages and windows of their own.
 
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, EdgeMass, HeadReach, HeadRows, KvView, OpError, OpErrorKind,
-    PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, Visible,
+    AttendDecode, AttendPrefill, EdgeMass, HeadReach, HeadRows, KvScales, KvView, OpError,
+    OpErrorKind, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, Visible,
 };
 use proptest::prelude::*;
 
@@ -35,12 +35,19 @@ fn good() -> Call {
 impl Call {
     /// With () for numbers: validation looks at lengths alone.
     fn validate(&self) -> [Result<(), OpError>; 2] {
-        let (cache, q) = (vec![(); ELEMENTS], vec![(); 2 * 4 * D]);
+        let (cache, q) = (vec![0.0f32; ELEMENTS], vec![(); 2 * 4 * D]);
         let rope = RopeTable::new(vec![1.0; 4], 1, Pairing::Half).expect("a valid table");
         let queries = Queries { vectors: HeadRows::contiguous(&q, 2, 4, D), positions: &[7, 3] };
         let geometry = PageGeometry::arena(1, 2, 4, D);
         let reach = Some(Reach { tables: self.tables, heads: &self.heads });
-        let kv = KvView { cache: &cache, geometry, layer: 0, entries: &self.entries, reach };
+        let kv = KvView {
+            cache: &cache,
+            geometry,
+            layer: 0,
+            entries: &self.entries,
+            reach,
+            scales: KvScales::ONE,
+        };
         let scoring = Scoring { scale: 1.0, rope: &rope, window: self.window, softcap: None };
         let (row_offsets, entry_offsets) = (&self.row_offsets[..], &self.entry_offsets[..]);
         let (out, lse) = (&mut vec![(); 2 * 4 * D][..], &mut [0.0; 8][..]);
@@ -116,14 +123,21 @@ fn messages_say_expected_and_got() {
 
 #[test]
 fn scores_check_their_own_shapes() {
-    let (cache, q) = (vec![(); ELEMENTS], vec![(); 4 * D]);
+    let (cache, q) = (vec![0.0f32; ELEMENTS], vec![(); 4 * D]);
     let rope = RopeTable::new(vec![1.0; 4], 1, Pairing::Half).expect("a valid table");
     let call = good();
     let score = |offsets: &[i32], mass: usize, window: u32, edge: usize| {
         let queries = Queries { vectors: HeadRows::contiguous(&q, 1, 4, D), positions: &[7] };
         let geometry = PageGeometry::arena(1, 2, 4, D);
         let reach = Some(Reach { tables: 2, heads: &call.heads });
-        let kv = KvView { cache: &cache, geometry, layer: 0, entries: &call.entries[..3], reach };
+        let kv = KvView {
+            cache: &cache,
+            geometry,
+            layer: 0,
+            entries: &call.entries[..3],
+            reach,
+            scales: KvScales::ONE,
+        };
         let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
         let (mass, share) = (&mut vec![0.0; mass][..], &mut vec![0.0; edge][..]);
         let edge = Some(EdgeMass { window, sink: 0, share });

@@ -7,8 +7,8 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvView, PageGeometry, Pairing, Queries,
-    RopeTable, ScoreTokens, Scoring,
+    AttendDecode, AttendPrefill, CopyRerotate, HeadRows, KvScales, KvView, PageGeometry, Pairing,
+    Queries, RopeTable, ScoreTokens, Scoring,
 };
 
 const P: usize = 16;
@@ -38,7 +38,7 @@ impl Bench {
 
     fn kv(&self) -> KvView<'_, f32> {
         let (cache, geometry, entries) = (&self.cache[..], self.geometry, &self.entries[..]);
-        KvView { cache, geometry, layer: 0, entries, reach: None }
+        KvView { cache, geometry, layer: 0, entries, reach: None, scales: KvScales::ONE }
     }
 
     fn scoring(&self) -> Scoring<'_> {

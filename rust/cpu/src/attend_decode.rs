@@ -27,7 +27,9 @@ struct Partial {
 ///
 /// # Errors
 /// What [`AttendDecode::validate`] refuses.
-pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError> {
+pub fn attend_decode<T: Element, C: Element>(
+    params: AttendDecode<'_, T, C>,
+) -> Result<(), OpError> {
     params.validate()?;
     let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
     let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
@@ -62,14 +64,14 @@ pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpEr
     let states = out.par_chunks_exact_mut(group * dim).zip(lse.par_chunks_exact_mut(group));
     states.zip(spans).with_min_len(least).for_each(|((out, lse), span)| {
         for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
-            *lse = merge(span, head, out);
+            *lse = merge(span, head, kv.scales.value, out);
         }
     });
     Ok(())
 }
 
-fn attend_split<T: Element>(
-    call: &Call<'_, T>,
+fn attend_split<T: Element, C: Element>(
+    call: &Call<'_, T, C>,
     row: u32,
     kv_head: usize,
     split: &[Piece],
@@ -83,7 +85,7 @@ fn attend_split<T: Element>(
 }
 
 /// Sums the splits of one head in their order.
-fn merge<T: Element>(span: &[Partial], head: usize, out: &mut [T]) -> f32 {
+fn merge<T: Element>(span: &[Partial], head: usize, scale: f32, out: &mut [T]) -> f32 {
     let dim = out.len();
     let top = span.iter().map(|part| part.states[head].0).fold(f32::NEG_INFINITY, f32::max);
     let base = if top == f32::NEG_INFINITY { 0.0 } else { top };
@@ -97,5 +99,5 @@ fn merge<T: Element>(span: &[Partial], head: usize, out: &mut [T]) -> f32 {
             *sum += x * weight;
         }
     }
-    finish(top, total, &mut sums, out)
+    finish((top, total), scale, &mut sums, out)
 }

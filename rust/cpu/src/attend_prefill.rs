@@ -24,7 +24,9 @@ const CHUNKS_PER_THREAD: usize = 8;
 ///
 /// # Errors
 /// What [`AttendPrefill::validate`] refuses.
-pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), OpError> {
+pub fn attend_prefill<T: Element, C: Element>(
+    params: AttendPrefill<'_, T, C>,
+) -> Result<(), OpError> {
     params.validate()?;
     let AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse } = params;
     let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
@@ -59,8 +61,8 @@ pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), Op
     Ok(())
 }
 
-fn store<T: Element>(
-    call: &Call<'_, T>,
+fn store<T: Element, C>(
+    call: &Call<'_, T, C>,
     rows: &[u32],
     kv_head: usize,
     chunk: &RowChunk,
@@ -77,7 +79,7 @@ fn store<T: Element>(
         // SAFETY: a row is in one chunk per KV head and a query head belongs to one KV head, so
         // no other task holds this state.
         let (out, lse) = unsafe { (out.piece(state * dim, dim), lse.piece(state, 1)) };
-        lse[0] = finish(top, mass, &mut sums, out);
+        lse[0] = finish((top, mass), call.kv.scales.value, &mut sums, out);
     }
 }
 
@@ -90,7 +92,7 @@ fn sorted_rows(positions: &[i32], rows: std::ops::Range<u32>) -> Vec<u32> {
     order
 }
 
-fn chunk_rows<T>(call: &Call<'_, T>) -> usize {
+fn chunk_rows<T, C>(call: &Call<'_, T, C>) -> usize {
     let rows = call.queries.vectors.rows;
     let wanted = CHUNKS_PER_THREAD * rayon::current_num_threads();
     let heads = call.kv.geometry.kv_heads;

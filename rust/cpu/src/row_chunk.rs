@@ -11,14 +11,14 @@ use crate::turn::Turns;
 
 /// What every chunk of a call shares.
 #[derive(Clone, Copy)]
-pub(crate) struct Call<'a, T> {
+pub(crate) struct Call<'a, T, C> {
     pub(crate) queries: Queries<'a, T>,
-    pub(crate) kv: KvView<'a, T>,
+    pub(crate) kv: KvView<'a, C>,
     pub(crate) scoring: Scoring<'a>,
     pub(crate) turns: &'a Turns,
 }
 
-impl<T> Call<'_, T> {
+impl<T, C> Call<'_, T, C> {
     /// Query heads per KV head.
     pub(crate) fn group(&self) -> usize {
         self.queries.vectors.heads / self.kv.geometry.kv_heads
@@ -51,15 +51,16 @@ struct WatchedEdge {
 
 impl RowChunk {
     /// Packs the given rows for a KV head.
-    pub(crate) fn new<T: Element>(call: &Call<'_, T>, rows: &[u32], kv_head: usize) -> Self {
+    pub(crate) fn new<T: Element, C>(call: &Call<'_, T, C>, rows: &[u32], kv_head: usize) -> Self {
         let dim = call.kv.geometry.head_dim;
         let group = call.group();
         let packed = rows.len() * group;
         let blocks = packed.div_ceil(ROWS);
         let log2_e = std::f32::consts::LOG2_E;
+        let scale = call.scoring.scale * call.kv.scales.key;
         let (factor, cap) = match call.scoring.softcap {
-            Some(cap) => (call.scoring.scale / cap, Some(cap * log2_e)),
-            None => (call.scoring.scale * log2_e, None),
+            Some(cap) => (scale / cap, Some(cap * log2_e)),
+            None => (scale * log2_e, None),
         };
         let mut q = vec![[0.0; ROWS]; blocks * dim];
         let mut visible = vec![Visible::default(); blocks * ROWS];
@@ -100,7 +101,7 @@ impl RowChunk {
     }
 
     /// The rows as the kernels want them, turned by −delta: once per run of pieces of one delta.
-    pub(crate) fn rows<T>(&mut self, call: &Call<'_, T>, delta: i32) -> Rows<'_> {
+    pub(crate) fn rows<T, C>(&mut self, call: &Call<'_, T, C>, delta: i32) -> Rows<'_> {
         if delta != 0 && delta != self.turned_by {
             let turn = call.turns.get(call.scoring.rope, call.kv.layer, delta);
             self.turned.resize(self.q.len(), [0.0; ROWS]);
@@ -115,9 +116,9 @@ impl RowChunk {
     }
 
     /// Attends to the pieces seen: softmax states and, with `values`, the output.
-    pub(crate) fn attend<T: Element>(
+    pub(crate) fn attend<T, C: Element>(
         &mut self,
-        call: &Call<'_, T>,
+        call: &Call<'_, T, C>,
         kv_head: usize,
         pieces: &[Piece],
         tile: &mut Tile,
@@ -159,15 +160,21 @@ impl RowChunk {
     }
 }
 
-/// Divides an undivided output by its mass, rounds it once and returns the natural log-sum-exp.
-pub(crate) fn finish<T: Element>(top: f32, mass: f32, sums: &mut [f32], out: &mut [T]) -> f32 {
+/// Divides an undivided output by its mass, brings it to the values' `scale`, rounds it once and
+/// returns the natural log-sum-exp.
+pub(crate) fn finish<T: Element>(
+    (top, mass): (f32, f32),
+    scale: f32,
+    sums: &mut [f32],
+    out: &mut [T],
+) -> f32 {
     if mass == 0.0 && sums.iter().all(|sum| *sum == 0.0) {
         out.fill(T::default());
         return f32::NEG_INFINITY;
     }
     for sum in &mut *sums {
         // Adding zero turns −0 into 0, whose sign could tell how many unseen keys a tile held.
-        *sum = *sum / mass + 0.0;
+        *sum = *sum / mass * scale + 0.0;
     }
     T::narrow(sums, out);
     (top + mass.log2()) * std::f32::consts::LN_2
@@ -180,14 +187,14 @@ mod tests {
     #[test]
     fn the_sign_of_zero_is_settled() {
         let mut out = [9.0f32; 2];
-        finish(0.0, 2.0, &mut [-0.0, 3.0], &mut out);
+        finish((0.0, 2.0), 1.0, &mut [-0.0, 3.0], &mut out);
         assert_eq!(out.map(f32::to_bits), [0.0f32, 1.5].map(f32::to_bits));
     }
 
     #[test]
     fn no_mass_is_no_output() {
         let mut out = [9.0f32; 2];
-        let lse = finish(f32::NEG_INFINITY, 0.0, &mut [0.0; 2], &mut out);
+        let lse = finish((f32::NEG_INFINITY, 0.0), 1.0, &mut [0.0; 2], &mut out);
         assert_eq!((out, lse), ([0.0; 2], f32::NEG_INFINITY));
     }
 }

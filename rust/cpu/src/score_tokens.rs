@@ -33,7 +33,7 @@ struct Sums {
 ///
 /// # Errors
 /// What [`ScoreTokens::validate`] refuses.
-pub fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpError> {
+pub fn score_tokens<T: Element, C: Element>(params: ScoreTokens<'_, T, C>) -> Result<(), OpError> {
     params.validate()?;
     let ScoreTokens { queries, kv, scoring, entry_offsets, mass, edge } = params;
     let turns = Turns::new(scoring.rope, kv.entries.iter().map(|row| (kv.layer, row[4])));
@@ -108,8 +108,8 @@ fn scatter(
 }
 
 /// First pass: log2 Σ 2^score per packed row, and the share of its edge.
-fn row_sums<T: Element>(
-    call: &Call<'_, T>,
+fn row_sums<T: Element, C: Element>(
+    call: &Call<'_, T, C>,
     rows: &[u32],
     head: usize,
     pieces: &[Piece],
@@ -134,8 +134,8 @@ fn row_sums<T: Element>(
 }
 
 /// Second pass: the mass of the keys of one head's `span`, per piece.
-fn span_mass<T: Element>(
-    call: &Call<'_, T>,
+fn span_mass<T: Element, C: Element>(
+    call: &Call<'_, T, C>,
     head: usize,
     span: &[Piece],
     chunks: &[&[u32]],

@@ -1,5 +1,7 @@
 //! Launch of attention over pages: which kernel does a call, and how its work is cut.
 
+use kvweave_core::KvDtype;
+
 use crate::attend_plan::Plan;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
@@ -9,14 +11,19 @@ use crate::paged::DeviceKv;
 use crate::params::{AttendParams, TiledAttendParams};
 use crate::tensor_map::{TensorMap, Tiled};
 
+/// Bytes of columns that a copy takes side by side.
+const BLOCK_BYTES: usize = 128;
+
 /// Attention of rows over paged keys and values: `kvweave_core::ops::AttendPrefill`, or with
 /// `row_offsets` left out `AttendDecode`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendLaunch<'a> {
     /// Keys and values of all requests.
     pub kv: DeviceKv<'a>,
-    /// [R, H, D], of the cache's dtype.
+    /// [R, H, D].
     pub q: DeviceRows,
+    /// Elements of `q` and `out`: the cache's, or any others over fp8.
+    pub dtype: KvDtype,
     /// i32 [R].
     pub positions: DeviceTensor,
     /// i32 [B + 1]; `None`: row b is request b.
@@ -129,7 +136,7 @@ impl CudaBackend {
         pages: Option<(TensorMap, i64)>,
         requests: usize,
     ) -> Result<(), CudaError> {
-        let bytes = bytes_of(call.kv.dtype);
+        let bytes = bytes_of(call.dtype);
         let states = call.query_heads;
         for first in (0..call.requests).step_by(requests) {
             let count = requests.min(call.requests - first);
@@ -178,14 +185,15 @@ impl CudaBackend {
             if params.splits == 1 {
                 return Ok(());
             }
-            let merge = format!("attend_merge_{}", name_of(call.kv.dtype));
+            let merge = format!("attend_merge_{}", name_of(call.dtype));
             self.start("attend_prefill", &merge, Plan::warps(call)?, call.stream, &params)
         }
     }
 }
 
-/// The cache as the copy engine sees it, [page, 8-token group, 64-column block, 8, 64], and the
-/// elements between its pages: whatever divides all distances between pages' keys and values.
+/// The cache as the copy engine sees it, [page, 8-token group, block of columns, 8, columns] with
+/// up to 128 bytes of columns, and the elements between its pages: whatever divides all distances
+/// between pages' keys and values.
 fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
     let geometry = &call.kv.geometry;
     let unit = [geometry.head_stride, geometry.value_offset]
@@ -194,14 +202,27 @@ fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
         .max(1);
     let bytes = bytes_of(call.kv.dtype) as u64;
     let number = |count: usize| count as u64;
-    let (groups, blocks) = (geometry.page_tokens / 8, geometry.head_dim / 64);
+    let columns = geometry.head_dim.min(BLOCK_BYTES / bytes_of(call.kv.dtype));
+    let (groups, blocks) = (geometry.page_tokens / 8, geometry.head_dim / columns);
+    let narrow_of = |count: usize| narrow("head_dim", count);
     let token_bytes = number(geometry.token_stride) * bytes;
     let map = TensorMap::tiled(&Tiled {
         address: call.kv.cache.address,
         dtype: call.kv.dtype,
-        dims: &[64, 8, number(blocks), number(groups), number(call.kv.cache.len.div_ceil(unit))],
-        strides_bytes: &[token_bytes, 64 * bytes, 8 * token_bytes, number(unit) * bytes],
-        copied: &[64, 8, narrow("head_dim", blocks)?, 2, 1],
+        dims: &[
+            number(columns),
+            8,
+            number(blocks),
+            number(groups),
+            number(call.kv.cache.len.div_ceil(unit)),
+        ],
+        strides_bytes: &[
+            token_bytes,
+            number(columns) * bytes,
+            8 * token_bytes,
+            number(unit) * bytes,
+        ],
+        copied: &[narrow_of(columns)?, 8, narrow_of(blocks)?, 2, 1],
     })?;
     Ok((map, long("page", unit)?))
 }
@@ -218,8 +239,9 @@ fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
         return Err(CudaError::invalid("query heads", expected, heads));
     }
     let cap = call.softcap.unwrap_or(1.0);
-    if !(call.scale.is_finite() && cap.is_finite() && cap > 0.0) {
-        let got = format!("{} and {cap}", call.scale);
+    let scale = call.scale * call.kv.scales.key;
+    if !(scale.is_finite() && cap.is_finite() && cap > 0.0) {
+        let got = format!("{scale} and {cap}");
         return Err(CudaError::invalid(
             "scale and softcap",
             "finite numbers, softcap above 0",
@@ -246,8 +268,9 @@ fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
         counters: call.counters.address,
         q_row_stride: long("q", call.q.row_stride)?,
         q_head_stride: long("q", call.q.head_stride)?,
-        scale: call.scale,
+        scale,
         softcap: call.softcap.unwrap_or(0.0),
+        value_scale: call.kv.scales.value,
         rows: narrow("rows", rows)?,
         requests: narrow("requests", call.requests)?,
         query_heads: narrow("query heads", heads)?,

@@ -6,7 +6,7 @@ use kvweave_core::KvDtype;
 use crate::attend::AttendLaunch;
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
-use crate::operands::{blocks_of, bytes_of, name_of};
+use crate::operands::{blocks_of, bytes_of, names_of};
 
 /// (Request, KV head, 8 query heads) triples of one launch of `attend_decode.cu`: its `kMaxItems`.
 const MAX_ITEMS: usize = 1024;
@@ -64,19 +64,32 @@ const DECODE_ELSEWHERE: [Tile; 5] = [
     tile(128, 128, 91552),
     tile(256, 128, 157088),
 ];
-/// As `KERNELS` in `attend_decode_sm90.cu` has them.
-const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 196608), tile(128, 256, 228352)];
+/// As `FP8_SHAPE` there has them.
+const FP8_DECODE_ON_HOPPER: [Tile; 4] =
+    [tile(64, 512, 190544), tile(96, 512, 198480), tile(128, 512, 173648), tile(256, 256, 162608)];
+const FP8_DECODE_ELSEWHERE: [Tile; 4] =
+    [tile(64, 256, 84912), tile(96, 256, 80688), tile(128, 256, 97072), tile(256, 128, 91552)];
+/// As `KERNELS` and `FP8_KERNELS` in `attend_decode_sm90.cu` have them.
+const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 189440), tile(128, 256, 221184)];
+const HOPPER_FP8_DECODE: [Tile; 1] = [tile(128, 512, 158720)];
 /// As `KERNELS` in `attend_prefill_sm90.cu` has them.
 const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104152), tile(128, 384, 202968)];
 /// (row, query head) pairs of a thread block there.
 const HOPPER_PAIRS: usize = 128;
-/// As `KERNELS` in `attend_prefill.cu` has them.
+/// As `KERNELS` and `FP8_KERNELS` in `attend_prefill.cu` have them.
 const PREFILL: [Tile; 5] = [
     tile(64, 128, 47344),
     tile(80, 128, 57648),
     tile(96, 128, 67952),
     tile(128, 128, 88560),
     tile(256, 128, 170992),
+];
+const FP8_PREFILL: [Tile; 5] = [
+    tile(64, 128, 45296),
+    tile(80, 128, 55600),
+    tile(96, 128, 65904),
+    tile(128, 128, 86512),
+    tile(256, 128, 168944),
 ];
 /// (row, query head) pairs of a thread block there.
 const PREFILL_PAIRS: usize = 64;
@@ -91,7 +104,7 @@ impl Plan {
             hopper_prefill(call, device).or_else(|| prefill(call, device))
         };
         found.unwrap_or_else(|| Self::Plain {
-            kernel: format!("attend_plain_{}", name_of(call.kv.dtype)),
+            kernel: format!("attend_plain_{}", names_of(call.dtype, call.kv.dtype)),
         })
     }
 
@@ -121,23 +134,24 @@ impl Plan {
     }
 }
 
-/// Whether vectors lie as tensor-core kernels copy them: 16 bits an element, 16-byte boundaries,
-/// pages of whole groups of 8 tokens.
+/// Whether vectors lie as tensor-core kernels copy them: rows of 16 bits an element, 16-byte
+/// boundaries, pages of whole groups of 8 tokens.
 fn has_tensor_core_layout(call: &AttendLaunch<'_>) -> bool {
     let geometry = &call.kv.geometry;
-    let vector = ALIGNMENT / bytes_of(call.kv.dtype);
-    let strides = [
+    let aligned = |strides: &[usize], dtype: KvDtype| {
+        strides.iter().all(|stride| (stride * bytes_of(dtype)).is_multiple_of(ALIGNMENT))
+    };
+    let of_cache = [
         geometry.block_stride,
         geometry.layer_stride,
         geometry.head_stride,
         geometry.token_stride,
         geometry.value_offset,
-        call.q.row_stride,
-        call.q.head_stride,
     ];
-    call.kv.dtype != KvDtype::F32
+    call.dtype != KvDtype::F32
         && geometry.page_tokens.is_multiple_of(8)
-        && strides.iter().all(|stride| stride.is_multiple_of(vector))
+        && aligned(&of_cache, call.kv.dtype)
+        && aligned(&[call.q.row_stride, call.q.head_stride], call.dtype)
         && [call.kv.cache.address, call.q.tensor.address, call.out.address]
             .iter()
             .all(|address| address.is_multiple_of(ALIGNMENT as u64))
@@ -155,8 +169,13 @@ fn find<'a>(tiles: &'a [Tile], head_dim: usize, device: &Description) -> Option<
 fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     let geometry = &call.kv.geometry;
     let bulk = is_hopper(device) && geometry.page_tokens.is_multiple_of(BULK_TOKENS);
-    let bulk = if bulk { find(&HOPPER_DECODE, geometry.head_dim, device) } else { None };
-    let copied = if is_hopper(device) { &DECODE_ON_HOPPER } else { &DECODE_ELSEWHERE };
+    let tiles: [&[Tile]; 3] = if call.kv.dtype.is_quantised() {
+        [&HOPPER_FP8_DECODE, &FP8_DECODE_ON_HOPPER, &FP8_DECODE_ELSEWHERE]
+    } else {
+        [&HOPPER_DECODE, &DECODE_ON_HOPPER, &DECODE_ELSEWHERE]
+    };
+    let bulk = if bulk { find(tiles[0], geometry.head_dim, device) } else { None };
+    let copied = tiles[if is_hopper(device) { 1 } else { 2 }];
     let tile = bulk.or_else(|| find(copied, geometry.head_dim, device))?;
     let items = geometry.kv_heads * call.group().div_ceil(QUERIES);
     let requests = MAX_ITEMS / items;
@@ -166,7 +185,7 @@ fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
         shared_bytes: tile.shared_bytes,
     };
     let source = if bulk.is_some() { "attend_decode_sm90" } else { "attend_decode" };
-    let kernel = format!("{source}_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
+    let kernel = format!("{source}_{}_{}", names_of(call.dtype, call.kv.dtype), geometry.head_dim);
     (requests > 0).then_some(Plan::Decode { kernel, grid, hopper: bulk.is_some(), requests })
 }
 
@@ -174,22 +193,26 @@ fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan>
     let geometry = &call.kv.geometry;
     let tile = find(&HOPPER_PREFILL, geometry.head_dim, device)?;
     let pages = [16, 32, 64, 128].contains(&geometry.page_tokens);
-    if !(is_hopper(device) && pages && call.scale > 0.0 && call.softcap.is_none()) {
+    let plain = call.scale > 0.0 && call.softcap.is_none() && !call.kv.dtype.is_quantised();
+    if !(is_hopper(device) && pages && plain) {
         return None;
     }
     let grid = prefill_grid(call, device, tile, HOPPER_PAIRS)?;
-    let kernel = format!("attend_prefill_sm90_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
+    let names = names_of(call.dtype, call.kv.dtype);
+    let kernel = format!("attend_prefill_sm90_{names}_{}", geometry.head_dim);
     Some(Plan::Prefill { kernel, grid, hopper: true })
 }
 
 fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     let geometry = &call.kv.geometry;
-    let tile = find(&PREFILL, geometry.head_dim, device)?;
+    let tiles = if call.kv.dtype.is_quantised() { &FP8_PREFILL } else { &PREFILL };
+    let tile = find(tiles, geometry.head_dim, device)?;
     if geometry.page_tokens > 64 {
         return None;
     }
     let grid = prefill_grid(call, device, tile, PREFILL_PAIRS)?;
-    let kernel = format!("attend_prefill_{}_{}", name_of(call.kv.dtype), geometry.head_dim);
+    let names = names_of(call.dtype, call.kv.dtype);
+    let kernel = format!("attend_prefill_{names}_{}", geometry.head_dim);
     Some(Plan::Prefill { kernel, grid, hopper: false })
 }
 
@@ -234,16 +257,32 @@ mod tests {
 
     #[test]
     fn tiles_are_those_of_the_sources() {
-        let decode = lines_of(include_str!("../../../csrc/attend_decode.cu"), "SHAPE");
-        let on_hopper: Vec<_> = decode.iter().map(|n| [n[0], n[1] * WARP, n[3]]).collect();
-        let elsewhere: Vec<_> = decode.iter().map(|n| [n[0], n[4] * WARP, n[6]]).collect();
-        same(&DECODE_ON_HOPPER, &on_hopper);
-        same(&DECODE_ELSEWHERE, &elsewhere);
-        let bulk = lines_of(include_str!("../../../csrc/attend_decode_sm90.cu"), "KERNELS");
-        same(&HOPPER_DECODE, &bulk.iter().map(|n| [n[0], 256, n[2]]).collect::<Vec<_>>());
+        let decode = include_str!("../../../csrc/attend_decode.cu");
+        let shapes: [(_, &[Tile], &[Tile]); 2] = [
+            ("SHAPE", &DECODE_ON_HOPPER, &DECODE_ELSEWHERE),
+            ("FP8_SHAPE", &FP8_DECODE_ON_HOPPER, &FP8_DECODE_ELSEWHERE),
+        ];
+        for (name, on_hopper, elsewhere) in shapes {
+            let lines = lines_of(decode, name);
+            let of = |warps: usize, bytes: usize| -> Vec<_> {
+                lines.iter().map(|n| [n[0], n[warps] * WARP, n[bytes]]).collect()
+            };
+            same(on_hopper, &of(1, 3));
+            same(elsewhere, &of(4, 6));
+        }
+        let bulk = include_str!("../../../csrc/attend_decode_sm90.cu");
+        let tiles: [(_, &[Tile]); 2] =
+            [("KERNELS", &HOPPER_DECODE), ("FP8_KERNELS", &HOPPER_FP8_DECODE)];
+        for (name, tiles) in tiles {
+            let lines = lines_of(bulk, name);
+            same(tiles, &lines.iter().map(|n| [n[0], n[1] * WARP, n[3]]).collect::<Vec<_>>());
+        }
         let hopper = lines_of(include_str!("../../../csrc/attend_prefill_sm90.cu"), "KERNELS");
         same(&HOPPER_PREFILL, &hopper.iter().map(|n| [n[0], 384, n[1]]).collect::<Vec<_>>());
-        let prefill = lines_of(include_str!("../../../csrc/attend_prefill.cu"), "KERNELS");
-        same(&PREFILL, &prefill.iter().map(|n| [n[0], 128, n[2]]).collect::<Vec<_>>());
+        let prefill = include_str!("../../../csrc/attend_prefill.cu");
+        for (name, tiles) in [("KERNELS", &PREFILL), ("FP8_KERNELS", &FP8_PREFILL)] {
+            let lines = lines_of(prefill, name);
+            same(tiles, &lines.iter().map(|n| [n[0], 128, n[2]]).collect::<Vec<_>>());
+        }
     }
 }

@@ -334,6 +334,7 @@ pub(crate) fn encode_tiled(tensor: &Tiled<'_>) -> Result<[u64; 16], CudaError> {
         KvDtype::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         KvDtype::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         KvDtype::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        KvDtype::Fp8E4m3 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let axes = tensor.dims.len().min(tensor.copied.len()).min(tensor.strides_bytes.len() + 1);
     let every = [1u32; 5];

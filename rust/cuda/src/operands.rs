@@ -56,7 +56,16 @@ pub(crate) fn name_of(dtype: KvDtype) -> &'static str {
         KvDtype::F32 => "f32",
         KvDtype::Bf16 => "bf16",
         KvDtype::F16 => "f16",
+        KvDtype::Fp8E4m3 => "fp8",
     }
+}
+
+/// How kernels of rows over a cache are called: by one dtype where both have it.
+pub(crate) fn names_of(rows: KvDtype, cache: KvDtype) -> String {
+    if rows == cache {
+        return name_of(rows).into();
+    }
+    format!("{}_{}", name_of(rows), name_of(cache))
 }
 
 /// Bytes of an element.
@@ -64,6 +73,7 @@ pub(crate) fn bytes_of(dtype: KvDtype) -> usize {
     match dtype {
         KvDtype::F32 => 4,
         KvDtype::Bf16 | KvDtype::F16 => 2,
+        KvDtype::Fp8E4m3 => 1,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The keys and values of one layer, as the ops that read pages are given them.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{PageGeometry, Pairing};
+use kvweave_core::ops::{KvScales, PageGeometry, Pairing};
 
 use crate::error::CudaError;
 use crate::ffi::DeviceBuffer;
@@ -20,6 +20,8 @@ pub struct DeviceKv<'a> {
     pub cache: DeviceTensor,
     /// Its elements.
     pub dtype: KvDtype,
+    /// What they are multiplied by.
+    pub scales: KvScales,
     /// Its strides; layers lie a whole number of pages apart.
     pub geometry: PageGeometry,
     /// The layer read.

@@ -87,6 +87,8 @@ pub(crate) struct AttendParams {
     pub(crate) scale: f32,
     /// 0 for none.
     pub(crate) softcap: f32,
+    /// Of an fp8 cache, 1 otherwise; that of its keys is part of `scale`.
+    pub(crate) value_scale: f32,
     pub(crate) rows: u32,
     pub(crate) requests: u32,
     pub(crate) query_heads: u32,
@@ -145,7 +147,7 @@ pub(crate) struct ScoreParams {
 }
 
 /// Mirror of `WritePagesParams`. Sizes and strides count words of the kernel's width.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub(crate) struct WritePagesParams {
     /// Paged KV, written in place.
@@ -173,10 +175,13 @@ pub(crate) struct WritePagesParams {
     pub(crate) page_tokens: u32,
     /// Words of a vector.
     pub(crate) columns: u32,
+    /// Of an fp8 cache.
+    pub(crate) key_scale: f32,
+    pub(crate) value_scale: f32,
 }
 
 /// Mirror of `PageBoundsParams`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub(crate) struct PageBoundsParams {
     pub(crate) cache: u64,
@@ -195,6 +200,8 @@ pub(crate) struct PageBoundsParams {
     pub(crate) head_dim: u32,
     /// Of this layer, counted from the block's first.
     pub(crate) first_page: u32,
+    /// What stored keys are multiplied by.
+    pub(crate) key_scale: f32,
 }
 
 /// Mirror of `MergeStatesParams`.
@@ -216,9 +223,9 @@ pub(crate) struct MergeStatesParams {
 const _: () = assert!(size_of::<CopyRerotateParams>() == 120);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 80);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
-const _: () = assert!(size_of::<AttendParams>() == 208);
+const _: () = assert!(size_of::<AttendParams>() == 216);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);
 const _: () = assert!(size_of::<ScoreParams>() == 256);
-const _: () = assert!(size_of::<WritePagesParams>() == 136);
-const _: () = assert!(size_of::<PageBoundsParams>() == 80);
+const _: () = assert!(size_of::<WritePagesParams>() == 144);
+const _: () = assert!(size_of::<PageBoundsParams>() == 88);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);

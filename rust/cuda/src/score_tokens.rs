@@ -6,7 +6,7 @@ use kvweave_core::ops::Pairing;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, name_of, narrow};
+use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, names_of, narrow};
 use crate::paged::DeviceKv;
 use crate::params::ScoreParams;
 
@@ -38,9 +38,11 @@ pub struct ScoreTokensLaunch<'a> {
     /// Keys of the request; values are not read. With a reach `entry_offsets` is [tables + 1],
     /// otherwise [2].
     pub kv: DeviceKv<'a>,
-    /// The probing rows, [R, H, D], of the cache's dtype. Tensor cores take rows and heads that
+    /// The probing rows, [R, H, D]. Tensor cores take rows of the cache's dtype and heads that
     /// start on 16-byte boundaries; others are scored by the plain kernels.
     pub q: DeviceRows,
+    /// Elements of `q`: the cache's, or any others over fp8.
+    pub dtype: KvDtype,
     /// i32 [R].
     pub positions: DeviceTensor,
     /// f32 [keys], by position: all of it is written. Keys at positions from `keys` on are not
@@ -145,6 +147,7 @@ fn is_tiled(call: &ScoreTokensLaunch<'_>) -> bool {
         call.q.head_stride,
     ];
     kv.dtype != KvDtype::F32
+        && kv.dtype == call.dtype
         && TILED_DIMS.contains(&geometry.head_dim)
         && call.scale > 0.0
         && (kv.pairs.is_multiple_of(2) || kv.pairing == Pairing::Interleaved)
@@ -259,7 +262,7 @@ impl Plan {
         call: &ScoreTokensLaunch<'_>,
         kv_heads: u32,
     ) -> Result<[Launch; 2], CudaError> {
-        let (dim, dtype) = (call.kv.geometry.head_dim, name_of(call.kv.dtype));
+        let (dim, dtype) = (call.kv.geometry.head_dim, names_of(call.dtype, call.kv.dtype));
         let splits = narrow("splits", self.splits)?;
         let row_blocks = |items: usize| self.vectors.div_ceil(items);
         let key_blocks = |items: usize| (self.padded_keys / items, 1);
@@ -330,8 +333,9 @@ impl Workspace {
 fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, CudaError> {
     let (rows, heads) = (call.rows, call.query_heads);
     let cap = call.softcap.unwrap_or(1.0);
-    if !(call.scale.is_finite() && cap.is_finite() && cap > 0.0) {
-        let (expected, got) = ("finite numbers, softcap above 0", (call.scale, cap));
+    let scale = call.scale * call.kv.scales.key;
+    if !(scale.is_finite() && cap.is_finite() && cap > 0.0) {
+        let (expected, got) = ("finite numbers, softcap above 0", (scale, cap));
         return Err(CudaError::invalid("scale and softcap", expected, format!("{got:?}")));
     }
     call.q.expect("q", (rows, heads, call.kv.geometry.head_dim))?;
@@ -366,7 +370,7 @@ fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, C
         head_mass: at(workspace.head_mass),
         q_row_stride: long("q", call.q.row_stride)?,
         q_head_stride: long("q", call.q.head_stride)?,
-        scale: call.scale,
+        scale,
         softcap: call.softcap.unwrap_or(0.0),
         rows: narrow("rows", rows)?,
         query_heads: narrow("query heads", heads)?,

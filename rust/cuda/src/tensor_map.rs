@@ -18,7 +18,7 @@ const _: () = assert!(size_of::<TensorMap>() == 128);
 pub struct Tiled<'a> {
     /// First element, on a 16-byte boundary.
     pub address: u64,
-    /// Elements: bf16 or f16.
+    /// Elements: bf16, f16 or fp8.
     pub dtype: KvDtype,
     /// Elements of each axis.
     pub dims: &'a [u64],
@@ -47,7 +47,7 @@ impl TensorMap {
             return Err(CudaError::invalid(what, expected, format!("{got:?}")));
         }
         if tensor.dtype == KvDtype::F32 {
-            return Err(CudaError::invalid("dtype of a tensor map", "bf16 or f16", "f32"));
+            return Err(CudaError::invalid("dtype of a tensor map", "bf16, f16 or fp8", "f32"));
         }
         ffi::encode_tiled(tensor).map(Self)
     }

@@ -1,13 +1,14 @@
 //! Launches of `write_pages.cu`: the scatter, and the bounds of pages after it.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::PageGeometry;
+use kvweave_core::ops::{KvScales, PageGeometry};
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
 use crate::operands::{
-    DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, last_page, long, name_of, narrow,
+    DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, last_page, long, name_of,
+    names_of, narrow,
 };
 use crate::paged::DeviceReach;
 use crate::params::{PageBoundsParams, WritePagesParams};
@@ -29,10 +30,14 @@ pub struct WritePagesLaunch<'a> {
     pub geometry: PageGeometry,
     /// The layer written.
     pub layer: usize,
-    /// [R, G, D], of the cache's dtype.
+    /// What they are multiplied by.
+    pub scales: KvScales,
+    /// [R, G, D].
     pub keys: DeviceRows,
-    /// [R, G, D], of the cache's dtype.
+    /// [R, G, D].
     pub values: DeviceRows,
+    /// Elements of rows: the cache's, or any others over fp8.
+    pub row_dtype: KvDtype,
     /// i32 [R, 2] or, with a reach, [tables, R, 2], contiguous.
     pub slots: DeviceTensor,
     /// R.
@@ -72,8 +77,8 @@ impl CudaBackend {
             return Err(CudaError::invalid("layer", expected, call.layer));
         }
         if call.rows > 0 {
-            let word = word_of(call);
-            let params = params_of(call, word / bytes_of(call.dtype))?;
+            let (kernel, vector) = kernel_of(call);
+            let params = params_of(call, vector)?;
             let words = call.rows * call.geometry.kv_heads * params.columns as usize;
             narrow("rows", words)?;
             let grid = Grid {
@@ -81,7 +86,7 @@ impl CudaBackend {
                 threads: THREADS as u32,
                 shared_bytes: 0,
             };
-            let kernel = self.kernel("write_pages", &format!("write_pages_{word}"))?;
+            let kernel = self.kernel("write_pages", &kernel)?;
             // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
             unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params)? };
         }
@@ -99,8 +104,9 @@ impl CudaBackend {
     }
 }
 
-/// Bytes moved at once: 16 where every vector starts on such a boundary, else an element.
-fn word_of(call: &WritePagesLaunch<'_>) -> usize {
+/// The scatter's kernel, and the elements that it moves at once: 16 bytes of a row where every
+/// vector starts on a boundary of as many elements, else one.
+fn kernel_of(call: &WritePagesLaunch<'_>) -> (String, usize) {
     let geometry = &call.geometry;
     let strides = [
         geometry.block_stride,
@@ -114,11 +120,19 @@ fn word_of(call: &WritePagesLaunch<'_>) -> usize {
         call.values.row_stride,
         call.values.head_stride,
     ];
-    let bytes = bytes_of(call.dtype);
-    let addresses = [call.cache.address, call.keys.tensor.address, call.values.tensor.address];
-    let wide = addresses.iter().all(|address| address.is_multiple_of(16))
-        && strides.iter().all(|stride| (stride * bytes).is_multiple_of(16));
-    if wide { 16 } else { bytes }
+    let bytes = bytes_of(call.row_dtype);
+    let vector = 16 / bytes;
+    let of_cache = (vector * bytes_of(call.dtype)) as u64;
+    let wide = strides.iter().all(|stride| stride.is_multiple_of(vector))
+        && call.cache.address.is_multiple_of(of_cache)
+        && [call.keys, call.values].iter().all(|rows| rows.tensor.address.is_multiple_of(16));
+    let vector = if wide { vector } else { 1 };
+    let words = if call.dtype == call.row_dtype {
+        (vector * bytes).to_string()
+    } else {
+        format!("{}_{vector}", names_of(call.row_dtype, call.dtype))
+    };
+    (format!("write_pages_{words}"), vector)
 }
 
 /// Elements from a block's start to the last page of the layer.
@@ -156,6 +170,8 @@ fn params_of(call: &WritePagesLaunch<'_>, vector: usize) -> Result<WritePagesPar
         kv_heads: narrow("kv_heads", geometry.kv_heads)?,
         page_tokens: narrow("page_tokens", geometry.page_tokens)?,
         columns: narrow("head_dim", geometry.head_dim / vector)?,
+        key_scale: call.scales.key,
+        value_scale: call.scales.value,
     })
 }
 
@@ -182,6 +198,7 @@ fn bounds_params_of(
         page_tokens: narrow("page_tokens", geometry.page_tokens)?,
         head_dim: narrow("head_dim", geometry.head_dim)?,
         first_page: narrow("layer", first_page)?,
+        key_scale: call.scales.key,
     })
 }
 
@@ -195,10 +212,12 @@ mod tests {
         WritePagesLaunch {
             cache: DeviceTensor { address: 256, len: 40 * 2 * 16 * 64 },
             dtype,
+            scales: KvScales::ONE,
             geometry: PageGeometry::arena(2, 2, 16, 64),
             layer: 1,
             keys: rows,
             values: rows,
+            row_dtype: dtype,
             slots: tensor,
             rows: 4,
             reach: None,
@@ -209,10 +228,17 @@ mod tests {
 
     #[test]
     fn words_are_wide_where_all_vectors_are_aligned() {
-        assert_eq!(word_of(&call(KvDtype::Bf16, 512, 128)), 16);
-        assert_eq!(word_of(&call(KvDtype::Bf16, 514, 128)), 2);
-        assert_eq!(word_of(&call(KvDtype::F32, 512, 130)), 4);
-        assert_eq!(word_of(&call(KvDtype::F32, 512, 132)), 16);
+        let kernel = |dtype, address, row_stride| kernel_of(&call(dtype, address, row_stride));
+        assert_eq!(kernel(KvDtype::Bf16, 512, 128), ("write_pages_16".into(), 8));
+        assert_eq!(kernel(KvDtype::Bf16, 514, 128), ("write_pages_2".into(), 1));
+        assert_eq!(kernel(KvDtype::F32, 512, 130), ("write_pages_4".into(), 1));
+        assert_eq!(kernel(KvDtype::F32, 512, 132), ("write_pages_16".into(), 4));
+        let fp8 = |address| {
+            let call = call(KvDtype::Bf16, address, 128);
+            kernel_of(&WritePagesLaunch { dtype: KvDtype::Fp8E4m3, ..call })
+        };
+        assert_eq!(fp8(512), ("write_pages_bf16_fp8_8".into(), 8));
+        assert_eq!(fp8(514), ("write_pages_bf16_fp8_1".into(), 1));
     }
 
     #[test]

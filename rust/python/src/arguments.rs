@@ -4,7 +4,7 @@
 //! Python holds an op's arguments for the whole call, so their memory lives. That nobody writes to
 //! them from another thread meanwhile is asked of the caller, as torch asks it for its own ops.
 
-use kvweave_core::ops::{HeadRows, PageGeometry, Reach};
+use kvweave_core::ops::{HeadRows, KvScales, PageGeometry, Reach};
 use pyo3::prelude::*;
 
 use crate::dlpack::{Borrowed, borrow};
@@ -115,9 +115,9 @@ pub fn output<'a, T: Stored>(
     unsafe { tensor.slice_mut(what) }
 }
 
-/// Refuses tensors whose dtype differs from the cache's.
-pub fn same_dtype(cache: &TensorRef, others: &[(&str, &TensorRef)]) -> Result<(), Failure> {
-    others.iter().try_for_each(|(what, tensor)| tensor.expect_dtype(what, cache.dtype))
+/// The scales of keys and values as they came from Python: none are 1.
+pub fn scales_of(kv_scales: Option<(f32, f32)>) -> KvScales {
+    kv_scales.map_or(KvScales::ONE, |(key, value)| KvScales { key, value })
 }
 
 /// A count or index that came as a Python int.

@@ -2,17 +2,18 @@
 
 use half::{bf16, f16};
 use kvweave_core::ops::{
-    self, AttendDecode, AttendPrefill, EdgeMass, KvView, Queries, ScoreTokens, Scoring,
+    self, AttendDecode, AttendPrefill, EdgeMass, Fp8E4m3, KvScales, KvView, Queries, ScoreTokens,
+    Scoring,
 };
 use kvweave_cpu as cpu;
 use kvweave_reference as reference;
 use pyo3::prelude::*;
 
-use crate::arguments::{Table, count, head_rows, output, pages_of, raised, same_dtype};
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
-use crate::ops::{run, with_element};
+use crate::ops::{run, with_element, with_rows};
 use crate::reach::Reach;
 use crate::rope::RopeTable;
 use crate::tensor::{KvElement, TensorRef};
@@ -31,6 +32,7 @@ pub struct AttentionArguments<'py> {
     pub window: Option<i64>,
     pub softcap: Option<f32>,
     pub reach: Option<Py<Reach>>,
+    pub kv_scales: Option<(f32, f32)>,
 }
 
 /// The same, borrowed.
@@ -43,6 +45,7 @@ struct Attention<'py> {
     kv_heads: usize,
     scoring: Scoring<'py>,
     reach: Option<ops::Reach<'py>>,
+    scales: KvScales,
 }
 
 impl<'py> AttentionArguments<'py> {
@@ -62,6 +65,7 @@ impl<'py> AttentionArguments<'py> {
             kv_heads: raised(py, count("kv_heads", self.kv_heads))?,
             scoring: raised(py, self.scoring())?,
             reach: self.reach.as_ref().map(|reach| reach.get().core()),
+            scales: scales_of(self.kv_scales),
         })
     }
 }
@@ -72,14 +76,14 @@ impl Attention<'_> {
         Ok(Queries { vectors: head_rows("q", &self.q.tensor)?, positions })
     }
 
-    fn kv<T: KvElement>(&self) -> Result<KvView<'_, T>, Failure> {
+    fn kv<C: KvElement>(&self) -> Result<KvView<'_, C>, Failure> {
         let cache = &self.cache.tensor;
-        same_dtype(cache, &[("q", &self.q.tensor)])?;
         let geometry = pages_of(cache, self.scoring.rope.layers(), self.kv_heads)?;
         let entries = self.entries.rows("entries")?;
         // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
         let cache = unsafe { cache.slice("cache") }?;
-        Ok(KvView { cache, geometry, layer: self.layer, entries, reach: self.reach })
+        let (layer, reach, scales) = (self.layer, self.reach, self.scales);
+        Ok(KvView { cache, geometry, layer, entries, reach, scales })
     }
 
     fn read(&self) -> [(&'static str, &TensorRef); 4] {
@@ -122,9 +126,9 @@ pub fn attend_prefill(
     let row_offsets = Offsets::of("row_offsets", row_offsets, &call.positions)?;
     let entry_offsets = Offsets::of("entry_offsets", entry_offsets, &call.entries)?;
     let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
-    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+    with_rows!(py, call.cache.tensor.dtype, ("q", call.q.tensor.dtype), (T, C) => {
         let params = || {
-            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let (queries, kv) = (call.queries::<T>()?, call.kv::<C>()?);
             let (out, lse) = call.results(&out.tensor, &lse.tensor)?;
             let row_offsets = row_offsets.list("row_offsets")?;
             let entry_offsets = entry_offsets.list("entry_offsets")?;
@@ -149,9 +153,9 @@ pub fn attend_decode(
     let call = arguments.borrow(py)?;
     let entry_offsets = Table::of("entry_offsets", entry_offsets)?;
     let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
-    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+    with_rows!(py, call.cache.tensor.dtype, ("q", call.q.tensor.dtype), (T, C) => {
         let params = || {
-            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let (queries, kv) = (call.queries::<T>()?, call.kv::<C>()?);
             let (out, lse) = call.results(&out.tensor, &lse.tensor)?;
             let entry_offsets = entry_offsets.list("entry_offsets")?;
             Ok(AttendDecode { queries, kv, scoring: call.scoring, entry_offsets, out, lse })
@@ -176,9 +180,9 @@ pub fn score_tokens(
     let entry_offsets = Offsets::of("entry_offsets", entry_offsets, &call.entries)?;
     let mass = borrow("mass", mass)?;
     let edge = edge.map(|edge| Edge::of(py, &edge)).transpose()?;
-    with_element!(py, "cache", call.cache.tensor.dtype, T => {
+    with_rows!(py, call.cache.tensor.dtype, ("q", call.q.tensor.dtype), (T, C) => {
         let params = || {
-            let (queries, kv) = (call.queries::<T>()?, call.kv()?);
+            let (queries, kv) = (call.queries::<T>()?, call.kv::<C>()?);
             let mut read = call.read().to_vec();
             let values = output("mass", &mass.tensor, &[("T", None)], &read)?;
             read.push(("mass", &mass.tensor));

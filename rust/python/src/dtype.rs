@@ -12,16 +12,18 @@ pub enum DType {
     F32,
     Bf16,
     F16,
+    Fp8E4m3,
     I32,
     I64,
     U32,
     F64,
 }
 
-const NAMES: [(DType, &str); 7] = [
+const NAMES: [(DType, &str); 8] = [
     (DType::F32, "float32"),
     (DType::Bf16, "bfloat16"),
     (DType::F16, "float16"),
+    (DType::Fp8E4m3, "float8_e4m3fn"),
     (DType::I32, "int32"),
     (DType::I64, "int64"),
     (DType::U32, "uint32"),
@@ -35,6 +37,7 @@ impl DType {
 
     pub fn bytes(self) -> usize {
         match self {
+            Self::Fp8E4m3 => 1,
             Self::Bf16 | Self::F16 => 2,
             Self::F32 | Self::I32 | Self::U32 => 4,
             Self::I64 | Self::F64 => 8,
@@ -49,6 +52,7 @@ impl DType {
             (DLDataTypeCode::kDLFloat, 32, 1) => Ok(Self::F32),
             (DLDataTypeCode::kDLFloat, 16, 1) => Ok(Self::F16),
             (DLDataTypeCode::kDLBfloat, 16, 1) => Ok(Self::Bf16),
+            (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => Ok(Self::Fp8E4m3),
             (DLDataTypeCode::kDLInt, 32, 1) => Ok(Self::I32),
             (DLDataTypeCode::kDLInt, 64, 1) => Ok(Self::I64),
             (DLDataTypeCode::kDLUInt, 32, 1) => Ok(Self::U32),
@@ -60,6 +64,7 @@ impl DType {
         let code = match self {
             Self::F32 | Self::F16 | Self::F64 => DLDataTypeCode::kDLFloat,
             Self::Bf16 => DLDataTypeCode::kDLBfloat,
+            Self::Fp8E4m3 => DLDataTypeCode::kDLFloat8_e4m3fn,
             Self::I32 | Self::I64 => DLDataTypeCode::kDLInt,
             Self::U32 => DLDataTypeCode::kDLUInt,
         };
@@ -93,25 +98,33 @@ fn kind(code: u32) -> String {
     name.into()
 }
 
+/// What rows of keys, values and queries may be.
+pub const ROWS: &str = "float32, bfloat16 or float16";
+/// What a cache may hold.
+pub const PAGES: &str = "float32, bfloat16, float16 or float8_e4m3fn";
+
 impl From<KvDtype> for DType {
     fn from(dtype: KvDtype) -> Self {
         match dtype {
             KvDtype::F32 => Self::F32,
             KvDtype::Bf16 => Self::Bf16,
             KvDtype::F16 => Self::F16,
+            KvDtype::Fp8E4m3 => Self::Fp8E4m3,
         }
     }
 }
 
-/// Reads "f32", "bf16", "f16", or torch's and numpy's spelling of the same.
+/// Reads "f32", "bf16", "f16", "fp8_e4m3", or torch's and numpy's spelling of the same.
 pub fn kv_dtype(name: &Bound<'_, PyAny>) -> PyResult<KvDtype> {
     let text = name.str()?.to_string();
     match text.strip_prefix("torch.").unwrap_or(&text) {
         "f32" | "float32" => Ok(KvDtype::F32),
         "bf16" | "bfloat16" => Ok(KvDtype::Bf16),
         "f16" | "float16" => Ok(KvDtype::F16),
+        "fp8_e4m3" | "float8_e4m3fn" => Ok(KvDtype::Fp8E4m3),
         _ => {
-            Err(Failure::invalid("dtype", "f32, bf16 or f16", format!("{text:?}")).raise(name.py()))
+            let (expected, got) = ("f32, bf16, f16 or fp8_e4m3", format!("{text:?}"));
+            Err(Failure::invalid("dtype", expected, got).raise(name.py()))
         }
     }
 }
@@ -121,5 +134,6 @@ pub fn kv_dtype_name(dtype: KvDtype) -> &'static str {
         KvDtype::F32 => "f32",
         KvDtype::Bf16 => "bf16",
         KvDtype::F16 => "f16",
+        KvDtype::Fp8E4m3 => "fp8_e4m3",
     }
 }

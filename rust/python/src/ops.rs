@@ -4,21 +4,21 @@
 //! view memory as slices, run with the lock released. Shapes are named as in `kvweave.ops`.
 
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, MergeStates, PageBounds, WritePages};
+use kvweave_core::ops::{CopyRerotate, Fp8E4m3, MergeStates, PageBounds, WritePages};
 use kvweave_cpu as cpu;
 use kvweave_reference as reference;
 use pyo3::prelude::*;
 
-use crate::arguments::{Table, count, head_rows, output, pages_of, raised, same_dtype};
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
 use crate::dlpack::borrow;
-use crate::dtype::DType;
+use crate::dtype::{DType, ROWS};
 use crate::failure::{Failure, entry};
 use crate::reach::Reach;
 use crate::rope::RopeTable;
 
-/// Runs `$body` with `$T` as the Rust type of a KV dtype.
+/// Runs `$body` with `$T` as the Rust type of a dtype that rows have.
 macro_rules! with_element {
-    ($py:expr, $what:expr, $dtype:expr, $T:ident => $body:expr) => {
+    ($py:expr, ($what:expr, $expected:expr), $dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
             DType::F32 => {
                 type $T = f32;
@@ -32,10 +32,37 @@ macro_rules! with_element {
                 type $T = f16;
                 $body
             }
-            other => {
-                let expected = "float32, bfloat16 or float16";
-                Err(Failure::invalid($what, expected, other.name()).raise($py))
+            other => Err(Failure::invalid($what, $expected, other.name()).raise($py)),
+        }
+    };
+}
+
+/// Runs `$body` with `$C` as the Rust type of a cache's dtype.
+macro_rules! with_pages {
+    ($py:expr, $dtype:expr, $C:ident => $body:expr) => {
+        match $dtype {
+            DType::Fp8E4m3 => {
+                type $C = Fp8E4m3;
+                $body
             }
+            other => with_element!($py, ("cache", $crate::dtype::PAGES), other, $C => $body),
+        }
+    };
+}
+
+/// Runs `$body` with `$T` and `$C` as the Rust types of rows and of the cache they belong to: the
+/// same, or any over fp8.
+macro_rules! with_rows {
+    ($py:expr, $cache:expr, ($what:expr, $rows:expr), ($T:ident, $C:ident) => $body:expr) => {
+        match $cache {
+            DType::Fp8E4m3 => with_element!($py, ($what, $crate::dtype::ROWS), $rows, $T => {
+                type $C = Fp8E4m3;
+                $body
+            }),
+            other => with_element!($py, ("cache", $crate::dtype::PAGES), other, $T => {
+                type $C = $T;
+                $body
+            }),
         }
     };
 }
@@ -48,14 +75,14 @@ macro_rules! run {
     }};
 }
 
-pub(crate) use {run, with_element};
+pub(crate) use {run, with_element, with_rows};
 
 /// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
 pub type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "each is named in Python")]
-#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, reference))]
+#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, kv_scales, reference))]
 pub fn write_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -65,6 +92,7 @@ pub fn write_pages(
     slots: &Bound<'_, PyAny>,
     reach: Option<&Bound<'_, Reach>>,
     bounds: Option<BoundsArguments<'_>>,
+    kv_scales: Option<(f32, f32)>,
     reference: bool,
 ) -> PyResult<()> {
     let owner = borrow("cache", cache)?;
@@ -77,11 +105,10 @@ pub fn write_pages(
             Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?))
         })
         .transpose()?;
-    with_element!(py, "cache", cache.dtype, T => {
+    with_rows!(py, cache.dtype, ("k", k.tensor.dtype), (T, C) => {
         let params = || {
             let (k, v) = (&k.tensor, &v.tensor);
             let layer = count("layer", layer)?;
-            same_dtype(&cache, &[("k", k), ("v", v)])?;
             let keys = head_rows::<T>("k", k)?;
             let values = head_rows::<T>("v", v)?;
             let geometry = pages_of(&cache, layer.saturating_add(1), keys.heads)?;
@@ -101,8 +128,9 @@ pub fn write_pages(
             };
             let slots = slots.slots("slots", reach)?;
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
-            let cache = unsafe { cache.slice_mut::<T>("cache") }?;
-            Ok(WritePages { cache, geometry, layer, keys, values, slots, reach, bounds })
+            let cache = unsafe { cache.slice_mut::<C>("cache") }?;
+            let scales = scales_of(kv_scales);
+            Ok(WritePages { cache, geometry, layer, scales, keys, values, slots, reach, bounds })
         };
         run!(py, reference, write_pages, raised(py, params())?)
     })
@@ -124,7 +152,7 @@ pub fn copy_rerotate(
     let copies = Table::of("copies", copies)?;
     let layers = layers.map(|layers| Table::of("layers", layers)).transpose()?;
     let rope = &rope.get().table;
-    with_element!(py, "cache", cache.dtype, T => {
+    with_pages!(py, cache.dtype, C => {
         let params = || {
             let geometry = pages_of(&cache, rope.layers(), count("kv_heads", kv_heads)?)?;
             cache.expect_apart("cache", &copies.0.tensor, "copies")?;
@@ -134,7 +162,7 @@ pub fn copy_rerotate(
             }
             let layers = layers.as_ref().map(|layers| layers.list("layers")).transpose()?;
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
-            let cache = unsafe { cache.slice_mut::<T>("cache") }?;
+            let cache = unsafe { cache.slice_mut::<C>("cache") }?;
             Ok(CopyRerotate { cache, geometry, copies, rope, layers })
         };
         run!(py, reference, copy_rerotate, raised(py, params())?)
@@ -154,7 +182,7 @@ pub fn merge_states(
     let (outs, lses) = (borrow("outs", outs)?, borrow("lses", lses)?);
     let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
     let (outs, lses, out, lse) = (outs.tensor, lses.tensor, out.tensor, lse.tensor);
-    with_element!(py, "outs", outs.dtype, T => {
+    with_element!(py, ("outs", ROWS), outs.dtype, T => {
         let params = || {
             outs.expect_shape("outs", &[("S", None), ("R", None), ("H", None), ("D", None)])?;
             let size = |axis: usize| outs.shape()[axis];

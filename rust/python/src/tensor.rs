@@ -3,7 +3,7 @@
 use std::slice;
 
 use half::{bf16, f16};
-use kvweave_core::ops::Element;
+use kvweave_core::ops::{Element, Fp8E4m3};
 
 use crate::dtype::DType;
 use crate::failure::Failure;
@@ -236,7 +236,7 @@ macro_rules! stored {
     };
 }
 
-stored!(f32 => F32, bf16 => Bf16, f16 => F16, i32 => I32, i64 => I64, u32 => U32);
+stored!(f32 => F32, bf16 => Bf16, f16 => F16, Fp8E4m3 => Fp8E4m3, i32 => I32, i64 => I64, u32 => U32);
 
 /// An element type that a KV cache may hold.
 pub trait KvElement: Element + Stored {}
@@ -244,3 +244,4 @@ pub trait KvElement: Element + Stored {}
 impl KvElement for f32 {}
 impl KvElement for bf16 {}
 impl KvElement for f16 {}
+impl KvElement for Fp8E4m3 {}

@@ -8,7 +8,9 @@ use crate::attend_prefill;
 ///
 /// # Errors
 /// What [`AttendDecode::validate`] refuses.
-pub fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError> {
+pub fn attend_decode<T: Element, C: Element>(
+    params: AttendDecode<'_, T, C>,
+) -> Result<(), OpError> {
     params.validate()?;
     let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
     let row_offsets: Vec<i32> = (0..).take(queries.vectors.rows + 1).collect();

@@ -8,7 +8,9 @@ use crate::attention::{attend_row, visible_keys};
 ///
 /// # Errors
 /// What [`AttendPrefill::validate`] refuses.
-pub fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), OpError> {
+pub fn attend_prefill<T: Element, C: Element>(
+    params: AttendPrefill<'_, T, C>,
+) -> Result<(), OpError> {
     params.validate()?;
     let AttendPrefill { queries, kv, scoring, row_offsets, entry_offsets, out, lse } = params;
     let heads = queries.vectors.heads;

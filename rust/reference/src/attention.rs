@@ -14,10 +14,10 @@ pub(crate) struct SeenKey {
 }
 
 /// The keys of `entries` at positions that are `seen`, in order, with their scores.
-pub(crate) fn visible_keys<T: Element>(
+pub(crate) fn visible_keys<T: Element, C: Element>(
     q: &[T],
     seen: &Visible,
-    kv: &KvView<'_, T>,
+    kv: &KvView<'_, C>,
     entries: &[[i32; 5]],
     kv_head: usize,
     scoring: &Scoring<'_>,
@@ -38,6 +38,7 @@ pub(crate) fn visible_keys<T: Element>(
             let start = kv.key_offset(entry.block, kv_head, slot);
             let key = &kv.cache[start..start + dim];
             let dot: f64 = q.iter().zip(key).map(|(a, b)| a * b.to_f64()).sum();
+            let dot = f64::from(kv.scales.key) * dot;
             let value = kv.value_offset(entry.block, kv_head, slot);
             let position = usize::try_from(position).unwrap_or(usize::MAX);
             keys.push(SeenKey { position, score: capped(dot, scoring), value });
@@ -61,7 +62,11 @@ pub(crate) fn log_sum_exp(keys: &[SeenKey]) -> f64 {
 }
 
 /// Writes the row's output [D] and returns its log-sum-exp.
-pub(crate) fn attend_row<T: Element>(keys: &[SeenKey], kv: &KvView<'_, T>, out: &mut [T]) -> f32 {
+pub(crate) fn attend_row<T: Element, C: Element>(
+    keys: &[SeenKey],
+    kv: &KvView<'_, C>,
+    out: &mut [T],
+) -> f32 {
     let lse = log_sum_exp(keys);
     let mut sum = vec![0.0f64; out.len()];
     for key in keys {
@@ -72,7 +77,7 @@ pub(crate) fn attend_row<T: Element>(keys: &[SeenKey], kv: &KvView<'_, T>, out: 
         }
     }
     for (out, sum) in out.iter_mut().zip(sum) {
-        *out = T::from_f64(sum);
+        *out = T::from_f64(f64::from(kv.scales.value) * sum);
     }
     f32::from_f64(lse)
 }

@@ -8,7 +8,7 @@ use crate::attention::{log_sum_exp, visible_keys};
 ///
 /// # Errors
 /// What [`ScoreTokens::validate`] refuses.
-pub fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpError> {
+pub fn score_tokens<T: Element, C: Element>(params: ScoreTokens<'_, T, C>) -> Result<(), OpError> {
     params.validate()?;
     let ScoreTokens { queries, kv, scoring, entry_offsets, mass, mut edge } = params;
     let heads = queries.vectors.heads;

@@ -1,34 +1,35 @@
 //! New keys and values into pages, and bounds of pages.
 
-use kvweave_core::ops::{Element, OpError, PageBounds, PageGeometry, WritePages};
+use kvweave_core::ops::{Cached, Element, OpError, PageBounds, PageGeometry, WritePages};
 
 /// See [`WritePages`].
 ///
 /// # Errors
 /// What [`WritePages::validate`] refuses.
-pub fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError> {
+pub fn write_pages<T: Element, C: Cached<T>>(params: WritePages<'_, T, C>) -> Result<(), OpError> {
     params.validate()?;
     let places = params.places();
-    let WritePages { cache, geometry, layer, keys, values, bounds, .. } = params;
+    let WritePages { cache, geometry, layer, scales, keys, values, bounds, .. } = params;
     let dim = geometry.head_dim;
     for row in 0..keys.rows {
         for head in 0..geometry.kv_heads {
             let Some(key) = places.key_offset(row, head) else { continue };
             let value = key + geometry.value_offset;
-            cache[key..key + dim].copy_from_slice(keys.vector(row, head));
-            cache[value..value + dim].copy_from_slice(values.vector(row, head));
+            C::store(keys.vector(row, head), scales.key, &mut cache[key..key + dim]);
+            C::store(values.vector(row, head), scales.value, &mut cache[value..value + dim]);
         }
     }
     if let Some(bounds) = bounds {
-        update_bounds(cache, &geometry, layer, bounds);
+        update_bounds(cache, &geometry, layer, scales.key, bounds);
     }
     Ok(())
 }
 
-fn update_bounds<T: Element>(
-    cache: &[T],
+fn update_bounds<C: Element>(
+    cache: &[C],
     geometry: &PageGeometry,
     layer: usize,
+    scale: f32,
     PageBounds { values, held }: PageBounds<'_>,
 ) {
     let dim = geometry.head_dim;
@@ -40,7 +41,7 @@ fn update_bounds<T: Element>(
                 let keys: Vec<f64> = (begin as usize..end as usize)
                     .map(|slot| cache[element(slot)].to_f64())
                     .collect();
-                for (which, bound) in bounds_of(&keys).into_iter().enumerate() {
+                for (which, bound) in bounds_of(&keys, scale).into_iter().enumerate() {
                     values[page * PageBounds::row_len(dim) + which * dim + d] = bound;
                 }
             }
@@ -48,13 +49,13 @@ fn update_bounds<T: Element>(
     }
 }
 
-/// Min, max and mean of one element of a page's keys.
-fn bounds_of(keys: &[f64]) -> [f32; 3] {
+/// Min, max and mean of one element of a page's stored keys, each times their scale.
+fn bounds_of(keys: &[f64], scale: f32) -> [f32; 3] {
     if keys.iter().any(|key| key.is_nan()) {
         return [f32::NAN; 3];
     }
     let least = keys.iter().copied().fold(f64::INFINITY, f64::min);
     let greatest = keys.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mean = keys.iter().sum::<f64>() / keys.len() as f64;
-    [least, greatest, mean].map(f32::from_f64)
+    [least, greatest, mean].map(|bound| f32::from_f64(bound * f64::from(scale)))
 }

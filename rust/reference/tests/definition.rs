@@ -1,13 +1,14 @@
 //! The definition against index arithmetic and closed forms.
 
 use kvweave_core::ops::{
-    AttendPrefill, CopyRerotate, EdgeMass, HeadRows, KvView, MergeStates, PageBounds, PageGeometry,
-    Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
+    AttendPrefill, CopyRerotate, EdgeMass, Fp8E4m3, HeadRows, KvScales, KvView, MergeStates,
+    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
 };
 use kvweave_reference::{attend_prefill, copy_rerotate, merge_states, score_tokens, write_pages};
 
 const P: usize = 8;
 const D: usize = 8;
+const ONE: KvScales = KvScales::ONE;
 
 /// Two layers, two KV heads: four pages a block.
 fn geometry() -> PageGeometry {
@@ -31,7 +32,14 @@ fn attend(
     let entries = [[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]];
     attend_prefill(AttendPrefill {
         queries: Queries { vectors: HeadRows::contiguous(q, rows, 4, D), positions },
-        kv: KvView { cache, geometry: geometry(), layer: 1, entries: &entries, reach: None },
+        kv: KvView {
+            cache,
+            geometry: geometry(),
+            layer: 1,
+            entries: &entries,
+            reach: None,
+            scales: ONE,
+        },
         scoring: Scoring { scale: 0.5, rope: &rope(Pairing::Half), window, softcap },
         row_offsets: &[0, rows as i32],
         entry_offsets: &[0, 2],
@@ -104,7 +112,7 @@ fn heads_read_tables_pages_and_windows_of_their_own() {
     let (mut out, mut lse) = (vec![9.0; 3 * 4 * D], vec![9.0; 3 * 4]);
     let queries = Queries { vectors: HeadRows::contiguous(&q, 3, 4, D), positions: &positions };
     let reach = Some(Reach { tables: 2, heads: &heads });
-    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach };
+    let kv = KvView { cache: &cache, geometry, layer: 0, entries: &entries, reach, scales: ONE };
     let scoring = Scoring { scale: 1.0, rope: &rope, window: None, softcap: None };
     attend_prefill(AttendPrefill {
         queries,
@@ -198,6 +206,7 @@ fn bounds_of_a_page_by_hand() {
         cache: &mut cache,
         geometry: geometry(),
         layer: 1,
+        scales: ONE,
         keys: nothing,
         values: nothing,
         slots: &[],
@@ -225,6 +234,7 @@ fn slots_are_where_index_arithmetic_says() {
         cache: &mut cache,
         geometry: geometry(),
         layer: 1,
+        scales: ONE,
         keys: HeadRows::contiguous(&keys, 2, 2, D),
         values: HeadRows::contiguous(&values, 2, 2, D),
         slots: &[[8, 7], [4, 0]],
@@ -255,6 +265,7 @@ fn uniform_rows_spread_their_mass_evenly() {
             layer: 1,
             entries: &[[4, 0, 8, 0, 0], [8, 0, 8, 8, 0]],
             reach: None,
+            scales: ONE,
         },
         scoring: Scoring { scale: 1.0, rope: &rope(Pairing::Half), window: None, softcap: None },
         entry_offsets: &[0, 2],
@@ -299,6 +310,7 @@ fn heads_are_written_where_their_tables_say() {
         cache: &mut cache,
         geometry: geometry(),
         layer: 1,
+        scales: ONE,
         keys: HeadRows::contiguous(&keys, 2, 2, D),
         values: HeadRows::contiguous(&values, 2, 2, D),
         slots: &[[4, 7], [6, 0], [-1, -1], [5 + 3, 2]],
@@ -336,4 +348,62 @@ fn pages_of_a_head_group_turn_by_their_layers() {
         );
         assert_eq!(cache[key + P * D], number as f32 - 4.0);
     }
+}
+
+/// Rows are stored as the nearest e4m3 numbers to their quotients by the scales, and read as what
+/// these stand for.
+#[test]
+fn scales_of_an_fp8_cache_by_hand() {
+    let mut cache = vec![Fp8E4m3::from_bits(0x7f); 12 * 2 * P * D];
+    let scales = KvScales { key: 0.5, value: 4.0 };
+    let row = [1.0f32, -0.07, 0.0, 300.0, 1e-6, 0.55, f32::INFINITY, f32::NAN];
+    let rows: Vec<f32> = row.repeat(2);
+    let (mut bounds, geometry) = (vec![-9.0f32; 12 * 3 * D], geometry());
+    write_pages(WritePages {
+        cache: &mut cache,
+        geometry,
+        layer: 1,
+        scales,
+        keys: HeadRows::contiguous(&rows, 1, 2, D),
+        values: HeadRows::contiguous(&rows, 1, 2, D),
+        slots: &[[8, 3]],
+        reach: None,
+        bounds: Some(PageBounds { values: &mut bounds, held: &[[8, 3, 4]] }),
+    })
+    .expect("valid params");
+    let at = page(8, 1) + 3 * D;
+    let bits = |start: usize| cache[start..start + D].iter().map(|x| x.to_bits());
+    // Twice, and a quarter of, each number.
+    assert!(bits(at).eq([0x40, 0xa1, 0x00, 0x7e, 0x00, 0x39, 0x7e, 0x7f]));
+    assert!(bits(at + P * D).eq([0x28, 0x89, 0x00, 0x69, 0x00, 0x21, 0x7e, 0x7f]));
+    let keys = [1.0, -0.0703125, 0.0, 224.0, 0.0, 0.5625, 224.0];
+    for bound in bounds[(8 + 3) * 3 * D..][..3 * D].chunks_exact(D) {
+        assert_eq!(bound[..7], keys);
+        assert!(bound[7].is_nan());
+    }
+
+    cache[at + 7] = Fp8E4m3::from_bits(0);
+    cache[at + P * D + 7] = Fp8E4m3::from_bits(0);
+    let (q, mut out, mut lse) = ([0.25f32; 4 * D], [9.0f32; 4 * D], [9.0f32; 4]);
+    attend_prefill(AttendPrefill {
+        queries: Queries { vectors: HeadRows::contiguous(&q, 1, 4, D), positions: &[0] },
+        kv: KvView {
+            cache: &cache,
+            geometry,
+            layer: 1,
+            entries: &[[8, 3, 4, 0, 0]],
+            reach: Some(Reach { tables: 1, heads: &[[0, 3, 0, 0], [0, 3, 0, 0]] }),
+            scales,
+        },
+        scoring: Scoring { scale: 2.0, rope: &rope(Pairing::Half), window: None, softcap: None },
+        row_offsets: &[0, 1],
+        entry_offsets: &[0, 1],
+        out: &mut out,
+        lse: &mut lse,
+    })
+    .expect("valid params");
+    let values = [1.0, -0.0703125, 0.0, 288.0, 0.0, 0.5625, 1792.0, 0.0];
+    assert!(out.chunks_exact(D).all(|out| out == values));
+    let score = 0.5 * (keys.iter().sum::<f32>());
+    assert!(lse.iter().all(|lse| (lse - score).abs() < 1e-4));
 }

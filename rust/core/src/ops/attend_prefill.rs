@@ -1,5 +1,6 @@
 //! Params of `attend_prefill`.
 
+use super::element::Element;
 use super::entries::{KvView, check_offsets};
 use super::error::{OpError, ensure_len};
 use super::queries::{Queries, Scoring};
@@ -8,13 +9,13 @@ use super::queries::{Queries, Scoring};
 ///
 /// Row r of request b reads the entries of b that `scoring` or the reach lets it see, and gets
 /// `out[r, h] = Σ softmax(s)·v` and `lse[r, h] = ln Σ exp(s)`. A row that sees no key gets
-/// out 0 and lse −∞. Query head h reads KV head `h / (H / G)`.
+/// out 0 and lse −∞. Query head h reads KV head `h / (H / G)`. Rows are of `T`, the cache of `C`.
 #[derive(Debug)]
-pub struct AttendPrefill<'a, T> {
+pub struct AttendPrefill<'a, T, C = T> {
     /// Rows of all requests, [R, H, D].
     pub queries: Queries<'a, T>,
     /// Keys and values of all requests.
-    pub kv: KvView<'a, T>,
+    pub kv: KvView<'a, C>,
     /// Scale, rotation, window, soft cap.
     pub scoring: Scoring<'a>,
     /// [B+1]: rows of request b are `row_offsets[b] .. row_offsets[b+1]`.
@@ -27,13 +28,14 @@ pub struct AttendPrefill<'a, T> {
     pub lse: &'a mut [f32],
 }
 
-impl<T> AttendPrefill<'_, T> {
+impl<T, C: Element> AttendPrefill<'_, T, C> {
     /// Proves that every row, entry and offset is in range and the shapes agree.
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
         self.kv.validate(self.entry_offsets)?;
+        self.kv.scales.validate(C::QUANTISED)?;
         self.queries.validate(&self.kv)?;
         self.scoring.validate(&self.kv)?;
         check_offsets("row_offsets", self.row_offsets, self.queries.vectors.rows)?;

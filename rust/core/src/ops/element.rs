@@ -8,12 +8,17 @@ mod sealed {
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}
     impl Sealed for half::f16 {}
+    impl Sealed for crate::ops::Fp8E4m3 {}
 }
 
-/// A stored number: `f32`, `bf16` or `f16`. Arithmetic is done wider and rounded once.
+/// A stored number: `f32`, `bf16`, `f16` or, in caches, [`Fp8E4m3`](crate::ops::Fp8E4m3).
+/// Arithmetic is done wider and rounded once.
 pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + 'static {
-    /// Name of the type in messages: `f32`, `bf16`, `f16`.
+    /// Name of the type in messages: `f32`, `bf16`, `f16`, `fp8_e4m3`.
     const NAME: &'static str;
+
+    /// Whether numbers are stored divided by a scale: see [`KvScales`](crate::ops::KvScales).
+    const QUANTISED: bool = false;
 
     /// Exact widening.
     fn to_f32(self) -> f32;

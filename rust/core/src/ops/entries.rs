@@ -6,6 +6,7 @@ use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
 use super::queries::Scoring;
 use super::reach::{HeadReach, Reach};
+use super::scales::KvScales;
 
 /// One row of an entry table, decoded.
 ///
@@ -67,6 +68,8 @@ pub struct KvView<'a, T> {
     /// Tables, pages and windows of each KV head. `None`: one table a request, all heads read it,
     /// and the page of a head is where the geometry has that of (layer, head).
     pub reach: Option<Reach<'a>>,
+    /// What the layer's stored numbers are multiplied by.
+    pub scales: KvScales,
 }
 
 impl<'a, T> KvView<'a, T> {

@@ -71,7 +71,7 @@ impl<T> Queries<'_, T> {
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
-    pub fn validate(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
+    pub fn validate<C>(&self, kv: &KvView<'_, C>) -> Result<(), OpError> {
         self.vectors.validate("q")?;
         ensure_len("positions", self.vectors.rows, self.positions.len())?;
         ensure_len("head_dim of q", kv.geometry.head_dim, self.vectors.head_dim)?;
@@ -107,10 +107,12 @@ impl Scoring<'_> {
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
-    pub fn validate<T>(&self, kv: &KvView<'_, T>) -> Result<(), OpError> {
+    pub fn validate<C>(&self, kv: &KvView<'_, C>) -> Result<(), OpError> {
         self.rope.check_fits(&kv.geometry)?;
         let invalid = OpErrorKind::InvalidArgument;
         ensure(self.scale.is_finite(), invalid, "scale", || ("a finite number", self.scale))?;
+        let whole = self.scale * kv.scales.key;
+        ensure(whole.is_finite(), invalid, "scale · key scale", || ("a finite number", whole))?;
         ensure(self.window != Some(0), invalid, "window", || ("at least 1", 0))?;
         let one = self.window.is_none() || kv.reach.is_none();
         ensure(one, invalid, "window", || ("none beside a reach, whose heads have theirs", "one"))?;

@@ -1,5 +1,6 @@
 //! Params of `score_tokens`.
 
+use super::element::Element;
 use super::entries::{Entry, KvView};
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::queries::{Queries, Scoring};
@@ -14,11 +15,11 @@ use super::reach::Visible;
 /// output of its own: the size of a row's attention output is `attend_prefill`'s `out`, and the
 /// mass that a row's token received is `mass` at the row's position.
 #[derive(Debug)]
-pub struct ScoreTokens<'a, T> {
+pub struct ScoreTokens<'a, T, C = T> {
     /// The probing rows, [R, H, D].
     pub queries: Queries<'a, T>,
     /// Keys of the request; values are not read.
-    pub kv: KvView<'a, T>,
+    pub kv: KvView<'a, C>,
     /// Scale, rotation, window, soft cap.
     pub scoring: Scoring<'a>,
     /// [2]: all entries; with a reach [tables+1], those of each table.
@@ -52,7 +53,7 @@ impl EdgeMass<'_> {
     }
 }
 
-impl<T> ScoreTokens<'_, T> {
+impl<T, C: Element> ScoreTokens<'_, T, C> {
     /// Proves that every row and entry is in range and the shapes agree.
     ///
     /// # Errors
@@ -60,6 +61,7 @@ impl<T> ScoreTokens<'_, T> {
     pub fn validate(&self) -> Result<(), OpError> {
         self.kv.validate(self.entry_offsets)?;
         ensure_len("entry_offsets", self.kv.tables().saturating_add(1), self.entry_offsets.len())?;
+        self.kv.scales.validate(C::QUANTISED)?;
         self.queries.validate(&self.kv)?;
         self.scoring.validate(&self.kv)?;
         ensure_len("mass", self.end() as usize, self.mass.len())?;

@@ -1,11 +1,13 @@
 //! Params of `write_pages`.
 
+use super::element::Element;
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::geometry::PageGeometry;
 use super::page_bounds::{PageBounds, validate_bounds};
 use super::places::Places;
 use super::queries::HeadRows;
 use super::reach::Reach;
+use super::scales::KvScales;
 
 /// Scatters new keys and values of one layer into pages: row r goes to `slots[r]`. Then brings the
 /// bounds of pages up to date, where they are wanted.
@@ -14,13 +16,16 @@ use super::reach::Reach;
 /// page `rank` of that block, and nowhere where the block is −1 (a local head keeps its sink and
 /// window only: RedKnot, §4.3).
 #[derive(Debug)]
-pub struct WritePages<'a, T> {
+pub struct WritePages<'a, T, C = T> {
     /// The whole paged tensor.
-    pub cache: &'a mut [T],
+    pub cache: &'a mut [C],
     /// Its strides.
     pub geometry: PageGeometry,
     /// The layer written.
     pub layer: usize,
+    /// What rows are divided by before they are rounded to the cache's elements; bounds are those
+    /// of what is stored, multiplied again.
+    pub scales: KvScales,
     /// [R, G, D].
     pub keys: HeadRows<'a, T>,
     /// [R, G, D].
@@ -34,7 +39,7 @@ pub struct WritePages<'a, T> {
     pub bounds: Option<PageBounds<'a>>,
 }
 
-impl<'a, T> WritePages<'a, T> {
+impl<'a, T, C: Element> WritePages<'a, T, C> {
     /// Proves that every slot is in range, none is written twice and the shapes agree.
     ///
     /// # Errors
@@ -42,6 +47,7 @@ impl<'a, T> WritePages<'a, T> {
     pub fn validate(&self) -> Result<(), OpError> {
         let vectors = [("k", &self.keys), ("v", &self.values)];
         validate_rows(&self.geometry, self.layer, vectors, (self.slots.len(), self.reach))?;
+        self.scales.validate(C::QUANTISED)?;
         let len = self.cache.len();
         self.places().validate(len)?;
         let Some(bounds) = &self.bounds else { return Ok(()) };

@@ -2,7 +2,9 @@
 
 use crate::paged::{Backend, Case, World, assert_close};
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, Element, HeadRows, MergeStates, WritePages};
+use kvweave_core::ops::{
+    CopyRerotate, Element, Fp8E4m3, HeadRows, KvScales, MergeStates, WritePages,
+};
 
 const SLACK: f32 = 2e-5;
 
@@ -254,6 +256,7 @@ fn written_is_read<B: Backend>() {
         cache: &mut world.cache,
         geometry: world.geometry,
         layer: 1,
+        scales: KvScales::ONE,
         keys: rows_from(0),
         values: rows_from(9),
         slots: &slots,
@@ -297,6 +300,7 @@ macro_rules! laws {
                 super::copies_are_exact::<B, f32>();
                 super::copies_are_exact::<B, bf16>();
                 super::copies_are_exact::<B, f16>();
+                super::copies_are_exact::<B, Fp8E4m3>();
             }
 
             #[test]

@@ -3,8 +3,8 @@
 use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
 use kvweave_core::ops::{
-    CopyRerotate, Element, HeadRows, MergeStates, OpError, PageBounds, PageGeometry, Reach,
-    WritePages,
+    Cached, CopyRerotate, Element, Fp8E4m3, HeadRows, KvScales, MergeStates, OpError, PageBounds,
+    PageGeometry, Reach, WritePages,
 };
 use proptest::prelude::*;
 
@@ -48,8 +48,8 @@ pub fn cases() -> impl Strategy<Value = Case> {
 
 const SLACK: f32 = 2e-5;
 
-fn prefill<T: Element>(case: &Case) {
-    let world = World::<T>::new(case);
+fn prefill<T: Element, C: Element>(case: &Case) {
+    let world = World::<T, C>::new(case);
     let (expected, expected_lse) = world.prefill::<Reference>();
     let (out, lse) = world.prefill::<Cpu>();
     assert_close(&lse, &expected_lse, SLACK, "lse");
@@ -57,18 +57,18 @@ fn prefill<T: Element>(case: &Case) {
     assert!(out.iter().all(|x| x.to_f32().is_finite()), "nothing unread leaks");
 }
 
-fn decode<T: Element>(case: &Case) {
+fn decode<T: Element, C: Element>(case: &Case) {
     let rows = vec![1; case.lens.len()];
-    let world = World::<T>::new(&Case { rows, ..case.clone() });
+    let world = World::<T, C>::new(&Case { rows, ..case.clone() });
     let (expected, expected_lse) = world.decode::<Reference>();
     let (out, lse) = world.decode::<Cpu>();
     assert_close(&lse, &expected_lse, SLACK, "lse");
     assert_close(&out, &expected, SLACK, "out");
 }
 
-fn score<T: Element>(case: &Case) {
+fn score<T: Element, C: Element>(case: &Case) {
     let (lens, rows) = (case.lens[..1].to_vec(), case.rows[..1].to_vec());
-    let world = World::<T>::new(&Case { lens, rows, ..case.clone() });
+    let world = World::<T, C>::new(&Case { lens, rows, ..case.clone() });
     assert_close(&world.score::<Cpu>(), &world.score::<Reference>(), SLACK, "mass");
 }
 
@@ -102,8 +102,8 @@ fn merge<T: Element>(case: &Case) {
     assert_close(&out, &expected, SLACK, "out");
 }
 
-fn write<T: Element>(case: &Case) {
-    let mut world = World::<T>::new(case);
+fn write<T: Element, C: Cached<T>>(case: &Case) {
+    let mut world = World::<T, C>::new(case);
     let mut random = Random(case.seed);
     let mut slots: Vec<[i32; 2]> =
         world.entries.iter().flat_map(|e| (e[1]..e[2]).map(move |slot| [e[0], slot])).collect();
@@ -112,16 +112,17 @@ fn write<T: Element>(case: &Case) {
     let keys: Vec<T> = random.values(rows * heads * dim);
     let values: Vec<T> = random.values(rows * heads * dim);
     // NaN = NaN for this comparison: the untouched slots are NaN on both sides.
-    world.cache.iter_mut().for_each(|x| *x = T::from_f32(POISON));
+    world.cache.iter_mut().for_each(|x| *x = C::from_f32(POISON));
     let held: Vec<[i32; 3]> = world.entries.iter().map(|e| [e[0], e[1], e[2]]).collect();
     let pages = world.cache.len() / world.geometry.head_stride;
-    let written = |run: fn(WritePages<'_, T>) -> Result<(), _>| {
+    let written = |run: fn(WritePages<'_, T, C>) -> Result<(), _>| {
         let mut cache = world.cache.clone();
         let mut bounds = vec![POISON; pages * 3 * dim];
         let params = WritePages {
             cache: &mut cache,
             geometry: world.geometry,
             layer: world.layer,
+            scales: world.scales,
             keys: HeadRows::contiguous(&keys, rows, heads, dim),
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
@@ -139,7 +140,7 @@ fn write<T: Element>(case: &Case) {
 
 /// Two tables whose blocks have a page for each of their heads and others between; some tokens are
 /// kept by one of them only.
-fn write_heads<T: Element>(case: &Case) {
+fn write_heads<T: Element, C: Cached<T>>(case: &Case) {
     let mut random = Random(case.seed);
     let (heads, dim, page) = (case.kv_heads, case.head_dim, case.page_tokens);
     let rows = random.below(80);
@@ -156,15 +157,17 @@ fn write_heads<T: Element>(case: &Case) {
         *slot = [blocks[2 * (row / page) + table] as i32, (row % page) as i32];
     }
     let geometry = PageGeometry::arena(1, heads, page, dim);
+    let scales = if C::QUANTISED { KvScales { key: 0.3, value: 2.0 } } else { KvScales::ONE };
     let (keys, values): (Vec<T>, Vec<T>) =
         (random.values(rows * heads * dim), random.values(rows * heads * dim));
-    let written = |run: fn(WritePages<'_, T>) -> Result<(), OpError>| {
+    let written = |run: fn(WritePages<'_, T, C>) -> Result<(), OpError>| {
         let len = (1 + blocks.len() * pages) * geometry.block_stride;
-        let mut cache = vec![T::from_f32(POISON); len];
+        let mut cache = vec![C::from_f32(POISON); len];
         let params = WritePages {
             cache: &mut cache,
             geometry,
             layer: 0,
+            scales,
             keys: HeadRows::contiguous(&keys, rows, heads, dim),
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
@@ -178,7 +181,7 @@ fn write_heads<T: Element>(case: &Case) {
     assert!(cache == written(Cpu::write_pages));
     let kept = |g: usize| slots[tables[g] * rows..][..rows].iter().filter(|s| s[0] > 0).count();
     let expected: usize = (0..heads).map(kept).sum();
-    let touched = cache.iter().filter(|x| x.to_f32() != T::from_f32(POISON).to_f32()).count();
+    let touched = cache.iter().filter(|x| x.to_f32() != C::from_f32(POISON).to_f32()).count();
     assert_eq!(touched, expected * 2 * dim);
 }
 
@@ -228,23 +231,29 @@ proptest! {
 
     #[test]
     fn attend_prefill(case in cases()) {
-        prefill::<f32>(&case);
-        prefill::<bf16>(&case);
-        prefill::<f16>(&case);
+        prefill::<f32, f32>(&case);
+        prefill::<bf16, bf16>(&case);
+        prefill::<f16, f16>(&case);
+        prefill::<f32, Fp8E4m3>(&case);
+        prefill::<bf16, Fp8E4m3>(&case);
     }
 
     #[test]
     fn attend_decode(case in cases()) {
-        decode::<f32>(&case);
-        decode::<bf16>(&case);
-        decode::<f16>(&case);
+        decode::<f32, f32>(&case);
+        decode::<bf16, bf16>(&case);
+        decode::<f16, f16>(&case);
+        decode::<f32, Fp8E4m3>(&case);
+        decode::<bf16, Fp8E4m3>(&case);
     }
 
     #[test]
     fn score_tokens(case in cases()) {
-        score::<f32>(&case);
-        score::<bf16>(&case);
-        score::<f16>(&case);
+        score::<f32, f32>(&case);
+        score::<bf16, bf16>(&case);
+        score::<f16, f16>(&case);
+        score::<f32, Fp8E4m3>(&case);
+        score::<bf16, Fp8E4m3>(&case);
     }
 
     #[test]
@@ -256,11 +265,14 @@ proptest! {
 
     #[test]
     fn write_pages(case in cases()) {
-        write::<f32>(&case);
-        write::<bf16>(&case);
-        write::<f16>(&case);
-        write_heads::<f32>(&case);
-        write_heads::<f16>(&case);
+        write::<f32, f32>(&case);
+        write::<bf16, bf16>(&case);
+        write::<f16, f16>(&case);
+        write::<f32, Fp8E4m3>(&case);
+        write::<bf16, Fp8E4m3>(&case);
+        write_heads::<f32, f32>(&case);
+        write_heads::<f16, f16>(&case);
+        write_heads::<f16, Fp8E4m3>(&case);
     }
 
     #[test]
@@ -268,6 +280,7 @@ proptest! {
         copy::<f32>(&case);
         copy::<bf16>(&case);
         copy::<f16>(&case);
+        copy::<Fp8E4m3>(&case);
     }
 }
 

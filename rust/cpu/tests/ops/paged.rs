@@ -3,18 +3,22 @@
 //! Everything a row may not read is NaN: unused slots, other layers, padding between rows of q.
 
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, CopyRerotate, EdgeMass, Element, HeadRows, KvView, MergeStates,
-    OpError, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
+    AttendDecode, AttendPrefill, Cached, CopyRerotate, EdgeMass, Element, HeadRows, KvScales,
+    KvView, MergeStates, OpError, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens,
+    Scoring, WritePages,
 };
 
 /// A backend under test.
 pub trait Backend {
-    fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), OpError>;
-    fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError>;
-    fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpError>;
+    fn attend_prefill<T: Element, C: Element>(
+        params: AttendPrefill<'_, T, C>,
+    ) -> Result<(), OpError>;
+    fn attend_decode<T: Element, C: Element>(params: AttendDecode<'_, T, C>)
+    -> Result<(), OpError>;
+    fn score_tokens<T: Element, C: Element>(params: ScoreTokens<'_, T, C>) -> Result<(), OpError>;
     fn merge_states<T: Element>(params: MergeStates<'_, T>) -> Result<(), OpError>;
     fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError>;
-    fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError>;
+    fn write_pages<T: Element, C: Cached<T>>(params: WritePages<'_, T, C>) -> Result<(), OpError>;
 }
 
 macro_rules! backend {
@@ -22,13 +26,19 @@ macro_rules! backend {
         pub struct $name;
 
         impl Backend for $name {
-            fn attend_prefill<T: Element>(params: AttendPrefill<'_, T>) -> Result<(), OpError> {
+            fn attend_prefill<T: Element, C: Element>(
+                params: AttendPrefill<'_, T, C>,
+            ) -> Result<(), OpError> {
                 $crate_name::attend_prefill(params)
             }
-            fn attend_decode<T: Element>(params: AttendDecode<'_, T>) -> Result<(), OpError> {
+            fn attend_decode<T: Element, C: Element>(
+                params: AttendDecode<'_, T, C>,
+            ) -> Result<(), OpError> {
                 $crate_name::attend_decode(params)
             }
-            fn score_tokens<T: Element>(params: ScoreTokens<'_, T>) -> Result<(), OpError> {
+            fn score_tokens<T: Element, C: Element>(
+                params: ScoreTokens<'_, T, C>,
+            ) -> Result<(), OpError> {
                 $crate_name::score_tokens(params)
             }
             fn merge_states<T: Element>(params: MergeStates<'_, T>) -> Result<(), OpError> {
@@ -37,7 +47,9 @@ macro_rules! backend {
             fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
                 $crate_name::copy_rerotate(params)
             }
-            fn write_pages<T: Element>(params: WritePages<'_, T>) -> Result<(), OpError> {
+            fn write_pages<T: Element, C: Cached<T>>(
+                params: WritePages<'_, T, C>,
+            ) -> Result<(), OpError> {
                 $crate_name::write_pages(params)
             }
         }
@@ -101,13 +113,14 @@ pub struct Case {
     pub ragged: bool,
 }
 
-/// A cache, the requests that read it and their rows.
+/// A cache of `C`, the requests that read it and their rows of `T`.
 #[derive(Clone)]
-pub struct World<T> {
+pub struct World<T, C = T> {
     pub geometry: PageGeometry,
     pub layer: usize,
     pub heads: usize,
-    pub cache: Vec<T>,
+    pub cache: Vec<C>,
+    pub scales: KvScales,
     pub entries: Vec<[i32; 5]>,
     pub entry_offsets: Vec<i32>,
     pub positions: Vec<i32>,
@@ -132,7 +145,7 @@ pub struct WorldReach {
 
 pub const LAYERS: usize = 2;
 
-impl<T: Element> World<T> {
+impl<T: Element, C: Element> World<T, C> {
     pub fn new(case: &Case) -> Self {
         let mut random = Random(case.seed);
         let (dim, page) = (case.head_dim, case.page_tokens);
@@ -149,7 +162,8 @@ impl<T: Element> World<T> {
         random.shuffle(&mut blocks);
         entries.iter_mut().zip(blocks).for_each(|(entry, block)| entry[0] = block);
         let len = (entries.len() + 1) * group_pages * geometry.block_stride;
-        let cache = vec![T::from_f32(f32::NAN); len];
+        let cache = vec![C::from_f32(f32::NAN); len];
+        let scales = if C::QUANTISED { KvScales { key: 0.7, value: 3.0 } } else { KvScales::ONE };
         let (mut positions, mut row_offsets) = (Vec::new(), vec![0]);
         for (&rows, &len) in case.rows.iter().zip(&case.lens) {
             positions.extend((0..rows).map(|_| random.below(len + 2) as i32));
@@ -165,6 +179,7 @@ impl<T: Element> World<T> {
             layer: 1,
             heads,
             cache,
+            scales,
             entries,
             entry_offsets,
             positions,
@@ -224,10 +239,10 @@ impl<T: Element> World<T> {
         Queries { vectors, positions: &self.positions }
     }
 
-    pub fn kv(&self) -> KvView<'_, T> {
-        let (geometry, layer) = (self.geometry, self.layer);
+    pub fn kv(&self) -> KvView<'_, C> {
+        let (geometry, layer, scales) = (self.geometry, self.layer, self.scales);
         let reach = self.reach.as_ref().map(|r| Reach { tables: r.tables, heads: &r.heads });
-        KvView { cache: &self.cache, geometry, layer, entries: &self.entries, reach }
+        KvView { cache: &self.cache, geometry, layer, entries: &self.entries, reach, scales }
     }
 
     pub fn scoring(&self) -> Scoring<'_> {
@@ -328,12 +343,15 @@ pub fn assert_close<T: Element>(got: &[T], expected: &[T], slack: f32, what: &st
     let ulp = match T::NAME {
         "f32" => f32::EPSILON,
         "bf16" => 1.0 / 128.0,
+        "fp8_e4m3" => 1.0 / 8.0,
         _ => 1.0 / 1024.0,
     };
     for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
         let (got, expected) = (got.to_f32(), expected.to_f32());
         let alike = got == expected || (got.is_nan() && expected.is_nan());
-        let near = (got - expected).abs() <= slack * (1.0 + expected.abs()) + ulp * expected.abs();
+        // Below the least number with a full mantissa, numbers lie as far apart as there.
+        let size = if T::QUANTISED { expected.abs().max(1.0 / 64.0) } else { expected.abs() };
+        let near = (got - expected).abs() <= slack * (1.0 + expected.abs()) + ulp * size;
         assert!(alike || near, "{what}[{i}]: got {got}, expected {expected}");
     }
 }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Table, rows_of};
 use crate::dlpack::{Borrowed, borrow};
-use crate::dtype::DType;
+use crate::dtype::{DType, PAGES, ROWS};
 use crate::failure::Failure;
 use crate::tensor::{Device, TensorRef};
 
@@ -24,6 +24,8 @@ pub struct Place {
     /// The device's number.
     pub ordinal: u32,
     pub dtype: KvDtype,
+    /// Elements of rows beside it.
+    pub row_dtype: KvDtype,
 }
 
 impl Place {
@@ -34,17 +36,16 @@ impl Place {
         };
         let ordinal = u32::try_from(ordinal)
             .map_err(|_| Failure::invalid(what, "a device of at least 0", ordinal))?;
-        let dtype = match tensor.dtype {
-            DType::F32 => KvDtype::F32,
-            DType::Bf16 => KvDtype::Bf16,
-            DType::F16 => KvDtype::F16,
-            other => {
-                let expected = "float32, bfloat16 or float16";
-                return Err(Failure::invalid(what, expected, other.name()));
-            }
-        };
+        let dtype = kv_dtype_of(what, tensor.dtype, PAGES)?;
         tensor.expect_aligned(what, tensor.dtype.bytes())?;
-        Ok(Self { device: tensor.device, ordinal, dtype })
+        Ok(Self { device: tensor.device, ordinal, dtype, row_dtype: dtype })
+    }
+
+    /// The same with the rows' elements: over fp8 those that `tensor` has.
+    pub fn with_rows(self, what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
+        let quantised = self.dtype.is_quantised();
+        let row_dtype = if quantised { row_dtype(what, tensor)? } else { self.dtype };
+        Ok(Self { row_dtype, ..self })
     }
 
     /// Refuses a tensor of another dtype, on another device, or between two elements.
@@ -54,14 +55,13 @@ impl Place {
         tensor.expect_aligned(what, dtype.bytes())
     }
 
-    /// A tensor [R, heads, D] of the cache's dtype, by strides; and the same without elements, for
-    /// the core's checks.
+    /// A tensor [R, heads, D], by strides; and the same without elements, for the core's checks.
     pub fn rows(
         &self,
         what: &str,
         tensor: &TensorRef,
     ) -> Result<(DeviceRows, HeadRows<'static, ()>), Failure> {
-        self.expect(what, tensor, self.dtype.into())?;
+        self.expect(what, tensor, self.row_dtype.into())?;
         let rows = rows_of(what, tensor, nothing(tensor.reach(what)?))?;
         let (row_stride, head_stride) = (rows.row_stride, rows.head_stride);
         Ok((DeviceRows { tensor: reach_of(what, tensor)?, row_stride, head_stride }, rows))
@@ -156,6 +156,24 @@ impl<'py> DeviceTable<'py> {
     /// The same list on the host.
     pub fn list_on_host(&self, what: &str) -> Result<Option<&[i32]>, Failure> {
         self.on_host.as_ref().map(|table| table.list(what)).transpose()
+    }
+}
+
+/// The dtype of rows.
+pub fn row_dtype(what: &str, tensor: &TensorRef) -> Result<KvDtype, Failure> {
+    match kv_dtype_of(what, tensor.dtype, ROWS)? {
+        KvDtype::Fp8E4m3 => Err(Failure::invalid(what, ROWS, tensor.dtype.name())),
+        dtype => Ok(dtype),
+    }
+}
+
+fn kv_dtype_of(what: &str, dtype: DType, expected: &str) -> Result<KvDtype, Failure> {
+    match dtype {
+        DType::F32 => Ok(KvDtype::F32),
+        DType::Bf16 => Ok(KvDtype::Bf16),
+        DType::F16 => Ok(KvDtype::F16),
+        DType::Fp8E4m3 => Ok(KvDtype::Fp8E4m3),
+        other => Err(Failure::invalid(what, expected, other.name())),
     }
 }
 

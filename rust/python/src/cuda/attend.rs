@@ -41,7 +41,7 @@ pub fn attend_cuda(
             .map(|(name, size)| (name, Some(size)));
         let [q, positions, entries, offsets, cache] = reading.read();
         let read = [q, positions, entries, offsets, cache, ("lse", lse)];
-        let element = DType::from(call.place.dtype);
+        let element = DType::from(call.place.row_dtype);
         let values = call.place.output("out", out, (element, &[r, h, d]), &read)?;
         let lse = call.place.output("lse", lse, (DType::F32, &[r, h]), &read[..5])?;
         let rows = Rows::of(&call, row_offsets.as_ref())?;
@@ -61,6 +61,7 @@ pub fn attend_cuda(
     let mut launch = AttendLaunch {
         kv: call.kv(&kept),
         q: call.q,
+        dtype: call.place.row_dtype,
         positions: call.positions,
         row_offsets: rows.offsets,
         out,

@@ -3,7 +3,7 @@
 use kvweave_cuda::MergeStatesLaunch;
 use pyo3::prelude::*;
 
-use super::arguments::{Place, reach_of};
+use super::arguments::{Place, reach_of, row_dtype};
 use super::device::backend;
 use crate::arguments::raised;
 use crate::dlpack::borrow;
@@ -26,6 +26,7 @@ pub fn merge_states_cuda(
     let (outs, lses, out, lse) = (&outs.tensor, &lses.tensor, &out.tensor, &lse.tensor);
     let checks = || {
         let place = Place::of("outs", outs)?;
+        let dtype = row_dtype("outs", outs)?;
         outs.expect_shape("outs", &[("S", None), ("R", None), ("H", None), ("D", None)])?;
         let size = |axis: usize| outs.shape()[axis];
         let [s, r, h, d] =
@@ -43,11 +44,11 @@ pub fn merge_states_cuda(
         let launch = MergeStatesLaunch {
             outs: reach_of("outs", outs)?,
             lses: reach_of("lses", lses)?,
-            dtype: place.dtype,
+            dtype,
             splits: size(0),
             states: size(1) * size(2),
             head_dim: size(3),
-            out: place.output("out", out, (place.dtype.into(), &[r, h, d]), &read)?,
+            out: place.output("out", out, (dtype.into(), &[r, h, d]), &read)?,
             lse: place.output("lse", lse, (DType::F32, &[r, h]), &read[..2])?,
             stream,
         };

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use kvweave_core::ops::{
-    HeadRows, KvView, OpError, PageGeometry, Queries, Reach as CoreReach, Scoring,
+    HeadRows, KvScales, KvView, OpError, PageGeometry, Queries, Reach as CoreReach, Scoring,
 };
 use kvweave_cuda::{CudaBackend, DeviceBuffer, DeviceKv, DeviceReach, DeviceRows, DeviceTensor};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, nothing, reach_of};
-use crate::arguments::{count, pages_of, raised};
+use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::attention::AttentionArguments;
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::Failure;
@@ -29,6 +29,7 @@ pub struct Reading<'py> {
     rope: &'py RopeTable,
     reach: Option<&'py Reach>,
     scoring: Scoring<'py>,
+    scales: KvScales,
 }
 
 /// The plain parts of a call, which need no interpreter lock.
@@ -48,6 +49,7 @@ pub struct Call<'a> {
     entry_offsets: DeviceTensor,
     rope: &'a RopeTable,
     reach: Option<&'a Reach>,
+    scales: KvScales,
     positions_on_host: Option<&'a [i32]>,
     entries_on_host: Option<(&'a [[i32; 5]], &'a [i32])>,
 }
@@ -79,6 +81,7 @@ impl<'py> Reading<'py> {
             rope: arguments.rope.get(),
             reach: arguments.reach.as_ref().map(Py::get),
             scoring: raised(py, arguments.scoring())?,
+            scales: scales_of(arguments.kv_scales),
         })
     }
 
@@ -95,7 +98,7 @@ impl<'py> Reading<'py> {
 
     pub fn call(&self) -> Result<Call<'_>, Failure> {
         let cache = &self.cache.tensor;
-        let place = Place::of("cache", cache)?;
+        let place = Place::of("cache", cache)?.with_rows("q", &self.q.tensor)?;
         let geometry = pages_of(cache, self.scoring.rope.layers(), self.kv_heads)?;
         let (q, vectors) = place.rows("q", &self.q.tensor)?;
         let (positions, _) = self.positions.list("positions", &place)?;
@@ -124,6 +127,7 @@ impl<'py> Reading<'py> {
             entry_offsets,
             rope: self.rope,
             reach: self.reach,
+            scales: self.scales,
             positions_on_host: self.positions.list_on_host("positions")?,
             entries_on_host: on_host.0.zip(on_host.1),
         })
@@ -138,8 +142,9 @@ impl Call<'_> {
         let (geometry, layer) = (self.geometry, self.layer);
         let reach = self.reach.map(Reach::core);
         let (entries, offsets) = self.entries_on_host.unwrap_or((&[], &[0]));
-        let kv = KvView { cache, geometry, layer, entries, reach };
+        let kv = KvView { cache, geometry, layer, entries, reach, scales: self.scales };
         kv.validate(offsets)?;
+        kv.scales.validate(self.place.dtype.is_quantised())?;
         let unknown = match self.positions_on_host {
             Some(_) => Vec::new(),
             None => vec![0; self.positions.len],
@@ -174,6 +179,7 @@ impl Call<'_> {
         DeviceKv {
             cache: self.cache,
             dtype: self.place.dtype,
+            scales: self.scales,
             geometry: self.geometry,
             layer: self.layer,
             entries: self.entries,

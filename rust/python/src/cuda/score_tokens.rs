@@ -61,6 +61,7 @@ pub fn score_tokens_cuda(
     let mut launch = ScoreTokensLaunch {
         kv: call.kv(&kept),
         q: call.q,
+        dtype: call.place.row_dtype,
         positions: call.positions,
         mass,
         edge,

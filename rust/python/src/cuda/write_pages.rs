@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, reach_of};
 use super::device::backend;
-use crate::arguments::{count, pages_of, raised};
+use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
@@ -20,7 +20,7 @@ type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "each is named in Python")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, stream))]
+#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, kv_scales, stream))]
 pub fn write_pages_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -30,6 +30,7 @@ pub fn write_pages_cuda(
     slots: TablePair<'_>,
     reach: Option<&Bound<'_, Reach>>,
     bounds: Option<BoundsArguments<'_>>,
+    kv_scales: Option<(f32, f32)>,
     stream: u64,
 ) -> PyResult<()> {
     let (cache, k, v) = (borrow("cache", cache)?, borrow("k", k)?, borrow("v", v)?);
@@ -39,7 +40,7 @@ pub fn write_pages_cuda(
     let in_core = reach.map(Reach::core);
     let bounds = bounds.as_ref().map(Bounds::of).transpose()?;
     let checks = || {
-        let place = Place::of("cache", cache)?;
+        let place = Place::of("cache", cache)?.with_rows("k", k)?;
         let layer = count("layer", layer)?;
         let ((keys, key_rows), (values, value_rows)) = (place.rows("k", k)?, place.rows("v", v)?);
         let geometry = pages_of(cache, layer.saturating_add(1), key_rows.heads)?;
@@ -49,30 +50,29 @@ pub fn write_pages_cuda(
         cache.expect_writable("cache")?;
         validate_rows(&geometry, layer, [("k", &key_rows), ("v", &value_rows)], (rows, in_core))?;
         bounds.as_ref().map_or(Ok(()), |_| refuse_bounds(in_core))?;
-        let dim = geometry.head_dim;
-        let bounds = match &bounds {
-            Some(bounds) => Some((bounds.launch(&place, dim, &read)?, bounds.held_on_host()?)),
-            None => None,
-        };
+        let of_pages = |bounds: &Bounds<'_>| bounds.launch(&place, geometry.head_dim, &read);
+        let held = bounds.as_ref().map(Bounds::held_on_host).transpose()?.flatten();
         let launch = WritePagesLaunch {
             cache: reach_of("cache", cache)?,
             dtype: place.dtype,
+            scales: scales_of(kv_scales),
             geometry,
             layer,
             keys,
             values,
+            row_dtype: place.row_dtype,
             slots: table,
             rows: key_rows.rows,
             reach: None,
-            bounds: bounds.map(|(launch, _)| launch),
+            bounds: bounds.as_ref().map(of_pages).transpose()?,
             stream,
         };
-        let held = bounds.and_then(|(_, held)| held);
         Ok((place, launch, slots.slots_on_host("slots", in_core)?, held))
     };
     let (place, launch, slots, held) = raised(py, checks())?;
     entry(py, || {
         let WritePagesLaunch { cache, geometry, layer, rows, bounds, .. } = launch;
+        launch.scales.validate(place.dtype.is_quantised())?;
         if let Some(slots) = slots {
             Places { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
         }
