@@ -299,6 +299,7 @@ def write_pages(
     slots: _Array,
     reach: Reach | None,
     bounds: tuple[_Array, _Array] | None,
+    kv_scales: tuple[float, float] | None,
     reference: bool,
 ) -> None: ...
 def write_pages_cuda(
@@ -309,6 +310,7 @@ def write_pages_cuda(
     slots: _TablePair,
     reach: Reach | None,
     bounds: tuple[_Array, _TablePair] | None,
+    kv_scales: tuple[float, float] | None,
     stream: int,
 ) -> None: ...
 def copy_rerotate(
