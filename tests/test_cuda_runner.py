@@ -10,10 +10,12 @@ import torch
 
 import kvweave
 from families import FAMILIES, greedy, random_tokens, reference, tiny
+from head_maps import CLASSES, classes_of, head_map, masked_greedy, masked_reference
 from kvweave.policies import CacheBlend, Epic, SparseX
 from kvweave.runner import Runner, Sampling, Segment
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode_graph import entries_for, rows_for
+from plan_policies import Planned, Restoring
 
 STATUS = kvweave.cuda_status()
 pytestmark = [
@@ -226,6 +228,129 @@ def test_second_turn_reuses_the_first_turns_blocks(decoding) -> None:
     with decoding.prefill(tokens, "prefix", namespace="chat") as done:
         assert done.report.reused_prefix == len(tokens) - 4
         assert torch.allclose(done.logits[-1], exact, atol=1e-4, rtol=0)
+
+
+# ---- heads of unlike reach ------------------------------------------------------------------
+
+MAPPED = ["llama", "qwen2-sliding", "gemma3", "qwen3", "llama-dynamic"]
+
+
+def mapped(model: Any, classes: Any = CLASSES, **settings: Any) -> tuple[Runner, np.ndarray]:
+    """A runner with a head map, and its classes."""
+    plain = runner_of(model, max_tokens=64, check=False)
+    dealt = classes_of(model, classes)
+    return runner_of(model, heads=head_map(plain.spec, dealt), **settings), dealt
+
+
+@pytest.mark.parametrize("chunk", [None, 40])
+@pytest.mark.parametrize("name", MAPPED)
+def test_local_heads_are_the_models_own_under_a_mask(name, chunk) -> None:
+    model, tokens = on_device(name), random_tokens(150, 2)
+    runner, classes = mapped(model, chunk_tokens=chunk)
+    with runner.prefill(tokens, "full", logits_from=0, remember=False) as done:
+        wanted = masked_reference(model, classes, tokens)
+        assert torch.allclose(done.logits.cpu(), wanted, atol=1e-4, rtol=0)
+    runner.cache.check()
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_decoding_with_local_heads_is_the_models_own_under_a_mask(name) -> None:
+    """Far enough that windows leave blocks behind and tables run out of room."""
+    model = on_device(name)
+    runner, classes = mapped(model)
+    prompts = [random_tokens(n, n) for n in (5, 70)]
+    wanted = [masked_greedy(model, classes, tokens, 60) for tokens in prompts]
+    made = runner.generate_batch(prompts, "full", max_new_tokens=60, stop=())
+    assert [one.tokens for one in made] == wanted
+    assert runner.cache.stats()["held"] == 0
+
+
+@pytest.mark.parametrize("requests", [1, 3, 9])
+def test_a_batch_of_local_heads_is_each_alone(requests) -> None:
+    runner, _ = mapped(on_device(), max_tokens=8192)
+    prompts = [random_tokens(5 + 13 * i, i) for i in range(requests)]
+    alone = [runner.generate(p, "full", max_new_tokens=90, stop=()).tokens for p in prompts]
+    batch = runner.generate_batch(prompts, "full", max_new_tokens=90, stop=())
+    assert [made.tokens for made in batch] == alone
+    runner.cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_local_heads(dtype) -> None:
+    model, tokens = on_device("llama", dtype, head_dim=64), random_tokens(200, 1)
+    runner, classes = mapped(model)
+    with runner.prefill(tokens, "full", logits_from=0) as done:
+        apart = (done.logits.cpu() - masked_reference(model, classes, tokens)).abs().max()
+        assert float(apart) <= ROUNDING[dtype]
+
+
+def test_a_map_of_full_heads_changes_no_bit() -> None:
+    model, tokens = on_device("llama", torch.bfloat16, head_dim=64), random_tokens(200, 1)
+    said = []
+    for runner in (runner_of(model), mapped(model, [None])[0]):
+        with runner.prefill(tokens, "full", logits_from=0, remember=False) as done:
+            logits = done.logits.clone()
+        answer = runner.generate(tokens, "full", max_new_tokens=30, stop=(), remember=False)
+        said.append((logits, answer.tokens))
+    assert torch.equal(said[0][0], said[1][0])
+    assert said[0][1] == said[1][1]
+
+
+@pytest.mark.parametrize("policy", ["naive", "epic"])
+def test_sharing_with_local_heads_is_materialising(policy) -> None:
+    said = []
+    for mode in ("materialise", "share"):
+        runner, _ = mapped(on_device(), mode=mode)
+        parts = knowledge(runner)
+        logits, _ = logits_of(runner, parts, policy)
+        made = runner.generate(parts, policy, max_new_tokens=24, stop=(), remember=False)
+        said.append((logits, made.tokens))
+    assert torch.allclose(said[0][0], said[1][0], atol=1e-4, rtol=0)
+    assert said[0][1] == said[1][1]
+
+
+@pytest.mark.parametrize("mode", ["materialise", "share"])
+def test_local_rows_on_the_gpu_are_those_of_the_cpu(mode) -> None:
+    said = []
+    for model in (tiny("llama"), on_device()):
+        runner, _ = mapped(model, mode=mode)
+        policy = Planned(lambda view, layer: {"local_rows": view.fresh, "ffn_rows": view.fresh})
+        logits, report = logits_of(runner, knowledge(runner), policy)
+        said.append((logits.cpu(), report.flops))
+    assert torch.allclose(said[0][0], said[1][0], atol=1e-4, rtol=0)
+    assert said[0][1] == said[1][1]
+
+
+def test_restored_heads_are_full_ones() -> None:
+    model, tokens = on_device(), random_tokens(150, 15)
+    runner, classes = mapped(model)
+    local = classes[..., 0] > 0
+    policy = Restoring(lambda layer, _: tuple(np.flatnonzero(local[layer])))
+    made = runner.generate_batch([tokens, tokens[:40]], policy, max_new_tokens=40, stop=())
+    full = np.zeros_like(classes)
+    assert [len(one.report.restored) for one in made] == [int(local.sum())] * 2
+    for one, ids in zip(made, (tokens, tokens[:40]), strict=True):
+        assert one.tokens == masked_greedy(model, full, ids, 40)
+    assert len(policy.seen) == 8
+    assert all(found.edge.is_cuda and found.mass.is_cuda for found in policy.seen)
+
+
+def test_a_prefill_with_local_heads_waits_only_at_its_end(monkeypatch) -> None:
+    runner, _ = mapped(on_device("qwen3", torch.bfloat16, head_dim=64), chunk_tokens=64)
+    parts = knowledge(runner)
+    logits_of(runner, parts, "full")
+
+    def wait(_: Clock) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(Clock, "wait", wait)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with runner.prefill(parts, "full", remember=False) as done:
+            assert len(done.logits) == 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_sizes_of_graphs() -> None:

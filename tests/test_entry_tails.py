@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from head_maps import class_map
 from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.runner import Report, Sampling
 from kvweave.runner.decode_step import newest
@@ -68,6 +69,79 @@ def test_a_table_that_grows_is_the_caches_own(lengths, shared, steps, limit) -> 
             assert all(tuple(row) == NO_ENTRY for row in table[start + len(entries) : end])
             assert end - start - len(entries) <= SPARE
     assert all(tuple(row) == NO_ENTRY for row in table[tails.offsets[-1] :])
+
+
+def listed(table: np.ndarray) -> dict[int, tuple[int, int, int]]:
+    """Where the KV of each position lies by a table: block, slot, delta."""
+    return {
+        position + i: (block, begin + i, delta)
+        for block, begin, end, position, delta in table.tolist()
+        for i in range(end - begin)
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    windows=st.lists(
+        st.tuples(st.sampled_from([PAGE, 9, 20]), st.sampled_from([0, 3, 8, 17])), max_size=2
+    ),
+    shared=st.booleans(),
+    steps=st.integers(0, 4 * PAGE),
+    limit=st.integers(1, 400),
+)
+def test_tables_whose_windows_move_on_list_what_is_seen(
+    lengths, windows, shared, steps, limit
+) -> None:
+    """As the cache's own tables do, and no block that the cache has let go of."""
+    classes = np.asarray([(0, 0), *windows, (0, 0)][:4], np.int32)
+    classes = np.resize(classes, (2, 2, 2))
+    shape = KvShape(2, 2, 8, PAGE)
+    cache = KvCache(shape, blocks=400, heads=class_map(classes, "m"), fingerprint="m")
+    kept = [(g.recent, g.sink) if g.kind == "window" else None for g in cache.groups]
+    donor = np.arange(100, 100 + 5 * PAGE, dtype=np.int32) if shared else None
+    if donor is not None:
+        with cache.admit(donor, namespace="kb") as request:
+            request.commit(len(donor), len(donor))
+            request.freeze("donor", 0, len(donor))
+    requests = [admitted(cache, length, i, donor) for i, length in enumerate(lengths)]
+    for request in requests:
+        for group in range(len(kept)):
+            request.take_copies(group)
+        request.finish_copies()
+        request.advance(request.length, request.length)
+        request.append(np.asarray([5], np.int32))
+    batch = [decoding(request, limit) for request in requests]
+    tails = EntryTails(batch, PAGE, kept)
+    table = tails.table(int(tails.offsets[-1]))
+    for _ in range(steps):
+        for request in requests:
+            request.append(np.asarray([5], np.int32))
+        places = newest(batch)
+        slots = np.stack(
+            [
+                np.concatenate([r.slots(p[None], t) for r, p in zip(requests, places, strict=True)])
+                for t in range(len(kept))
+            ]
+        )
+        if tails.grow(places, slots):
+            patch = tails.patch().reshape(-1, 6)
+            patch = patch[patch[:, 0] >= 0]
+            table[patch[:, 0]] = patch[:, 1:]
+        else:
+            tails = EntryTails(batch, PAGE, kept)
+            table = tails.table(int(tails.offsets[-1]))
+        for number, (request, group) in enumerate(
+            (r, g) for r in requests for g in range(len(kept))
+        ):
+            part = table[slice(*tails.offsets[number : number + 2])]
+            assert (np.diff(part[:, 3].astype(np.int64)) >= 0).all()
+            own, ours = request.entries(group), listed(part)
+            whole = listed(own)
+            assert set(ours.items()) <= set(whole.items())
+            window, sink = kept[group] or (request.length, 0)
+            seen = {p for p in range(request.length) if p >= request.length - window or p < sink}
+            assert seen <= set(ours)
 
 
 def test_another_batch_is_another_table() -> None:
