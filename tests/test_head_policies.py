@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvweave
@@ -33,6 +33,7 @@ WINDOW = np.asarray([[[64, 16], [0, 0]]] * 4, np.int32)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@settings(max_examples=30)
 @given(view=views(local=True), seed=st.integers(0, 3))
 def test_plans_are_lawful(policy, view, seed):
     plans = drive(policy, view, seed)
@@ -68,6 +69,7 @@ def test_plans_are_lawful(policy, view, seed):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@settings(max_examples=30)
 @given(view=views(local=True), seed=st.integers(0, 3))
 def test_same_input_same_plan(policy, view, seed):
     once, again = (drive(policy, view, seed) for _ in range(2))
@@ -215,23 +217,32 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["materialise", "share"])
-@pytest.mark.parametrize("classes", [None, CLASSES], ids=["no-map", "map"])
-@pytest.mark.parametrize("policy", RUN, ids=repr)
-def test_the_executor_does_what_plans_say(policy, classes, mode):
-    model, tokens = tiny("llama"), random_tokens(200, 3)
-    spans = ((10, 70), (70, 131), (150, 199))
-    heads = classes_of(model, (None,) if classes is None else classes)
-    runner = runner_of(model, None if classes is None else heads, mode=mode)
+SPANS = ((10, 70), (70, 131), (150, 199))
+"""Segments of a prompt of 200 tokens: two that touch, and one up to the last token."""
+
+
+def documents(runner, tokens):
+    """The prompt's parts, its segments being in the runner's knowledge base."""
     parts, end = [], 0
-    for start, stop in spans:
+    for start, stop in SPANS:
         runner.insert(tokens[start:stop].tolist(), f"at {start}", "kb")
         parts += [Segment(tokens=tokens[end:start].tolist())] * (start > end)
         parts.append(Segment(tokens=tokens[start:stop].tolist(), namespace="kb"))
         end = stop
-    parts.append(Segment(tokens=tokens[end:].tolist()))
+    return [*parts, Segment(tokens=tokens[end:].tolist())]
+
+
+@pytest.mark.parametrize(
+    ("classes", "mode"), [(None, "share"), (CLASSES, "materialise"), (CLASSES, "share")]
+)
+@pytest.mark.parametrize("policy", RUN, ids=repr)
+def test_the_executor_does_what_plans_say(policy, classes, mode):
+    model, tokens = tiny("llama"), random_tokens(200, 3)
+    heads = classes_of(model, (None,) if classes is None else classes)
+    runner = runner_of(model, None if classes is None else heads, mode=mode)
     emulator = Emulator(runner.spec, heads)
-    wanted, rows = emulator.prefill(tokens, spans, policy)
+    wanted, rows = emulator.prefill(tokens, SPANS, policy)
+    parts = documents(runner, tokens)
     with runner.prefill(parts, policy, logits_from=199, remember=False) as done:
         assert done.report.reused_segment == 60 + 61 + 49
         assert rows[-1] == 199
@@ -240,3 +251,18 @@ def test_the_executor_does_what_plans_say(policy, classes, mode):
         assert set(done.report.restored) == restored
         if classes is not None and policy is HASTY:
             assert restored
+
+
+@pytest.mark.parametrize("mode", ["materialise", "share"])
+@pytest.mark.parametrize(
+    "policy", [RedKnot(dense_until=1.0), RedKnot(0.0, mass_thresh=1.0, ffn_share=1.0)], ids=repr
+)
+def test_redknot_that_spares_nothing_is_full(policy, mode):
+    model, tokens = tiny("qwen3"), random_tokens(200, 4)
+    runner = runner_of(model, mode=mode)
+    parts = documents(runner, tokens)
+    with runner.prefill(parts, "full", logits_from=0, remember=False) as done:
+        wanted = done.logits.clone()
+    with runner.prefill(parts, policy, logits_from=0, remember=False) as done:
+        assert done.report.reused_segment == 60 + 61 + 49
+        near(done.logits, wanted)

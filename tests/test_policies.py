@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvweave
 from kvweave.eval.text import speech, speech_names
-from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, RedKnot, SparseX, policy_of
+from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX, policy_of
 from kvweave.policies.row_sets import highest, intervals, overflow, union
 from kvweave.runner import Runner, Segment
 from prompt_views import drive, view_of, views
@@ -138,17 +138,8 @@ def exact(knowledge):
         SparseX(boundary=10_000),
         CacheBlend(1.0, 1.0),
         Epic(first=100_000),
-        RedKnot(dense_until=1.0),
-        RedKnot(mass_thresh=1.0, ffn_share=1.0),
     ],
-    ids=[
-        "sparsex-all-rows",
-        "sparsex-all-layers",
-        "cacheblend-all",
-        "epic-all",
-        "redknot-dense",
-        "redknot-all-rows",
-    ],
+    ids=["sparsex-all-rows", "sparsex-all-layers", "cacheblend-all", "epic-all"],
 )
 def test_recomputing_every_row_is_full(knowledge, exact, policy):
     apart, report = kl(*knowledge, policy, exact)
