@@ -65,7 +65,7 @@ def test_documents_are_handed_over_with_the_rest(smollm2: Any, mode: str, local:
     text = "The pump must be primed with two litres of clean water before its first start. " * 4
     here.insert(text, "manual")
     prompt = ["Read this.\n", Segment(text=text), "\nWhat must be done before the first start?\n"]
-    asked = {"max_new_tokens": 24, "stop": (), "sampling": Sampling(0.8, seed=3)}
+    asked = {"max_new_tokens": 12, "stop": (), "sampling": Sampling(0.8, seed=3)}
     alone = here.generate(prompt, "naive", remember=False, **asked)
     with here.prefill(prompt, "naive", remember=False) as done:
         assert done.report.reused_segment > 50

@@ -1,9 +1,10 @@
 """Bytes by head class: sessions that fit, and what a prefill machine sends a decode machine.
 
 Nothing here is timed. Sessions are admitted for real by the allocator, in an arena without memory,
-until one is refused; payloads are exported from requests in pages. One KV head in eight is full,
-the others keep a window of 256 tokens and a sink of 16. RedKnot reports 4.7 to 7.8 times as many
-sessions, and 4.3 to 6.3 times fewer bytes sent (section 5.5).
+until one is refused; payloads are exported from requests in pages. *times* counts whole sessions,
+*bytes ÷* divides what one of them takes or sends. One KV head in eight is full, the others keep a
+window of 256 tokens and a sink of 16. RedKnot reports 4.7 to 7.8 times as many sessions, and 4.3 to
+6.3 times fewer bytes sent (section 5.5).
 
 One H200 leaves what 90 % of its memory is beside the weights: of Qwen3-32B in bf16, of
 Llama-3.3-70B in eight bits, since sixteen would leave nothing.
@@ -92,6 +93,7 @@ def sessions(model: Model, arena: str, size: int, length: int) -> Row:
     beside = {
         "dense": dense.fit,
         "times": mapped.fit / dense.fit,
+        "bytes ÷": dense.session_bytes / mapped.session_bytes,
         "MB": mapped.session_bytes / 1e6,
         "dense MB": dense.session_bytes / 1e6,
         "arena GB": size / 1e9,
@@ -117,7 +119,7 @@ def payload(model: Model, length: int) -> Row:
         expect(right, f"{model.name} {what}: expected {dense} bytes dense, got {wanted}")
     size, dense = len(sent.to_bytes()), sent.sizes().dense
     beside = {
-        "times": dense / size,
+        "bytes ÷": dense / size,
         "MB": size / 1e6,
         "dense MB": dense / 1e6,
         "limit": LEAST_SAVING,

@@ -101,8 +101,8 @@ class PayloadHeader:
         pairs = self.layers * self.kv_heads
         named = self.head_groups
         _expect(len(named) == pairs, "head_groups", f"{pairs} groups of heads", len(named))
-        for group in named:
-            _expect_count("head_groups", group, 0, count - 1)
+        for index in named:
+            _expect_count("head_groups", index, 0, count - 1)
         _expect(len(set(named)) == count, "head_groups", "a head of every group", "one without")
         for group in self.groups:
             _check_group(group, self.tokens)

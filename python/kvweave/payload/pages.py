@@ -50,8 +50,8 @@ class Places:
         """Rows i64 [heads · 2 · n] of the pages: each head's keys, then its values."""
         width = pages.shape[2]
         table = np.stack((self.blocks, self.slots))
-        block, slot = torch.from_numpy(table).to(pages.device, torch.int64)
-        page = block + torch.arange(heads, device=pages.device)[:, None, None]
+        block, slot = torch.from_numpy(table).to(pages.device, torch.int64).unbind()
+        page: torch.Tensor = block + torch.arange(heads, device=pages.device)[:, None, None]
         kv = torch.arange(2, device=pages.device)[:, None]
         return (((page * 2 + kv) * width) + slot).view(-1)
 

@@ -26,6 +26,7 @@ from kvweave.payload.header import PayloadHeader, parsed
 TOKENS, LOGITS = "tokens", "logits"
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
+_BYTES: tuple[type, ...] = (bytes, bytearray, memoryview)
 _METADATA, _CHECKSUMS = "kvweave.payload", "crc32"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
@@ -100,12 +101,12 @@ class KvPayload:
         `CorruptPayload` for anything but what `to_bytes` made: other formats and schemas, missing,
         additional or spoiled bytes, and sizes that do not agree.
         """
-        if not isinstance(data, (bytes, bytearray, memoryview)):
+        if not isinstance(data, _BYTES):
             got = type(data).__name__
             raise InvalidArgument(f"payload: expected bytes, got {got}", expected="bytes", got=got)
         data = bytes(data)
         try:
-            stored = dict(deserialize(data))
+            stored = dict(deserialize(data))  # type: ignore[no-untyped-call]
         except SafetensorError as error:
             raise CorruptPayload(f"payload: expected a safetensors file, got {error}") from error
         header, checksums = _described(data)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.cache import KvCache, KvRequest
+from kvweave.cache import HeadGroup, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, NamespaceConflict
 from kvweave.ops import RopeTable
 from kvweave.payload.header import (
@@ -21,9 +19,6 @@ from kvweave.payload.header import (
 )
 from kvweave.payload.pages import Int32, Places, gather, scatter, turn
 from kvweave.payload.payload import LOGITS, TOKENS, TORCH_DTYPES, KvPayload
-
-if TYPE_CHECKING:
-    from kvweave.cache import HeadGroup
 
 
 def export_kv(
