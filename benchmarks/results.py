@@ -76,6 +76,22 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
         ),
     ),
+    *(
+        (
+            f"{what}, {model}, 32K, 97 % cached, one KV head in eight whole: redknot with a dense "
+            "feed-forward in 20 layers; in 3; weave",
+            "ttft_heads",
+            tuple(
+                (f"{model}, 32768 tokens: {policy}, map, materialise", column)
+                for policy in ("redknot, balanced", "redknot, speed", "weave")
+            ),
+        )
+        for model in ("Llama-3.1-8B", "Qwen3-32B")
+        for what, column in (
+            ("time to first token ÷ full", "÷ full"),
+            ("prefill FLOPs, full's ÷ theirs", "full's FLOPs ÷"),
+        )
+    ),
     (
         "transformers' own forward ÷ our full: Llama-3.1-8B; Qwen3-32B",
         "ttft_cuda",
