@@ -145,6 +145,23 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
         ),
     ),
     (
+        "sessions of 32K tokens in 80 GB, one KV head in eight full, ÷ dense: Qwen3-32B; "
+        "Llama-3.3-70B",
+        "head_memory",
+        (
+            ("Qwen3-32B, 32768 tokens, 80 GB", "times"),
+            ("Llama-3.3-70B, 32768 tokens, 80 GB", "times"),
+        ),
+    ),
+    (
+        "bytes sent from prefill to decode with that map, dense ÷ ours: 8K; 16K",
+        "head_memory",
+        (
+            ("Llama-3.3-70B, payload of 8192 tokens", "bytes ÷"),
+            ("Llama-3.3-70B, payload of 16384 tokens", "bytes ÷"),
+        ),
+    ),
+    (
         "block manager: allocate and free a block; look up 128K tokens from Python",
         "block_manager",
         (("allocate_and_free/4096", None), ("look up 128K tokens in Python, xxh3-128", None)),
