@@ -129,6 +129,14 @@ def test_presets_are_shapes(name: str) -> None:
     assert shape.context is not None
 
 
+def test_smaller_elements_let_more_sessions_in() -> None:
+    counts = {
+        dtype: count_sessions(shape_of("qwen3-8b", dtype), 4096, 16, 20 << 30).fit
+        for dtype in ("f32", "bf16", "fp8_e4m3")
+    }
+    assert counts == {"f32": 17, "bf16": 35, "fp8_e4m3": 71}
+
+
 def test_packaged_models_have_a_shape_under_their_own_names() -> None:
     assert ALIASES.keys() == PACKAGED.keys()
     assert shape_of("smollm2") == shape_of("SmolLM2-135M")

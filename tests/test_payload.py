@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
-from kvweave import CorruptPayload, InvalidArgument, KvCache, KvShape, NamespaceConflict, PoolFull
+from kvweave import (
+    CorruptPayload,
+    InvalidArgument,
+    KvCache,
+    KvShape,
+    NamespaceConflict,
+    PoolFull,
+    Unsupported,
+)
 from kvweave.payload import KvPayload, export_kv, import_kv
 from kvweave.payload.header import positions_of
 from kvweave.payload.pages import TURNED_AT_ONCE
@@ -596,5 +604,8 @@ def test_pages_must_be_the_caches_own(payload: KvPayload) -> None:
     with pytest.raises(InvalidArgument, match="released"):
         export_kv(cache, pages, request)
     bare = KvCache(SHAPE, blocks=32, memory=False)
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument, match="memory"):
         import_kv(bare, pages, payload)
+    small = KvCache(KvShape(L, G, D, P, "fp8_e4m3"), blocks=32)
+    with pytest.raises(Unsupported, match="got fp8_e4m3"):
+        import_kv(small, pages_of(small), payload)

@@ -41,7 +41,9 @@ def capacity(
     ] = None,
     memory: Annotated[str, typer.Option(help="Memory for KV, such as 24GiB or 80GB.")] = "24GiB",
     page_tokens: Annotated[int, typer.Option(min=8, max=64)] = 16,
-    dtype: Annotated[str | None, typer.Option(help="f32, bf16 or f16; default: model's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="f32, bf16, f16, fp8_e4m3; default: model's.")
+    ] = None,
     heads: Annotated[Path | None, typer.Option(help="A head class map (JSON).")] = None,
     chunk: Annotated[
         int, typer.Option(min=1, help="Tokens that a session with a map prefills at a time.")

@@ -17,7 +17,7 @@ from typing import Any
 from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 
-ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "fp8_e4m3": 1}
 ALIASES = {"smollm2": "smollm2-135m", "qwen-coder": "qwen2.5-0.5b"}
 """The packaged models, by the names that `kvweave.models` has for them."""
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave.cache import HeadGroup, KvCache, KvRequest
-from kvweave.errors import InvalidArgument, NamespaceConflict
+from kvweave.errors import InvalidArgument, NamespaceConflict, Unsupported
 from kvweave.ops import RopeTable
 from kvweave.payload.header import (
     GroupSpans,
@@ -38,8 +38,8 @@ def export_kv(
     the last token go along where they are given.
 
     # Errors
-    `InvalidArgument` for pages or logits that are not the cache's, keys to rotate without `rope`,
-    a window that has gone, or a released request.
+    `InvalidArgument` for pages that are not the cache's, keys to rotate without `rope`, or a
+    released request; `Unsupported` for an fp8 cache.
     """
     _expect_pages(cache, pages)
     length = request.length
@@ -97,7 +97,8 @@ def import_kv(
 
     # Errors
     `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another
-    namespace, `PoolFull` when it does not fit. After any error nothing is held.
+    namespace, `PoolFull` when it does not fit, `Unsupported` for an fp8 cache. After any error
+    nothing is held.
     """
     _expect_pages(cache, pages)
     _expect_alike(cache, payload.header, namespace)
@@ -169,7 +170,11 @@ def _head_groups(cache: KvCache) -> tuple[int, ...]:
 
 
 def _expect_pages(cache: KvCache, pages: torch.Tensor) -> None:
-    expected = (tuple(cache.arena.shape), TORCH_DTYPES.get(cache.shape.dtype))
+    if cache.shape.dtype not in TORCH_DTYPES:
+        # Numbers of an fp8 cache mean something beside their scales alone, which no cache knows.
+        kinds = ", ".join(TORCH_DTYPES)
+        raise Unsupported(f"payload dtype: expected one of {kinds}, got {cache.shape.dtype}")
+    expected = (tuple(cache.arena.shape), TORCH_DTYPES[cache.shape.dtype])
     got = (tuple(pages.shape), pages.dtype)
     if got != expected or not pages.is_contiguous():
         raise InvalidArgument(f"pages: expected the cache's own {expected}, got a tensor {got}")
