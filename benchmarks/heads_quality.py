@@ -88,7 +88,7 @@ class Bench:
         return Runner(
             self.model,
             self.tokenizer,
-            max_tokens=8192,
+            max_tokens=5120,
             heads=heads,
             progress=False,
             check=heads is None,
