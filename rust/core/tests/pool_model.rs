@@ -3,15 +3,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvweave_core::pool::{Pool, SharedBlocks, Store, WritableBlocks};
+use kvweave_core::pool::{BlockGroup, Pool, SharedBlocks, Store, Use, WritableBlocks};
 use kvweave_core::{BlockId, ErrorKind, GroupId};
 use proptest::prelude::*;
 
 const GROUP_PAGES: [u32; 3] = [3, 2, 1];
+/// Blocks that last, blocks that pass, and loose pages, which no index names.
+const USES: [Use; 3] = [Use::Lasting, Use::Passing, Use::Loose];
 
 #[derive(Clone, Debug)]
 enum Op {
-    Allocate(usize),
+    Allocate([usize; 3]),
     Share(usize),
     ShareHalf(usize),
     Claim(usize),
@@ -25,7 +27,7 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let which = 0usize..64;
     prop_oneof![
-        4 => (0usize..9).prop_map(Op::Allocate),
+        4 => [0usize..9, 0..9, 0..9].prop_map(Op::Allocate),
         2 => which.clone().prop_map(Op::Share),
         1 => which.clone().prop_map(Op::ShareHalf),
         1 => which.clone().prop_map(Op::Claim),
@@ -50,9 +52,9 @@ impl Model {
 
     fn apply(&mut self, store: &Arc<Store<()>>, op: &Op) {
         match *op {
-            Op::Allocate(rows) => match WritableBlocks::allocate(store, &[rows; 3]) {
+            Op::Allocate(needs) => match WritableBlocks::allocate(store, &needs) {
                 Ok(blocks) => {
-                    assert_eq!(blocks.blocks().len(), rows * GROUP_PAGES.len());
+                    assert_eq!(blocks.blocks().len(), needs.iter().sum::<usize>());
                     self.writable.push(blocks);
                 }
                 Err(error) => assert!(
@@ -91,7 +93,12 @@ impl Model {
             }
             Op::Index(i) => {
                 if let Some(blocks) = Self::take(&mut self.shared, i) {
-                    store.lock().pool.mark_indexed(blocks.blocks());
+                    let mut stored = store.lock();
+                    let named = |block: &&BlockId| block.index() < stored.pool.capacity();
+                    let named: Vec<BlockId> =
+                        blocks.blocks().iter().filter(named).copied().collect();
+                    stored.pool.mark_indexed(&named);
+                    drop(stored);
                     self.shared.push(blocks);
                 }
             }
@@ -113,6 +120,7 @@ impl Model {
         let stored = store.lock();
         stored.pool.check().unwrap();
         let mut pages = HashMap::new();
+        assert!(stored.pool.counts(GroupId(2)).cached == 0, "a loose page is never cached");
         let held: usize = (0..3).map(|group| stored.pool.counts(GroupId(group)).held).sum();
         assert_eq!(held, holders.len());
         for (&block, &(references, owners)) in &holders {
@@ -120,15 +128,19 @@ impl Model {
             assert_eq!(stored.pool.owners(block), owners);
         }
         for &block in holders.keys() {
-            let page = stored.pool.page(block);
-            assert!(page >= 3, "a block lies in the null block");
-            assert_eq!(pages.insert(page, block), None, "two blocks on one page");
+            let first = stored.pool.page(block);
+            assert!(first >= 3, "a block lies in the null block");
+            for page in first..first + GROUP_PAGES[stored.pool.group(block).index()] as i32 {
+                assert_eq!(pages.insert(page, block), None, "two blocks on one page");
+            }
         }
     }
 }
 
 fn run(ops: &[Op], pages: u64, slab: Option<u32>) {
-    let pool = Pool::new(pages, slab, &GROUP_PAGES).unwrap();
+    let group = |(pages, kind)| BlockGroup { pages, kind };
+    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(USES).map(group).collect();
+    let pool = Pool::of_groups(pages, slab, &groups).unwrap();
     let store = Arc::new(Store::new(pool, ()));
     let mut model = Model::default();
     for op in ops {
@@ -186,6 +198,60 @@ fn slabs_cached_by_some_groups_serve_another() {
     store.lock().pool.check().unwrap();
     drop((rows, more));
     store.lock().pool.check().unwrap();
+}
+
+/// The whole of an arena can go from one use to another as soon as it is free.
+#[test]
+fn freed_blocks_serve_every_group_at_once() {
+    let group = |(pages, kind)| BlockGroup { pages, kind };
+    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(USES).map(group).collect();
+    let store = Arc::new(Store::new(Pool::of_groups(3 + 60, Some(6), &groups).unwrap(), ()));
+    for needs in [[20, 0, 0], [0, 30, 0], [0, 0, 60], [10, 0, 30], [0, 15, 30], [20, 0, 0]] {
+        let all = WritableBlocks::allocate(&store, &needs).unwrap();
+        let more = WritableBlocks::allocate(&store, &[0, 0, 1]).err().unwrap();
+        assert_eq!(more.kind(), ErrorKind::PoolFull { needed: 1, free: 0 });
+        drop(all);
+        store.lock().pool.check().unwrap();
+    }
+}
+
+/// Blocks come from the slabs in which most is held, so that the others stay empty.
+#[test]
+fn the_fullest_slab_gives() {
+    let store = Arc::new(Store::new(Pool::new(1 + 40, Some(8), &[1, 1]).unwrap(), ()));
+    let mut all = WritableBlocks::allocate(&store, &[0, 40]).unwrap();
+    let first = all.blocks()[19];
+    let mut kept = vec![all.share_some(&[first])];
+    drop(all);
+    for _ in 0..7 {
+        kept.push(WritableBlocks::allocate(&store, &[0, 1]).unwrap().share());
+    }
+    assert_eq!(WritableBlocks::allocate(&store, &[32, 0]).unwrap().blocks().len(), 32);
+    store.lock().pool.check().unwrap();
+}
+
+/// Where most is soon given up, what is cached there makes room before another slab does.
+#[test]
+fn what_lasts_lies_in_few_slabs() {
+    let groups = [(1, Use::Lasting), (1, Use::Passing)];
+    let groups = groups.map(|(pages, kind)| BlockGroup { pages, kind });
+    let store = Arc::new(Store::new(Pool::of_groups(1 + 160, Some(8), &groups).unwrap(), ()));
+    // While half of the arena is unclaimed, what is cached stays, wherever it lies.
+    let half = WritableBlocks::allocate(&store, &[80, 0]).unwrap();
+    let mut kept = Vec::new();
+    for round in 0..10 {
+        // Of 30 blocks, two stay; half of the rounds leave the others cached.
+        let mut passing = WritableBlocks::allocate(&store, &[0, 30]).unwrap();
+        if round % 2 == 0 {
+            store.lock().pool.mark_indexed(passing.blocks());
+        }
+        let ends = [passing.blocks()[0], passing.blocks()[29]];
+        kept.push(passing.share_some(&ends));
+    }
+    // Never were more than 50 blocks held at once: they lie in the seven slabs that these take.
+    let rest = WritableBlocks::allocate(&store, &[24, 0]).unwrap();
+    store.lock().pool.check().unwrap();
+    drop((half, rest, kept));
 }
 
 #[test]

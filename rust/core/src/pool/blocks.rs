@@ -210,6 +210,12 @@ impl Pool {
         self.pages[block.index()]
     }
 
+    /// The group that a block belongs to.
+    #[must_use]
+    pub fn group(&self, block: BlockId) -> GroupId {
+        self.blocks[block.index()].group
+    }
+
     /// The state of a block.
     #[must_use]
     pub fn state(&self, block: BlockId) -> BlockState {
