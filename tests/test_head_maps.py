@@ -1,11 +1,14 @@
-"""Head maps around a profile: DuoAttention's patterns, pictures, the command line."""
+"""Head maps around a profile: shares, bounds, DuoAttention's patterns, pictures, commands."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -14,8 +17,98 @@ from kvweave.cache import HeadClassMap
 from kvweave.cli import app
 from kvweave.drawing import draw_heads, head_figure, save_heads
 from kvweave.errors import CorruptHeadMap, InvalidArgument
-from kvweave.profile import DuoPattern, HeadProfile, LengthScores
+from kvweave.profile import DuoPattern, Effect, HeadProfile, LengthScores, smallest_share
+from kvweave.profile.scores import agreement, rank_correlation, top
 from kvweave.runner.model_spec import describe
+
+# ---- shares and bounds -----------------------------------------------------------------------
+
+
+def scores_of(length: int, **given: Any) -> LengthScores:
+    zeros = np.zeros((2, 4))
+    names = ("edge", "retrieval", "key_shift", "value_shift", "overlap")
+    return LengthScores(length, **{name: np.asarray(given.get(name, zeros)) for name in names})
+
+
+def test_heads_are_stable_only_where_every_length_says_so() -> None:
+    rising = np.arange(8.0).reshape(2, 4)
+    profile = HeadProfile(
+        "m", 1, 2, (scores_of(10, overlap=rising), scores_of(20, overlap=rising[::-1]))
+    )
+    unstable = {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {tuple(at) for at in np.argwhere(~profile.stable()).tolist()} == unstable
+
+
+def test_agreement_and_correlation_by_hand() -> None:
+    one = np.array([[3.0, 1.0], [2.0, 4.0]])
+    assert rank_correlation(one, 10 * one) == pytest.approx(1.0)
+    assert rank_correlation(one, -one) == pytest.approx(-1.0)
+    # Ranks 2, 0, 1, 3 against 1.5, 1.5, 0, 3: covariance 1.125 over √1.25 · √1.125.
+    tied = np.array([[5.0, 5.0], [0.0, 9.0]])
+    assert rank_correlation(one, tied) == pytest.approx(0.63246, abs=1e-5)
+    assert np.isnan(rank_correlation(one, np.zeros((2, 2))))
+    classes = [np.array([True, False, True, False]), np.array([True, True, True, False])]
+    assert agreement(classes) == 0.75
+    assert top(tied, 2).tolist() == [[True, False], [False, True]]
+
+
+def test_every_share_gives_a_valid_map() -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10, retrieval=np.arange(8.0).reshape(2, 4)),))
+    for share in (0.0, 0.3, 0.5, 1.0):
+        plain = json.loads(profile.map(share=share).to_json())
+        kept = [entry for entry in plain["heads"] if entry["reach"] == "global"]
+        assert len(kept) == round(8 * share)
+        assert all(entry["head"] + 4 * entry["layer"] >= 8 - len(kept) for entry in kept)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InvalidArgument, match="share: expected 0..1"):
+            profile.map(share=share)
+    for wrong in ({}, {"share": 0.5, "count": 2}, {"count": 9}, {"count": -1}):
+        with pytest.raises(InvalidArgument, match="expected"):
+            profile.map(**wrong)
+    with pytest.raises(InvalidArgument, match="recent >= 1, got 1 and 0"):
+        profile.map(share=0.5, recent=0)
+
+
+def meter_of(kl: list[float], answers: float | None = None) -> Any:
+    """A meter whose KL depends on the number of global heads alone.
+
+    With `answers` the KL is that of hidden numbers, and text has so much of it.
+    """
+    asked: list[int] = []
+
+    def measure(heads: HeadClassMap) -> Effect:
+        entries = json.loads(heads.to_json())["heads"]
+        asked.append(sum(entry["reach"] == "global" for entry in entries))
+        worst = kl[asked[-1]]
+        return Effect(worst, None) if answers is None else Effect(answers * worst, worst)
+
+    return SimpleNamespace(texts=(), measure=measure, asked=asked)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0.0, 5.0), min_size=8, max_size=8).map(lambda k: [*sorted(k)[::-1], 0.0]),
+    st.floats(1e-3, 6.0),
+    st.sampled_from([None, 0.5, 0.0]),
+)
+def test_bisection_finds_the_smallest_share(
+    kl: list[float], bound: float, answers: float | None
+) -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10, retrieval=np.arange(8.0).reshape(2, 4)),))
+    meter = meter_of(kl, answers)
+    found = smallest_share(profile, meter, bound)
+    assert found.count == next(count for count in range(9) if kl[count] <= bound)
+    assert found.effect.worst == kl[found.count]
+    assert [count for count, _ in found.tried] == sorted(meter.asked)
+    assert len(meter.asked) <= 4
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_bounds_must_be_positive(bound: float) -> None:
+    profile = HeadProfile("m", 1, 2, (scores_of(10),))
+    with pytest.raises(InvalidArgument, match="kl: expected a bound > 0"):
+        smallest_share(profile, meter_of([0.0] * 9), bound)
+
 
 # ---- DuoAttention's patterns -----------------------------------------------------------------
 
@@ -122,9 +215,8 @@ def test_figure_frames_what_reads_everything(tmp_path: Path) -> None:
         frames = [p for p in axes.patches if isinstance(p, Rectangle)]
         places = {(frame.get_x() + 0.5, frame.get_y() + 0.5) for frame in frames}
         assert places == {(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)}
-    for suffix in (".svg", ".png"):
-        save_heads(tmp_path / f"heads{suffix}", example_map())
-        assert (tmp_path / f"heads{suffix}").stat().st_size > 2000
+    save_heads(tmp_path / "heads.svg", example_map())
+    assert (tmp_path / "heads.svg").stat().st_size > 2000
     with pytest.raises(InvalidArgument, match=".png, .svg, .pdf"):
         save_heads(tmp_path / "heads.gif", example_map())
 
