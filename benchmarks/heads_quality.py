@@ -149,8 +149,14 @@ def rows_of(job: Job, model: str, found: list[Measurement]) -> list[Row]:
     for name in dict.fromkeys(m.policy for m in found):
         mine = [m for m in found if m.policy == name]
         kl = bootstrap([np.mean(m.kl) for m in mine])
-        beside: dict[str, object] = {
-            "95 %": [kl.low, kl.high],
+        beside: dict[str, object] = {"95 %": [kl.low, kl.high]}
+        same = [m for m in found if m.policy == f"full @ {name.partition(' @ ')[2]}"]
+        if same and mine != same:
+            apart = bootstrap(
+                np.subtract(*([np.mean(m.kl) for m in some] for some in (mine, same)))
+            )
+            beside["KL − full's under the map, 95 %"] = [apart.low, apart.high]
+        beside |= {
             "1st": float(np.mean([m.first_token for m in mine])),
             "top-10": float(np.mean([m.top10 for m in mine])),
             "top-1": float(np.mean([m.top1 for m in mine])),

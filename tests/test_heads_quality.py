@@ -52,7 +52,7 @@ def measured(sample, policy, kl, role="policy", answer=""):
 
 
 def found(answer=""):
-    kls = {"naive": 0.1, "redknot @ 25 %": 0.04, "redknot @ 100 %": 0.0}
+    kls = {"naive": 0.1, "full @ 25 %": 0.03, "redknot @ 25 %": 0.04, "redknot @ 100 %": 0.0}
     for sample in range(6):
         yield replace(measured(sample, "full", 0.0, "full", answer), flops=100)
         for policy, kl in kls.items():
@@ -62,12 +62,15 @@ def found(answer=""):
 def test_rows_say_how_sure_they_are():
     job = bench.JOBS[0]
     rows = {row.name.split(": ")[1]: row for row in bench.rows_of(job, "m", list(found()))}
-    assert list(rows) == ["full", "naive", "redknot @ 25 %", "redknot @ 100 %"]
+    assert list(rows) == ["full", "naive", "full @ 25 %", "redknot @ 25 %", "redknot @ 100 %"]
     row = rows["redknot @ 25 %"]
     assert row.value == pytest.approx(2 * 0.04 * 1.25)
     low, high = row.of["95 %"]
     assert low < row.value < high
     assert (row.of["FLOPs ÷ full"], row.of["n"], row.of["top-10"]) == (0.5, 6, pytest.approx(0.8))
+    low, high = row.of["KL − full's under the map, 95 %"]
+    assert low < 2 * 0.01 * 1.25 < high
+    assert [name for name, row in rows.items() if len(row.of) == 8] == ["redknot @ 25 %"]
     assert "recall" not in row.of
     answered = bench.rows_of(job, "m", list(found("42")))
     assert all(row.of["recall"] == 0.5 for row in answered)
