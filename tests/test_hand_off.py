@@ -38,7 +38,7 @@ def nothing_held(runner: Runner) -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-dynamic", "qwen2-sliding", "qwen3"])
 def test_decoding_goes_on_elsewhere(family: str, local: int) -> None:
     model = tiny(family)
-    here, there = (runner_of(model, local) for _ in range(2))
+    here, there = (runner_of(model, local, chunk_tokens=chunk) for chunk in (32, None))
     prompt = random_tokens(100, 1)
     alone = here.generate(prompt, "full", max_new_tokens=40, stop=(), remember=False)
     with here.prefill(prompt, "full", remember=False) as done:
