@@ -6,9 +6,10 @@
 // While the tensor cores multiply the values of one tile, the threads make weights of the next
 // tile's scores (the order of FlashAttention-3), so both are busy.
 //
-// A copy takes 16 tokens with all columns, large enough for the copy engine to keep up, and lays
-// them as groups of 8 tokens, each group's blocks of 64 columns side by side: so groups are evenly
-// spaced however pages lie, and one product takes all 128 keys.
+// A copy should be large, or the copy engine falls behind. Of a page of 64 tokens or more it takes
+// 64 columns, and those of all pages lie one after the other. Of a smaller page it takes 16 tokens
+// with all columns, as groups of 8 tokens, each group's blocks of 64 columns side by side. Either
+// way groups are evenly spaced however pages lie, and one product takes all 128 keys.
 //
 // Needs pages of 16, 32, 64 or 128 tokens, D 64 or 128, a positive scale and no soft cap;
 // rust/cuda/src/attend.rs asks for attend_prefill.cu otherwise.
@@ -36,10 +37,21 @@ constexpr int kFetchRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
 constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
 
+// Where the tokens of a tile lie: `kTall` copies take a page's with 64 columns.
+template <int D, bool kTall>
+struct Layout {
+  static constexpr int kGroupBytes = kTall ? 1024 : 8 * D * 2;  // from 8 tokens to the next
+  static constexpr int kBlockBytes = kTall ? kKeys * 128 : 1024;  // from 64 columns to the next
+
+  // Of the first byte of 8 tokens' 64 columns.
+  static __device__ __forceinline__ int offset(int group, int block) {
+    return group * kGroupBytes + block * kBlockBytes;
+  }
+};
+
 template <typename T, int D>
 struct Shared {
-  static constexpr int kGroupBytes = 8 * D * 2;  // of 8 tokens
-  static constexpr int kTileBytes = kKeys / 8 * kGroupBytes;
+  static constexpr int kTileBytes = kKeys * D * 2;
   alignas(1024) unsigned char queries[kGroups][D / 64][64 * 128];
   alignas(1024) unsigned char stages[kStages][kTileBytes];
   KeyTile<kKeys> tiles[kTiles];
@@ -67,38 +79,41 @@ __device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 
 __device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }
 
 // The one warp that fetches.
-template <typename T, int D>
+template <bool kTall, typename T, int D>
 __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T, D>& sh,
                                       const RowTile& rows, const Reach& reach) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32;
-  const int chunks = static_cast<int>(p.kv.page_tokens) / kChunk;  // of a page
-  const int group = lane % chunks * (kChunk / 8);
+  const int page_tokens = static_cast<int>(p.kv.page_tokens);
+  const int boxes = kTall ? D / 64 : page_tokens / kChunk;  // of a page
+  const int bytes = page_tokens * D * 2 / boxes;            // of a box
+  const int group = kTall ? 0 : lane % boxes * (kChunk / 8);
+  const int block = kTall ? lane % boxes : 0;
+  const int to = Layout<D, kTall>::offset(lane / boxes * (page_tokens / 8) + group, block);
   const int further = static_cast<int>(p.kv.value_offset / params.page_unit);
   const auto copy_tile = [&](const Turn& turn, int count, int page) {
-    constexpr int kBytes = kChunk * D * 2;
     barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
     // Every lane, since each wrote a part of the tile's description.
     if (lane == 0) {
-      barrier_arrive_expecting(sh.full[turn.stage], count * kBytes);
+      barrier_arrive_expecting(sh.full[turn.stage], count * bytes);
     } else {
       barrier_arrive(sh.full[turn.stage]);
     }
     __syncwarp();
     if (lane < count) {
-      copy_box(shared_address(sh.stages[turn.stage]) + lane * kBytes, &params.pages, group, page,
-               sh.full[turn.stage]);
+      copy_box(shared_address(sh.stages[turn.stage]) + to, &params.pages, group, page,
+               sh.full[turn.stage], block);
     }
   };
   KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
-  int count = -1, page = 0;  // of the tile before: chunks, and this lane's page
+  int count = -1, page = 0;  // of the tile before: boxes, and this lane's page
   for (uint32_t t = 0; count != 0; ++t) {
     KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     walk.write(tile);
     __syncwarp();
-    const int next_count = tile.pages * chunks;
+    const int next_count = tile.pages * boxes;
     const int next_page =
-        lane < next_count ? static_cast<int>(tile.offsets[lane / chunks] / params.page_unit) : 0;
+        lane < next_count ? static_cast<int>(tile.offsets[lane / boxes] / params.page_unit) : 0;
     copy_tile(turn_of_keys(t), next_count, next_page);
     if (t > 0) copy_tile(turn_of_values(t - 1), count, page + further);
     count = next_count;
@@ -132,7 +147,7 @@ __device__ __noinline__ uint4 turned_chunk(const T* query, int from, const float
 }
 
 // A warpgroup that multiplies.
-template <typename T, int D>
+template <typename T, int D, bool kTall>
 class Multiply {
  public:
   __device__ __forceinline__ Multiply(const AttendParams& params, Shared<T, D>& shared,
@@ -212,7 +227,7 @@ class Multiply {
   }
 
  private:
-  static constexpr int kGroupBytes = Shared<T, D>::kGroupBytes;
+  using Tile = Layout<D, kTall>;
   const AttendParams& p;
   Shared<T, D>& sh;
   const RowTile& rows;
@@ -286,8 +301,8 @@ class Multiply {
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
       const uint32_t a = shared_address(sh.queries[me][k / 4]) + k % 4 * 32;
-      const uint32_t b = keys + k / 4 * 1024 + k % 4 * 32;
-      Products<T>::keys(s, tile_of(a, 1024, 16), tile_of(b, kGroupBytes, 16), k > 0);
+      const uint32_t b = keys + Tile::offset(0, k / 4) + k % 4 * 32;
+      Products<T>::keys(s, tile_of(a, 1024, 16), tile_of(b, Tile::kGroupBytes, 16), k > 0);
     }
   }
 
@@ -297,7 +312,8 @@ class Multiply {
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       Products<T>::values(out, weights[k],
-                          tile_of(values + 2 * k * kGroupBytes, kGroupBytes, 1024));
+                          tile_of(values + Tile::offset(2 * k, 0), Tile::kGroupBytes,
+                                  Tile::kBlockBytes));
     }
   }
 
@@ -312,7 +328,7 @@ class Multiply {
     for (int i = threadIdx.x - 128; i < kKeys * (D / 8); i += 128 * kGroups) {
       const int key = i / (D / 8), column = i % (D / 8);
       if (tile.positions[key] == kNoKey) {
-        unsigned char* row = values + key / 8 * kGroupBytes + column / 8 * 1024 + key % 8 * 128;
+        unsigned char* row = values + Tile::offset(key / 8, column / 8) + key % 8 * 128;
         reinterpret_cast<uint4*>(row)[column % 8] = {0, 0, 0, 0};
       }
     }
@@ -400,7 +416,7 @@ class Multiply {
   }
 };
 
-template <typename T, int D>
+template <bool kTall, typename T, int D>
 __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, Shared<T, D>& sh) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -426,10 +442,10 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
   __syncthreads();
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
-    if (warp == 0) fetch(params, sh, rows, reach);
+    if (warp == 0) fetch<kTall>(params, sh, rows, reach);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
-    Multiply<T, D>(p, sh, rows, reach).run();
+    Multiply<T, D, kTall>(p, sh, rows, reach).run();
   }
 }
 
@@ -437,16 +453,19 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
 
 // Names and bytes of shared memory as rust/cuda/src/attend.rs has them. A kernel without variables
 // of its own in shared memory gets it from a multiple of 1024 on, as the swizzle needs.
-#define KERNEL(DTYPE, TYPE, D, BYTES)                                                          \
+#define KERNEL(DTYPE, TYPE, D, BYTES, NAME, TALL)                                              \
   extern "C" __global__ void __launch_bounds__(kThreads, 1)                                    \
-      attend_prefill_sm90_##DTYPE##_##D(const __grid_constant__ TiledAttendParams params) {    \
+      attend_prefill_sm90_##DTYPE##_##D##NAME(                                                  \
+          const __grid_constant__ TiledAttendParams params) {                                  \
     static_assert(used<TYPE, D>() == BYTES, "as attend.rs has");                                \
     extern __shared__ __align__(1024) unsigned char shared[];                                  \
-    attend_prefill(params, *reinterpret_cast<Shared<TYPE, D>*>(shared));                       \
+    attend_prefill<TALL>(params, *reinterpret_cast<Shared<TYPE, D>*>(shared));                 \
   }
-#define KERNELS(D, BYTES)               \
-  KERNEL(bf16, __nv_bfloat16, D, BYTES) \
-  KERNEL(f16, __half, D, BYTES)
+#define KERNELS(D, BYTES)                            \
+  KERNEL(bf16, __nv_bfloat16, D, BYTES, , false)     \
+  KERNEL(bf16, __nv_bfloat16, D, BYTES, _tall, true) \
+  KERNEL(f16, __half, D, BYTES, , false)             \
+  KERNEL(f16, __half, D, BYTES, _tall, true)
 
 KERNELS(64, 104152)
 KERNELS(128, 202968)

@@ -66,14 +66,14 @@ __device__ __forceinline__ void barrier_pass(int id, int threads) {
 
 // ---- copies -------------------------------------------------------------------------------
 
-// Starts the copy of a box of a tensor of five axes: from the given place on the last two axes, and
-// all of the others.
+// Starts the copy of a box of a tensor of five axes: from the given place on the last axes, and
+// from the start of the others.
 __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int fourth, int fifth,
-                                         uint64_t& barrier) {
+                                         uint64_t& barrier, int third = 0) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(to),
-      "l"(map), "r"(0), "r"(fourth), "r"(fifth), "r"(shared_address(&barrier))
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(0), "r"(third), "r"(fourth), "r"(fifth), "r"(shared_address(&barrier))
       : "memory");
 }
 

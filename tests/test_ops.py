@@ -60,6 +60,30 @@ def test_attention_is_torchs(generator, version, dtype, head_dim) -> None:
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+def test_pages_of_every_size(generator, version, head_dim, page_tokens) -> None:
+    """Copies on a GPU are cut by it: two tiles of keys, the last page not full."""
+    tokens = 200
+    case = paged(
+        generator,
+        tokens,
+        layers=1,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        dtype=torch.bfloat16,
+    )
+    rows = positions_of(tokens)[:24]
+    q = torch.randn(len(rows), 6, head_dim, generator=generator).bfloat16()
+    for window in (None, 90):
+        chosen = settings_of(case, window=window)
+        out, _ = version.attend_prefill(q, rows, case.entries, case.pages, 0, **chosen)
+        mask = causal_mask(torch.from_numpy(rows), tokens, window)
+        wanted, _, _ = dense_attention(q, case.k[0], case.v[0], mask, chosen["scale"])
+        near(out, wanted, torch.bfloat16)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 70),

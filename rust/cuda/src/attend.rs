@@ -2,7 +2,7 @@
 
 use kvweave_core::KvDtype;
 
-use crate::attend_plan::Plan;
+use crate::attend_plan::{Plan, is_tall};
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
@@ -96,7 +96,7 @@ impl CudaBackend {
         unsafe {
             match plan {
                 Plan::Decode { kernel, grid, hopper, requests } => {
-                    let pages = if hopper { Some(pages_of(call)?) } else { None };
+                    let pages = if hopper { Some(pages_of(call, false)?) } else { None };
                     self.decode(call, &params, (&kernel, grid), pages, requests)
                 }
                 Plan::Prefill { kernel, grid, hopper } => {
@@ -176,7 +176,7 @@ impl CudaBackend {
         // SAFETY: the caller's promise.
         unsafe {
             if hopper {
-                let (pages, page_unit) = pages_of(call)?;
+                let (pages, page_unit) = pages_of(call, is_tall(&call.kv.geometry))?;
                 let params = TiledAttendParams { pages, attend: params, page_unit };
                 self.start("attend_prefill_sm90", kernel, grid, call.stream, &params)?;
             } else {
@@ -193,8 +193,9 @@ impl CudaBackend {
 
 /// The cache as the copy engine sees it, [page, 8-token group, block of columns, 8, columns] with
 /// up to 128 bytes of columns, and the elements between its pages: whatever divides all distances
-/// between pages' keys and values.
-fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
+/// between pages' keys and values. A copy takes all columns of 16 tokens, or a `tall` one a block
+/// of columns of all tokens.
+fn pages_of(call: &AttendLaunch<'_>, tall: bool) -> Result<(TensorMap, i64), CudaError> {
     let geometry = &call.kv.geometry;
     let unit = [geometry.head_stride, geometry.value_offset]
         .into_iter()
@@ -206,6 +207,7 @@ fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
     let (groups, blocks) = (geometry.page_tokens / 8, geometry.head_dim / columns);
     let narrow_of = |count: usize| narrow("head_dim", count);
     let token_bytes = number(geometry.token_stride) * bytes;
+    let copied = if tall { (1, groups) } else { (blocks, 2) };
     let map = TensorMap::tiled(&Tiled {
         address: call.kv.cache.address,
         dtype: call.kv.dtype,
@@ -222,7 +224,7 @@ fn pages_of(call: &AttendLaunch<'_>) -> Result<(TensorMap, i64), CudaError> {
             8 * token_bytes,
             number(unit) * bytes,
         ],
-        copied: &[narrow_of(columns)?, 8, narrow_of(blocks)?, 2, 1],
+        copied: &[narrow_of(columns)?, 8, narrow_of(copied.0)?, narrow_of(copied.1)?, 1],
     })?;
     Ok((map, long("page", unit)?))
 }

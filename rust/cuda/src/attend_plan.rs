@@ -2,6 +2,7 @@
 //! shapes of a call and what the device is.
 
 use kvweave_core::KvDtype;
+use kvweave_core::ops::PageGeometry;
 
 use crate::attend::AttendLaunch;
 use crate::error::CudaError;
@@ -23,6 +24,9 @@ const PLAIN_WARPS: usize = 4;
 const WARP: u32 = 32;
 /// Tokens that a bulk copy takes at once.
 const BULK_TOKENS: usize = 16;
+/// Tokens of a page from which on Hopper's prefill copies all of them with 64 columns at once; of
+/// smaller pages it copies 16 tokens with all columns.
+const TALL_TOKENS: usize = 64;
 /// Bytes between the addresses that tensor-core kernels copy from.
 const ALIGNMENT: usize = 16;
 
@@ -189,6 +193,11 @@ fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     (requests > 0).then_some(Plan::Decode { kernel, grid, hopper: bulk.is_some(), requests })
 }
 
+/// Whether Hopper's prefill copies a page's tokens at once.
+pub(crate) fn is_tall(geometry: &PageGeometry) -> bool {
+    geometry.page_tokens >= TALL_TOKENS
+}
+
 fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     let geometry = &call.kv.geometry;
     let tile = find(&HOPPER_PREFILL, geometry.head_dim, device)?;
@@ -200,6 +209,7 @@ fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan>
     let grid = prefill_grid(call, device, tile, HOPPER_PAIRS)?;
     let names = names_of(call.dtype, call.kv.dtype);
     let kernel = format!("attend_prefill_sm90_{names}_{}", geometry.head_dim);
+    let kernel = if is_tall(geometry) { kernel + "_tall" } else { kernel };
     Some(Plan::Prefill { kernel, grid, hopper: true })
 }
 
