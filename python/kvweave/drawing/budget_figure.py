@@ -40,7 +40,7 @@ def save_budget(
     figure = new_figure(9.0, 5.0)
     figure.text(0.02, 0.975, title, va="top", size=13, weight="bold", color=INK)
     figure.text(0.02, 0.915, under, va="top", size=8.5, color=MUTED)
-    axes = figure.add_axes((0.085, 0.11, 0.66, 0.74))
+    axes = figure.add_axes((0.11, 0.11, 0.56, 0.74))
     shares = sorted({point.share for points in curves.values() for point in points})
     for colour, (name, points) in zip(TYPE_COLOURS, curves.items(), strict=False):
         at = [100 * point.share for point in points]
@@ -64,7 +64,7 @@ def save_budget(
     axes.set_xticks([100 * share for share in shares], [f"{100 * share:g}" for share in shares])
     axes.set_xlabel("KV heads that are kept whole, % (the others: sink and window)", size=9)
     axes.set_ylabel("mean KL to full without a map, nats a token", size=9)
-    axes.tick_params(colors=MUTED, labelsize=8)
+    axes.tick_params(which="both", colors=MUTED, labelsize=8)
     axes.grid(color="#e5e5e5", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("right", "top"):
@@ -72,7 +72,7 @@ def save_budget(
     figure.legend(
         *axes.get_legend_handles_labels(),
         loc="upper left",
-        bbox_to_anchor=(0.8, 0.87),
+        bbox_to_anchor=(0.745, 0.87),
         frameon=False,
         fontsize=8.5,
     )
