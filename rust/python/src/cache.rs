@@ -88,25 +88,7 @@ impl KvCache {
         };
         let (hash, frozen_share, watermark) = raised(py, settings())?;
         let arena_pages = match external {
-            Some(tensor) => {
-                let tensor = borrow("external", tensor)?.tensor;
-                let (page_tokens, head_dim) = (geometry.page_tokens(), geometry.head_dim());
-                let wanted = [
-                    ("pages", None),
-                    ("2", Some(2)),
-                    ("P", Some(page_tokens as usize)),
-                    ("D", Some(head_dim as usize)),
-                ];
-                let checks = || {
-                    tensor.expect_dtype("external", DType::from(geometry.dtype()))?;
-                    tensor.expect_shape("external", &wanted)?;
-                    tensor.expect_contiguous("external")?;
-                    tensor.expect_writable("external")?;
-                    tensor.expect_aligned("external", 16)
-                };
-                raised(py, checks())?;
-                tensor.shape()[0] as u64
-            }
+            Some(tensor) => external_pages(py, &geometry, tensor)?,
             None => raised(py, pages(&geometry, arena_bytes, blocks))?,
         };
         let heads = raised(py, head_map(heads, &geometry, fingerprint))?;
@@ -275,6 +257,26 @@ impl KvCache {
         let held: usize = stats.groups.iter().map(|group| group.held).sum();
         Ok(format!("KvCache({} pages, {held} blocks held)", stats.arena_pages))
     }
+}
+
+/// Pages of a tensor that is given as the arena: [pages, 2, P, D].
+fn external_pages(
+    py: Python<'_>,
+    shape: &core::KvShape,
+    tensor: &Bound<'_, PyAny>,
+) -> PyResult<u64> {
+    let tensor = borrow("external", tensor)?.tensor;
+    let (page_tokens, head_dim) = (shape.page_tokens() as usize, shape.head_dim() as usize);
+    let wanted = [("pages", None), ("2", Some(2)), ("P", Some(page_tokens)), ("D", Some(head_dim))];
+    let checks = || {
+        tensor.expect_dtype("external", DType::from(shape.dtype()))?;
+        tensor.expect_shape("external", &wanted)?;
+        tensor.expect_contiguous("external")?;
+        tensor.expect_writable("external")?;
+        tensor.expect_aligned("external", 16)
+    };
+    raised(py, checks())?;
+    Ok(tensor.shape()[0] as u64)
 }
 
 /// Pages of an arena given in bytes or in blocks, exactly one of them.

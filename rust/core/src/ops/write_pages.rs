@@ -64,7 +64,8 @@ impl<'a, T, C: Element> WritePages<'a, T, C> {
 }
 
 /// Proves that new keys and values have the shape that the geometry and so many slots, in the
-/// tables of a reach, want, and that the reach fits. Of their elements, only the number is looked at.
+/// tables of a reach, want, and that the reach fits. Of their elements, only the number is looked
+/// at.
 ///
 /// # Errors
 /// An [`OpError`] that names the argument.
