@@ -316,7 +316,7 @@ BAD_ATTENTION: list[tuple[str, Callable[[Paged], object], str]] = [
     ("entries", lambda c: with_entry(c, 3, 3), "entry position: expected at least"),
     ("cache", lambda c: c.pages[:, :, :, ::2], "cache: expected C-contiguous strides"),
     ("cache", lambda c: c.pages[0], r"cache: expected shape \[pages, 2=2, P, D\], got"),
-    ("cache", lambda c: c.pages.int(), "cache: expected float32, bfloat16 or float16, got int32"),
+    ("cache", lambda c: c.pages.int(), "cache: expected .* or float8_e4m3fn, got int32"),
     ("cache", lambda c: c.pages.flatten()[:-1], "cache: expected shape"),
     ("layer", lambda c: 2, "layer: expected a layer below 2, got 2"),
     ("layer", lambda c: -1, "layer: expected at least 0, got -1"),
