@@ -152,7 +152,7 @@ def test_any_producer_is_read(generator, dtype, legacy) -> None:
     k, v = torch.randn(2, 8, 2, 64, generator=generator).to(dtype)
     slots = torch.from_numpy(case.request.slots(np.arange(8, dtype=np.int32)))
     wrap = [Wrapped(x, legacy) for x in (k, v, slots)]
-    kvweave._native.write_pages(case.pages, 0, *wrap, None, None, False)
+    kvweave._native.write_pages(case.pages, 0, *wrap, None, None, None, False)
     page, slot = slots.long().T
     assert torch.equal(case.pages[page, 0, slot], k[:, 0])
     assert torch.equal(case.pages[page + 1, 1, slot], v[:, 1])
@@ -203,7 +203,7 @@ def test_borrowed_memory_lives_through_the_call(generator) -> None:
     assert torch.equal(out, wanted)
     slots = torch.from_numpy(case.request.slots(rows))
     given = [Lender(x) for x in (case.k[0], case.v[0], slots)]
-    kvweave._native.write_pages(Lender(case.pages), 0, *given, None, None, False)
+    kvweave._native.write_pages(Lender(case.pages), 0, *given, None, None, None, False)
 
 
 def test_read_only_arrays_are_read_and_never_written(generator) -> None:
@@ -215,11 +215,11 @@ def test_read_only_arrays_are_read_and_never_written(generator) -> None:
     ops.write_pages(case.pages, 0, case.k[0], case.v[0], slots)
     frozen = np.zeros((8, 2, 64), np.float32)
     frozen.flags.writeable = False
-    kvweave._native.write_pages(case.pages, 0, frozen, frozen, slots, None, None, False)
+    kvweave._native.write_pages(case.pages, 0, frozen, frozen, slots, None, None, None, False)
     arena = np.from_dlpack(case.cache.arena)
     arena.flags.writeable = False
     with pytest.raises(InvalidArgument, match="cache: expected a writable tensor"):
-        kvweave._native.write_pages(arena, 0, frozen, frozen, slots, None, None, False)
+        kvweave._native.write_pages(arena, 0, frozen, frozen, slots, None, None, None, False)
 
 
 def test_the_arena_object_itself_is_a_cache(generator) -> None:

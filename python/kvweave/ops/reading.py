@@ -26,7 +26,7 @@ class Reading:
     window: int | None
     softcap: float | None
     reach: Reach | None
-    kv_scales: tuple[float, float] | None
+    kv_scales: tuple[float, float] | None = None
 
     def placed(self, tables: Mapping[str, OnDevice]) -> Reading:
         """The same call with its tables on a device."""
