@@ -125,7 +125,7 @@ def test_quotients_are_rounded_once(generator, version, dtype, scale) -> None:
     more = (600 * scale * torch.randn(3 * 128, generator=generator)).to(dtype)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40], dtype=dtype)
     x = torch.cat([*around, *(-part for part in around), more, special])
-    x = torch.cat([x, x.new_zeros(-len(x) % 16)]).view(-1, 1, 8).expand(-1, 2, 8)
+    x = torch.cat([x, x.new_zeros(-len(x) % 16)]).view(-1, 1, 8).repeat(1, 2, 1)
     pages = torch.zeros(4 * len(x), 2, 4, 8).to(FP8)
     at = np.arange(len(x))
     slots = np.stack([2 + 2 * (at // 4), at % 4], 1).astype(np.int32)

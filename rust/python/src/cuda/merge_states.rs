@@ -25,8 +25,8 @@ pub fn merge_states_cuda(
     let (out, lse) = (borrow("out", out)?, borrow("lse", lse)?);
     let (outs, lses, out, lse) = (&outs.tensor, &lses.tensor, &out.tensor, &lse.tensor);
     let checks = || {
-        let place = Place::of("outs", outs)?;
         let dtype = row_dtype("outs", outs)?;
+        let place = Place::of("outs", outs)?;
         outs.expect_shape("outs", &[("S", None), ("R", None), ("H", None), ("D", None)])?;
         let size = |axis: usize| outs.shape()[axis];
         let [s, r, h, d] =
