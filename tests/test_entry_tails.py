@@ -80,7 +80,7 @@ def listed(table: np.ndarray) -> dict[int, tuple[int, int, int]]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     windows=st.lists(
@@ -138,7 +138,9 @@ def test_tables_whose_windows_move_on_list_what_is_seen(
             assert (np.diff(part[:, 3].astype(np.int64)) >= 0).all()
             own, ours = request.entries(group), listed(part)
             whole = listed(own)
-            assert set(ours.items()) <= set(whole.items())
+            # A donor's block goes when all of it is past; the cache cuts it on the prompt's grid.
+            assert all(ours[p] == whole[p] for p in ours.keys() & whole.keys())
+            assert {block for block, *_ in ours.values()} <= {b for b, *_ in whole.values()}
             window, sink = kept[group] or (request.length, 0)
             seen = {p for p in range(request.length) if p >= request.length - window or p < sink}
             assert seen <= set(ours)

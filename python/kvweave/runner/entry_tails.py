@@ -37,7 +37,6 @@ class _Tail:
             seen = (after > newest - window[0] + 1) | (entries[:, 3] < window[1])
             entries = entries[seen]
             self.starts = entries[:, 3].tolist()
-            self.oldest = int((entries[:, 3] < window[1]).sum())
         self.entries = entries
         self.count = len(entries)
         self.last: list[int] = entries[-1].tolist()
@@ -57,11 +56,15 @@ class _Tail:
         """Index and position of the entry that the window leaves as it reaches the newest token.
 
         Each entry ends where the next begins, and the window moves by one: so there is at most one.
+        Those of the sink stay, also where the request has only now grown past it.
         """
-        index = self.oldest
-        if self.window is None or index + 1 >= len(self.starts):
+        if self.window is None:
             return None
-        if self.starts[index + 1] > newest - self.window[0] + 1:
+        recent, sink = self.window
+        while self.oldest + 1 < len(self.starts) and self.starts[self.oldest] < sink:
+            self.oldest += 1
+        index = self.oldest
+        if index + 1 >= len(self.starts) or self.starts[index + 1] > newest - recent + 1:
             return None
         self.oldest += 1
         return index, self.starts[index]
