@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import kvweave
+from cached_prompts import knowledge, logits_of
 from families import FAMILIES, greedy, random_tokens, reference, tiny
 from head_maps import CLASSES, classes_of, head_map, masked_greedy, masked_reference
 from kvweave.policies import CacheBlend, Epic, SparseX
-from kvweave.runner import Runner, Sampling, Segment
+from kvweave.runner import Runner, Sampling
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode_graph import entries_for, rows_for
 from plan_policies import Planned, Restoring
@@ -85,23 +86,6 @@ def test_the_pages_are_the_only_arena() -> None:
 # ---- reuse --------------------------------------------------------------------------------
 
 
-def knowledge(runner: Runner) -> list[Any]:
-    """A prompt of three cached segments with fresh text between; nothing stands where it was."""
-    parts: list[Any] = []
-    for index in range(3):
-        segment = random_tokens(90 + 7 * index, index).tolist()
-        runner.insert(segment, f"segment {index}", "kb")
-        fresh = random_tokens(11 + index, 10 + index).tolist()
-        parts += [Segment(tokens=fresh, namespace="fresh"), Segment(tokens=segment, namespace="kb")]
-    return [*parts, Segment(tokens=random_tokens(9, 20).tolist(), namespace="fresh")]
-
-
-def logits_of(runner: Runner, parts: Any, policy: Any) -> tuple[torch.Tensor, kvweave.Report]:
-    start = runner.tokenize(parts).segments[-1][0]
-    with runner.prefill(parts, policy, logits_from=start, remember=False) as done:
-        return done.logits.clone(), done.report
-
-
 @pytest.mark.parametrize("mode", ["materialise", "share"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3"])
 @pytest.mark.parametrize(
@@ -116,7 +100,7 @@ def logits_of(runner: Runner, parts: Any, policy: Any) -> tuple[torch.Tensor, kv
 )
 def test_recomputing_every_row_is_full(name, mode, policy) -> None:
     runner = runner_of(on_device(name), mode=mode)
-    parts = knowledge(runner)
+    parts = knowledge(runner, 3)
     exact, _ = logits_of(runner, parts, "full")
     got, report = logits_of(runner, parts, policy)
     assert report.reused_segment > 0.8 * report.tokens
@@ -127,7 +111,7 @@ def test_recomputing_every_row_is_full(name, mode, policy) -> None:
 @pytest.mark.parametrize("policy", ["naive", "epic", "cacheblend", "sparsex", SparseX(boundary=0)])
 def test_the_gpu_plans_and_computes_what_the_cpu_does(policy) -> None:
     host, device = runner_of(tiny("qwen3")), runner_of(on_device("qwen3"))
-    made = [logits_of(runner, knowledge(runner), policy) for runner in (host, device)]
+    made = [logits_of(runner, knowledge(runner, 3), policy) for runner in (host, device)]
     (wanted, planned), (got, report) = made
     assert report.rows_per_layer == planned.rows_per_layer
     assert torch.allclose(got.cpu(), wanted, atol=1e-4, rtol=0)
@@ -138,7 +122,7 @@ def test_sharing_is_materialising_within_rounding(dtype) -> None:
     logits, held = [], []
     for mode in ("materialise", "share"):
         runner = runner_of(on_device("llama", dtype), mode=mode)
-        got, report = logits_of(runner, knowledge(runner), "naive")
+        got, report = logits_of(runner, knowledge(runner, 3), "naive")
         logits.append(got)
         held.append(report.kv_bytes)
         assert report.mode == mode
@@ -192,7 +176,7 @@ def test_decoding_over_shared_segments() -> None:
     runner = runner_of(on_device(), mode="share")
     copied = runner_of(on_device())
     made = [
-        r.generate_batch([knowledge(r)] * 2, "naive", max_new_tokens=24, stop=(), remember=False)
+        r.generate_batch([knowledge(r, 3)] * 2, "naive", max_new_tokens=24, stop=(), remember=False)
         for r in (runner, copied)
     ]
     assert [m.tokens for m in made[0]] == [m.tokens for m in made[1]]
@@ -301,7 +285,7 @@ def test_sharing_with_local_heads_is_materialising(policy) -> None:
     said = []
     for mode in ("materialise", "share"):
         runner, _ = mapped(on_device(), mode=mode)
-        parts = knowledge(runner)
+        parts = knowledge(runner, 3)
         logits, _ = logits_of(runner, parts, policy)
         made = runner.generate(parts, policy, max_new_tokens=24, stop=(), remember=False)
         said.append((logits, made.tokens))
@@ -315,7 +299,7 @@ def test_local_rows_on_the_gpu_are_those_of_the_cpu(mode) -> None:
     for model in (tiny("llama"), on_device()):
         runner, _ = mapped(model, mode=mode)
         policy = Planned(lambda view, layer: {"local_rows": view.fresh, "ffn_rows": view.fresh})
-        logits, report = logits_of(runner, knowledge(runner), policy)
+        logits, report = logits_of(runner, knowledge(runner, 3), policy)
         said.append((logits.cpu(), report.flops))
     assert torch.allclose(said[0][0], said[1][0], atol=1e-4, rtol=0)
     assert said[0][1] == said[1][1]
@@ -337,7 +321,7 @@ def test_restored_heads_are_full_ones() -> None:
 
 def test_a_prefill_with_local_heads_waits_only_at_its_end(monkeypatch) -> None:
     runner, _ = mapped(on_device("qwen3", torch.bfloat16, head_dim=64), chunk_tokens=64)
-    parts = knowledge(runner)
+    parts = knowledge(runner, 3)
     logits_of(runner, parts, "full")
 
     def wait(_: Clock) -> None:
@@ -381,7 +365,7 @@ def test_full_pool_takes_nothing() -> None:
 @pytest.mark.parametrize("policy", ["full", "naive", "epic"])
 def test_a_prefill_waits_only_at_its_end(policy, monkeypatch) -> None:
     runner = runner_of(on_device("qwen3", torch.bfloat16, head_dim=64))
-    parts = knowledge(runner)
+    parts = knowledge(runner, 3)
     prompt = runner.tokenize(parts)
     wanted, _ = logits_of(runner, parts, policy)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import kvweave
+from cached_prompts import knowledge, logits_of
 from families import FAMILIES, random_tokens, tiny
 from head_maps import (
     classes_of,
@@ -19,7 +18,7 @@ from head_maps import (
 )
 from kvweave.cache import HeadClassMap
 from kvweave.policies import Epic
-from kvweave.runner import Runner, Segment
+from kvweave.runner import Runner
 from kvweave.runner.request_kv import RequestKv
 from plan_policies import Restoring
 
@@ -39,7 +38,6 @@ def test_a_map_of_full_heads_changes_no_bit(name) -> None:
     model, tokens = tiny(name), random_tokens(TOKENS, 1)
     plain = runner_of(model)
     full = HeadClassMap.full(plain.cache.shape, plain.spec.fingerprint)
-    mapped = runner_of(model)
     mapped = Runner(model, heads=full, max_tokens=2048, progress=False, check=False)
     said = []
     for runner in (plain, mapped):
@@ -226,29 +224,12 @@ def test_a_prefix_hit_with_windows_changes_no_bit(llama, shared, chunk) -> None:
     runner.cache.check()
 
 
-def knowledge(runner: Runner) -> list[Any]:
-    """A prompt of two cached segments with fresh text between; nothing stands where it was."""
-    parts: list[Any] = []
-    for index in range(2):
-        segment = random_tokens(90 + 7 * index, index).tolist()
-        runner.insert(segment, f"segment {index}", "kb")
-        fresh = random_tokens(11 + index, 10 + index).tolist()
-        parts += [Segment(tokens=fresh, namespace="fresh"), Segment(tokens=segment, namespace="kb")]
-    return [*parts, Segment(tokens=random_tokens(9, 20).tolist(), namespace="fresh")]
-
-
-def logits_of(runner: Runner, parts: Any, policy: Any) -> tuple[torch.Tensor, kvweave.Report]:
-    start = runner.tokenize(parts).segments[-1][0]
-    with runner.prefill(parts, policy, logits_from=start, remember=False) as done:
-        return done.logits.clone(), done.report
-
-
 @pytest.mark.parametrize("mode", ["materialise", "share"])
 @pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3"])
 def test_recomputing_every_row_is_full(name, mode) -> None:
     model = tiny(name)
     runner = runner_of(model, classes_of(model), mode=mode)
-    parts = knowledge(runner)
+    parts = knowledge(runner, 2)
     exact, _ = logits_of(runner, parts, "full")
     got, report = logits_of(runner, parts, Epic(first=1000))
     assert report.reused_segment > 0.8 * report.tokens
@@ -262,7 +243,7 @@ def test_sharing_is_materialising(llama, policy, chunk) -> None:
     said = []
     for mode in ("materialise", "share"):
         runner = runner_of(llama, classes_of(llama), mode=mode, chunk_tokens=chunk)
-        parts = knowledge(runner)
+        parts = knowledge(runner, 2)
         logits, report = logits_of(runner, parts, policy)
         assert report.mode == mode
         assert report.reused_segment > 0.8 * report.tokens
