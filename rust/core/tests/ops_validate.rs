@@ -320,26 +320,32 @@ proptest! {
     }
 }
 
-/// Rows of two tables over the same seven pages, for heads `[table, rank]`.
-fn write_through(heads: [[i32; 2]; 2], slots: [[[i32; 2]; 2]; 2]) -> Result<(), OpError> {
+/// Rows of two heads through the tables of a reach, over the same seven pages.
+fn write_reached(
+    reach: Reach<'_>,
+    slots: &[[i32; 2]],
+    bounds: Option<PageBounds<'_>>,
+) -> Result<(), OpError> {
     let (mut cache, source) = (vec![0.0f32; ELEMENTS], vec![0.0f32; 2 * 2 * D]);
     let rows = HeadRows::contiguous(&source, 2, 2, D);
-    let heads = heads.map(|[table, rank]| [table, rank, 5, 1]);
-    let reach = Some(Reach { tables: 2, heads: &heads });
-    let slots = slots.as_flattened();
-    let (cache, geometry, bounds) = (&mut cache[..], geometry(), None);
     let call = WritePages {
-        cache,
-        geometry,
+        cache: &mut cache,
+        geometry: geometry(),
         layer: 0,
         scales: ONE,
         keys: rows,
         values: rows,
         slots,
-        reach,
+        reach: Some(reach),
         bounds,
     };
     call.validate()
+}
+
+/// Rows of two tables, for heads `[table, rank]`.
+fn write_through(heads: [[i32; 2]; 2], slots: [[[i32; 2]; 2]; 2]) -> Result<(), OpError> {
+    let heads = heads.map(|[table, rank]| [table, rank, 5, 1]);
+    write_reached(Reach { tables: 2, heads: &heads }, slots.as_flattened(), None)
 }
 
 #[test]
@@ -375,24 +381,10 @@ fn heads_are_written_in_pages_of_their_own() {
 
 #[test]
 fn a_reach_and_its_slots_belong_together() {
-    let (source, mut bounds) = (vec![0.0f32; 2 * 2 * D], vec![0.0f32; 8 * 3 * D]);
-    let rows = HeadRows::contiguous(&source, 2, 2, D);
+    let mut bounds = vec![0.0f32; 8 * 3 * D];
     let mut refusal = |tables: usize, heads: &[[i32; 4]], slots: &[[i32; 2]], bounded: bool| {
-        let mut cache = vec![0.0f32; ELEMENTS];
-        let (cache, geometry, reach) = (&mut cache[..], geometry(), Some(Reach { tables, heads }));
         let bounds = bounded.then(|| PageBounds { values: &mut bounds, held: &[] });
-        let call = WritePages {
-            cache,
-            geometry,
-            layer: 0,
-            scales: ONE,
-            keys: rows,
-            values: rows,
-            slots,
-            reach,
-            bounds,
-        };
-        let error = call.validate().expect_err("a refusal");
+        let error = write_reached(Reach { tables, heads }, slots, bounds).expect_err("a refusal");
         (error.kind(), error.what())
     };
     let heads = [[0, 0, 0, 0], [0, 1, 0, 0]];
