@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvweave import models
 from kvweave.cache import HeadClassMap
@@ -49,10 +50,12 @@ RANKINGS: dict[str, Callable[[Measured], Scores]] = {
 
 
 class Bench:
-    """A model, the map it was profiled to, and the effect of any other choice of heads."""
+    """A model in float32, the map it was profiled to, and the effect of any choice of heads."""
 
-    def __init__(self, name: str, heads: HeadClassMap, texts: Sequence[str], length: int) -> None:
-        loaded = models.load(name)
+    def __init__(
+        self, name: str, device: str, heads: HeadClassMap, texts: Sequence[str], length: int
+    ) -> None:
+        loaded = models.load(name, torch.float32, device=device)
 
         def make_runner(heads: HeadClassMap | None) -> Runner:
             room, check = length + 64, heads is None
@@ -109,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("map", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
     parser.add_argument("--ranking", action="append", default=[], help="one of them; all")
@@ -119,7 +123,7 @@ def main() -> None:
     heads = HeadClassMap.from_json(asked.map.read_text(encoding="utf-8"))
     profiled = HeadProfile.from_map(heads).subject["texts"]
     texts = asked.text or [text["name"] for text in profiled]
-    bench = Bench(asked.model, heads, texts, asked.length)
+    bench = Bench(asked.model, asked.device, heads, texts, asked.length)
     names = asked.ranking or list(RANKINGS)
     shares = asked.share or SHARES
     measured = by_head(bench, names) if asked.each else by_share(bench, names, shares)

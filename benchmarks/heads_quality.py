@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import record
 from kvweave.bench.rows import Row
@@ -62,12 +63,14 @@ class Job:
 
 
 JOBS = (
-    Job("lm", "kjv", 1024, 12),
-    Job("lm", "python", 1024, 12),
-    Job("needle", "kjv", 768, 12),
-    Job("lookup", None, 768, 12),
-    Job("chain", "kjv", 768, 12),
-    Job("lm", "kjv", 2048, 6, recent=256),
+    Job("lm", "kjv", 1024, 24),
+    Job("lm", "python", 1024, 24),
+    Job("lm", "kjv", 2048, 12, recent=256),
+    Job("lm", "kjv", 4096, 12, recent=256),
+    Job("needle", "kjv", 2048, 24, recent=256),
+    Job("needle", "kjv", 768, 24),
+    Job("lookup", None, 768, 24),
+    Job("chain", "kjv", 768, 24),
 )
 
 
@@ -77,11 +80,13 @@ def measured_as(policy: str, share: float | None) -> str:
 
 
 class Bench:
-    """One model: a runner without a map, and one for each budget and window."""
+    """One model in float32: a runner without a map, and one for each budget and window."""
 
-    def __init__(self, name: str, profile: HeadProfile, budgets: Sequence[float]) -> None:
+    def __init__(
+        self, name: str, device: str, profile: HeadProfile, budgets: Sequence[float]
+    ) -> None:
         self.profile, self.budgets = profile, tuple(budgets)
-        self.model, self.tokenizer = load(name)
+        self.model, self.tokenizer = load(name, torch.float32, device=device)
         self.whole = self._runner(None)
 
     def _runner(self, heads: HeadClassMap | None) -> Runner:
@@ -199,6 +204,7 @@ def main() -> int:
     parser.add_argument("logs", type=Path, help="folder that keeps the samples")
     parser.add_argument("--map", type=Path, required=True, help="what profile-heads wrote")
     parser.add_argument("--model", default="smollm2", help="a packaged model, or a local folder")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", default="", help="only jobs whose name holds this")
     parser.add_argument("--samples", type=int, help="of each job, instead of the list's")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="shares of heads")
@@ -206,7 +212,8 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     chosen = parser.parse_args()
     profile = HeadProfile.from_map(HeadClassMap.from_json(chosen.map.read_text()))
-    bench = Bench(chosen.model, profile, [float(share) for share in chosen.budgets.split(",")])
+    budgets = [float(share) for share in chosen.budgets.split(",")]
+    bench = Bench(chosen.model, chosen.device, profile, budgets)
     rows: list[Row] = []
     for listed in (job for job in JOBS if chosen.jobs in job.name):
         job = replace(listed, samples=chosen.samples or listed.samples)

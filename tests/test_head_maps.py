@@ -259,6 +259,7 @@ def call(*arguments: object) -> Any:
         (("smollm2", "--lengths", "1k"), "lengths: expected numbers"),
         (("smollm2", "--threshold", 0.5), "expected --duo"),
         (("smollm2", "--lengths", 10**12), "the model's context of 8192 tokens, got 1000000000000"),
+        (("smollm2", "--dtype", "f64"), "dtype: expected one of f32, bf16, f16, got 'f64'"),
         (("smollm2", "--figure", "x.gif"), ".png, .svg, .pdf"),
     ],
 )

@@ -12,6 +12,8 @@ from kvweave.cli.console import err, out, user_errors
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 
 if TYPE_CHECKING:
+    import torch
+
     from kvweave.cache import HeadClassMap
     from kvweave.profile import HeadProfile
 
@@ -42,6 +44,9 @@ def profile_heads(
     prompts: Annotated[int, typer.Option(min=1, help="Of each kind, text and length.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
+    ] = None,
     scores: Annotated[
         Path | None, typer.Option(help="Take the scores of this earlier map, measure none.")
     ] = None,
@@ -75,7 +80,7 @@ def profile_heads(
         from kvweave.runner.model_spec import describe
 
         pattern = None if duo is None else DuoPattern.read(duo, duo_config)
-        loaded = models.load(model, device=device)
+        loaded = models.load(model, _dtype(dtype), device=device)
     if pattern is not None:
         window = _window(sink, recent, pattern.sink, pattern.recent)
         made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
@@ -86,6 +91,15 @@ def profile_heads(
         settings = {"lengths": asked, "texts": texts, "prompts": prompts, "seed": seed}
         made = _measured(loaded, scores, (sink, recent), (share, kl), settings)
     _show(made, f"Head classes of {model}", out_file, figure)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    known = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+    if name is not None and name not in known:
+        raise InvalidArgument(f"dtype: expected one of {', '.join(known)}, got {name!r}")
+    return None if name is None else known[name]
 
 
 def _lengths(text: str) -> list[int]:
