@@ -13,6 +13,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+import vllm_cpu_ops
 from families import VOCABULARY
 
 OURS = {"attention_config": {"backend": "CUSTOM"}}
@@ -41,6 +42,7 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
         "skip_tokenizer_init": True,
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
+        **vllm_cpu_ops.options(),
     }
     llm = LLM(str(model), **{**options, **choice, **changes})
     try:

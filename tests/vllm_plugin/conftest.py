@@ -19,9 +19,13 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
 }
 if HAS_VLLM:
     os.environ.update(SETTINGS)
+    import vllm_cpu_ops
+
+    vllm_cpu_ops.define()
 else:
     collect_ignore_glob = ["test_*.py"]
 

@@ -60,7 +60,7 @@ def test_who_asks_gets_ours() -> None:
 def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: str) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     plugin.register()
-    with pytest.raises(Unsupported, match=r"vllm: expected version 0\.26\.x, got 0\.99\.0"):
+    with pytest.raises(Unsupported, match=r"vllm: expected version .*, got 0\.99\.0"):
         getattr(chosen, name)
 
 

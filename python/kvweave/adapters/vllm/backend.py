@@ -9,9 +9,10 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from kvweave.adapters.vllm.attention import PagedAttention
 from kvweave.adapters.vllm.builder import PagedMetadataBuilder
+from kvweave.adapters.vllm.layouts import HeadMajor
 
 
-class PagedBackend(AttentionBackend):
+class PagedBackend(HeadMajor, AttentionBackend):
     """Ragged paged attention on the KV tensors that vLLM allocates."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -34,7 +35,7 @@ class PagedBackend(AttentionBackend):
         return PagedMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Tokens of a page that the kernels are fast with; larger blocks are cut into such."""
         return [16, 32, 64]
 
@@ -47,19 +48,3 @@ class PagedBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         """A window is a condition on positions."""
         return True
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Blocks, heads, tokens, and K beside V: `attention.pages_of` says how it is used."""
-        return num_blocks, num_kv_heads, block_size, 2 * head_size
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Memory in the order of the shape, each layer apart."""
-        return (0, 1, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)

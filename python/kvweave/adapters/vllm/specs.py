@@ -21,6 +21,15 @@ class SinkWindowSpec(SlidingWindowSpec):
         """Blocks at the start of a request that are never given back."""
         return -(-self.sink // int(self.block_size))
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """Of which vLLM nulls what lies below: nothing, where a sink lies there too (0 turns it off).
+
+        Asked by vLLM's second model runner (0.33).
+        """
+        stock: Any = super()
+        return 0 if self.sink else int(stock.num_retained_tokens)
+
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:

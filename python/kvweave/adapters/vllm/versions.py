@@ -6,7 +6,7 @@ from importlib import import_module
 
 from kvweave.errors import Unsupported
 
-SUPPORTED = ("0.26",)
+SUPPORTED = ("0.26", "0.33")
 
 
 def is_known(version: str) -> bool:

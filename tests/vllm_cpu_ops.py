@@ -1,0 +1,139 @@
+"""vLLM's compiled CPU ops in plain torch, for a vLLM that was built for GPUs.
+
+Not every version of vLLM has a build for CPUs. `VLLM_TARGET_DEVICE=cpu` makes any build choose the
+CPU platform, which then misses the ops of its own: those that tests reach are defined here, by what
+vLLM's sources say they do. A build that has them keeps its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_LIBRARY: list[torch.library.Library] = []
+
+
+def define() -> None:
+    """Defines the ops if this vLLM came without; may be called any number of times."""
+    if _LIBRARY or _compiled():
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    _LIBRARY.append(library)
+    for schema, made in OPS.items():
+        library.define(schema)
+        library.impl(schema.split("(")[0], made, "CompositeExplicitAutograd")
+
+
+def _compiled() -> bool:
+    found = importlib.util.find_spec("vllm")
+    folders = [] if found is None else found.submodule_search_locations or []
+    names = {path.name.split(".")[0] for folder in folders for path in Path(folder).glob("*.so")}
+    return bool(names & {"_C", "_C_AVX2", "_C_AVX512"})
+
+
+def options() -> dict[str, Any]:
+    """What an engine is told where these ops stand in: torch's form of each layer that has one."""
+    return {"compilation_config": {"custom_ops": ["none"]}} if _LIBRARY else {}
+
+
+def slot_mapping(
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    block_tokens: int,
+) -> None:
+    """The slot of each row: its block's number times the block's tokens, and its place there."""
+    ends = query_start.tolist()
+    for request, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        at = positions[first:last]
+        number = blocks[request][at // block_tokens].to(slots.dtype)
+        slots[first:last] = number * block_tokens + at % block_tokens
+    slots[ends[-1] :] = -1
+
+
+def gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """Half of the columns through `act`, times the other half."""
+
+    def op(out: torch.Tensor, x: torch.Tensor) -> None:
+        left, right = x.chunk(2, dim=-1)
+        out.copy_(act(left) * right)
+
+    return op
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    *others: Any,
+) -> None:
+    """key and value [R, G, D] into caches [blocks, G, P, D]; what has a negative slot nowhere."""
+    rows = (slots >= 0).nonzero()[:, 0]
+    block, place = slots[rows] // keys.shape[2], slots[rows] % keys.shape[2]
+    keys[block, :, place] = key[rows].to(keys.dtype)
+    values[block, :, place] = value[rows].to(values.dtype)
+
+
+def attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    query_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    causal: bool,
+    alibi: torch.Tensor | None,
+    window: int,
+    blocks: torch.Tensor,
+    softcap: float,
+    *others: Any,
+) -> None:
+    """Causal attention over paged caches, request by request; `window` −1 means none."""
+    assert causal
+    assert alibi is None
+    page, group = keys.shape[2], query.shape[1] // keys.shape[1]
+    ends = query_start.tolist()
+    for request, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        length = int(lengths[request])
+        held = blocks[request, : -(-length // page)].long()
+        k, v = (x[held].transpose(1, 2).flatten(0, 1)[:length].float() for x in (keys, values))
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("rhd,khd->hrk", query[first:last].float(), k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        at = torch.arange(length - (last - first), length)[:, None]
+        seen = torch.arange(length) <= at
+        if window >= 0:
+            seen &= torch.arange(length) > at - window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        output[first:last] = torch.einsum("hrk,khd->rhd", weights, v).to(output.dtype)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "greedy_argmax(Tensor x) -> Tensor": lambda x: x.argmax(-1),
+    "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(functional.silu),
+    "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(
+        lambda x: functional.gelu(x, approximate="tanh")
+    ),
+    "compute_slot_mapping_kernel_impl(Tensor a, Tensor b, Tensor c, Tensor(a!) d, int tokens)"
+    " -> ()": slot_mapping,
+    "get_scheduler_metadata(int requests, int heads, int kv_heads, int size, Tensor lengths,"
+    " ScalarType dtype, Tensor start, bool causal, int window, str isa, bool split,"
+    " Tensor? dynamic, str kind) -> Tensor": lambda *given: torch.zeros(1),
+    "cpu_attn_reshape_and_cache(Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values,"
+    " Tensor slots, str isa, float k_scale, float v_scale, str kind) -> ()": write_cache,
+    "cpu_attention_with_kv_cache(Tensor q, Tensor keys, Tensor values, Tensor(a!) out,"
+    " Tensor start, Tensor lengths, float scale, bool causal, Tensor? alibi, int window,"
+    " Tensor blocks, float softcap, Tensor? plan, Tensor? sinks, Tensor? dynamic, float k_scale,"
+    " float v_scale, str kind) -> ()": attention,
+}
