@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import record, results
+from benchmarks import device_vllm, record, results
 from benchmarks.cases import attention, block_manager, copy_rerotate, head_memory, ttft_cuda
 from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
@@ -167,3 +167,34 @@ def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
     shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", tables)
     assert "| full, 9 tokens | 2 s | 3 |" in shown
     assert "old" not in shown
+
+
+def test_figures_of_vllm_stand_beside_stocks() -> None:
+    found = [
+        {"engine": "stock", "job": "latency", "what": "start", "seconds": 20.0},
+        {
+            "engine": "stock",
+            "what": "decode",
+            "batch": 1,
+            "tokens": 8,
+            "seconds": 0.004,
+            "p95": 0.1,
+        },
+        {
+            "engine": "heads",
+            "what": "decode",
+            "batch": 1,
+            "tokens": 8,
+            "seconds": 0.003,
+            "p95": 0.1,
+        },
+        {"engine": "ours", "what": "failed", "exit": 124},
+    ]
+    rows = device_vllm.rows_of(found)
+    assert [(row.name, row.value, row.p95, row.of) for row in rows] == [
+        ("decode step, B=1, 8 tokens: stock", 4.0, 100.0, {}),
+        ("decode step, B=1, 8 tokens: heads", 3.0, 100.0, {"÷ stock": 0.75}),
+    ]
+    assert [task.engine for task in device_vllm.tasks(["capacity"], ["stock", "ours"], {})] == [
+        "stock"
+    ]

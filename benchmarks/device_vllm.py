@@ -1,0 +1,133 @@
+"""vLLM with the plugin beside vLLM without it: `python -m benchmarks.device_vllm [--json FILE]`.
+
+Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
+`ours` its model on our attention backend, `heads` one with an eighth of global KV heads. Results
+are printed as they come; FILE is a run for `python -m benchmarks.record FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from benchmarks.device_vllm_engine import ENGINES, JOBS, Task
+from kvweave.bench.rows import Row
+
+CASE = "vllm"
+MILLI = 1e3
+GIB = 2**30
+# Chunks decide what a window holds besides itself: vLLM reserves for two of them.
+CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 2048, "context": 65536}
+Found = dict[str, Any]
+
+
+def tasks(jobs: list[str], engines: list[str], given: Found) -> Iterator[Task]:
+    """What to run: capacity has an engine of few layers and of little memory, to be filled soon."""
+    for job in jobs:
+        for engine in engines:
+            if job == "capacity" and engine == "ours":
+                continue  # Its pages are those of stock.
+            defaults = {**CAPACITY, "requests": 0} if job == "capacity" else {}
+            yield Task(engine, job, **{**defaults, **given})
+
+
+def lines(task: Task, limit_s: float) -> Iterator[Found]:
+    """What a process finds, as it comes; all else it prints goes to stderr."""
+    words = [sys.executable, "-m", "benchmarks.device_vllm_engine", json.dumps(asdict(task))]
+    words = ["timeout", str(limit_s), *words]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"engine"'):
+                yield json.loads(line)
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        yield {"engine": task.engine, "job": task.job, "what": "failed", "exit": process.returncode}
+
+
+NAMES = {
+    "ttft": ("TTFT, {tokens} tokens", "seconds", MILLI, "ms"),
+    "decode": ("decode step, B={batch}, {tokens} tokens", "seconds", MILLI, "ms"),
+    "fit": ("requests of {tokens} tokens that fit", "requests", 1, ""),
+    "served": ("requests of {tokens} tokens that ran at once", "at_once", 1, ""),
+    "throughput": ("throughput, {requests} requests", "rate", 1, "tokens/s"),
+}
+BESIDE = {
+    "served": ("requests", "preempted", "seconds", "answered"),
+    "throughput": ("read", "said", "seconds"),
+}
+
+
+def rows_of(found: list[Found]) -> list[Row]:
+    """A row for each figure, with its ratio to stock's."""
+    figures = [line for line in found if line["what"] in NAMES]
+    stock = {_title(line): _value(line) for line in figures if line["engine"] == "stock"}
+    rows = []
+    for line in figures:
+        title, value = _title(line), _value(line)
+        beside = {key: line[key] for key in BESIDE.get(line["what"], ())}
+        if title in stock and line["engine"] != "stock":
+            beside = {"÷ stock": round(value / stock[title], 4), **beside}
+        scale, unit = NAMES[line["what"]][2:]
+        p95 = line["p95"] * scale if "p95" in line else None
+        rows.append(Row(f"{title}: {line['engine']}", round(value, 4), unit, p95, beside))
+    return rows
+
+
+def _title(line: Found) -> str:
+    return NAMES[line["what"]][0].format(**line)
+
+
+def _value(line: Found) -> float:
+    _, key, scale, _ = NAMES[line["what"]]
+    return float(line[key]) * scale
+
+
+def run_of(rows: list[Row]) -> Found:
+    """A run of this GPU, as records keep them."""
+    import torch
+
+    from kvweave.bench.table import machine
+
+    return {
+        "case": CASE,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": "unknown",
+        "machine": machine(torch.device("cuda", torch.cuda.current_device())),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.device_vllm", description=__doc__)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["latency", "capacity"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
+    parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
+    parser.add_argument("--json", type=Path, help="where the run goes, after every process")
+    chosen = parser.parse_args(words)
+    found: list[Found] = []
+    for task in tasks(chosen.jobs, chosen.engines, chosen.task):
+        for line in lines(task, chosen.limit):
+            found.append(line)
+            print(json.dumps(line), flush=True)
+        if chosen.json:
+            chosen.json.write_text(json.dumps(run_of(rows_of(found)), indent=1) + "\n")
+    for row in rows_of(found):
+        beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
+        p95 = "" if row.p95 is None else f" (p95 {row.p95:.4g})"
+        print(f"{row.name}: {row.value:.4g} {row.unit}{p95}; {beside}", flush=True)
+    return int(any(line["what"] == "failed" for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

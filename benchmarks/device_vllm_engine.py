@@ -1,0 +1,265 @@
+"""One vLLM engine in a process of its own, measured: `benchmarks.device_vllm` starts it.
+
+`python -m benchmarks.device_vllm_engine '{"engine": "ours", "job": "latency", …}'` prints one JSON
+object a line, each as soon as it is known, between whatever vLLM itself prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.device_models import MODELS
+
+ENGINES = ("stock", "ours", "heads")
+JOBS = ("latency", "capacity", "throughput")
+SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
+"""One KV head in eight keeps everything, the others a sink and a window."""
+DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+ROUNDS = 4
+STEPS = 64
+"""Decode steps that a median is taken of."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process measures. `layers` 0: all of the model's; `memory` 0: what vLLM finds."""
+
+    engine: str
+    job: str
+    model: str = "Llama-3.1-8B"
+    layers: int = 0
+    mode: str = "graphs"
+    memory: int = 0
+    chunk: int = 16384
+    lengths: tuple[int, ...] = (8192, 32768)
+    batches: tuple[int, ...] = (1, 16, 32)
+    context: int = 8192
+    requests: int = 100
+    span: tuple[int, int] = (10_000, 30_000)
+    answer: int = 500
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+def written(folder: Path, model: str, layers: int) -> tuple[Path, Path]:
+    """A folder with the model's configuration alone, and a head class map of it."""
+    family, shape = MODELS[model]
+    layers = layers or shape["num_hidden_layers"]
+    named = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    settings = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu"}
+    config = {**shape, **named, **settings, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    kv_heads = shape["num_key_value_heads"]
+
+    def entry(layer: int, head: int) -> dict[str, Any]:
+        full = head % GLOBAL_EVERY == layer % min(GLOBAL_EVERY, kv_heads)
+        kept = {"kind": "full"} if full else {"kind": "window", "sink": SINK, "recent": RECENT}
+        reach = "global" if full else "local"
+        return {"layer": layer, "head": head, "class": kept, "reach": reach, "stability": "stable"}
+
+    heads = [entry(layer, head) for layer in range(layers) for head in range(kv_heads)]
+    known = {"schema_version": 1, "model_fingerprint": "random", "layers": layers}
+    path = folder / "heads.json"
+    path.write_text(json.dumps({**known, "kv_heads": kv_heads, "heads": heads}))
+    return folder, path
+
+
+def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> Any:
+    """The engine of a task, for up to `most` requests of `longest` tokens; says what it took."""
+    start = time.perf_counter()
+    from vllm import LLM
+
+    family = MODELS[task.model][0]
+    sizes = [size for size in (1, 2, 4, *range(8, 513, 8)) if size <= most]
+    graphs = {"cudagraph_capture_sizes": sizes}
+    kind = {
+        "eager": {"enforce_eager": True},
+        "graphs": {"compilation_config": {**DECODE_GRAPHS, **graphs}},
+        "compiled": {"compilation_config": graphs},
+    }[task.mode]
+    choice = {
+        "stock": {},
+        "ours": {"attention_config": {"backend": "CUSTOM"}},
+        "heads": {
+            "hf_overrides": {"architectures": [f"Kvweave{family}ForCausalLM"]},
+            "additional_config": {"kvweave": {"heads": str(heads)}},
+        },
+    }[task.engine]
+    memory = {"kv_cache_memory_bytes": task.memory} if task.memory else {}
+    llm = LLM(
+        str(model),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_model_len=longest,
+        max_num_seqs=most,
+        max_num_batched_tokens=task.chunk,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        **{**kind, **choice, **memory, **task.others},
+    )
+    say(task, "start", seconds=time.perf_counter() - start)
+    return llm
+
+
+def say(task: Task, what: str, **found: Any) -> None:
+    """One line of results."""
+    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
+    named = {"engine": task.engine, "job": task.job, "what": what}
+    print(json.dumps({**named, **rounded}), flush=True)
+
+
+class Requests:
+    """Random prompts in an engine, and what its steps answer."""
+
+    def __init__(self, llm: Any, vocabulary: int) -> None:
+        self.engine, self.vocabulary, self.made = llm.llm_engine, vocabulary, 0
+
+    def add(self, length: int, answer: int) -> None:
+        """A prompt of its own, answered by exactly so many tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        ids = np.random.default_rng(self.made).integers(1, self.vocabulary, length).tolist()
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=answer,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(str(self.made), {"prompt_token_ids": ids}, sampling)
+        self.made += 1
+
+    def steps(self) -> Iterator[tuple[float, int]]:
+        """The clock behind each step, and the tokens that came out of it."""
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            yield time.perf_counter(), sum(len(o.outputs[0].token_ids) for o in outputs)
+
+
+def latency(task: Task, model: Path, heads: Path) -> None:
+    """Time to first token of one request at a time; the step of a batch that only decodes."""
+    most, answer = max(task.batches), STEPS + 8
+    longest = max(*task.lengths, task.context) + answer + most + 64
+    requests = Requests(
+        started(task, model, heads, longest, most), MODELS[task.model][1]["vocab_size"]
+    )
+    for tokens in task.lengths:
+        times = []
+        for _ in range(ROUNDS):
+            requests.add(tokens, 1)
+            start = time.perf_counter()
+            times += [end - start for end, _ in requests.steps()][-1:]
+        found = {"value": statistics.median(times[1:]), "most": max(times[1:])}
+        say(task, "ttft", tokens=tokens, seconds=found["value"], p95=found["most"])
+    for batch in task.batches:
+        # The first of a batch decodes while the last is computed: it has that many more to say.
+        waits = -(-batch * task.context // task.chunk) + 1
+        for _ in range(batch):
+            requests.add(task.context, answer + waits)
+        ends = [end for end, tokens in requests.steps() if tokens == batch]
+        gaps = np.diff(ends)[-STEPS:]
+        p95 = float(np.percentile(gaps, 95))
+        say(
+            task,
+            "decode",
+            batch=batch,
+            tokens=task.context,
+            seconds=float(np.median(gaps)),
+            p95=p95,
+            steps=len(gaps),
+        )
+
+
+def capacity(task: Task, model: Path, heads: Path) -> None:
+    """vLLM's own figure of how many requests fit, and how many it then runs at once.
+
+    `task.requests` prompts, by default as many as the engine says, are served until all ended.
+    """
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+    longest = task.context
+    llm = started(task, model, heads, longest, most=128)
+    core = llm.llm_engine.engine_core.engine_core
+    config = llm.llm_engine.vllm_config
+    fit = get_kv_cache_capacity(config, core.scheduler.kv_cache_config)[1]
+    say(task, "fit", tokens=longest, requests=float(fit))
+    count = task.requests or int(fit)
+    # As many steps to answer as all prompts take to compute: the first is there when the last is.
+    answer = min(-(-count * longest // task.chunk) + 32, longest // 4)
+    requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
+    for _ in range(count):
+        requests.add(longest - answer, answer)
+    start, most, tokens, preempted = time.perf_counter(), 0, 0, 0
+    for _, new in requests.steps():
+        most, tokens = max(most, len(core.scheduler.running)), tokens + new
+    with suppress(StopIteration):
+        preempted = next(
+            int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions"
+        )
+    took = time.perf_counter() - start
+    say(
+        task,
+        "served",
+        tokens=longest,
+        requests=count,
+        at_once=most,
+        preempted=preempted,
+        seconds=took,
+        answered=tokens,
+    )
+
+
+def throughput(task: Task, model: Path, heads: Path) -> None:
+    """Requests of many lengths, all there at the start, until the last has ended."""
+    low, high = task.span
+    lengths = np.random.default_rng(0).integers(low, high, task.requests).tolist()
+    llm = started(task, model, heads, high + task.answer, task.requests)
+    requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
+    requests.add(low, 4)
+    warm = sum(tokens for _, tokens in requests.steps())
+    start = time.perf_counter()
+    for length in lengths:
+        requests.add(length, task.answer)
+    said = sum(tokens for _, tokens in requests.steps())
+    took = time.perf_counter() - start
+    say(
+        task,
+        "throughput",
+        requests=task.requests,
+        read=sum(lengths),
+        said=said,
+        seconds=took,
+        rate=(sum(lengths) + said) / took,
+        warmed_by=warm,
+    )
+
+
+def main(words: list[str]) -> int:
+    """Carries one task out."""
+    given = json.loads(words[0])
+    task = Task(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    if task.job == "capacity":
+        # The scheduler is looked at: it must be in this process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    job = {"latency": latency, "capacity": capacity, "throughput": throughput}[task.job]
+    with TemporaryDirectory() as folder:
+        job(task, *written(Path(folder), task.model, task.layers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
