@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvweave import ops
@@ -72,8 +73,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     ) -> torch.Tensor:
         """Writes new keys and values, then attends: query [R, H, D], key and value [R, G, D].
 
-        kv_cache [blocks, G, P, 2·D], what vLLM allocated. Without metadata (memory is being
-        profiled) the output is zero.
+        kv_cache [blocks, G, P, 2·D], what vLLM allocated, unless the metadata names an arena.
+        Without metadata (memory is being profiled) the output is zero.
         """
         scaled = output_scale is not None or output_block_scale is not None
         _refuse("output", not scaled, "no quantization", "a scale")
@@ -81,6 +82,11 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             return output.zero_()
         tables, rows = attn_metadata, attn_metadata.rows
         pages = pages_of(kv_cache)
+        if tables.arena is not None:
+            # Blocks of the arena hold all layers; seen from here, this one's pages come first.
+            pages = tables.arena[extract_layer_index(layer.layer_name) * self.num_kv_heads :]
+        if tables.tap is not None:
+            tables.tap.append(query[:rows])
         if self.kv_sharing_target_layer_name is None:
             ops.write_pages(pages, 0, key[:rows], value[:rows], tables.slots)
         attend: Any = ops.attend_decode

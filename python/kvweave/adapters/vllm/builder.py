@@ -23,7 +23,9 @@ from kvweave.adapters.vllm.tables import Entries, entries_of, positions_of, slot
 class PagedMetadata(AttentionMetadata):
     """Tables of one step: B requests, R rows (tokens that are computed), as `kvweave.ops` has them.
 
-    `decode`: every request has one row. Rows of the batch beyond R are padding.
+    `decode`: every request has one row. Rows of the batch beyond R are padding. `tap`, if any,
+    is given the queries [R, H, D] of a layer. `arena`: the pages of all layers, where KV is not
+    in the tensors that vLLM allocated.
     """
 
     rows: int
@@ -33,6 +35,8 @@ class PagedMetadata(AttentionMetadata):
     slots: torch.Tensor
     entries: Entries
     workspace: ops.Workspace
+    tap: list[torch.Tensor] | None = None
+    arena: torch.Tensor | None = None
 
 
 class _Kept:

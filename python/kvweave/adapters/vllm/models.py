@@ -1,12 +1,14 @@
-"""vLLM's own model classes with the heads of each layer split by a head class map.
+"""vLLM's own model classes, with the heads of each layer split or with segments reused.
 
 They stand beside the stock ones under names of their own: `--hf-overrides
-'{"architectures": ["KvweaveLlamaForCausalLM"]}'` takes one, and `additional_config` names the map.
+'{"architectures": ["KvweaveLlamaForCausalLM"]}'` takes one, and `additional_config` says what for:
+`heads` is the file of a head class map, `segment_bytes` the size of the store of segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +19,31 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvweave.adapters.vllm.head_split import HeadSplit, in_order, read_split
-from kvweave.adapters.vllm.options import options_of
+from kvweave.adapters.vllm.options import Options, options_of
+from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
 from kvweave.adapters.vllm.split_attention import split_model
 from kvweave.errors import InvalidArgument, Unsupported
 
 
-class _SplitHeads:
+class _Woven:
     """Mixed in before a model class whose layers have `self_attn.attn`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
-        self.split = _split_of(vllm_config)
+        options = _options_of(vllm_config)
+        self.split = None if options.heads is None else _split_of(vllm_config, options.heads)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
+        model: Any = self
         if self.split is not None:
-            model: Any = self
             split_model(model, self.split, vllm_config)
+        if options.segment_bytes is not None:
+            guard_model(model, options, vllm_config)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Hidden states of a batch; with fewer rows in a step that reuses segments."""
+        stock: Any = super()
+        reused = forward_of_step(self, *given, **named)
+        return stock.forward(*given, **named) if reused is None else reused
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint, heads in the order of the split."""
@@ -42,11 +54,18 @@ class _SplitHeads:
         return loaded
 
 
-def _split_of(config: VllmConfig) -> HeadSplit | None:
-    path = options_of(config.additional_config).heads
-    if path is None:
-        text = "additional_config: expected kvweave.heads, the path of a head map, got none"
-        raise InvalidArgument(text, expected="kvweave.heads", got="none")
+def _options_of(config: VllmConfig) -> Options:
+    options = options_of(config.additional_config)
+    if options.segment_bytes is not None:
+        check_segments(config, options)
+    elif options.heads is None:
+        expected = "kvweave.heads, the path of a head map, or kvweave.segment_bytes"
+        text = f"additional_config: expected {expected}, got neither"
+        raise InvalidArgument(text, expected=expected, got="neither")
+    return options
+
+
+def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
     refused = {
         "quantization": config.quant_config,
         "kv_transfer_config": config.kv_transfer_config,
@@ -62,17 +81,17 @@ def _split_of(config: VllmConfig) -> HeadSplit | None:
     return read_split(path, layers, model.get_total_num_kv_heads(), ranks)
 
 
-class KvweaveLlamaForCausalLM(_SplitHeads, LlamaForCausalLM):
-    """Llama with split heads."""
+class KvweaveLlamaForCausalLM(_Woven, LlamaForCausalLM):
+    """Llama with split heads, or reusing segments."""
 
 
-class KvweaveMistralForCausalLM(_SplitHeads, MistralForCausalLM):
-    """Mistral with split heads."""
+class KvweaveMistralForCausalLM(_Woven, MistralForCausalLM):
+    """Mistral with split heads, or reusing segments."""
 
 
-class KvweaveQwen2ForCausalLM(_SplitHeads, Qwen2ForCausalLM):
-    """Qwen2 with split heads."""
+class KvweaveQwen2ForCausalLM(_Woven, Qwen2ForCausalLM):
+    """Qwen2 with split heads, or reusing segments."""
 
 
-class KvweaveQwen3ForCausalLM(_SplitHeads, Qwen3ForCausalLM):
-    """Qwen3 with split heads."""
+class KvweaveQwen3ForCausalLM(_Woven, Qwen3ForCausalLM):
+    """Qwen3 with split heads, or reusing segments."""

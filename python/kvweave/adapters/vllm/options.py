@@ -10,13 +10,20 @@ from typing import Any
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
+NAMES = ("heads", "segment_bytes", "frozen_share")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`heads`: the file of a head class map (`kvweave profile-heads`), or None."""
+    """`heads`: the file of a head class map (`kvweave profile-heads`), or None.
+
+    `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
+    `frozen_share` of it may be frozen by a knowledge base.
+    """
 
     heads: Path | None = None
+    segment_bytes: int | None = None
+    frozen_share: float = 0.5
 
 
 def options_of(additional: Any) -> Options:
@@ -28,12 +35,18 @@ def options_of(additional: Any) -> Options:
     if not isinstance(section, Mapping):
         raise _invalid(SECTION, "a dictionary", repr(section))
     for name in section:
-        if name != "heads":
-            raise _invalid(SECTION, "the option heads", repr(name))
+        if name not in NAMES:
+            raise _invalid(SECTION, f"the options {', '.join(NAMES)}", repr(name))
     heads = section.get("heads")
     if heads is not None and not isinstance(heads, str):
         raise _invalid(f"{SECTION}.heads", "a path", repr(heads))
-    return Options(None if heads is None else Path(heads))
+    size = section.get("segment_bytes")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise _invalid(f"{SECTION}.segment_bytes", "bytes, at least 1", repr(size))
+    share = section.get("frozen_share", 0.5)
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
+        raise _invalid(f"{SECTION}.frozen_share", "a share in 0..1", repr(share))
+    return Options(None if heads is None else Path(heads), size, float(share))
 
 
 def _invalid(what: str, expected: str, got: str) -> InvalidArgument:

@@ -21,8 +21,10 @@ def register() -> None:
         _register_names()
     if known:
         from kvweave.adapters.vllm import sink_manager
+        from kvweave.adapters.vllm.segments import prefix_guard
 
         sink_manager.register()
+        prefix_guard.register()
 
 
 def _register_names() -> None:

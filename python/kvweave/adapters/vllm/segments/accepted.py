@@ -1,0 +1,35 @@
+"""Which requests reuse segments: one answer for all who ask in the scheduler's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvweave.adapters.vllm.segments.markers import Markers, markers_of
+from kvweave.errors import InvalidArgument
+
+
+def accepted(request: Any) -> Markers | None:
+    """The markers of a scheduler's request, if they are to be followed.
+
+    A request without, one whose markers are malformed or reach beyond its prompt, and one that
+    wants log-probabilities of its prompt (no row may be spared) is computed like any other.
+    """
+    params = request.sampling_params
+    if params is None or request.prompt_token_ids is None or request.lora_request is not None:
+        return None
+    try:
+        markers = markers_of(params.extra_args)
+        if markers is not None:
+            markers.check_within(request.num_prompt_tokens)
+    except InvalidArgument:
+        return None
+    if markers is None or params.prompt_logprobs is not None:
+        return None
+    return markers
+
+
+def is_marked(request: Any) -> bool:
+    """Whether a request says anything of segments, well or badly formed."""
+    params = request.sampling_params
+    extra = None if params is None else params.extra_args
+    return isinstance(extra, dict) and extra.get("kvweave") is not None

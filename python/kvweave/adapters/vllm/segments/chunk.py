@@ -1,0 +1,69 @@
+"""A chunk of a held prompt, as a recovery policy sees it: a prompt of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import numpy as np
+import torch
+
+from kvweave.adapters.vllm.segments.store import Held, Rows
+from kvweave.errors import InvalidArgument
+from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
+
+
+class ChunkPlan:
+    """What each layer computes of tokens [start, end) of a prompt: a policy, asked layer by layer.
+
+    `rows` are positions, sorted; `plan` is the current layer's. Tokens before `start` are done, so
+    they count as the chunk's exact prefix. A chunk of which the store has nothing is all rows.
+    """
+
+    def __init__(self, held: Held, start: int, end: int, layers: int, kv_heads: int) -> None:
+        self.held = held
+        self.start, self.end = start, end
+        self.layers = layers
+        self.reused = np.flatnonzero(held.reused[start:end]).astype(np.int32) + np.int32(start)
+        prefix = min(max(start, held.prefix), end)
+        fresh = held.fresh
+        inside = fresh[np.searchsorted(fresh, prefix) : np.searchsorted(fresh, end)]
+        clipped = [(max(a, prefix), min(b, end)) for a, b in held.segments]
+        self.spared = np.zeros(0, np.int32)
+        view = PromptView(
+            tokens=end,
+            layers=layers,
+            page_tokens=16,
+            prefix=prefix,
+            fresh=inside,
+            segments=tuple((a, b) for a, b in clipped if a < b),
+            heads=np.zeros((layers, kv_heads, 2), np.int32),
+        )
+        self._policy = _nothing(layers) if prefix == end else held.policy.plan(view)
+        self.plan = self._next(None)
+
+    @property
+    def rows(self) -> Rows:
+        """Positions that the current layer computes."""
+        return self.plan.rows
+
+    def advance(self, result: torch.Tensor | None) -> bool:
+        """The next plan; false where it is the first layer's once more, with further rows."""
+        layer = self.plan.layer
+        if layer + 1 == self.layers:
+            return True
+        self.plan = self._next(result)
+        return self.plan.layer == layer + 1
+
+    def _next(self, result: ProbeResult) -> LayerPlan:
+        plan: LayerPlan = self._policy.send(result)
+        if plan.probe not in (None, Probe.SCORES):
+            raise InvalidArgument(f"policy: expected no probe but scores, got {plan.probe}")
+        missing = np.setdiff1d(self.reused, plan.rows, assume_unique=True)
+        self.spared = missing.astype(np.int32)
+        return plan
+
+
+def _nothing(layers: int) -> Generator[LayerPlan, ProbeResult, None]:
+    """No rows in any layer: all of the chunk is exact in the store."""
+    for layer in range(layers):
+        yield LayerPlan(layer, np.zeros(0, np.int32))

@@ -1,0 +1,103 @@
+"""The connector of vLLM through which scheduler and workers speak of segments.
+
+It claims no tokens of its own: what is reused is found by the workers, and every prompt token is
+scheduled. `--kv-transfer-config '{"kv_connector": "KvweaveSegments", "kv_role": "kv_both",
+"kv_connector_module_path": "kvweave.adapters.vllm.segments.connector"}'`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvweave.adapters.vllm.segments.message import SegmentMessage
+from kvweave.adapters.vllm.segments.scheduling import Bookkeeper
+from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
+from kvweave.adapters.vllm.segments.worker import SegmentWorker
+
+
+class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
+    """Both halves: `books` in the scheduler's process, `worker` in each worker."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.config = vllm_config
+        self.worker: SegmentWorker | None = None
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.books = Bookkeeper(int(block_size))
+
+    # ---- in the scheduler's process -------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Takes note of markers."""
+        self.books.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """None: every token is scheduled."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks come with the step's output."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The message of a step."""
+        return self.books.message(scheduler_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once."""
+        self.books.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once."""
+        return self.request_finished(request, [])
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Counts that came from a worker."""
+        return SegmentConnectorStats(SegmentStats().to_dict() if data is None else data)
+
+    # ---- in a worker ----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Tensors of vLLM are there: segments may come."""
+        self.worker = SegmentWorker.of(self.config)
+
+    def start_load_kv(self, forward_context: Any, **others: Any) -> None:
+        """Looks up the prompts of a step."""
+        message = self._get_connector_metadata()
+        if self.worker is not None and isinstance(message, SegmentMessage):
+            self.worker.begin(message)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Layers copy what they need themselves."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **others: Any
+    ) -> None:
+        """What is new is kept after the last layer."""
+
+    def wait_for_save(self) -> None:
+        """Keeps what the step computed."""
+        if self.worker is not None:
+            self.worker.finish()
+
+    def get_kv_connector_stats(self) -> SegmentConnectorStats | None:
+        """Counts since the last step, from the first worker alone: all count the same."""
+        return None if self.worker is None else self.worker.taken_stats()

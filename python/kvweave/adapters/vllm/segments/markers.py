@@ -1,0 +1,147 @@
+"""What a request says of its segments: `extra_args={"kvweave": {…}}` of its sampling parameters.
+
+Through the OpenAI server the same stands in `vllm_xargs`, as a JSON string.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvweave.errors import InvalidArgument
+from kvweave.policies import Policy, policy_of
+
+SECTION = "kvweave"
+FIELDS = ("segments", "namespace", "policy", "discover")
+POLICIES = ("sparsex", "naive", "full")
+MOST_SEGMENTS = 4096
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) of the prompt; `name`, if any, is what refusals call it."""
+
+    start: int
+    end: int
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Markers:
+    """A request's segments, sorted and apart, and how they may be reused.
+
+    `namespace`: segments of different namespaces never match. `policy`: "sparsex" computes some
+    rows of a reused segment again, "naive" none, "full" reuses nothing (its segments are kept for
+    later prompts). `discover`: known text is found without marks too.
+    """
+
+    segments: tuple[Span, ...] = ()
+    namespace: str = ""
+    policy: str = "sparsex"
+    discover: bool = False
+
+    @property
+    def approximates(self) -> bool:
+        """Whether some KV of the request may have been computed in another context."""
+        return self.policy != "full" and (self.discover or bool(self.segments))
+
+    def exact_tokens(self, length: int) -> int:
+        """Leading tokens whose KV is that of a full prefill, whatever the store holds."""
+        if not self.approximates:
+            return length
+        if self.discover:
+            return 0
+        return self.segments[0].start
+
+    def recovery(self) -> Policy:
+        """The policy, with its default settings."""
+        return policy_of(self.policy)
+
+    def check_within(self, tokens: int) -> None:
+        """Refuses segments that reach beyond a prompt of that many tokens.
+
+        Errors: `InvalidArgument` naming the segment.
+        """
+        for index, span in enumerate(self.segments):
+            if span.end > tokens:
+                where = f"segments[{index}]" if span.name is None else f"segment {span.name!r}"
+                raise _invalid(where, f"an end <= {tokens}, the prompt's tokens", str(span.end))
+
+
+def markers_of(extra_args: Any) -> Markers | None:
+    """The markers in a request's `extra_args`; None where it has none.
+
+    Errors: `InvalidArgument` naming the field, what was expected and what came.
+    """
+    if not isinstance(extra_args, Mapping) or extra_args.get(SECTION) is None:
+        return None
+    return parse(extra_args[SECTION])
+
+
+def parse(given: Any) -> Markers:
+    """Markers from a mapping, or from JSON text of one.
+
+    Errors: as `markers_of`.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise _invalid("", "a JSON object", f"text that is none: {error}") from error
+    if not isinstance(given, Mapping):
+        raise _invalid("", "an object", _shown(given))
+    for name in given:
+        if name not in FIELDS:
+            raise _invalid("", f"the fields {', '.join(FIELDS)}", _shown(name))
+    namespace = given.get("namespace", "")
+    if not isinstance(namespace, str):
+        raise _invalid("namespace", "a string", _shown(namespace))
+    policy = given.get("policy", "sparsex")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(policy))
+    discover = given.get("discover", False)
+    if not isinstance(discover, bool):
+        raise _invalid("discover", "true or false", _shown(discover))
+    return Markers(_spans(given.get("segments", [])), namespace, policy, discover)
+
+
+def _spans(given: Any) -> tuple[Span, ...]:
+    if not isinstance(given, (list, tuple)):
+        raise _invalid("segments", "a list of [start, end]", _shown(given))
+    if len(given) > MOST_SEGMENTS:
+        raise _invalid("segments", f"up to {MOST_SEGMENTS}", str(len(given)))
+    spans = [_span(index, span) for index, span in enumerate(given)]
+    for index, (before, span) in enumerate(pairwise(spans), 1):
+        if span.start < before.end:
+            got = f"{span.start}, where segments[{index - 1}] ends at {before.end}"
+            raise _invalid(f"segments[{index}]", "segments in order and apart", got)
+    return tuple(spans)
+
+
+def _span(index: int, given: Any) -> Span:
+    where, expected = f"segments[{index}]", '[start, end] or [start, end, "name"]'
+    if not isinstance(given, (list, tuple)) or len(given) not in (2, 3):
+        raise _invalid(where, expected, _shown(given))
+    start, end = given[:2]
+    if any(not isinstance(x, int) or isinstance(x, bool) for x in (start, end)):
+        raise _invalid(where, expected, _shown(given))
+    if not 0 <= start < end:
+        raise _invalid(where, "0 <= start < end", f"{start}, {end}")
+    name = given[2] if len(given) == 3 else None
+    if name is not None and not isinstance(name, str):
+        raise _invalid(where, "a name that is a string", _shown(name))
+    return Span(start, end, name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _invalid(field: str, expected: str, got: str) -> InvalidArgument:
+    name = f"{SECTION}.{field}" if field else SECTION
+    text = f"{name}: expected {expected}, got {got}"
+    return InvalidArgument(text, expected=expected, got=got)

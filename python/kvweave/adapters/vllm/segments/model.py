@@ -1,0 +1,65 @@
+"""What a model class needs to reuse segments: checks at its making, and its forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from kvweave.adapters.vllm.options import Options
+from kvweave.adapters.vllm.segments.attention import guard_model
+from kvweave.adapters.vllm.segments.connector import KvweaveSegments
+from kvweave.errors import InvalidArgument, Unsupported
+
+CONNECTOR = KvweaveSegments.__name__
+
+__all__ = ["check_segments", "forward_of_step", "guard_model"]
+
+
+def check_segments(config: VllmConfig, options: Options) -> None:
+    """Refuses what does not compose with reused segments.
+
+    Errors: `InvalidArgument` without the connector, `Unsupported` for the rest.
+    """
+    transfer = config.kv_transfer_config
+    connector = None if transfer is None else transfer.kv_connector
+    if connector != CONNECTOR:
+        text = f"kv_transfer_config: expected kv_connector {CONNECTOR}, got {connector}"
+        raise InvalidArgument(text, expected=CONNECTOR, got=str(connector))
+    parallel = config.parallel_config
+    refused = {
+        "vllm other than 0.26": not vllm.__version__.startswith("0.26."),
+        "kvweave.heads": options.heads is not None,
+        "speculative_config": config.speculative_config is not None,
+        "lora_config": config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+    }
+    for name, present in refused.items():
+        if present:
+            text = f"kvweave.segment_bytes: expected it without {name}, got both"
+            raise Unsupported(text, expected=f"no {name}", got=name)
+
+
+def forward_of_step(
+    model: Any,
+    input_ids: torch.Tensor | None,
+    positions: torch.Tensor,
+    intermediate_tensors: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """Hidden states [N, ·] of a step in which segments are reused; None where none are."""
+    if not has_kv_transfer_group():
+        return None
+    connector: Any = get_kv_transfer_group()
+    worker = connector.worker if isinstance(connector, KvweaveSegments) else None
+    step = None if worker is None else worker.step()
+    if step is None:
+        return None
+    hidden = model.model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+    return step.run(model.model, hidden, positions)

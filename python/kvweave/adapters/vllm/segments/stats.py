@@ -1,0 +1,89 @@
+"""What segment reuse did, counted; it travels to the front process as vLLM's connector stats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+
+@dataclass
+class SegmentStats:
+    """Counts since the last report of a worker (of the first of its group: all count the same).
+
+    `requests` with markers whose prompt was looked up; `prompt_tokens` of their scheduled chunks.
+    `hits` by kind: tokens taken from the store, "prefix" (exact, from any request), "request"
+    and "frozen" (segments of an earlier request, of a knowledge base). `reused_tokens` of
+    segments, whose KV was computed elsewhere; `recomputed_rows`, those of them that the policy had
+    computed again. `rows` and `rows_spared`: (row, layer) pairs that were computed, and that were
+    not. `copied_keys`: (token, layer) pairs copied from the store; `moved_keys`, those rotated to
+    another position (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
+    "refused" for prompts that the store had no room for or could not take.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_rows: int = 0
+    rows: int = 0
+    rows_spared: int = 0
+    copied_keys: int = 0
+    moved_keys: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: SegmentStats) -> None:
+        """Adds the counts of another interval."""
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that any process can read."""
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> SegmentStats:
+        """What `to_dict` gave."""
+        counters = {name: Counter(value) for name, value in data.items() if isinstance(value, dict)}
+        return cls(**{**data, **counters})
+
+
+class SegmentConnectorStats(KVConnectorStats):
+    """`SegmentStats` as vLLM carries and adds them; `data` is `SegmentStats.to_dict`."""
+
+    @property
+    def counts(self) -> SegmentStats:
+        """The counts of the interval."""
+        return SegmentStats.from_dict(self.data)
+
+    def reset(self) -> None:
+        """Starts a new interval."""
+        self.data = SegmentStats().to_dict()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds another interval to this one."""
+        counts = self.counts
+        counts.add(SegmentStats.from_dict(other.data))
+        self.data = counts.to_dict()
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM's log shows of an interval."""
+        counts = self.counts
+        return {
+            "Prompts with segments": counts.requests,
+            "Reused tokens": counts.reused_tokens,
+            "Recomputed rows": counts.recomputed_rows,
+        }
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return self.counts == SegmentStats()

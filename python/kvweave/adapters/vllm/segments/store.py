@@ -1,0 +1,228 @@
+"""A worker's store of computed KV: kvweave's own cache, in an arena on the worker's device.
+
+A prompt is admitted whole and shares the blocks of what it reuses: its table then says, for every
+token, where its KV lies and how far its key has to turn. Blocks of its own receive the KV that is
+computed, so that later prompts find it. What is reused cannot be evicted until the prompt is let
+go of. With tensor parallelism every rank holds its own heads and, asked the same, does the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from kvweave import ops
+from kvweave.adapters.vllm.segments.rotation import turned
+from kvweave.adapters.vllm.segments.stats import SegmentStats
+from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
+from kvweave.errors import InvalidArgument
+from kvweave.policies import Policy
+
+PAGE_TOKENS = 16
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+Rows = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """KV of one rank: L layers, G KV heads of size D, their dtype and device.
+
+    `inv_freq` f64 [rotary_dim / 2] of every layer.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    inv_freq: npt.NDArray[np.float64]
+
+
+class Held:
+    """A prompt of T tokens in the store, until its prefill is over.
+
+    `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
+    another context, `fresh` i32 [F] the tokens that the store has not.
+    """
+
+    def __init__(self, request: KvRequest, policy: Policy) -> None:
+        self.request = request
+        self.policy = policy
+        plan = request.plan
+        self.tokens = int(plan.tokens)
+        self.prefix = int(plan.reused_prefix)
+        self.fresh: Rows = plan.rows()
+        self.segments = [(s.start, s.end) for s in plan.spans if s.kind == "segment"]
+        self.exact = self.segments[0][0] if self.segments else self.tokens
+        self.stored = 0
+
+    @cached_property
+    def reused(self) -> npt.NDArray[np.bool_]:
+        """Which tokens the store has, bool [T]."""
+        mask = np.ones(self.tokens, bool)
+        mask[self.fresh] = False
+        return mask
+
+    @cached_property
+    def places(self) -> Rows:
+        """Block, slot and delta of every token, i32 [T, 3]."""
+        entries = self.request.entries()
+        block, begin, end, position, delta = entries.T
+        places = np.zeros((self.tokens, 3), np.int32)
+        counts = end - begin
+        at = np.repeat(position, counts) + _counted(counts)
+        places[at, 0] = np.repeat(block, counts)
+        places[at, 1] = np.repeat(begin, counts) + _counted(counts)
+        places[at, 2] = np.repeat(delta, counts)
+        return places
+
+    def release(self) -> None:
+        """Lets go of all blocks; what was stored stays cached."""
+        self.request.release()
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tokens that go from the store to vLLM's pages: the same in all layers.
+
+    `blocks` and `slots` i64 [n] in the arena, `to` i32 [n, 2] (page of the first head, slot) in a
+    layer's pages; cos and sin f32 [n, rotary_dim / 2], None where no key turns. On the device.
+    """
+
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    to: torch.Tensor
+    turn: tuple[torch.Tensor, torch.Tensor] | None
+    moved: int
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+class SegmentStore:
+    """The store of one rank: `arena_bytes` of pages, of which `frozen_share` may be frozen."""
+
+    def __init__(
+        self, geometry: Geometry, arena_bytes: int, frozen_share: float, fingerprint: str
+    ) -> None:
+        if geometry.dtype not in NAMES:
+            expected = ", ".join(NAMES.values())
+            raise InvalidArgument(f"segments: expected KV in {expected}, got {geometry.dtype}")
+        self.geometry = geometry
+        shape = KvShape(
+            geometry.layers,
+            geometry.kv_heads,
+            geometry.head_dim,
+            PAGE_TOKENS,
+            NAMES[geometry.dtype],
+        )
+        settings: dict[str, Any] = {"frozen_share": frozen_share, "fingerprint": fingerprint}
+        if geometry.device.type == "cpu":
+            self.cache = KvCache(shape, arena_bytes=arena_bytes, **settings)
+            self.pages: torch.Tensor = from_dlpack(self.cache.arena)
+        else:
+            sizes = (arena_bytes // shape.page_bytes, 2, PAGE_TOKENS, geometry.head_dim)
+            self.pages = torch.zeros(sizes, dtype=geometry.dtype, device=geometry.device)
+            self.cache = KvCache(shape, external=self.pages, **settings)
+
+    def admit(
+        self,
+        tokens: list[int],
+        spans: list[tuple[int, int]],
+        namespace: str,
+        policy: Policy,
+        discover: bool,
+    ) -> Held:
+        """Looks a prompt up and takes room for what the store does not have of it.
+
+        Errors: `PoolFull` when there is no room, `InvalidArgument` for tokens that are none.
+        """
+        segments = policy.reuse == "segments"
+        request = self.cache.admit(
+            np.asarray(tokens, np.int32),
+            namespace=namespace,
+            segments=[(start, end, namespace) for start, end in spans] if segments else (),
+            discover=discover and segments,
+            reuse=policy.reuse,
+            mode="share",
+        )
+        return Held(request, policy)
+
+    def copies(self, held: Held, positions: Rows, to: torch.Tensor) -> Copies:
+        """Tokens of a held prompt on their way to `to` i32 [n, 2]."""
+        block, slot, delta = held.places[positions].T
+        device = self.geometry.device
+        deltas, which = np.unique(delta, return_inverse=True)
+        turn = None
+        if deltas.any():
+            angles = deltas[:, None].astype(np.float64) * self.geometry.inv_freq
+            index = self._sent(which.astype(np.int64))
+            cos, sin = (self._sent(part.astype(np.float32)) for part in _turn(angles))
+            turn = (cos.index_select(0, index), sin.index_select(0, index))
+        blocks, slots = (self._sent(x.astype(np.int64)) for x in (block, slot))
+        return Copies(blocks, slots, to.to(device), turn, int(np.count_nonzero(delta)))
+
+    def copy(self, copies: Copies, layer: int, pages: torch.Tensor) -> None:
+        """Copies one layer's K and V into its pages [pages, 2, P, D], keys turned on the way."""
+        heads = torch.arange(self.geometry.kv_heads, device=self.geometry.device)
+        page = copies.blocks[:, None] + layer * self.geometry.kv_heads + heads
+        slot = copies.slots[:, None]
+        k, v = self.pages[page, 0, slot], self.pages[page, 1, slot]
+        if copies.turn is not None:
+            k = turned(k, *copies.turn)
+        ops.write_pages(pages, 0, k, v, copies.to)
+
+    def keep(
+        self, held: Held, positions: Rows, layers: list[torch.Tensor], at: torch.Tensor
+    ) -> None:
+        """Stores K and V that lie in vLLM's pages, a tensor a layer, at `at` i32 [n, 2]."""
+        slots = held.request.slots(positions)
+        table = self._sent(slots) if self.geometry.device.type != "cpu" else slots
+        heads = torch.arange(self.geometry.kv_heads, device=self.geometry.device)
+        page = at[:, :1].long() + heads
+        slot = at[:, 1:].long()
+        for layer, pages in enumerate(layers):
+            ops.write_pages(self.pages, layer, pages[page, 0, slot], pages[page, 1, slot], table)
+
+    def commit(self, held: Held, computed: int) -> None:
+        """Says that the KV of [0, computed) is stored; later prompts may find it."""
+        held.stored = computed
+        held.request.commit(computed, min(computed, held.exact))
+
+    def frozen(self, namespace: str | None) -> list[FrozenSegment]:
+        """The knowledge base's entries of a namespace, or of all."""
+        return self.cache.frozen(namespace)
+
+    def count(self, held: Held, stats: SegmentStats) -> None:
+        """Counts what a look-up found."""
+        stats.requests += 1
+        for span in held.request.plan.spans:
+            size = span.end - span.start
+            if span.kind == "prefix":
+                stats.hits["prefix"] += size
+            elif span.kind == "segment":
+                stats.hits[str(span.source)] += size
+            else:
+                stats.misses[str(span.reason)] += size
+
+    def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.geometry.device)
+
+
+def _counted(counts: Rows) -> Rows:
+    """0, 1, … for each count."""
+    starts = np.cumsum(counts) - counts
+    counted: Rows = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(starts, counts)
+    return counted
+
+
+def _turn(
+    angles: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    return np.cos(angles), np.sin(angles)

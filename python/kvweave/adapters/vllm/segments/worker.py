@@ -1,0 +1,141 @@
+"""The worker's half: prompts that are being prefilled, and what each step does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
+
+from kvweave.adapters.vllm.attention import pages_of
+from kvweave.adapters.vllm.segments.attention import SegmentAttention
+from kvweave.adapters.vllm.segments.batch import Batch
+from kvweave.adapters.vllm.segments.chunk import ChunkPlan
+from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
+from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
+from kvweave.adapters.vllm.segments.step import Layers, Step, Work
+from kvweave.adapters.vllm.segments.store import Held, SegmentStore
+from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+
+
+class SegmentWorker:
+    """Segments on one rank."""
+
+    def __init__(self, layers: list[SegmentAttention], store: SegmentStore) -> None:
+        self.attention = layers
+        self.store = store
+        self.stats = SegmentStats()
+        self._held: dict[str, Held] = {}
+        self._chunks: list[Chunk] = []
+        self._batch: Batch | None = None
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> SegmentWorker:
+        """The worker of a model whose layers have a store.
+
+        Errors: `Unsupported` for a model of another class.
+        """
+        known = config.compilation_config.static_forward_context
+        layers = [layer for layer in known.values() if isinstance(layer, SegmentAttention)]
+        if not layers:
+            expected = "a model of kvweave with additional_config kvweave.segment_bytes"
+            got = str(config.model_config.architecture)
+            text = f"segments: expected {expected}, got {got}"
+            raise Unsupported(text, expected=expected, got=got)
+        return cls(layers, layers[0].store)
+
+    def begin(self, message: SegmentMessage) -> None:
+        """Before a forward: what ended is let go of, new prompts are looked up."""
+        for name in message.ended:
+            self._let_go(name)
+        self._chunks, self._batch = [], None
+        for chunk in message.chunks:
+            if chunk.prompt is not None:
+                self._let_go(chunk.request_id)
+                self._look_up(chunk.request_id, chunk.prompt)
+            self.stats.prompt_tokens += chunk.end - chunk.start
+            if chunk.request_id in self._held:
+                self._chunks.append(chunk)
+
+    def step(self) -> Step | None:
+        """What the forward of this step has to do; None where nothing is reused.
+
+        Called in the forward's own context, where the batch is described.
+        """
+        if not self._chunks:
+            return None
+        batch, works = self._batch_of_step(), []
+        if not any(self._held[c.request_id].reused[c.start : c.end].any() for c in self._chunks):
+            return None
+        for chunk in self._chunks:
+            held, request = self._held[chunk.request_id], batch.find(chunk.first_slot)
+            if request is None or not held.reused[chunk.start : chunk.end].any():
+                continue
+            sizes = len(self.attention), self.store.geometry.kv_heads
+            works.append(Work(ChunkPlan(held, chunk.start, chunk.end, *sizes), request))
+        return Step(self.store, self._layers(), self.stats, works, batch) if works else None
+
+    def finish(self) -> None:
+        """After a forward: what the chunks computed is kept, and found from now on.
+
+        A replayed graph runs no code of the model's: what it computed is not known to lie where,
+        so the requests are let go of, and the rest of their prompts is computed.
+        """
+        chunks, batch = self._chunks, self._batch
+        self._chunks, self._batch = [], None
+        layers = [pages_of(layer.kv_cache) for layer in self.attention]
+        for chunk in chunks:
+            held = self._held[chunk.request_id]
+            request = None if batch is None else batch.find(chunk.first_slot)
+            if batch is None or request is None:
+                self._let_go(chunk.request_id)
+                continue
+            fresh = held.fresh
+            first, end = np.searchsorted(fresh, (held.stored, chunk.end))
+            new = fresh[first:end]
+            if len(new):
+                self.store.keep(held, new, layers, batch.places(request, new))
+            self.store.commit(held, chunk.end)
+            if chunk.end == held.tokens:
+                self._let_go(chunk.request_id)
+
+    def _batch_of_step(self) -> Batch:
+        if self._batch is None:
+            metadata: Any = get_forward_context().attn_metadata
+            first = self.attention[0]
+            pages = pages_of(first.kv_cache)
+            self._batch = Batch(metadata[first.layer_name], pages, self.store.geometry.kv_heads)
+        return self._batch
+
+    def taken_stats(self) -> SegmentConnectorStats | None:
+        """The counts so far, which start anew; None where there are none, or on other ranks."""
+        taken, self.stats = self.stats, SegmentStats()
+        if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
+            return None
+        return SegmentConnectorStats(taken.to_dict())
+
+    def _look_up(self, name: str, prompt: Prompt) -> None:
+        markers = prompt.markers
+        spans = [(span.start, span.end) for span in markers.segments]
+        try:
+            held = self.store.admit(
+                prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
+            )
+        except (PoolFull, InvalidArgument):
+            self.stats.misses["refused"] += len(prompt.tokens)
+            return
+        self.store.count(held, self.stats)
+        self._held[name] = held
+
+    def _let_go(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            held.release()
+
+    def _layers(self) -> Layers:
+        pages = [pages_of(layer.kv_cache) for layer in self.attention]
+        names = [layer.layer_name for layer in self.attention]
+        impls: list[Any] = [layer.impl for layer in self.attention]
+        return Layers(names, impls, pages)
