@@ -1,0 +1,86 @@
+"""What segments did, on vLLM's own `/metrics`; `docs/vllm.md` says what each name means.
+
+vLLM asks the connector for this object and hands it every report of a worker.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import REGISTRY, Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+PREFIX = "kvweave_"
+# Names without "_total", which the library adds; the field of a report; what it says.
+COUNTS = {
+    "requests": ("requests", "Prompts with marks that were looked up"),
+    "prompt_tokens": ("prompt_tokens", "Tokens of their prompts that were scheduled"),
+    "reused_tokens": ("reused_tokens", "Tokens whose KV came from a segment elsewhere"),
+    "recomputed_tokens": ("recomputed_rows", "Reused tokens that the policy computed again"),
+    "rows": ("rows", "Tokens times layers that were computed"),
+    "spared_rows": ("rows_spared", "Tokens times layers that were not computed"),
+    "copied_keys": ("copied_keys", "Tokens times layers whose KV was copied from the store"),
+    "moved_keys": ("moved_keys", "Of these, keys rotated to another position (Delta-RoPE)"),
+}
+BY_LABEL = {
+    "hit_tokens": ("hits", "kind", "Tokens found in the store, by kind of hit"),
+    "missed_tokens": ("misses", "reason", "Tokens that were not reused, by reason"),
+}
+STORE = ("store_bytes", "Bytes of the store, by tier and by what holds them")
+DEVICE = "device"
+
+_made: list[Any] = []
+
+
+class SegmentMetrics(KVConnectorPromMetrics):
+    """Counters that go up with the reports of workers, labelled as vLLM's own, and one gauge.
+
+    A process that makes another engine, as a test does, starts the names anew.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        while _made:
+            # Another kind of metric (of Ray) was never there.
+            with suppress(KeyError):
+                REGISTRY.unregister(_made.pop())
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+
+        def made(kind: Any, name: str, says: str, *labels: str, **options: Any) -> Any:
+            metric = kind(
+                name=PREFIX + name,
+                documentation=says,
+                labelnames=[*labelnames, *labels],
+                **options,
+            )
+            _made.append(metric)
+            return metric
+
+        self._counts = {field: made(counter, name, says) for name, (field, says) in COUNTS.items()}
+        self._by_label = {
+            field: made(counter, name, says, label)
+            for name, (field, label, says) in BY_LABEL.items()
+        }
+        self._store = made(gauge, *STORE, "tier", "state", multiprocess_mode="sum")
+        for engine in per_engine_labelvalues:
+            for metric in self._counts.values():
+                metric.labels(*self.per_engine_labelvalues[engine]).inc(0)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds a report: `SegmentStats.to_dict`."""
+        engine = self.per_engine_labelvalues[engine_idx]
+        for field, metric in self._counts.items():
+            metric.labels(*engine).inc(transfer_stats_data[field])
+        for field, metric in self._by_label.items():
+            for label, value in transfer_stats_data[field].items():
+                metric.labels(*engine, label).inc(value)
+        # Reports say how the bytes changed, so that any number of them adds up.
+        for state, change in transfer_stats_data.get(STORE[0], {}).items():
+            self._store.labels(*engine, DEVICE, state).inc(change)

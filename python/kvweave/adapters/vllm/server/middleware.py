@@ -1,0 +1,135 @@
+"""An ASGI middleware for vLLM's server: marked chats, and the routes of the knowledge base."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from kvweave.adapters.vllm.segments.markers import SECTION
+from kvweave.adapters.vllm.server import knowledge, marks, prompts, replies
+from kvweave.errors import KvweaveError
+
+CHAT = "/v1/chat/completions"
+MOST_BYTES = 256 * 2**20
+"""Longest body that is read here."""
+Scope: TypeAlias = dict[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class SegmentMiddleware:
+    """Stands before vLLM's app; requests that say nothing of segments pass as they came."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        path = _path(scope)
+        ours = scope["type"] == "http" and (
+            knowledge.is_ours(path) or (path == CHAT and scope["method"] == "POST")
+        )
+        # vLLM's own check of keys comes after us, and only for its own routes.
+        admitted = ours and (scope["method"] != "OPTIONS") and _admitted(scope)
+        if ours and knowledge.is_ours(path) and scope["method"] != "OPTIONS" and not admitted:
+            await replies.send_json(send, 401, replies.body(401, "expected an API key"))
+            return
+        if not admitted:
+            await self.app(scope, receive, send)
+            return
+        data = await _body(receive)
+        if data is None:
+            text = f"body: expected up to {MOST_BYTES} bytes, all of them"
+            await replies.send_json(send, 413, replies.body(413, text))
+            return
+        try:
+            if knowledge.is_ours(path):
+                given = scope["method"], path, scope.get("query_string", b""), data
+                status, answer = await knowledge.call(scope["app"].state, *given)
+                await replies.send_json(send, status, answer)
+                return
+            data = await _chat(scope["app"].state, data)
+        except KvweaveError as error:
+            await replies.send_json(send, *replies.refusal(error))
+            return
+        await self.app(_sized(scope, len(data)), _again(data, receive), send)
+
+
+async def _chat(state: Any, data: bytes) -> bytes:
+    """A chat request with its marks turned into an argument of vLLM's."""
+    if SECTION.encode() not in data and marks.CONTROL.encode() not in data:
+        return data
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    if not isinstance(given, dict):
+        return data
+    marked = marks.read(given)
+    if not marked.asks:
+        return json.dumps(marked.body).encode() if marked.body != given else data
+    spans = await prompts.segments(state, marked)
+    # What vLLM refuses goes on without marks: it says best what is wrong.
+    return json.dumps(marked.body if spans is None else marked.arguments(spans)).encode()
+
+
+def _path(scope: Scope) -> str:
+    """The path behind the server's root, percent-encoded."""
+    raw = scope.get("raw_path") or b""
+    path = raw.decode("latin-1").partition("?")[0] or str(scope.get("path", ""))
+    return path.removeprefix(str(scope.get("root_path", "")))
+
+
+def _admitted(scope: Scope) -> bool:
+    """Whether the request has one of the server's keys, if it has any."""
+    keys = getattr(scope["app"].state.args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    keys = [key.encode() for key in keys if key]
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, token = given.partition(b" ")
+    # All are compared: how long it takes says nothing.
+    same = [hmac.compare_digest(token, key) for key in keys]
+    return not keys or (scheme.lower() == b"bearer" and any(same))
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The whole body; None when it is too long or its sender has gone."""
+    parts, length, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        part = message.get("body", b"")
+        length += len(part)
+        if length > MOST_BYTES:
+            return None
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _sized(scope: Scope, length: int) -> Scope:
+    """The request with the length that its body has now."""
+    others = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in (b"content-length", b"transfer-encoding")
+    ]
+    return {**scope, "headers": [*others, (b"content-length", b"%d" % length)]}
+
+
+def _again(data: bytes, receive: Receive) -> Receive:
+    """Gives the body once more, then whatever still comes (that the sender has gone)."""
+    given = False
+
+    async def once() -> dict[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return once
