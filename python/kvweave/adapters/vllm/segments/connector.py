@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvweave.adapters.vllm.metrics import SegmentMetrics
 from kvweave.adapters.vllm.segments.message import SegmentMessage
 from kvweave.adapters.vllm.segments.scheduling import Bookkeeper
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
@@ -72,6 +73,17 @@ class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Counts that came from a worker."""
         return SegmentConnectorStats(SegmentStats().to_dict() if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SegmentMetrics:
+        """These counts on the server's `/metrics`."""
+        return SegmentMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- in a worker ----------------------------------------------------------------------
 
