@@ -146,9 +146,19 @@ def test_a_weight_that_heads_do_not_divide_is_refused() -> None:
         list(in_order([("model.layers.0.self_attn.k_proj.weight", torch.zeros(9, 8))], split))
 
 
+BAD: dict[str, list[Any]] = {
+    "heads": [3],
+    "segment_bytes": [0, 1.5, True, "1"],
+    "frozen_share": [-0.1, 1.1, True, "1", None],
+}
+
+
 def test_options() -> None:
     assert options_of({}) == options_of({"other": 1}) == options_of(None) == Options()
     assert options_of({"kvweave": {"heads": "m.json"}}) == Options(Path("m.json"))
-    for section in ({"head": "m"}, {"heads": 3}, "heads", ["heads"]):
+    store = {"segment_bytes": 4096, "frozen_share": 1}
+    assert options_of({"kvweave": store}) == Options(None, 4096, 1.0)
+    refused = [{name: value} for name, values in BAD.items() for value in values]
+    for section in ({"head": "m"}, "heads", ["heads"], *refused):
         with pytest.raises(InvalidArgument, match="additional_config: kvweave"):
             options_of({"kvweave": section})

@@ -12,11 +12,12 @@ from itertools import pairwise
 from typing import Any
 
 from kvweave.errors import InvalidArgument
-from kvweave.policies import Policy, policy_of
+from kvweave.policies import Policy, SparseX, policy_of
 
 SECTION = "kvweave"
 FIELDS = ("segments", "namespace", "policy", "discover")
 POLICIES = ("sparsex", "naive", "full")
+SETTINGS = ("boundary", "top_k", "overflow", "tail")
 MOST_SEGMENTS = 4096
 
 
@@ -35,13 +36,15 @@ class Markers:
 
     `namespace`: segments of different namespaces never match. `policy`: "sparsex" computes some
     rows of a reused segment again, "naive" none, "full" reuses nothing (its segments are kept for
-    later prompts). `discover`: known text is found without marks too.
+    later prompts). `discover`: known text is found without marks too. `settings` are those of
+    `SparseX` that differ from its own.
     """
 
     segments: tuple[Span, ...] = ()
     namespace: str = ""
     policy: str = "sparsex"
     discover: bool = False
+    settings: tuple[tuple[str, int | float], ...] = ()
 
     @property
     def approximates(self) -> bool:
@@ -57,8 +60,11 @@ class Markers:
         return self.segments[0].start
 
     def recovery(self) -> Policy:
-        """The policy, with its default settings."""
-        return policy_of(self.policy)
+        """The policy."""
+        if not self.settings:
+            return policy_of(self.policy)
+        settings: dict[str, Any] = dict(self.settings)
+        return SparseX(**settings)
 
     def check_within(self, tokens: int) -> None:
         """Refuses segments that reach beyond a prompt of that many tokens.
@@ -89,7 +95,7 @@ def parse(given: Any) -> Markers:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _invalid("", "a JSON object", f"text that is none: {error}") from error
     if not isinstance(given, Mapping):
         raise _invalid("", "an object", _shown(given))
@@ -99,13 +105,30 @@ def parse(given: Any) -> Markers:
     namespace = given.get("namespace", "")
     if not isinstance(namespace, str):
         raise _invalid("namespace", "a string", _shown(namespace))
-    policy = given.get("policy", "sparsex")
-    if not isinstance(policy, str) or policy not in POLICIES:
-        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(policy))
+    policy, settings = _policy(given.get("policy", "sparsex"))
     discover = given.get("discover", False)
     if not isinstance(discover, bool):
         raise _invalid("discover", "true or false", _shown(discover))
-    return Markers(_spans(given.get("segments", [])), namespace, policy, discover)
+    return Markers(_spans(given.get("segments", [])), namespace, policy, discover, settings)
+
+
+def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
+    """Its name, or an object {"name": …} with settings of SparseX."""
+    settings = dict(given) if isinstance(given, Mapping) else {}
+    name = settings.pop("name", None) if isinstance(given, Mapping) else given
+    if not isinstance(name, str) or name not in POLICIES:
+        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(name))
+    for field, value in settings.items():
+        if name != "sparsex" or field not in SETTINGS:
+            raise _invalid("policy", f"{', '.join(SETTINGS)} of sparsex", f"{field} of {name}")
+        kinds: tuple[type, ...] = (int, float) if field == "top_k" else (int,)
+        if type(value) not in kinds:
+            raise _invalid(f"policy.{field}", "a number", _shown(value))
+    try:
+        SparseX(**settings)
+    except InvalidArgument as error:
+        raise _invalid("policy", "settings in range", str(error)) from error
+    return name, tuple(sorted(settings.items()))
 
 
 def _spans(given: Any) -> tuple[Span, ...]:

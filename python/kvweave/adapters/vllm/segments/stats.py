@@ -14,13 +14,16 @@ class SegmentStats:
     """Counts since the last report of a worker (of the first of its group: all count the same).
 
     `requests` with markers whose prompt was looked up; `prompt_tokens` of their scheduled chunks.
-    `hits` by kind: tokens taken from the store, "prefix" (exact, from any request), "request"
-    and "frozen" (segments of an earlier request, of a knowledge base). `reused_tokens` of
-    segments, whose KV was computed elsewhere; `recomputed_rows`, those of them that the policy had
-    computed again. `rows` and `rows_spared`: (row, layer) pairs that were computed, and that were
-    not. `copied_keys`: (token, layer) pairs copied from the store; `moved_keys`, those rotated to
+    `hits` by kind: tokens that the store had, "prefix" (exact, of any request), "request" and
+    "frozen" (segments of an earlier request, of a knowledge base). `reused_tokens`: those of them
+    that were scheduled, which vLLM's own prefix cache did not have; `recomputed_rows`, those of
+    these that the policy had computed again. `rows` and `rows_spared`: (row, layer) pairs of
+    chunks with reuse that were computed, and that were not. `copied_keys`: (token, layer) pairs
+    copied from the store; `moved_keys`, those rotated to
     another position (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
-    "refused" for prompts that the store had no room for or could not take.
+    "refused" for prompts that the store had no room for or could not take. `store_bytes`: how
+    much more of the store is "free", "held", "cached" and (of these) "frozen" than at the last
+    report.
     """
 
     requests: int = 0
@@ -33,6 +36,7 @@ class SegmentStats:
     moved_keys: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
+    store_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SegmentStats) -> None:
         """Adds the counts of another interval."""

@@ -8,6 +8,7 @@ go of. With tensor parallelism every rank holds its own heads and, asked the sam
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -198,6 +199,11 @@ class SegmentStore:
     def frozen(self, namespace: str | None) -> list[FrozenSegment]:
         """The knowledge base's entries of a namespace, or of all."""
         return self.cache.frozen(namespace)
+
+    def bytes_by_state(self) -> Counter[str]:
+        """Bytes of the arena that are free, held, cached and, among the latter two, frozen."""
+        found, size = self.cache.stats(), self.cache.block_bytes
+        return Counter({name: found[name] * size for name in ("free", "held", "cached", "frozen")})
 
     def count(self, held: Held, stats: SegmentStats) -> None:
         """Counts what a look-up found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from kvweave.adapters.vllm.attention import pages_of
 from kvweave.adapters.vllm.segments.attention import SegmentAttention
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkPlan
+from kvweave.adapters.vllm.segments.encode import encode
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Layers, Step, Work
 from kvweave.adapters.vllm.segments.store import Held, SegmentStore
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.policies import Full
 
 
 class SegmentWorker:
@@ -30,6 +33,7 @@ class SegmentWorker:
         self._held: dict[str, Held] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
+        self._reported: Counter[str] = Counter()
 
     @classmethod
     def of(cls, config: VllmConfig) -> SegmentWorker:
@@ -101,6 +105,22 @@ class SegmentWorker:
             if chunk.end == held.tokens:
                 self._let_go(chunk.request_id)
 
+    def insert(
+        self, model: Any, name: str, tokens: list[int], namespace: str, config: VllmConfig
+    ) -> None:
+        """Encodes a document alone and freezes it in the store.
+
+        Errors: `PoolFull` without room, or beyond the share that may be frozen.
+        """
+        held = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        try:
+            names = [layer.layer_name for layer in self.attention]
+            encode(model, names, self.store, held, tokens, config)
+            self.store.commit(held, len(tokens))
+            held.request.freeze(name, 0, len(tokens))
+        finally:
+            held.release()
+
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
             metadata: Any = get_forward_context().attn_metadata
@@ -112,6 +132,10 @@ class SegmentWorker:
     def taken_stats(self) -> SegmentConnectorStats | None:
         """The counts so far, which start anew; None where there are none, or on other ranks."""
         taken, self.stats = self.stats, SegmentStats()
+        held = self.store.bytes_by_state()
+        changes = {state: count - self._reported[state] for state, count in held.items()}
+        taken.store_bytes.update({state: change for state, change in changes.items() if change})
+        self._reported = held
         if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
             return None
         return SegmentConnectorStats(taken.to_dict())

@@ -1,0 +1,80 @@
+"""What vLLM's workers answer when the knowledge base is asked: methods for `collective_rpc`.
+
+`--worker-extension-cls kvweave.adapters.vllm.segments.extension.KnowledgeBaseWorker`. Errors
+travel as data, for vLLM carries only their text from one process to another; `knowledge_base`
+makes exceptions of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from kvweave.adapters.vllm.segments.connector import KvweaveSegments
+from kvweave.adapters.vllm.segments.encode import checked
+from kvweave.adapters.vllm.segments.knowledge_base import Reply
+from kvweave.adapters.vllm.segments.worker import SegmentWorker
+from kvweave.cache import FrozenSegment
+from kvweave.errors import InvalidArgument, KvweaveError, Unsupported
+
+
+class KnowledgeBaseWorker:
+    """Mixed into vLLM's worker: every rank does the same with its own heads."""
+
+    vllm_config: Any
+    get_model: Callable[[], Any]
+
+    def kvweave_insert(self, name: str, tokens: list[int], namespace: str = "") -> Reply:
+        """Encodes a document alone and freezes it under a name; what has the name is replaced."""
+
+        def insert() -> dict[str, Any]:
+            config = self.vllm_config.model_config
+            _check_text("name", name)
+            _check_text("namespace", namespace)
+            ids = checked(tokens, config.get_vocab_size(), config.max_model_len)
+            worker = _worker()
+            worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
+            found = worker.store.frozen(namespace)
+            return _shown(next(entry for entry in found if entry.name == name))
+
+        return _reply(insert)
+
+    def kvweave_delete(self, name: str, namespace: str = "") -> Reply:
+        """Takes an entry out; its blocks stay cached until their room is needed."""
+        return _reply(lambda: _worker().store.cache.delete(name, namespace))
+
+    def kvweave_list(self, namespace: str | None = None) -> Reply:
+        """The entries of a namespace, or of all."""
+        return _reply(lambda: [_shown(entry) for entry in _worker().store.frozen(namespace)])
+
+    def kvweave_store(self) -> Reply:
+        """Blocks of the store by what holds them, its evictions and look-ups so far."""
+        return _reply(lambda: _worker().store.cache.stats())
+
+
+def _reply(action: Callable[[], Any]) -> Reply:
+    try:
+        return {"value": action()}
+    except KvweaveError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+
+
+def _worker() -> SegmentWorker:
+    connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if isinstance(connector, KvweaveSegments) and connector.worker is not None:
+        return connector.worker
+    text = "knowledge base: expected an engine that reuses segments, got one that does not"
+    raise Unsupported(text, expected="kvweave.segment_bytes", got="none")
+
+
+def _check_text(what: str, given: Any) -> None:
+    if not isinstance(given, str):
+        got = type(given).__name__
+        raise InvalidArgument(f"{what}: expected a string, got {got}", expected="str", got=got)
+
+
+def _shown(entry: FrozenSegment) -> dict[str, Any]:
+    fields = ("name", "namespace", "tokens", "blocks", "resident_blocks", "references")
+    return {field: getattr(entry, field) for field in fields}
