@@ -220,7 +220,9 @@ def test_a_known_version_is_taken(version: str) -> None:
     vllm_versions.check(version)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.27.0", "0.34.0", "0.3", "0.260.0", "1.26.0", "", "dev"])
+@pytest.mark.parametrize(
+    "version", ["0.25.1", "0.27.0", "0.34.0", "0.3", "0.260.0", "1.26.0", "", "dev"]
+)
 def test_an_unknown_version_is_named_with_those_that_are_known(version: str) -> None:
     with pytest.raises(Unsupported, match=r"expected version 0\.26\.x or 0\.33\.x, got") as caught:
         vllm_versions.check(version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def slot_mapping(
 ) -> None:
     """The slot of each row: its block's number times the block's tokens, and its place there."""
     ends = query_start.tolist()
-    for request, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for request, (first, last) in enumerate(pairwise(ends)):
         at = positions[first:last]
         number = blocks[request][at // block_tokens].to(slots.dtype)
         slots[first:last] = number * block_tokens + at % block_tokens
@@ -102,7 +103,7 @@ def attention(
     assert alibi is None
     page, group = keys.shape[2], query.shape[1] // keys.shape[1]
     ends = query_start.tolist()
-    for request, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for request, (first, last) in enumerate(pairwise(ends)):
         length = int(lengths[request])
         held = blocks[request, : -(-length // page)].long()
         k, v = (x[held].transpose(1, 2).flatten(0, 1)[:length].float() for x in (keys, values))

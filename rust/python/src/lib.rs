@@ -17,6 +17,7 @@ mod shape;
 mod stats;
 mod tensor;
 mod tokens;
+mod virtual_pages;
 
 use pyo3::prelude::*;
 
@@ -47,6 +48,8 @@ mod _native {
     use super::rope::RopeTable;
     #[pymodule_export]
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
+    #[pymodule_export]
+    use super::virtual_pages::VirtualPages;
 
     #[pymodule_init]
     fn version(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -53,6 +53,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         if sliding_window is not None and sink:
             seen = [[0, head, sliding_window, sink] for head in range(self.num_kv_heads)]
             self.window, self.reach = None, ops.Reach(1, np.array(seen, np.int32))
+        # Where heads write, if not each to its own page of a block.
+        self.written: ops.Reach | None = None
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -81,14 +83,12 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         if attn_metadata is None:
             return output.zero_()
         tables, rows = attn_metadata, attn_metadata.rows
-        pages = pages_of(kv_cache)
-        if tables.arena is not None:
-            # Blocks of the arena hold all layers; seen from here, this one's pages come first.
-            pages = tables.arena[extract_layer_index(layer.layer_name) * self.num_kv_heads :]
+        pages = self.pages_of_step(layer, kv_cache, tables)
         if tables.tap is not None:
             tables.tap.append(query[:rows])
         if self.kv_sharing_target_layer_name is None:
-            ops.write_pages(pages, 0, key[:rows], value[:rows], tables.slots)
+            kv = key[:rows], value[:rows]
+            ops.write_pages(pages, 0, *kv, tables.slots, reach=self.written)
         attend: Any = ops.attend_decode
         split = {}
         if not tables.decode:
@@ -111,6 +111,15 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             **split,
         )
         return output
+
+    def pages_of_step(
+        self, layer: Any, kv_cache: torch.Tensor, tables: PagedMetadata
+    ) -> torch.Tensor:
+        """The pages that a step's tables number, from those of this layer on."""
+        if tables.arena is None:
+            return pages_of(kv_cache)
+        # Blocks of the arena hold all layers; seen from here, this one's pages come first.
+        return tables.arena[extract_layer_index(layer.layer_name) * self.num_kv_heads :]
 
 
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:

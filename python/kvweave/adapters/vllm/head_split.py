@@ -23,7 +23,7 @@ from kvweave.errors import InvalidArgument, Unsupported
 PROJECTION = re.compile(r"\.layers\.(\d+)\.self_attn\.(q|k|v|qkv|o)_proj\.(\w+)$")
 # Along which axis a weight runs over heads; a bias of o_proj runs over none.
 AXES = {(p, kind): 0 for p in "qkv" for kind in ("weight", "bias")} | {("o", "weight"): 1}
-_Class: TypeAlias = dict[str, "int | str"]
+HeadClass: TypeAlias = dict[str, "int | str"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,14 @@ def read_split(path: Path, layers: int, kv_heads: int, ranks: int) -> HeadSplit 
     and `Unsupported` for what two cache layers cannot carry: top-k heads, several windows, layers
     with different numbers of global heads, numbers that the ranks do not divide.
     """
+    return _split(read_classes(path, layers, kv_heads), ranks)
+
+
+def read_classes(path: Path, layers: int, kv_heads: int) -> list[list[HeadClass]]:
+    """Reads the class of each head [L, G] of a model of L layers and G KV heads.
+
+    Errors: `InvalidArgument` when the file cannot be read or is of another shape, `CorruptHeadMap`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,13 +129,13 @@ def read_split(path: Path, layers: int, kv_heads: int, ranks: int) -> HeadSplit 
         raise InvalidArgument(
             f"heads: expected {expected}, got {found}", expected=expected, got=found
         )
-    classes: list[list[_Class]] = [[{"kind": "full"}] * kv_heads for _ in range(layers)]
+    classes: list[list[HeadClass]] = [[{"kind": "full"}] * kv_heads for _ in range(layers)]
     for head in json.loads(known.to_json())["heads"]:
         classes[head["layer"]][head["head"]] = head["class"]
-    return _split(classes, ranks)
+    return classes
 
 
-def _split(classes: list[list[_Class]], ranks: int) -> HeadSplit | None:
+def _split(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
     kinds = {str(head["kind"]) for layer in classes for head in layer}
     _ensure(kinds <= {"full", "window"}, "kinds of heads", "full and window", ", ".join(kinds))
     if kinds == {"full"}:
@@ -152,7 +160,7 @@ def _split(classes: list[list[_Class]], ranks: int) -> HeadSplit | None:
     return HeadSplit(order, ranks, count // ranks, *window)
 
 
-def _order(layer: list[_Class], ranks: int) -> tuple[int, ...]:
+def _order(layer: list[HeadClass], ranks: int) -> tuple[int, ...]:
     """Heads of a layer so that each rank's share starts with its share of global heads."""
     whole = [number for number, head in enumerate(layer) if head["kind"] == "full"]
     local = [number for number, head in enumerate(layer) if head["kind"] == "window"]

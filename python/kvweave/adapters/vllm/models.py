@@ -22,6 +22,7 @@ from kvweave.adapters.vllm.head_split import HeadSplit, in_order, read_split
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
 from kvweave.adapters.vllm.split_attention import split_model
+from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument, Unsupported
 
 
@@ -30,12 +31,18 @@ class _Woven:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
-        self.split = None if options.heads is None else _split_of(vllm_config, options.heads)
+        self.split = self.layout = None
+        if options.virtual_pages:
+            self.layout = layout_for(vllm_config, options.heads)
+        elif options.heads is not None:
+            self.split = _split_of(vllm_config, options.heads)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model: Any = self
         if self.split is not None:
             split_model(model, self.split, vllm_config)
+        if self.layout is not None:
+            use_virtual_pages(model, self.layout, vllm_config)
         if options.segment_bytes is not None:
             guard_model(model, options, vllm_config)
 
@@ -58,10 +65,10 @@ def _options_of(config: VllmConfig) -> Options:
     options = options_of(config.additional_config)
     if options.segment_bytes is not None:
         check_segments(config, options)
-    elif options.heads is None:
-        expected = "kvweave.heads, the path of a head map, or kvweave.segment_bytes"
-        text = f"additional_config: expected {expected}, got neither"
-        raise InvalidArgument(text, expected=expected, got="neither")
+    elif options.heads is None and not options.virtual_pages:
+        expected = "kvweave.heads, kvweave.segment_bytes or kvweave.virtual_pages"
+        text = f"additional_config: expected {expected}, got none of them"
+        raise InvalidArgument(text, expected=expected, got="none of them")
     return options
 
 

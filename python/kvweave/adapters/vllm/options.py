@@ -10,7 +10,7 @@ from typing import Any
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
-NAMES = ("heads", "segment_bytes", "frozen_share")
+NAMES = ("heads", "segment_bytes", "frozen_share", "virtual_pages")
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,14 @@ class Options:
     """`heads`: the file of a head class map (`kvweave profile-heads`), or None.
 
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
-    `frozen_share` of it may be frozen by a knowledge base.
+    `frozen_share` of it may be frozen by a knowledge base. `virtual_pages`: vLLM's block numbers
+    are virtual pages (vLLM 0.33).
     """
 
     heads: Path | None = None
     segment_bytes: int | None = None
     frozen_share: float = 0.5
+    virtual_pages: bool = False
 
 
 def options_of(additional: Any) -> Options:
@@ -46,7 +48,10 @@ def options_of(additional: Any) -> Options:
     share = section.get("frozen_share", 0.5)
     if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
         raise _invalid(f"{SECTION}.frozen_share", "a share in 0..1", repr(share))
-    return Options(None if heads is None else Path(heads), size, float(share))
+    virtual = section.get("virtual_pages", False)
+    if not isinstance(virtual, bool):
+        raise _invalid(f"{SECTION}.virtual_pages", "true or false", repr(virtual))
+    return Options(None if heads is None else Path(heads), size, float(share), virtual)
 
 
 def _invalid(what: str, expected: str, got: str) -> InvalidArgument:

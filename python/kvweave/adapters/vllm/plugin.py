@@ -25,6 +25,10 @@ def register() -> None:
 
         sink_manager.register()
         prefix_guard.register()
+    if versions.is_known(__version__, versions.WITH_VIRTUAL_PAGES):
+        from kvweave.adapters.vllm.virtual_pages import manager
+
+        manager.register()
 
 
 def _register_names() -> None:

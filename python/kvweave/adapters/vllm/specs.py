@@ -23,9 +23,9 @@ class SinkWindowSpec(SlidingWindowSpec):
 
     @property
     def num_retained_tokens(self) -> int:
-        """Of which vLLM nulls what lies below: nothing, where a sink lies there too (0 turns it off).
+        """Tokens below which vLLM's second model runner (0.33) nulls a request's block table.
 
-        Asked by vLLM's second model runner (0.33).
+        A sink lies there, so none: 0 turns it off.
         """
         stock: Any = super()
         return 0 if self.sink else int(stock.num_retained_tokens)

@@ -72,7 +72,21 @@ def entries_of(
     blocks [B, M] and lengths [B] are vLLM's block table and sequence lengths, `first` [B] the
     position of each request's first row, `columns` what `Span.columns` says.
     """
-    requests, device = len(lengths), blocks.device
+    number, listed = seen_blocks(
+        lengths, first, page_tokens=page_tokens, columns=columns, span=span
+    )
+    table = blocks.gather(1, number.clamp(max=blocks.shape[1] - 1).long())
+    return packed(number, listed, listed.sum(1), table * heads, lengths, page_tokens)
+
+
+def seen_blocks(
+    lengths: torch.Tensor, first: torch.Tensor, *, page_tokens: int, columns: int, span: Span
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which blocks of a request its rows see: numbers in its table, and which of these count.
+
+    Both [B, `columns`], numbers ascending; arguments as `entries_of` has them.
+    """
+    requests, device = len(lengths), lengths.device
     column = torch.arange(columns, dtype=torch.int32, device=device)
     sinks = 0 if span.window is None else min(columns, -(-span.sink // page_tokens))
     number = column.expand(requests, columns)
@@ -81,18 +95,31 @@ def entries_of(
         lowest = lowest.div(page_tokens, rounding_mode="floor").clamp(min=sinks)
         number = torch.where(column < sinks, column, column - sinks + lowest[:, None])
     held = (lengths + (page_tokens - 1)).div(page_tokens, rounding_mode="floor")
-    listed = number < held[:, None]
-    offsets = torch.zeros(requests + 1, dtype=torch.int32, device=device)
-    torch.cumsum(listed.sum(1), 0, dtype=torch.int32, out=offsets[1:])
-    # Each listed block goes behind those of its request; the others meet in one row too many.
-    place = offsets[:-1, None] + listed.cumsum(1) - 1
-    place = torch.where(listed, place, requests * columns)
+    return number, number < held[:, None]
+
+
+def packed(
+    number: torch.Tensor,
+    listed: torch.Tensor,
+    counts: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    page_tokens: int,
+) -> Entries:
+    """Entries of the blocks that are listed, those of a request in the order of its columns.
+
+    number, listed and blocks [B, C]; counts [n], how many are listed, table by table.
+    """
+    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=number.device)
+    torch.cumsum(counts.flatten(), 0, dtype=torch.int32, out=offsets[1:])
+    # Each listed block goes behind those before it; the others meet in one row too many.
+    place = listed.flatten().cumsum(0) - 1
+    place = torch.where(listed.flatten(), place, listed.numel())
     position = number * page_tokens
-    table = blocks.gather(1, number.clamp(max=blocks.shape[1] - 1).long())
     end = (lengths[:, None] - position).clamp(max=page_tokens)
     zero = torch.zeros_like(position)
-    fields = (table * heads, zero, end, position, zero)
+    fields = (blocks, zero, end, position, zero)
     values = torch.stack([field.to(torch.int32) for field in fields], dim=2)
-    rows = torch.zeros((requests * columns + 1, 5), dtype=torch.int32, device=device)
-    rows[place.reshape(-1)] = values.reshape(-1, 5)
+    rows = torch.zeros((listed.numel() + 1, 5), dtype=torch.int32, device=number.device)
+    rows[place] = values.reshape(-1, 5)
     return Entries(rows[:-1], offsets)

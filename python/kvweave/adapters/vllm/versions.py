@@ -7,25 +7,27 @@ from importlib import import_module
 from kvweave.errors import Unsupported
 
 SUPPORTED = ("0.26", "0.33")
+# Since 0.28 a backend may price what vLLM allocates.
+WITH_VIRTUAL_PAGES = ("0.33",)
 
 
-def is_known(version: str) -> bool:
-    """Whether the plugin was tested with a version of vLLM."""
-    return ".".join(version.split(".")[:2]) in SUPPORTED
+def is_known(version: str, known: tuple[str, ...] = SUPPORTED) -> bool:
+    """Whether the plugin, or a part of it, was tested with a version of vLLM."""
+    return ".".join(version.split(".")[:2]) in known
 
 
-def check(version: str) -> None:
-    """Refuses a version of vLLM that the plugin was not tested with.
+def check(version: str, known: tuple[str, ...] = SUPPORTED) -> None:
+    """Refuses a version of vLLM that the plugin, or a part of it, was not tested with.
 
     Errors: `Unsupported`, naming the versions that are known.
     """
-    if is_known(version):
+    if is_known(version, known):
         return
-    expected = " or ".join(f"{known}.x" for known in SUPPORTED)
+    expected = " or ".join(f"{number}.x" for number in known)
     text = f"vllm: expected version {expected}, got {version}"
     raise Unsupported(text, expected=expected, got=version)
 
 
-def check_installed() -> None:
+def check_installed(known: tuple[str, ...] = SUPPORTED) -> None:
     """Refuses the vLLM of this environment if it is not a known one."""
-    check(import_module("vllm").__version__)
+    check(import_module("vllm").__version__, known)

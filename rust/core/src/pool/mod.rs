@@ -14,7 +14,9 @@ mod lru;
 mod reclaim;
 mod slab;
 mod store;
+mod virtual_pages;
 
 pub use block::{SharedBlocks, WritableBlocks};
 pub use blocks::{BlockGroup, BlockState, Evict, GroupCounts, Pool, Use};
 pub use store::{Store, Stored};
+pub use virtual_pages::{ClassPage, VirtualPages};

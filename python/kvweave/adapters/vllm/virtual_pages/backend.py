@@ -1,0 +1,29 @@
+"""The attention backend of virtual pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.virtual_pages.attention import VirtualAttention
+from kvweave.adapters.vllm.virtual_pages.builder import VirtualMetadataBuilder
+
+
+class VirtualBackend(PagedBackend):
+    """Ragged paged attention through tables from virtual page to block."""
+
+    @staticmethod
+    def get_impl_cls() -> type[VirtualAttention]:
+        """What attends in a layer."""
+        return VirtualAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[VirtualMetadataBuilder]:
+        """What makes the tables of a step."""
+        return VirtualMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec with its price: how much memory vLLM allocates for a virtual page."""
+        return replace(spec, num_head_slots=spec.layout.head_slots)

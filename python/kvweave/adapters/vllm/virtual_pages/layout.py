@@ -1,0 +1,159 @@
+"""Which heads share a block, how many blocks a virtual page takes, and what it is charged.
+
+G KV heads in each of L layers, P tokens a page. Heads of one class keep the same tokens. Their
+pages, one a (layer, head), are dealt into blocks of one size for all classes: a class then has one
+table a block of a page, and a free block serves any class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave.adapters.vllm.head_split import HeadClass
+from kvweave.adapters.vllm.tables import Span
+from kvweave.errors import Unsupported
+
+# What a table costs, as a share of a page's memory: each is a gather in every step.
+TABLE_COST = 0.01
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """`of_head` [L, G]: the class of each head, as an index of `spans`; P = `page_tokens`."""
+
+    page_tokens: int
+    spans: tuple[Span, ...]
+    of_head: tuple[tuple[int, ...], ...]
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.of_head)
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return len(self.of_head[0])
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Heads of each class, over all layers: arena pages that it needs for a virtual page."""
+        flat = [number for layer in self.of_head for number in layer]
+        return tuple(flat.count(number) for number in range(len(self.spans)))
+
+    @cached_property
+    def block_pages(self) -> int:
+        """Arena pages of a block: what wastes least, tables being charged too."""
+
+        def cost(size: int) -> tuple[float, int]:
+            parts = [-(-count // size) for count in self.counts]
+            waste = sum(parts) * size / sum(self.counts) - 1
+            return waste + TABLE_COST * sum(parts), size
+
+        return min({-(-count // parts) for count in self.counts for parts in range(1, 9)}, key=cost)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Blocks of each class for a virtual page; its tables."""
+        return tuple(-(-count // self.block_pages) for count in self.counts)
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The class of each table."""
+        return tuple(number for number, parts in enumerate(self.parts) for _ in range(parts))
+
+    @property
+    def head_slots(self) -> int:
+        """What a virtual page is charged, in pages of a head per layer: whole heads alone.
+
+        So there are never fewer virtual pages than what they hold could fill the arena with.
+        """
+        whole = sum(
+            count
+            for span, count in zip(self.spans, self.counts, strict=True)
+            if span.window is None
+        )
+        return max(1, whole // self.layers)
+
+    def arena_pages(self, virtual_pages: int) -> int:
+        """Pages of the arena that so many virtual pages pay for, the null page 0 among them."""
+        return virtual_pages * self.layers * self.head_slots
+
+    def sink_pages(self, number: int) -> int:
+        """Virtual pages at the start of a request that a class never gives up."""
+        return -(-self.spans[number].sink // self.page_tokens)
+
+    def first_seen(self, number: int, computed: int) -> int:
+        """The first virtual page behind the sink that rows from `computed` on see any of."""
+        window = self.spans[number].window
+        if window is None:
+            return 0
+        seen = max(computed - window + 1, 0) // self.page_tokens
+        return max(seen, self.sink_pages(number))
+
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
+        """Most blocks that a request of so many tokens holds, `in_flight` not yet settled."""
+        pages = -(-tokens // self.page_tokens)
+        most = 0
+        for number, (span, parts) in enumerate(zip(self.spans, self.parts, strict=True)):
+            kept = pages
+            if span.window is not None:
+                # A window may start inside a page.
+                seen = -(-(span.window - 1 + in_flight) // self.page_tokens) + 1
+                kept = min(pages, self.sink_pages(number) + seen)
+            most += kept * parts
+        return most
+
+    def charged(self, tokens: int, in_flight: int) -> int:
+        """Arena pages of a layer, on average, that `most_blocks` and the null block take.
+
+        At least what the request's virtual pages pay for: these must be had too.
+        """
+        blocks = self.most_blocks(tokens, in_flight) + 1
+        pages = -(-blocks * self.block_pages // self.layers)
+        return max(pages, -(-tokens // self.page_tokens) * self.head_slots)
+
+    def head_rows(self, layer: int) -> npt.NDArray[np.int32]:
+        """What the heads of a layer read and write: i32 [G, 4] of table, page, window, sink."""
+        before = [0] * len(self.spans)
+        for other in self.of_head[:layer]:
+            for number in other:
+                before[number] += 1
+        rows = []
+        for number in self.of_head[layer]:
+            part, page = divmod(before[number], self.block_pages)
+            before[number] += 1
+            window, sink = self.spans[number]
+            rows.append([sum(self.parts[:number]) + part, page, window or 0, sink])
+        return np.array(rows, np.int32)
+
+
+def layout_of(classes: list[list[HeadClass]], page_tokens: int) -> PageLayout:
+    """The layout of a head map: `classes` [L, G] as `head_split.read_classes` has them.
+
+    Errors: `Unsupported` for heads that are neither full nor have a window.
+    """
+    spans: list[Span] = []
+    of_head = []
+    for layer in classes:
+        numbers = []
+        for head in layer:
+            span = _span_of(head)
+            if span not in spans:
+                spans.append(span)
+            numbers.append(spans.index(span))
+        of_head.append(tuple(numbers))
+    return PageLayout(page_tokens, tuple(spans), tuple(of_head))
+
+
+def _span_of(head: HeadClass) -> Span:
+    if head["kind"] == "full":
+        return Span()
+    if head["kind"] != "window":
+        text = f"heads: kinds of heads: expected full and window, got {head['kind']}"
+        raise Unsupported(text, expected="full and window", got=str(head["kind"]))
+    return Span(int(head["recent"]), int(head["sink"]))

@@ -1,0 +1,134 @@
+"""vLLM's scheduler over virtual pages: it numbers them, and `Residency` says where they lie.
+
+vLLM admits what its pool of numbers has room for. Here the arena has a say too: a request that it
+has no blocks for needs, as far as vLLM is told, more numbers than are free, so it waits or another
+is preempted; what is admitted always finds its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvweave.adapters.vllm.virtual_pages.residency import Residency
+from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
+
+# vLLM looks up prefixes without a manager at hand; the pool of numbers it has.
+_OF_POOL: WeakKeyDictionary[BlockPool, Residency] = WeakKeyDictionary()
+
+
+class VirtualPagesManager(FullAttentionManager):
+    """Numbers of all pages of a request, and the blocks that its heads need of them."""
+
+    supports_fine_grained_hash_lookup = False
+
+    def __init__(self, kv_cache_spec: VirtualPagesSpec, **others: Any) -> None:
+        super().__init__(kv_cache_spec, **others)
+        self.residency = Residency(kv_cache_spec.layout, self.block_pool.num_gpu_blocks)
+        _OF_POOL[self.block_pool] = self.residency
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *others: Any,
+        apply_admission_cap: bool = False,
+        **named: Any,
+    ) -> int:
+        """Numbers that the request needs; more than are free where the arena has no room."""
+        needed: int = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            *others,
+            apply_admission_cap=apply_admission_cap,
+            **named,
+        )
+        layout, spec = self.residency.layout, self.kv_cache_spec
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        fresh = max(-(-num_tokens // self.block_size) - held, 0)
+        blocks = fresh * sum(layout.parts)
+        if apply_admission_cap:
+            # Of a whole request at once; windows move on while it is computed.
+            blocks = min(blocks, layout.most_blocks(num_tokens, spec.in_flight))
+        if self.residency.has_room(blocks, _numbers(new_computed_blocks)):
+            return needed
+        return max(needed, self.block_pool.get_num_free_blocks() + 1)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Pages found in the prefix cache, with what their heads still keep of them."""
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        self.residency.adopt(request_id, _numbers(new_computed_blocks))
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """New pages, and blocks for them; prefixes that lose theirs are no longer found."""
+        fresh: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        forgotten = self.residency.extend(request_id, _numbers(fresh))
+        self.block_pool.evict_blocks(set(forgotten))
+        return fresh
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Gives back what windows have left behind; the pages' numbers stay."""
+        pages = _numbers(self.req_to_blocks.get(request_id, ()))
+        self.residency.advance(request_id, pages, processed_computed_tokens, self._is_findable)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Gives back all that a request holds."""
+        pages = _numbers(self.req_to_blocks.get(request_id, ()))
+        self.residency.drop(request_id, pages, self._is_findable)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, *given: Any, block_pool: BlockPool, **named: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The stock manager's hit, up to where every class still has what the next row sees."""
+        found, length = super().find_longest_cache_hit(*given, block_pool=block_pool, **named)
+        (blocks,) = found
+        residency = _OF_POOL[block_pool]
+        count = residency.longest_hit(_numbers(blocks))
+        del blocks[count:]
+        return (blocks,), min(length, count * residency.layout.page_tokens)
+
+    def _is_findable(self, page: int) -> bool:
+        return bool(self.block_pool.blocks[page].block_hash is not None)
+
+
+def _numbers(blocks: Sequence[KVCacheBlock]) -> list[int]:
+    return [int(block.block_id) for block in blocks]
+
+
+def register() -> None:
+    """Tells vLLM's registry of specs who manages ours; may be called any number of times."""
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+    KVCacheSpecRegistry.register(
+        VirtualPagesSpec, VirtualPagesManager, uniform_type_base_spec=VirtualPagesSpec
+    )

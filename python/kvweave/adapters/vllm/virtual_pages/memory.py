@@ -1,0 +1,53 @@
+"""A worker's side of virtual pages: the arena, and the tables as the scheduler last left them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
+from kvweave.errors import Unsupported
+
+
+class PageMemory:
+    """`arena` [pages, 2, P, D], all that vLLM allocated; `tables` i32 [tables, virtual pages].
+
+    A table says with which page of the arena the block of a virtual page begins, 0: with none.
+    """
+
+    def __init__(self, layout: PageLayout, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """`kv_caches`: what vLLM allocated for each layer, [virtual pages, slots, P, 2·D].
+
+        Errors: `Unsupported` when layers do not lie one after another in one allocation.
+        """
+        self.layout = layout
+        parts = list(kv_caches.values())
+        first = min(parts, key=lambda part: part.data_ptr())
+        size = sum(part.numel() for part in parts)
+        storages = {part.untyped_storage().data_ptr() for part in parts}
+        whole = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+        if len(storages) != 1 or len(parts) != layout.layers or whole < size:
+            expected = f"{layout.layers} layers in one allocation of {size} numbers"
+            got = f"{len(parts)} in {len(storages)}, {whole} numbers"
+            text = f"kv_caches: expected {expected}, got {got}"
+            raise Unsupported(text, expected=expected, got=got)
+        pages, _, page_tokens, width = first.shape
+        shape = (layout.arena_pages(pages), 2, page_tokens, width // 2)
+        self.arena = first.as_strided((size,), (1,)).view(shape)
+        self.tables = torch.zeros(
+            (len(layout.tables), pages), dtype=torch.int32, device=first.device
+        )
+
+    def apply(self, changes: npt.NDArray[np.int32]) -> None:
+        """Brings the tables up to date: rows of table, virtual page, arena page."""
+        if not len(changes):
+            return
+        table, page, first = torch.from_numpy(changes.T.copy()).to(self.tables.device)
+        self.tables[table.long(), page.long()] = first
+
+    def blocks_in_use(self) -> list[int]:
+        """Blocks that each table names now; waits for the device."""
+        return [int(count) for count in (self.tables > 0).sum(1).tolist()]

@@ -1,0 +1,108 @@
+"""A model whose layers keep their KV in virtual pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+from kvweave import ops
+from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.head_split import read_classes
+from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
+from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
+from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
+from kvweave.errors import Unsupported
+
+CONNECTOR = "KvweavePages"
+BLOCK_TOKENS = (16, 32, 64)
+
+
+class _VirtualLayer(Attention):
+    """The attention of a layer, its heads as `layout` has them."""
+
+    def __init__(self, *given: Any, layout: PageLayout, reach: ops.Reach, **named: Any) -> None:
+        super().__init__(*given, attn_backend=VirtualBackend, reach=reach, **named)
+        self.layout = layout
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """What the scheduler must keep."""
+        return VirtualPagesSpec(
+            block_size=self.layout.page_tokens,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.kv_cache_torch_dtype,
+            layout=self.layout,
+            in_flight=vllm_config.max_in_flight_tokens,
+        )
+
+
+def layout_for(config: VllmConfig, heads: Path | None) -> PageLayout:
+    """The layout of a model under a head map, or with all heads full.
+
+    Errors: `Unsupported` for what virtual pages do not compose with, and as `read_classes`.
+    """
+    versions.check_installed(versions.WITH_VIRTUAL_PAGES)
+    _check(config)
+    model, page_tokens = config.model_config, config.cache_config.block_size
+    layers = model.hf_text_config.num_hidden_layers
+    if heads is None:
+        kv_heads = model.get_num_kv_heads(config.parallel_config)
+        return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
+    ranks = config.parallel_config.tensor_parallel_size
+    _refuse("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
+    return layout_of(read_classes(heads, layers, model.get_total_num_kv_heads()), page_tokens)
+
+
+def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) -> None:
+    """Replaces the attention of every decoder layer.
+
+    Errors: `Unsupported` for layers that have a window of their own.
+    """
+    known = config.compilation_config.static_forward_context
+    number = 0
+    for module in list(model.modules()):
+        stock = getattr(module, "attn", None)
+        if not isinstance(stock, Attention):
+            continue
+        window = stock.sliding_window
+        expected = "layers that see the whole context"
+        _refuse(stock.layer_name, window is None, expected, f"a window of {window}")
+        del known[stock.layer_name]
+        module.attn = _VirtualLayer(
+            stock.num_heads,
+            stock.head_size,
+            stock.impl.scale,
+            num_kv_heads=stock.num_kv_heads,
+            cache_config=config.cache_config,
+            prefix=stock.layer_name,
+            layout=layout,
+            reach=ops.Reach(len(layout.tables), layout.head_rows(number)),
+        )
+        number += 1
+
+
+def _check(config: VllmConfig) -> None:
+    size = config.cache_config.block_size
+    sizes = ", ".join(map(str, BLOCK_TOKENS))
+    _refuse("block_size", size in BLOCK_TOKENS, f"one of {sizes} with virtual pages", str(size))
+    transfer = config.kv_transfer_config
+    name = None if transfer is None else transfer.kv_connector
+    _refuse("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
+    stages = config.parallel_config.pipeline_parallel_size
+    _refuse("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
+    others = {
+        "quantization": config.quant_config,
+        "speculative_config": config.speculative_config,
+        "lora_config": config.lora_config,
+    }
+    for what, value in others.items():
+        _refuse(what, value is None, "none with virtual pages", "one")
+
+
+def _refuse(what: str, holds: bool, expected: str, got: str) -> None:
+    if not holds:
+        raise Unsupported(f"{what}: expected {expected}, got {got}", expected=expected, got=got)

@@ -1,0 +1,127 @@
+"""Who holds what: the virtual pages of each request, class by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave._native import VirtualPages
+from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
+
+_Rows = npt.NDArray[np.int32]
+
+
+class Residency:
+    """Holders of virtual pages over one arena.
+
+    A request's pages are given by number, in the order of its tokens. Each class holds all of them
+    until `advance` says which no row to come sees. What loses its last holder stays, where it can
+    be found again, until its blocks are needed.
+    """
+
+    def __init__(self, layout: PageLayout, virtual_pages: int) -> None:
+        self.layout = layout
+        arena = layout.arena_pages(virtual_pages)
+        self.pages = VirtualPages(virtual_pages, arena, layout.block_pages, layout.parts)
+        # By request and class: the first page behind the sink that is still held.
+        self._first: dict[str, list[int]] = {}
+
+    def has_room(self, blocks: int, hit: Sequence[int]) -> bool:
+        """Whether so many blocks can be had while the pages of a prefix hit are kept."""
+        return blocks <= self.pages.room_beside(self._seen(hit))
+
+    def extend(self, request: str, fresh: Sequence[int]) -> list[int]:
+        """Gives a request new pages; returns the numbers of pages that can no longer be found.
+
+        Errors: `PoolFull`.
+        """
+        self._first.setdefault(request, self._sinks())
+        self.pages.take(_rows((c, page) for page in fresh for c in self._classes()))
+        whole = [number for number, span in enumerate(self.layout.spans) if span.window is None]
+        return [int(page) for number, page in self.pages.take_forgotten() if number in whole]
+
+    def adopt(self, request: str, hit: Sequence[int]) -> None:
+        """Gives a request the pages of a prefix hit: those of windows, what coming rows see."""
+        self.pages.hold(self._seen(hit))
+        computed = len(hit) * self.layout.page_tokens
+        first = [min(self.layout.first_seen(c, computed), len(hit)) for c in self._classes()]
+        self._first[request] = [max(a, b) for a, b in zip(first, self._sinks(), strict=True)]
+
+    def advance(
+        self,
+        request: str,
+        pages: Sequence[int],
+        computed: int,
+        findable: Callable[[int], bool],
+    ) -> None:
+        """Gives up what no row at or behind `computed` sees; `findable` says of which page."""
+        gone = []
+        first = self._first.get(request, [])
+        for number, start in enumerate(first):
+            end = min(self.layout.first_seen(number, computed), len(pages))
+            if end > start:
+                gone += [(number, page) for page in pages[start:end]]
+                first[number] = end
+        self._release(gone, findable)
+
+    def drop(self, request: str, pages: Sequence[int], findable: Callable[[int], bool]) -> None:
+        """Gives up all that a request holds."""
+        first = self._first.pop(request, None)
+        if first is None:
+            return
+        held = [
+            (number, page)
+            for index, page in enumerate(pages)
+            for number, start in enumerate(first)
+            if index >= start or index < self.layout.sink_pages(number)
+        ]
+        self._release(held, findable)
+
+    def longest_hit(self, pages: Sequence[int]) -> int:
+        """How many of these pages, found one after another, a request can go on from."""
+        count, classes = len(pages), list(self._classes())
+        if not count:
+            return 0
+        kept = self.pages.is_kept(_rows((c, page) for c in classes for page in pages))
+        # Per class and page: how many pages up to this one are kept without a gap.
+        runs = np.zeros((len(classes), count + 1), np.int64)
+        for index in range(count):
+            runs[:, index + 1] = (runs[:, index] + 1) * kept.reshape(-1, count)[:, index]
+        while count:
+            computed = count * self.layout.page_tokens
+            if all(self._goes_on(c, runs[c], count, computed) for c in classes):
+                return count
+            count -= 1
+        return 0
+
+    def _goes_on(self, number: int, runs: npt.NDArray[np.int64], count: int, computed: int) -> bool:
+        sink = min(self.layout.sink_pages(number), count)
+        window = count - min(self.layout.first_seen(number, computed), count)
+        return bool(runs[sink] >= sink and runs[count] >= window)
+
+    def _seen(self, hit: Sequence[int]) -> _Rows:
+        computed = len(hit) * self.layout.page_tokens
+        return _rows(
+            (number, page)
+            for index, page in enumerate(hit)
+            for number in self._classes()
+            if index >= self.layout.first_seen(number, computed)
+            or index < self.layout.sink_pages(number)
+        )
+
+    def _release(self, held: Sequence[tuple[int, int]], findable: Callable[[int], bool]) -> None:
+        for keep in (False, True):
+            rows = [(number, page) for number, page in held if findable(page) is keep]
+            self.pages.release(_rows(rows), keep=keep)
+
+    def _classes(self) -> range:
+        return range(len(self.layout.spans))
+
+    def _sinks(self) -> list[int]:
+        return [self.layout.sink_pages(number) for number in self._classes()]
+
+
+def _rows(pairs: Iterable[tuple[int, int]]) -> _Rows:
+    return np.array(list(pairs), np.int32).reshape(-1, 2)

@@ -1,0 +1,121 @@
+//! `VirtualPages`: where the KV of page numbers lies that somebody else hands out.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvweave_core::Error;
+use kvweave_core::pool::{self, ClassPage};
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::arguments::{Table, count, raised};
+use crate::failure::{Failure, entry};
+use crate::request::{Rows, rows, small};
+
+/// Tables from virtual page to block for classes of heads, over blocks of one size.
+#[pyclass(frozen, module = "kvweave._native")]
+pub struct VirtualPages(Mutex<pool::VirtualPages>);
+
+impl VirtualPages {
+    fn lock(&self) -> MutexGuard<'_, pool::VirtualPages> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `work` on (class, page) rows, the interpreter lock released before ours is taken.
+    fn with<T: Send>(
+        &self,
+        pages: &Bound<'_, PyAny>,
+        work: impl FnOnce(&mut pool::VirtualPages, &[ClassPage]) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let py = pages.py();
+        let table = Table::of("pages", pages)?;
+        let named = raised(py, table.rows::<2>("pages").and_then(class_pages))?;
+        entry(py, || work(&mut self.lock(), &named).map_err(Failure::from))
+    }
+}
+
+fn class_pages(rows: &[[i32; 2]]) -> Result<Vec<ClassPage>, Failure> {
+    let number = |value: i32| {
+        u32::try_from(value).map_err(|_| Failure::invalid("pages", "numbers from 0 on", value))
+    };
+    rows.iter().map(|&[class, page]| Ok((number(class)?, number(page)?))).collect()
+}
+
+#[pymethods]
+impl VirtualPages {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        pages: i64,
+        arena_pages: i64,
+        block_pages: i64,
+        parts: Vec<i64>,
+    ) -> PyResult<Self> {
+        let made = entry(py, || {
+            let parts: Result<Vec<u32>, Failure> =
+                parts.iter().map(|&part| small("parts", part)).collect();
+            let (pages, block_pages) = (small("pages", pages)?, small("block_pages", block_pages)?);
+            let arena_pages = count("arena_pages", arena_pages)? as u64;
+            pool::VirtualPages::new(pages, arena_pages, block_pages, &parts?).map_err(Failure::from)
+        })?;
+        Ok(Self(Mutex::new(made)))
+    }
+
+    /// Gives (class, page) rows i32 [N, 2] blocks and a holder, all or nothing.
+    fn take(&self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with(pages, |tables, pages| tables.take(pages))
+    }
+
+    /// Adds a holder to each of i32 [N, 2].
+    fn hold(&self, pages: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.with(pages, |tables, pages| tables.hold(pages))
+    }
+
+    /// Removes a holder of each of i32 [N, 2]; what loses its last stays findable or not.
+    #[pyo3(signature = (pages, *, keep))]
+    fn release(&self, pages: &Bound<'_, PyAny>, keep: bool) -> PyResult<()> {
+        self.with(pages, |tables, pages| tables.release(pages, keep))
+    }
+
+    /// Whether each of i32 [N, 2] is kept: bool [N].
+    fn is_kept<'py>(&self, pages: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<bool>>> {
+        let kept = self.with(pages, |tables, pages| {
+            pages.iter().map(|&at| tables.is_kept(at)).collect::<Result<Vec<bool>, Error>>()
+        })?;
+        Ok(PyArray1::from_vec(pages.py(), kept))
+    }
+
+    /// Blocks that could be had for all but i32 [N, 2].
+    fn room_beside(&self, pages: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.with(pages, |tables, pages| tables.room_beside(pages))
+    }
+
+    /// (table, page, arena page of the block or 0) of what changed since this was last asked:
+    /// i32 [N, 3].
+    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {
+        let changes = py.detach(|| self.lock().take_changes());
+        rows(py, changes)
+    }
+
+    /// (class, page) of what was kept and had to go since this was last asked: i32 [N, 2].
+    fn take_forgotten<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {
+        let forgotten = py.detach(|| self.lock().take_forgotten());
+        rows(py, forgotten)
+    }
+
+    /// Blocks: total, free, held, cached.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counts = py.detach(|| self.lock().counts());
+        let stats = PyDict::new(py);
+        stats.set_item("total", counts.total)?;
+        stats.set_item("free", counts.free)?;
+        stats.set_item("held", counts.held)?;
+        stats.set_item("cached", counts.cached)?;
+        Ok(stats)
+    }
+
+    /// Recounts everything.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        entry(py, || self.lock().check().map_err(Failure::from))
+    }
+}
