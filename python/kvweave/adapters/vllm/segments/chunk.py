@@ -28,7 +28,7 @@ class ChunkPlan:
         fresh = held.fresh
         inside = fresh[np.searchsorted(fresh, prefix) : np.searchsorted(fresh, end)]
         clipped = [(max(a, prefix), min(b, end)) for a, b in held.segments]
-        self.spared = np.zeros(0, np.int32)
+        self._spared: tuple[Rows, Rows] | None = None
         view = PromptView(
             tokens=end,
             layers=layers,
@@ -46,6 +46,17 @@ class ChunkPlan:
         """Positions that the current layer computes."""
         return self.plan.rows
 
+    @property
+    def spared(self) -> Rows:
+        """Reused positions of the chunk that the current layer does not compute.
+
+        The same array for layers with the same rows.
+        """
+        if self._spared is None or self._spared[0] is not self.plan.rows:
+            missing = np.setdiff1d(self.reused, self.plan.rows, assume_unique=True)
+            self._spared = self.plan.rows, missing.astype(np.int32)
+        return self._spared[1]
+
     def advance(self, result: torch.Tensor | None) -> bool:
         """The next plan; false where it is the first layer's once more, with further rows."""
         layer = self.plan.layer
@@ -58,8 +69,6 @@ class ChunkPlan:
         plan: LayerPlan = self._policy.send(result)
         if plan.probe not in (None, Probe.SCORES):
             raise InvalidArgument(f"policy: expected no probe but scores, got {plan.probe}")
-        missing = np.setdiff1d(self.reused, plan.rows, assume_unique=True)
-        self.spared = missing.astype(np.int32)
         return plan
 
 

@@ -6,7 +6,8 @@ store into vLLM's pages; rows of other requests go through as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from vllm.forward_context import get_forward_context
 
 from kvweave import ops
 from kvweave.adapters.vllm.attention import PagedAttention
+from kvweave.adapters.vllm.builder import PagedMetadata
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkPlan
 from kvweave.adapters.vllm.segments.stats import SegmentStats
@@ -39,6 +41,10 @@ class Work:
     request: int
     copied: Rows | None = None
     copies: Copies | None = None
+
+    def asks(self, layer: int) -> bool:
+        """Whether the policy wants something measured in a layer."""
+        return self.chunk.plan.layer == layer and self.chunk.plan.probe is not None
 
 
 class Step:
@@ -73,41 +79,32 @@ class Step:
     def _run(
         self, model: Any, embedded: torch.Tensor, positions: torch.Tensor, context: Any
     ) -> torch.Tensor:
-        everything = np.arange(self.batch.metadata.rows)
-        number = 0
+        batch = self.batch
+        everything = torch.arange(batch.metadata.rows, device=embedded.device)
+        start = _States(embedded, None, positions, everything)
+        state, chosen, number = start, None, 0
         while number < len(self.layers.names):
-            if number == 0:
-                state = _Rows(embedded, None, positions, everything)
-            rows, counts = self._rows()
-            state = state.narrowed(rows)
+            state = start if number == 0 else state
+            if chosen is None or not chosen.stands(self.works):
+                chosen = _Chosen.of(self.works, batch, embedded.device)
+                state = state.narrowed(chosen.index)
             self._copy(number)
             queries: list[torch.Tensor] = []
-            if len(rows):
-                metadata = self.batch.narrowed(state.index, counts)
-                metadata.tap = queries if any(w.chunk.plan.probe for w in self.works) else None
+            if chosen.rows:
+                asked = any(work.asks(number) for work in self.works)
+                metadata = replace(chosen.metadata, tap=queries if asked else None)
                 context.attn_metadata = dict.fromkeys(self.layers.names, metadata)
-                layer = model.layers[number]
-                hidden, residual = layer(state.positions, state.hidden, state.residual)
-                state = _Rows(hidden, residual, state.positions, rows, state.index)
+                state = state.through(model.layers[number])
             self._count(number)
-            number += self._advance(number, counts, queries)
+            if not self._advance(number, chosen.counts, queries):
+                chosen = None
+                continue
+            number += 1
         output = torch.zeros_like(embedded)
-        if len(state.rows):
+        if len(state.index):
             last, _ = model.norm(state.hidden, state.residual)
             output.index_copy_(0, state.index, last)
         return output
-
-    def _rows(self) -> tuple[np.ndarray[Any, Any], list[int]]:
-        """Rows of the batch that the current layer computes, and how many of each request."""
-        by_request = {work.request: work.chunk for work in self.works}
-        parts = []
-        for request, first in enumerate(self.batch.row_offsets[:-1]):
-            chunk = by_request.get(request)
-            if chunk is None:
-                parts.append(np.arange(first, self.batch.row_offsets[request + 1]))
-            else:
-                parts.append(chunk.rows.astype(np.int64) - chunk.start + first)
-        return np.concatenate(parts), [len(part) for part in parts]
 
     def _copy(self, number: int) -> None:
         """Brings the KV of spared rows of a layer from the store."""
@@ -115,7 +112,7 @@ class Step:
             spared = work.chunk.spared
             if not len(spared) or work.chunk.plan.layer != number:
                 continue
-            if work.copies is None or work.copied is None or not _same(work.copied, spared):
+            if work.copies is None or work.copied is not spared:
                 to = self.batch.places(work.request, spared)
                 work.copies = self.store.copies(work.chunk.held, spared, to)
                 work.copied = spared
@@ -123,10 +120,10 @@ class Step:
             self.stats.copied_keys += len(work.copies)
             self.stats.moved_keys += work.copies.moved
 
-    def _advance(self, number: int, counts: list[int], queries: list[torch.Tensor]) -> int:
-        """Asks every policy for its next plan; 0 where the first layer is to be run again."""
+    def _advance(self, number: int, counts: list[int], queries: list[torch.Tensor]) -> bool:
+        """Asks every policy for its next plan; false where the first layer is to be run again."""
         starts = np.cumsum([0, *counts])
-        done = 1
+        done = True
         for work in self.works:
             chunk, scores = work.chunk, None
             if chunk.plan.layer != number:
@@ -134,8 +131,7 @@ class Step:
             if chunk.plan.probe is not None:
                 own = queries[0][int(starts[work.request]) : int(starts[work.request + 1])]
                 scores = self._scores(work, own)
-            if not chunk.advance(scores):
-                done = 0
+            done &= chunk.advance(scores)
         return done
 
     def _scores(self, work: Work, q: torch.Tensor) -> torch.Tensor:
@@ -175,32 +171,63 @@ class Step:
 
 
 @dataclass
-class _Rows:
-    """Hidden states and residual of some rows of a batch, with their positions."""
+class _Chosen:
+    """Rows of a batch that layers compute: the plans' own, and all of the other requests."""
+
+    plans: list[Rows]
+    counts: list[int]
+    index: torch.Tensor
+    metadata: PagedMetadata
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.index)
+
+    @classmethod
+    def of(cls, works: list[Work], batch: Batch, device: torch.device) -> _Chosen:
+        """Those of the plans' current layer."""
+        by_request = {work.request: work.chunk for work in works}
+        parts = []
+        for request, (first, end) in enumerate(pairwise(batch.row_offsets)):
+            chunk = by_request.get(request)
+            if chunk is None:
+                parts.append(np.arange(first, end))
+            else:
+                parts.append(chunk.rows.astype(np.int64) - chunk.start + first)
+        index = torch.from_numpy(np.concatenate(parts)).to(device)
+        counts = [len(part) for part in parts]
+        plans = [work.chunk.rows for work in works]
+        return cls(plans, counts, index, batch.narrowed(index, counts))
+
+    def stands(self, works: list[Work]) -> bool:
+        """Whether the current layer has the same rows."""
+        pairs = zip(self.plans, works, strict=True)
+        return all(rows is work.chunk.rows for rows, work in pairs)
+
+
+@dataclass
+class _States:
+    """Hidden states and residual of some rows of a batch, i64 `index`, with their positions.
+
+    States may have more rows than the index: padding behind the batch's own.
+    """
 
     hidden: torch.Tensor
     residual: torch.Tensor | None
     positions: torch.Tensor
-    rows: np.ndarray[Any, Any]
-    at: torch.Tensor | None = None
+    index: torch.Tensor
 
-    @property
-    def index(self) -> torch.Tensor:
-        """The rows as an index i64 on the device."""
-        if self.at is None:
-            self.at = torch.from_numpy(self.rows.astype(np.int64)).to(self.hidden.device)
-        return self.at
-
-    def narrowed(self, rows: np.ndarray[Any, Any]) -> _Rows:
-        """Some of these rows; the states of padding behind the batch's rows go first."""
-        if len(rows) == len(self.rows) == len(self.hidden):
+    def narrowed(self, index: torch.Tensor) -> _States:
+        """Some of these rows, `index` in the batch."""
+        if len(index) == len(self.index) == len(self.hidden):
             return self
-        kept = torch.from_numpy(np.searchsorted(self.rows, rows)).to(self.hidden.device)
+        kept = torch.searchsorted(self.index, index)
         residual = None if self.residual is None else self.residual.index_select(0, kept)
-        return _Rows(
-            self.hidden.index_select(0, kept), residual, self.positions.index_select(0, kept), rows
-        )
+        hidden, positions = (x.index_select(0, kept) for x in (self.hidden, self.positions))
+        return _States(hidden, residual, positions, index)
 
-
-def _same(a: Rows, b: Rows) -> bool:
-    return a is b or np.array_equal(a, b)
+    def through(self, layer: Any) -> _States:
+        """What a layer of the model makes of them."""
+        hidden, residual = layer(self.positions, self.hidden, self.residual)
+        return _States(hidden, residual, self.positions, self.index)

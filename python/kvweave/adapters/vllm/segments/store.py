@@ -116,6 +116,8 @@ class SegmentStore:
             expected = ", ".join(NAMES.values())
             raise InvalidArgument(f"segments: expected KV in {expected}, got {geometry.dtype}")
         self.geometry = geometry
+        frequencies = np.tile(geometry.inv_freq.astype(np.float32), (geometry.layers, 1))
+        self.rope = ops.RopeTable(frequencies)
         shape = KvShape(
             geometry.layers,
             geometry.kv_heads,
@@ -153,6 +155,11 @@ class SegmentStore:
             reuse=policy.reuse,
             mode="share",
         )
+        # What is shared only in part, as where an exact prefix ends inside a block, is copied.
+        copies = request.take_copies()
+        if len(copies):
+            ops.copy_rerotate(self.pages, copies, self.rope, kv_heads=self.geometry.kv_heads)
+        request.finish_copies()
         return Held(request, policy)
 
     def copies(self, held: Held, positions: Rows, to: torch.Tensor) -> Copies:

@@ -1,0 +1,160 @@
+"""Time to first token of a RAG prompt in vLLM, with segments reused and without, on one GPU.
+
+`python -m benchmarks.device_vllm_segments [stock|segments] …` prints one JSON object a line.
+Random weights of a known shape. Of every prompt 97 % are documents that an earlier prompt had in
+another order, between fresh text; stock vLLM has none of it in its prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.device_vllm_engine import DECODE_GRAPHS, written
+
+ENGINES = ("stock", "segments")
+POLICIES: dict[str, Any] = {
+    "full": "full",
+    "naive": "naive",
+    "sparsex": "sparsex",
+    "sparsex-0": {"name": "sparsex", "boundary": 0, "top_k": 0.05},
+}
+FOLDER = "kvweave.adapters.vllm.segments"
+ROUNDS = 4
+
+
+class Prompts:
+    """Prompts of `documents` of equal length with fresh text before each and behind the last."""
+
+    def __init__(self, tokens: int, documents: int, share: float, vocabulary: int) -> None:
+        self.numbers = np.random.default_rng(0)
+        self.vocabulary = vocabulary
+        length = int(tokens * share) // documents
+        self.documents = [self.text(length) for _ in range(documents)]
+        self.fresh = (tokens - documents * length) // (documents + 1)
+
+    def text(self, length: int) -> list[int]:
+        """Random tokens."""
+        return [int(token) for token in self.numbers.integers(1, self.vocabulary, length)]
+
+    def next(self) -> tuple[list[int], list[list[int]]]:
+        """The documents in an order of their own: tokens, and the documents' spans."""
+        ids, spans = self.text(self.fresh), []
+        for number in self.numbers.permutation(len(self.documents)):
+            spans.append([len(ids), len(ids) + len(self.documents[number])])
+            ids += self.documents[number] + self.text(self.fresh)
+        return ids, spans
+
+
+def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
+    """A vLLM that computes a whole prompt in one step, decode graphs on."""
+    from vllm import LLM
+
+    longest = given.tokens + 64
+    ours = {
+        "hf_overrides": {"architectures": ["KvweaveLlamaForCausalLM"]},
+        "additional_config": {"kvweave": {"segment_bytes": given.arena << 30}},
+        "kv_transfer_config": {
+            "kv_connector": "KvweaveSegments",
+            "kv_role": "kv_both",
+            "kv_connector_module_path": f"{FOLDER}.connector",
+        },
+        "logits_processors": [f"{FOLDER}.check:MarkerCheck"],
+    }
+    graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [1]}
+    return LLM(
+        str(model),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        block_size=16,
+        max_model_len=longest,
+        max_num_seqs=4,
+        max_num_batched_tokens=longest,
+        compilation_config=graphs,
+        enable_prefix_caching=True,
+        **(ours if name == "segments" else {}),
+    )
+
+
+def measure(name: str, given: argparse.Namespace) -> None:
+    """One engine: a prompt that brings the documents in, then rounds of each policy."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import SamplingParams
+
+    with TemporaryDirectory() as folder:
+        model, _ = written(Path(folder), given.model, given.layers)
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        llm = engine(name, model, given)
+        prompts = Prompts(given.tokens, given.documents, given.share, vocabulary)
+
+        def first_token(markers: dict[str, Any] | None) -> float:
+            ids, spans = prompts.next()
+            params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+            if markers is not None:
+                params.extra_args = {"kvweave": {"segments": spans, **markers}}
+            start = time.perf_counter()
+            llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+            return time.perf_counter() - start
+
+        kinds = POLICIES if name == "segments" else {"stock": None}
+        if name == "segments":
+            say(name, "first", seconds=first_token({"policy": "full"}))
+        for kind, policy in kinds.items():
+            markers = None if policy is None else {"policy": policy}
+            times = [first_token(markers) for _ in range(ROUNDS)]
+            middle = statistics.median(times[1:])
+            say(name, kind, seconds=middle, least=min(times), most=max(times[1:]))
+        if name == "segments":
+            say(name, "store", **counted())
+
+
+def counted() -> dict[str, Any]:
+    """Look-ups of the store since the engine started."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    found = connector.worker.store.cache.stats()
+    return {key: found[key] for key in ("requests", "tokens", "request_hits", "held", "cached")}
+
+
+def say(engine: str, what: str, **found: Any) -> None:
+    """One line of results."""
+    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
+    print(json.dumps({"engine": engine, "what": what, **rounded}), flush=True)
+
+
+def main(words: list[str]) -> int:
+    """Each engine in a process of its own, so that one leaves no memory taken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engines", nargs="*", default=list(ENGINES))
+    parser.add_argument("--model", default="Llama-3.1-8B")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--share", type=float, default=0.97)
+    parser.add_argument("--arena", type=int, default=12, help="GiB of the store")
+    given = parser.parse_args(words)
+    if len(given.engines) == 1:
+        measure(given.engines[0], given)
+        return 0
+    failed = 0
+    for name in given.engines:
+        rest = [word for word in words if word not in ENGINES]
+        command = [sys.executable, "-m", "benchmarks.device_vllm_segments", name, *rest]
+        failed |= subprocess.run(command, check=False).returncode
+    return int(failed != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
