@@ -81,7 +81,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
     from vllm import LLM
 
     family = MODELS[task.model][0]
-    sizes = [size for size in (1, 2, 4, *range(8, 513, 8)) if size <= most]
+    sizes = [size for size in (1, 2, 4, *range(8, 513, 8)) if size < most] + [most]
     graphs = {"cudagraph_capture_sizes": sizes}
     kind = {
         "eager": {"enforce_eager": True},

@@ -26,6 +26,7 @@ TITLES = {
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
+    "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
 }
 # Rows of a long case that a README has room for.
@@ -34,6 +35,7 @@ COMMANDS = {
     "quality": "python -m benchmarks.quality out/quality",
     "heads_quality": "python -m benchmarks.heads_quality out/heads --map MAP",
     "cuda_ops": "kvweave bench ops",
+    "vllm": "python -m benchmarks.device_vllm",
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a README has room for.

@@ -1,11 +1,14 @@
 """The plugin on a GPU: eager, and with decode steps replayed from graphs; skipped without one.
 
-Half precision rounds differently in every kernel, so two tokens that are about equally likely may
-change places. Where an answer leaves stock's, both tokens must have been such a pair.
+Half precision rounds differently in every kernel. So every step of an answer is compared with
+transformers' forward in f32 over the same text, and ours may be off by twice what stock vLLM is.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,130 +16,154 @@ import torch
 from test_head_split import Masked, is_split, ours, written
 from vllm import SamplingParams
 
-from families import VOCABULARY
+from families import tiny
 from kvweave.adapters.vllm.backend import PagedBackend
 from vllm_engines import OURS, engine, metric, prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MIXED = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
-GRAPHS: dict[str, Any] = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4, 8],
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {
+        "enforce_eager": False,
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8],
+        },
     },
 }
-MODES: dict[str, dict[str, Any]] = {"eager": {}, "graphs": GRAPHS}
 STOCK = {"attention_config": {"backend": "FLASH_ATTN"}}
 STEPS = 24
-# Two log-probabilities nearer than this may change places in half precision.
-NEAR = {"float16": 0.02, "bfloat16": 0.1}
+EPSILON = 2e-3
 SIZES = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
-MEMORY = 256 * 2**20
+SPREAD = {"initializer_range": 0.06}
+# Head sizes with a kernel for Hopper, and one without.
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "D64": ("float16", {}),
+    "D128": ("bfloat16", {"head_dim": 128, "num_attention_heads": 4}),
+    "D32": ("float16", {"head_dim": 32}),
+}
+MEMORY = {"kv_cache_memory_bytes": 256 * 2**20, "gpu_memory_utilization": 0.2}
 
 
-def served(model, choice: dict[str, Any], mode: str, dtype: str, **changes: Any) -> list[dict]:
-    """For each prompt: its tokens, and what was likely at each step."""
-    memory = {"kv_cache_memory_bytes": MEMORY, "gpu_memory_utilization": 0.2}
-    options = {"block_size": 16, "dtype": dtype, **memory, **MODES[mode], **changes}
+@dataclass(frozen=True)
+class Served:
+    """Tokens and their log-probabilities [STEPS] of each prompt, and how many were thrown out."""
+
+    tokens: list[list[int]]
+    logprobs: list[torch.Tensor]
+    preempted: int
+
+    def same(self, other: Served) -> int:
+        """Prompts that were answered alike."""
+        return sum(a == b for a, b in zip(self.tokens, other.tokens, strict=True))
+
+
+def served(model: Path, choice: dict[str, Any], mode: str, dtype: str, **changes: Any) -> Served:
+    start = time.perf_counter()
+    options = {"block_size": 16, "dtype": dtype, **MEMORY, **MODES[mode], **changes}
     with engine(model, {**options, **choice}) as llm:
+        ready = time.perf_counter() - start
         config = llm.llm_engine.vllm_config.compilation_config
         layers = config.static_forward_context.values()
         is_ours = choice is not STOCK
         assert all((layer.attn_backend is PagedBackend) is is_ours for layer in layers)
         assert is_split(llm) is ("hf_overrides" in choice)
         sampling = SamplingParams(
-            temperature=0, max_tokens=STEPS, logprobs=8, ignore_eos=True, detokenize=False
+            temperature=0, max_tokens=STEPS, logprobs=0, ignore_eos=True, detokenize=False
         )
-        outputs = llm.generate(MIXED, sampling, use_tqdm=False)
+        said = [o.outputs[0] for o in llm.generate(MIXED, sampling, use_tqdm=False)]
         preempted = metric(llm, "num_preemptions")
-    said = [output.outputs[0] for output in outputs]
-    return [
-        {
-            "tokens": list(one.token_ids),
-            "likely": [{t: p.logprob for t, p in step.items()} for step in one.logprobs],
-            "preempted": preempted,
-        }
-        for one in said
-    ]
+    print(f"ready in {ready:.1f} s, done in {time.perf_counter() - start:.1f} s", flush=True)
+    return Served(
+        [list(one.token_ids) for one in said],
+        [
+            torch.tensor([p[t].logprob for t, p in zip(one.token_ids, one.logprobs, strict=True)])
+            for one in said
+        ],
+        preempted,
+    )
 
 
-def agree(got: list[dict], wanted: list[dict], near: float) -> None:
-    """The same tokens up to a tie; log-probabilities within rounding until there."""
-    steps = 0
-    for a, b in zip(got, wanted, strict=True):
-        for step in range(STEPS):
-            ours_, stocks = a["tokens"][step], b["tokens"][step]
-            likely = b["likely"][step]
-            assert ours_ in likely, (step, ours_, likely)
-            assert likely[stocks] - likely[ours_] < near, (step, ours_, stocks, likely)
-            assert abs(a["likely"][step][ours_] - likely[ours_]) < near
-            steps += 1
-            if ours_ != stocks:
-                break
-    print(f"{steps} of {STEPS * len(got)} steps before a tie")
-    assert steps >= STEPS * len(got) // 2
+def off(answer: Served, model: Any) -> tuple[float, float]:
+    """How far log-probabilities are from the model's, and tokens from its most likely ones."""
+    wrong, short = 0.0, 0.0
+    for given, tokens, logprobs in zip(MIXED, answer.tokens, answer.logprobs, strict=True):
+        ids = torch.tensor([given["prompt_token_ids"] + tokens])
+        exact = model(ids, use_cache=False).logits[0].log_softmax(-1)[-STEPS - 1 : -1]
+        said = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        wrong = max(wrong, float((said - logprobs).abs().max()))
+        short = max(short, float((exact.max(1).values - said).max()))
+    return wrong, short
+
+
+@dataclass(frozen=True)
+class Stock:
+    """A model, what stock vLLM answers, and how far off that is."""
+
+    folder: Path
+    dtype: str
+    changes: dict[str, Any]
+    answer: Served
+    wrong: float
+
+    def close(self, got: Served, model: Any) -> None:
+        """Ours is no further from f32 than twice stock's distance, in every step."""
+        wrong, short = off(got, model)
+        print(f"off by {wrong:.4f}, stock by {self.wrong:.4f}; {short:.4f} from the likeliest")
+        assert wrong <= 2 * self.wrong + EPSILON
+        assert short <= 2 * (2 * self.wrong + EPSILON)
 
 
 @pytest.fixture(scope="module")
-def stocks(checkpoint):
+def stocks(checkpoint: Any) -> Any:
     """Stock vLLM's answers, each asked for once."""
-    known: dict[tuple, list[dict]] = {}
+    known: dict[str, Stock] = {}
 
-    def of(family: str, dtype: str, **changes: Any) -> tuple[Any, list[dict]]:
-        key = (family, dtype, *sorted(changes.items()))
-        model = checkpoint(family, **{**SIZES, "initializer_range": 0.06, **changes})
-        if key not in known:
-            known[key] = served(model, STOCK, "graphs", dtype)
-        return model, known[key]
+    def of(name: str) -> Stock:
+        if name not in known:
+            dtype, changes = MODELS[name]
+            changes = {**SIZES, **SPREAD, **changes}
+            folder = checkpoint("llama", **changes)
+            answer = served(folder, STOCK, "graphs", dtype)
+            wrong, _ = off(answer, tiny("llama", **changes))
+            known[name] = Stock(folder, dtype, changes, answer, wrong)
+        return known[name]
 
     return of
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("family", "dtype", "changes"),
-    [
-        ("llama", "float16", {}),
-        ("qwen3", "bfloat16", {"head_dim": 128, "hidden_size": 256}),
-        ("llama", "float16", {"head_dim": 32}),
-    ],
-    ids=["D64", "D128", "D32"],
+    ("name", "mode"), [("D64", "graphs"), ("D64", "eager"), ("D128", "graphs"), ("D32", "graphs")]
 )
-def test_tokens_are_stocks(stocks, family: str, dtype: str, changes: dict, mode: str) -> None:
-    model, wanted = stocks(family, dtype, **changes)
-    agree(served(model, OURS, mode, dtype), wanted, NEAR[dtype])
+def test_answers_are_stocks(stocks: Any, name: str, mode: str) -> None:
+    stock = stocks(name)
+    got = served(stock.folder, OURS, mode, stock.dtype)
+    stock.close(got, tiny("llama", **stock.changes))
+    print(f"{got.same(stock.answer)} of {len(MIXED)} answers alike")
+    assert got.same(stock.answer) >= (len(MIXED) - 1 if stock.dtype == "float16" else 1)
 
 
-def test_preempted_requests_go_on_from_graphs(stocks) -> None:
-    model, wanted = stocks("llama", "float16")
-    got = served(model, OURS, "graphs", "float16", num_gpu_blocks_override=36)
-    assert got[0]["preempted"] > 0
-    agree(got, wanted, NEAR["float16"])
+def test_preempted_requests_go_on_from_graphs(stocks: Any) -> None:
+    stock = stocks("D64")
+    got = served(stock.folder, OURS, "graphs", "float16", num_gpu_blocks_override=36)
+    assert got.preempted > 0
+    stock.close(got, tiny("llama", **stock.changes))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_heads_with_a_wide_window_are_stocks(stocks, tmp_path, mode: str) -> None:
-    path = written(tmp_path, sink=0, recent=512)
-    model, wanted = stocks("llama", "float16")
-    agree(served(model, ours(path), mode, "float16"), wanted, NEAR["float16"])
+def test_heads_with_a_wide_window_are_stocks(stocks: Any, tmp_path: Path) -> None:
+    stock = stocks("D64")
+    got = served(stock.folder, ours(written(tmp_path, sink=0, recent=512)), "graphs", "float16")
+    stock.close(got, tiny("llama", **stock.changes))
+    assert got.same(stock.answer) >= len(MIXED) - 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_local_heads_are_masked_ones(checkpoint, tmp_path, mode: str) -> None:
-    """Sink and window far shorter than prompts; transformers' forward in f32 is what it means."""
-    path = written(tmp_path, sink=20, recent=40)
-    changes = {**SIZES, "initializer_range": 0.06}
-    model = checkpoint("llama", **changes)
-    got = served(model, ours(path), mode, "float16")
-    masked = Masked("llama", changes, path)
-    for given, one in zip(MIXED, got, strict=True):
-        # Each step of ours is one that the masked model, given the same text, might have made.
-        ids = given["prompt_token_ids"] + one["tokens"]
-        logits = masked.model(torch.tensor([ids]), use_cache=False).logits[0]
-        logprobs = logits.float().log_softmax(-1)[-STEPS - 1 : -1]
-        said = logprobs.gather(1, torch.tensor(one["tokens"])[:, None])[:, 0]
-        assert (logprobs.max(1).values - said).max() < NEAR["float16"]
-        assert max(one["tokens"]) < VOCABULARY
+@pytest.mark.parametrize("mode", ["graphs", "eager"])
+def test_local_heads_are_masked_ones(stocks: Any, tmp_path: Path, mode: str) -> None:
+    """Sink and window far shorter than the prompts."""
+    stock, path = stocks("D64"), written(tmp_path, sink=20, recent=40)
+    got = served(stock.folder, ours(path), mode, "float16")
+    stock.close(got, Masked("llama", stock.changes, path).model)
+    assert got.same(stock.answer) < len(MIXED)

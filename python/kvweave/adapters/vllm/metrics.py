@@ -16,7 +16,7 @@ PREFIX = "kvweave_"
 COUNTS = {
     "requests": ("requests", "Prompts with marks that were looked up"),
     "prompt_tokens": ("prompt_tokens", "Tokens of their prompts that were scheduled"),
-    "reused_tokens": ("reused_tokens", "Tokens whose KV came from a segment elsewhere"),
+    "reused_tokens": ("reused_tokens", "Tokens whose KV came from the store"),
     "recomputed_tokens": ("recomputed_rows", "Reused tokens that the policy computed again"),
     "rows": ("rows", "Tokens times layers that were computed"),
     "spared_rows": ("rows_spared", "Tokens times layers that were not computed"),
@@ -24,7 +24,7 @@ COUNTS = {
     "moved_keys": ("moved_keys", "Of these, keys rotated to another position (Delta-RoPE)"),
 }
 BY_LABEL = {
-    "hit_tokens": ("hits", "kind", "Tokens found in the store, by kind of hit"),
+    "hit_tokens": ("hits", "kind", "Tokens that the store had, by kind of hit"),
     "missed_tokens": ("misses", "reason", "Tokens that were not reused, by reason"),
 }
 STORE = ("store_bytes", "Bytes of the store, by tier and by what holds them")

@@ -31,7 +31,7 @@ async def rendered(state: Any, body: dict[str, Any]) -> Rendered | None:
     try:
         request = ChatCompletionRequest.model_validate({**body, "return_token_offsets": True})
         found = await state.online_renderer.render_chat(request, skip_mm_cache=True)
-    except (ValidationError, ValueError, TypeError, NotImplementedError):
+    except (ValidationError, ValueError, TypeError, RuntimeError):
         return None
     if not isinstance(found, tuple):
         return None
