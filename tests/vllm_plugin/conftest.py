@@ -19,13 +19,15 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_TARGET_DEVICE": "cpu",
+    # `test_gpu.py` alone is for VLLM_TARGET_DEVICE=cuda.
+    "VLLM_TARGET_DEVICE": os.environ.get("VLLM_TARGET_DEVICE", "cpu"),
 }
 if HAS_VLLM:
     os.environ.update(SETTINGS)
-    import vllm_cpu_ops
+    if SETTINGS["VLLM_TARGET_DEVICE"] == "cpu":
+        import vllm_cpu_ops
 
-    vllm_cpu_ops.define()
+        vllm_cpu_ops.define()
 else:
     collect_ignore_glob = ["test_*.py"]
 

@@ -1,4 +1,4 @@
-"""The plugin on a GPU: eager, and with decode steps replayed from graphs; skipped without one.
+"""The plugin on a GPU, eager and with decode steps from graphs: `VLLM_TARGET_DEVICE=cuda pytest …`.
 
 Half precision rounds differently in every kernel. So every step of an answer is compared with
 transformers' forward in f32 over the same text, and ours may be off by twice what stock vLLM is.
@@ -6,6 +6,7 @@ transformers' forward in f32 over the same text, and ours may be off by twice wh
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from families import tiny
 from kvweave.adapters.vllm.backend import PagedBackend
 from vllm_engines import OURS, engine, metric, prompt
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ASKED = os.environ["VLLM_TARGET_DEVICE"] == "cuda"
+pytestmark = pytest.mark.skipif(not ASKED, reason="needs a GPU and VLLM_TARGET_DEVICE=cuda")
 
 MIXED = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 MODES: dict[str, dict[str, Any]] = {
