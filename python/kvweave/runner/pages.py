@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from kvweave.cache import KvCache, KvShape
+from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.runner.model_spec import KV_DTYPES, ModelSpec
 
 
@@ -17,11 +17,13 @@ def make_cache(
     *,
     arena_bytes: int | None = None,
     blocks: int | None = None,
+    heads: HeadClassMap | None = None,
     **settings: Any,
 ) -> tuple[KvCache, torch.Tensor]:
     """A cache for a model and all its pages [pages, 2, P, D], on the model's device.
 
-    The arena has `arena_bytes`, or room for `blocks` blocks. `settings` are `KvCache`'s own.
+    The arena has `arena_bytes`, or room for `blocks` blocks of every head group. `settings` are
+    `KvCache`'s own.
 
     # Errors
     `InvalidArgument` for an arena too small; torch's out-of-memory error on a GPU without room.
@@ -30,12 +32,12 @@ def make_cache(
         len(spec.layers), spec.kv_heads, spec.head_dim, page_tokens, KV_DTYPES[spec.dtype]
     )
     if spec.device.type == "cpu":
-        cache = KvCache(shape, arena_bytes=arena_bytes, blocks=blocks, **settings)
+        cache = KvCache(shape, arena_bytes=arena_bytes, blocks=blocks, heads=heads, **settings)
         return cache, from_dlpack(cache.arena)
     if arena_bytes is not None:
         count = arena_bytes // shape.page_bytes
     else:
-        count = ((blocks or 0) + 1) * shape.layers * shape.kv_heads  # and the null block
+        count = shape.pages_for_blocks(blocks or 0, heads)
     sizes = (max(0, count), 2, page_tokens, spec.head_dim)
     pages = torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
-    return KvCache(shape, external=pages, **settings), pages
+    return KvCache(shape, external=pages, heads=heads, **settings), pages

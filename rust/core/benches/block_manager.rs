@@ -21,7 +21,7 @@ fn prompt(seed: u32, blocks: usize) -> Vec<u32> {
 
 fn cache(blocks: u64, hash: HashKind) -> KvCache {
     let shape = KvShape::new(30, 3, 64, PAGE as u32, KvDtype::Bf16).unwrap();
-    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap());
+    let mut config = CacheConfig::new(shape, 0).sized_for(blocks).unwrap();
     config.hash = hash;
     KvCache::new(config).unwrap()
 }

@@ -151,22 +151,6 @@ impl KvShape {
             })
     }
 
-    /// Pages of an arena that holds `blocks` blocks of every head beside the null block.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if page numbers would not fit an i32.
-    pub fn pages_for_blocks(&self, blocks: u64) -> Result<u64, Error> {
-        let span = u64::from(self.pages_per_token_span());
-        blocks
-            .checked_add(1)
-            .and_then(|n| n.checked_mul(span))
-            .filter(|&pages| pages <= i32::MAX as u64)
-            .ok_or_else(|| {
-                let got = format!("{blocks} blocks of {span} pages");
-                Error::invalid("arena", "at most 2147483647 pages", got)
-            })
-    }
-
     /// Blocks that `tokens` tokens occupy.
     #[must_use]
     pub fn blocks_for_tokens(&self, tokens: u64) -> u64 {
@@ -185,7 +169,6 @@ mod tests {
         assert_eq!(shape.page_elems(), 2048);
         assert_eq!(shape.page_bytes(), 8192);
         assert_eq!(shape.token_bytes(), 30 * 3 * 64 * 2 * 4);
-        assert_eq!(shape.pages_for_blocks(10).unwrap(), 11 * 90);
         assert_eq!(shape.blocks_for_tokens(17), 2);
         let small = KvShape::new(30, 3, 64, 16, KvDtype::Fp8E4m3).unwrap();
         assert_eq!(4 * small.page_bytes(), shape.page_bytes());
@@ -206,6 +189,5 @@ mod tests {
         }
         let shape = KvShape::new(32, 8, 128, 16, KvDtype::Bf16).unwrap();
         assert!(shape.arena_bytes(u64::MAX).is_err());
-        assert!(shape.pages_for_blocks(u64::MAX).is_err());
     }
 }

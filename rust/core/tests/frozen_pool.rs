@@ -7,7 +7,7 @@ use kvweave_core::{
 
 fn cache(blocks: u64) -> KvCache {
     let shape = KvShape::new(2, 1, 8, 4, KvDtype::F32).unwrap();
-    KvCache::new(CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap())).unwrap()
+    KvCache::new(CacheConfig::new(shape, 0).sized_for(blocks).unwrap()).unwrap()
 }
 
 fn text(from: u32, count: u32) -> Vec<u32> {

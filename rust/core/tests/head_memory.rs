@@ -1,5 +1,7 @@
 //! What head groups save, what windows let go of, and that it serves others at once.
 
+use proptest::prelude::*;
+
 use kvweave_core::{
     Admission, CacheConfig, ErrorKind, GroupId, HeadClass, HeadClassMap, KvCache, KvDtype, KvShape,
     MarkedSegment, Mode, Request, Reuse,
@@ -15,7 +17,7 @@ fn cache_of(shape: KvShape, blocks: u64, one_in: usize, sink: u32, recent: u32) 
             entry.class = HeadClass::Window { sink, recent };
         }
     }
-    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap());
+    let mut config = CacheConfig::new(shape, 0).sized_for(blocks).unwrap();
     config.heads = Some(map);
     KvCache::new(config).unwrap()
 }
@@ -79,7 +81,7 @@ fn admitted(cache: &KvCache, chunk: usize, commits: bool) -> usize {
 fn seven_times_as_many(layers: u32, requests: u64) {
     let shape = KvShape::new(layers, 8, 128, P as u32, KvDtype::Bf16).unwrap();
     let blocks = requests * 32 * 1024 / P as u64;
-    let dense = KvCache::new(CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap()));
+    let dense = KvCache::new(CacheConfig::new(shape, 0).sized_for(blocks).unwrap());
     let dense = admitted(&dense.unwrap(), 0, false);
     assert_eq!(dense as u64, requests);
     for commits in [false, true] {
@@ -340,7 +342,7 @@ fn donors_are_read_by_window_groups_while_the_full_one_writes() {
 #[test]
 fn maps_that_do_not_suit_a_cache() {
     let shape = KvShape::new(2, 4, 8, 16, KvDtype::F32).unwrap();
-    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(20).unwrap());
+    let mut config = CacheConfig::new(shape, 0).sized_for(20).unwrap();
     let mut narrow = HeadClassMap::full(&shape, "m");
     narrow.heads[3].class = HeadClass::Window { sink: 4, recent: 15 };
     let mut fewer = HeadClassMap::full(&shape, "m");
@@ -355,5 +357,45 @@ fn maps_that_do_not_suit_a_cache() {
         let error = KvCache::new(config.clone()).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::CorruptHeadMap);
         assert!(error.to_string().contains(word), "{error}");
+    }
+}
+
+#[test]
+fn an_arena_sized_for_one_group_has_a_block_more_than_was_asked_for() {
+    let shape = KvShape::new(30, 3, 64, 16, KvDtype::F32).unwrap();
+    let config = CacheConfig::new(shape, 0);
+    assert_eq!(config.clone().sized_for(10).unwrap().arena_pages, 11 * 90);
+    for blocks in [u64::MAX, u64::MAX / 90, 1 << 26] {
+        let refused = config.clone().sized_for(blocks).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    }
+}
+
+proptest! {
+    #[test]
+    fn an_arena_sized_for_a_prompt_takes_it_whatever_the_heads(
+        layers in 1_u32..40,
+        heads in 1_u32..5,
+        local in prop::collection::vec(any::<bool>(), 160),
+        blocks in 1_usize..400,
+    ) {
+        let shape = KvShape::new(layers, heads, 8, 16, KvDtype::F32).unwrap();
+        let mut map = HeadClassMap::full(&shape, "m");
+        for (entry, local) in map.heads.iter_mut().zip(local) {
+            if local {
+                entry.class = HeadClass::Window { sink: 4, recent: 32 };
+            }
+        }
+        let whole = u64::from(layers * heads) * (blocks as u64 + 1);
+        let config = CacheConfig { heads: Some(map), ..CacheConfig::new(shape, 0) };
+        let config = config.sized_for(blocks as u64).unwrap();
+        // Slabs cost two blocks of all heads and a third, at the worst: in small arenas.
+        let pages = config.arena_pages;
+        prop_assert!(pages <= whole + whole / 3 + 2 * u64::from(layers * heads), "{pages}, {whole}");
+        let cache = KvCache::new(config).unwrap();
+        let tokens = text(0, 16 * blocks);
+        let request = cache.admit(&Admission::new(&tokens)).unwrap();
+        cache.check().unwrap();
+        drop(request);
     }
 }

@@ -327,7 +327,7 @@ const NEAR: HeadClass = HeadClass::Window { sink: 0, recent: 9 };
 /// Classes of the four heads; none for a cache without a head map.
 fn run(steps: &[Step], hash: HashKind, blocks: u64, classes: Option<[HeadClass; 4]>) {
     let shape = KvShape::new(2, 2, 8, 4, KvDtype::F32).unwrap();
-    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(blocks).unwrap());
+    let mut config = CacheConfig::new(shape, 0).sized_for(blocks).unwrap();
     config.hash = hash;
     if let Some(classes) = classes {
         let mut map = HeadClassMap::full(&shape, "mixed");

@@ -15,7 +15,7 @@ struct World {
 
 fn world(hash: HashKind) -> World {
     let shape = KvShape::new(2, 1, 8, 4, KvDtype::F32).unwrap();
-    let mut config = CacheConfig::new(shape, shape.pages_for_blocks(200).unwrap());
+    let mut config = CacheConfig::new(shape, 0).sized_for(200).unwrap();
     config.hash = hash;
     World { cache: KvCache::new(config).unwrap(), arena: Arena::default() }
 }
@@ -274,7 +274,7 @@ fn share_mode_copies_only_the_blocks_that_are_rewritten() {
 #[test]
 fn a_chain_does_not_go_on_below_a_block_that_now_holds_other_text() {
     let shape = KvShape::new(1, 1, 8, 4, KvDtype::F32).unwrap();
-    let config = CacheConfig::new(shape, shape.pages_for_blocks(13).unwrap());
+    let config = CacheConfig::new(shape, 0).sized_for(13).unwrap();
     let cache = KvCache::new(config).unwrap();
     let prompt = text(100, 8);
     let admission = Admission { reserve_tokens: 4, ..Admission::new(&prompt) };

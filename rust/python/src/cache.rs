@@ -89,7 +89,7 @@ impl KvCache {
         let (hash, frozen_share, watermark) = raised(py, settings())?;
         let arena_pages = match external {
             Some(tensor) => external_pages(py, &geometry, tensor)?,
-            None => raised(py, pages(&geometry, arena_bytes, blocks))?,
+            None => raised(py, pages(&geometry, heads.as_ref(), arena_bytes, blocks))?,
         };
         let heads = raised(py, head_map(heads, &geometry, fingerprint))?;
         let cache = entry(py, || {
@@ -279,15 +279,26 @@ fn external_pages(
     Ok(tensor.shape()[0] as u64)
 }
 
+/// Pages of an arena that holds `blocks` blocks of every head group.
+pub fn pages_for_blocks(
+    shape: &core::KvShape,
+    heads: Option<&core::HeadClassMap>,
+    blocks: i64,
+) -> Result<u64, Failure> {
+    let config = CacheConfig { heads: heads.cloned(), ..CacheConfig::new(*shape, 0) };
+    Ok(config.sized_for(count("blocks", blocks)? as u64)?.arena_pages)
+}
+
 /// Pages of an arena given in bytes or in blocks, exactly one of them.
 fn pages(
     shape: &core::KvShape,
+    heads: Option<&core::HeadClassMap>,
     arena_bytes: Option<i64>,
     blocks: Option<i64>,
 ) -> Result<u64, Failure> {
     match (arena_bytes, blocks) {
         (Some(bytes), None) => Ok(count("arena_bytes", bytes)? as u64 / shape.page_bytes()),
-        (None, Some(blocks)) => Ok(shape.pages_for_blocks(count("blocks", blocks)? as u64)?),
+        (None, Some(blocks)) => pages_for_blocks(shape, heads, blocks),
         (bytes, blocks) => {
             let got = match (bytes, blocks) {
                 (None, None) => "none of them",

@@ -4,6 +4,7 @@ use kvweave_core::{self as core, GroupId, HeadClass};
 use pyo3::prelude::*;
 
 use crate::arguments::count;
+use crate::cache::pages_for_blocks;
 use crate::dtype::{kv_dtype, kv_dtype_name};
 use crate::failure::{Failure, entry};
 
@@ -81,6 +82,19 @@ impl KvShape {
     fn blocks_for_tokens(&self, py: Python<'_>, tokens: i64) -> PyResult<u64> {
         let tokens = count("tokens", tokens).map_err(|failure| failure.raise(py))?;
         Ok(self.0.blocks_for_tokens(tokens as u64))
+    }
+
+    /// Pages of an arena that holds `blocks` blocks of every head group of a map at the same time,
+    /// beside the null block; without a map all heads are one group.
+    #[pyo3(signature = (blocks, heads = None))]
+    fn pages_for_blocks(
+        &self,
+        py: Python<'_>,
+        blocks: i64,
+        heads: Option<&Bound<'_, HeadClassMap>>,
+    ) -> PyResult<u64> {
+        let heads = heads.map(|map| &map.get().0);
+        entry(py, || pages_for_blocks(&self.0, heads, blocks))
     }
 
     fn __repr__(&self) -> String {

@@ -2,8 +2,11 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::heads::{HeadClassMap, HeadGroups};
+use crate::pool::Pool;
 use crate::segment::HashKind;
 use crate::shape::KvShape;
+
+use super::block_groups;
 
 /// Geometry, memory and policy of a cache.
 #[derive(Clone, Debug)]
@@ -37,6 +40,19 @@ impl CacheConfig {
             frozen_share: 50,
             watermark: 90,
         }
+    }
+
+    /// The same with an arena that holds `blocks` blocks of every head group at the same time: any
+    /// prompts of that many blocks, whatever the heads' classes.
+    ///
+    /// # Errors
+    /// `CorruptHeadMap` for a head map that does not fit the shape, `InvalidArgument` if page numbers
+    /// would not fit an i32.
+    pub fn sized_for(mut self, blocks: u64) -> Result<CacheConfig, Error> {
+        let groups = self.validated_groups()?;
+        let blocks_of = block_groups(groups.pages(), &groups.windows());
+        self.arena_pages = Pool::pages_for(&blocks_of, blocks)?;
+        Ok(self)
     }
 
     pub(super) fn validated_groups(&self) -> Result<HeadGroups, Error> {

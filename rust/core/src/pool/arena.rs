@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 
-use super::blocks::BlockGroup;
+use super::blocks::{BlockGroup, Use};
 
 /// Slabs and a number past the last fit 16 bits.
 const MOST_SLABS: u32 = u16::MAX as u32;
@@ -21,7 +21,7 @@ impl Arena {
     /// Cuts an arena of `pages` pages for groups of blocks.
     ///
     /// Without a slab size, a single group gets one slab of everything; several groups get slabs
-    /// of which there are about 256, each of at least one block of the largest group.
+    /// that waste few pages, see [`slab_size`].
     pub(super) fn new(
         pages: u64,
         slab_pages: Option<u32>,
@@ -46,7 +46,7 @@ impl Arena {
             }
             Some(given) => given,
             None if groups.len() == 1 => usable / largest * largest,
-            None => largest * (usable / largest / 256).max(1),
+            None => slab_size(usable, largest, groups),
         };
         let slabs = usable / slab_pages;
         Ok(Arena {
@@ -56,6 +56,31 @@ impl Arena {
             slabs,
             unclaimed: (0..slabs).rev().map(|slab| slab as u16).collect(),
         })
+    }
+
+    /// Pages of the smallest arena found in which every group has `blocks` blocks at once, beside
+    /// the null block; single loose pages aside, of which there may be none.
+    pub(super) fn pages_for(groups: &[BlockGroup], blocks: u64) -> Result<u64, Error> {
+        let lasting = || groups.iter().filter(|group| group.kind != Use::Loose);
+        let block: u64 = lasting().map(|group| u64::from(group.pages)).sum();
+        let largest = lasting().map(|group| u64::from(group.pages)).max().unwrap_or(0);
+        let too_many = || {
+            let got = format!("{blocks} blocks of {block} pages");
+            Error::invalid("arena", "at most 2147483647 pages", got)
+        };
+        let spread = blocks.checked_mul(block).and_then(|pages| pages.checked_add(largest));
+        let mut pages = spread.ok_or_else(too_many)?;
+        while pages <= i32::MAX as u64 {
+            let arena = Arena::new(pages, None, groups)?;
+            let slab = |group: &BlockGroup| u64::from(arena.slab_pages / group.pages);
+            let wanted: u64 = lasting().map(|group| blocks.div_ceil(slab(group))).sum();
+            let missing = wanted.saturating_sub(u64::from(arena.slabs));
+            if missing == 0 {
+                return Ok(pages);
+            }
+            pages += missing * u64::from(arena.slab_pages);
+        }
+        Err(too_many())
     }
 
     pub(super) fn pages(&self) -> u32 {
@@ -90,4 +115,22 @@ impl Arena {
     pub(super) fn give_back(&mut self, slab: u16) {
         self.unclaimed.push(slab);
     }
+}
+
+/// Pages of a slab: of sizes that make 8 to 256 slabs, the one that wastes the fewest pages. Those
+/// are the ones past the last slab, what blocks of a group leave over in each slab, and of each group
+/// about a slab that is not full.
+fn slab_size(usable: u32, largest: u32, groups: &[BlockGroup]) -> u32 {
+    const TRIES: u32 = 64;
+    let blocks = usable / largest;
+    let first = (blocks / 256).max(1);
+    let last = (blocks / 8).clamp(first, first + TRIES);
+    let wasted = |slab: u32| {
+        let left = groups.iter().map(|group| slab % group.pages).max().unwrap_or(0);
+        usable % slab + usable / slab * left + slab * groups.len() as u32
+    };
+    (first..=last)
+        .map(|blocks| blocks * largest)
+        .min_by_key(|&slab| wasted(slab))
+        .unwrap_or(largest)
 }

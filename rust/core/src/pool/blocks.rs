@@ -174,6 +174,15 @@ impl Pool {
         Ok(pool)
     }
 
+    /// Pages of an arena in which every group but loose ones has `blocks` blocks at the same time,
+    /// beside the null block.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if page numbers would not fit an i32, or for a group without pages.
+    pub fn pages_for(groups: &[BlockGroup], blocks: u64) -> Result<u64, Error> {
+        Arena::pages_for(groups, blocks)
+    }
+
     /// Upper bound of the numbers of blocks that an index may name.
     #[must_use]
     pub fn capacity(&self) -> usize {
