@@ -80,11 +80,7 @@ class Watched:
         now = scraped(self.address)
         risen = {name: value - self.before.get(name, 0) for name, value in now.items()}
         self.before = now
-        return {
-            name: value
-            for name, value in risen.items()
-            if value and name.endswith(("_total", '"')) and "_created" not in name
-        }
+        return {name: value for name, value in risen.items() if value and "_created" not in name}
 
 
 def span_of(prompt: str, text: str) -> list[int]:
@@ -109,8 +105,9 @@ def test_marked_text_is_reused_where_it_stands_next(address: str, client: openai
     seen = watched.new()
     prompt = f"<s><|user|>something else stands before:\n{DOCUMENT}\nsay more<|end|><|assistant|>"
     start, end = span_of(prompt, DOCUMENT)
-    assert end - start - 16 < seen["reused_tokens_total"] <= end - start
-    assert seen['hit_tokens_total{kind="request"}'] == seen["reused_tokens_total"]
+    found = seen['hit_tokens_total{kind="request"}']
+    assert end - start - 16 < found <= end - start
+    assert found <= seen["reused_tokens_total"]
     assert seen["moved_keys_total"] > 0
     assert seen["spared_rows_total"] > 0
     assert first
@@ -162,7 +159,7 @@ def test_malformed_marks_are_bad_requests(client: openai.OpenAI) -> None:
     ) as caught:
         chat(client, part("a"), part("b", cache_control={"type": "long"}))
     assert caught.value.param == where
-    assert caught.value.code == 400
+    assert caught.value.status_code == 400
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, marked("a text", policy="hope"))
     assert caught.value.param == "messages[0].content[0].kvweave.policy"
@@ -199,7 +196,7 @@ def test_a_knowledge_base(address: str, client: openai.OpenAI) -> None:
     watched = Watched(address)
     chat(client, part("tell me of"), marked(book, namespace="acme"), part("now"))
     seen = watched.new()
-    assert seen['hit_tokens_total{kind="frozen"}'] == seen["reused_tokens_total"] > 0
+    assert count - 16 < seen.get('hit_tokens_total{kind="frozen"}', 0) <= count, seen
     chat(client, part("tell me of"), marked(book, namespace="other"), part("now"))
     assert "reused_tokens_total" not in watched.new()
     gone = f"{route}/a%2Fbook?namespace=acme"

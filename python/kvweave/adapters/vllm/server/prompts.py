@@ -25,13 +25,12 @@ async def rendered(state: Any, body: dict[str, Any]) -> Rendered | None:
     `state` is that of the server's app. Errors: `BadRequest` where the prompt's tokens have no
     places in its text: a slow tokenizer, images, prompts that are cut.
     """
-    from pydantic import ValidationError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
         request = ChatCompletionRequest.model_validate({**body, "return_token_offsets": True})
         found = await state.online_renderer.render_chat(request, skip_mm_cache=True)
-    except (ValidationError, ValueError, TypeError, RuntimeError):
+    except (ValueError, TypeError, RuntimeError):
         return None
     if not isinstance(found, tuple):
         return None
