@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvweave import ops
 from kvweave.adapters.vllm.builder import PagedMetadata
+from kvweave.adapters.vllm.dense_prefill import DensePrefill
 from kvweave.errors import Unsupported
 
 
@@ -58,6 +59,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.dense = DensePrefill(self.scale, self.softcap, self.num_kv_heads)
         # Keys of vLLM stand where they were rotated: frequencies are never read.
         self.rope = ops.RopeTable(np.zeros((1, head_size // 2), np.float32))
 
@@ -89,6 +91,10 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         if self.kv_sharing_target_layer_name is None:
             kv = key[:rows], value[:rows]
             ops.write_pages(pages, 0, *kv, tables.slots, reach=self.written)
+        # A layer with a window may share its tables with others that have none.
+        if tables.runs is not None and self.window is None and self.reach is None:
+            self.dense.attend(query[:rows], pages, tables.row_offsets, tables.runs, output[:rows])
+            return output
         attend: Any = ops.attend_decode
         split = {}
         if not tables.decode:

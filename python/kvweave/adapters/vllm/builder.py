@@ -16,7 +16,8 @@ from vllm.v1.attention.backend import (
 
 from kvweave import ops
 from kvweave.adapters.vllm import specs
-from kvweave.adapters.vllm.tables import Entries, entries_of, positions_of, slots_of
+from kvweave.adapters.vllm.dense_prefill import DensePrefill, Runs
+from kvweave.adapters.vllm.tables import Entries, Span, entries_of, positions_of, slots_of
 
 
 @dataclass
@@ -25,7 +26,8 @@ class PagedMetadata(AttentionMetadata):
 
     `decode`: every request has one row. Rows of the batch beyond R are padding. `tap`, if any,
     is given the queries [R, H, D] of a layer. `arena`: the pages of all layers, where KV is not
-    in the tensors that vLLM allocated.
+    in the tensors that vLLM allocated. `runs`: the same once more for a dense kernel, where rows
+    are runs that see every key and such a kernel is there.
     """
 
     rows: int
@@ -37,6 +39,7 @@ class PagedMetadata(AttentionMetadata):
     workspace: ops.Workspace
     tap: list[torch.Tensor] | None = None
     arena: torch.Tensor | None = None
+    runs: Runs | None = None
 
 
 class _Kept:
@@ -76,6 +79,8 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         self.heads = int(kv_cache_spec.num_kv_heads)
         self.workspace = ops.Workspace(device)
         self._kept = None if device.type == "cpu" else self._kept_tables(vllm_config, device)
+        head_size, dtype = int(kv_cache_spec.head_size), vllm_config.model_config.dtype
+        self.dense = self.span == Span() and DensePrefill.is_there(head_size, dtype)
 
     def build(
         self,
@@ -112,7 +117,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             positions, slots = put("positions", positions), put("slots", slots)
             rows_of, offsets = put("entries", entries.rows), put("offsets", entries.offsets)
             entries = Entries(rows_of, offsets)
-        return PagedMetadata(rows, decode, positions, row_offsets, slots, entries, self.workspace)
+        tables = PagedMetadata(rows, decode, positions, row_offsets, slots, entries, self.workspace)
+        if self.dense and not decode:
+            blocks = batch.block_table_tensor[: batch.num_reqs]
+            tables.runs = Runs(blocks, lengths, batch.max_query_len, batch.max_seq_len)
+        return tables
 
     def _kept_tables(self, config: VllmConfig, device: torch.device) -> _Kept:
         requests = config.scheduler_config.max_num_seqs

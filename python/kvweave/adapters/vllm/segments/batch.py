@@ -60,4 +60,5 @@ class Batch:
             positions=tables.positions.index_select(0, index),
             slots=tables.slots.index_select(0, index),
             row_offsets=offsets.to(tables.row_offsets.device),
+            runs=None,
         )
