@@ -52,6 +52,8 @@ class Batch:
     def narrowed(self, index: torch.Tensor, counts: list[int]) -> PagedMetadata:
         """Tables of some rows of the batch, `counts` of each request."""
         tables = self.metadata
+        if len(index) == tables.rows:
+            return tables
         offsets = torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32))
         return replace(
             tables,

@@ -33,6 +33,7 @@ def check_segments(config: VllmConfig, options: Options) -> None:
     refused = {
         "vllm other than 0.26": not vllm.__version__.startswith("0.26."),
         "kvweave.heads": options.heads is not None,
+        "kvweave.virtual_pages": bool(options.virtual_pages),
         "speculative_config": config.speculative_config is not None,
         "lora_config": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

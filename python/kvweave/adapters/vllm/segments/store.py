@@ -220,7 +220,7 @@ class SegmentStore:
             if span.kind == "prefix":
                 stats.hits["prefix"] += size
             elif span.kind == "segment":
-                stats.hits[str(span.source)] += size
+                stats.hits["request" if span.source == "request" else "frozen"] += size
             else:
                 stats.misses[str(span.reason)] += size
 
