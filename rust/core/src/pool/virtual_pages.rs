@@ -178,7 +178,8 @@ impl VirtualPages {
     /// Adds a holder to each of these pages.
     ///
     /// # Errors
-    /// `InvalidArgument` for a page named twice or not kept, `OutOfRange`. Nothing has changed then.
+    /// `InvalidArgument` for a page named twice or not kept, `OutOfRange`. Nothing has changed
+    /// then.
     pub fn hold(&mut self, pages: &[ClassPage]) -> Result<(), Error> {
         self.distinct(pages)?;
         for &at in pages {
@@ -195,8 +196,8 @@ impl VirtualPages {
     /// its blocks are needed: the last of `pages` go first.
     ///
     /// # Errors
-    /// `InvalidArgument` for a page named twice or held by nobody, `OutOfRange`. Nothing has changed
-    /// then.
+    /// `InvalidArgument` for a page named twice or held by nobody, `OutOfRange`. Nothing has
+    /// changed then.
     pub fn release(&mut self, pages: &[ClassPage], keep: bool) -> Result<(), Error> {
         self.distinct(pages)?;
         if let Some(at) = pages.iter().find(|&&at| self.holders(at) == 0) {
