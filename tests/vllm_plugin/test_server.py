@@ -118,17 +118,18 @@ def test_marks_are_the_argument_that_a_client_could_have_counted(
     address: str, client: openai.OpenAI
 ) -> None:
     """The same prompt, with spans in tokens that were counted here, does the same."""
-    chat(client, marked(OTHER), part("first"))
     prompt = f"<s><|user|>before\n{OTHER}\nafter<|end|><|assistant|>"
-    argument = json.dumps({"segments": [span_of(prompt, OTHER)], "policy": "naive"})
+    section = {"policy": "naive", "namespace": "counted"}
+    counted = {"kvweave": json.dumps({**section, "segments": [span_of(prompt, OTHER)]})}
+    chat(client, marked(OTHER, namespace="counted"), part("first"))
+    chat(client, marked(OTHER, namespace="marked"), part("first"))
     watched = Watched(address)
-    wanted = chat(
-        client, part("before"), part(OTHER), part("after"), vllm_xargs={"kvweave": argument}
-    )
+    wanted = chat(client, part("before"), part(OTHER), part("after"), vllm_xargs=counted)
     expected = watched.new()
-    got = chat(client, part("before"), marked(OTHER, policy="naive"), part("after"))
+    marks = marked(OTHER, policy="naive", namespace="marked")
+    got = chat(client, part("before"), marks, part("after"))
     assert watched.new() == expected
-    assert expected["reused_tokens_total"] > 0
+    assert expected['hit_tokens_total{kind="request"}'] > 0
     assert got == wanted
 
 
