@@ -16,7 +16,7 @@ from kvweave.adapters.vllm.tables import Entries, Span, positions_of
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
-from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, slots_of
+from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, look_up_slots, slots_of
 from kvweave.errors import KvweaveError, PoolFull
 from paged import dense_attention, rope_table
 from versions import needs_cuda
@@ -248,7 +248,7 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
         at = [np.arange(begin[r], end[r]) for r in chosen]
         mapping = [blocks[r].numpy()[x // P] * P + x % P for r, x in zip(chosen, at, strict=True)]
         slots = torch.from_numpy(np.concatenate(mapping)).to(device)
-        slots = look_up(slots_of(layout, slots, virtual_pages=120), memory.tables)
+        slots = look_up_slots(slots_of(layout, slots, virtual_pages=120), memory.tables)
         of_rows = np.concatenate([starts[r] + x for r, x in zip(chosen, at, strict=True)])
         positions = positions_of(offsets, ends, len(of_rows))
         for layer in range(layout.layers):
@@ -304,9 +304,12 @@ def test_padding_is_written_nowhere() -> None:
     slots = slots_of(layout, torch.tensor([-1, 5 * P + 3]), virtual_pages=20)
     assert slots.shape == (len(layout.tables), 2, 2)
     memory.apply(np.array([[t, 5, 100 + t] for t in range(len(layout.tables))], np.int32))
-    found = look_up(slots, memory.tables)
+    found = look_up_slots(slots, memory.tables)
     assert (found[:, 0, 0] == -1).all()
     assert found[:, 1].tolist() == [[100 + t, 3] for t in range(len(layout.tables))]
+    # Nor is what no table has a block for.
+    nowhere = slots_of(layout, torch.tensor([6 * P]), virtual_pages=20)
+    assert (look_up_slots(nowhere, memory.tables)[..., 0] == -1).all()
     memory.apply(np.zeros((0, 3), np.int32))
     assert memory.blocks_in_use() == [1] * len(layout.tables)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import vllm
-from test_head_split import FAMILIES, SIZES, Masked, checkpoint_of
+from test_head_split import EIGHT, FAMILIES, SIZES, Masked, checkpoint_of
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
 from kvweave import Unsupported
 from kvweave.adapters.vllm import versions
@@ -203,6 +204,20 @@ def test_the_arena_is_what_admits(checkpoint, tmp_path) -> None:
             nothing_is_lost(llm)
         same(got, wanted)
         assert max(step["pages"] for step in steps) < blocks - 1 - 10, "blocks ran out, not numbers"
+
+
+def test_an_eighth_of_global_heads_admits_five_times_as_many_requests(checkpoint, tmp_path) -> None:
+    """By vLLM's own figure, for requests of 64K tokens."""
+    length, sizes = 65536, {"num_hidden_layers": 2, "max_position_embeddings": 65536}
+    model = checkpoint("llama", **EIGHT, **sizes)
+    classes = [[FULL, *[window(16, 512)] * 7], [*[window(16, 512)] * 7, FULL]]
+    path = written(tmp_path, classes)
+    found = []
+    for choice in ({**OURS, "block_size": 16}, virtual("llama", path)):
+        with engine(model, choice, max_model_len=length, max_num_batched_tokens=1024) as llm:
+            kept = scheduler_of(llm).kv_cache_config
+            found.append(get_kv_cache_capacity(llm.llm_engine.vllm_config, kept)[1])
+    assert found[1] >= 5 * found[0]
 
 
 def test_an_arena_that_holds_no_request_is_refused(checkpoint, tmp_path) -> None:

@@ -17,7 +17,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.builder import PagedMetadata
 from kvweave.adapters.vllm.tables import Entries, positions_of
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
-from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, slots_of
+from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, look_up_slots, slots_of
 
 
 @dataclass
@@ -32,7 +32,7 @@ class VirtualMetadata(PagedMetadata):
             return
         rows = look_up(self.entries.rows, memory.tables)
         self.entries = Entries(rows, self.entries.offsets)
-        self.slots = look_up(self.slots, memory.tables)
+        self.slots = look_up_slots(self.slots, memory.tables)
         self.looked_up = True
 
 

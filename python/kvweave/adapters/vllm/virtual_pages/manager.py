@@ -60,7 +60,7 @@ class VirtualPagesManager(FullAttentionManager):
             blocks = min(blocks, layout.most_blocks(num_tokens, spec.in_flight))
         if self.residency.has_room(blocks, _numbers(new_computed_blocks)):
             return needed
-        return max(needed, self.block_pool.get_num_free_blocks() + 1)
+        return max(needed, int(self.block_pool.get_num_free_blocks()) + 1)
 
     def add_local_computed_blocks(
         self,

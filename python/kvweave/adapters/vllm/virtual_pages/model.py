@@ -14,6 +14,7 @@ from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.head_split import read_classes
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
+from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
 from kvweave.errors import Unsupported
 
@@ -23,6 +24,8 @@ BLOCK_TOKENS = (16, 32, 64)
 
 class _VirtualLayer(Attention):
     """The attention of a layer, its heads as `layout` has them."""
+
+    memory: PageMemory | None = None
 
     def __init__(self, *given: Any, layout: PageLayout, reach: ops.Reach, **named: Any) -> None:
         super().__init__(*given, attn_backend=VirtualBackend, reach=reach, **named)

@@ -30,8 +30,8 @@ def entries_of(
     seen = []
     for span in layout.spans:
         columns = span.columns(layout.page_tokens, longest, most_rows)
-        sizes = {"page_tokens": layout.page_tokens, "columns": columns, "span": span}
-        seen.append(seen_blocks(lengths, first, **sizes))
+        page = layout.page_tokens
+        seen.append(seen_blocks(lengths, first, page_tokens=page, columns=columns, span=span))
     numbers = [seen[number][0] for number in layout.tables]
     listed = [seen[number][1] for number in layout.tables]
     counts = torch.stack([part.sum(1) for part in listed], dim=1)
@@ -52,8 +52,13 @@ def slots_of(layout: PageLayout, slot_mapping: torch.Tensor, *, virtual_pages: i
 
 
 def look_up(rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Rows whose first number was a flat place, now with the block that lies there; −1 stays."""
-    flat = rows[..., 0]
-    found = tables.view(-1)[flat.clamp(min=0).long()]
-    block = torch.where(flat < 0, flat, found)
-    return torch.cat((block[..., None], rows[..., 1:]), dim=-1)
+    """Rows whose first number was a flat place, now with the block that lies there, or 0."""
+    found = tables.view(-1)[rows[..., 0].long()]
+    return torch.cat((found[..., None], rows[..., 1:]), dim=-1)
+
+
+def look_up_slots(slots: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """The same for slots: −1, which is written nowhere, for padding and where nothing lies."""
+    found = look_up(slots.clamp(min=0), tables)
+    void = (slots[..., :1] < 0) | (found[..., :1] == 0)
+    return torch.where(void, -1, found)
