@@ -13,6 +13,9 @@ import torch
 from vllm import LLM
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from kvweave.adapters.vllm.segments.check import MarkerCheck
+from kvweave.adapters.vllm.segments.connector import KvweaveSegments
+from kvweave.adapters.vllm.segments.extension import KnowledgeBaseWorker
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.policies import Policy
 from kvweave.runner import Runner
@@ -33,17 +36,16 @@ def text(length: int, seed: int) -> Tokens:
 
 def settings(family: str = "llama", arena: int = ARENA, **changes: Any) -> dict[str, Any]:
     """What a user gives vLLM to have segments reused."""
-    folder = "kvweave.adapters.vllm.segments"
     return {
         "hf_overrides": {"architectures": [f"Kvweave{FAMILIES[family]}ForCausalLM"]},
         "additional_config": {"kvweave": {"segment_bytes": arena, **changes}},
         "kv_transfer_config": {
-            "kv_connector": "KvweaveSegments",
+            "kv_connector": KvweaveSegments.__name__,
             "kv_role": "kv_both",
-            "kv_connector_module_path": f"{folder}.connector",
+            "kv_connector_module_path": KvweaveSegments.__module__,
         },
-        "logits_processors": [f"{folder}.check:MarkerCheck"],
-        "worker_extension_cls": f"{folder}.extension.KnowledgeBaseWorker",
+        "logits_processors": [f"{MarkerCheck.__module__}:{MarkerCheck.__name__}"],
+        "worker_extension_cls": f"{KnowledgeBaseWorker.__module__}.{KnowledgeBaseWorker.__name__}",
     }
 
 

@@ -11,11 +11,14 @@ from kvweave.errors import InvalidArgument
 def accepted(request: Any) -> Markers | None:
     """The markers of a scheduler's request, if they are to be followed.
 
-    A request without, one whose markers are malformed or reach beyond its prompt, and one that
-    wants log-probabilities of its prompt (no row may be spared) is computed like any other.
+    A request without, one whose markers are malformed or reach beyond its prompt, one of which
+    tokens do not say everything (adapters, images, embeddings), and one that wants
+    log-probabilities of its prompt (no row may be spared) is computed like any other.
     """
     params = request.sampling_params
-    if params is None or request.prompt_token_ids is None or request.lora_request is not None:
+    plain = request.lora_request is None and request.prompt_embeds is None
+    plain = plain and not request.mm_features
+    if params is None or request.prompt_token_ids is None or not plain:
         return None
     try:
         markers = markers_of(params.extra_args)
@@ -26,10 +29,3 @@ def accepted(request: Any) -> Markers | None:
     if markers is None or params.prompt_logprobs is not None:
         return None
     return markers
-
-
-def is_marked(request: Any) -> bool:
-    """Whether a request says anything of segments, well or badly formed."""
-    params = request.sampling_params
-    extra = None if params is None else params.extra_args
-    return isinstance(extra, dict) and extra.get("kvweave") is not None

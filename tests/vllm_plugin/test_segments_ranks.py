@@ -1,0 +1,37 @@
+"""Segments where scheduler, workers and front are processes of their own, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import vllm_two_ranks
+
+
+def test_two_ranks_are_the_runner() -> None:
+    """Scores are summed over the ranks' heads, so that both choose the same rows."""
+    script = Path(vllm_two_ranks.__file__)
+    paths = [str(script.parent), *sys.path]
+    found = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **found, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    first, second, store, unknown, malformed, alive = lines
+    for said in (first, second):
+        assert said["got"] == said["wanted"]
+        assert said["apart"] < 2e-3
+    assert store["names"] == ["handbook"]
+    assert store["store"]["request_hits"] == 100
+    assert unknown["error"][0] == "UnknownSegment"
+    assert malformed["error"][0] == "InvalidArgument"
+    assert "kvweave.segments" in malformed["error"][1]
+    assert alive == {"alive": 6}
