@@ -92,7 +92,7 @@ class Scheduler:
         pages = self.requests[name]
         fresh = -(-(self.computed[name] + tokens) // P) - len(pages)
         self.residency.advance(name, pages, self.computed[name], self.findable.__contains__)
-        room = self.residency.has_room(fresh * sum(self.layout.parts), [])
+        room = self.residency.has_room(fresh, [])
         if not room or fresh > len(self.free):
             return False
         taken = [self.free.pop() for _ in range(fresh)]
@@ -162,6 +162,30 @@ def test_what_rows_see_is_kept(layout: PageLayout, data: st.DataObject) -> None:
     for name in sorted(scheduler.requests):
         scheduler.end(name)
     assert scheduler.residency.pages.stats()["held"] == 0
+
+
+@settings(max_examples=60)
+@given(layouts(), st.integers(1, 400), st.integers(1, 80), st.data())
+def test_a_request_that_is_alone_always_fits(
+    layout: PageLayout, most: int, chunk: int, data: st.DataObject
+) -> None:
+    """In the least arena for its length, after whatever was cached: it is let in, and it ends."""
+    pages = 1 + -(-layout.charged(most, chunk) // layout.head_slots)
+    scheduler = Scheduler(layout, pages)
+    held: list[int] = []
+    for _ in range(3):
+        whole = held[: data.draw(st.integers(0, len(held)))]
+        hit = [page for page in whole if page in scheduler.findable]
+        hit = hit[: scheduler.residency.longest_hit(hit)] if hit == whole else []
+        tokens = data.draw(st.integers(max(len(hit) * P, 1), most))
+        assert scheduler.residency.has_room_in_time(tokens, chunk, hit)
+        name = scheduler.start(hit)
+        while scheduler.computed[name] < tokens:
+            rows = min(chunk, tokens - scheduler.computed[name])
+            assert scheduler.grow(name, rows), "a request that was let in got stuck"
+            scheduler.check()
+        held = scheduler.requests[name]
+        scheduler.end(name)
 
 
 gaps = st.sets(st.tuples(st.integers(0, 2), st.integers(1, 20)), max_size=4)

@@ -8,16 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import vllm
 from test_head_split import EIGHT, FAMILIES, SIZES, Masked, checkpoint_of
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
 from kvweave import Unsupported
-from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.virtual_pages.connector import KvweavePages
 from vllm_engines import OURS, answers, engine, metric, prompt, same, sampling
-
-if not versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES):
-    pytest.skip("this vLLM lets no backend price its pages", allow_module_level=True)
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 FULL = {"kind": "full"}
@@ -56,8 +52,8 @@ def virtual(family: str = "llama", heads: Path | None = None) -> dict[str, Any]:
         "additional_config": {"kvweave": options},
         "block_size": 16,
         "kv_transfer_config": {
-            "kv_connector": "KvweavePages",
-            "kv_connector_module_path": "kvweave.adapters.vllm.virtual_pages.connector",
+            "kv_connector": KvweavePages.__name__,
+            "kv_connector_module_path": KvweavePages.__module__,
             "kv_role": "kv_both",
         },
     }
@@ -93,7 +89,7 @@ def peaks(llm, prompts: list[dict[str, list[int]]], count: int) -> list[dict[str
     inner, found = llm.llm_engine, []
     for number, given in enumerate(prompts):
         inner.add_request(str(number), given, sampling(count))
-    while inner.has_unfinished_requests():
+    while inner.has_unfinished_requests() and len(found) < 2000:
         inner.step()
         manager = scheduler_of(llm).kv_cache_manager
         pool, stats = manager.block_pool, residency_of(llm).pages.stats()
@@ -218,6 +214,27 @@ def test_an_eighth_of_global_heads_admits_five_times_as_many_requests(checkpoint
             kept = scheduler_of(llm).kv_cache_config
             found.append(get_kv_cache_capacity(llm.llm_engine.vllm_config, kept)[1])
     assert found[1] >= 5 * found[0]
+
+
+def test_a_prompt_that_fills_the_arena_comes_again(checkpoint, tmp_path) -> None:
+    """Its own prefix is what the arena holds then, and must not stand in its way."""
+    path = written(tmp_path, one_global(sink=16, recent=32))
+    model = checkpoint_of(checkpoint, "llama")
+    with engine(model, virtual("llama", path)) as llm:
+        layout, spec = (
+            residency_of(llm).layout,
+            scheduler_of(llm).kv_cache_config.kv_cache_groups[0],
+        )
+        least = -(-layout.charged(512, spec.kv_cache_spec.in_flight) // layout.head_slots) + 1
+        wanted = answers(llm, [prompt(490, 3)], 20)
+    changes = {"enable_prefix_caching": True, "num_gpu_blocks_override": least}
+    with engine(model, virtual("llama", path), **changes) as llm:
+        for _ in range(3):
+            assert len(peaks(llm, [prompt(490, 3)], 20)) < 100
+        got = answers(llm, [prompt(490, 3)], 20)
+        assert got[0].cached > 0
+        nothing_is_lost(llm)
+    same(got, wanted)
 
 
 def test_an_arena_that_holds_no_request_is_refused(checkpoint, tmp_path) -> None:

@@ -9,6 +9,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.segments.attention import guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
@@ -31,7 +32,7 @@ def check_segments(config: VllmConfig, options: Options) -> None:
         raise InvalidArgument(text, expected=CONNECTOR, got=str(connector))
     parallel = config.parallel_config
     refused = {
-        "vllm other than 0.26": not vllm.__version__.startswith("0.26."),
+        f"vllm {vllm.__version__}": not versions.is_known(vllm.__version__, versions.WITH_SEGMENTS),
         "kvweave.heads": options.heads is not None,
         "kvweave.virtual_pages": bool(options.virtual_pages),
         "speculative_config": config.speculative_config is not None,

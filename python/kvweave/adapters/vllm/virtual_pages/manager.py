@@ -8,7 +8,7 @@ is preempted; what is admitted always finds its blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
@@ -51,14 +51,16 @@ class VirtualPagesManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **named,
         )
-        layout, spec = self.residency.layout, self.kv_cache_spec
-        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        fresh = max(-(-num_tokens // self.block_size) - held, 0)
-        blocks = fresh * sum(layout.parts)
+        hit = _numbers(new_computed_blocks)
+        held = len(self.req_to_blocks.get(request_id, ())) + len(hit)
         if apply_admission_cap:
-            # Of a whole request at once; windows move on while it is computed.
-            blocks = min(blocks, layout.most_blocks(num_tokens, spec.in_flight))
-        if self.residency.has_room(blocks, _numbers(new_computed_blocks)):
+            # Asked of a whole prompt before its first chunk is computed.
+            in_flight: int = self.kv_cache_spec.in_flight
+            admitted = self.residency.has_room_in_time(num_tokens, in_flight, hit)
+        else:
+            fresh = max(-(-num_tokens // self.block_size) - held, 0)
+            admitted = self.residency.has_room(fresh, hit)
+        if admitted:
             return needed
         return max(needed, int(self.block_pool.get_num_free_blocks()) + 1)
 
@@ -96,7 +98,7 @@ class VirtualPagesManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Gives back what windows have left behind; the pages' numbers stay."""
-        pages = _numbers(self.req_to_blocks.get(request_id, ()))
+        pages = _Numbers(self.req_to_blocks.get(request_id, ()))
         self.residency.advance(request_id, pages, processed_computed_tokens, self._is_findable)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -120,6 +122,27 @@ class VirtualPagesManager(FullAttentionManager):
 
     def _is_findable(self, page: int) -> bool:
         return bool(self.block_pool.blocks[page].block_hash is not None)
+
+
+class _Numbers(Sequence[int]):
+    """The numbers of blocks, of which few are looked at in most steps."""
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return _numbers(self.blocks[index])
+        return int(self.blocks[index].block_id)
 
 
 def _numbers(blocks: Sequence[KVCacheBlock]) -> list[int]:

@@ -28,9 +28,22 @@ class Residency:
         # By request and class: the first page behind the sink that is still held.
         self._first: dict[str, list[int]] = {}
 
-    def has_room(self, blocks: int, hit: Sequence[int]) -> bool:
-        """Whether so many blocks can be had while the pages of a prefix hit are kept."""
-        return blocks <= self.pages.room_beside(self._seen(hit))
+    def has_room(self, fresh: int, hit: Sequence[int]) -> bool:
+        """Whether so many new pages can be had at once, while those of a prefix hit are kept."""
+        return fresh * sum(self.layout.parts) <= self.pages.room_beside(self._seen(hit))
+
+    def has_room_in_time(self, tokens: int, in_flight: int, hit: Sequence[int]) -> bool:
+        """Whether a request of so many tokens can be computed, its windows moving on.
+
+        A prefix hit counts among what it holds, and needs no room where others hold it too.
+        """
+        seen = self._seen(hit)
+        room = self.pages.room_beside(_rows(()))
+        hit_blocks = sum(self.layout.parts[number] for number, _ in seen.tolist())
+        shared = hit_blocks - (room - self.pages.room_beside(seen))
+        fresh = max(-(-tokens // self.layout.page_tokens) - len(hit), 0)
+        at_once = fresh * sum(self.layout.parts) + hit_blocks
+        return min(at_once, self.layout.most_blocks(tokens, in_flight)) - shared <= room
 
     def extend(self, request: str, fresh: Sequence[int]) -> list[int]:
         """Gives a request new pages; returns the numbers of pages that can no longer be found.
@@ -38,6 +51,8 @@ class Residency:
         Errors: `PoolFull`.
         """
         self._first.setdefault(request, self._sinks())
+        if not fresh:
+            return []
         self.pages.take(_rows((c, page) for page in fresh for c in self._classes()))
         whole = [number for number, span in enumerate(self.layout.spans) if span.window is None]
         return [int(page) for number, page in self.pages.take_forgotten() if number in whole]
@@ -86,9 +101,10 @@ class Residency:
             return 0
         kept = self.pages.is_kept(_rows((c, page) for c in classes for page in pages))
         # Per class and page: how many pages up to this one are kept without a gap.
+        ends = np.arange(1, count + 1)
+        gaps = np.where(kept.reshape(-1, count), 0, ends)
         runs = np.zeros((len(classes), count + 1), np.int64)
-        for index in range(count):
-            runs[:, index + 1] = (runs[:, index] + 1) * kept.reshape(-1, count)[:, index]
+        runs[:, 1:] = ends - np.maximum.accumulate(gaps, axis=1)
         while count:
             computed = count * self.layout.page_tokens
             if all(self._goes_on(c, runs[c], count, computed) for c in classes):
