@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.budget_tables import budget_tables
 from benchmarks.record import RECORDS, ROOT
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -229,6 +230,8 @@ def _table(case: str, run: dict[str, Any]) -> str:
         *_ceilings(run),
         "",
     ]
+    if case == "heads_quality":
+        return "\n".join(lines + budget_tables(rows)) + "\n"
     spread = ["p95"] if any(row["p95"] is not None for row in rows) else []
     heads = ["what", VALUE.get(case, "median"), *spread, *beside]
     lines += [_line(heads), "|---|" + "---:|" * (len(heads) - 1)]
