@@ -43,7 +43,8 @@ class Residency:
         shared = hit_blocks - (room - self.pages.room_beside(seen))
         fresh = max(-(-tokens // self.layout.page_tokens) - len(hit), 0)
         at_once = fresh * sum(self.layout.parts) + hit_blocks
-        return min(at_once, self.layout.most_blocks(tokens, in_flight)) - shared <= room
+        most = min(at_once, self.layout.most_blocks(tokens, in_flight))
+        return bool(most - shared <= room)
 
     def extend(self, request: str, fresh: Sequence[int]) -> list[int]:
         """Gives a request new pages; returns the numbers of pages that can no longer be found.

@@ -30,8 +30,8 @@ def entries_of(
     seen = []
     for span in layout.spans:
         columns = span.columns(layout.page_tokens, longest, most_rows)
-        page = layout.page_tokens
-        seen.append(seen_blocks(lengths, first, page_tokens=page, columns=columns, span=span))
+        tokens = layout.page_tokens
+        seen.append(seen_blocks(lengths, first, page_tokens=tokens, columns=columns, span=span))
     numbers = [seen[number][0] for number in layout.tables]
     listed = [seen[number][1] for number in layout.tables]
     counts = torch.stack([part.sum(1) for part in listed], dim=1)
