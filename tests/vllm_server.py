@@ -28,7 +28,7 @@ TEMPLATE = (
     "{{ message.content | trim }}<|end|>{% endfor %}<|assistant|>"
 )
 SPECIAL = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>")
-START_S, STOP_S = 240, 20
+START_S, STOP_S = 600, 20
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
