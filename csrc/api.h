@@ -70,6 +70,11 @@ struct AttendParams {
   uint32_t requests;
   uint32_t query_heads;
   uint32_t splits;
+  // Of attend_decode: 2^32 / x rounded up, 0 for 1, to divide by x.
+  uint32_t run_factor;    // runs of a page
+  uint32_t head_factor;   // KV heads
+  uint32_t chunk_factor;  // items of a KV head
+  uint32_t block_factor;  // thread blocks
 };
 
 // A CUtensorMap, which the driver encodes.
@@ -85,6 +90,9 @@ struct TiledAttendParams {
   TensorMap pages;
   AttendParams attend;
   int64_t page_unit;
+  uint32_t block_units;  // block_stride in units
+  uint32_t head_units;   // head_stride
+  uint32_t value_units;  // value_offset
 };
 
 // score_tokens. V = rows · query_heads / kv_heads: query vectors of a KV head, those of a row next
@@ -174,7 +182,7 @@ struct MergeStatesParams {
 static_assert(sizeof(CopyRerotateParams) == 120, "params.rs says 120 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
-static_assert(sizeof(AttendParams) == 216, "params.rs says 216 bytes");
+static_assert(sizeof(AttendParams) == 232, "params.rs says 232 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");

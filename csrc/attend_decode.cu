@@ -28,6 +28,8 @@ class CopiedStages {
   static constexpr int kPitch = 16 * kWords + 16;    // bytes of a row: rows 8 apart share no bank
   static constexpr int kTile = kUnit * kPitch;
   static constexpr int kStage = 2 * kTile;  // K, then V
+  static constexpr int kRun = 8;  // keys of a run
+  static constexpr bool kMasksCopies = true;  // keys that are not seen are not copied
   using Source = PagedKv;
   struct Memory {
     alignas(16) unsigned char tiles[kWarps][kStages][kStage];
@@ -37,22 +39,30 @@ class CopiedStages {
   __device__ CopiedStages(const PagedKv& kv, Memory& memory)
       : kv(kv), base(shared_address(memory.at(threadIdx.x / 32, 0))), lane(threadIdx.x % 32) {}
 
-  // Of the key in a slot of the page that begins at an element.
-  __device__ int64_t place_of(int64_t page, int slot) const {
-    return page + slot * kv.token_stride;
+  using Place = int64_t;  // element of the cache
+  __device__ Place place_of(const Entry& entry, int rank, int slot) const {
+    return entry.offset + rank * kv.head_stride + slot * kv.token_stride;
   }
 
-  // Starts the copies of two halves of a unit. Keys that are not seen become zeros.
-  __device__ void copy(int stage, const int64_t (&places)[2], const uint32_t (&masks)[2]) {
+  // Starts the copies of a unit whose runs lanes `from` and `from` + 1 know. Keys that are not
+  // seen become zeros.
+  __device__ void copy(int stage, const Run<Place>& run, int from) {
     const C* cache = static_cast<const C*>(kv.cache);
+    int64_t places[2];
+    uint32_t masks[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      places[i] = __shfl_sync(~0u, run.place, from + i);
+      masks[i] = __shfl_sync(~0u, run.mask, from + i);
+    }
 #pragma unroll
     for (int i = 0; i < kUnit * kWords / 32; ++i) {
       const int at = i * 32 + lane;
       const int row = at / kWords, word = at % kWords;
-      const bool high = row >= kHalf;
-      const C* key = cache + (high ? places[1] : places[0]) + row % kHalf * kv.token_stride +
+      const bool high = row >= kRun;
+      const C* key = cache + (high ? places[1] : places[0]) + row % kRun * kv.token_stride +
                      word * static_cast<int>(16 / sizeof(C));
-      const bool seen = ((high ? masks[1] : masks[0]) >> (row % kHalf)) & 1;
+      const bool seen = ((high ? masks[1] : masks[0]) >> (row % kRun)) & 1;
       const uint32_t to = keys(stage, row, word);
       copy_async(to, key, seen);
       copy_async(to + kTile, key + kv.value_offset, seen);
@@ -62,7 +72,7 @@ class CopiedStages {
   // Ends what `wait` counts as one stage, also when nothing was copied.
   __device__ void commit() { commit_copies(); }
   __device__ void wait(int) { wait_for_copies<kStages - 1>(); }
-  __device__ void clear(int, uint32_t, uint32_t) {}
+  __device__ void clear(int, uint32_t) {}
   __device__ void reuse() {}
   __device__ void finish() { wait_for_copies<0>(); }
 
@@ -107,9 +117,9 @@ SHAPE(80, 8, 4, 203824, 4, 2, 66976)
 SHAPE(96, 8, 3, 183216, 4, 2, 75168)
 SHAPE(128, 8, 3, 232368, 4, 2, 91552)
 SHAPE(256, 4, 3, 224736, 4, 2, 157088)
-FP8_SHAPE(64, 16, 4, 190544, 8, 3, 84912)
-FP8_SHAPE(96, 16, 3, 198480, 8, 2, 80688)
-FP8_SHAPE(128, 16, 2, 173648, 8, 2, 97072)
+FP8_SHAPE(64, 16, 4, 187728, 8, 3, 84144)
+FP8_SHAPE(96, 16, 3, 196176, 8, 2, 80432)
+FP8_SHAPE(128, 16, 2, 171856, 8, 2, 97072)
 FP8_SHAPE(256, 8, 2, 162608, 4, 2, 91552)
 
 #define KERNEL(NAME, T, C, D)                                                              \

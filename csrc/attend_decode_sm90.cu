@@ -22,6 +22,8 @@ class BulkStages {
   static_assert(kWords % 8 == 0, "blocks of 128 bytes");
   static constexpr int kTile = 2 * kGroupBytes;
   static constexpr int kStage = 2 * kTile;  // K, then V
+  static constexpr int kRun = 16;  // keys of a run
+  static constexpr bool kMasksCopies = false;
   using Source = TiledAttendParams;
   struct Memory {
     alignas(1024) unsigned char tiles[kWarps][kStages][kStage];
@@ -33,28 +35,33 @@ class BulkStages {
       : params(params),
         full(memory.full[threadIdx.x / 32]),
         base(shared_address(memory.at(threadIdx.x / 32, 0))),
-        lane(threadIdx.x % 32),
-        values_further(static_cast<int>(params.attend.kv.value_offset / params.page_unit)) {
+        lane(threadIdx.x % 32) {
     if (lane == 0) {
+      fetch_map(&params.pages);
       for (int stage = 0; stage < kStages; ++stage) barrier_init(full[stage], 1);
       barrier_init_done();
     }
     __syncwarp();
   }
 
-  // The page in units of the map's last axis, and above it the slot.
-  __device__ int64_t place_of(int64_t page, int slot) const {
-    return int64_t{slot} << 32 | static_cast<uint32_t>(page / params.page_unit);
+  struct Place {
+    int page;   // place of its keys on the map's last axis
+    int group;  // of 8 slots
+  };
+  __device__ Place place_of(const Entry& entry, int rank, int slot) const {
+    return {static_cast<int>(entry.block * params.block_units + rank * params.head_units),
+            slot / 8};
   }
 
-  // Starts the copies of a unit, which lies in one page.
-  __device__ void copy(int stage, const int64_t (&places)[2], const uint32_t (&)[2]) {
-    if (lane == 0) {
-      const int page = static_cast<int>(places[0]), group = static_cast<int>(places[0] >> 32) / 8;
+  // Starts the copies of a unit that lane `from` knows.
+  __device__ void copy(int stage, const Run<Place>& run, int from) {
+    if (lane == from) {
+      const int page = run.place.page, group = run.place.group;
       const uint32_t to = base + stage * kStage;
       barrier_arrive_expecting(full[stage], kStage);
       copy_box(to, &params.pages, group, page, full[stage]);
-      copy_box(to + kTile, &params.pages, group, page + values_further, full[stage]);
+      copy_box(to + kTile, &params.pages, group, page + static_cast<int>(params.value_units),
+               full[stage]);
     }
   }
 
@@ -65,11 +72,11 @@ class BulkStages {
   }
 
   // Values that are not seen may be anything, and nothing times infinity is not nothing.
-  __device__ void clear(int stage, uint32_t low, uint32_t high) {
-    if ((low & high) == 0xFF) return;
+  __device__ void clear(int stage, uint32_t mask) {
+    if (mask == 0xFFFF) return;
     for (int i = lane; i < kUnit * kWords; i += 32) {
       const int row = i / kWords;
-      if (((row < kHalf ? low : high) >> (row % kHalf) & 1) == 0) {
+      if ((mask >> row & 1) == 0) {
         const uint32_t to = values(stage, row, i % kWords);
         asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
       }
@@ -96,7 +103,6 @@ class BulkStages {
   uint64_t* const full;
   const uint32_t base;
   const int lane;
-  const int values_further;
   uint32_t phases = 0;  // bit s: parity of stage s's phase
 };
 
@@ -118,6 +124,6 @@ class BulkStages {
   KERNEL(bf16_fp8, __nv_bfloat16, Fp8, D, WARPS, STAGES, BYTES)       \
   KERNEL(f16_fp8, __half, Fp8, D, WARPS, STAGES, BYTES)
 
-KERNELS(64, 8, 5, 189440)
+KERNELS(64, 8, 5, 188416)
 KERNELS(128, 8, 3, 221184)
-FP8_KERNELS(128, 16, 2, 158720)
+FP8_KERNELS(128, 16, 2, 156672)

@@ -141,6 +141,7 @@ class Prefill {
       __syncthreads();
     }
     const bool interleaved = p.kv.interleaved != 0;
+    const auto angle_of = [&](int pair) { return float2{sh.cosines[pair], sh.sines[pair]}; };
     for (int i = threadIdx.x; i < kPairs * kChunks; i += kThreads) {
       const int pair = rows.begin + i / kChunks, chunk = i % kChunks;
       uint32_t packed[4] = {0, 0, 0, 0};
@@ -151,14 +152,8 @@ class Prefill {
         float x[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          const int d = chunk * 8 + e;
-          x[e] = static_cast<float>(query[d]);
-          if (delta == 0 || d >= 2 * pairs) continue;
-          const int which = interleaved ? d / 2 : d % pairs;
-          const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-          const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-          const float rest = static_cast<float>(query[other]);
-          x[e] = x[e] * sh.cosines[which] + (is_first ? -rest : rest) * sh.sines[which];
+          x[e] = turned_element(query, chunk * 8 + e, delta == 0 ? 0 : pairs, interleaved,
+                                angle_of);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) packed[e] = pack<T>(x[2 * e], x[2 * e + 1]);

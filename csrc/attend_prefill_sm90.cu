@@ -121,27 +121,15 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
   }
 }
 
-// One element of a query, turned by the angles of the given cosines and sines.
-template <typename T>
-__device__ __forceinline__ float turned_element(const T* query, int d, const float* cosines,
-                                                const float* sines, int pairs, bool interleaved) {
-  const float raw = static_cast<float>(query[d]);
-  if (d >= 2 * pairs) return raw;
-  const int which = interleaved ? d / 2 : d % pairs;
-  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
-  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
-  const float rest = static_cast<float>(query[other]) * sines[which];
-  return raw * cosines[which] + (is_first ? -rest : rest);
-}
-
 // Eight elements of a turned query, from column `from` on. Not inlined: it is rare, and its code
 // should not crowd out the rest.
 template <typename T>
 __device__ __noinline__ uint4 turned_chunk(const T* query, int from, const float* cosines,
                                            const float* sines, int pairs, bool interleaved) {
+  const auto angle_of = [&](int pair) { return float2{cosines[pair], sines[pair]}; };
   const auto two = [&](int d) {
-    return pack<T>(turned_element(query, d, cosines, sines, pairs, interleaved),
-                   turned_element(query, d + 1, cosines, sines, pairs, interleaved));
+    return pack<T>(turned_element(query, d, pairs, interleaved, angle_of),
+                   turned_element(query, d + 1, pairs, interleaved, angle_of));
   };
   return {two(from), two(from + 2), two(from + 4), two(from + 6)};
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "api.h"
+#include "decode_merge.cuh"
 #include "decode_units.cuh"
 #include "operands.cuh"
 #include "paged.cuh"
@@ -23,17 +24,33 @@ class Decode {
   static_assert(kSteps % kAtOnce == 0, "whole loads");
   static constexpr int kStages = Stages::kCount;
   static constexpr int kStage = Stages::kStage;
+  static constexpr int kWords = D / 4;  // of four floats, in a row of results
   // Floats of a row of partial results: of different banks where there is room.
   static constexpr int kOutPitch = kQueries * (D + 4) * 4 <= kStage ? D + 4 : D;
   static_assert(kQueries * kOutPitch * 4 <= kStage, "partial results fit a stage");
+  static constexpr int kRuns = kUnit / Stages::kRun;  // of a unit
+  static constexpr int kKnown = 32 / kRuns;           // units that a warp knows of at once
+  using Place = typename Stages::Place;
+
+  // Threads that add up blocks' parts, of whose sums those of four elements fit a stage.
+  static constexpr int kHeld = kThreads < kStage / 16 ? kThreads : kStage / 16;
+  // Blocks' parts that a thread reads together, not one after the other: as registers allow.
+  static constexpr int kBatch = kThreads > 256 ? 4 : 10;
 
   struct Shared {
     typename Stages::Memory stages;
-    Item items[kMaxItems];
-    uint2 halves[kWarps][kStages][2];  // mask, delta
-    State states[kWarps][kQueries];
+    alignas(16) State states[kWarps][kQueries];
+    union {
+      struct alignas(16) {
+        float weights[kQueries][kWarps];
+        int places[kWarps];  // bytes
+        State sums[kQueries];
+      } of_warps;
+      State sums_of_teams[kHeld];
+    };
     int slots[kWarps];
-    State sums[kThreads];
+    Item items[kMaxItems];
+    uint2 runs[kWarps][kStages][kRuns];  // mask, delta
     bool last;
   };
 
@@ -45,29 +62,29 @@ class Decode {
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         stages(source, shared.stages) {
-    group = p.query_heads / p.kv.kv_heads;
+    group = quotient(p.query_heads, p.head_factor);
     chunks = (group + kQueries - 1) / kQueries;
     items = p.requests * p.kv.kv_heads * chunks;
-    halves_per_entry = p.kv.page_tokens / kHalf;
+    runs_per_entry = p.kv.page_tokens / Stages::kRun;
   }
 
   __device__ void run() {
     lay_out();
     if (items == 0) return;
     const int total = sh.items[items - 1].end;
-    share = (total + gridDim.x - 1) / gridDim.x;
+    share = quotient(total + gridDim.x - 1, p.block_factor);
     first = blockIdx.x * share;
     stop = min(first + share, total);
     if (first >= stop) return;
 
-    int item = item_of(first);
-    next = {item, 0, 0};
-    open(next);
+    int item = with_units(item_of(first));
+    if (item == items) return;
+    open(item);
+    // Before the copies, which all that is asked for after them has to wait for.
+    load_queries(heads_of(item));
 #pragma unroll 1
     for (int s = 0; s < kStages; ++s) fetch(s);
-    for (; item < items && begin_of(item) < stop; ++item) {
-      piece(item);
-    }
+    while (item < items) item = piece(item);
     stages.finish();
   }
 
@@ -76,15 +93,15 @@ class Decode {
   Shared& sh;
   const int warp, lane;
   Stages stages;
-  int group, chunks, items, halves_per_entry;
+  int group, chunks, items, runs_per_entry;
   int share, first, stop;  // units of this thread block, of all items together
 
   // What this warp fetches next.
   struct Cursor {
     int item, unit, end;  // units count from the item's first
+    int known;            // which unit of those that are known
   } next;
-  int known_item = -1, known_from = 0;  // `known` is of units known_from, + kWarps, …, 16 of them
-  Half known;                           // of unit lane / 2, half lane % 2
+  Run<Place> known;  // of unit lane / kRuns, run lane % kRuns
 
   uint32_t queries[kSteps][2];  // B fragments: rows are elements, columns query heads
   int turned_by;                // delta that `queries` are turned back by
@@ -92,29 +109,50 @@ class Decode {
   __device__ int begin_of(int item) const { return item == 0 ? 0 : sh.items[item - 1].end; }
 
   __device__ int units_of(int item) const {
-    return (sh.items[item].entries.count * halves_per_entry + 1) / 2;
+    return (sh.items[item].entries.count * runs_per_entry + kRuns - 1) / kRuns;
   }
 
+  // The item that a unit is of.
   __device__ int item_of(int unit) const {
-    int low = 0, high = items;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (sh.items[middle].end > unit) high = middle; else low = middle + 1;
+    static_assert(kMaxItems <= 32 * 32, "two steps");
+    int before = 0;
+#pragma unroll
+    for (int apart = 32; apart > 0; apart /= 32) {
+      const int i = before + (lane + 1) * apart - 1;
+      before += apart * __popc(__ballot_sync(~0u, i < items && sh.items[i].end <= unit));
     }
-    return low;
+    return before;
+  }
+
+  // This block's units of an item, counted from its first: empty past its last.
+  struct Span {
+    int from, to;
+  };
+  __device__ Span span_of(int item) const {
+    const int begin = begin_of(item);
+    return {max(first - begin, 0), min(stop - begin, units_of(item))};
+  }
+
+  // The first item from `item` on that this block has units of; `items` when there is none.
+  __device__ int with_units(int item) const {
+#pragma unroll 1
+    for (; item < items && begin_of(item) < stop; ++item) {
+      const Span span = span_of(item);
+      if (span.from < span.to) return item;
+    }
+    return items;
   }
 
   // Finds what each item reads, and lays the items' units end to end.
   __device__ void lay_out() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < items; i += kThreads) {
-      const int kv_head = i / chunks % p.kv.kv_heads;
-      const int request = i / chunks / p.kv.kv_heads;
-      const Reach reach = reach_of(p.kv, kv_head);
-      const int position = p.positions[request];
-      const EntryRange range = entries_seen(p.kv, reach, request, position, position, true);
-      sh.items[i] = {(range.count * halves_per_entry + 1) / 2 + kItemCost, range};
-      if (range.count == 0 && i % gridDim.x == blockIdx.x) write_nothing(i);
+      const Heads of = heads_of(i);
+      const Reach reach = reach_of(p.kv, of.kv_head);
+      const int position = p.positions[of.request];
+      const EntryRange range = entries_seen(p.kv, reach, of.request, position);
+      sh.items[i] = {(range.count * runs_per_entry + kRuns - 1) / kRuns + kItemCost, range};
+      if (range.count == 0 && i % gridDim.x == blockIdx.x) write_nothing(of);
     }
     __syncthreads();
     if (warp == 0) {
@@ -134,88 +172,76 @@ class Decode {
     __syncthreads();
   }
 
-  __device__ void write_nothing(int i) const {
-    const Heads of = heads_of(i);
-#pragma unroll 1
-    for (int q = 0; q < of.count; ++q) {
-      T* out = out_row(of, q);
-#pragma unroll 1
-      for (int d = 0; d < D; ++d) out[d] = T(0.0f);
-      *lse_of(of, q) = -INFINITY;
-    }
-  }
-
-  struct Heads {
-    int request, first, count;
-  };
   __device__ Heads heads_of(int item) const {
-    const int chunk = item % chunks;
-    const int kv_head = item / chunks % p.kv.kv_heads;
-    return {static_cast<int>(item / chunks / p.kv.kv_heads), kv_head * group + chunk * kQueries,
+    const int pair = quotient(item, p.chunk_factor), chunk = item - pair * chunks;
+    const int request = quotient(pair, p.head_factor);
+    const int kv_head = pair - request * static_cast<int>(p.kv.kv_heads);
+    return {request, kv_head, kv_head * group + chunk * kQueries,
             min(kQueries, group - chunk * kQueries)};
   }
-  __device__ T* out_row(const Heads& of, int q) const {
-    return static_cast<T*>(p.out) + (int64_t{of.request} * p.query_heads + of.first + q) * D;
-  }
-  __device__ float* lse_of(const Heads& of, int q) const {
-    return p.lse + int64_t{of.request} * p.query_heads + of.first + q;
+
+  __device__ void write_nothing(const Heads& of) const {
+#pragma unroll 1
+    for (int i = 0; i < of.count * D; i += 4) {
+      finish<T, D>(p, of, i / D, i % D, {0, 0, 0, 0}, {-INFINITY, 0});
+    }
   }
 
   // ---- fetching -----------------------------------------------------------------------------
 
-  // Points a cursor at this warp's first unit of its item, within this block's share.
-  __device__ void open(Cursor& at) const {
-    if (at.item >= items) return;
-    const int begin = begin_of(at.item);
-    at.unit = max(first - begin, 0) + warp;
-    at.end = min(stop - begin, units_of(at.item));
+  // Points the cursor at this warp's first unit of an item.
+  __device__ void open(int item) {
+    const Span span = span_of(item);
+    next = {item, span.from + warp, span.to, kKnown};
   }
 
-  // Half `index` of an item's keys.
-  __device__ Half half_of(int i, int index) const {
-    const Item& item = sh.items[i];
-    const int kv_head = i / chunks % p.kv.kv_heads;
-    const int request = i / chunks / p.kv.kv_heads;
-    const int which = index / halves_per_entry;
-    if (which >= item.entries.count) return {0, 0, 0};
-    const Reach reach = reach_of(p.kv, kv_head);
-    const Entry entry = read_entry(p.kv, item.entries[which], reach.rank);
-    const int slot = index % halves_per_entry * kHalf;
-    const int position = p.positions[request];
-    Half half;
-    half.place = stages.place_of(entry.offset + reach.rank * p.kv.head_stride, slot);
-    half.delta = entry.delta;
-    half.mask = 0;
-#pragma unroll
-    for (int j = 0; j < kHalf; ++j) {
-      const bool held = slot + j >= entry.begin && slot + j < entry.end;
-      const int key = entry.position + slot + j - entry.begin;
-      if (held && sees(reach, position, key)) half.mask |= 1u << j;
+  // Where run `index` of an item's keys is, and what says which of them are seen.
+  struct Found {
+    Entry entry;
+    Reach reach;
+    int position, slot;
+
+    __device__ uint32_t mask() const {
+      return mask_of(entry, reach, position, slot, Stages::kRun);
     }
-    return half;
+  };
+  __device__ Found find(int i, int index) const {
+    const Item& item = sh.items[i];
+    const int which = quotient(index, p.run_factor);
+    Found found = {};
+    if (which < item.entries.count) {
+      const Heads of = heads_of(i);
+      found.reach = reach_of(p.kv, of.kv_head);
+      found.position = p.positions[of.request];
+      found.entry = read_entry(p.kv, item.entries[which], found.reach.rank);
+      found.slot = (index - which * runs_per_entry) * Stages::kRun;
+    }
+    return found;
   }
 
   // Starts the copies of this warp's next unit into a stage, if there is one.
   __device__ void fetch(int stage) {
-    while (next.item < items && next.unit >= next.end && begin_of(next.item) < stop) {
-      ++next.item;
-      open(next);
+    while (next.unit >= next.end && next.item < items) {
+      const int item = with_units(next.item + 1);
+      if (item < items) open(item); else next.item = items;
     }
-    if (next.item < items && begin_of(next.item) < stop && next.unit < next.end) {
-      if (next.item != known_item || next.unit - known_from >= 16 * kWarps) {
-        known_item = next.item;
-        known_from = next.unit;
-        known = half_of(next.item, 2 * (next.unit + lane / 2 * kWarps) + lane % 2);
+    if (next.unit < next.end) {
+      // Copies that do not ask for it need not wait for the mask.
+      const bool known_before = next.known < kKnown;
+      Found found;
+      if (!known_before) {
+        found = find(next.item, kRuns * (next.unit + lane / kRuns * kWarps) + lane % kRuns);
+        known.place = stages.place_of(found.entry, found.reach.rank, found.slot);
+        known.delta = found.entry.delta;
+        if (Stages::kMasksCopies) known.mask = found.mask();
+        next.known = 0;
       }
-      const int from = (next.unit - known_from) / kWarps * 2;
-      const int64_t places[2] = {__shfl_sync(~0u, known.place, from),
-                                 __shfl_sync(~0u, known.place, from + 1)};
-      const uint32_t masks[2] = {__shfl_sync(~0u, known.mask, from),
-                                 __shfl_sync(~0u, known.mask, from + 1)};
-      if (lane == from || lane == from + 1) {
-        sh.halves[warp][stage][lane - from] = {known.mask, static_cast<uint32_t>(known.delta)};
+      stages.copy(stage, known, next.known * kRuns);
+      if (!known_before && !Stages::kMasksCopies) known.mask = found.mask();
+      if (lane / kRuns == next.known) {
+        sh.runs[warp][stage][lane % kRuns] = {known.mask, static_cast<uint32_t>(known.delta)};
       }
-      stages.copy(stage, places, masks);
+      ++next.known;
       next.unit += kWarps;
     }
     stages.commit();
@@ -267,20 +293,16 @@ class Decode {
     for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
   }
 
-  // This block's share of an item: every warp over its units, then all put together.
-  __device__ void piece(int item) {
-    const int begin = begin_of(item);
-    const int units = units_of(item);
-    const int from = max(first - begin, 0), to = min(stop - begin, units);
-    if (from >= to) return;
+  // This block's share of an item: every warp over its units, then all put together. Returns the
+  // next item.
+  __device__ int piece(int item) {
+    const Span span = span_of(item);
     const Heads of = heads_of(item);
     float out[kSteps][4] = {};
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-    load_queries(of);
 
-    bool any = false;
 #pragma unroll 1
-    for (int unit = from + warp; unit < to; unit += kWarps) {
+    for (int unit = span.from + warp; unit < span.to; unit += kWarps) {
       if (freed >= 0) {
         __syncwarp();
         fetch(freed);
@@ -290,9 +312,11 @@ class Decode {
       stages.wait(freed);
       __syncwarp();
       attend(freed, of, out, m, l);
-      any = true;
     }
-    put_together(item, of, from == 0 && to == units, any ? freed : -1, out, m, l);
+    const int following = with_units(item + 1);
+    if (following < items) load_queries(heads_of(following));
+    put_together(item, of, span, out, m, l);
+    return following;
   }
 
   int stage = 0;   // the one that is filled first
@@ -300,28 +324,37 @@ class Decode {
 
   __device__ void attend(int at, const Heads& of, float (&out)[kSteps][4], float (&m)[2],
                          float (&l)[2]) {
-    const uint2 low = sh.halves[warp][at][0], high = sh.halves[warp][at][1];
-    stages.clear(at, low.x, high.x);
+    // Pages of 8 tokens may have another delta than the next ones.
+    uint32_t mask = 0;
+    int deltas[kRuns];
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const uint2 run = sh.runs[warp][at][i];
+      mask |= run.x << i * Stages::kRun;
+      deltas[i] = static_cast<int>(run.y);
+    }
+    // A run of which no key is seen needs no turn.
+    if (kRuns == 2 && mask % 256 == 0) deltas[0] = deltas[kRuns - 1];
+    if (kRuns == 2 && mask < 256) deltas[kRuns - 1] = deltas[0];
+    stages.clear(at, mask);
 
-    // A page of 8 tokens may have another delta than the next one.
-    const int deltas[2] = {low.x ? static_cast<int>(low.y) : static_cast<int>(high.y),
-                           high.x ? static_cast<int>(high.y) : static_cast<int>(low.y)};
-    if (deltas[0] != turned_by) turn_queries(of, deltas[0]);
     float s[4];
+    if (deltas[0] != turned_by) turn_queries(of, deltas[0]);
     score(s, at);
-    if (deltas[1] != deltas[0]) {
+    if (kRuns == 2 && deltas[kRuns - 1] != deltas[0]) {
       float upper[4];
-      turn_queries(of, deltas[1]);
+      turn_queries(of, deltas[kRuns - 1]);
       score(upper, at);
       s[2] = upper[2];
       s[3] = upper[3];
     }
 
-    const bool seen[2] = {((low.x >> (lane / 4)) & 1) != 0, ((high.x >> (lane / 4)) & 1) != 0};
+    const float factor = p.softcap > 0 ? kLog2e : p.scale * kLog2e;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[e] = p.softcap > 0 ? capped(s[e] * p.scale, p.softcap) : s[e] * p.scale;
-      s[e] = seen[e / 2] ? s[e] * kLog2e : -INFINITY;
+      if (p.softcap > 0) s[e] = capped(s[e] * p.scale, p.softcap);
+      const bool seen = (mask >> (lane / 4 + e / 2 * 8) & 1) != 0;
+      s[e] = seen ? s[e] * factor : -INFINITY;
     }
     float shrink[2];
 #pragma unroll
@@ -363,15 +396,87 @@ class Decode {
 
   // ---- putting together ---------------------------------------------------------------------
 
-  __device__ float* partial_of(int slot) const {
-    return p.partial + int64_t{slot} * (kQueries * D + 2 * kQueries);
-  }
-
   // Adds up the warps' parts of a piece. A piece that is all of its item is the result; others go
   // to the workspace, and the last block to leave one there adds them up. A warp's part lies in
   // the stage that it read last, which nothing is fetched into meanwhile.
-  __device__ void put_together(int item, const Heads& of, bool whole, int freed,
+  __device__ void put_together(int item, const Heads& of, const Span& span,
                                const float (&out)[kSteps][4], float (&m)[2], float (&l)[2]) {
+    const int done = span.to - span.from;
+    const int parts = min(done, kWarps);  // warps that had a unit
+    leave_part(of, warp < parts, out, m, l);
+    __syncthreads();
+
+    static_assert(kQueries * kWarps <= kThreads, "one each");
+    if (threadIdx.x < kQueries * kWarps) {
+      const int w = threadIdx.x % kWarps, q = threadIdx.x / kWarps;
+      const State mine = w < parts ? sh.states[w][q] : State{-INFINITY, 0};
+      float largest = mine.m;
+#pragma unroll
+      for (int step = 1; step < kWarps; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      }
+      const float weight = weight_of(mine, largest);
+      float sum = weight * mine.l;
+#pragma unroll
+      for (int step = 1; step < kWarps; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      sh.of_warps.weights[q][w] = weight;
+      if (q == 0) {
+        // Those without a part have no weight, so anyone's does.
+        const int from = w < parts ? w : 0;
+        sh.of_warps.places[w] =
+            static_cast<int>(sh.stages.at(from, sh.slots[from]) -
+                             reinterpret_cast<unsigned char*>(&sh.stages));
+      }
+      if (w == 0) sh.of_warps.sums[q] = {largest, sum};
+    }
+    __syncthreads();
+
+    const int begin = begin_of(item), units = units_of(item);
+    const bool whole = done == units;
+    float* partial = part_at<D>(p, Shares{share, 0}.place_of(blockIdx.x, begin));
+#pragma unroll 1
+    for (int i = threadIdx.x; i < of.count * kWords; i += kThreads) {
+      const int q = i / kWords, word = i % kWords;
+      float4 value = {0, 0, 0, 0};
+      const State state = sh.of_warps.sums[q];
+      float weights[kWarps];
+      int places[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; w += 4) {
+        *reinterpret_cast<float4*>(weights + w) =
+            reinterpret_cast<const float4&>(sh.of_warps.weights[q][w]);
+        *reinterpret_cast<int4*>(places + w) =
+            reinterpret_cast<const int4&>(sh.of_warps.places[w]);
+      }
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const auto* part = reinterpret_cast<const float4*>(
+            reinterpret_cast<const unsigned char*>(&sh.stages) + places[w]);
+        const float4 x = part[q * (kOutPitch / 4) + word];
+        value.x += weights[w] * x.x;
+        value.y += weights[w] * x.y;
+        value.z += weights[w] * x.z;
+        value.w += weights[w] * x.w;
+      }
+      if (whole) {
+        finish<T, D>(p, of, q, 4 * word, value, state);
+      } else {
+        reinterpret_cast<float4*>(partial)[i] = value;
+        if (word == 0) reinterpret_cast<State*>(partial + kQueries * D)[q] = state;
+      }
+    }
+    if (!whole) {
+      float4* values = reinterpret_cast<float4*>(sh.stages.at(0, sh.slots[0]));
+      pass_on<T, D, kThreads, kHeld, kBatch>(p, of, {item, begin, units, done}, share, values,
+                                             sh.sums_of_teams, sh.last);
+    }
+    stages.reuse();
+    __syncthreads();
+  }
+
+  // Leaves a warp's part for all to read.
+  __device__ void leave_part(const Heads& of, bool any, const float (&out)[kSteps][4],
+                             float (&m)[2], float (&l)[2]) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll
@@ -380,7 +485,7 @@ class Decode {
     }
     if (lane == 0) sh.slots[warp] = freed;
     __syncwarp();
-    if (freed >= 0) {
+    if (any && lane % 4 * 2 < of.count) {
       float* part = reinterpret_cast<float*>(sh.stages.at(warp, freed));
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -390,104 +495,6 @@ class Decode {
           part[(lane % 4 * 2 + e % 2) * kOutPitch + column] = out[k][e];
         }
       }
-    }
-    __syncthreads();
-
-    // A block has two places in the workspace: for the item that begins before its share and for
-    // the one that goes on after it.
-    const int slot = 2 * blockIdx.x + (begin_of(item) > first ? 1 : 0);
-    float* partial = whole ? nullptr : partial_of(slot);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < of.count * D; i += kThreads) {
-      const int q = i / D, d = i % D;
-      float largest = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, sh.states[w][q].m);
-      float value = 0, sum = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        if (sh.slots[w] < 0) continue;
-        const float weight = weight_of(sh.states[w][q], largest);
-        const float* part = reinterpret_cast<const float*>(sh.stages.at(w, sh.slots[w]));
-        value += weight * part[q * kOutPitch + d];
-        sum += weight * sh.states[w][q].l;
-      }
-      if (whole) {
-        finish(of, q, d, value, sum, largest);
-      } else {
-        partial[i] = value;
-        if (d == 0) reinterpret_cast<State*>(partial + kQueries * D)[q] = {largest, sum};
-      }
-    }
-    if (!whole) {
-      __syncthreads();
-      const int begin = begin_of(item);
-      const int first_block = begin / share;
-      const int last_block = (begin + units_of(item) - 1) / share;
-      if (threadIdx.x == 0) {
-        __threadfence();
-        const uint32_t before = atomicAdd(p.counters + item, 1u);
-        sh.last = before == static_cast<uint32_t>(last_block - first_block);
-        if (sh.last) p.counters[item] = 0;
-        __threadfence();
-      }
-      __syncthreads();
-      if (sh.last) {
-        add_up(of, begin, first_block, last_block);
-      }
-    }
-    stages.reuse();
-    __syncthreads();
-  }
-
-  __device__ void finish(const Heads& of, int q, int d, float value, float sum,
-                         float largest) const {
-    const bool nothing = largest == -INFINITY && sum == 0;
-    out_row(of, q)[d] = T(nothing ? 0.0f : value / sum * p.value_scale);
-    if (d == 0) *lse_of(of, q) = nothing ? -INFINITY : (largest + log2f(sum)) * kLn2;
-  }
-
-  // Adds up the blocks' parts of an item. Groups of threads take turns at the parts, each thread
-  // four elements.
-  __device__ void add_up(const Heads& of, int begin, int first_block, int last_block) {
-    const auto part_of = [&](int block) {
-      return partial_of(2 * block + (begin > block * share ? 1 : 0));
-    };
-    const int parts = last_block - first_block + 1;
-    const int columns = of.count * D / 4;
-    const int teams = max(1, min(kThreads, kStage / 16) / columns);  // their values fit a stage
-    const int team = threadIdx.x / columns;
-    float4* values = reinterpret_cast<float4*>(sh.stages.at(0, sh.slots[0]));
-    for (int column = teams > 1 ? threadIdx.x % columns : threadIdx.x; column < columns;
-         column += teams > 1 ? columns : kThreads) {
-      const int q = column * 4 / D;
-      float4 value = {0, 0, 0, 0};
-      State state = {-INFINITY, 0};
-      if (team < teams) {
-        for (int i = team; i < parts; i += kBatch * teams) {
-          add_parts(value, state, min(kBatch, (parts - i + teams - 1) / teams), [&](int j) {
-            const float* part = part_of(first_block + i + j * teams);
-            const float2 of_q = __ldcg(reinterpret_cast<const float2*>(part + kQueries * D) + q);
-            return Part{__ldcg(reinterpret_cast<const float4*>(part) + column), {of_q.x, of_q.y}};
-          });
-        }
-      }
-      if (teams > 1) {
-        if (team < teams) {
-          values[threadIdx.x] = value;
-          sh.sums[threadIdx.x] = state;
-        }
-        __syncthreads();
-        if (team != 0) break;
-        for (int other = 1; other < teams; ++other) {
-          add(value, state, values[other * columns + column], sh.sums[other * columns + column]);
-        }
-      }
-      const int d = column * 4 % D;
-      finish(of, q, d, value.x, state.l, state.m);
-      finish(of, q, d + 1, value.y, state.l, state.m);
-      finish(of, q, d + 2, value.z, state.l, state.m);
-      finish(of, q, d + 3, value.w, state.l, state.m);
     }
   }
 };

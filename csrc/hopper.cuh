@@ -66,6 +66,11 @@ __device__ __forceinline__ void barrier_pass(int id, int threads) {
 
 // ---- copies -------------------------------------------------------------------------------
 
+// Brings the description of a tensor near, for copies to come.
+__device__ __forceinline__ void fetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Starts the copy of a box of a tensor of five axes: from the given place on the last axes, and
 // from the start of the others.
 __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int fourth, int fifth,

@@ -31,6 +31,7 @@ __device__ __forceinline__ int last_rank_of(const PagedKv& kv, int table) {
 
 // Slots [begin, end) of a block hold the keys of positions position, position + 1, …
 struct Entry {
+  int block;
   int64_t offset;  // element of the block's slot 0, rank 0
   int begin;
   int end;  // equal to begin when the row points outside the cache
@@ -52,7 +53,8 @@ __device__ __forceinline__ Entry read_entry(const PagedKv& kv, int index, int ra
   const int64_t page = block * kv.block_stride + rank * kv.head_stride;
   const bool inside = block >= 0 && page <= kv.last_page && entry.begin >= 0 &&
                       entry.begin <= entry.end && entry.end <= static_cast<int>(kv.page_tokens);
-  entry.offset = inside ? block * kv.block_stride : 0;
+  entry.block = inside ? block : 0;
+  entry.offset = entry.block * kv.block_stride;
   if (!inside) entry.end = entry.begin = 0;
   return entry;
 }
@@ -102,29 +104,27 @@ struct EntryRange {
   }
 };
 
-// Keys that a row does not see are masked anyhow, and looking for the ends costs reads that wait
-// for each other. So a table that holds little more than a window's keys is taken whole, and so is
-// the table of a row that is `newest`: surely near the end of it.
+// Whether a table holds little more than a window's keys. Then it is taken whole: keys that a row
+// does not see are masked anyhow, and looking for the ends costs reads that wait for each other.
+__device__ __forceinline__ bool is_taken_whole(const PagedKv& kv, const Reach& reach,
+                                               int entries) {
+  return reach.window > 0 &&
+         (entries - 4) * static_cast<int>(kv.page_tokens) <= reach.window + reach.sink;
+}
+
+// Of a request's newest row. Its table is surely not much longer than what it sees, so its end is
+// not looked for.
 __device__ __forceinline__ EntryRange entries_seen(const PagedKv& kv, const Reach& reach,
-                                                   int request, int lowest, int highest,
-                                                   bool newest) {
+                                                   int request, int position) {
   const int32_t* offsets = kv.entry_offsets + request * static_cast<int>(kv.tables) + reach.table;
-  EntryRange range = {0, offsets[0], 0, offsets[0]};
-  int end = offsets[1];
-  const int page = static_cast<int>(kv.page_tokens);
-  if (reach.window > 0 && (end - range.base - 4) * page <= reach.window + reach.sink) {
-    range.count = end - range.base;
-    return range;
+  const int base = offsets[0], end = offsets[1];
+  if (reach.window == 0 || position < reach.window || is_taken_whole(kv, reach, end - base)) {
+    return {end - base, base, 0, base};
   }
-  if (!newest) end = entries_up_to(kv, range.base, end, highest);
-  if (reach.window > 0 && lowest >= reach.window) {
-    const int oldest = lowest - reach.window + 1;
-    // The entry before may reach past `oldest`.
-    range.start = max(range.base, entries_up_to(kv, range.base, end, oldest) - 1);
-    if (reach.sink > 0) {
-      range.sinks = entries_up_to(kv, range.base, range.start, reach.sink - 1) - range.base;
-    }
-  }
-  range.count = range.sinks + end - range.start;
-  return range;
+  // The entry before may reach past the oldest key.
+  const int oldest = position - reach.window + 1;
+  const int start = max(base, entries_up_to(kv, base, end, oldest) - 1);
+  const int sinks =
+      reach.sink > 0 ? entries_up_to(kv, base, start, reach.sink - 1) - base : 0;
+  return {sinks + end - start, base, sinks, start};
 }

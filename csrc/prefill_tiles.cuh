@@ -64,6 +64,48 @@ struct KeyTile {
   bool masked;  // some row does not see some key
 };
 
+// Where a whole warp looks for the first of a table's entries whose position is above `position`:
+// around where it would be if the table began at position 0 and pages were full.
+class EntrySearch {
+ public:
+  __device__ EntrySearch(const PagedKv& kv, int base, int end, int position)
+      : kv(kv), base(base), end(end), position(position) {
+    const int guess = base + max(position, 0) / static_cast<int>(kv.page_tokens);
+    from = max(min(guess - 15, end - 32), base);
+    const int mine = from + threadIdx.x % 32;
+    found = mine < end ? position_of(kv, mine) : INT_MAX;
+  }
+
+  __device__ int result() const {
+    const unsigned above = __ballot_sync(~0u, found > position);
+    const bool inside = above != 0 && (above % 2 == 0 || from == base);
+    return inside ? from + __ffs(above) - 1 : entries_up_to(kv, base, end, position);
+  }
+
+ private:
+  const PagedKv& kv;
+  const int base, end, position;
+  int from, found;
+};
+
+// The entries that rows at positions from `lowest` to `highest` see keys of; by a whole warp, whose
+// searches wait for memory together.
+__device__ __forceinline__ EntryRange entries_between(const PagedKv& kv, const Reach& reach,
+                                                      int request, int lowest, int highest) {
+  const int32_t* offsets = kv.entry_offsets + request * static_cast<int>(kv.tables) + reach.table;
+  const int base = offsets[0], end = offsets[1];
+  if (is_taken_whole(kv, reach, end - base)) return {end - base, base, 0, base};
+  const EntrySearch newest(kv, base, end, highest);
+  if (reach.window == 0 || lowest < reach.window) return {newest.result() - base, base, 0, base};
+  const EntrySearch oldest(kv, base, end, lowest - reach.window + 1);
+  const EntrySearch sink(kv, base, end, reach.sink - 1);
+  const int last = newest.result();
+  // The entry before may reach past the oldest key.
+  const int start = max(base, min(oldest.result(), last) - 1);
+  const int sinks = reach.sink > 0 ? min(sink.result(), start) - base : 0;
+  return {sinks + last - start, base, sinks, start};
+}
+
 // One warp's walk over the pages that a tile of rows reads.
 template <int kKeys>
 class KeyWalk {
@@ -79,7 +121,7 @@ class KeyWalk {
       which_page[i] = (i * 32 + lane) / page;
       slot_of[i] = (i * 32 + lane) % page;
     }
-    range = entries_seen(kv, reach, request, lowest, highest, false);
+    range = entries_between(kv, reach, request, lowest, highest);
     const int tiles = (range.count + pages_a_tile - 1) / pages_a_tile;
     const int share = (tiles + splits - 1) / splits * pages_a_tile;
     at = min(split * share, range.count);

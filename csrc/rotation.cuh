@@ -23,3 +23,17 @@ __device__ __forceinline__ void cos_sin(double half_turns, float& cosine, float&
 __device__ __forceinline__ void cos_sin(double half_turns, double& cosine, double& sine) {
   sincospi(half_turns, &sine, &cosine);
 }
+
+// Element d of a vector, turned. `angle_of(pair)` has the cosine and sine of a pair's angle; with
+// `interleaved`, pairs are neighbours.
+template <typename T, typename AngleOf>
+__device__ __forceinline__ float turned_element(const T* vector, int d, int pairs,
+                                                bool interleaved, AngleOf angle_of) {
+  const float raw = static_cast<float>(vector[d]);
+  if (d >= 2 * pairs) return raw;
+  const bool is_first = interleaved ? d % 2 == 0 : d < pairs;
+  const int other = interleaved ? d ^ 1 : (is_first ? d + pairs : d - pairs);
+  const float2 angle = angle_of(interleaved ? d / 2 : min(d, other));
+  const float rest = static_cast<float>(vector[other]) * angle.y;
+  return raw * angle.x + (is_first ? -rest : rest);
+}

@@ -2,11 +2,11 @@
 
 use kvweave_core::KvDtype;
 
-use crate::attend_plan::{Plan, is_tall};
+use crate::attend_plan::{BULK_TOKENS, COPIED_TOKENS, Plan, QUERIES, is_tall};
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, bytes_of, long, name_of, narrow};
+use crate::operands::{DeviceRows, DeviceTensor, bytes_of, factor_of, long, name_of, narrow};
 use crate::paged::DeviceKv;
 use crate::params::{AttendParams, TiledAttendParams};
 use crate::tensor_map::{TensorMap, Tiled};
@@ -96,8 +96,9 @@ impl CudaBackend {
         unsafe {
             match plan {
                 Plan::Decode { kernel, grid, hopper, requests } => {
-                    let pages = if hopper { Some(pages_of(call, false)?) } else { None };
-                    self.decode(call, &params, (&kernel, grid), pages, requests)
+                    let params = with_factors(call, params, grid, hopper)?;
+                    let tiled = if hopper { Some(tiled(call, params, false)?) } else { None };
+                    self.decode(call, &params, (&kernel, grid), tiled, requests)
                 }
                 Plan::Prefill { kernel, grid, hopper } => {
                     self.prefill(call, params, (&kernel, grid), hopper)
@@ -133,7 +134,7 @@ impl CudaBackend {
         call: &AttendLaunch<'_>,
         params: &AttendParams,
         (kernel, grid): (&str, Grid),
-        pages: Option<(TensorMap, i64)>,
+        tiled: Option<TiledAttendParams>,
         requests: usize,
     ) -> Result<(), CudaError> {
         let bytes = bytes_of(call.dtype);
@@ -152,8 +153,8 @@ impl CudaBackend {
             turn.lse = at(params.lse, states * size_of::<f32>());
             // SAFETY: the tensors of these requests are parts of the whole ones.
             unsafe {
-                if let Some((pages, page_unit)) = pages {
-                    let turn = TiledAttendParams { pages, attend: turn, page_unit };
+                if let Some(tiled) = tiled {
+                    let turn = TiledAttendParams { attend: turn, ..tiled };
                     self.start("attend_decode_sm90", kernel, grid, call.stream, &turn)
                 } else {
                     self.start("attend_decode", kernel, grid, call.stream, &turn)
@@ -176,8 +177,7 @@ impl CudaBackend {
         // SAFETY: the caller's promise.
         unsafe {
             if hopper {
-                let (pages, page_unit) = pages_of(call, is_tall(&call.kv.geometry))?;
-                let params = TiledAttendParams { pages, attend: params, page_unit };
+                let params = tiled(call, params, is_tall(&call.kv.geometry))?;
                 self.start("attend_prefill_sm90", kernel, grid, call.stream, &params)?;
             } else {
                 self.start("attend_prefill", kernel, grid, call.stream, &params)?;
@@ -191,11 +191,33 @@ impl CudaBackend {
     }
 }
 
+/// What decode divides by, as factors.
+fn with_factors(
+    call: &AttendLaunch<'_>,
+    params: AttendParams,
+    grid: Grid,
+    hopper: bool,
+) -> Result<AttendParams, CudaError> {
+    let geometry = &call.kv.geometry;
+    let run = if hopper { BULK_TOKENS } else { COPIED_TOKENS };
+    Ok(AttendParams {
+        run_factor: factor_of("page_tokens", geometry.page_tokens / run)?,
+        head_factor: factor_of("kv_heads", geometry.kv_heads)?,
+        chunk_factor: factor_of("query heads", call.group().div_ceil(QUERIES))?,
+        block_factor: factor_of("thread blocks", grid.blocks[0] as usize)?,
+        ..params
+    })
+}
+
 /// The cache as the copy engine sees it, [page, 8-token group, block of columns, 8, columns] with
 /// up to 128 bytes of columns, and the elements between its pages: whatever divides all distances
 /// between pages' keys and values. A copy takes all columns of 16 tokens, or a `tall` one a block
 /// of columns of all tokens.
-fn pages_of(call: &AttendLaunch<'_>, tall: bool) -> Result<(TensorMap, i64), CudaError> {
+fn tiled(
+    call: &AttendLaunch<'_>,
+    attend: AttendParams,
+    tall: bool,
+) -> Result<TiledAttendParams, CudaError> {
     let geometry = &call.kv.geometry;
     let unit = [geometry.head_stride, geometry.value_offset]
         .into_iter()
@@ -208,7 +230,7 @@ fn pages_of(call: &AttendLaunch<'_>, tall: bool) -> Result<(TensorMap, i64), Cud
     let narrow_of = |count: usize| narrow("head_dim", count);
     let token_bytes = number(geometry.token_stride) * bytes;
     let copied = if tall { (1, groups) } else { (blocks, 2) };
-    let map = TensorMap::tiled(&Tiled {
+    let pages = TensorMap::tiled(&Tiled {
         address: call.kv.cache.address,
         dtype: call.kv.dtype,
         dims: &[
@@ -226,7 +248,14 @@ fn pages_of(call: &AttendLaunch<'_>, tall: bool) -> Result<(TensorMap, i64), Cud
         ],
         copied: &[narrow_of(columns)?, 8, narrow_of(copied.0)?, narrow_of(copied.1)?, 1],
     })?;
-    Ok((map, long("page", unit)?))
+    Ok(TiledAttendParams {
+        pages,
+        attend,
+        page_unit: long("page", unit)?,
+        block_units: narrow("page", geometry.block_stride / unit)?,
+        head_units: narrow("page", geometry.head_stride / unit)?,
+        value_units: narrow("page", geometry.value_offset / unit)?,
+    })
 }
 
 fn greatest_common_divisor(a: usize, b: usize) -> usize {
@@ -277,5 +306,9 @@ fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
         requests: narrow("requests", call.requests)?,
         query_heads: narrow("query heads", heads)?,
         splits: 1,
+        run_factor: 0,
+        head_factor: 0,
+        chunk_factor: 0,
+        block_factor: 0,
     })
 }

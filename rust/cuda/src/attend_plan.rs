@@ -12,7 +12,9 @@ use crate::operands::{blocks_of, bytes_of, names_of};
 /// (Request, KV head, 8 query heads) triples of one launch of `attend_decode.cu`: its `kMaxItems`.
 const MAX_ITEMS: usize = 1024;
 /// Query heads that one of them has at most: its `kQueries`.
-const QUERIES: usize = 8;
+pub(crate) const QUERIES: usize = 8;
+/// Thread blocks that first add up among themselves: `kGroup` in `decode_merge.cuh`.
+const GROUP: usize = 8;
 /// Thread blocks of a grid's second axis.
 const MAX_ROWS_OF_BLOCKS: usize = 65535;
 /// Parts of the keys of prefill, at most: each leaves its results as floats.
@@ -23,7 +25,9 @@ const KEYS_A_SPLIT: usize = 1024;
 const PLAIN_WARPS: usize = 4;
 const WARP: u32 = 32;
 /// Tokens that a bulk copy takes at once.
-const BULK_TOKENS: usize = 16;
+pub(crate) const BULK_TOKENS: usize = 16;
+/// Tokens of a page that other copies of decode take side by side.
+pub(crate) const COPIED_TOKENS: usize = 8;
 /// Tokens of a page from which on Hopper's prefill copies all of them with 64 columns at once; of
 /// smaller pages it copies 16 tokens with all columns.
 const TALL_TOKENS: usize = 64;
@@ -70,12 +74,12 @@ const DECODE_ELSEWHERE: [Tile; 5] = [
 ];
 /// As `FP8_SHAPE` there has them.
 const FP8_DECODE_ON_HOPPER: [Tile; 4] =
-    [tile(64, 512, 190544), tile(96, 512, 198480), tile(128, 512, 173648), tile(256, 256, 162608)];
+    [tile(64, 512, 187728), tile(96, 512, 196176), tile(128, 512, 171856), tile(256, 256, 162608)];
 const FP8_DECODE_ELSEWHERE: [Tile; 4] =
-    [tile(64, 256, 84912), tile(96, 256, 80688), tile(128, 256, 97072), tile(256, 128, 91552)];
+    [tile(64, 256, 84144), tile(96, 256, 80432), tile(128, 256, 97072), tile(256, 128, 91552)];
 /// As `KERNELS` and `FP8_KERNELS` in `attend_decode_sm90.cu` have them.
-const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 189440), tile(128, 256, 221184)];
-const HOPPER_FP8_DECODE: [Tile; 1] = [tile(128, 512, 158720)];
+const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 188416), tile(128, 256, 221184)];
+const HOPPER_FP8_DECODE: [Tile; 1] = [tile(128, 512, 156672)];
 /// As `KERNELS` in `attend_prefill_sm90.cu` has them.
 const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104152), tile(128, 384, 202968)];
 /// (row, query head) pairs of a thread block there.
@@ -116,8 +120,12 @@ impl Plan {
     pub(crate) fn floats(&self, call: &AttendLaunch<'_>) -> usize {
         let head_dim = call.kv.geometry.head_dim;
         match self {
-            // Two parts a thread block, each with its values, largest scores and sums.
-            Self::Decode { grid, .. } => 2 * grid.blocks[0] as usize * QUERIES * (head_dim + 2),
+            // Two parts a thread block and a group of them, each with its values, largest scores
+            // and sums.
+            Self::Decode { grid, .. } => {
+                let blocks = grid.blocks[0] as usize;
+                2 * (blocks + blocks.div_ceil(GROUP)) * QUERIES * (head_dim + 2)
+            }
             Self::Prefill { grid, .. } if grid.blocks[2] > 1 => {
                 grid.blocks[2] as usize * call.rows * call.query_heads * (head_dim + 1)
             }
@@ -127,7 +135,11 @@ impl Plan {
 
     /// Counters of workspace: zero before and after.
     pub(crate) fn counters(&self) -> usize {
-        if matches!(self, Self::Decode { .. }) { MAX_ITEMS } else { 0 }
+        match self {
+            // Of items, and two a group of thread blocks.
+            Self::Decode { grid, .. } => MAX_ITEMS + 2 * (grid.blocks[0] as usize).div_ceil(GROUP),
+            _ => 0,
+        }
     }
 
     /// The grid of the kernels that give each (row, query head) a warp: plain, and the merge.
@@ -263,6 +275,12 @@ mod tests {
     fn same(tiles: &[Tile], lines: &[[u32; 3]]) {
         let tiles = tiles.iter().map(|t| [t.head_dim as u32, t.threads, t.shared_bytes]);
         assert_eq!(tiles.collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn groups_are_those_of_the_source() {
+        let merge = include_str!("../../../csrc/decode_merge.cuh");
+        assert!(merge.contains(&format!("constexpr int kGroup = {GROUP};")));
     }
 
     #[test]

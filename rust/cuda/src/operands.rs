@@ -106,6 +106,11 @@ pub(crate) fn long(what: &'static str, value: usize) -> Result<i64, CudaError> {
     i64::try_from(value).map_err(|_| CudaError::invalid(what, "a 63-bit number", value))
 }
 
+/// What kernels multiply by to divide by `divisor`: 2^32 / divisor rounded up, 0 for 1.
+pub(crate) fn factor_of(what: &'static str, divisor: usize) -> Result<u32, CudaError> {
+    if divisor == 1 { Ok(0) } else { narrow(what, (1_usize << 32).div_ceil(divisor.max(1))) }
+}
+
 /// Thread blocks of a launch's first axis, which takes the most.
 pub(crate) fn blocks_of(what: &'static str, count: usize) -> Result<u32, CudaError> {
     let limit = i32::MAX.cast_unsigned();
@@ -136,5 +141,16 @@ mod tests {
         assert_eq!(last_page(&geometry, 18 * page), 17 * page as i64);
         assert_eq!(last_page(&geometry, page), 0);
         assert_eq!(last_page(&geometry, page - 1), -1);
+    }
+
+    #[test]
+    fn factors_divide() {
+        for divisor in [1, 2, 3, 7, 8, 132, 1024] {
+            let factor = u64::from(factor_of("divisor", divisor).unwrap());
+            for x in (0..3_000_000_u64).step_by(997).chain([divisor as u64 - 1, divisor as u64]) {
+                let quotient = if factor == 0 { x } else { x * factor >> 32 };
+                assert_eq!(quotient, x / divisor as u64, "{x} / {divisor}");
+            }
+        }
     }
 }

@@ -93,6 +93,14 @@ pub(crate) struct AttendParams {
     pub(crate) requests: u32,
     pub(crate) query_heads: u32,
     pub(crate) splits: u32,
+    /// Of decode, as `operands::factor_of` makes them: runs of a page.
+    pub(crate) run_factor: u32,
+    /// KV heads.
+    pub(crate) head_factor: u32,
+    /// Items of a KV head.
+    pub(crate) chunk_factor: u32,
+    /// Thread blocks.
+    pub(crate) block_factor: u32,
 }
 
 /// Mirror of `TiledAttendParams`.
@@ -103,6 +111,12 @@ pub(crate) struct TiledAttendParams {
     pub(crate) attend: AttendParams,
     /// Elements from one place of the map's last axis to the next.
     pub(crate) page_unit: i64,
+    /// `block_stride` in these units.
+    pub(crate) block_units: u32,
+    /// `head_stride`.
+    pub(crate) head_units: u32,
+    /// `value_offset`.
+    pub(crate) value_units: u32,
 }
 
 /// Mirror of `ScoreParams`.
@@ -223,7 +237,7 @@ pub(crate) struct MergeStatesParams {
 const _: () = assert!(size_of::<CopyRerotateParams>() == 120);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 80);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
-const _: () = assert!(size_of::<AttendParams>() == 216);
+const _: () = assert!(size_of::<AttendParams>() == 232);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);
 const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 144);

@@ -6,7 +6,9 @@ use kvweave_core::ops::Pairing;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, blocks_of, bytes_of, long, names_of, narrow};
+use crate::operands::{
+    DeviceRows, DeviceTensor, blocks_of, bytes_of, factor_of, long, names_of, narrow,
+};
 use crate::paged::DeviceKv;
 use crate::params::ScoreParams;
 
@@ -381,11 +383,7 @@ fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, C
         keys_held: narrow("keys", plan.keys_held)?,
         edge_window: call.edge.map_or(1, |edge| signed(edge.window)),
         edge_sink: call.edge.map_or(0, |edge| signed(edge.sink)),
-        group_factor: if group == 1 {
-            0
-        } else {
-            narrow("group", (1_usize << 32).div_ceil(group))?
-        },
+        group_factor: factor_of("group", group)?,
         mass_parts: narrow("rows", plan.mass_parts)?,
     })
 }
