@@ -35,8 +35,16 @@ APART = Marked([text(12, 10), OTHER, text(4, 11)])
 SEEDS, PROMPTS = [FIRST, APART], [SECOND, BOTH, TOUCHING, LAST]
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+CHANGES = {
+    "mistral": {"sliding_window": None},
+    # vLLM takes prompts of up to factor times as many tokens.
+    "llama-yarn": {"rope_parameters": {**YARN, "original_max_position_embeddings": 128}},
+}
+
+
 def changes(family: str) -> dict:
-    return {**SIZES, **({"sliding_window": None} if family == "mistral" else {})}
+    return {**SIZES, **CHANGES.get(family, {})}
 
 
 @pytest.mark.parametrize("policy", ["sparsex", "naive", "full"])
