@@ -148,7 +148,7 @@ mod tests {
         for divisor in [1, 2, 3, 7, 8, 132, 1024] {
             let factor = u64::from(factor_of("divisor", divisor).unwrap());
             for x in (0..3_000_000_u64).step_by(997).chain([divisor as u64 - 1, divisor as u64]) {
-                let quotient = if factor == 0 { x } else { x * factor >> 32 };
+                let quotient = if factor == 0 { x } else { (x * factor) >> 32 };
                 assert_eq!(quotient, x / divisor as u64, "{x} / {divisor}");
             }
         }
