@@ -46,7 +46,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "name": ({"segments": [[0, 4, 5]]}, "expected a name that is a string, got 5"),
     "overlap": ({"segments": [[0, 4], [3, 9]]}, r"segments\[1\]: expected segments in order"),
     "too many": ({"segments": [[0, 1]] * (MOST_SEGMENTS + 1)}, "segments: expected up to 4096"),
-    "namespace": ({"namespace": None}, "kvweave.namespace: expected a string, got None"),
+    "namespace": ({"namespace": None}, "kvweave.namespace: expected a string.*got None"),
+    "surrogate": ('{"namespace": "\\ud800"}', "kvweave.namespace: expected a string"),
+    "long": ({"namespace": "a" * 257}, "kvweave.namespace: expected a string of up to 256"),
     "policy": ({"policy": "cacheblend"}, "kvweave.policy: expected one of sparsex, naive, full"),
     "deep": ("[" * 100_000, "kvweave: expected a JSON object"),
     "setting": ({"policy": {"name": "sparsex", "k": 1}}, "expected boundary, .* got k of sparsex"),
@@ -76,12 +78,14 @@ FIELD = st.sampled_from(["segments", "namespace", "policy", "discover"])
 @given(st.dictionaries(FIELD, JSON) | JSON)
 def test_anything_else_is_refused_by_type(value: Any) -> None:
     """Hostile input never raises what the server would take for its own fault."""
+    refused = "kvweave"
     try:
         markers = parse(value)
     except InvalidArgument as error:
-        assert str(error).startswith("kvweave")
-        return
-    assert all(0 <= span.start < span.end for span in markers.segments)
+        refused = str(error)
+    else:
+        assert all(0 <= span.start < span.end for span in markers.segments)
+    assert refused.startswith("kvweave")
 
 
 def test_settings_of_the_policy() -> None:

@@ -76,8 +76,13 @@ def test_what_the_base_refuses(checkpoint) -> None:
                 base.insert("b", tokens)
         with pytest.raises(UnknownSegment, match="expected"):
             base.delete("b")
-        with pytest.raises(InvalidArgument, match="name: expected a string"):
-            base.insert(3, [1, 2])  # type: ignore[arg-type]
+        for name in (3, "\ud800", "a" * 257):
+            with pytest.raises(InvalidArgument, match="name: expected a string"):
+                base.insert(name, [1, 2])
+            with pytest.raises(InvalidArgument, match="namespace: expected a string"):
+                base.delete("b", name)
+            with pytest.raises(InvalidArgument, match="namespace: expected a string"):
+                base.entries(name)
         assert len(ask(llm, SECOND).tokens) == 6
 
 

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
 from kvweave.adapters.vllm.segments.encode import checked
 from kvweave.adapters.vllm.segments.knowledge_base import Reply
+from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
 from kvweave.adapters.vllm.segments.worker import SegmentWorker
 from kvweave.cache import FrozenSegment
 from kvweave.errors import InvalidArgument, KvweaveError, Unsupported
@@ -31,8 +32,7 @@ class KnowledgeBaseWorker:
 
         def insert() -> dict[str, Any]:
             config = self.vllm_config.model_config
-            _check_text("name", name)
-            _check_text("namespace", namespace)
+            _check_names(name, namespace)
             ids = checked(tokens, config.get_vocab_size(), config.max_model_len)
             worker = _worker()
             worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
@@ -43,11 +43,21 @@ class KnowledgeBaseWorker:
 
     def kvweave_delete(self, name: str, namespace: str = "") -> Reply:
         """Takes an entry out; its blocks stay cached until their room is needed."""
-        return _reply(lambda: _worker().store.cache.delete(name, namespace))
+
+        def delete() -> None:
+            _check_names(name, namespace)
+            _worker().delete(name, namespace)
+
+        return _reply(delete)
 
     def kvweave_list(self, namespace: str | None = None) -> Reply:
         """The entries of a namespace, or of all."""
-        return _reply(lambda: [_shown(entry) for entry in _worker().store.frozen(namespace)])
+
+        def found() -> list[dict[str, Any]]:
+            _check_names("", "" if namespace is None else namespace)
+            return [_shown(entry) for entry in _worker().store.frozen(namespace)]
+
+        return _reply(found)
 
     def kvweave_store(self) -> Reply:
         """Blocks of the store by what holds them, its evictions and look-ups so far."""
@@ -69,10 +79,13 @@ def _worker() -> SegmentWorker:
     raise Unsupported(text, expected="kvweave.segment_bytes", got="none")
 
 
-def _check_text(what: str, given: Any) -> None:
-    if not isinstance(given, str):
-        got = type(given).__name__
-        raise InvalidArgument(f"{what}: expected a string, got {got}", expected="str", got=got)
+def _check_names(name: Any, namespace: Any) -> None:
+    for what, given in (("name", name), ("namespace", namespace)):
+        if not is_text(given):
+            expected = f"a string of up to {LONGEST} characters"
+            got = "another" if isinstance(given, str) else type(given).__name__
+            text = f"{what}: expected {expected}, got {got}"
+            raise InvalidArgument(text, expected=expected, got=got)
 
 
 def _shown(entry: FrozenSegment) -> dict[str, Any]:

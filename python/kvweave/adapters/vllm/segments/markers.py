@@ -19,6 +19,7 @@ FIELDS = ("segments", "namespace", "policy", "discover")
 POLICIES = ("sparsex", "naive", "full")
 SETTINGS = ("boundary", "top_k", "overflow", "tail")
 MOST_SEGMENTS = 4096
+LONGEST = 256
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def parse(given: Any) -> Markers:
         if name not in FIELDS:
             raise _invalid("", f"the fields {', '.join(FIELDS)}", _shown(name))
     namespace = given.get("namespace", "")
-    if not isinstance(namespace, str):
-        raise _invalid("namespace", "a string", _shown(namespace))
+    if not is_text(namespace):
+        raise _invalid("namespace", f"a string of up to {LONGEST} characters", _shown(namespace))
     policy, settings = _policy(given.get("policy", "sparsex"))
     discover = given.get("discover", False)
     if not isinstance(discover, bool):
@@ -131,6 +132,13 @@ def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
     return name, tuple(sorted(settings.items()))
 
 
+def is_text(given: Any) -> bool:
+    """Whether something is a name: a string of some characters that UTF-8 has all of."""
+    if not isinstance(given, str) or len(given) > LONGEST:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in given)
+
+
 def _spans(given: Any) -> tuple[Span, ...]:
     if not isinstance(given, (list, tuple)):
         raise _invalid("segments", "a list of [start, end]", _shown(given))
@@ -154,7 +162,7 @@ def _span(index: int, given: Any) -> Span:
     if not 0 <= start < end:
         raise _invalid(where, "0 <= start < end", f"{start}, {end}")
     name = given[2] if len(given) == 3 else None
-    if name is not None and not isinstance(name, str):
+    if name is not None and not is_text(name):
         raise _invalid(where, "a name that is a string", _shown(name))
     return Span(start, end, name)
 

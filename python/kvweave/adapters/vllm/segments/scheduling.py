@@ -56,18 +56,17 @@ class Bookkeeper:
             if marked is None:
                 continue
             given = [] if new_blocks is None else new_blocks[0]
-            if name not in cached.resumed_req_ids:
-                self._chunk(message, scheduled, name, start, [*marked.blocks, *given])
-            else:
-                marked.tokens = 0
-                self._chunk(message, scheduled, name, start, given)
+            if name in cached.resumed_req_ids:
+                marked.tokens, marked.blocks = 0, []
+            if start < marked.tokens or not marked.tokens:
+                self._chunk(message, scheduled, name, start, marked.blocks + given)
         return message
 
     def _chunk(
         self, message: SegmentMessage, scheduled: Any, name: str, start: int, blocks: list[int]
     ) -> None:
         marked = self._marked.get(name)
-        if marked is None or 0 < marked.tokens <= start:
+        if marked is None:
             return
         marked.blocks = list(blocks)
         prompt = None

@@ -34,6 +34,7 @@ class SegmentWorker:
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
         self._reported: Counter[str] = Counter()
+        self._changed = True
 
     @classmethod
     def of(cls, config: VllmConfig) -> SegmentWorker:
@@ -52,6 +53,7 @@ class SegmentWorker:
 
     def begin(self, message: SegmentMessage) -> None:
         """Before a forward: what ended is let go of, new prompts are looked up."""
+        self._changed |= bool(message.ended or message.chunks)
         for name in message.ended:
             self._let_go(name)
         self._chunks, self._batch = [], None
@@ -113,6 +115,7 @@ class SegmentWorker:
         Errors: `PoolFull` without room, or beyond the share that may be frozen.
         """
         held = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        self._changed = True
         try:
             names = [layer.layer_name for layer in self.attention]
             encode(model, names, self.store, held, tokens, config)
@@ -120,6 +123,14 @@ class SegmentWorker:
             held.request.freeze(name, 0, len(tokens))
         finally:
             held.release()
+
+    def delete(self, name: str, namespace: str) -> None:
+        """Takes an entry out of the store's knowledge base.
+
+        Errors: `UnknownSegment` when there is none.
+        """
+        self.store.cache.delete(name, namespace)
+        self._changed = True
 
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
@@ -131,7 +142,9 @@ class SegmentWorker:
 
     def taken_stats(self) -> SegmentConnectorStats | None:
         """The counts so far, which start anew; None where there are none, or on other ranks."""
-        taken, self.stats = self.stats, SegmentStats()
+        if not self._changed:
+            return None
+        self._changed, taken, self.stats = False, self.stats, SegmentStats()
         held = self.store.bytes_by_state()
         changes = {state: count - self._reported[state] for state, count in held.items()}
         taken.store_bytes.update({state: change for state, change in changes.items() if change})
