@@ -172,7 +172,6 @@ def test_release_returns_everything_and_is_safe_twice() -> None:
     total = cache.stats()["free"] + cache.stats()["claimable"]
     request = cache.admit(prompt(100), reserve_tokens=50)
     assert cache.stats()["held"] == 10
-    assert request.block_counts() == (10, 0)
     request.release()
     request.release()
     assert request.released

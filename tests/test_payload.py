@@ -311,3 +311,18 @@ def test_pages_must_be_the_caches_own(payload: KvPayload) -> None:
     small = KvCache(KvShape(L, G, D, P, "fp8_e4m3"), blocks=32)
     with pytest.raises(Unsupported, match="got fp8_e4m3"):
         import_kv(small, pages_of(small), payload)
+
+
+def test_what_was_brought_in_is_not_kept_for_other_prompts(payload: KvPayload) -> None:
+    cache = receiver_of(payload)
+    request = import_kv(cache, pages_of(cache), payload)
+    length = len(request.tokens)
+    fork = request.fork()
+    for one in (request, fork):
+        with pytest.raises(InvalidArgument, match="commit: expected .* prefilled here, got one"):
+            one.commit(length, length)
+    assert cache.match_prefix(request.tokens) == 0
+    request.append([1])
+    request.release()
+    fork.release()
+    cache.check()

@@ -92,8 +92,8 @@ def import_kv(
 
     The cache has the weights, geometry, dtype and head classes of the one it comes from; its pages
     may be of another size. `namespace` is whose request is expected (None: the payload's word is
-    taken). The request is there to be decoded from: it is not to be committed or forked for other
-    prompts, nor heads of it promoted, since windows were cut to what the next tokens see.
+    taken). The request is there to be decoded from: windows were cut to what the next tokens see, so
+    it refuses to be committed for other prompts, and its window heads to be promoted.
 
     # Errors
     `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another
@@ -120,6 +120,7 @@ def import_kv(
         for index, place in enumerate(request.promoted, len(header.groups)):
             whole = ((0, header.tokens),)
             _write(pages, request, index, whole, payload.parts[promoted_part(*place)])
+        request.bring_in()
     except BaseException:
         request.release()
         raise

@@ -391,7 +391,8 @@ proptest! {
         let config = config.sized_for(blocks as u64).unwrap();
         // Slabs cost two blocks of all heads and a third, at the worst: in small arenas.
         let pages = config.arena_pages;
-        prop_assert!(pages <= whole + whole / 3 + 2 * u64::from(layers * heads), "{pages}, {whole}");
+        let most = whole + whole / 3 + 2 * u64::from(layers * heads);
+        prop_assert!(pages <= most, "{pages} pages for {whole}");
         let cache = KvCache::new(config).unwrap();
         let tokens = text(0, 16 * blocks);
         let request = cache.admit(&Admission::new(&tokens)).unwrap();

@@ -215,10 +215,13 @@ impl KvRequest {
         self.with(py, |request| Ok(request.kv_bytes()))
     }
 
-    /// Blocks of the first head group that this request alone pays for, and that it reads of
-    /// others.
-    fn block_counts(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        self.with(py, |request| Ok((request.private_blocks(), request.shared_blocks())))
+    /// Says that the KV was brought in from elsewhere, to decode from: `commit` is refused from now
+    /// on, here and in forks.
+    fn bring_in(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |request| {
+            request.bring_in();
+            Ok(())
+        })
     }
 
     /// Returns the blocks; committed ones stay cached. Safe to call twice.

@@ -195,6 +195,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         tokens: request.tokens.to_vec(),
         share: request.mode == Mode::Share,
         plan,
+        brought_in: false,
         in_chunks: request.chunk_tokens > 0 && holdings.iter().any(|held| held.window.is_some()),
         holdings,
         promoted: Vec::new(),

@@ -23,7 +23,7 @@ impl Request {
     ///
     /// # Errors
     /// `OutOfRange` unless committed <= computed <= len and exact <= computed, `InvalidArgument`
-    /// if copies have not been taken.
+    /// if copies have not been taken, or for a request that was brought in from elsewhere.
     pub fn commit(&mut self, computed: usize, exact: usize) -> Result<(), Error> {
         if computed > self.len() || exact > computed {
             let expected = format!("exact <= computed <= {}", self.len());
@@ -31,6 +31,10 @@ impl Request {
             return Err(Error::out_of_range("commit", expected, got));
         }
         self.copies_taken("commit")?;
+        if self.brought_in {
+            let expected = "a request that was prefilled here";
+            return Err(Error::invalid("commit", expected, "one brought in to decode from"));
+        }
         if computed <= self.committed {
             return Ok(());
         }

@@ -46,8 +46,8 @@ impl CacheConfig {
     /// prompts of that many blocks, whatever the heads' classes.
     ///
     /// # Errors
-    /// `CorruptHeadMap` for a head map that does not fit the shape, `InvalidArgument` if page numbers
-    /// would not fit an i32.
+    /// `CorruptHeadMap` for a head map that does not fit the shape, `InvalidArgument` if page
+    /// numbers would not fit an i32.
     pub fn sized_for(mut self, blocks: u64) -> Result<CacheConfig, Error> {
         let groups = self.validated_groups()?;
         let blocks_of = block_groups(groups.pages(), &groups.windows());

@@ -52,6 +52,8 @@ pub struct Request {
     /// Whether the prompt is still being computed chunk by chunk: until then nobody else may hold
     /// the blocks of window groups, so that giving them up always makes room.
     pub(super) in_chunks: bool,
+    /// Its KV was brought in from elsewhere, where windows were cut: the index never learns it.
+    pub(super) brought_in: bool,
     /// Positions that admission promised room for.
     pub(super) reserved: usize,
     /// Tokens whose KV the index may have learnt: never written again.
@@ -305,6 +307,7 @@ impl Request {
             read_only: self.read_only,
             front: self.front,
             in_chunks: false,
+            brought_in: self.brought_in,
             reserved: 0,
             committed: self.committed,
             exact: self.exact,
@@ -320,6 +323,13 @@ impl Request {
             return Err(Error::invalid(what, "a prompt whose chunks are all computed", got));
         }
         Ok(())
+    }
+
+    /// Says that the KV of this request was brought in from elsewhere, of window groups only what
+    /// the next tokens see: it decodes on, and [`Self::commit`] is refused from now on, here and in
+    /// its forks.
+    pub fn bring_in(&mut self) {
+        self.brought_in = true;
     }
 
     /// What the heads of a layer read: `[table, rank, window, sink]` a KV head.

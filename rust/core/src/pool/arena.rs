@@ -118,8 +118,8 @@ impl Arena {
 }
 
 /// Pages of a slab: of sizes that make 8 to 256 slabs, the one that wastes the fewest pages. Those
-/// are the ones past the last slab, what blocks of a group leave over in each slab, and of each group
-/// about a slab that is not full.
+/// are the ones past the last slab, what blocks of a group leave over in each slab, and of each
+/// group about a slab that is not full.
 fn slab_size(usable: u32, largest: u32, groups: &[BlockGroup]) -> u32 {
     const TRIES: u32 = 64;
     let blocks = usable / largest;
