@@ -320,6 +320,6 @@ def test_what_was_brought_in_is_not_kept_for_other_prompts(payload: KvPayload) -
     with pytest.raises(InvalidArgument, match="commit: expected .* prefilled here, got one"):
         request.commit(length, length)
     assert cache.match_prefix(request.tokens, payload.header.namespace, regime=7) == 0
-    request.append([1])
+    request.append(np.array([1], np.int32))
     request.release()
     nothing_held(cache)
