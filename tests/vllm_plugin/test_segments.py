@@ -6,6 +6,7 @@ import pytest
 from vllm import LLM
 
 from families import tiny
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, SparseX
 from vllm_engines import STOCK, answers, engine, same, sampling
@@ -108,6 +109,18 @@ def test_every_row_recomputed_is_stock(checkpoint, policy: SparseX) -> None:
         got = [ask(llm, given, policy=named(policy)) for given in (FIRST, SECOND)]
     same(got, wanted)
     assert counts.total.recomputed_rows == counts.total.reused_tokens == len(DOCUMENT)
+
+
+def test_a_segment_within_its_seams_is_stock(checkpoint) -> None:
+    """All of it is computed, in a first layer that is run twice."""
+    short = Marked([text(20, 1), DOCUMENT[:24], text(15, 2)])
+    with engine(checkpoint("llama"), STOCK, max_num_batched_tokens=512) as llm:
+        wanted = plain(llm, short.tokens)
+    with segments(checkpoint("llama"), settings()) as (llm, counts):
+        KnowledgeBase(llm.collective_rpc).insert("short", DOCUMENT[:24])
+        got = ask(llm, short, policy=named(SparseX(0)))
+    same([got], [wanted])
+    assert counts.total.recomputed_rows == counts.total.reused_tokens == 24
 
 
 @pytest.mark.parametrize("policy", [SparseX(0), SparseX(3, top_k=7)])

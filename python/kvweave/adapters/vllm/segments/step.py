@@ -81,10 +81,13 @@ class Step:
     ) -> torch.Tensor:
         batch = self.batch
         everything = torch.arange(batch.metadata.rows, device=embedded.device)
-        start = _States(embedded, None, positions, everything)
-        state, chosen, number = start, None, 0
+        state = _States(embedded, None, positions, everything)
+        chosen: _Chosen | None = None
+        number = 0
         while number < len(self.layers.names):
-            state = start if number == 0 else state
+            if number == 0:
+                # Layers add in place, and the first may be run again.
+                state = _States(embedded.clone(), None, positions, everything)
             if chosen is None or not chosen.stands(self.works):
                 chosen = _Chosen.of(self.works, batch, embedded.device)
                 state = state.narrowed(chosen.index)
