@@ -92,8 +92,8 @@ def import_kv(
 
     The cache has the weights, geometry, dtype and head classes of the one it comes from; its pages
     may be of another size. `namespace` is whose request is expected (None: the payload's word is
-    taken). The request is there to be decoded from: windows were cut to what the next tokens see, so
-    it refuses to be committed for other prompts, and its window heads to be promoted.
+    taken). The request is there to be decoded from: windows were cut to what the next tokens see,
+    so it refuses to be committed for other prompts, and its window heads to be promoted.
 
     # Errors
     `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another

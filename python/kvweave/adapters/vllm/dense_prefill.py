@@ -42,7 +42,8 @@ class DensePrefill:
             return False
         if not current_platform.is_cuda() or not fa_utils.is_flash_attn_varlen_func_available():
             return False
-        return fa_utils.get_flash_attn_version(head_size=head_size) == FASTER
+        version: int | None = fa_utils.get_flash_attn_version(head_size=head_size)
+        return version == FASTER
 
     def attend(
         self,
