@@ -27,6 +27,7 @@ TITLES = {
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
+    "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
 }
@@ -37,6 +38,7 @@ COMMANDS = {
     "heads_quality": "python -m benchmarks.heads_quality out/heads --map MAP",
     "cuda_ops": "kvweave bench ops",
     "vllm": "python -m benchmarks.device_vllm",
+    "vllm_ranks": "python -m benchmarks.device_vllm_ranks",
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a README has room for.
@@ -57,6 +59,7 @@ VALUE = {"quality": "KL to full", "heads_quality": "KL to full", "head_memory": 
 # The README's choice: what it says, the case, and rows with the column that is shown (None: the
 # measured value), joined by a semicolon.
 Cell = tuple[str, str | None]
+REUSED = "TTFT, 32768 tokens, 97 % in documents seen before: segments"
 CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
     (
         "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; sparsex with "
@@ -145,6 +148,29 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("lm, python, 1024: epic", None),
             ("lm, python, 1024: cacheblend", None),
             ("lm, python, 1024: sparsex", None),
+        ),
+    ),
+    (
+        "vLLM 0.26 with the plugin ÷ stock, Llama-3.1-8B shape: first token of 32K; decode step of "
+        "32 requests; that with one KV head in eight whole; throughput of 100 requests with it; "
+        "requests of 64K at once with it",
+        "vllm",
+        (
+            ("TTFT, 32768 tokens: ours", "÷ stock"),
+            ("decode step, B=32, 8192 tokens: ours", "÷ stock"),
+            ("decode step, B=32, 8192 tokens: heads", "÷ stock"),
+            ("throughput, 100 requests: heads", "÷ stock"),
+            ("requests of 65536 tokens that ran at once: heads", "÷ stock"),
+        ),
+    ),
+    (
+        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; sparsex "
+        "with ℓ* = 0 and 5 % by score; sparsex as it is",
+        "vllm",
+        (
+            (f"{REUSED}, naive", "÷ stock"),
+            (f"{REUSED}, sparsex, ℓ* = 0, 5 % by score", "÷ stock"),
+            (f"{REUSED}, sparsex", "÷ stock"),
         ),
     ),
     (
