@@ -44,6 +44,7 @@ fn class_pages(rows: &[[i32; 2]]) -> Result<Vec<ClassPage>, Failure> {
 #[pymethods]
 impl VirtualPages {
     #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn new(
         py: Python<'_>,
         pages: i64,
