@@ -103,6 +103,23 @@ def test_one_group_is_as_it_was() -> None:
             request.promote(0, 0)
 
 
+@pytest.mark.parametrize(("layers", "heads", "full"), [(2, 4, 1), (24, 2, 1), (7, 5, 2), (3, 3, 0)])
+@pytest.mark.parametrize("blocks", [1, 40, 261])
+def test_an_arena_of_some_blocks_takes_a_prompt_of_them(layers, heads, full, blocks) -> None:
+    shape = KvShape(layers, heads, 8, P)
+    classes = head_map(shape, full=full)
+    cache = KvCache(shape, blocks=blocks, heads=classes, memory=False)
+    assert cache.stats()["arena_pages"] == shape.pages_for_blocks(blocks, classes)
+    assert shape.pages_for_blocks(blocks) == (blocks + 1) * layers * heads
+    request = cache.admit(prompt(blocks * P))
+    request.release()
+    cache.check()
+    with pytest.raises(CorruptHeadMap, match="head map: expected"):
+        KvShape(layers + 1, heads, 8, P).pages_for_blocks(blocks, classes)
+    with pytest.raises(InvalidArgument, match="at most 2147483647 pages"):
+        shape.pages_for_blocks(2**40, classes)
+
+
 def test_chunks_keep_what_rows_see() -> None:
     cache, tokens = cache_of(), prompt(300)
     with cache.admit(tokens, chunk_tokens=32) as request:

@@ -119,7 +119,7 @@ impl Arena {
 
 /// Pages of a slab: of sizes that make 8 to 256 slabs, the one that wastes the fewest pages. Those
 /// are the ones past the last slab, what blocks of a group leave over in each slab, and of each
-/// group about a slab that is not full.
+/// group a few slabs that are not full: windows move on and leave holes.
 fn slab_size(usable: u32, largest: u32, groups: &[BlockGroup]) -> u32 {
     const TRIES: u32 = 64;
     let blocks = usable / largest;
@@ -127,7 +127,8 @@ fn slab_size(usable: u32, largest: u32, groups: &[BlockGroup]) -> u32 {
     let last = (blocks / 8).clamp(first, first + TRIES);
     let wasted = |slab: u32| {
         let left = groups.iter().map(|group| slab % group.pages).max().unwrap_or(0);
-        usable % slab + usable / slab * left + slab * groups.len() as u32
+        let (slabs, slab_pages) = (u64::from(usable / slab), u64::from(slab));
+        u64::from(usable % slab) + slabs * u64::from(left) + 4 * slab_pages * groups.len() as u64
     };
     (first..=last)
         .map(|blocks| blocks * largest)
