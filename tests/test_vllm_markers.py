@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvweave.adapters.vllm.segments.accepted import accepted
 from kvweave.adapters.vllm.segments.markers import MOST_SEGMENTS, Markers, Span, markers_of, parse
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Naive, SparseX
@@ -109,3 +111,28 @@ def test_how_many_tokens_are_exact_for_certain() -> None:
     assert parse({"segments": [[3, 9]], "policy": "full"}).exact_tokens(50) == 50
     assert parse({"segments": [[3, 9]], "discover": True}).exact_tokens(50) == 0
     assert parse({}).exact_tokens(50) == 50
+
+
+def request_of(**changes: Any) -> Any:
+    """What the scheduler knows of a request with one marked segment."""
+    params = SimpleNamespace(extra_args={"kvweave": {"segments": [[0, 4]]}}, prompt_logprobs=None)
+    known = {"sampling_params": params, "prompt_token_ids": [1] * 8, "num_prompt_tokens": 8}
+    plain = {"lora_request": None, "prompt_embeds": None, "mm_features": [], "resumable": False}
+    return SimpleNamespace(**{**known, **plain, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"resumable": True},
+        {"lora_request": "an adapter"},
+        {"prompt_embeds": "embeddings"},
+        {"mm_features": ["an image"]},
+        {"prompt_token_ids": None},
+        {"sampling_params": None},
+        {"num_prompt_tokens": 3},
+    ],
+)
+def test_requests_that_tokens_do_not_say_all_of_are_computed(changes: dict[str, Any]) -> None:
+    assert accepted(request_of()) is not None
+    assert accepted(request_of(**changes)) is None

@@ -69,6 +69,11 @@ def test_who_marks_nothing_sends_what_he_sent(body: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "arguments are no object": (
+        chat(part(), kvweave={"namespace": "a"}, vllm_xargs=[1]),
+        "vllm_xargs",
+        "an object",
+    ),
     "control is no object": (
         chat(part(cache_control="yes")),
         "messages[0].content[0].cache_control",
@@ -210,11 +215,18 @@ class Server:
         self.asked: list[bytes] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.reply: dict[str, Any] = {"value": {"done": True}}
-        tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode()))
+        tokenizer = SimpleNamespace(
+            encode=lambda text, add_special_tokens: list(text.encode()), max_chars_per_token=2
+        )
+        model = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 256)
+        parallel = SimpleNamespace(worker_extension_cls="KnowledgeBaseWorker")
         renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
         args = SimpleNamespace(api_key=None if key is None else [key])
         self.state = SimpleNamespace(
-            args=args, engine_client=self, online_renderer=SimpleNamespace(renderer=renderer)
+            args=args,
+            engine_client=self,
+            online_renderer=SimpleNamespace(renderer=renderer),
+            vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel),
         )
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -326,6 +338,17 @@ def test_the_knowledge_base() -> None:
         ({"name": "n", "text": 4}, "text"),
         ({"name": "n", "tokens": [True]}, "tokens"),
         ({"name": "n", "tokens": "1"}, "tokens"),
+        ({"name": "n", "tokens": []}, "tokens"),
+        ({"name": "n", "tokens": [1] * 9}, "tokens"),
+        ({"name": "n", "tokens": [-1]}, "tokens"),
+        ({"name": "n", "tokens": [256]}, "tokens"),
+        ({"name": "n", "tokens": [2**64]}, "tokens"),
+        ({"name": "n", "text": "123456789"}, "tokens"),
+        ({"name": "n", "text": "1" * 17}, "text"),
+        ({"name": "n", "text": "\ud800"}, "text"),
+        ({"name": "\ud800", "tokens": [1]}, "name"),
+        ({"name": "n" * 257, "tokens": [1]}, "name"),
+        ({"name": "n", "tokens": [1], "namespace": "\udfff"}, "namespace"),
         ({"name": "n", "tokens": [1], "namespace": 4}, "namespace"),
         ({"name": "n", "tokens": [1], "more": 4}, "more"),
     ],
@@ -334,6 +357,14 @@ def test_documents_that_are_none_are_refused(document: Any, field: str) -> None:
     server = Server()
     status, body = server.ask("POST", "/kvweave/knowledge", document)
     assert (status, body["error"]["param"], server.calls) == (400, field, [])
+
+
+def test_an_engine_without_the_routes_says_so() -> None:
+    server = Server()
+    server.state.vllm_config.parallel_config.worker_extension_cls = ""
+    status, body = server.ask("GET", "/kvweave/knowledge")
+    assert (status, server.calls) == (501, [])
+    assert "--worker-extension-cls" in body["error"]["message"]
 
 
 def test_keys_of_the_server_hold_here_too() -> None:

@@ -12,12 +12,13 @@ def accepted(request: Any) -> Markers | None:
     """The markers of a scheduler's request, if they are to be followed.
 
     A request without, one whose markers are malformed or reach beyond its prompt, one of which
-    tokens do not say everything (adapters, images, embeddings), and one that wants
-    log-probabilities of its prompt (no row may be spared) is computed like any other.
+    tokens do not say everything (adapters, images, embeddings), one that wants log-probabilities
+    of its prompt (no row may be spared), and one whose prompt goes on later (a session of
+    streamed inputs, each with parameters of its own) is computed like any other.
     """
     params = request.sampling_params
     plain = request.lora_request is None and request.prompt_embeds is None
-    plain = plain and not request.mm_features
+    plain = plain and not request.mm_features and not request.resumable
     if params is None or request.prompt_token_ids is None or not plain:
         return None
     try:

@@ -132,9 +132,9 @@ def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
     return name, tuple(sorted(settings.items()))
 
 
-def is_text(given: Any) -> bool:
-    """Whether something is a name: a string of some characters that UTF-8 has all of."""
-    if not isinstance(given, str) or len(given) > LONGEST:
+def is_text(given: Any, longest: int = LONGEST) -> bool:
+    """Whether something is a string of up to so many characters that UTF-8 has all of."""
+    if not isinstance(given, str) or len(given) > longest:
         return False
     return not any("\ud800" <= character <= "\udfff" for character in given)
 

@@ -61,8 +61,8 @@ class SegmentWorker:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
                 self._look_up(chunk.request_id, chunk.prompt)
-            self.stats.prompt_tokens += chunk.end - chunk.start
             if chunk.request_id in self._held:
+                self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
 
     def step(self) -> Step | None:

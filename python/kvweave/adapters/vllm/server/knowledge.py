@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from kvweave.adapters.vllm.segments.knowledge_base import answer
+from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
 from kvweave.adapters.vllm.server.replies import BadRequest, body
+from kvweave.errors import Unsupported
 
 PATH = "/kvweave/knowledge"
 FIELDS = ("name", "text", "tokens", "namespace")
@@ -33,6 +35,9 @@ async def call(state: Any, method: str, path: str, query: bytes, data: bytes) ->
     Errors: `BadRequest` naming the field, and what the engine's store refuses.
     """
     engine = state.engine_client
+    if not state.vllm_config.parallel_config.worker_extension_cls:
+        text = "knowledge base: expected --worker-extension-cls to be given, got none"
+        raise Unsupported(text, expected="--worker-extension-cls", got="none")
     name = unquote(path[len(PATH) + 1 :])
     if method == "GET" and not name:
         entries = answer(await engine.collective_rpc("kvweave_list", args=(_namespace(query),)))
@@ -68,18 +73,35 @@ async def _document(state: Any, data: bytes) -> tuple[str, list[int], str]:
     for field in given.keys() - set(FIELDS):
         raise BadRequest(field, f"the fields {', '.join(FIELDS)}", field)
     name, namespace = given.get("name"), given.get("namespace", "")
-    if not isinstance(name, str) or not name:
-        raise BadRequest("name", "a string that is not empty", name)
-    if not isinstance(namespace, str):
-        raise BadRequest("namespace", "a string", namespace)
+    if not is_text(name) or not name:
+        raise BadRequest("name", f"a string of 1 to {LONGEST} characters", name)
+    if not is_text(namespace):
+        raise BadRequest("namespace", f"a string of up to {LONGEST} characters", namespace)
     text, tokens = given.get("text"), given.get("tokens")
     if (text is None) == (tokens is None):
         raise BadRequest("text", "either text or tokens", "both" if text is not None else "none")
+    model = state.vllm_config.model_config
     if text is not None:
-        if not isinstance(text, str) or not text:
-            raise BadRequest("text", "a string that is not empty", text)
-        tokenizer = state.online_renderer.renderer.get_tokenizer()
-        tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
-    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-        raise BadRequest("tokens", "a list of token ids", tokens)
+        tokens = await _tokens(state, text, model.max_model_len)
+    # What is too much is not sent to the engine, which everybody waits for.
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= model.max_model_len:
+        got = f"{len(tokens)} of them" if isinstance(tokens, list) else tokens
+        raise BadRequest("tokens", f"a list of 1 to {model.max_model_len} token ids", got)
+    vocabulary = model.get_vocab_size()
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise BadRequest("tokens", f"ids in [0, {vocabulary})", token)
     return name, tokens, namespace
+
+
+async def _tokens(state: Any, text: Any, longest: int) -> list[int]:
+    """The tokens of a text that may have `longest` of them."""
+    if not isinstance(text, str) or not text:
+        raise BadRequest("text", "a string that is not empty", text)
+    tokenizer = state.online_renderer.renderer.get_tokenizer()
+    most = longest * tokenizer.max_chars_per_token
+    if not is_text(text, most):
+        got = f"{len(text)} of them" if len(text) > most else "another"
+        raise BadRequest("text", f"up to {most} characters of Unicode", got)
+    tokens: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    return tokens

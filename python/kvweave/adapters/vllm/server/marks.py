@@ -80,7 +80,9 @@ def read(body: dict[str, Any]) -> Marked:
         cleaned = [_message(found, index, message) for index, message in enumerate(messages)]
         found.body["messages"] = cleaned
     given = body.get(XARGS)
-    if found.asks and isinstance(given, dict) and SECTION in given:
+    if found.asks and given is not None and not isinstance(given, dict):
+        raise BadRequest(XARGS, "an object", given)
+    if found.asks and given is not None and SECTION in given:
         where = f"{XARGS}.{SECTION}"
         raise BadRequest(where, "no marks beside it in the messages or the request", "some")
     return found

@@ -47,15 +47,19 @@ async def segments(state: Any, marked: Marked) -> list[list[Any]] | None:
 
     A text too short for a token of its own is left out.
 
-    Errors: `BadRequest` naming the part that the chat template changed.
+    Errors: `BadRequest` naming the part that the chat template changed, or a chat so near to the
+    model's length that the texts by which marks are found do not fit.
     """
     if not marked.marks:
         return []
     prompt = await rendered(state, marked.body)
     stand_ins = list(sentinels(len(marked.marks), secrets.token_hex(8)))
-    template = await rendered(state, marked.with_texts(stand_ins))
-    if prompt is None or template is None:
+    if prompt is None:
         return None
+    template = await rendered(state, marked.with_texts(stand_ins))
+    if template is None:
+        expected = f"room for a few tokens more a mark, of which there are {len(stand_ins)}"
+        raise BadRequest("messages", expected, "a chat about as long as the model takes")
     texts = [mark.text for mark in marked.marks]
     try:
         places = spans.characters(prompt.text, template.text, stand_ins, texts)
