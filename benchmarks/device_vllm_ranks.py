@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device_vllm import run_of
-from benchmarks.device_vllm_segments import FOLDER
+from benchmarks.device_vllm_segments import reusing
 from kvweave.bench.rows import Row
 
 ENGINES = ("ours", "heads", "segments")
@@ -72,16 +72,7 @@ def engine(name: str, model: Path, ranks: int) -> Any:
     choice: dict[str, dict[str, Any]] = {
         "ours": {"attention_config": {"backend": "CUSTOM"}},
         "heads": {**ours, "additional_config": {"kvweave": {"heads": str(model / "heads.json")}}},
-        "segments": {
-            **ours,
-            "additional_config": {"kvweave": {"segment_bytes": 1 << 30}},
-            "kv_transfer_config": {
-                "kv_connector": "KvweaveSegments",
-                "kv_role": "kv_both",
-                "kv_connector_module_path": f"{FOLDER}.connector",
-            },
-            "logits_processors": [f"{FOLDER}.check:MarkerCheck"],
-        },
+        "segments": reusing(1 << 30),
     }
     return LLM(
         str(model),

@@ -56,14 +56,11 @@ class Prompts:
         return ids, spans
 
 
-def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
-    """A vLLM that computes a whole prompt in one step, decode graphs on."""
-    from vllm import LLM
-
-    longest = given.tokens + 64
-    ours = {
+def reusing(segment_bytes: int) -> dict[str, Any]:
+    """What makes vLLM reuse the segments of a Llama, with a store of so many bytes."""
+    return {
         "hf_overrides": {"architectures": ["KvweaveLlamaForCausalLM"]},
-        "additional_config": {"kvweave": {"segment_bytes": given.arena << 30}},
+        "additional_config": {"kvweave": {"segment_bytes": segment_bytes}},
         "kv_transfer_config": {
             "kv_connector": "KvweaveSegments",
             "kv_role": "kv_both",
@@ -71,6 +68,13 @@ def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
         },
         "logits_processors": [f"{FOLDER}.check:MarkerCheck"],
     }
+
+
+def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
+    """A vLLM that computes a whole prompt in one step, decode graphs on."""
+    from vllm import LLM
+
+    longest = given.tokens + 64
     graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [1]}
     return LLM(
         str(model),
@@ -83,7 +87,7 @@ def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
         max_num_batched_tokens=longest,
         compilation_config=graphs,
         enable_prefix_caching=True,
-        **(ours if name == "segments" else {}),
+        **(reusing(given.arena << 30) if name == "segments" else {}),
     )
 
 

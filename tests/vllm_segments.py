@@ -89,6 +89,12 @@ class Marked:
         return [(end - len(part), end) for part, end in pairs if isinstance(part, tuple)]
 
 
+# A document between other texts, and once more at another place.
+DOCUMENT = tuple(text(100, 9))
+FIRST = Marked([text(20, 1), DOCUMENT, text(15, 2)])
+SECOND = Marked([text(37, 3), DOCUMENT, text(21, 4)])
+
+
 def named(policy: str | Policy) -> str | dict[str, Any]:
     """A policy as a request names it."""
     return policy if isinstance(policy, str) else {"name": policy.name, **vars(policy)}

@@ -11,7 +11,10 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, SparseX
 from vllm_engines import STOCK, answers, engine, same, sampling
 from vllm_segments import (
+    DOCUMENT,
     FAMILIES,
+    FIRST,
+    SECOND,
     SIZES,
     Counterpart,
     Marked,
@@ -26,9 +29,7 @@ from vllm_segments import (
     text,
 )
 
-DOCUMENT, OTHER = tuple(text(100, 9)), tuple(text(70, 8))
-FIRST = Marked([text(20, 1), DOCUMENT, text(15, 2)])
-SECOND = Marked([text(37, 3), DOCUMENT, text(21, 4)])
+OTHER = tuple(text(70, 8))
 BOTH = Marked([text(5, 5), OTHER, text(9, 6), DOCUMENT, text(30, 7)])
 TOUCHING = Marked([text(18, 5), DOCUMENT, OTHER, text(7, 6)])
 LAST = Marked([text(33, 5), DOCUMENT])

@@ -9,9 +9,11 @@ from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import InvalidArgument, PoolFull, UnknownSegment, Unsupported
 from vllm_engines import STOCK, engine, same, sampling
 from vllm_segments import (
+    DOCUMENT,
+    FIRST,
+    SECOND,
     SIZES,
     Counterpart,
-    Marked,
     ask,
     close,
     plain,
@@ -19,10 +21,6 @@ from vllm_segments import (
     settings,
     text,
 )
-
-DOCUMENT = tuple(text(100, 9))
-FIRST = Marked([text(20, 1), DOCUMENT, text(15, 2)])
-SECOND = Marked([text(37, 3), DOCUMENT, text(21, 4)])
 
 
 @pytest.mark.parametrize("batched", [512, 48], ids=["whole", "chunks"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from families import tiny
 from vllm_engines import STOCK, answer, engine, metric, same, sampling
 from vllm_segments import (
+    DOCUMENT,
+    FIRST,
+    SECOND,
     SIZES,
     Counterpart,
     Marked,
@@ -16,10 +19,6 @@ from vllm_segments import (
     settings,
     text,
 )
-
-DOCUMENT = tuple(text(100, 9))
-FIRST = Marked([text(20, 1), DOCUMENT, text(15, 2)])
-SECOND = Marked([text(37, 3), DOCUMENT, text(21, 4)])
 
 
 def test_chunks_inside_a_segment(checkpoint) -> None:

@@ -11,9 +11,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.decoder_layers import attention_of_layers, expect_whole_context
 from kvweave.adapters.vllm.head_split import HeadSplit
 from kvweave.adapters.vllm.specs import SinkWindowSpec
-from kvweave.errors import Unsupported
 
 
 class _Part(Attention):
@@ -81,14 +81,6 @@ def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig) -> None:
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
-    known = config.compilation_config.static_forward_context
-    for module in list(model.modules()):
-        whole = getattr(module, "attn", None)
-        if not isinstance(whole, Attention):
-            continue
-        if whole.sliding_window is not None:
-            got = f"a window of {whole.sliding_window} in {whole.layer_name}"
-            text = f"heads: expected layers that see the whole context, got {got}"
-            raise Unsupported(text, expected="layers that see the whole context", got=got)
-        del known[whole.layer_name]
+    for module, whole in attention_of_layers(model, config):
+        expect_whole_context("heads", whole)
         module.attn = SplitAttention(whole, split, config)

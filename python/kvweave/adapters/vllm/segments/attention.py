@@ -11,11 +11,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.decoder_layers import attention_of_layers, expect_whole_context
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixSpec
 from kvweave.adapters.vllm.segments.rotation import frequencies
 from kvweave.adapters.vllm.segments.store import Geometry, SegmentStore
-from kvweave.errors import Unsupported
 
 
 class SegmentAttention(Attention):
@@ -36,17 +36,9 @@ def guard_model(model: nn.Module, options: Options, config: VllmConfig) -> Segme
 
     Errors: `Unsupported` for layers with a window, or frequencies that are not fixed.
     """
-    known = config.compilation_config.static_forward_context
     layers: list[SegmentAttention] = []
-    for module in list(model.modules()):
-        stock = getattr(module, "attn", None)
-        if not isinstance(stock, Attention):
-            continue
-        if stock.sliding_window is not None:
-            got = f"a window of {stock.sliding_window} in {stock.layer_name}"
-            text = f"segments: expected layers that see the whole context, got {got}"
-            raise Unsupported(text, expected="layers that see the whole context", got=got)
-        del known[stock.layer_name]
+    for module, stock in attention_of_layers(model, config):
+        expect_whole_context("segments", stock)
         made = SegmentAttention(
             stock.num_heads,
             stock.head_size,

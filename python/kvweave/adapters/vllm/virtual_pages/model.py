@@ -11,6 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvweave import ops
 from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.decoder_layers import attention_of_layers
 from kvweave.adapters.vllm.head_split import read_classes
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
@@ -65,16 +66,10 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
-    known = config.compilation_config.static_forward_context
-    number = 0
-    for module in list(model.modules()):
-        stock = getattr(module, "attn", None)
-        if not isinstance(stock, Attention):
-            continue
+    for number, (module, stock) in enumerate(attention_of_layers(model, config)):
         window = stock.sliding_window
         expected = "layers that see the whole context"
         _refuse(stock.layer_name, window is None, expected, f"a window of {window}")
-        del known[stock.layer_name]
         module.attn = _VirtualLayer(
             stock.num_heads,
             stock.head_size,
@@ -85,7 +80,6 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
             layout=layout,
             reach=ops.Reach(len(layout.tables), layout.head_rows(number)),
         )
-        number += 1
 
 
 def _check(config: VllmConfig) -> None:
