@@ -58,6 +58,21 @@ def append(case: str, rows: list[Row], folder: Path = RECORDS) -> Path:
     return keep(run, folder)
 
 
+def of_device(case: str, rows: list[Row]) -> dict[str, Any]:
+    """A run of the current CUDA device, for a file that `python -m benchmarks.record` keeps."""
+    import torch
+
+    from kvweave.bench import table
+
+    return {
+        "case": case,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": "unknown",
+        "machine": table.machine(torch.device("cuda", torch.cuda.current_device())),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
 def keep(run: dict[str, Any], folder: Path = RECORDS) -> Path:
     """Adds one run to the file of its machine, day and case; returns the file."""
     missing = {"case", "time", "commit", "machine", "rows"} - run.keys()

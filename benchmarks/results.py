@@ -30,6 +30,7 @@ TITLES = {
     "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
+    "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 "}
@@ -37,6 +38,7 @@ COMMANDS = {
     "quality": "python -m benchmarks.quality out/quality",
     "heads_quality": "python -m benchmarks.heads_quality out/heads --map MAP",
     "cuda_ops": "kvweave bench ops",
+    "counters": "python -m benchmarks.device_counters",
     "vllm": "python -m benchmarks.device_vllm",
     "vllm_ranks": "python -m benchmarks.device_vllm_ranks",
 }

@@ -1,0 +1,160 @@
+"""Hardware counters of the kernels that miss a target: `python -m benchmarks.device_counters`.
+
+Each case of `kvweave bench ops` runs alone under Nsight Compute (`ncu`), warmed once; what the last
+call launched is read from the counters, caches cold and clocks as they are. `--json FILE` is a run
+for `python -m benchmarks.record FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import of_device
+from kvweave.bench.rows import Row
+from kvweave.bench.shapes import CASES, Case
+
+CASE = "counters"
+MISSED = (
+    "decode, B=16, 8K",
+    "decode, B=1, 8K",
+    "decode, B=1, 128K",
+    "ragged decode, 4 of 8 KV heads full, B=1, 32K",
+    "ragged decode, 1 of 8 KV heads full, B=1, 32K",
+    "ragged decode, 1 of 8 KV heads full, B=1, 128K",
+    "ragged decode, 1 of 8 KV heads full, B=16, 32K",
+    "prefill, all of 8K",
+    "prefill, all of 32K",
+    "copy_rerotate, Llama-8B bfloat16, 64 MiB",
+    "copy_rerotate, Llama-8B bfloat16, 512 MiB",
+)
+TIME = "gpu__time_duration.sum"
+# A counter of ncu, and what a table calls it.
+COUNTERS = {
+    "sm__cycles_elapsed.max": "K cycles",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory %",
+    "lts__t_sector_hit_rate.pct": "L2 hits %",
+    "sm__inst_executed_pipe_tensor.sum.pct_of_peak_sustained_elapsed": "tensor %",
+    "smsp__issue_active.avg.pct_of_peak_sustained_elapsed": "issue slots %",
+    "sm__warps_active.avg.per_cycle_active": "warps a SM",
+    "launch__registers_per_thread": "registers",
+    "launch__waves_per_multiprocessor": "waves",
+}
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+# Why warps that could not issue waited; ncu's names.
+STALLS = (
+    "long_scoreboard",
+    "short_scoreboard",
+    "barrier",
+    "wait",
+    "branch_resolving",
+    "no_instruction",
+    "math_pipe_throttle",
+    "mio_throttle",
+    "lg_throttle",
+    "membar",
+    "sleeping",
+    "gmma",
+    "dispatch_stall",
+    "imc_miss",
+    "not_selected",
+)
+
+
+def run_once(case: Case) -> None:
+    """The case's call: once to warm up, once between the marks that ncu heeds."""
+    import torch
+
+    from kvweave.bench.contenders import OURS
+    from kvweave.bench.problems import problem
+
+    data = problem(case.work, torch.device("cuda", torch.cuda.current_device()))
+    call = next(iter(OURS.contenders(data))).prepare()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def counted(case: Case, ncu: str) -> Iterator[dict[str, float]]:
+    """Counters of each kernel that the case launches, in order.
+
+    Errors: `RuntimeError` with what ncu said when it counted nothing.
+    """
+    wanted = [TIME, TENSOR, *COUNTERS, *(STALL.format(stall) for stall in STALLS)]
+    words = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+    words += ["--profile-from-start", "off", "--metrics", ",".join(wanted)]
+    words += [sys.executable, "-m", "benchmarks.device_counters", "--one", case.name]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or len(lines) < 3:
+        raise RuntimeError(f"{case.name}: {(done.stdout + done.stderr)[-2000:]}")
+    # Behind the names comes a line of units.
+    names, _, *kernels = csv.reader(io.StringIO("\n".join(lines)))
+    for kernel in kernels:
+        told = dict(zip(names, kernel, strict=True))
+        yield {name: _number(told.get(name, "")) for name in wanted}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return float("nan")
+
+
+def row_of(case: Case, kernel: dict[str, float]) -> Row:
+    """A kernel as a row: its time, its counters, and the three longest stalls."""
+    beside: dict[str, Any] = {}
+    for counter, name in COUNTERS.items():
+        value = kernel[counter]
+        beside[name] = round(value / 1e3 if name == "K cycles" else value, 2)
+    beside["tensor %"] = round(kernel[TENSOR], 2)
+    waits = {stall: kernel[STALL.format(stall)] for stall in STALLS}
+    longest = sorted(waits, key=lambda stall: waits[stall], reverse=True)[:3]
+    beside["stalls"] = ", ".join(f"{s.replace('_', ' ')} {waits[s]:.2g}" for s in longest)
+    return Row(case.name, round(kernel[TIME] / 1e3, 2), "µs", None, beside)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Counts the chosen cases; returns the exit status, 1 when one could not be counted."""
+    parser = argparse.ArgumentParser(prog="benchmarks.device_counters", description=__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=list(MISSED))
+    parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="where the run goes, after every case")
+    chosen = parser.parse_args(words)
+    known = {case.name: case for case in CASES}
+    if chosen.one:
+        run_once(known[chosen.one])
+        return 0
+    ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
+    if ncu is None:
+        parser.exit(1, "expected ncu (NVIDIA Nsight Compute) on the path, got none\n")
+    rows: list[Row] = []
+    failed = False
+    for name in chosen.cases:
+        try:
+            rows += [row_of(known[name], kernel) for kernel in counted(known[name], ncu)]
+            print(rows[-1], flush=True)
+        except RuntimeError as error:
+            failed = True
+            print(error, file=sys.stderr, flush=True)
+        if chosen.json:
+            chosen.json.write_text(json.dumps(of_device(CASE, rows), indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
