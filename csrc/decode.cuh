@@ -80,10 +80,12 @@ class Decode {
     int item = with_units(item_of(first));
     if (item == items) return;
     open(item);
-    // Before the copies, which all that is asked for after them has to wait for.
-    load_queries(heads_of(item));
 #pragma unroll 1
-    for (int s = 0; s < kStages; ++s) fetch(s);
+    for (int s = 0; s < kStages; ++s) {
+      fetch(s);
+      // Before the other copies, which all that is asked for after them waits for.
+      if (s == 0) load_queries(heads_of(item));
+    }
     while (item < items) item = piece(item);
     stages.finish();
   }
@@ -201,9 +203,7 @@ class Decode {
     Reach reach;
     int position, slot;
 
-    __device__ uint32_t mask() const {
-      return mask_of(entry, reach, position, slot, Stages::kRun);
-    }
+    __device__ uint32_t mask() const { return mask_of(entry, reach, position, slot, Stages::kRun); }
   };
   __device__ Found find(int i, int index) const {
     const Item& item = sh.items[i];
@@ -396,9 +396,9 @@ class Decode {
 
   // ---- putting together ---------------------------------------------------------------------
 
-  // Adds up the warps' parts of a piece. A piece that is all of its item is the result; others go
-  // to the workspace, and the last block to leave one there adds them up. A warp's part lies in
-  // the stage that it read last, which nothing is fetched into meanwhile.
+  // Adds up the warps' parts of a piece, each in the stage that its warp read last, which nothing
+  // is fetched into meanwhile. A piece that is all of its item is the result; others go to the
+  // workspace, and the last block to leave one there adds them up.
   __device__ void put_together(int item, const Heads& of, const Span& span,
                                const float (&out)[kSteps][4], float (&m)[2], float (&l)[2]) {
     const int done = span.to - span.from;
