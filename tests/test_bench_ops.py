@@ -54,6 +54,7 @@ WORKS: list[Work] = [
     Decode(3, 640, 2, TINY),
     Decode(1, 640, 2, TINY),
     Decode(2, 640, 1, TINY),
+    Decode(2, 640, 2, TINY, fp8=True),
     Prefill(256, shape=TINY),
     Prefill(256, 0.25, 1, TINY),
     Prefill(256, 0.25, 16, TINY),
@@ -281,6 +282,8 @@ def test_flops_count_visible_pairs() -> None:
 
 def test_moved_bytes_count_reads_and_writes() -> None:
     pages = 2 * 2 * PAGE * 64 * 2 * 2
+    narrow, wide = (bound_of(Decode(1, 640, 2, TINY, fp8=x)).count for x in (True, False))
+    assert wide - narrow == 640 * 2 * 2 * 64
     one, both = (bound_of(Decode(1, 640, 1, shape)) for shape in (TINY, LAYERED))
     assert both.count == 2 * one.count
     copy = Copy(LAYERED, 1)

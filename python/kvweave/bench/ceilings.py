@@ -46,7 +46,8 @@ def bound_of(work: Work) -> Bound:
         case Decode():
             rows = 2 * work.batch * s.heads * s.head_dim
             keys = 2 * work.batch * work.keys * s.head_dim
-            return Bound(size * s.layers * (keys + rows), "B", "read")
+            stored = 1 if work.fp8 else size
+            return Bound(float(s.layers * (stored * keys + size * rows)), "B", "read")
         case Prefill():
             group = s.heads // s.kv_heads
             return Bound(4.0 * s.head_dim * group * work.pairs, "FLOP", "matmul")

@@ -58,6 +58,11 @@ class Pool:
         """Where the pages lie."""
         return self.pages.device
 
+    @property
+    def widened(self) -> Pool:
+        """The same numbers in bf16, which has all that e4m3 has."""
+        return replace(self, pages=self.pages.bfloat16())
+
     def layer(self, layer: int) -> Pool:
         """The same pages as another layer reads them."""
         return replace(self, groups=tuple(group.layer(layer) for group in self.groups))
@@ -132,7 +137,9 @@ class Pool:
     def keys(self, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """K, V f32 [n, D] that one head of one request reads, and their positions [n]."""
         pages = self.put(self.head_pages(head)[0][request])
-        k, v = self.pages[pages.long()].float().transpose(0, 1).flatten(1, 2)
+        # Bytes are chosen as such: torch indexes no fp8 tensor on some devices.
+        bits = self.pages.view(torch.uint8)[pages.long()]
+        k, v = bits.view(self.pages.dtype).float().transpose(0, 1).flatten(1, 2)
         return k, v, self.head_positions(head)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,8 +165,9 @@ def pool(
     full_heads: int,
     device: torch.device,
     rows_anywhere: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Pool:
-    """Random bf16 pages for `batch` requests; KV heads from `full_heads` on are local.
+    """Random pages for `batch` requests; KV heads from `full_heads` on are local.
 
     Local heads keep what the last row sees, or all keys where rows may be anywhere. tokens is a
     multiple of P, and at least what a local head reads if there is one.
@@ -185,4 +193,4 @@ def pool(
     # Whole blocks of all heads, so that the arena can be seen as such.
     pages = -(-first // shape.kv_heads) * shape.kv_heads
     arena = torch.empty(pages, 2, PAGE, shape.head_dim, dtype=torch.bfloat16, device=device)
-    return Pool(shape, tokens, arena.normal_(), tuple(groups))
+    return Pool(shape, tokens, arena.normal_().to(dtype), tuple(groups))

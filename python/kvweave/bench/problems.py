@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +38,16 @@ class Attention:
     pool: Pool
     q: torch.Tensor
     positions: Rows
+
+    @property
+    def over_fp8(self) -> bool:
+        """Whether keys and values are stored in 8 bits."""
+        return self.pool.pages.dtype == torch.float8_e4m3fn
+
+    @property
+    def widened(self) -> Attention:
+        """The same over pages in bf16."""
+        return replace(self, pool=self.pool.widened)
 
     def poison(self) -> None:
         """Nothing: an answer is a tensor of its own."""
@@ -242,7 +252,9 @@ def problem(work: Work, device: torch.device) -> Problem:
 
 
 def _decode(work: Decode, device: torch.device) -> Attention | Layers:
-    data = pool(work.shape, work.batch, work.tokens, full_heads=work.full_heads, device=device)
+    dtype = torch.float8_e4m3fn if work.fp8 else torch.bfloat16
+    heads = work.full_heads
+    data = pool(work.shape, work.batch, work.tokens, full_heads=heads, device=device, dtype=dtype)
     positions = np.full(work.batch, work.tokens - 1, np.int32)
     each = tuple(
         Attention(work, data.layer(layer), _queries(data, work.batch), positions)
@@ -259,7 +271,7 @@ def _prefill(work: Prefill, device: torch.device) -> Attention:
 
 def _queries(data: Pool, rows: int) -> torch.Tensor:
     s = data.shape
-    return torch.randn(rows, s.heads, s.head_dim, device=data.device).to(data.pages.dtype)
+    return torch.randn(rows, s.heads, s.head_dim, device=data.device).bfloat16()
 
 
 def _copies(work: Copy, device: torch.device) -> Copies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,8 +101,18 @@ def measure(case: Case, field: Field, watch: Stopwatch) -> Iterator[Result]:
 
 
 def entrants(data: Problem, field: Field) -> list[Contender]:
-    """Peers first: where ours differs from them, it is ours that gets no figure."""
-    peers = [c for name in field.peers for c in PEERS[name].contenders(data)]
+    """Peers first: where ours differs from them, it is ours that gets no figure.
+
+    None of them reads fp8 pages for bf16 queries here: they get the same numbers in bf16.
+    """
+    theirs, suffix = data, ""
+    if isinstance(data, Attention) and data.over_fp8:
+        theirs, suffix = data.widened, " over bf16"
+    peers = [
+        replace(contender, name=contender.name + suffix)
+        for name in field.peers
+        for contender in PEERS[name].contenders(theirs)
+    ]
     return [*peers, *OURS.contenders(data)]
 
 

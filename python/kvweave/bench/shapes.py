@@ -23,13 +23,15 @@ K = 1024
 class Decode:
     """One row a request over `tokens` keys; `full_heads` KV heads read all, the others a window.
 
-    With more than one layer: a launch for each, over keys of its own.
+    With more than one layer: a launch for each, over keys of its own. `fp8`: keys and values are
+    stored as e4m3 numbers.
     """
 
     batch: int
     tokens: int
     full_heads: int = LLAMA.kv_heads
     shape: Shape = LLAMA
+    fp8: bool = False
 
     @property
     def dense(self) -> bool:
@@ -188,6 +190,11 @@ def _decode(batch: int, tokens: int, target: Target | None) -> Case:
     return Case("decode", name, Decode(batch, tokens), target, graph=batch == 1)
 
 
+def _fp8(batch: int, tokens: int) -> Case:
+    name = f"decode over fp8 KV, B={batch}, {tokens // K}K"
+    return Case("decode_fp8", name, Decode(batch, tokens, fp8=True), graph=batch == 1)
+
+
 def _ragged(batch: int, tokens: int, full: int, target: Target | None = None) -> Case:
     heads = f"{full} of {LLAMA.kv_heads} KV heads full"
     name = f"ragged decode, {heads}, B={batch}, {tokens // K}K"
@@ -228,6 +235,9 @@ CASES: tuple[Case, ...] = (
     _decode(16, 8 * K, Target("FA3", 1.05)),
     _decode(1, 8 * K, Target("", 1.5)),
     _decode(1, 128 * K, Target("FA3", 1.1)),
+    _fp8(32, 16 * K),
+    _fp8(1, 8 * K),
+    _fp8(1, 128 * K),
     _ragged(1, 32 * K, 4, Target("", 1.8)),
     _ragged(1, 128 * K, 4),
     _ragged(16, 32 * K, 4, Target("FA3", 1.05)),
