@@ -19,7 +19,7 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # `test_gpu.py` alone is for VLLM_TARGET_DEVICE=cuda.
+    # `test_*gpu.py` are for VLLM_TARGET_DEVICE=cuda.
     "VLLM_TARGET_DEVICE": os.environ.get("VLLM_TARGET_DEVICE", "cpu"),
 }
 
@@ -31,7 +31,7 @@ def _not_for_this_version() -> list[str]:
 
     parts = {
         "test_segments*.py": versions.WITH_SEGMENTS,
-        "test_virtual_pages.py": versions.WITH_VIRTUAL_PAGES,
+        "test_virtual_pages*.py": versions.WITH_VIRTUAL_PAGES,
     }
     return [name for name, known in parts.items() if not versions.is_known(vllm.__version__, known)]
 
