@@ -13,18 +13,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device_vllm_engine import ENGINES, JOBS, Task
+from benchmarks.device_vllm_engine import ENGINES, JOBS, MODES, Task
+from benchmarks.record import of_device
 from kvweave.bench.rows import Row
 
 CASE = "vllm"
 MILLI = 1e3
 GIB = 2**30
-# Chunks decide what a window holds besides itself: vLLM reserves for two of them.
-CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 2048, "context": 65536}
+CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
 Found = dict[str, Any]
 
 
@@ -50,7 +49,8 @@ def lines(task: Task, limit_s: float) -> Iterator[Found]:
             else:
                 print(line, end="", file=sys.stderr, flush=True)
     if process.returncode:
-        yield {"engine": task.engine, "job": task.job, "what": "failed", "exit": process.returncode}
+        named = {"engine": task.engine, "job": task.job, "mode": task.mode}
+        yield {**named, "what": "failed", "exit": process.returncode}
 
 
 NAMES = {
@@ -61,7 +61,7 @@ NAMES = {
     "throughput": ("throughput, {requests} requests", "rate", 1, "tokens/s"),
 }
 BESIDE = {
-    "served": ("requests", "preempted", "seconds", "answered"),
+    "served": ("requests", "preempted", "seconds", "answered", "layers", "chunk"),
     "throughput": ("read", "said", "seconds"),
 }
 
@@ -83,7 +83,8 @@ def rows_of(found: list[Found]) -> list[Row]:
 
 
 def _title(line: Found) -> str:
-    return NAMES[line["what"]][0].format(**line)
+    title = NAMES[line["what"]][0].format(**line)
+    return title if line["mode"] == "graphs" else f"{title}, {line['mode']}"
 
 
 def _value(line: Found) -> float:
@@ -91,37 +92,24 @@ def _value(line: Found) -> float:
     return float(line[key]) * scale
 
 
-def run_of(rows: list[Row]) -> Found:
-    """A run of this GPU, as records keep them."""
-    import torch
-
-    from kvweave.bench.table import machine
-
-    return {
-        "case": CASE,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": "unknown",
-        "machine": machine(torch.device("cuda", torch.cuda.current_device())),
-        "rows": [asdict(row) for row in rows],
-    }
-
-
 def main(words: list[str] | None = None) -> int:
     """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.device_vllm", description=__doc__)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["latency", "capacity"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--mode", choices=MODES, default="graphs", help="how steps run")
     parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
     parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
     parser.add_argument("--json", type=Path, help="where the run goes, after every process")
     chosen = parser.parse_args(words)
     found: list[Found] = []
-    for task in tasks(chosen.jobs, chosen.engines, chosen.task):
+    given = {"mode": chosen.mode, **chosen.task}
+    for task in tasks(chosen.jobs, chosen.engines, given):
         for line in lines(task, chosen.limit):
             found.append(line)
             print(json.dumps(line), flush=True)
         if chosen.json:
-            chosen.json.write_text(json.dumps(run_of(rows_of(found)), indent=1) + "\n")
+            chosen.json.write_text(json.dumps(of_device(CASE, rows_of(found)), indent=1) + "\n")
     for row in rows_of(found):
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         p95 = "" if row.p95 is None else f" (p95 {row.p95:.4g})"

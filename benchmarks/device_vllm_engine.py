@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device_models import MODELS
+from benchmarks.device_vllm_model import written
 
 ENGINES = ("stock", "ours", "heads")
-JOBS = ("latency", "capacity", "throughput")
-SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
-"""One KV head in eight keeps everything, the others a sink and a window."""
+MODES = ("eager", "graphs", "compiled")
+"""How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 ROUNDS = 4
 STEPS = 64
@@ -34,7 +34,10 @@ STEPS = 64
 
 @dataclass(frozen=True)
 class Task:
-    """What one process measures. `layers` 0: all of the model's; `memory` 0: what vLLM finds."""
+    """What one process measures. `layers` 0: all of the model's; `memory` 0: what vLLM finds.
+
+    `decodes`: batch and tokens before the step. `others` go to vLLM as they are.
+    """
 
     engine: str
     job: str
@@ -46,33 +49,11 @@ class Task:
     lengths: tuple[int, ...] = (8192, 32768)
     batches: tuple[int, ...] = (1, 16, 32)
     context: int = 8192
+    decodes: tuple[tuple[int, int], ...] = ((40, 10_000), (8, 120_000))
     requests: int = 100
     span: tuple[int, int] = (10_000, 30_000)
     answer: int = 500
     others: dict[str, Any] = field(default_factory=dict)
-
-
-def written(folder: Path, model: str, layers: int) -> tuple[Path, Path]:
-    """A folder with the model's configuration alone, and a head class map of it."""
-    family, shape = MODELS[model]
-    layers = layers or shape["num_hidden_layers"]
-    named = {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
-    settings = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu"}
-    config = {**shape, **named, **settings, "num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(config))
-    kv_heads = shape["num_key_value_heads"]
-
-    def entry(layer: int, head: int) -> dict[str, Any]:
-        full = head % GLOBAL_EVERY == layer % min(GLOBAL_EVERY, kv_heads)
-        kept = {"kind": "full"} if full else {"kind": "window", "sink": SINK, "recent": RECENT}
-        reach = "global" if full else "local"
-        return {"layer": layer, "head": head, "class": kept, "reach": reach, "stability": "stable"}
-
-    heads = [entry(layer, head) for layer in range(layers) for head in range(kv_heads)]
-    known = {"schema_version": 1, "model_fingerprint": "random", "layers": layers}
-    path = folder / "heads.json"
-    path.write_text(json.dumps({**known, "kv_heads": kv_heads, "heads": heads}))
-    return folder, path
 
 
 def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> Any:
@@ -97,19 +78,18 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         },
     }[task.engine]
     memory = {"kv_cache_memory_bytes": task.memory} if task.memory else {}
-    llm = LLM(
-        str(model),
-        load_format="dummy",
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        block_size=16,
-        max_model_len=longest,
-        max_num_seqs=most,
-        max_num_batched_tokens=task.chunk,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **{**kind, **choice, **memory, **task.others},
-    )
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "block_size": 16,
+        "max_model_len": longest,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": task.chunk,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
+    llm = LLM(str(model), **{**settings, **kind, **choice, **memory, **task.others})
     say(task, "start", seconds=time.perf_counter() - start)
     return llm
 
@@ -117,7 +97,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
 def say(task: Task, what: str, **found: Any) -> None:
     """One line of results."""
     rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
-    named = {"engine": task.engine, "job": task.job, "what": what}
+    named = {"engine": task.engine, "job": task.job, "mode": task.mode, "what": what}
     print(json.dumps({**named, **rounded}), flush=True)
 
 
@@ -152,8 +132,9 @@ class Requests:
 
 def latency(task: Task, model: Path, heads: Path) -> None:
     """Time to first token of one request at a time; the step of a batch that only decodes."""
-    most, answer = max(task.batches), STEPS + 8
-    longest = max(*task.lengths, task.context) + answer + most + 64
+    most = max(task.batches)
+    answer = max(answer_of(task, batch, task.context) for batch in task.batches)
+    longest = max(*task.lengths, task.context + answer) + 64
     requests = Requests(
         started(task, model, heads, longest, most), MODELS[task.model][1]["vocab_size"]
     )
@@ -166,22 +147,66 @@ def latency(task: Task, model: Path, heads: Path) -> None:
         found = {"value": statistics.median(times[1:]), "most": max(times[1:])}
         say(task, "ttft", tokens=tokens, seconds=found["value"], p95=found["most"])
     for batch in task.batches:
-        # The first of a batch decodes while the last is computed: it has that many more to say.
-        waits = -(-batch * task.context // task.chunk) + 1
-        for _ in range(batch):
-            requests.add(task.context, answer + waits)
-        ends = [end for end, tokens in requests.steps() if tokens == batch]
-        gaps = np.diff(ends)[-STEPS:]
-        p95 = float(np.percentile(gaps, 95))
-        say(
-            task,
-            "decode",
-            batch=batch,
-            tokens=task.context,
-            seconds=float(np.median(gaps)),
-            p95=p95,
-            steps=len(gaps),
-        )
+        say_decode(task, requests, batch, task.context)
+
+
+def say_decode(task: Task, requests: Requests, batch: int, tokens: int) -> None:
+    """The median step of a batch that decodes behind prompts of so many tokens."""
+    start = time.perf_counter()
+    for _ in range(batch):
+        requests.add(tokens, answer_of(task, batch, tokens))
+    ends = [end for end, said in requests.steps() if said == batch]
+    gaps = np.diff(ends)[-STEPS:]
+    found = {"seconds": float(np.median(gaps)), "p95": float(np.percentile(gaps, 95))}
+    counted = {"steps": len(gaps), "prompts_took": ends[0] - start}
+    say(task, "decode", batch=batch, tokens=tokens, **found, **counted)
+
+
+def answer_of(task: Task, batch: int, tokens: int) -> int:
+    """Tokens that each says, for `STEPS` steps in which all decode.
+
+    The first of a batch decodes while the last is computed: it has that many more to say.
+    """
+    return STEPS + 8 + -(-batch * tokens // task.chunk) + 1
+
+
+def decode(task: Task, model: Path, heads: Path) -> None:
+    """The step of batches that only decode, behind prompts that nobody computed.
+
+    Computing 8 prompts of 120K tokens takes a minute, and what they hold does not matter to the
+    time of a step: the KV memory is filled with random numbers, and steps of more rows than
+    requests give zeros for hidden states. Blocks, tables and decode steps are as ever.
+    """
+    lengths = [(tokens, answer_of(task, batch, tokens)) for batch, tokens in task.decodes]
+    most = max(batch for batch, _ in task.decodes)
+    longest = max(map(sum, lengths)) + 64
+    shape = MODELS[task.model][1]
+    page = 4 * shape["num_key_value_heads"] * shape["head_dim"]  # K and V, bf16
+    page *= task.layers or shape["num_hidden_layers"]
+    held = [b * (sum(n) + 64) for (b, _), n in zip(task.decodes, lengths, strict=True)]
+    room = replace(task, memory=task.memory or page * max(held))
+    llm = started(room, model, heads, longest, most)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    for cache in worker.model_runner.kv_caches:
+        cache.normal_()
+    pass_over(worker.get_model(), rows=most)
+    requests = Requests(llm, shape["vocab_size"])
+    for batch, tokens in task.decodes:
+        say_decode(task, requests, batch, tokens)
+
+
+def pass_over(model: Any, rows: int) -> None:
+    """From now on the model computes nothing for steps of more rows than this."""
+    computed, like = model.forward, next(model.parameters())
+    hidden = model.config.hidden_size
+
+    def forward(input_ids: Any, positions: Any, *others: Any, **named: Any) -> Any:
+        count = positions.shape[-1]
+        if count <= rows:
+            return computed(input_ids, positions, *others, **named)
+        return like.new_zeros(count, hidden)
+
+    model.forward = forward
 
 
 def capacity(task: Task, model: Path, heads: Path) -> None:
@@ -220,6 +245,8 @@ def capacity(task: Task, model: Path, heads: Path) -> None:
         preempted=preempted,
         seconds=took,
         answered=tokens,
+        layers=task.layers or MODELS[task.model][1]["num_hidden_layers"],
+        chunk=task.chunk,
     )
 
 
@@ -248,16 +275,18 @@ def throughput(task: Task, model: Path, heads: Path) -> None:
     )
 
 
+JOBS = {"latency": latency, "capacity": capacity, "decode": decode, "throughput": throughput}
+
+
 def main(words: list[str]) -> int:
     """Carries one task out."""
     given = json.loads(words[0])
     task = Task(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-    if task.job == "capacity":
-        # The scheduler is looked at: it must be in this process.
+    if task.job in ("capacity", "decode"):
+        # The scheduler is looked at, or the model: they must be in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    job = {"latency": latency, "capacity": capacity, "throughput": throughput}[task.job]
     with TemporaryDirectory() as folder:
-        job(task, *written(Path(folder), task.model, task.layers))
+        JOBS[task.job](task, *written(Path(folder), task.model, task.layers))
     return 0
 
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.device_vllm import run_of
+from benchmarks.device_vllm_model import write_heads
 from benchmarks.device_vllm_segments import reusing
+from benchmarks.record import of_device
 from kvweave.bench.rows import Row
 
 ENGINES = ("ours", "heads", "segments")
@@ -38,7 +39,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
-WINDOW = {"kind": "window", "sink": 16, "recent": 64}
+WINDOW = {"sink": 16, "recent": 64}
 LENGTHS = (40, 600, 17, 333, 128, 1000)
 DOCUMENTS, ANSWER = 3, 32
 
@@ -51,17 +52,7 @@ def written(folder: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
     layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
-    heads = []
-    for layer in range(layers):
-        for head in range(kv_heads):
-            local = (layer + head) % 2
-            kept = {"class": WINDOW, "reach": "local"} if local else {"class": {"kind": "full"}}
-            known = {"reach": "global", "stability": "stable"}
-            heads.append({"layer": layer, "head": head, **known, **kept})
-    sizes = {"schema_version": 1, "layers": layers, "kv_heads": kv_heads}
-    (folder / "heads.json").write_text(
-        json.dumps({"model_fingerprint": "random", **sizes, "heads": heads})
-    )
+    write_heads(folder, layers, kv_heads, lambda layer, head: (layer + head) % 2 == 0, **WINDOW)
 
 
 def engine(name: str, model: Path, ranks: int) -> Any:
@@ -179,7 +170,7 @@ def main(words: list[str] | None = None) -> int:
             print(json.dumps(asdict(row)), flush=True)
             rows.append(row)
     if chosen.json:
-        chosen.json.write_text(json.dumps({**run_of(rows), "case": "vllm_ranks"}, indent=1) + "\n")
+        chosen.json.write_text(json.dumps(of_device("vllm_ranks", rows), indent=1) + "\n")
     return int(any(row.value != row.of.get("of") for row in rows))
 
 

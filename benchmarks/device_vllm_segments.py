@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.device_vllm_engine import DECODE_GRAPHS, written
+from benchmarks.device_vllm_engine import DECODE_GRAPHS
+from benchmarks.device_vllm_model import written
 
 ENGINES = ("stock", "segments")
 POLICIES: dict[str, Any] = {

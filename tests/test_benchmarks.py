@@ -170,30 +170,19 @@ def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
 
 
 def test_figures_of_vllm_stand_beside_stocks() -> None:
+    step = {"what": "decode", "batch": 1, "tokens": 8, "p95": 0.1}
     found = [
-        {"engine": "stock", "job": "latency", "what": "start", "seconds": 20.0},
-        {
-            "engine": "stock",
-            "what": "decode",
-            "batch": 1,
-            "tokens": 8,
-            "seconds": 0.004,
-            "p95": 0.1,
-        },
-        {
-            "engine": "heads",
-            "what": "decode",
-            "batch": 1,
-            "tokens": 8,
-            "seconds": 0.003,
-            "p95": 0.1,
-        },
-        {"engine": "ours", "what": "failed", "exit": 124},
+        {"engine": "stock", "mode": "graphs", "what": "start", "seconds": 20.0},
+        {**step, "engine": "stock", "mode": "graphs", "seconds": 0.004},
+        {**step, "engine": "heads", "mode": "graphs", "seconds": 0.003},
+        {**step, "engine": "heads", "mode": "compiled", "seconds": 0.002},
+        {"engine": "ours", "mode": "graphs", "what": "failed", "exit": 124},
     ]
     rows = device_vllm.rows_of(found)
     assert [(row.name, row.value, row.p95, row.of) for row in rows] == [
         ("decode step, B=1, 8 tokens: stock", 4.0, 100.0, {}),
         ("decode step, B=1, 8 tokens: heads", 3.0, 100.0, {"÷ stock": 0.75}),
+        ("decode step, B=1, 8 tokens, compiled: heads", 2.0, 100.0, {}),
     ]
     assert [task.engine for task in device_vllm.tasks(["capacity"], ["stock", "ours"], {})] == [
         "stock"
