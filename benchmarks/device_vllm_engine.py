@@ -186,19 +186,18 @@ def decode(task: Task, model: Path, heads: Path) -> None:
     held = [b * (sum(n) + 64) for (b, _), n in zip(task.decodes, lengths, strict=True)]
     room = replace(task, memory=task.memory or page * max(held))
     llm = started(room, model, heads, longest, most)
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    for cache in worker.model_runner.kv_caches:
-        cache.normal_()
-    pass_over(worker.get_model(), rows=most)
+    llm.collective_rpc(pass_over, args=(most,))
     requests = Requests(llm, shape["vocab_size"])
     for batch, tokens in task.decodes:
         say_decode(task, requests, batch, tokens)
 
 
-def pass_over(model: Any, rows: int) -> None:
-    """From now on the model computes nothing for steps of more rows than this."""
-    computed, like = model.forward, next(model.parameters())
-    hidden = model.config.hidden_size
+def pass_over(worker: Any, rows: int) -> None:
+    """From now on a worker computes nothing for steps of more rows; what it holds is random."""
+    for cache in worker.model_runner.kv_caches:
+        cache.normal_()
+    model = worker.get_model()
+    computed, like, hidden = model.forward, next(model.parameters()), model.config.hidden_size
 
     def forward(input_ids: Any, positions: Any, *others: Any, **named: Any) -> Any:
         count = positions.shape[-1]
@@ -282,9 +281,11 @@ def main(words: list[str]) -> int:
     """Carries one task out."""
     given = json.loads(words[0])
     task = Task(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-    if task.job in ("capacity", "decode"):
-        # The scheduler is looked at, or the model: they must be in this process.
+    if task.job == "capacity":
+        # The scheduler is looked at: it must be in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A worker is told to pass prompts over by a function of ours.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(task.job == "decode"))
     with TemporaryDirectory() as folder:
         JOBS[task.job](task, *written(Path(folder), task.model, task.layers))
     return 0
