@@ -158,7 +158,29 @@ def test_options() -> None:
     assert options_of({"kvweave": {"heads": "m.json"}}) == Options(Path("m.json"))
     store = {"segment_bytes": 4096, "frozen_share": 1}
     assert options_of({"kvweave": store}) == Options(None, 4096, 1.0)
+    outside = {"KVWEAVE_HEADS": "n.json", "KVWEAVE_VIRTUAL_PAGES": "1", "KVWEAVE_FROZEN_SHARE": ""}
+    assert options_of({}, outside) == Options(Path("n.json"), virtual_pages=True)
+    inside = {"kvweave": {"heads": "m.json", "virtual_pages": False}}
+    assert options_of(inside, outside) == Options(Path("m.json"))
+    given = {"KVWEAVE_SEGMENT_BYTES": "4096", "KVWEAVE_FROZEN_SHARE": "0.25"}
+    assert options_of(None, given) == Options(None, 4096, 0.25)
+    for name, text in (("SEGMENT_BYTES", "8GB"), ("FROZEN_SHARE", "x"), ("VIRTUAL_PAGES", "2")):
+        with pytest.raises(InvalidArgument, match=f"KVWEAVE_{name}: expected .*, got '{text}'"):
+            options_of({}, {f"KVWEAVE_{name}": text})
+    for name, text in (("SEGMENT_BYTES", "0"), ("FROZEN_SHARE", "nan")):
+        with pytest.raises(InvalidArgument, match=f"kvweave.{name.lower()}: expected"):
+            options_of({}, {f"KVWEAVE_{name}": text})
     refused = [{name: value} for name, values in BAD.items() for value in values]
     for section in ({"head": "m"}, "heads", ["heads"], *refused):
         with pytest.raises(InvalidArgument, match="additional_config: kvweave"):
             options_of({"kvweave": section})
+
+
+def test_another_map_in_the_same_file_is_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text("one")
+    first = Options(path).digest()
+    assert first == Options(path).digest() != Options(path, virtual_pages=True).digest()
+    path.write_text("two")
+    assert first != Options(path).digest()
+    assert Options().digest() != Options(segment_bytes=1).digest()

@@ -12,6 +12,8 @@ import transformers
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
 from families import tiny
+from kvweave.adapters.vllm.models import DIGEST
+from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.split_attention import SplitAttention
 from vllm_engines import OURS, STOCK, Answer, answers, engine, metric, prompt, same, sampling
 
@@ -113,6 +115,9 @@ def test_local_heads_are_masked_ones(checkpoint, tmp_path, family: str) -> None:
     wanted = [masked.answer(given, 8) for given in PROMPTS]
     with engine(model, ours(path, family)) as llm:
         assert is_split(llm)
+        # vLLM finds compiled graphs by a hash of this.
+        known = llm.llm_engine.vllm_config.additional_config
+        assert known[DIGEST] == Options(path).digest()
         got = answers(llm, PROMPTS, 8)
     same(got, wanted)
     with engine(model, STOCK) as llm:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 import vllm
 from vllm import ModelRegistry
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -20,6 +24,7 @@ from kvweave import Unsupported
 from kvweave.adapters.vllm import chosen, plugin
 from kvweave.adapters.vllm.attention import PagedAttention, pages_of
 from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.serving import server_config
 from kvweave.adapters.vllm.sink_manager import SinkWindowManager
 from kvweave.adapters.vllm.specs import SinkWindowSpec, span_of
 from kvweave.adapters.vllm.tables import Span
@@ -109,3 +114,18 @@ def test_what_specs_keep() -> None:
     other = SinkWindowSpec(**SHAPE, sliding_window=40, sink=16)
     assert not spec.is_uniform_with_collection({"a": spec, "b": other})
     assert not spec.is_uniform_with_collection({"a": spec, "b": stock})
+
+
+def test_the_server_reads_the_configuration_that_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "kvweave.yaml"
+    path.write_text(server_config("LlamaForCausalLM", segment_bytes=1 << 30))
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    given = parser.parse_args(["serve", "model", "--config", str(path)])
+    assert given.additional_config == {"kvweave": {"segment_bytes": 1 << 30}}
+    assert given.hf_overrides == {"architectures": ["KvweaveLlamaForCausalLM"]}
+    assert given.kv_transfer_config.kv_connector == "KvweaveSegments"
+    names = [*given.middleware, *given.logits_processors, given.worker_extension_cls]
+    for name in (entry.replace(":", ".") for entry in names):
+        module, _, member = name.rpartition(".")
+        assert hasattr(import_module(module), member)

@@ -25,6 +25,9 @@ from kvweave.adapters.vllm.split_attention import split_model
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument, Unsupported
 
+DIGEST = "kvweave_digest"
+"""A key of `additional_config` that is the plugin's own."""
+
 
 class _Woven:
     """Mixed in before a model class whose layers have `self_attn.attn`."""
@@ -36,6 +39,7 @@ class _Woven:
             self.layout = layout_for(vllm_config, options.heads)
         elif options.heads is not None:
             self.split = _split_of(vllm_config, options.heads)
+        _tell_compiler(vllm_config, options)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model: Any = self
@@ -70,6 +74,16 @@ def _options_of(config: VllmConfig) -> Options:
         text = f"additional_config: expected {expected}, got none of them"
         raise InvalidArgument(text, expected=expected, got="none of them")
     return options
+
+
+def _tell_compiler(config: VllmConfig, options: Options) -> None:
+    """Another map, or another environment, must not be given graphs compiled for this one.
+
+    vLLM finds what it compiled in an earlier run by a hash of its configuration, which has the
+    path of a map but not its text. The hash is taken after the model is made.
+    """
+    if isinstance(config.additional_config, dict):
+        config.additional_config[DIGEST] = options.digest()
 
 
 def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:

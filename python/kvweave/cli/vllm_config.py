@@ -1,0 +1,52 @@
+"""`kvweave vllm-config`: what `vllm serve MODEL --config FILE` wants for a part of the plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvweave.cli.console import out, user_errors
+from kvweave.errors import InvalidArgument
+
+GIB = 2**30
+
+
+@user_errors
+def vllm_config(
+    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
+    heads: Annotated[Path | None, typer.Option(help="A head class map of this model.")] = None,
+    segments_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="Reuse segments; GiB of each device's store.")
+    ] = None,
+    frozen_share: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Of the store, for knowledge bases.")
+    ] = None,
+    virtual_pages: Annotated[
+        bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
+    ] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
+) -> None:
+    """Print a configuration for `vllm serve`; without options, that of the attention backend."""
+    from transformers import AutoConfig
+
+    from kvweave.adapters.vllm.serving import server_config
+
+    if frozen_share is not None and segments_gib is None:
+        text = "frozen-share: expected it beside segments-gib, got it alone"
+        raise InvalidArgument(text, expected="segments-gib", got="none")
+    given = {
+        "heads": None if heads is None else str(heads.resolve(strict=True)),
+        "segment_bytes": None if segments_gib is None else int(segments_gib * GIB),
+        "frozen_share": frozen_share,
+        "virtual_pages": virtual_pages or None,
+    }
+    known = AutoConfig.from_pretrained(model)
+    architectures = known.architectures or ["none"]
+    text = server_config(architectures[0], **{k: v for k, v in given.items() if v is not None})
+    if out_file is None:
+        out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    else:
+        out_file.write_text(text, encoding="utf-8")
+        out().print(f"vllm serve {model} --config {out_file}", markup=False, highlight=False)
