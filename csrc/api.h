@@ -179,6 +179,37 @@ struct MergeStatesParams {
   uint32_t states_per_block;  // states that one thread block merges
 };
 
+// What the rows of a table see.
+struct SpanParams {
+  uint32_t window;   // latest keys of a row, 0 for all
+  uint32_t sinks;    // pages of the sink, 0 without a window
+  uint32_t columns;  // most entries of a request
+};
+
+constexpr uint32_t kMostTables = 64;
+
+struct StepTablesParams {
+  const int32_t* blocks;        // [requests, columns] page numbers, rows block_stride apart
+  const int32_t* lengths;       // [requests]
+  const int32_t* query_start;   // [requests + 1]
+  const int64_t* slot_mapping;  // [rows]: page · page_tokens + slot, below 0 for nowhere
+  const int32_t* places;        // [tables, pages], or null
+  int32_t* positions;           // [rows]
+  int32_t* slots;               // [tables, rows, 2]
+  int32_t* entries;             // [N, 5], room for every request's columns in every table
+  int32_t* offsets;             // [requests · tables + 1]
+  int64_t block_stride;
+  uint32_t requests;
+  uint32_t rows;
+  uint32_t columns;  // page numbers of a request
+  uint32_t page_tokens;
+  uint32_t block_pages;  // our pages of one of the engine's
+  uint32_t pages;        // of places
+  uint32_t tables;
+  uint32_t chunks;  // thread blocks of a request
+  SpanParams spans[kMostTables];
+};
+
 static_assert(sizeof(CopyRerotateParams) == 120, "params.rs says 120 bytes");
 static_assert(offsetof(CopyRerotateParams, copy_count) == 80, "params.rs says 80 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
@@ -188,3 +219,4 @@ static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");
 static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

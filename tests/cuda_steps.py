@@ -18,12 +18,13 @@ class Step:
     """An op bound to tensors that stay where they are, on the device or on the host.
 
     `call` runs it and returns all that it wrote. `renew` makes new numbers for every input, by
-    name and of the input's shape.
+    name and of the input's shape. `host_tables`: whether it takes tables of the host too.
     """
 
     call: Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, ...]]
     renew: Callable[[torch.Generator], dict[str, torch.Tensor]]
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    host_tables: bool = True
 
     def run(self) -> tuple[torch.Tensor, ...]:
         return self.call(self.inputs)
@@ -47,6 +48,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "merge_states": merge_states(dtype),
         "write_pages": write_pages(dtype),
         "copy_rerotate": copy_rerotate(dtype),
+        "step_tables": step_tables(),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -55,7 +57,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
-NAMES += ["copy_rerotate"]
+NAMES += ["copy_rerotate", "step_tables"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -174,3 +176,25 @@ def copy_rerotate(dtype: torch.dtype) -> Step:
         return (t["pages"],)
 
     return Step(call, renew)
+
+
+def step_tables() -> Step:
+    spans = [(0, 0, 6), (20, 5, 4)]
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        rows = 1 + torch.randperm(4, generator=generator).int()
+        return {
+            "blocks": torch.randint(0, 50, (4, 6), generator=generator).int(),
+            "lengths": torch.randint(5, TOKENS, (4,), generator=generator).int(),
+            "query_start": torch.cat((torch.zeros(1), rows.cumsum(0))).int(),
+            "slot_mapping": torch.randint(-1, 50 * PAGE, (12,), generator=generator),
+            "places": torch.randint(0, 99, (2, 50), generator=generator).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        sizes = {"requests": 4, "rows": 12, "entries": 40, "tables": 2}
+        out = ops.StepTables.empty(t["blocks"].device, **sizes)
+        out.entries.zero_()
+        return ops.step_tables(**t, page_tokens=PAGE, spans=spans, out=out)
+
+    return Step(call, renew, host_tables=False)

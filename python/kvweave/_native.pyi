@@ -30,6 +30,8 @@ __all__ = [
     "merge_states_cuda",
     "score_tokens",
     "score_tokens_cuda",
+    "step_tables",
+    "step_tables_cuda",
     "write_pages",
     "write_pages_cuda",
 ]
@@ -386,6 +388,19 @@ def score_tokens_cuda(
     mass: _Array,
     edge: tuple[_Array, int, int] | None,
     allocate: Callable[[int], _Array],
+    stream: int,
+) -> None: ...
+def step_tables(
+    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
+    out: tuple[_Array, _Array, _Array, _Array],
+    sizes: tuple[int, int],
+    spans: Sequence[tuple[int, int, int]],
+) -> None: ...
+def step_tables_cuda(
+    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
+    out: tuple[_Array, _Array, _Array, _Array],
+    sizes: tuple[int, int],
+    spans: Sequence[tuple[int, int, int]],
     stream: int,
 ) -> None: ...
 def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference: bool) -> None: ...

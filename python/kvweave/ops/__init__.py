@@ -27,6 +27,7 @@ from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
 from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
 from kvweave.ops.scores import EdgeMass, score_tokens
+from kvweave.ops.step_tables import StepTables, step_tables
 from kvweave.ops.workspace import Workspace
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Pages",
     "Reach",
     "RopeTable",
+    "StepTables",
     "Table",
     "Workspace",
     "attend_decode",
@@ -43,5 +45,6 @@ __all__ = [
     "copy_rerotate",
     "merge_states",
     "score_tokens",
+    "step_tables",
     "write_pages",
 ]

@@ -17,6 +17,7 @@ mod operands;
 mod paged;
 mod params;
 mod score_tokens;
+mod step_tables;
 mod tensor_map;
 mod write_pages;
 
@@ -29,5 +30,6 @@ pub use merge_states::MergeStatesLaunch;
 pub use operands::{DeviceRows, DeviceTensor};
 pub use paged::{DeviceKv, DeviceReach};
 pub use score_tokens::{EdgeLaunch, ScoreTokensLaunch};
+pub use step_tables::StepTablesLaunch;
 pub use tensor_map::{TensorMap, Tiled};
 pub use write_pages::{BoundsLaunch, WritePagesLaunch};

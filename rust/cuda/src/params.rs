@@ -1,5 +1,7 @@
 //! Params of the kernels as `csrc/api.h` lays them out.
 
+use kvweave_core::ops::MOST_TABLES;
+
 use crate::tensor_map::TensorMap;
 
 /// Mirror of `CopyRerotateParams`. Strides count elements.
@@ -234,6 +236,54 @@ pub(crate) struct MergeStatesParams {
     pub(crate) states_per_block: u32,
 }
 
+/// Mirror of `StepTablesParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct StepTablesParams {
+    /// i32 [requests, columns], rows `block_stride` apart.
+    pub(crate) blocks: u64,
+    /// i32 [requests].
+    pub(crate) lengths: u64,
+    /// i32 [requests + 1].
+    pub(crate) query_start: u64,
+    /// i64 [rows].
+    pub(crate) slot_mapping: u64,
+    /// i32 [tables, pages], or 0.
+    pub(crate) places: u64,
+    /// i32 [rows].
+    pub(crate) positions: u64,
+    /// i32 [tables, rows, 2].
+    pub(crate) slots: u64,
+    /// i32 [N, 5].
+    pub(crate) entries: u64,
+    /// i32 [requests · tables + 1].
+    pub(crate) offsets: u64,
+    pub(crate) block_stride: i64,
+    pub(crate) requests: u32,
+    pub(crate) rows: u32,
+    pub(crate) columns: u32,
+    pub(crate) page_tokens: u32,
+    pub(crate) block_pages: u32,
+    /// Of `places`.
+    pub(crate) pages: u32,
+    pub(crate) tables: u32,
+    /// Thread blocks of a request.
+    pub(crate) chunks: u32,
+    pub(crate) spans: [SpanParams; MOST_TABLES],
+}
+
+/// Mirror of `SpanParams`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct SpanParams {
+    /// Latest keys that a row sees, 0 for all.
+    pub(crate) window: u32,
+    /// Pages of the sink, 0 without a window.
+    pub(crate) sinks: u32,
+    /// Most entries of a request.
+    pub(crate) columns: u32,
+}
+
 const _: () = assert!(size_of::<CopyRerotateParams>() == 120);
 const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 80);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
@@ -243,3 +293,4 @@ const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 144);
 const _: () = assert!(size_of::<PageBoundsParams>() == 88);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
+const _: () = assert!(size_of::<StepTablesParams>() == 880);

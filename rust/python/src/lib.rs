@@ -15,6 +15,7 @@ mod request;
 mod rope;
 mod shape;
 mod stats;
+mod step_tables;
 mod tensor;
 mod tokens;
 mod virtual_pages;
@@ -35,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use super::cuda::{attend_cuda, copy_rerotate_cuda, cuda_status};
     #[pymodule_export]
-    use super::cuda::{merge_states_cuda, score_tokens_cuda, write_pages_cuda};
+    use super::cuda::{merge_states_cuda, score_tokens_cuda, step_tables_cuda, write_pages_cuda};
     #[pymodule_export]
     use super::ops::{copy_rerotate, merge_states, write_pages};
     #[pymodule_export]
@@ -48,6 +49,8 @@ mod _native {
     use super::rope::RopeTable;
     #[pymodule_export]
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
+    #[pymodule_export]
+    use super::step_tables::step_tables;
     #[pymodule_export]
     use super::virtual_pages::VirtualPages;
 

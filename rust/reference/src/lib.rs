@@ -11,6 +11,7 @@ mod copy_rerotate;
 mod merge_states;
 mod rotate;
 mod score_tokens;
+mod step_tables;
 mod write_pages;
 
 pub use attend_decode::attend_decode;
@@ -18,4 +19,5 @@ pub use attend_prefill::attend_prefill;
 pub use copy_rerotate::copy_rerotate;
 pub use merge_states::merge_states;
 pub use score_tokens::score_tokens;
+pub use step_tables::step_tables;
 pub use write_pages::write_pages;

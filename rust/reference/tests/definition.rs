@@ -2,9 +2,12 @@
 
 use kvweave_core::ops::{
     AttendPrefill, CopyRerotate, EdgeMass, Fp8E4m3, HeadRows, KvScales, KvView, MergeStates,
-    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, WritePages,
+    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, StepShape,
+    StepTables, TableSpan, WritePages,
 };
-use kvweave_reference::{attend_prefill, copy_rerotate, merge_states, score_tokens, write_pages};
+use kvweave_reference::{
+    attend_prefill, copy_rerotate, merge_states, score_tokens, step_tables, write_pages,
+};
 
 const P: usize = 8;
 const D: usize = 8;
@@ -406,4 +409,49 @@ fn scales_of_an_fp8_cache_by_hand() {
     assert!(out.chunks_exact(D).all(|out| out == values));
     let score = 0.5 * (keys.iter().sum::<f32>());
     assert!(lse.iter().all(|lse| (lse - score).abs() < 1e-4));
+}
+
+#[test]
+fn tables_of_a_step_by_hand() {
+    // Two requests on pages of 8 tokens: of the first, 30 tokens, the last two are computed; a row
+    // pads the batch. Table 0 sees all, table 1 the first key and the latest five.
+    let spans =
+        [(0, 0, 4), (5, 1, 2)].map(|(window, sink, columns)| TableSpan { window, sink, columns });
+    let shape = StepShape {
+        requests: 2,
+        rows: 4,
+        columns: 4,
+        page_tokens: P,
+        block_pages: 1,
+        spans: &spans,
+        places: Some(7),
+    };
+    let places = [[0, 10, 20, 30, 40, 50, 60], [0, 11, 21, 0, 41, 51, 61]].concat();
+    let (mut positions, mut slots) = ([9; 4], [[9; 2]; 8]);
+    let (mut entries, mut offsets) = ([[9; 5]; 13], [9; 5]);
+    step_tables(StepTables {
+        shape,
+        blocks: &[1, 2, 3, 4, 77, 5, 99, 99, 99],
+        block_stride: 5,
+        lengths: &[30, 3],
+        query_start: &[0, 2, 3],
+        slot_mapping: &[4 * 8 + 4, 3 * 8 + 5, 5 * 8 + 2, -1],
+        places: Some(&places),
+        positions: &mut positions,
+        slots: &mut slots,
+        entries: &mut entries,
+        offsets: &mut offsets,
+    })
+    .expect("a valid call");
+    assert_eq!(positions, [28, 29, 2, 3]);
+    assert_eq!(offsets, [0, 4, 6, 7, 8]);
+    assert_eq!(
+        entries[..4],
+        [[10, 0, 8, 0, 0], [20, 0, 8, 8, 0], [30, 0, 8, 16, 0], [40, 0, 6, 24, 0]]
+    );
+    assert_eq!(entries[4..6], [[11, 0, 8, 0, 0], [41, 0, 6, 24, 0]]);
+    assert_eq!(entries[6..8], [[50, 0, 3, 0, 0], [51, 0, 3, 0, 0]]);
+    assert_eq!(entries[8..], [[9; 5]; 5]);
+    assert_eq!(slots[..4], [[40, 4], [30, 5], [50, 2], [-1, -1]]);
+    assert_eq!(slots[4..], [[41, 4], [-1, -1], [51, 2], [-1, -1]]);
 }

@@ -26,6 +26,7 @@ mod reach;
 mod rope;
 mod scales;
 mod score_tokens;
+mod step_tables;
 mod write_pages;
 
 pub use attend_decode::AttendDecode;
@@ -44,4 +45,5 @@ pub use reach::{HeadReach, Reach, Visible};
 pub use rope::{Pairing, RopeTable};
 pub use scales::{Cached, KvScales};
 pub use score_tokens::{EdgeMass, ScoreTokens};
+pub use step_tables::{Listed, MOST_TABLES, StepShape, StepTables, TableSpan};
 pub use write_pages::{WritePages, refuse_bounds, validate_rows};

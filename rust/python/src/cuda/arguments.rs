@@ -31,11 +31,7 @@ pub struct Place {
 impl Place {
     /// The place of a tensor whose elements a KV cache may hold.
     pub fn of(what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
-        let Device::Cuda(ordinal) = tensor.device else {
-            return Err(Failure::invalid(what, "a CUDA tensor", tensor.device.name()));
-        };
-        let ordinal = u32::try_from(ordinal)
-            .map_err(|_| Failure::invalid(what, "a device of at least 0", ordinal))?;
+        let ordinal = ordinal_of(what, tensor)?;
         let dtype = kv_dtype_of(what, tensor.dtype, PAGES)?;
         tensor.expect_aligned(what, tensor.dtype.bytes())?;
         Ok(Self { device: tensor.device, ordinal, dtype, row_dtype: dtype })
@@ -157,6 +153,14 @@ impl<'py> DeviceTable<'py> {
     pub fn list_on_host(&self, what: &str) -> Result<Option<&[i32]>, Failure> {
         self.on_host.as_ref().map(|table| table.list(what)).transpose()
     }
+}
+
+/// The number of the device that a tensor lies on.
+pub fn ordinal_of(what: &str, tensor: &TensorRef) -> Result<u32, Failure> {
+    let Device::Cuda(ordinal) = tensor.device else {
+        return Err(Failure::invalid(what, "a CUDA tensor", tensor.device.name()));
+    };
+    u32::try_from(ordinal).map_err(|_| Failure::invalid(what, "a device of at least 0", ordinal))
 }
 
 /// The dtype of rows.

@@ -11,6 +11,7 @@ mod device;
 mod merge_states;
 mod reading;
 mod score_tokens;
+mod step_tables;
 mod write_pages;
 
 pub use attend::attend_cuda;
@@ -18,4 +19,5 @@ pub use copy_rerotate::copy_rerotate_cuda;
 pub use device::{OnDevices, cuda_status};
 pub use merge_states::merge_states_cuda;
 pub use score_tokens::score_tokens_cuda;
+pub use step_tables::step_tables_cuda;
 pub use write_pages::write_pages_cuda;
