@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
 from families import tiny
 from kvweave.adapters.vllm.models import DIGEST
@@ -181,20 +180,6 @@ def most_running(llm, prompts: list[dict[str, list[int]]], sampling) -> int:
 EIGHT = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
-def test_an_eighth_of_global_heads_admits_five_times_as_many_requests(checkpoint, tmp_path) -> None:
-    """By vLLM's own figure, for requests of 64K tokens."""
-    length = 65536
-    model = checkpoint("llama", **EIGHT, num_hidden_layers=2, max_position_embeddings=length)
-    path = written(tmp_path, sink=16, recent=512, layers=2, kv_heads=8)
-    found = []
-    for choice in ({**OURS, "block_size": 16}, ours(path)):
-        with engine(model, choice, max_model_len=length, max_num_batched_tokens=1024) as llm:
-            core = llm.llm_engine.engine_core.engine_core
-            kept = core.scheduler.kv_cache_config
-            found.append(get_kv_cache_capacity(llm.llm_engine.vllm_config, kept)[1])
-    assert found[1] >= 5 * found[0]
-
-
 def test_the_scheduler_runs_more_requests_at_once(checkpoint, tmp_path) -> None:
     """In the memory of two stock requests of 480 tokens, more of those with local heads run."""
     model = checkpoint("llama", **EIGHT)
@@ -206,5 +191,7 @@ def test_the_scheduler_runs_more_requests_at_once(checkpoint, tmp_path) -> None:
         changes = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": False}
         with engine(model, choice, **changes) as llm:
             found.append(most_running(llm, prompts, sampling(60)))
+            fits = llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency
     assert found[0] == 2
-    assert found[1] >= 5
+    # vLLM says how many fit of the engine's length, which is a little more than theirs.
+    assert found[1] >= int(fits) >= 5
