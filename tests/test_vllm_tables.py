@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvweave import Unsupported, ops
 from kvweave.adapters.vllm import versions as vllm_versions
-from kvweave.adapters.vllm.tables import Span, entries_of, positions_of, slots_of
+from kvweave.adapters.vllm.tables import Entries, Span, StepBatch, StepLayout
 from paged import dense_attention, rope_table
 from versions import needs_cuda
 
@@ -59,18 +61,42 @@ class Batch:
         lowest = 0 if span.window is None else max(length - rows - span.window + 1, 0)
         return [p for p in range(length) if p >= lowest or p < span.sink]
 
-    def entries(self, span: Span, device: str = "cpu"):
-        first = self.seq_lens - self.query_start.diff()
-        columns = span.columns(self.page_tokens, max(self.lengths), max(self.rows))
-        return entries_of(
-            self.blocks.to(device),
-            self.seq_lens.to(device),
-            first.to(device),
-            page_tokens=self.page_tokens,
-            heads=self.heads,
-            columns=columns,
-            span=span,
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        page, mapping = self.page_tokens, []
+        for request, (length, rows) in enumerate(zip(self.lengths, self.rows, strict=True)):
+            at = torch.arange(length - rows, length)
+            mapping.append(self.blocks[request, at // page] * page + at % page)
+        return torch.cat(mapping).long()
+
+    def common(self, device: str, padding: int = 0) -> Any:
+        """As vLLM has it: tensors that may be longer than the batch, and what the host knows."""
+        given = {
+            "block_table_tensor": self.blocks,
+            "seq_lens": torch.cat((self.seq_lens, torch.zeros(2).int())),
+            "query_start_loc": torch.cat((self.query_start, torch.zeros(2).int())),
+            "slot_mapping": torch.cat((self.slot_mapping, torch.full((padding,), -1))),
+        }
+        return SimpleNamespace(
+            **{name: tensor.to(device) for name, tensor in given.items()},
+            query_start_loc_cpu=self.query_start,
+            num_reqs=len(self.lengths),
+            max_query_len=max(self.rows),
+            max_seq_len=max(self.lengths),
         )
+
+    def tables(self, span: Span, device: str = "cpu") -> tuple[ops.StepTables, Entries]:
+        """Those that the op makes, in room that is full of another number."""
+        batch, layout = StepBatch.of(self.common(device)), self.layout(span)
+        columns = layout.columns(batch.longest, batch.most_rows)
+        room = layout.room(torch.device(device), batch.requests, batch.rows, columns)
+        for part in room:
+            part.fill_(-7)
+        tables = layout.fill(room, batch, columns)
+        return tables, Entries.of(tables)
+
+    def layout(self, span: Span) -> StepLayout:
+        return StepLayout(self.page_tokens, (span,), block_pages=self.heads)
 
 
 @st.composite
@@ -85,7 +111,7 @@ spans = st.builds(Span, st.none() | st.integers(1, 40), st.integers(0, 40))
 
 @given(batches(), spans)
 def test_entries_list_what_is_seen_in_order(batch: Batch, span: Span) -> None:
-    rows, offsets = batch.entries(span)
+    _, (rows, offsets) = batch.tables(span)
     blocks, page = batch.blocks, batch.page_tokens
     assert rows.dtype == offsets.dtype == torch.int32
     assert rows.is_contiguous()
@@ -107,31 +133,28 @@ def test_entries_list_what_is_seen_in_order(batch: Batch, span: Span) -> None:
 
 @given(batches(), spans)
 def test_a_window_lists_no_more_than_it_must(batch: Batch, span: Span) -> None:
-    rows, offsets = batch.entries(span)
+    _, (rows, offsets) = batch.tables(span)
     for request in range(len(batch.lengths)):
         listed = rows[offsets[request] : offsets[request + 1]]
         needed = {position // batch.page_tokens for position in batch.seen(request, span)}
         assert {int(row[3]) // batch.page_tokens for row in listed} == needed
 
 
+@given(batches(), spans)
+def test_positions_and_slots_of_rows(batch: Batch, span: Span) -> None:
+    tables, _ = batch.tables(span)
+    assert tables.positions.tolist() == batch.positions
+    blocks = batch.slot_mapping // batch.page_tokens * batch.heads
+    slots = batch.slot_mapping % batch.page_tokens
+    assert torch.equal(tables.slots, torch.stack((blocks, slots), dim=1).int())
+
+
 @given(batches(), st.integers(0, 3))
-def test_positions_and_slots_of_rows(batch: Batch, padding: int) -> None:
-    rows = sum(batch.rows)
-    got = positions_of(batch.query_start, batch.seq_lens, rows + padding)
-    assert got.dtype == torch.int32
-    assert got[:rows].tolist() == batch.positions
-    assert (got >= 0).all()
-    mapping = []
-    for request, (length, count) in enumerate(zip(batch.lengths, batch.rows, strict=True)):
-        for position in range(length - count, length):
-            block = int(batch.blocks[request, position // batch.page_tokens])
-            mapping.append(block * batch.page_tokens + position % batch.page_tokens)
-    slots = slots_of(torch.tensor(mapping), batch.page_tokens, batch.heads)
-    blocks = [slot // batch.page_tokens * batch.heads for slot in mapping]
-    assert slots.tolist() == [
-        [b, s % batch.page_tokens] for b, s in zip(blocks, mapping, strict=True)
-    ]
-    assert slots_of(torch.tensor([-1]), batch.page_tokens, batch.heads)[0, 0] < 0
+def test_a_batch_is_as_long_as_vllm_says(batch: Batch, padding: int) -> None:
+    taken = StepBatch.of(batch.common("cpu", padding))
+    assert taken.decode is (max(batch.rows) == 1)
+    assert taken.rows == sum(batch.rows) == len(taken.slot_mapping)
+    assert taken.requests == len(batch.lengths) == len(taken.blocks) == len(taken.row_offsets) - 1
 
 
 def attended(batch: Batch, span: Span, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +169,8 @@ def attended(batch: Batch, span: Span, device: str) -> tuple[torch.Tensor, torch
     for request, (length, rows) in enumerate(zip(batch.lengths, batch.rows, strict=True)):
         k, v = torch.randn((2, length, heads, dim), generator=generator)
         positions = torch.arange(length)
-        mapping = batch.blocks[request, positions // page] * page + positions % page
-        slots = slots_of(mapping.to(device), page, heads)
+        own = batch.blocks[request, positions // page] * heads
+        slots = torch.stack((own, positions % page), dim=1).int().to(device)
         ops.write_pages(pages, 0, k.to(device), v.to(device), slots)
         q = torch.randn((rows, 2 * heads, dim), generator=generator)
         at = torch.arange(length - rows, length)[:, None]
@@ -156,23 +179,20 @@ def attended(batch: Batch, span: Span, device: str) -> tuple[torch.Tensor, torch
             mask &= (positions > at - span.window) | (positions < span.sink)
         wanted.append(dense_attention(q, k, v, mask, 0.25)[0])
         queries.append(q)
-    total = sum(batch.rows)
-    entries = batch.entries(span, device)
-    rows = entries.rows[: int(entries.offsets[-1])] if device == "cpu" else entries.rows
-    row_offsets = batch.query_start.to(device)
+    tables, entries = batch.tables(span, device)
     seen = [[0, head, span.window or 0, span.sink] for head in range(heads)]
     reach = ops.Reach(1, np.array(seen, np.int32))
     out, _ = ops.attend_prefill(
         torch.cat(queries).to(device),
-        positions_of(row_offsets, batch.seq_lens.to(device), total),
-        rows,
+        tables.positions,
+        entries.rows,
         pages,
         0,
         kv_heads=heads,
         scale=0.25,
         rope=rope,
         reach=reach,
-        row_offsets=row_offsets,
+        row_offsets=batch.query_start.to(device),
         entry_offsets=entries.offsets,
     )
     return out.cpu().double(), torch.cat(wanted)
@@ -185,34 +205,6 @@ def test_attention_over_vllms_blocks_is_dense(rows: list[int], span: Span, devic
     batch = Batch(16, 2, [33, 70, 1, 16], rows)
     got, wanted = attended(batch, span, device)
     torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
-
-
-@needs_cuda
-@pytest.mark.parametrize("span", [Span(), Span(20, 5)], ids=str)
-def test_tables_are_captured_in_a_graph(span: Span) -> None:
-    batches = [Batch(16, 2, lengths, [1, 1]) for lengths in ([40, 90], [90, 3])]
-    held = [b.blocks[:, :6].to("cuda") for b in batches]
-    lengths = [b.seq_lens.to("cuda") for b in batches]
-    blocks, length = held[0].clone(), lengths[0].clone()
-    columns = span.columns(16, 96, 1)
-
-    def run():
-        sizes = {"page_tokens": 16, "heads": 2, "columns": columns, "span": span}
-        return entries_of(blocks, length, length - 1, **sizes)
-
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-    for number in (1, 0):
-        blocks.copy_(held[number])
-        length.copy_(lengths[number])
-        graph.replay()
-        wanted = run()
-        assert torch.equal(kept.offsets, wanted.offsets)
-        last = int(wanted.offsets[-1])
-        assert torch.equal(kept.rows[:last], wanted.rows[:last])
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.1+cpu", "0.26.0rc1", "0.33.0"])

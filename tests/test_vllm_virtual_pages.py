@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from kvweave import InvalidArgument, Unsupported, ops
 from kvweave._native import VirtualPages
-from kvweave.adapters.vllm.tables import Entries, Span, positions_of
+from kvweave.adapters.vllm.tables import Entries, Span, StepBatch, StepLayout
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
-from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, look_up_slots, slots_of
 from kvweave.errors import KvweaveError, PoolFull
 from paged import dense_attention, rope_table
 from versions import needs_cuda
@@ -213,6 +212,15 @@ def test_a_hit_is_the_longest_that_windows_allow(
     assert residency.longest_hit(pages) == wanted
 
 
+def tables_of(layout: PageLayout, memory: PageMemory, batch: StepBatch) -> ops.StepTables:
+    """What a step's tables are, as `VirtualMetadata` makes them."""
+    spans = [layout.spans[number] for number in layout.tables]
+    step = StepLayout(P, spans, through_places=True)
+    columns = step.columns(batch.longest, batch.most_rows)
+    room = step.room(memory.tables.device, batch.requests, batch.rows, columns)
+    return step.fill(room, batch, columns, memory.tables)
+
+
 def memory_of(layout: PageLayout, virtual_pages: int, device: str, dim: int = 16) -> PageMemory:
     """What vLLM allocates: one run, layer after layer."""
     shape = (layout.layers, virtual_pages, layout.head_slots, P, 2 * dim)
@@ -261,28 +269,29 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
         chosen = [r for r in range(4) if end[r] > begin[r]]
         counts = torch.tensor([end[r] - begin[r] for r in chosen])
         offsets = torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device)
-        ends = torch.tensor([end[r] for r in chosen], dtype=torch.int32, device=device)
-        held = blocks[chosen].to(device)
-        sizes = {"virtual_pages": 120, "longest": max(end), "most_rows": int(counts.max())}
-        listed = entries_of(layout, held, ends, ends - offsets.diff(), **sizes)
-        found = look_up(listed.rows, memory.tables)
-        if device == "cpu":
-            found = found[: int(listed.offsets[-1])]
-        entries = Entries(found, listed.offsets)
         at = [np.arange(begin[r], end[r]) for r in chosen]
         mapping = [blocks[r].numpy()[x // P] * P + x % P for r, x in zip(chosen, at, strict=True)]
-        slots = torch.from_numpy(np.concatenate(mapping)).to(device)
-        slots = look_up_slots(slots_of(layout, slots, virtual_pages=120), memory.tables)
+        batch = StepBatch(
+            rows=int(counts.sum()),
+            decode=False,
+            most_rows=int(counts.max()),
+            longest=max(end),
+            blocks=blocks[chosen].to(device),
+            lengths=torch.tensor([end[r] for r in chosen], dtype=torch.int32, device=device),
+            row_offsets=offsets,
+            slot_mapping=torch.from_numpy(np.concatenate(mapping)).long().to(device),
+        )
+        tables = tables_of(layout, memory, batch)
+        entries = Entries.of(tables)
         of_rows = np.concatenate([starts[r] + x for r, x in zip(chosen, at, strict=True)])
-        positions = positions_of(offsets, ends, len(of_rows))
         for layer in range(layout.layers):
             reach = ops.Reach(len(layout.tables), layout.head_rows(layer))
             new = [x[layer][of_rows].to(device) for x in (k, v)]
-            ops.write_pages(memory.arena, 0, *new, slots, reach=reach)
+            ops.write_pages(memory.arena, 0, *new, tables.slots, reach=reach)
             q = torch.randn((len(of_rows), 6, dim), generator=generator)
             out, _ = ops.attend_prefill(
                 q.to(device),
-                positions,
+                tables.positions,
                 entries.rows,
                 memory.arena,
                 0,
@@ -325,15 +334,17 @@ def masked(layout: PageLayout, layer: int, q, k, v, at: np.ndarray) -> torch.Ten
 def test_padding_is_written_nowhere() -> None:
     layout = layout_of(CLASSES, P)
     memory = memory_of(layout, 20, "cpu")
-    slots = slots_of(layout, torch.tensor([-1, 5 * P + 3]), virtual_pages=20)
-    assert slots.shape == (len(layout.tables), 2, 2)
     memory.apply(np.array([[t, 5, 100 + t] for t in range(len(layout.tables))], np.int32))
-    found = look_up_slots(slots, memory.tables)
-    assert (found[:, 0, 0] == -1).all()
+    one = torch.ones(1, dtype=torch.int32)
+    # The last row's page is in no table.
+    mapping = torch.tensor([-1, 5 * P + 3, 6 * P])
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    batch = StepBatch(3, False, 3, 3, 5 * one[None], 3 * one, offsets, mapping)
+    found = tables_of(layout, memory, batch).slots
+    assert found.shape == (len(layout.tables), 3, 2)
+    assert (found[:, 0] == -1).all()
     assert found[:, 1].tolist() == [[100 + t, 3] for t in range(len(layout.tables))]
-    # Nor is what no table has a block for.
-    nowhere = slots_of(layout, torch.tensor([6 * P]), virtual_pages=20)
-    assert (look_up_slots(nowhere, memory.tables)[..., 0] == -1).all()
+    assert (found[:, 2] == -1).all()
     memory.apply(np.zeros((0, 3), np.int32))
     assert memory.blocks_in_use() == [1] * len(layout.tables)
 

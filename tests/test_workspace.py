@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvweave.ops import Workspace
 
@@ -27,3 +29,19 @@ def test_calls_of_two_kinds_in_turns_do_not_grow() -> None:
     settled = [t.data_ptr() for t in space.numbers(100, 0)]
     for kind in ((3, 8), (100, 0), (3, 8)):
         assert [t.data_ptr() for t in space.numbers(*kind)] == settled
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1))
+def test_calls_of_many_sizes_keep_less_than_twice_the_largest(sizes: list[tuple[int, int]]) -> None:
+    space, kept = Workspace("cpu"), {}
+    for floats, counters in sizes:
+        values, zeros = space.numbers(floats, counters)
+        assert len(values) >= floats
+        assert len(zeros) >= counters
+        # All that was ever handed out is alive, so no two share an address.
+        kept |= {(tensor.dtype, tensor.data_ptr()): tensor for tensor in (values, zeros)}
+    for number, dtype in enumerate([torch.float32, torch.int32]):
+        lengths = [len(tensor) for tensor in kept.values() if tensor.dtype == dtype]
+        largest = max(size[number] for size in sizes)
+        assert max(lengths) < max(2 * largest, 1)
+        assert sum(lengths) < max(2 * max(lengths), 1)

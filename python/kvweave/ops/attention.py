@@ -126,4 +126,4 @@ def attend_decode(
 def _results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -60,12 +60,13 @@ def on_device(device: torch.device, **tables: Table) -> dict[str, OnDevice]:
 
     Nothing is waited for: the copy starts from pinned memory, which torch keeps until it is done.
     """
-    placed = {
-        name: OnDevice(table, None)
-        for name, table in tables.items()
-        if isinstance(table, torch.Tensor) and table.is_cuda
-    }
-    host = {name: _numbers(name, table) for name, table in tables.items() if name not in placed}
+    placed: dict[str, OnDevice] = {}
+    host: dict[str, npt.NDArray[np.int32]] = {}
+    for name, table in tables.items():
+        if isinstance(table, torch.Tensor) and table.is_cuda:
+            placed[name] = OnDevice(table, None)
+        else:
+            host[name] = _numbers(name, table)
     if not host:
         return placed
     if torch.cuda.is_current_stream_capturing():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,9 +11,9 @@ from kvweave._native import Reach, RopeTable
 from kvweave.ops.dispatch import OnDevice, Pages, Table
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reading:
-    """Arguments of one call; the native module reads the fields by name."""
+    """Arguments of one call, made anew for each; the native module reads the fields by name."""
 
     q: torch.Tensor
     positions: Table | OnDevice
@@ -29,5 +29,6 @@ class Reading:
     kv_scales: tuple[float, float] | None = None
 
     def placed(self, tables: Mapping[str, OnDevice]) -> Reading:
-        """The same call with its tables on a device."""
-        return replace(self, positions=tables["positions"], entries=tables["entries"])
+        """This call, its tables now on a device."""
+        self.positions, self.entries = tables["positions"], tables["entries"]
+        return self

@@ -8,23 +8,27 @@ import torch
 class Workspace:
     """Kept by a caller for all its calls on one stream of a device: two calls at once would mix.
 
-    Tensors that a captured graph may know stay alive and where they are; when a call needs more,
-    larger ones are made beside them.
+    Tensors that a captured graph may know stay alive and where they are; when a call needs more, a
+    larger one is made beside them, its size a power of two. So all of a kind together are less than
+    twice the largest, whatever sizes are asked for.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._values: list[torch.Tensor] = []
+        self._zeros: list[torch.Tensor] = []
 
     def numbers(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
         """At least so many f32 of any value, and so many i32 that are 0 between calls."""
-        if self._made:
-            values, zeros = self._made[-1]
-            if len(values) >= floats and len(zeros) >= counters:
-                return values, zeros
-            # Never less than before of either, or calls of two kinds in turns would grow for ever.
-            floats, counters = max(floats, len(values)), max(counters, len(zeros))
-        values = torch.empty(floats, dtype=torch.float32, device=self.device)
-        zeros = torch.zeros(counters, dtype=torch.int32, device=self.device)
-        self._made.append((values, zeros))
-        return values, zeros
+        if not self._values or len(self._values[-1]) < floats:
+            size = _size(floats, self._values)
+            self._values.append(torch.empty(size, dtype=torch.float32, device=self.device))
+        if not self._zeros or len(self._zeros[-1]) < counters:
+            size = _size(counters, self._zeros)
+            self._zeros.append(torch.zeros(size, dtype=torch.int32, device=self.device))
+        return self._values[-1], self._zeros[-1]
+
+
+def _size(least: int, made: list[torch.Tensor]) -> int:
+    """What a caller with one size of call asks for is all that it gets."""
+    return 1 << (least - 1).bit_length() if made else least

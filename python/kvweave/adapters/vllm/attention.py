@@ -12,7 +12,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from kvweave import ops
 from kvweave.adapters.vllm.builder import PagedMetadata
 from kvweave.adapters.vllm.dense_prefill import DensePrefill
-from kvweave.errors import Unsupported
+from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.tables import first
 
 
 class PagedAttention(AttentionImpl[PagedMetadata]):
@@ -39,12 +40,12 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         sink: int = 0,
         **others: Any,
     ) -> None:
-        _refuse("attention", attn_type == AttentionType.DECODER, "a decoder's", attn_type)
-        _refuse("alibi_slopes", alibi_slopes is None, "none", "some")
+        expect("attention", attn_type == AttentionType.DECODER, "a decoder's", attn_type)
+        expect("alibi_slopes", alibi_slopes is None, "none", "some")
         dtypes = ("auto", "float16", "bfloat16")
-        _refuse("kv_cache_dtype", kv_cache_dtype in dtypes, "auto", kv_cache_dtype)
+        expect("kv_cache_dtype", kv_cache_dtype in dtypes, "auto", kv_cache_dtype)
         given = sorted(name for name, value in others.items() if value is not None)
-        _refuse("arguments of attention", not given, "none besides", ", ".join(given))
+        expect("arguments of attention", not given, "none besides", ", ".join(given))
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
@@ -81,26 +82,27 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         Without metadata (memory is being profiled) the output is zero.
         """
         scaled = output_scale is not None or output_block_scale is not None
-        _refuse("output", not scaled, "no quantization", "a scale")
+        expect("output", not scaled, "no quantization", "a scale")
         if attn_metadata is None:
             return output.zero_()
         tables, rows = attn_metadata, attn_metadata.rows
         pages = self.pages_of_step(layer, kv_cache, tables)
+        q, out = first(query, rows), first(output, rows)
         if tables.tap is not None:
-            tables.tap.append(query[:rows])
+            tables.tap.append(q)
         if self.kv_sharing_target_layer_name is None:
-            kv = key[:rows], value[:rows]
+            kv = first(key, rows), first(value, rows)
             ops.write_pages(pages, 0, *kv, tables.slots, reach=self.written)
         # A layer with a window may share its tables with others that have none.
         if tables.runs is not None and self.window is None and self.reach is None:
-            self.dense.attend(query[:rows], pages, tables.row_offsets, tables.runs, output[:rows])
+            self.dense.attend(q, pages, tables.row_offsets, tables.runs, out)
             return output
         attend: Any = ops.attend_decode
         split = {}
         if not tables.decode:
             attend, split = ops.attend_prefill, {"row_offsets": tables.row_offsets}
         attend(
-            query[:rows],
+            q,
             tables.positions,
             tables.entries.rows,
             pages,
@@ -112,7 +114,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             reach=self.reach,
             softcap=self.softcap,
             entry_offsets=tables.entries.offsets,
-            out=output[:rows],
+            out=out,
             workspace=tables.workspace,
             **split,
         )
@@ -133,13 +135,8 @@ def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:
 
     Only we read and write it, so within the P · 2·D elements of a head, K comes first, then V.
     """
-    contiguous = kv_cache.dim() == 4 and kv_cache.is_contiguous()
-    got = f"shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}"
-    _refuse("kv_cache", contiguous, "a contiguous tensor [blocks, G, P, 2·D]", got)
+    if kv_cache.dim() != 4 or not kv_cache.is_contiguous():
+        got = f"shape {tuple(kv_cache.shape)}, strides {kv_cache.stride()}"
+        expect("kv_cache", False, "a contiguous tensor [blocks, G, P, 2·D]", got)
     _, _, page_tokens, width = kv_cache.shape
     return kv_cache.view(-1, 2, page_tokens, width // 2)
-
-
-def _refuse(what: str, holds: bool, expected: str, got: str) -> None:
-    if not holds:
-        raise Unsupported(f"{what}: expected {expected}, got {got}", expected=expected, got=got)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 from kvweave import ops
 from kvweave.adapters.vllm import specs
 from kvweave.adapters.vllm.dense_prefill import DensePrefill, Runs
-from kvweave.adapters.vllm.tables import Entries, Span, entries_of, positions_of, slots_of
+from kvweave.adapters.vllm.tables import Entries, Span, StepBatch, StepLayout
 
 
 @dataclass
@@ -43,17 +43,21 @@ class PagedMetadata(AttentionMetadata):
 
 
 class _Kept:
-    """Tables at addresses that do not change, for graphs that were captured with them."""
+    """Tables at addresses that do not change, for decode steps that were captured with them."""
 
-    def __init__(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
-        self._tables = {
-            name: torch.zeros(shape, dtype=torch.int32, device=device)
-            for name, shape in shapes.items()
-        }
+    def __init__(self, layout: StepLayout, device: torch.device, requests: int, tokens: int):
+        # The number of columns is part of what is captured.
+        self.columns = layout.columns(tokens, 1)
+        self._tables = layout.room(device, requests, requests, self.columns)
+        self._of: dict[int, ops.StepTables] = {}
 
-    def put(self, name: str, table: torch.Tensor) -> torch.Tensor:
-        """The kept table's first rows, now with these numbers."""
-        return self._tables[name][: len(table)].copy_(table)
+    def of(self, requests: int) -> ops.StepTables:
+        """The tables' first rows: those of so many requests."""
+        if requests not in self._of:
+            sizes = (requests, requests, requests * sum(self.columns), requests + 1)
+            parts = zip(self._tables, sizes, strict=True)
+            self._of[requests] = ops.StepTables(*(part[:size] for part, size in parts))
+        return self._of[requests]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -74,13 +78,17 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.span = specs.span_of(kv_cache_spec)
-        self.page_tokens = int(kv_cache_spec.block_size)
-        self.heads = int(kv_cache_spec.num_kv_heads)
+        span = specs.span_of(kv_cache_spec)
+        page_tokens, heads = int(kv_cache_spec.block_size), int(kv_cache_spec.num_kv_heads)
+        self.layout = StepLayout(page_tokens, (span,), block_pages=heads)
         self.workspace = ops.Workspace(device)
-        self._kept = None if device.type == "cpu" else self._kept_tables(vllm_config, device)
+        self._kept: _Kept | None = None
+        if device.type != "cpu":
+            requests = vllm_config.scheduler_config.max_num_seqs
+            tokens = vllm_config.model_config.max_model_len
+            self._kept = _Kept(self.layout, device, requests, tokens)
         head_size, dtype = int(kv_cache_spec.head_size), vllm_config.model_config.dtype
-        self.dense = self.span == Span() and DensePrefill.is_there(head_size, dtype)
+        self.dense = span == Span() and DensePrefill.is_there(head_size, dtype)
 
     def build(
         self,
@@ -89,47 +97,22 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         fast_build: bool = False,
     ) -> PagedMetadata:
         """Tables of a step; nothing on the device is waited for."""
-        batch = common_attn_metadata
-        decode = batch.max_query_len == 1
-        rows = batch.num_reqs if decode else int(batch.query_start_loc_cpu[batch.num_reqs])
-        row_offsets = batch.query_start_loc[: batch.num_reqs + 1]
-        lengths = batch.seq_lens[: batch.num_reqs]
-        longest = batch.max_seq_len
-        if decode and self._kept is not None:
-            # The number of columns is part of what is captured.
-            longest = self.vllm_config.model_config.max_model_len
-        entries = entries_of(
-            batch.block_table_tensor[: batch.num_reqs],
-            lengths,
-            lengths - row_offsets.diff(),
-            page_tokens=self.page_tokens,
-            heads=self.heads,
-            columns=self.span.columns(self.page_tokens, longest, batch.max_query_len),
-            span=self.span,
+        batch = StepBatch.of(common_attn_metadata)
+        if batch.decode and self._kept is not None:
+            columns, room = self._kept.columns, self._kept.of(batch.requests)
+        else:
+            columns = self.layout.columns(batch.longest, batch.most_rows)
+            room = self.layout.room(self.device, batch.requests, batch.rows, columns)
+        tables = self.layout.fill(room, batch, columns)
+        metadata = PagedMetadata(
+            batch.rows,
+            batch.decode,
+            tables.positions,
+            batch.row_offsets,
+            tables.slots,
+            Entries.of(tables),
+            self.workspace,
         )
-        positions = positions_of(row_offsets, lengths, rows)
-        slots = slots_of(batch.slot_mapping[:rows], self.page_tokens, self.heads)
-        if self._kept is None:
-            # On the host tables are as long as they say.
-            entries = Entries(entries.rows[: int(entries.offsets[-1])], entries.offsets)
-        elif decode:
-            put = self._kept.put
-            positions, slots = put("positions", positions), put("slots", slots)
-            rows_of, offsets = put("entries", entries.rows), put("offsets", entries.offsets)
-            entries = Entries(rows_of, offsets)
-        tables = PagedMetadata(rows, decode, positions, row_offsets, slots, entries, self.workspace)
-        if self.dense and not decode:
-            blocks = batch.block_table_tensor[: batch.num_reqs]
-            tables.runs = Runs(blocks, lengths, batch.max_query_len, batch.max_seq_len)
-        return tables
-
-    def _kept_tables(self, config: VllmConfig, device: torch.device) -> _Kept:
-        requests = config.scheduler_config.max_num_seqs
-        columns = self.span.columns(self.page_tokens, config.model_config.max_model_len, 1)
-        return _Kept(
-            device,
-            positions=(requests,),
-            slots=(requests, 2),
-            entries=(requests * columns, 5),
-            offsets=(requests + 1,),
-        )
+        if self.dense and not batch.decode:
+            metadata.runs = Runs(batch.blocks, batch.lengths, batch.most_rows, batch.longest)
+        return metadata

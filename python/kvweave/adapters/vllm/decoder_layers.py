@@ -9,7 +9,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from kvweave.errors import Unsupported
+from kvweave.adapters.vllm.supported import expect
 
 
 def attention_of_layers(model: nn.Module, config: VllmConfig) -> Iterator[tuple[Any, Attention]]:
@@ -30,8 +30,6 @@ def expect_whole_context(what: str, stock: Attention) -> None:
 
     Errors: `Unsupported`, naming `what` needs the whole context.
     """
-    if stock.sliding_window is not None:
-        expected = "layers that see the whole context"
-        got = f"a window of {stock.sliding_window} in {stock.layer_name}"
-        text = f"{what}: expected {expected}, got {got}"
-        raise Unsupported(text, expected=expected, got=got)
+    window = stock.sliding_window
+    got = f"a window of {window} in {stock.layer_name}"
+    expect(what, window is None, "layers that see the whole context", got)

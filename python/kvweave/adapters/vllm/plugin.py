@@ -20,15 +20,17 @@ def register() -> None:
     with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
         _register_names()
     if known:
-        from kvweave.adapters.vllm import sink_manager
-        from kvweave.adapters.vllm.segments import prefix_guard
+        from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixManager, ExactPrefixSpec
+        from kvweave.adapters.vllm.sink_manager import SinkWindowManager
+        from kvweave.adapters.vllm.specs import SinkWindowSpec
 
-        sink_manager.register()
-        prefix_guard.register()
+        _register_manager(SinkWindowSpec, SinkWindowManager)
+        _register_manager(ExactPrefixSpec, ExactPrefixManager)
     if versions.is_known(__version__, versions.WITH_VIRTUAL_PAGES):
-        from kvweave.adapters.vllm.virtual_pages import manager
+        from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
+        from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
 
-        manager.register()
+        _register_manager(VirtualPagesSpec, VirtualPagesManager)
 
 
 def _register_names() -> None:
@@ -42,3 +44,11 @@ def _register_names() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{chosen.__name__}.CpuBackend")
     for name in chosen.MODELS:
         ModelRegistry.register_model(name, f"{chosen.__name__}:{name}")
+
+
+def _register_manager(spec: type, manager: type) -> None:
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    # vLLM fills the registry with its own specs only while it is empty: they come first.
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+    KVCacheSpecRegistry.register(spec, manager, uniform_type_base_spec=spec)

@@ -8,7 +8,6 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvweave.adapters.vllm.specs import SinkWindowSpec
 
@@ -122,12 +121,3 @@ class SinkWindowManager(SlidingWindowManager):
             for number in range(start_block, min(spec.sink_blocks, end_block)):
                 mask[number - start_block] = True
         return mask
-
-
-def register() -> None:
-    """Tells vLLM's registry of specs who manages ours; may be called any number of times."""
-    # vLLM fills the registry with its own specs only while it is empty: they come first.
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-    KVCacheSpecRegistry.register(
-        SinkWindowSpec, SinkWindowManager, uniform_type_base_spec=SinkWindowSpec
-    )

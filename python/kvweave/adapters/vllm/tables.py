@@ -1,16 +1,18 @@
-"""vLLM's block tables as tables of our ops, made where the tensors lie and without waiting.
+"""vLLM's description of a batch, and the tables of our ops that come of it. Needs no vLLM.
 
-B requests, M columns of a block table, P tokens a page, G KV heads. A block of vLLM holds the
-pages of all G heads of one layer, one after another, so its block b is our pages from b·G on.
-All results are i32 and contiguous. No size depends on what tensors hold: on a device nothing is
-waited for, and the same calls may be captured in a graph.
+B requests, R rows (tokens that are computed), P tokens a page. No size depends on what tensors
+hold: on a device nothing is waited for.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+
+from kvweave import ops
 
 
 class Entries(NamedTuple):
@@ -18,6 +20,14 @@ class Entries(NamedTuple):
 
     rows: torch.Tensor
     offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, tables: ops.StepTables) -> Entries:
+        """Those of a step; on the host they are as long as they say."""
+        rows, offsets = tables.entries, tables.offsets
+        if offsets.device.type == "cpu":
+            rows = rows[: int(offsets[-1])]
+        return cls(rows, offsets)
 
 
 class Span(NamedTuple):
@@ -36,90 +46,99 @@ class Span(NamedTuple):
         return min(blocks, -(-self.sink // page_tokens) + -(-seen // page_tokens))
 
 
-def positions_of(query_start: torch.Tensor, lengths: torch.Tensor, rows: int) -> torch.Tensor:
-    """Position of each row [rows]: the last row of a request stands at its length − 1.
+@dataclass
+class StepBatch:
+    """What vLLM says of a step, its tensors on one device.
 
-    query_start [B + 1] and lengths [B] are vLLM's `query_start_loc` and `seq_lens`. Rows behind
-    the last request, which pad a graph, get its following positions.
+    `blocks` i32 [B, M], `lengths` i32 [B], `row_offsets` i32 [B + 1], `slot_mapping` i64 [R], as
+    `ops.step_tables` has them. `decode`: every request has one row; those that pad a graph are
+    requests too. `most_rows` and `longest`, of any request, are known on the host; tokens may be
+    fewer.
     """
-    numbers = torch.arange(rows, dtype=torch.int32, device=lengths.device)
-    ends = query_start[1:]
-    request = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-    request = request.clamp_(max=len(lengths) - 1)
-    position = numbers + lengths[request] - ends[request]
-    return position.clamp_(min=0).to(torch.int32)
+
+    rows: int
+    decode: bool
+    most_rows: int
+    longest: int
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    row_offsets: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    @classmethod
+    def of(cls, common: Any) -> StepBatch:
+        """Of vLLM's `CommonAttentionMetadata`."""
+        requests, most_rows = common.num_reqs, common.max_query_len
+        decode = most_rows == 1
+        rows = requests if decode else int(common.query_start_loc_cpu[requests])
+        return cls(
+            rows,
+            decode,
+            most_rows,
+            common.max_seq_len,
+            first(common.block_table_tensor, requests),
+            first(common.seq_lens, requests),
+            first(common.query_start_loc, requests + 1),
+            first(common.slot_mapping, rows),
+        )
+
+    @property
+    def requests(self) -> int:
+        """B."""
+        return len(self.lengths)
 
 
-def slots_of(slot_mapping: torch.Tensor, page_tokens: int, heads: int) -> torch.Tensor:
-    """(block, slot) [rows, 2] from vLLM's `slot_mapping` [rows]; −1, for padding, stays outside."""
-    block = slot_mapping.div(page_tokens, rounding_mode="floor")
-    slot = slot_mapping - block * page_tokens
-    return torch.stack((block * heads, slot), dim=1).to(torch.int32)
+@dataclass(frozen=True)
+class StepLayout:
+    """How pages of P tokens lie and what rows see of them: a span a table.
 
-
-def entries_of(
-    blocks: torch.Tensor,
-    lengths: torch.Tensor,
-    first: torch.Tensor,
-    *,
-    page_tokens: int,
-    heads: int,
-    columns: int,
-    span: Span,
-) -> Entries:
-    """Entries of the blocks that a request's rows see: N = B · `columns`.
-
-    blocks [B, M] and lengths [B] are vLLM's block table and sequence lengths, `first` [B] the
-    position of each request's first row, `columns` what `Span.columns` says.
+    A block of vLLM is the `block_pages` pages of a layer's KV heads, one after another. Or a
+    request's tables go `through_places`: a page's block is where each of them says.
     """
-    number, listed = seen_blocks(
-        lengths, first, page_tokens=page_tokens, columns=columns, span=span
-    )
-    table = blocks.gather(1, number.clamp(max=blocks.shape[1] - 1).long())
-    return packed(number, listed, listed.sum(1), table * heads, lengths, page_tokens)
+
+    page_tokens: int
+    spans: Sequence[Span]
+    block_pages: int = 1
+    through_places: bool = False
+
+    def columns(self, longest: int, most_rows: int) -> list[int]:
+        """Most entries of a request in each table."""
+        return [span.columns(self.page_tokens, longest, most_rows) for span in self.spans]
+
+    def room(
+        self, device: torch.device, requests: int, rows: int, columns: Sequence[int]
+    ) -> ops.StepTables:
+        """Room for the tables of so many requests and rows."""
+        return ops.StepTables.empty(
+            device,
+            requests=requests,
+            rows=rows,
+            entries=requests * sum(columns),
+            tables=len(self.spans) if self.through_places else None,
+        )
+
+    def fill(
+        self,
+        out: ops.StepTables,
+        batch: StepBatch,
+        columns: Sequence[int],
+        places: torch.Tensor | None = None,
+    ) -> ops.StepTables:
+        """Writes the tables of a batch; `places` i32 [tables, pages], where they go through any."""
+        seen = zip(self.spans, columns, strict=True)
+        return ops.step_tables(
+            batch.blocks,
+            batch.lengths,
+            batch.row_offsets,
+            batch.slot_mapping,
+            page_tokens=self.page_tokens,
+            block_pages=self.block_pages,
+            spans=[(span.window or 0, span.sink, count) for span, count in seen],
+            places=places,
+            out=out,
+        )
 
 
-def seen_blocks(
-    lengths: torch.Tensor, first: torch.Tensor, *, page_tokens: int, columns: int, span: Span
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which blocks of a request its rows see: numbers in its table, and which of these count.
-
-    Both [B, `columns`], numbers ascending; arguments as `entries_of` has them.
-    """
-    requests, device = len(lengths), lengths.device
-    column = torch.arange(columns, dtype=torch.int32, device=device)
-    sinks = 0 if span.window is None else min(columns, -(-span.sink // page_tokens))
-    number = column.expand(requests, columns)
-    if span.window is not None:
-        lowest = (first - (span.window - 1)).clamp(min=0)
-        lowest = lowest.div(page_tokens, rounding_mode="floor").clamp(min=sinks)
-        number = torch.where(column < sinks, column, column - sinks + lowest[:, None])
-    held = (lengths + (page_tokens - 1)).div(page_tokens, rounding_mode="floor")
-    return number, number < held[:, None]
-
-
-def packed(
-    number: torch.Tensor,
-    listed: torch.Tensor,
-    counts: torch.Tensor,
-    blocks: torch.Tensor,
-    lengths: torch.Tensor,
-    page_tokens: int,
-) -> Entries:
-    """Entries of the blocks that are listed, those of a request in the order of its columns.
-
-    number, listed and blocks [B, C]; counts [n], how many are listed, table by table.
-    """
-    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int32, device=number.device)
-    torch.cumsum(counts.flatten(), 0, dtype=torch.int32, out=offsets[1:])
-    # Each listed block goes behind those before it; the others meet in one row too many.
-    place = listed.flatten().cumsum(0) - 1
-    place = torch.where(listed.flatten(), place, listed.numel())
-    position = number * page_tokens
-    end = (lengths[:, None] - position).clamp(max=page_tokens)
-    zero = torch.zeros_like(position)
-    fields = (blocks, zero, end, position, zero)
-    values = torch.stack([field.to(torch.int32) for field in fields], dim=2)
-    rows = torch.zeros((listed.numel() + 1, 5), dtype=torch.int32, device=number.device)
-    rows[place] = values.reshape(-1, 5)
-    return Entries(rows[:-1], offsets)
+def first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows; the tensor itself, which costs nothing, where it has no others."""
+    return tensor if tensor.shape[0] == count else tensor[:count]

@@ -12,7 +12,6 @@ from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvweave.adapters.vllm.segments.accepted import accepted
 
@@ -45,12 +44,3 @@ class ExactPrefixManager(FullAttentionManager):
         """Forgets the request."""
         self._exact.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
-
-
-def register() -> None:
-    """Tells vLLM's registry of specs who manages ours; may be called any number of times."""
-    # vLLM fills the registry with its own specs only while it is empty: they come first.
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-    KVCacheSpecRegistry.register(
-        ExactPrefixSpec, ExactPrefixManager, uniform_type_base_spec=ExactPrefixSpec
-    )

@@ -15,24 +15,30 @@ from vllm.v1.attention.backend import (
 
 from kvweave import ops
 from kvweave.adapters.vllm.builder import PagedMetadata
-from kvweave.adapters.vllm.tables import Entries, positions_of
+from kvweave.adapters.vllm.tables import Entries, StepBatch, StepLayout
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
-from kvweave.adapters.vllm.virtual_pages.tables import entries_of, look_up, look_up_slots, slots_of
 
 
-@dataclass
+@dataclass(kw_only=True)
 class VirtualMetadata(PagedMetadata):
-    """Tables of one step, slots [tables, R, 2]; by flat place until the first layer runs."""
+    """Tables of one step, slots [tables, R, 2]; without numbers until the first layer runs.
 
+    The changes of a step reach a worker after its metadata is built, so only then is it known
+    where pages lie.
+    """
+
+    layout: StepLayout
+    batch: StepBatch
+    columns: list[int]
     looked_up: bool = False
 
     def look_up(self, memory: PageMemory) -> None:
         """Finds the blocks, the changes of the step having come."""
         if self.looked_up:
             return
-        rows = look_up(self.entries.rows, memory.tables)
-        self.entries = Entries(rows, self.entries.offsets)
-        self.slots = look_up_slots(self.slots, memory.tables)
+        room = ops.StepTables(self.positions, self.slots, *self.entries)
+        tables = self.layout.fill(room, self.batch, self.columns, memory.tables)
+        self.entries = Entries.of(tables)
         self.looked_up = True
 
 
@@ -51,7 +57,9 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.layout = kv_cache_spec.layout
+        layout = kv_cache_spec.layout
+        spans = [layout.spans[number] for number in layout.tables]
+        self.layout = StepLayout(layout.page_tokens, spans, through_places=True)
         self.workspace = ops.Workspace(device)
 
     def build(
@@ -60,24 +68,19 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> VirtualMetadata:
-        """Tables of a step; nothing on the device is waited for."""
-        batch = common_attn_metadata
-        decode = batch.max_query_len == 1
-        rows = batch.num_reqs if decode else int(batch.query_start_loc_cpu[batch.num_reqs])
-        row_offsets = batch.query_start_loc[: batch.num_reqs + 1]
-        lengths = batch.seq_lens[: batch.num_reqs]
-        pages = int(self.vllm_config.cache_config.num_gpu_blocks)
-        entries = entries_of(
-            self.layout,
-            batch.block_table_tensor[: batch.num_reqs],
-            lengths,
-            lengths - row_offsets.diff(),
-            virtual_pages=pages,
-            longest=batch.max_seq_len,
-            most_rows=batch.max_query_len,
+        """Room for the tables of a step; nothing on the device is waited for."""
+        batch = StepBatch.of(common_attn_metadata)
+        columns = self.layout.columns(batch.longest, batch.most_rows)
+        room = self.layout.room(self.device, batch.requests, batch.rows, columns)
+        return VirtualMetadata(
+            batch.rows,
+            batch.decode,
+            room.positions,
+            batch.row_offsets,
+            room.slots,
+            Entries(room.entries, room.offsets),
+            self.workspace,
+            layout=self.layout,
+            batch=batch,
+            columns=columns,
         )
-        if self.device.type == "cpu":
-            entries = Entries(entries.rows[: int(entries.offsets[-1])], entries.offsets)
-        positions = positions_of(row_offsets, lengths, rows)
-        slots = slots_of(self.layout, batch.slot_mapping[:rows], virtual_pages=pages)
-        return VirtualMetadata(rows, decode, positions, row_offsets, slots, entries, self.workspace)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
@@ -147,11 +146,3 @@ class _Numbers(Sequence[int]):
 
 def _numbers(blocks: Sequence[KVCacheBlock]) -> list[int]:
     return [int(block.block_id) for block in blocks]
-
-
-def register() -> None:
-    """Tells vLLM's registry of specs who manages ours; may be called any number of times."""
-    KVCacheSpecRegistry.check_kv_cache_spec_registry({})
-    KVCacheSpecRegistry.register(
-        VirtualPagesSpec, VirtualPagesManager, uniform_type_base_spec=VirtualPagesSpec
-    )

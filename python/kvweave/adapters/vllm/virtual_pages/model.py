@@ -11,13 +11,13 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvweave import ops
 from kvweave.adapters.vllm import versions
-from kvweave.adapters.vllm.decoder_layers import attention_of_layers
+from kvweave.adapters.vllm.decoder_layers import attention_of_layers, expect_whole_context
 from kvweave.adapters.vllm.head_split import read_classes
+from kvweave.adapters.vllm.supported import expect
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
-from kvweave.errors import Unsupported
 
 CONNECTOR = "KvweavePages"
 BLOCK_TOKENS = (16, 32, 64)
@@ -57,7 +57,7 @@ def layout_for(config: VllmConfig, heads: Path | None) -> PageLayout:
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
     ranks = config.parallel_config.tensor_parallel_size
-    _refuse("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
+    expect("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
     return layout_of(read_classes(heads, layers, model.get_total_num_kv_heads()), page_tokens)
 
 
@@ -67,9 +67,7 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
     Errors: `Unsupported` for layers that have a window of their own.
     """
     for number, (module, stock) in enumerate(attention_of_layers(model, config)):
-        window = stock.sliding_window
-        expected = "layers that see the whole context"
-        _refuse(stock.layer_name, window is None, expected, f"a window of {window}")
+        expect_whole_context("virtual pages", stock)
         module.attn = _VirtualLayer(
             stock.num_heads,
             stock.head_size,
@@ -85,21 +83,16 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
 def _check(config: VllmConfig) -> None:
     size = config.cache_config.block_size
     sizes = ", ".join(map(str, BLOCK_TOKENS))
-    _refuse("block_size", size in BLOCK_TOKENS, f"one of {sizes} with virtual pages", str(size))
+    expect("block_size", size in BLOCK_TOKENS, f"one of {sizes} with virtual pages", str(size))
     transfer = config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
-    _refuse("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
+    expect("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
     stages = config.parallel_config.pipeline_parallel_size
-    _refuse("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
+    expect("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
     others = {
         "quantization": config.quant_config,
         "speculative_config": config.speculative_config,
         "lora_config": config.lora_config,
     }
     for what, value in others.items():
-        _refuse(what, value is None, "none with virtual pages", "one")
-
-
-def _refuse(what: str, holds: bool, expected: str, got: str) -> None:
-    if not holds:
-        raise Unsupported(f"{what}: expected {expected}, got {got}", expected=expected, got=got)
+        expect(what, value is None, "none with virtual pages", "one")
