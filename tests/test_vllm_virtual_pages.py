@@ -218,7 +218,8 @@ def tables_of(layout: PageLayout, memory: PageMemory, batch: StepBatch) -> ops.S
     step = StepLayout(P, spans, through_places=True)
     columns = step.columns(batch.longest, batch.most_rows)
     room = step.room(memory.tables.device, batch.requests, batch.rows, columns)
-    return step.fill(room, batch, columns, memory.tables)
+    tables = step.fill(room, batch, columns, memory.tables)
+    return tables._replace(entries=Entries.of(tables).rows)
 
 
 def memory_of(layout: PageLayout, virtual_pages: int, device: str, dim: int = 16) -> PageMemory:
@@ -282,7 +283,6 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
             slot_mapping=torch.from_numpy(np.concatenate(mapping)).long().to(device),
         )
         tables = tables_of(layout, memory, batch)
-        entries = Entries.of(tables)
         of_rows = np.concatenate([starts[r] + x for r, x in zip(chosen, at, strict=True)])
         for layer in range(layout.layers):
             reach = ops.Reach(len(layout.tables), layout.head_rows(layer))
@@ -292,7 +292,7 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
             out, _ = ops.attend_prefill(
                 q.to(device),
                 tables.positions,
-                entries.rows,
+                tables.entries,
                 memory.arena,
                 0,
                 kv_heads=3,
@@ -300,7 +300,7 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
                 rope=rope_table(1, dim),
                 reach=reach,
                 row_offsets=offsets,
-                entry_offsets=entries.offsets,
+                entry_offsets=tables.offsets,
             )
             wanted = []
             for index, (r, x) in enumerate(zip(chosen, at, strict=True)):
