@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvweave import Unsupported, ops
 from kvweave.adapters.vllm import versions as vllm_versions
-from kvweave.adapters.vllm.tables import Entries, Span, StepBatch, StepLayout
+from kvweave.adapters.vllm.tables import Entries, KeptTables, Span, StepBatch, StepLayout
 from paged import dense_attention, rope_table
 from versions import needs_cuda
 
@@ -155,6 +155,22 @@ def test_a_batch_is_as_long_as_vllm_says(batch: Batch, padding: int) -> None:
     assert taken.decode is (max(batch.rows) == 1)
     assert taken.rows == sum(batch.rows) == len(taken.slot_mapping)
     assert taken.requests == len(batch.lengths) == len(taken.blocks) == len(taken.row_offsets) - 1
+
+
+@given(spans, st.lists(st.integers(1, 8), min_size=1))
+def test_kept_tables_stay_where_they_are(span: Span, sizes: list[int]) -> None:
+    """Decode steps of up to 8 requests: what any of them was captured with is filled again."""
+    layout = StepLayout(16, (span,), block_pages=2)
+    kept, places = KeptTables(layout, torch.device("cpu"), requests=8, longest=90), []
+    for size in [8, *sizes]:
+        batch = Batch(16, 2, [90 - 11 * request for request in range(size)], [1] * size)
+        filled = kept.fill(StepBatch.of(batch.common("cpu")))
+        places.append([part.data_ptr() for part in filled])
+        wanted, entries = batch.tables(span)
+        assert torch.equal(Entries.of(filled).rows, entries.rows)
+        for name in ("positions", "slots", "offsets"):
+            assert torch.equal(getattr(filled, name), getattr(wanted, name))
+    assert all(place == places[0] for place in places)
 
 
 def attended(batch: Batch, span: Span, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 from kvweave import ops
 from kvweave.adapters.vllm import specs
 from kvweave.adapters.vllm.dense_prefill import DensePrefill, Runs
-from kvweave.adapters.vllm.tables import Entries, Span, StepBatch, StepLayout
+from kvweave.adapters.vllm.tables import Entries, KeptTables, Span, StepBatch, StepLayout
 
 
 @dataclass
@@ -42,24 +42,6 @@ class PagedMetadata(AttentionMetadata):
     runs: Runs | None = None
 
 
-class _Kept:
-    """Tables at addresses that do not change, for decode steps that were captured with them."""
-
-    def __init__(self, layout: StepLayout, device: torch.device, requests: int, tokens: int):
-        # The number of columns is part of what is captured.
-        self.columns = layout.columns(tokens, 1)
-        self._tables = layout.room(device, requests, requests, self.columns)
-        self._of: dict[int, ops.StepTables] = {}
-
-    def of(self, requests: int) -> ops.StepTables:
-        """The tables' first rows: those of so many requests."""
-        if requests not in self._of:
-            sizes = (requests, requests, requests * sum(self.columns), requests + 1)
-            parts = zip(self._tables, sizes, strict=True)
-            self._of[requests] = ops.StepTables(*(part[:size] for part, size in parts))
-        return self._of[requests]
-
-
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     """Makes `PagedMetadata` of vLLM's own description of a batch.
 
@@ -82,11 +64,14 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         page_tokens, heads = int(kv_cache_spec.block_size), int(kv_cache_spec.num_kv_heads)
         self.layout = StepLayout(page_tokens, (span,), block_pages=heads)
         self.workspace = ops.Workspace(device)
-        self._kept: _Kept | None = None
+        self._kept: KeptTables | None = None
         if device.type != "cpu":
-            requests = vllm_config.scheduler_config.max_num_seqs
-            tokens = vllm_config.model_config.max_model_len
-            self._kept = _Kept(self.layout, device, requests, tokens)
+            self._kept = KeptTables(
+                self.layout,
+                device,
+                requests=vllm_config.scheduler_config.max_num_seqs,
+                longest=vllm_config.model_config.max_model_len,
+            )
         head_size, dtype = int(kv_cache_spec.head_size), vllm_config.model_config.dtype
         self.dense = span == Span() and DensePrefill.is_there(head_size, dtype)
 
@@ -99,11 +84,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         """Tables of a step; nothing on the device is waited for."""
         batch = StepBatch.of(common_attn_metadata)
         if batch.decode and self._kept is not None:
-            columns, room = self._kept.columns, self._kept.of(batch.requests)
+            tables = self._kept.fill(batch)
         else:
             columns = self.layout.columns(batch.longest, batch.most_rows)
             room = self.layout.room(self.device, batch.requests, batch.rows, columns)
-        tables = self.layout.fill(room, batch, columns)
+            tables = self.layout.fill(room, batch, columns)
         metadata = PagedMetadata(
             batch.rows,
             batch.decode,

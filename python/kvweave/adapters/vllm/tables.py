@@ -139,6 +139,28 @@ class StepLayout:
         )
 
 
+class KeptTables:
+    """Tables at addresses that do not change, for decode steps that were captured with them."""
+
+    def __init__(
+        self, layout: StepLayout, device: torch.device, *, requests: int, longest: int
+    ) -> None:
+        self.layout = layout
+        # The number of columns is part of what is captured.
+        self.columns = layout.columns(longest, 1)
+        self._tables = layout.room(device, requests, requests, self.columns)
+        self._of: dict[int, ops.StepTables] = {}
+
+    def fill(self, batch: StepBatch) -> ops.StepTables:
+        """The tables of a decode step, in the first rows of those that are kept."""
+        requests = batch.requests
+        if requests not in self._of:
+            sizes = (requests, requests, requests * sum(self.columns), requests + 1)
+            parts = zip(self._tables, sizes, strict=True)
+            self._of[requests] = ops.StepTables(*(part[:size] for part, size in parts))
+        return self.layout.fill(self._of[requests], batch, self.columns)
+
+
 def first(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The first rows; the tensor itself, which costs nothing, where it has no others."""
     return tensor if tensor.shape[0] == count else tensor[:count]
