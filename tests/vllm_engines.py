@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.plugins import load_general_plugins
 
 import vllm_cpu_ops
 from families import VOCABULARY
@@ -29,6 +32,14 @@ class Answer:
     cached: int
 
 
+@cache
+def _load(architecture: str) -> None:
+    """Tells vLLM a model's class, which it otherwise looks at in a process of its own."""
+    load_general_plugins()
+    made = ModelRegistry.models[architecture].load_model_cls()
+    ModelRegistry.register_model(architecture, made)
+
+
 @contextmanager
 def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]:
     """A vLLM that chops prompts into chunks of up to 64 rows."""
@@ -44,19 +55,22 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
         "disable_log_stats": False,
         **vllm_cpu_ops.options(),
     }
+    known = json.loads((model / "config.json").read_text())
+    for name in {**known, **choice.get("hf_overrides", {})}["architectures"]:
+        _load(name)
+    # An engine collects garbage several times while it starts: what was there before is not gone
+    # through each time. Its end thaws it.
+    gc.freeze()
     llm = LLM(str(model), **{**options, **choice, **changes})
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
-        clean()
 
 
 def clean() -> None:
-    """What an engine leaves in a process, and another would trip over."""
+    """Collects what an engine leaves in a process, and another would trip over."""
     cleanup_dist_env_and_memory()
-    gc.collect()
 
 
 def prompt(length: int, seed: int) -> dict[str, list[int]]:

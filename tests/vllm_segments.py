@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.policies import Policy
 from kvweave.runner import Runner
 from kvweave.runner.prompt import TokenizedPrompt
-from vllm_engines import Answer, answer, engine, prompt, sampling
+from vllm_engines import STOCK, Answer, answer, answers, engine, prompt, sampling
 
 ARENA = 1 << 24
 FAMILIES = {"llama": "Llama", "llama3-rope": "Llama", "llama-yarn": "Llama", "qwen2": "Qwen2"}
@@ -53,10 +54,14 @@ class Counts:
     """What the worker of an engine counted since it started."""
 
     def __init__(self) -> None:
-        self.total = SegmentStats()
+        self.anew()
         self.worker = get_kv_transfer_group().worker
         self._taken = self.worker.taken_stats
         self.worker.taken_stats = self.take
+
+    def anew(self) -> None:
+        """Counts from nothing again."""
+        self.total = SegmentStats()
 
     def take(self) -> Any:
         taken = self._taken()
@@ -91,8 +96,30 @@ class Marked:
 
 # A document between other texts, and once more at another place.
 DOCUMENT = tuple(text(100, 9))
+OTHER = tuple(text(70, 8))
 FIRST = Marked([text(20, 1), DOCUMENT, text(15, 2)])
 SECOND = Marked([text(37, 3), DOCUMENT, text(21, 4)])
+BOTH = Marked([text(5, 5), OTHER, text(9, 6), DOCUMENT, text(30, 7)])
+SHORT = Marked([text(20, 1), DOCUMENT[:24], text(15, 2)])
+BEHIND = Marked([text(64, 1), DOCUMENT, text(40, 2)])
+UNMARKED = [text(9, 0), text(80, 1), text(150, 2), text(60, 5), text(80, 5)]
+
+
+@cache
+def _stock(model: Path) -> dict[tuple[int, ...], Answer]:
+    asked = [given.tokens for given in (FIRST, SECOND, BOTH, SHORT, BEHIND)] + UNMARKED
+    with engine(model, STOCK) as llm:
+        said = answers(llm, [{"prompt_token_ids": tokens} for tokens in asked], 24)
+    return dict(zip(map(tuple, asked), said, strict=True))
+
+
+def stock(model: Path, tokens: Tokens, count: int = 6) -> Answer:
+    """What stock vLLM answers, with up to 24 tokens; one engine is asked all prompts named above.
+
+    No other engine may run meanwhile.
+    """
+    whole = _stock(model)[tuple(tokens)]
+    return Answer(whole.tokens[:count], whole.logprobs[:count], whole.cached)
 
 
 def named(policy: str | Policy) -> str | dict[str, Any]:

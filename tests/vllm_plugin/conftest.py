@@ -29,10 +29,7 @@ def _not_for_this_version() -> list[str]:
 
     from kvweave.adapters.vllm import versions
 
-    parts = {
-        "test_segments*.py": versions.WITH_SEGMENTS,
-        "test_virtual_pages*.py": versions.WITH_VIRTUAL_PAGES,
-    }
+    parts = {"test_virtual_pages*.py": versions.WITH_VIRTUAL_PAGES}
     return [name for name, known in parts.items() if not versions.is_known(vllm.__version__, known)]
 
 

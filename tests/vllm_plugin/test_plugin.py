@@ -47,7 +47,7 @@ def test_who_does_not_ask_gets_stock_vllm() -> None:
     with set_current_vllm_config(VllmConfig()):
         assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
     for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-        assert ModelRegistry.models[name].module_name.startswith("vllm.")
+        assert ModelRegistry.models[name].load_model_cls().__module__.startswith("vllm.")
     for spec in (FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)):
         manager = KVCacheSpecRegistry.get_manager_class(spec)
         assert manager.__module__.startswith("vllm.")

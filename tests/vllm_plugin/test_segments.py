@@ -9,13 +9,17 @@ from families import tiny
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, SparseX
-from vllm_engines import STOCK, answers, engine, same, sampling
+from vllm_engines import engine, same, sampling
 from vllm_segments import (
+    BOTH,
     DOCUMENT,
     FAMILIES,
     FIRST,
+    OTHER,
     SECOND,
+    SHORT,
     SIZES,
+    UNMARKED,
     Counterpart,
     Marked,
     answer,
@@ -23,14 +27,12 @@ from vllm_segments import (
     asked,
     close,
     named,
-    plain,
     segments,
     settings,
+    stock,
     text,
 )
 
-OTHER = tuple(text(70, 8))
-BOTH = Marked([text(5, 5), OTHER, text(9, 6), DOCUMENT, text(30, 7)])
 TOUCHING = Marked([text(18, 5), DOCUMENT, OTHER, text(7, 6)])
 LAST = Marked([text(33, 5), DOCUMENT])
 APART = Marked([text(12, 10), OTHER, text(4, 11)])
@@ -49,27 +51,29 @@ def changes(family: str) -> dict:
     return {**SIZES, **CHANGES.get(family, {})}
 
 
-@pytest.mark.parametrize("policy", ["sparsex", "naive", "full"])
-def test_nothing_cached_is_stock(checkpoint, policy: str) -> None:
+def test_nothing_cached_is_stock(checkpoint) -> None:
     model = checkpoint("llama")
-    with engine(model, STOCK, max_num_batched_tokens=512) as llm:
-        wanted = plain(llm, BOTH.tokens)
+    wanted = stock(model, BOTH.tokens)
     with segments(model, settings()) as (llm, counts):
-        got = ask(llm, BOTH, policy=policy)
-    same([got], [wanted])
+        for policy in ("sparsex", "naive", "full"):
+            same([ask(llm, BOTH, policy=policy, namespace=policy)], [wanted])
+    assert counts.total.requests == 3
     assert counts.total.rows == counts.total.copied_keys == counts.total.reused_tokens == 0
 
 
-def compare(llm: LLM, beside: Counterpart, policy: str | Policy = "sparsex") -> None:
+def compare(
+    llm: LLM, beside: Counterpart, policy: str | Policy = "sparsex", namespace: str = ""
+) -> None:
     """Both see the seeds first, from where documents come in all prompts that follow.
 
     The Runner, which copies what it reuses, would offer copies that it changed to later prompts.
     """
+    markers = {"policy": named(policy), "namespace": namespace}
     for given in SEEDS:
-        close(ask(llm, given, policy=named(policy)), beside.ask(given, policy))
+        close(ask(llm, given, **markers), beside.ask(given, policy, namespace=namespace))
     for given in PROMPTS:
-        wanted = beside.ask(given, policy, remember=False)
-        close(ask(llm, given, policy=named(policy)), wanted)
+        wanted = beside.ask(given, policy, remember=False, namespace=namespace)
+        close(ask(llm, given, **markers), wanted)
 
 
 @pytest.mark.parametrize(
@@ -87,57 +91,58 @@ def test_answers_are_the_runners(checkpoint, family: str, policy: str) -> None:
     assert counts.total.moved_keys > 0
 
 
-@pytest.mark.parametrize("policy", ["sparsex", "naive"])
-def test_fewer_rows_are_computed(checkpoint, policy: str) -> None:
+def test_fewer_rows_are_computed(checkpoint) -> None:
     """As many as the Runner's plan has, layer by layer; and every other row is copied."""
     beside = Counterpart(tiny("llama", **SIZES))
     with segments(checkpoint("llama"), settings()) as (llm, counts):
-        for given in (FIRST, SECOND):
-            wanted = beside.ask(given, policy)
-            got = ask(llm, given, policy=policy)
-    close(got, wanted)
-    spared = [len(SECOND.tokens) - rows for rows in beside.rows]
-    assert counts.total.rows == sum(beside.rows)
-    assert counts.total.rows_spared == counts.total.copied_keys == sum(spared)
-    assert counts.total.recomputed_rows == len(DOCUMENT) - spared[-1]
+        for policy in ("sparsex", "naive"):
+            counts.anew()
+            llm.reset_prefix_cache()
+            for given in (FIRST, SECOND):
+                wanted = beside.ask(given, policy, namespace=policy)
+                got = ask(llm, given, policy=policy, namespace=policy)
+            close(got, wanted)
+            spared = [len(SECOND.tokens) - rows for rows in beside.rows]
+            assert counts.total.rows == sum(beside.rows)
+            assert counts.total.rows_spared == counts.total.copied_keys == sum(spared)
+            assert counts.total.recomputed_rows == len(DOCUMENT) - spared[-1]
 
 
-@pytest.mark.parametrize("policy", [SparseX(1, top_k=1.0), SparseX(0, top_k=1.0)])
-def test_every_row_recomputed_is_stock(checkpoint, policy: SparseX) -> None:
-    with engine(checkpoint("qwen3"), STOCK, max_num_batched_tokens=512) as llm:
-        wanted = [plain(llm, given.tokens) for given in (FIRST, SECOND)]
-    with segments(checkpoint("qwen3"), settings("qwen3")) as (llm, counts):
-        got = [ask(llm, given, policy=named(policy)) for given in (FIRST, SECOND)]
-    same(got, wanted)
-    assert counts.total.recomputed_rows == counts.total.reused_tokens == len(DOCUMENT)
+def test_every_row_recomputed_is_stock(checkpoint) -> None:
+    model = checkpoint("qwen3")
+    wanted = [stock(model, given.tokens) for given in (FIRST, SECOND)]
+    with segments(model, settings("qwen3")) as (llm, counts):
+        for policy, namespace in ((SparseX(1, top_k=1.0), "deep"), (SparseX(0, top_k=1.0), "all")):
+            counts.anew()
+            said = {"policy": named(policy), "namespace": namespace}
+            same([ask(llm, given, **said) for given in (FIRST, SECOND)], wanted)
+            assert counts.total.recomputed_rows == counts.total.reused_tokens == len(DOCUMENT)
 
 
 def test_a_segment_within_its_seams_is_stock(checkpoint) -> None:
     """All of it is computed, in a first layer that is run twice."""
-    short = Marked([text(20, 1), DOCUMENT[:24], text(15, 2)])
-    with engine(checkpoint("llama"), STOCK, max_num_batched_tokens=512) as llm:
-        wanted = plain(llm, short.tokens)
-    with segments(checkpoint("llama"), settings()) as (llm, counts):
+    model = checkpoint("llama")
+    wanted = stock(model, SHORT.tokens)
+    with segments(model, settings()) as (llm, counts):
         KnowledgeBase(llm.collective_rpc).insert("short", DOCUMENT[:24])
-        got = ask(llm, short, policy=named(SparseX(0)))
+        got = ask(llm, SHORT, policy=named(SparseX(0)))
     same([got], [wanted])
     assert counts.total.recomputed_rows == counts.total.reused_tokens == 24
 
 
-@pytest.mark.parametrize("policy", [SparseX(0), SparseX(3, top_k=7)])
-def test_other_depths_are_the_runners(checkpoint, policy: SparseX) -> None:
+def test_other_depths_are_the_runners(checkpoint) -> None:
     """With depth 0 reused rows never enter the first layer, but for those chosen by its scores."""
     beside = Counterpart(tiny("qwen2", **SIZES))
     with segments(checkpoint("qwen2"), settings("qwen2")) as (llm, _):
-        compare(llm, beside, policy)
+        compare(llm, beside, SparseX(0), "whole")
+        compare(llm, beside, SparseX(3, top_k=7), "three")
 
 
 def test_mixed_batches_leave_others_alone(checkpoint) -> None:
     """Prompts that reuse, prompts that do not, and decodes, in the same steps."""
     model = checkpoint("llama")
-    others = [{"prompt_token_ids": text(length, seed)} for seed, length in enumerate([9, 80, 150])]
-    with engine(model, STOCK) as llm:
-        wanted = answers(llm, others, 24)
+    others = [{"prompt_token_ids": tokens} for tokens in UNMARKED[:3]]
+    wanted = [stock(model, tokens, 24) for tokens in UNMARKED[:3]]
     beside = Counterpart(tiny("llama", **SIZES))
     marked = [FIRST, SECOND, BOTH]
     runners = [beside.ask(given, "naive", 8) for given in marked]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from families import tiny
-from vllm_engines import STOCK, answer, engine, metric, same, sampling
+from vllm_engines import answer, metric, same, sampling
 from vllm_segments import (
+    BEHIND,
     DOCUMENT,
     FIRST,
     SECOND,
@@ -17,6 +18,7 @@ from vllm_segments import (
     plain,
     segments,
     settings,
+    stock,
     text,
 )
 
@@ -71,8 +73,7 @@ def test_an_aborted_request_lets_go(checkpoint) -> None:
     """In the middle of its prefill: its segments are free again, and nobody else notices."""
     model = checkpoint("llama")
     other = {"prompt_token_ids": text(60, 5)}
-    with engine(model, STOCK, max_num_batched_tokens=48) as llm:
-        wanted = plain(llm, other["prompt_token_ids"], 12)
+    wanted = stock(model, text(60, 5), 12)
     with segments(model, settings(), max_num_batched_tokens=48) as (llm, counts):
         ask(llm, FIRST)
         inner, done = llm.llm_engine, {}
@@ -92,11 +93,9 @@ def test_an_aborted_request_lets_go(checkpoint) -> None:
 
 def test_approximate_blocks_are_never_a_prefix(checkpoint) -> None:
     """An exact prefix is read and a segment reused; then the same tokens, asked as stock."""
-    head = text(64, 1)
-    given = Marked([head, DOCUMENT, text(40, 2)])
+    given, head = BEHIND, BEHIND.tokens[:64]
     model = checkpoint("llama")
-    with engine(model, STOCK, max_num_batched_tokens=512) as llm:
-        wanted = plain(llm, given.tokens)
+    wanted = stock(model, given.tokens)
     with segments(model, settings(), enable_prefix_caching=True) as (llm, counts):
         plain(llm, head + text(9, 7))
         ask(llm, FIRST, policy="naive")
@@ -105,9 +104,9 @@ def test_approximate_blocks_are_never_a_prefix(checkpoint) -> None:
         assert counts.total.reused_tokens == len(DOCUMENT)
         assert marked.tokens != wanted.tokens
         for _ in range(2):
-            stock = plain(llm, given.tokens)
-            same([stock], [wanted])
-        assert stock.cached > 64
+            later = plain(llm, given.tokens)
+            same([later], [wanted])
+        assert later.cached > 64
 
 
 def test_a_prefix_of_vllm_and_segments_are_the_runners(checkpoint) -> None:
@@ -148,8 +147,7 @@ def test_what_was_evicted_is_computed(checkpoint) -> None:
     """A store of 12 blocks holds one prompt at a time; and there is one that it cannot hold."""
     model = checkpoint("llama")
     small = settings(arena=13 * 32 * 1024)
-    with engine(model, STOCK, max_num_batched_tokens=512) as llm:
-        wanted = plain(llm, SECOND.tokens)
+    wanted = stock(model, SECOND.tokens)
     with segments(model, small) as (llm, counts):
         ask(llm, FIRST, policy="naive")
         ask(llm, Marked([tuple(text(190, 30))]), policy="naive")

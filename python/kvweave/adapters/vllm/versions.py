@@ -7,7 +7,6 @@ from importlib import import_module
 from kvweave.errors import Unsupported
 
 SUPPORTED = ("0.26", "0.33")
-WITH_SEGMENTS = ("0.26",)
 # Since 0.28 a backend may price what vLLM allocates.
 WITH_VIRTUAL_PAGES = ("0.33",)
 

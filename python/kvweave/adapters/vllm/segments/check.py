@@ -13,16 +13,26 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 from kvweave.adapters.vllm.segments.markers import markers_of
 
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondRunners
+except ImportError:
+    # vLLM 0.26 leaves requests to its first model runner where one is given.
+    SecondRunners = object
 
-class MarkerCheck(LogitsProcessor):
-    """`--logits-processors kvweave.adapters.vllm.segments.check:MarkerCheck`."""
+
+class MarkerCheck(LogitsProcessor, SecondRunners):
+    """`--logits-processors kvweave.adapters.vllm.segments.check:MarkerCheck`.
+
+    vLLM's two model runners have an interface each, and each refuses classes of the other; what
+    is done for both is the same: nothing.
+    """
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Errors: `InvalidArgument`, a `ValueError`, which the server answers with 400."""
         markers_of(sampling_params.extra_args)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, *given: Any) -> None:
         """Holds nothing."""
 
     def is_argmax_invariant(self) -> bool:
@@ -32,6 +42,10 @@ class MarkerCheck(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Nothing is kept."""
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """False: logits of the request stay as they are."""
+        return False
+
+    def apply(self, logits: torch.Tensor, *context: Any) -> torch.Tensor:
         """The logits themselves."""
         return logits

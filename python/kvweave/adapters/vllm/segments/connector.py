@@ -39,6 +39,11 @@ class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
 
     # ---- in the scheduler's process -------------------------------------------------------
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is handed on when a request ends (asked by vLLM 0.33)."""
+        return False
+
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""
         self.books.arrived(request)
@@ -91,11 +96,17 @@ class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
         """Tensors of vLLM are there: segments may come."""
         self.worker = SegmentWorker.of(self.config)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Looks up the prompts of a step: every vLLM says this before the forward.
+
+        `start_load_kv`, too, comes before it in 0.26, and in 0.33 after it.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker is not None and isinstance(connector_metadata, SegmentMessage):
+            self.worker.begin(connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **others: Any) -> None:
-        """Looks up the prompts of a step."""
-        message = self._get_connector_metadata()
-        if self.worker is not None and isinstance(message, SegmentMessage):
-            self.worker.begin(message)
+        """Layers copy what they need themselves."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Layers copy what they need themselves."""

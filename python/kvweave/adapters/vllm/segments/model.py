@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.segments.attention import guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
@@ -32,7 +30,6 @@ def check_segments(config: VllmConfig, options: Options) -> None:
         raise InvalidArgument(text, expected=CONNECTOR, got=str(connector))
     parallel = config.parallel_config
     refused = {
-        f"vllm {vllm.__version__}": not versions.is_known(vllm.__version__, versions.WITH_SEGMENTS),
         "kvweave.heads": options.heads is not None,
         "kvweave.virtual_pages": bool(options.virtual_pages),
         "speculative_config": config.speculative_config is not None,
