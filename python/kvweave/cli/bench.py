@@ -27,7 +27,7 @@ def ops(
     ),
     json: Annotated[Path | None, typer.Option(help="Also write everything measured.")] = None,
 ) -> None:
-    """Measure every op on a CUDA device, each beside its peers in this one process.
+    """Measure every op on KV on a CUDA device, each beside its peers in this one process.
 
     Answers are checked first: a wrong one has no speed. Exit code 1 if one of ours is wrong or
     missing; a target that is missed is shown and changes nothing.

@@ -6,7 +6,7 @@ then V. Rows have its dtype; over float8_e4m3fn they are f32, bf16 or f16, and a
 values are the stored numbers times `kv_scales` (key, value), finite and above 0.
 Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, end, position,
 delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
-(block, slot), as `KvRequest` makes them.
+(block, slot), as `KvRequest` makes them, or of an engine's batch `step_tables`.
 
 Every op takes `backend`: None picks the fast version for the cache's device, "reference" the
 definition in plain loops, which every other version is checked against. Ops are not
