@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_head_split import EIGHT, FAMILIES, SIZES, Masked, checkpoint_of
+from test_pool_metrics import shown, states
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
 from kvweave import Unsupported
@@ -296,3 +297,22 @@ def test_what_does_not_compose_is_refused(checkpoint, changes: dict[str, Any], s
         engine(checkpoint("llama"), {**virtual(), **changes}),
     ):
         pass
+
+
+def test_what_classes_keep_is_on_the_metrics(checkpoint, tmp_path, monkeypatch) -> None:
+    path = written(tmp_path, one_global(20, 40))
+    model = checkpoint_of(checkpoint, "llama")
+    changes = {"enable_prefix_caching": False, "num_gpu_blocks_override": 80}
+    with engine(model, virtual(heads=path), **changes) as llm:
+        found = [step for step in states(llm, [prompt(60, 1)], monkeypatch, 200) if step]
+        layout = residency_of(llm).layout
+    local, block = "window-40-sink-20", layout.block_pages * 2 * 16 * 32 * 4
+    assert len({sum(step.values()) for step in found}) == 1
+    last = [step for step in found if step["full", "resident"]][-1]
+    # Of 17 pages the local heads keep the sink's two and the three or four of a window.
+    assert last["full", "resident"] == 17 * layout.parts[0] * block
+    assert last[local, "resident"] in [pages * layout.parts[1] * block for pages in (5, 6)]
+    assert found[-1]["full", "resident"] == found[-1][local, "resident"] == 0
+    given_back = shown("given_back_bytes_total", group=local)
+    assert given_back + last[local, "resident"] == 17 * layout.parts[1] * block
+    assert shown("stalls_total") == 0

@@ -33,8 +33,8 @@ DEVICE = "device"
 _made: list[Any] = []
 
 
-class SegmentMetrics(KVConnectorPromMetrics):
-    """Counters that go up with the reports of workers, labelled as vLLM's own, and one gauge.
+class NamedMetrics(KVConnectorPromMetrics):
+    """Metrics of kvweave's names with vLLM's labels first.
 
     A process that makes another engine, as a test does, starts the names anew.
     """
@@ -47,31 +47,38 @@ class SegmentMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._types, self._labels = metric_types, labelnames
         while _made:
             # Another kind of metric (of Ray) was never there.
             with suppress(KeyError):
                 REGISTRY.unregister(_made.pop())
-        counter, gauge = metric_types[Counter], metric_types[Gauge]
 
-        def made(kind: Any, name: str, says: str, *labels: str, **options: Any) -> Any:
-            metric = kind(
-                name=PREFIX + name,
-                documentation=says,
-                labelnames=[*labelnames, *labels],
-                **options,
-            )
-            _made.append(metric)
-            return metric
+    def made(self, kind: Any, name: str, says: str, *labels: str, **options: Any) -> Any:
+        """A metric of a kind (`Counter`, `Gauge`) with more labels."""
+        names = [*self._labels, *labels]
+        metric = self._types[kind](
+            name=PREFIX + name, documentation=says, labelnames=names, **options
+        )
+        _made.append(metric)
+        return metric
 
-        self._counts = {field: made(counter, name, says) for name, (field, says) in COUNTS.items()}
+
+class SegmentMetrics(NamedMetrics):
+    """Counters that go up with the reports of workers, and one gauge."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._counts = {
+            field: self.made(Counter, name, says) for name, (field, says) in COUNTS.items()
+        }
         self._by_label = {
-            field: made(counter, name, says, label)
+            field: self.made(Counter, name, says, label)
             for name, (field, label, says) in BY_LABEL.items()
         }
-        self._store = made(gauge, *STORE, "tier", "state", multiprocess_mode="sum")
-        for engine in per_engine_labelvalues:
+        self._store = self.made(Gauge, *STORE, "tier", "state", multiprocess_mode="sum")
+        for engine in self.per_engine_labelvalues.values():
             for metric in self._counts.values():
-                metric.labels(*self.per_engine_labelvalues[engine]).inc(0)
+                metric.labels(*engine).inc(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds a report: `SegmentStats.to_dict`."""

@@ -87,9 +87,12 @@ def _tell_compiler(config: VllmConfig, options: Options) -> None:
 
 
 def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
+    connector = config.kv_transfer_config
+    if connector is not None and connector.kv_connector == "KvweaveHeads":
+        connector = None  # It loads and saves nothing.
     refused = {
         "quantization": config.quant_config,
-        "kv_transfer_config": config.kv_transfer_config,
+        "kv_transfer_config": connector,
         "speculative_config": config.speculative_config,
         "lora_config": config.lora_config,
     }

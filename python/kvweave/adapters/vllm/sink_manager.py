@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
@@ -11,13 +12,39 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from kvweave.adapters.vllm.specs import SinkWindowSpec
 
+# A connector is told of the pool, not of its managers.
+_BY_POOL: WeakValueDictionary[int, SinkWindowManager] = WeakValueDictionary()
+
 
 class SinkWindowManager(SlidingWindowManager):
-    """Blocks between the sink and the window are given back; those of the sink stay."""
+    """Blocks between the sink and the window are given back; those of the sink stay.
+
+    `given_back`: blocks that became free so, since the engine started.
+    """
 
     def __init__(self, kv_cache_spec: SinkWindowSpec, **others: Any) -> None:
         super().__init__(kv_cache_spec, **others)
         self.sink_blocks = kv_cache_spec.sink_blocks
+        self.given_back = 0
+        _BY_POOL[id(self.block_pool)] = self
+
+    @classmethod
+    def of_pool(cls, pool: BlockPool) -> SinkWindowManager | None:
+        """The manager whose blocks come from this pool; None if there is none."""
+        found = _BY_POOL.get(id(pool))
+        return found if found is not None and found.block_pool is pool else None
+
+    def held_blocks(self) -> int:
+        """Blocks that requests hold now; one that several share counts once."""
+        held: set[int] = set()
+        for blocks in self.req_to_blocks.values():
+            kept = blocks[: self.sink_blocks]
+            for number in range(len(blocks) - 1, len(kept) - 1, -1):
+                if blocks[number].is_null:
+                    break
+                held.add(blocks[number].block_id)
+            held.update(block.block_id for block in kept if not block.is_null)
+        return len(held)
 
     def remove_skipped_blocks(
         self,
@@ -28,7 +55,9 @@ class SinkWindowManager(SlidingWindowManager):
         """Gives back what no row to come sees."""
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
         blocks = self.req_to_blocks[request_id]
+        free = self.block_pool.get_num_free_blocks()
         self._remove_blocks_in_range(request_id, self.sink_blocks, min(skipped, len(blocks)))
+        self.given_back += self.block_pool.get_num_free_blocks() - free
 
     def get_num_blocks_to_allocate(
         self,

@@ -70,7 +70,7 @@ class SinkWindowSpec(SlidingWindowSpec):
         in_flight = -(-vllm_config.max_in_flight_tokens // int(self.block_size))
         kept = min(alone, self.kept_blocks)
         fit = max((blocks - 1) / (whole + alone), (blocks - 1 - in_flight) / (whole + kept))
-        return (math.ceil(blocks / fit) - whole) * int(self.page_size_bytes)
+        return int(math.ceil(blocks / fit) - whole) * int(self.page_size_bytes)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Whether one block table does for all these layers: they keep the same tokens."""

@@ -6,6 +6,7 @@ loads and saves nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvweave.adapters.vllm.pool_connector import PoolConnector, name_of
 from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.errors import Unsupported
@@ -31,16 +29,11 @@ class PageChanges(KVConnectorMetadata):
     rows: npt.NDArray[np.int32]
 
 
-class KvweavePages(KVConnectorBase_V1, SupportsHMA):
-    """Sends changes of tables from the scheduler to the workers."""
+class KvweavePages(PoolConnector):
+    """Sends changes of tables from the scheduler to the workers; reports what classes keep."""
 
     manager: VirtualPagesManager | None = None
     memory: PageMemory | None = None
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """No request waits for what is sent."""
-        return False
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Finds the manager whose tables are sent.
@@ -54,11 +47,37 @@ class KvweavePages(KVConnectorBase_V1, SupportsHMA):
             text = f"KvweavePages: expected {expected}, got a cache without"
             raise Unsupported(text, expected=expected, got="a cache without")
         self.manager = managers[0]
+        layout, spec = self.manager.residency.layout, self.manager.kv_cache_spec
+        self.block_bytes = layout.block_pages * spec.num_states * spec.state_content_size_bytes
+        self.names = [name_of(span) for span in layout.spans]
 
     def build_connector_meta(self, scheduler_output: Any) -> PageChanges:
         """What changed since the last step."""
         assert self.manager is not None, "the scheduler binds its cache manager first"
+        self.count_stalls(scheduler_output)
         return PageChanges(self.manager.residency.pages.take_changes())
+
+    def bytes_now(self) -> list[tuple[str, str, int]]:
+        """What each class keeps, for requests or to be found again; all else is free to any."""
+        assert self.manager is not None, "the scheduler binds its cache manager first"
+        residency = self.manager.residency
+        found = [
+            (name, "resident", blocks)
+            for name, blocks in zip(self.names, residency.kept_blocks(), strict=True)
+        ]
+        found.append(("any", "free", residency.pages.stats()["free"]))
+        return [(group, state, blocks * self.block_bytes) for group, state, blocks in found]
+
+    def given_back_now(self) -> Counter[str]:
+        """Bytes that each class's windows left behind."""
+        assert self.manager is not None, "the scheduler binds its cache manager first"
+        blocks = zip(self.names, self.manager.residency.given_back, strict=True)
+        return Counter({name: count * self.block_bytes for name, count in blocks if count})
+
+    def is_idle(self) -> bool:
+        """Whether no request holds pages."""
+        assert self.manager is not None, "the scheduler binds its cache manager first"
+        return not any(self.manager.req_to_blocks.values())
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes tables over what vLLM allocated, for all layers."""
@@ -73,32 +92,3 @@ class KvweavePages(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert self.memory is not None, "the worker allocates its cache first"
         self.memory.apply(connector_metadata.rows)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once."""
-        return False, None
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Nothing is loaded from elsewhere."""
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing is loaded."""
-
-    def start_load_kv(self, forward_context: Any, **others: Any) -> None:
-        """Nothing is loaded."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **others: Any
-    ) -> None:
-        """Nothing is saved."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""

@@ -18,7 +18,8 @@ class Residency:
 
     A request's pages are given by number, in the order of its tokens. Each class holds all of them
     until `advance` says which no row to come sees. What loses its last holder stays, where it can
-    be found again, until its blocks are needed.
+    be found again, until its blocks are needed. `given_back`, by class: blocks that lost theirs to
+    `advance`.
     """
 
     def __init__(self, layout: PageLayout, virtual_pages: int) -> None:
@@ -27,6 +28,13 @@ class Residency:
         self.pages = VirtualPages(virtual_pages, arena, layout.block_pages, layout.parts)
         # By request and class: the first page behind the sink that is still held.
         self._first: dict[str, list[int]] = {}
+        self._all = _rows((c, page) for c in self._classes() for page in range(1, virtual_pages))
+        self.given_back = [0] * len(layout.spans)
+
+    def kept_blocks(self) -> list[int]:
+        """Blocks of each class, held or to be found again."""
+        kept = self.pages.is_kept(self._all).reshape(len(self.layout.spans), -1).sum(1)
+        return [int(count) * parts for count, parts in zip(kept, self.layout.parts, strict=True)]
 
     def has_room(self, fresh: int, hit: Sequence[int]) -> bool:
         """Whether so many new pages can be had at once, while those of a prefix hit are kept."""
@@ -73,14 +81,14 @@ class Residency:
         findable: Callable[[int], bool],
     ) -> None:
         """Gives up what no row at or behind `computed` sees; `findable` says of which page."""
-        gone = []
         first = self._first.get(request, [])
         for number, start in enumerate(first):
             end = min(self.layout.first_seen(number, computed), len(pages))
             if end > start:
-                gone += [(number, page) for page in pages[start:end]]
+                held = self.pages.stats()["held"]
+                self._release([(number, page) for page in pages[start:end]], findable)
+                self.given_back[number] += held - self.pages.stats()["held"]
                 first[number] = end
-        self._release(gone, findable)
 
     def drop(self, request: str, pages: Sequence[int], findable: Callable[[int], bool]) -> None:
         """Gives up all that a request holds."""

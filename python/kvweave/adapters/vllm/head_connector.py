@@ -1,0 +1,50 @@
+"""`KvweaveHeads`: what head classes hold, on the metrics of a server that has them.
+
+`--kv-transfer-config '{"kv_connector": "KvweaveHeads", "kv_role": "kv_producer",
+"kv_connector_module_path": "kvweave.adapters.vllm.head_connector"}'` beside a head map.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvweave.adapters.vllm.pool_connector import PoolConnector, name_of
+from kvweave.adapters.vllm.sink_manager import SinkWindowManager
+from kvweave.adapters.vllm.specs import span_of
+from kvweave.errors import Unsupported
+
+
+class KvweaveHeads(PoolConnector):
+    """Reports the blocks of global and of local heads, which share vLLM's pool."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Finds the manager of the local heads.
+
+        Errors: `Unsupported` where there is none: the model was given no head map.
+        """
+        manager = SinkWindowManager.of_pool(gpu_block_pool)
+        if manager is None:
+            expected = "additional_config with kvweave.heads"
+            text = f"KvweaveHeads: expected {expected}, got a cache without"
+            raise Unsupported(text, expected=expected, got="a cache without")
+        self.pool, self.manager = gpu_block_pool, manager
+        group = self._kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        self.block_bytes = int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        self.local = name_of(span_of(manager.kv_cache_spec))
+
+    def bytes_now(self) -> list[tuple[str, str, int]]:
+        """What both groups hold; all else is free to either, cached prefixes too."""
+        free = int(self.pool.get_num_free_blocks())
+        local = self.manager.held_blocks()
+        whole = int(self.pool.num_gpu_blocks) - 1 - free - local
+        counts = [("full", "held", whole), (self.local, "held", local), ("any", "free", free)]
+        return [(group, state, count * self.block_bytes) for group, state, count in counts]
+
+    def given_back_now(self) -> Counter[str]:
+        """Bytes that the local heads' windows left behind."""
+        return Counter({self.local: self.manager.given_back * self.block_bytes})
+
+    def is_idle(self) -> bool:
+        """Whether no request holds blocks."""
+        return not any(self.manager.req_to_blocks.values())

@@ -1,0 +1,111 @@
+"""Bytes by head group and stalls, from a real engine to vLLM's own registry."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from test_head_split import SIZES, checkpoint_of, ours, written
+
+from kvweave import Unsupported
+from kvweave.adapters.vllm.head_connector import KvweaveHeads
+from kvweave.adapters.vllm.pool_connector import PoolConnector
+from kvweave.adapters.vllm.pool_metrics import PoolMetrics, PoolStats
+from vllm_engines import engine, metric, prompt, sampling
+
+TYPES = {kind: kind for kind in (Counter, Gauge, Histogram)}
+LAYERS, PAGE = 4, 2 * 16 * 3 * 32 * 4
+"""A block of the three local heads: K and V of 16 tokens, D = 32, f32."""
+
+
+def reporting(choice: dict[str, Any], connector: type = KvweaveHeads) -> dict[str, Any]:
+    named = {"kv_connector": connector.__name__, "kv_connector_module_path": connector.__module__}
+    return {**choice, "kv_transfer_config": {**named, "kv_role": "kv_producer"}}
+
+
+def shown(name: str, **labels: str) -> float:
+    """A sample of the registry that the server's `/metrics` prints."""
+    samples = (s for m in prometheus_client.REGISTRY.collect() for s in m.samples)
+    found = [
+        s.value
+        for s in samples
+        if s.name == f"kvweave_{name}" and labels.items() <= s.labels.items()
+    ]
+    return sum(found)
+
+
+def states(llm, prompts: list[dict[str, list[int]]], monkeypatch, count: int) -> list[dict]:
+    """What was shown after each step, bytes counted in every one."""
+    monkeypatch.setattr("kvweave.adapters.vllm.pool_connector.BYTES_EVERY_S", 0)
+    for number, given in enumerate(prompts):
+        llm.llm_engine.add_request(str(number), given, sampling(count))
+    found = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        samples = (s for m in prometheus_client.REGISTRY.collect() for s in m.samples)
+        kept = {"kvweave_kv_bytes"}
+        found.append(
+            {(s.labels["group"], s.labels["state"]): s.value for s in samples if s.name in kept}
+        )
+    return found
+
+
+def test_head_classes_report_their_bytes(checkpoint, tmp_path, monkeypatch) -> None:
+    path = written(tmp_path, sink=20, recent=40)
+    model = checkpoint_of(checkpoint, "llama")
+    choice = reporting(ours(path))
+    with engine(model, choice, enable_prefix_caching=False, num_gpu_blocks_override=60) as llm:
+        found = states(llm, [prompt(60, 1)], monkeypatch, 100)
+    block, local = PAGE * LAYERS, "window-40-sink-20"
+    most = max(step["full", "held"] for step in found)
+    # 159 tokens in blocks of 48 for the global head, and of 16 for the others: ten, but what lies
+    # between the sink's two and those of the window was given back.
+    assert most == 4 * block
+    last = [step for step in found if step["full", "held"]][-1]
+    assert 2 * block < last[local, "held"] <= 6 * block
+    for step in found:
+        assert sum(step.values()) == 59 * block
+    assert found[-1] == {("full", "held"): 0, (local, "held"): 0, ("any", "free"): 59 * block}
+    assert shown("given_back_bytes_total", group=local) == 10 * block - last[local, "held"]
+    assert shown("stalls_total") == 0
+
+
+def test_requests_that_wait_for_blocks_are_counted(checkpoint, tmp_path) -> None:
+    path = written(tmp_path, sink=20, recent=40)
+    model = checkpoint_of(checkpoint, "llama")
+    changes = {"enable_prefix_caching": False, "num_gpu_blocks_override": 40}
+    with engine(model, reporting(ours(path)), **changes) as llm:
+        llm.generate([prompt(60, seed) for seed in range(8)], sampling(60), use_tqdm=False)
+        preempted = metric(llm, "num_preemptions")
+    assert shown("stalls_total", kind="preempted") == preempted > 0
+    # All eight may run: whoever waits, waits for blocks; and who was preempted does.
+    assert 1 <= shown("stalls_total", kind="waited") <= 8 + preempted
+
+
+def test_the_connector_wants_a_map(checkpoint) -> None:
+    model = checkpoint("llama", **SIZES)
+    with (
+        pytest.raises(Unsupported, match=r"KvweaveHeads: expected .*kvweave\.heads"),
+        engine(model, reporting({"attention_config": {"backend": "CUSTOM"}, "block_size": 16})),
+    ):
+        pass
+
+
+def test_reports_add_up_but_for_bytes() -> None:
+    labels, config = {"model_name": "m", "engine": "0"}, SimpleNamespace(kv_transfer_config=None)
+    metrics = PoolMetrics(config, TYPES, list(labels), {0: list(labels.values())})
+    report = {"bytes": [["full", "held", 64]], "given_back": {"w": 3}, "stalls": {"waited": 1}}
+    later = {"bytes": [], "given_back": {"w": 4}, "stalls": {}}
+    both = PoolConnector.build_kv_connector_stats(dict(report)).aggregate(PoolStats(later))
+    assert both.data == {**report, "given_back": {"w": 7}}
+    assert not both.is_empty()
+    assert both.reduce() == {"KV bytes full held": 64, "Requests that waited": 1}
+    assert PoolConnector.build_kv_connector_stats().is_empty()
+    for data in (report, later, {**later, "bytes": [["full", "held", 16]]}):
+        metrics.observe(data)
+    assert shown("kv_bytes", group="full", state="held", tier="device") == 16
+    assert shown("given_back_bytes_total", group="w") == 11
+    assert shown("stalls_total", kind="waited") == 1
