@@ -20,7 +20,8 @@ from benchmarks.device_vllm_engine import ENGINES, JOBS, MODES, Task
 from benchmarks.record import of_device
 from kvweave.bench.rows import Row
 
-CASE = "vllm"
+CASES = ("vllm", "vllm_compiled", "vllm_load")
+"""What a record calls a run: of `--mode graphs`, of the default mode, of many requests at once."""
 MILLI = 1e3
 GIB = 2**30
 CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
@@ -100,6 +101,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--mode", choices=MODES, default="graphs", help="how steps run")
     parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
     parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
+    parser.add_argument("--case", choices=CASES, default=CASES[0], help="what the run is called")
     parser.add_argument("--json", type=Path, help="where the run goes, after every process")
     chosen = parser.parse_args(words)
     found: list[Found] = []
@@ -109,7 +111,8 @@ def main(words: list[str] | None = None) -> int:
             found.append(line)
             print(json.dumps(line), flush=True)
         if chosen.json:
-            chosen.json.write_text(json.dumps(of_device(CASE, rows_of(found)), indent=1) + "\n")
+            run = of_device(chosen.case, rows_of(found))
+            chosen.json.write_text(json.dumps(run, indent=1) + "\n")
     for row in rows_of(found):
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         p95 = "" if row.p95 is None else f" (p95 {row.p95:.4g})"

@@ -29,6 +29,8 @@ TITLES = {
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
+    "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
+    "vllm_load": "The same with many requests at once",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
 }
@@ -40,6 +42,8 @@ COMMANDS = {
     "cuda_ops": "kvweave bench ops",
     "counters": "python -m benchmarks.device_counters",
     "vllm": "python -m benchmarks.device_vllm",
+    "vllm_compiled": "python -m benchmarks.device_vllm --mode compiled --jobs latency decode",
+    "vllm_load": "python -m benchmarks.device_vllm --jobs capacity throughput",
     "vllm_ranks": "python -m benchmarks.device_vllm_ranks",
 }
 HIDDEN = {"elements", "tokens", "text"}
