@@ -201,6 +201,12 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
 
 BAD_ADMISSIONS = [
     ({"tokens": prompt(0)}, InvalidArgument, "expected at least one token, got 0"),
+    ({"segments": [(0, 16)]}, InvalidArgument, r"segment 0: expected \(start.* got \(0, 16\)"),
+    ({"segments": [(0, 8, ""), 7]}, InvalidArgument, r"segment 1: expected .* got 7"),
+    ({"segments": [(0.5, 8, "")]}, InvalidArgument, r"segment 0: expected .* got \(0.5, 8, ''\)"),
+    ({"segments": [(0, 1 << 70, "")]}, InvalidArgument, "segment 0: expected"),
+    ({"segments": 5}, InvalidArgument, r"segments: expected a sequence of \(start.*, got 5"),
+    ({"segments": iter(())}, InvalidArgument, "segments: expected a sequence of"),
     ({"tokens": prompt(8).astype(np.float32)}, InvalidArgument, "int64 or uint32, got float32"),
     ({"tokens": np.array([1, -1], np.int32)}, InvalidArgument, "ids from 0 to .* got -1"),
     ({"tokens": np.array([1, 2**33])}, InvalidArgument, "ids from 0 to .* got 8589934592"),

@@ -255,7 +255,7 @@ class KvCache:
         tokens: _Array,
         *,
         namespace: str = "",
-        segments: Sequence[tuple[int, int, str]] = ...,
+        segments: Sequence[tuple[int, int, str]] | None = None,
         discover: bool = False,
         reuse: str = "segments",
         mode: str = "materialise",

@@ -3,7 +3,7 @@
 use kvweave_core::{self as core, Admission, CacheConfig, HashKind, MarkedSegment, Mode, Reuse};
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PySequence};
 
 use crate::arena::Arena;
 use crate::arguments::{count, raised};
@@ -162,17 +162,16 @@ impl KvCache {
 
     /// Plans a prompt, holds what it reuses and allocates the rest: all or nothing.
     #[pyo3(signature = (
-        tokens, *, namespace="", segments=Vec::new(), discover=false, reuse="segments",
+        tokens, *, namespace="", segments=None, discover=false, reuse="segments",
         mode="materialise", reserve_tokens=0, regime=0, chunk_tokens=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn admit(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: &str,
-        segments: Vec<(i64, i64, String)>,
+        segments: Option<&Bound<'_, PyAny>>,
         discover: bool,
         reuse: &str,
         mode: &str,
@@ -182,6 +181,7 @@ impl KvCache {
     ) -> PyResult<KvRequest> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
+        let segments = raised(py, segments.map_or(Ok(Vec::new()), marks))?;
         let settings = || {
             let reserve = count("reserve_tokens", reserve_tokens)?;
             let chunk = count("chunk_tokens", chunk_tokens)?;
@@ -355,7 +355,26 @@ fn mode_kind(name: &str) -> Result<Mode, Failure> {
     }
 }
 
-fn marked(segments: &[(i64, i64, String)]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
+/// A marked segment as Python gives it: start, end, namespace.
+type Mark = (i64, i64, String);
+
+fn marks(segments: &Bound<'_, PyAny>) -> Result<Vec<Mark>, Failure> {
+    const EXPECTED: &str = "(start, end, namespace)";
+    let refused = |what: String, expected: &str, got: &Bound<'_, PyAny>| {
+        let shown = got.repr().map_or_else(|_| "something else".into(), |text| text.to_string());
+        Failure::invalid(what, expected, shown.chars().take(80).collect::<String>())
+    };
+    let sequence = format!("a sequence of {EXPECTED}");
+    let listed = segments.cast::<PySequence>().ok().and_then(|list| list.try_iter().ok());
+    let items = listed.ok_or_else(|| refused("segments".into(), &sequence, segments))?;
+    let mark = |(number, item): (usize, PyResult<Bound<'_, PyAny>>)| {
+        let item = item.map_err(|_| refused("segments".into(), &sequence, segments))?;
+        item.extract::<Mark>().map_err(|_| refused(format!("segment {number}"), EXPECTED, &item))
+    };
+    items.enumerate().map(mark).collect()
+}
+
+fn marked(segments: &[Mark]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
     let mark = |segment| {
         let (start, end, namespace): &(i64, i64, String) = segment;
         let (start, end) = (count("segment start", *start)?, count("segment end", *end)?);
