@@ -13,6 +13,7 @@ import torch
 
 from cuda_steps import NAMES, Step, steps
 from kvweave import InvalidArgument, ops
+from kvweave.ops.dispatch import stream_of
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -49,6 +50,13 @@ def test_it_runs_on_the_current_stream(name, dtype) -> None:
         results = tuple(x.to("cpu", non_blocking=True) for x in step.run())
     stream.synchronize()
     same(results, step.wanted(numbers), dtype)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_the_handle_is_that_of_the_current_stream(device) -> None:
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            assert stream_of(torch.device(device)) == stream.cuda_stream
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
