@@ -43,15 +43,15 @@ fn run() -> Result<(), String> {
         return Err(format!("KVWEAVE_CUDA: expected off, auto or require, got {choice:?}"));
     }
     if choice == "off" {
-        return write_module(&out, &[], "built with KVWEAVE_CUDA=off");
+        return write_module(&out, &[], 0, "built with KVWEAVE_CUDA=off");
     }
     let built = find_nvcc(&root).and_then(|nvcc| compile_all(&nvcc, &csrc, &out));
     match built {
-        Ok(names) => write_module(&out, &names, ""),
+        Ok((names, major)) => write_module(&out, &names, major, ""),
         Err(why) if choice == "require" => Err(why),
         Err(why) => {
             println!("cargo::warning=building without CUDA kernels: {why}");
-            write_module(&out, &[], &why)
+            write_module(&out, &[], 0, &why)
         }
     }
 }
@@ -111,8 +111,9 @@ fn children(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Compiles every `.cu`, as many at a time as there are cores; returns their basenames.
-fn compile_all(nvcc: &Path, csrc: &Path, out: &Path) -> Result<Vec<String>, String> {
+/// Compiles every `.cu`, as many at a time as there are cores; returns their basenames, and which
+/// CUDA (13 of 13.0) they were compiled by.
+fn compile_all(nvcc: &Path, csrc: &Path, out: &Path) -> Result<(Vec<String>, u32), String> {
     let version = Command::new(nvcc)
         .arg("--version")
         .output()
@@ -133,7 +134,15 @@ fn compile_all(nvcc: &Path, csrc: &Path, out: &Path) -> Result<Vec<String>, Stri
         ended.flatten().collect::<Result<Vec<String>, String>>()
     })?;
     names.sort();
-    Ok(names)
+    Ok((names, major_of(&String::from_utf8_lossy(version))?))
+}
+
+/// The 13 of "Cuda compilation tools, release 13.0, V13.0.88".
+fn major_of(version: &str) -> Result<u32, String> {
+    let number = version.split("release ").nth(1).and_then(|text| text.split('.').next());
+    number
+        .and_then(|text| text.parse().ok())
+        .ok_or_else(|| format!("nvcc --version: expected a release, got {version:?}"))
 }
 
 fn compile(nvcc: &Path, source: &Path, version: &[u8], out: &Path) -> Result<String, String> {
@@ -211,8 +220,9 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 }
 
 /// Writes the module that `images.rs` includes: the images by basename.
-fn write_module(out: &Path, names: &[String], why_absent: &str) -> Result<(), String> {
+fn write_module(out: &Path, names: &[String], major: u32, why_absent: &str) -> Result<(), String> {
     let mut text = format!("pub(crate) const WHY_ABSENT: &str = {why_absent:?};\n");
+    text.push_str(&format!("pub(crate) const CUDA_MAJOR: i32 = {major};\n"));
     text.push_str("static ALL: &[(&str, &Image<[u8]>)] = &[\n");
     for name in names {
         let file = format!("concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\")");

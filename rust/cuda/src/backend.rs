@@ -59,7 +59,7 @@ impl CudaBackend {
     }
 }
 
-/// Refuses a build without kernels and a machine without a driver.
+/// Refuses a build without kernels, and a machine whose driver is absent or too old for them.
 fn usable() -> Result<(), Unavailable> {
     if !images::present() {
         return Err(Unavailable(format!("no kernels in this build: {}", images::WHY_ABSENT)));
@@ -67,7 +67,18 @@ fn usable() -> Result<(), Unavailable> {
     if !ffi::present() {
         return Err(Unavailable("no NVIDIA driver on this machine (libcuda was not found)".into()));
     }
-    Ok(())
+    let version = ffi::driver_version().map_err(|error| because(&error))?;
+    new_enough(version, images::CUDA_MAJOR)
+}
+
+/// Drivers load what any compiler of their own major version made, or of an earlier one.
+fn new_enough(driver: i32, major: i32) -> Result<(), Unavailable> {
+    let (found, minor) = (driver / 1000, driver % 1000 / 10);
+    if found >= major {
+        return Ok(());
+    }
+    let expected = format!("expected a driver for CUDA {major}.0 or later");
+    Err(Unavailable(format!("{expected}, got one for CUDA {found}.{minor}")))
 }
 
 fn because(error: &CudaError) -> Unavailable {
@@ -106,6 +117,18 @@ mod tests {
                 assert!(text.starts_with("unavailable: "), "{text}");
                 assert!(!why.to_string().is_empty());
             }
+        }
+    }
+
+    #[test]
+    fn a_driver_too_old_for_the_kernels_is_refused_with_both_versions() {
+        let why = new_enough(12_080, 13).expect_err("12.8 is older than 13.0");
+        assert_eq!(
+            why.to_string(),
+            "expected a driver for CUDA 13.0 or later, got one for CUDA 12.8"
+        );
+        for driver in [13_000, 13_020, 14_000] {
+            assert_eq!(new_enough(driver, 13), Ok(()));
         }
     }
 

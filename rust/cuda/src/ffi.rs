@@ -30,6 +30,16 @@ fn named(call: &'static str) -> impl Fn(DriverError) -> CudaError {
     }
 }
 
+/// The CUDA that the driver is for: 13000 is 13.0.
+pub(crate) fn driver_version() -> Result<i32, CudaError> {
+    let mut version = 0;
+    // SAFETY: writes one number to the place that it is given.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }
+        .result()
+        .map_err(named("cuDriverGetVersion"))?;
+    Ok(version)
+}
+
 /// Starts the driver and counts its devices.
 pub(crate) fn device_count() -> Result<u32, CudaError> {
     result::init().map_err(named("cuInit"))?;
