@@ -45,10 +45,15 @@ def test_prompts_are_split_at_their_places() -> None:
 # ---- plan ------------------------------------------------------------------------------------
 
 
+def at(path: Path) -> str:
+    """A prompt option that names a file."""
+    return f"@{path}"
+
+
 def test_plan_of_interleaved_segments(folder: Path) -> None:
     result = call(
         "plan",
-        folder / "prompt.txt",
+        at(folder / "prompt.txt"),
         "--segment",
         f"speech={folder}/speech.txt",
         "--segment",
@@ -74,7 +79,7 @@ def test_plan_of_interleaved_segments(folder: Path) -> None:
 def test_plan_names_why_a_cold_segment_is_recomputed(folder: Path) -> None:
     both = ["--segment", folder / "speech.txt", "--segment", folder / "letter.txt"]
     result = call(
-        "plan", folder / "prompt.txt", *both, "--cold", "speech", "--json", folder / "plan.json"
+        "plan", at(folder / "prompt.txt"), *both, "--cold", "speech", "--json", folder / "plan.json"
     )
     assert result.exit_code == 0, result.output
     spans = json.loads((folder / "plan.json").read_text())["spans"]
@@ -86,7 +91,12 @@ def test_plan_finds_an_earlier_prompt_as_its_prefix(folder: Path) -> None:
     (folder / "one.txt").write_text(SPEECH + "First question?")
     (folder / "two.txt").write_text(SPEECH + "Second question?")
     result = call(
-        "plan", folder / "two.txt", "--earlier", folder / "one.txt", "--json", folder / "p.json"
+        "plan",
+        at(folder / "two.txt"),
+        "--earlier",
+        at(folder / "one.txt"),
+        "--json",
+        folder / "p.json",
     )
     assert result.exit_code == 0, result.output
     spans = json.loads((folder / "p.json").read_text())["spans"]
@@ -94,29 +104,40 @@ def test_plan_finds_an_earlier_prompt_as_its_prefix(folder: Path) -> None:
     assert spans[0]["end"] > 100
 
 
+def test_plan_takes_a_prompt_as_generate_does(folder: Path) -> None:
+    made = []
+    for number, prompt in enumerate(["Who agreed? {{letter}}", at(folder / "short.txt")]):
+        (folder / "short.txt").write_text("Who agreed? {{letter}}")
+        file = folder / f"{number}.json"
+        result = call("plan", prompt, "--segment", folder / "letter.txt", "--json", file)
+        assert result.exit_code == 0, result.output
+        made.append(json.loads(file.read_text()))
+    assert made[0] == made[1]
+
+
 def test_plan_refuses_what_it_cannot_draw(folder: Path) -> None:
-    assert "no such file" in refused("plan", folder / "absent.txt")
-    assert ".png, .svg, .pdf" in refused("plan", folder / "prompt.txt", "--out", "x.gif")
-    assert "got 'letter'" in refused("plan", folder / "prompt.txt")
+    assert "no such file" in refused("plan", at(folder / "absent.txt"))
+    assert ".png, .svg, .pdf" in refused("plan", at(folder / "prompt.txt"), "--out", "x.gif")
+    assert "got 'letter'" in refused("plan", at(folder / "prompt.txt"))
     letter = ["--segment", folder / "letter.txt"]
-    assert "expected each name once" in refused("plan", folder / "prompt.txt", *letter, *letter)
+    assert "expected each name once" in refused("plan", at(folder / "prompt.txt"), *letter, *letter)
     speech = ["--segment", folder / "speech.txt"]
     assert "cold: expected one of" in refused(
-        "plan", folder / "prompt.txt", *letter, *speech, "--cold", "other"
+        "plan", at(folder / "prompt.txt"), *letter, *speech, "--cold", "other"
     )
     (folder / "empty.txt").write_text("")
     assert "expected text" in refused(
-        "plan", folder / "empty.txt", "--segment", folder / "empty.txt"
+        "plan", at(folder / "empty.txt"), "--segment", folder / "empty.txt"
     )
-    assert "expected text or a segment" in refused("plan", folder / "empty.txt")
+    assert "expected text or a segment" in refused("plan", at(folder / "empty.txt"))
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    assert "error" in refused("plan", folder / "bytes.txt")
+    assert "error" in refused("plan", at(folder / "bytes.txt"))
 
 
 def test_plan_draws_the_rows_of_a_policy(folder: Path) -> None:
     result = call(
         "plan",
-        folder / "prompt.txt",
+        at(folder / "prompt.txt"),
         "--segment",
         folder / "speech.txt",
         "--segment",
@@ -171,6 +192,12 @@ def test_the_version_is_said_with_the_state_of_cuda() -> None:
     result = call("--version")
     assert result.exit_code == 0
     assert result.stdout == f"kvweave {kvweave.__version__}, CUDA {kvweave.cuda_status()}\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "kvweave", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"kvweave {kvweave.__version__}")
 
 
 def test_help_imports_no_framework() -> None:

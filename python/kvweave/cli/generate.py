@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvweave.cli.console import err, user_errors
-from kvweave.cli.prompt_file import FILE_HELP, prompt_parts, read_segments
+from kvweave.cli.prompt_file import (
+    FILE_HELP,
+    PROMPT_HELP,
+    prompt_parts,
+    read_prompt,
+    read_segments,
+)
 
 
 @user_errors
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; @FILE reads it from a file.")],
+    prompt: Annotated[str, typer.Argument(help=PROMPT_HELP)],
     segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -27,11 +32,8 @@ def generate(
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
 ) -> None:
     """Answer a prompt; each segment is encoded alone first, then reused where it stands."""
-    text = prompt
-    if prompt.startswith("@"):
-        text = Path(prompt[1:]).read_text(encoding="utf-8")
     segments = read_segments(segment or [])
-    parts = prompt_parts(text, segments)
+    parts = prompt_parts(read_prompt(prompt), segments)
     with err().status(f"loading {model}"):
         from kvweave import models
         from kvweave.policies import policy_of

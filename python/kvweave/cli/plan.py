@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors, write_json
-from kvweave.cli.prompt_file import FILE_HELP, prompt_parts, read_segments
+from kvweave.cli.prompt_file import (
+    FILE_HELP,
+    PROMPT_HELP,
+    name_of,
+    prompt_parts,
+    read_prompt,
+    read_segments,
+)
 from kvweave.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -19,13 +26,14 @@ if TYPE_CHECKING:
 
 @user_errors
 def plan(
-    prompt: Annotated[Path, typer.Argument(help="A text file; {{name}} marks a segment's place.")],
+    prompt: Annotated[str, typer.Argument(help=PROMPT_HELP)],
     segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
     cold: Annotated[
         list[str] | None, typer.Option(help="A segment's name that is not in the cache yet.")
     ] = None,
     earlier: Annotated[
-        list[Path] | None, typer.Option(help="A prompt that was served before this one.")
+        list[str] | None,
+        typer.Option(help="A prompt that was served before this one; text or @FILE."),
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Also run it, to draw the rows each layer computes.")
@@ -53,9 +61,9 @@ def plan(
     case = _Case(
         model=model,
         page_tokens=page_tokens,
-        parts=prompt_parts(prompt.read_text(encoding="utf-8"), texts),
+        parts=prompt_parts(read_prompt(prompt), texts),
         warm={name: text for name, text in texts.items() if name not in (cold or ())},
-        before=[prompt_parts(path.read_text(encoding="utf-8"), {}) for path in earlier or ()],
+        before=[prompt_parts(read_prompt(text), {}) for text in earlier or ()],
         discover=discover,
     )
     with err().status(f"loading {model}"):
@@ -66,7 +74,7 @@ def plan(
     ]
     out().print(draw_plan(made, rows, previews=previews, width=width))
     if out_file is not None:
-        save_plan(out_file, made, rows, title=f"Reuse plan of {prompt.name}")
+        save_plan(out_file, made, rows, title=f"Reuse plan of {name_of(prompt)}")
         out().print(f"drawn to {out_file}", style="dim")
     if json is not None:
         write_json(json, {**made, "rows_per_layer": rows})

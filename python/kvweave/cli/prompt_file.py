@@ -13,7 +13,18 @@ if TYPE_CHECKING:
     from kvweave.runner import Part
 
 _PLACE = re.compile(r"\{\{\s*([^{}\s]+)\s*\}\}")
+PROMPT_HELP = "The prompt; @FILE reads it from a file. {{name}} marks a segment's place."
 FILE_HELP = "name=FILE: a reusable text; stands where the prompt says {{name}}, else in front."
+
+
+def read_prompt(option: str) -> str:
+    """The text of a prompt option: as it is, or what `@FILE` holds. Raises OSError."""
+    return Path(option[1:]).read_text(encoding="utf-8") if option.startswith("@") else option
+
+
+def name_of(option: str) -> str:
+    """What a figure calls a prompt option."""
+    return Path(option[1:]).name if option.startswith("@") else "a prompt"
 
 
 def read_segments(options: Sequence[str]) -> dict[str, str]:
