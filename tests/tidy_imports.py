@@ -40,6 +40,7 @@ PYTHON_LAYERS = [
     {"profile"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm"}

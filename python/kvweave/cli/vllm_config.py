@@ -29,9 +29,7 @@ def vllm_config(
     out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
 ) -> None:
     """Print a configuration for `vllm serve`; without options, that of the attention backend."""
-    from transformers import AutoConfig
-
-    from kvweave.adapters.vllm.serving import server_config
+    from kvweave.adapters.vllm.serving import architecture_of, server_config
 
     if frozen_share is not None and segments_gib is None:
         text = "frozen-share: expected it beside segments-gib, got it alone"
@@ -42,9 +40,8 @@ def vllm_config(
         "frozen_share": frozen_share,
         "virtual_pages": virtual_pages or None,
     }
-    known = AutoConfig.from_pretrained(model)
-    architectures = known.architectures or ["none"]
-    text = server_config(architectures[0], **{k: v for k, v in given.items() if v is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    text = server_config(architecture_of(model), **chosen)
     if out_file is None:
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
     else:
