@@ -3,6 +3,7 @@
 What another machine measured (`kvweave bench ops --json FILE`) is kept by
 `python -m benchmarks.record FILE... [--commit COMMIT]`, COMMIT being what was built there. Several
 files are one run in parts, as where a machine is lent for minutes: their rows are put together.
+What `make demo JSON=FILE` wrote is kept as a run of the machine that this is called on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks import demo_table
 from kvweave.bench.rows import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,7 +139,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--commit", default=_commit(), help="what was measured; default: this tree")
     chosen = parser.parse_args(words)
     try:
-        run = joined([json.loads(file.read_text()) for file in chosen.files])
+        parts = [json.loads(file.read_text()) for file in chosen.files]
+        found = [demo_table.run_of(p, machine()) if demo_table.is_demo(p) else p for p in parts]
+        run = joined(found)
         path = keep({**run, "commit": chosen.commit})
     except (OSError, ValueError, TypeError, KeyError) as error:
         parser.error(f"{', '.join(map(str, chosen.files))}: {type(error).__name__}: {error}")

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import demo_table
 from benchmarks.budget_tables import budget_tables
 from benchmarks.record import RECORDS, ROOT
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 
-START, END = "<!-- results -->\n", "<!-- end of results -->"
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
@@ -299,16 +299,20 @@ def _figure(value: Any) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def filled(text: str, part: str) -> str:
-    """A page with `part` between its two marks."""
-    before, rest = text.split(START)
-    return before + START + "\n" + part + "\n" + END + rest.split(END)[1]
+def filled(text: str, part: str, name: str = "results") -> str:
+    """A page with `part` between the two marks of this name."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(start)
+    return before + start + "\n" + part + "\n" + end + rest.split(end)[1]
 
 
 def main() -> int:
     runs = newest()
-    for path, part in ((README, choice(runs)), (RESULTS, markdown(runs))):
-        path.write_text(filled(path.read_text(encoding="utf-8"), part), encoding="utf-8")
+    parts = [(README, choice(runs), "results"), (RESULTS, markdown(runs), "results")]
+    if demo_table.CASE in runs:
+        parts.append((README, demo_table.markdown(runs[demo_table.CASE]), "demo"))
+    for path, part, name in parts:
+        path.write_text(filled(path.read_text(encoding="utf-8"), part, name), encoding="utf-8")
     return 0
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import device_vllm, record, results
+from benchmarks import demo_table, device_vllm, record, results
 from benchmarks.cases import attention, block_manager, copy_rerotate, head_memory, ttft_cuda
 from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
@@ -164,7 +164,8 @@ def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         record.append("ttft", [Row("full, 9 tokens", value, "s", 3.0, {"tokens": 9})], tmp_path)
     tables = results.markdown(results.newest(tmp_path))
-    shown = results.filled(f"# T\n{results.START}old\n{results.END}\n", tables)
+    page = "# T\n<!-- results -->\nold\n<!-- end of results -->\n"
+    shown = results.filled(page, tables)
     assert "| full, 9 tokens | 2 s | 3 |" in shown
     assert "old" not in shown
 
@@ -187,3 +188,24 @@ def test_figures_of_vllm_stand_beside_stocks() -> None:
     assert [task.engine for task in device_vllm.tasks(["capacity"], ["stock", "ours"], {})] == [
         "stock"
     ]
+
+
+def test_the_demo_is_recorded_and_fills_its_table(tmp_path: Path, monkeypatch) -> None:
+    mean = {"policy": "naive", "tokens": 200.0, "reused_prefix": 20.0, "reused_segment": 166.0}
+    mean |= {"row_share": 0.05, "ttft_s": 0.33, "ttft_ratio": 0.093, "first_token": 1.0}
+    about = {"model": "smollm2", "device": "cpu", "mode": "share", "threads": 2}
+    document = {**about, "rows": [{"prompt": 3}], "means": [{**mean, "kl": 0.2516}]}
+    (tmp_path / "demo.json").write_text(json.dumps(document))
+    monkeypatch.setattr(record, "keep", lambda run: record.ROOT / str(kept.append(run)))
+    kept: list[dict] = []
+    assert record.main([str(tmp_path / "demo.json"), "--commit", "abc"]) == 0
+    (run,) = kept
+    assert run["commit"] == "abc"
+    shown = results.filled(
+        "a\n<!-- demo -->\nold\n<!-- end of demo -->\n", demo_table.markdown(run), "demo"
+    )
+    assert "| naive | 5 % | 330 ms | 0.09 | 100 % | 0.252 |" in shown
+    assert "3 prompts of 200 tokens, 93 % of them cached" in shown
+    assert "old" not in shown
+    with pytest.raises(ValueError, match="expected a demo of several prompts"):
+        demo_table.run_of({**document, "means": []}, {})
