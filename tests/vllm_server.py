@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from runpy import run_module
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -19,7 +20,12 @@ from urllib.request import Request, urlopen
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import vllm_cpu_ops
 from families import VOCABULARY
+
+# The server, and what it starts.
+if __name__ in ("__main__", "__mp_main__"):
+    vllm_cpu_ops.define()
 
 NAME, KEY = "tiny", "a key"
 # Trims what it is given, as templates of well-known models do.
@@ -67,9 +73,10 @@ def served(model: Path, log: Path, options: list[str]) -> Iterator[str]:
         "--block-size": "16",
         "--distributed-executor-backend": "uni",
     }
+    for name, value in vllm_cpu_ops.options().items():
+        fixed[f"--{name.replace('_', '-')}"] = json.dumps(value)
     words = [word for pair in fixed.items() for word in pair]
-    # What `vllm serve` runs; the command itself knows the build for CPUs by another name.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command = [sys.executable, __file__, "--enforce-eager"]
     # Asynchronous engines are in a process of their own.
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     with log.open("wb") as out:
@@ -121,3 +128,8 @@ def scraped(address: str) -> dict[str, float]:
         ]
         found[name.removeprefix("kvweave_") + f"{{{','.join(kept)}}}" * bool(kept)] = float(value)
     return found
+
+
+if __name__ == "__main__":
+    # What `vllm serve` runs; the command itself knows the build for CPUs by another name.
+    run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -11,6 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import vllm_cpu_ops
+
+# This process, and what it starts.
+if __name__ in ("__main__", "__mp_main__"):
+    vllm_cpu_ops.define()
+
 
 def say(**found: Any) -> None:
     """One line of results."""
@@ -18,13 +24,16 @@ def say(**found: Any) -> None:
 
 
 def tried(action: Any) -> list[str]:
-    """The error that an action raises: its class and text."""
+    """The error of ours that an action raises: its class and text."""
+    from vllm.exceptions import VLLMValidationError
+
     from kvweave.errors import KvweaveError
+    from vllm_engines import ours
 
     try:
         action()
-    except KvweaveError as error:
-        return [type(error).__name__, str(error)]
+    except (KvweaveError, VLLMValidationError) as error:
+        return [type(ours(error)).__name__, str(error)]
     return []
 
 

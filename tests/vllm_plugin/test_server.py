@@ -9,15 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-import vllm_cpu_ops
 from families import tiny
 from kvweave.adapters.vllm.server import spans
 from vllm_segments import SIZES, settings
 from vllm_server import KEY, NAME, fetched, scraped, served, tokenizer
 
-pytestmark = pytest.mark.skipif(
-    bool(vllm_cpu_ops.options()), reason="needs a vLLM with ops for CPUs of its own"
-)
 TEXT = " the hen went and the fox went; 12 cats — née Katz — and on and on and the cat went on\n"
 DOCUMENT = TEXT * 2
 OTHER = "and the hen and the hen and a fox on the hen. " * 3

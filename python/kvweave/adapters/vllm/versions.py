@@ -28,6 +28,12 @@ def check(version: str, known: tuple[str, ...] = SUPPORTED) -> None:
     raise Unsupported(text, expected=expected, got=version)
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it refuses: in 0.33 that is no `ValueError` any more."""
+    known = import_module("vllm.exceptions")
+    return ValueError, TypeError, RuntimeError, getattr(known, "VLLMClientError", ValueError)
+
+
 def check_installed(known: tuple[str, ...] = SUPPORTED) -> None:
     """Refuses the vLLM of this environment if it is not a known one."""
     check(import_module("vllm").__version__, known)

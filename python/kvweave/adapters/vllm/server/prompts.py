@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.server import spans
 from kvweave.adapters.vllm.server.marks import Marked, sentinels
 from kvweave.adapters.vllm.server.replies import BadRequest
@@ -30,7 +31,7 @@ async def rendered(state: Any, body: dict[str, Any]) -> Rendered | None:
     try:
         request = ChatCompletionRequest.model_validate({**body, "return_token_offsets": True})
         found = await state.online_renderer.render_chat(request, skip_mm_cache=True)
-    except (ValueError, TypeError, RuntimeError):
+    except versions.refusals():
         return None
     if not isinstance(found, tuple):
         return None
