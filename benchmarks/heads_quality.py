@@ -9,8 +9,6 @@ not recorded.
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import record
+from benchmarks.sampled import log_of, parser_of, show
 from kvweave.bench.rows import Row
 from kvweave.cache import HeadClassMap
 from kvweave.drawing.budget_figure import Point, save_budget
@@ -200,8 +198,7 @@ def draw_curves(path: Path, job: Job, model: str, found: list[Measurement]) -> N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.heads_quality", description=__doc__)
-    parser.add_argument("logs", type=Path, help="folder that keeps the samples")
+    parser = parser_of("heads_quality", __doc__)
     parser.add_argument("--map", type=Path, required=True, help="what profile-heads wrote")
     parser.add_argument("--model", default="smollm2", help="a packaged model, or a local folder")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -209,7 +206,6 @@ def main() -> int:
     parser.add_argument("--samples", type=int, help="of each job, instead of the list's")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="shares of heads")
     parser.add_argument("--figure", type=Path, help="draw the first job to PNG, SVG or PDF")
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     chosen = parser.parse_args()
     profile = HeadProfile.from_map(HeadClassMap.from_json(chosen.map.read_text()))
     budgets = [float(share) for share in chosen.budgets.split(",")]
@@ -217,15 +213,11 @@ def main() -> int:
     rows: list[Row] = []
     for listed in (job for job in JOBS if chosen.jobs in job.name):
         job = replace(listed, samples=chosen.samples or listed.samples)
-        slug = re.sub(r"[^a-z0-9]+", "-", f"{chosen.model} {job.name}")
-        found = bench.measure(job, chosen.logs / f"heads-{slug}.jsonl")
+        found = bench.measure(job, log_of(chosen.logs, f"heads-{chosen.model} {job.name}"))
         if not rows and chosen.figure is not None:
             draw_curves(chosen.figure, job, chosen.model, found)
         rows += rows_of(job, chosen.model, found)
-    for row in rows:
-        print(f"{row.name:<60} {row.value:.4f} {row.of}")
-    if chosen.record:
-        print(f"recorded in {record.append('heads_quality', rows)}")
+    show("heads_quality", rows, chosen.record)
     return 0
 
 

@@ -8,15 +8,13 @@ goes on. Quality does not depend on how busy the machine is; times are not recor
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import record
+from benchmarks.sampled import log_of, parser_of, show
 from kvweave.bench.rows import Row
 from kvweave.eval import Evaluation, Interval, bootstrap, evaluate, task_of
 from kvweave.eval.corpus import corpus_of
@@ -81,7 +79,7 @@ def run(logs: Path, steps: int) -> list[Row]:
             samples=samples,
             seed=SEED,
             controlled=CONTROLLED[job.model] if job.task == "lm" else 0,
-            log=logs / f"{re.sub(r'[^a-z0-9]+', '-', job.name)}.jsonl",
+            log=log_of(logs, job.name),
         )
         print(f"{job.name}: {samples} samples", flush=True)
     rows = []
@@ -133,16 +131,10 @@ def _bounds(interval: Interval) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.quality", description=__doc__)
-    parser.add_argument("logs", type=Path, help="folder that keeps the samples")
+    parser = parser_of("quality", __doc__)
     parser.add_argument("--steps", type=int, default=len(STEPS), help="only the first steps")
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     chosen = parser.parse_args()
-    rows = run(chosen.logs, chosen.steps)
-    for row in rows:
-        print(f"{row.name:<36} {row.value:.4f} {row.of}")
-    if chosen.record:
-        print(f"recorded in {record.append('quality', rows)}")
+    show("quality", run(chosen.logs, chosen.steps), chosen.record)
     return 0
 
 
