@@ -157,17 +157,32 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
         ),
     ),
     (
-        "vLLM 0.26 with the plugin ÷ stock, Llama-3.1-8B shape: first token of 32K; decode step of "
-        "32 requests; that with one KV head in eight whole; throughput of 100 requests with it; "
-        "requests of 64K at once with it",
-        "vllm",
+        "vLLM 0.26 with the plugin ÷ stock, Llama-3.1-8B shape, torch.compile: first token of 32K; "
+        "decode step of 1, 32 requests of 8K; with one KV head in eight whole: first token of 32K; "
+        "decode step of 32 of 8K; of 8 of 120K",
+        "vllm_compiled",
         (
-            ("TTFT, 32768 tokens: ours", "÷ stock"),
-            ("decode step, B=32, 8192 tokens: ours", "÷ stock"),
-            ("decode step, B=32, 8192 tokens: heads", "÷ stock"),
-            ("throughput, 100 requests: heads", "÷ stock"),
+            ("TTFT, 32768 tokens, compiled: ours", "÷ stock"),
+            ("decode step, B=1, 8192 tokens, compiled: ours", "÷ stock"),
+            ("decode step, B=32, 8192 tokens, compiled: ours", "÷ stock"),
+            ("TTFT, 32768 tokens, compiled: heads", "÷ stock"),
+            ("decode step, B=32, 8192 tokens, compiled: heads", "÷ stock"),
+            ("decode step, B=8, 120000 tokens, compiled: heads", "÷ stock"),
+        ),
+    ),
+    (
+        "the same under load: throughput of 40 requests; requests of 64K at once with one head in "
+        "eight whole",
+        "vllm_load",
+        (
+            ("throughput, 40 requests: ours", "÷ stock"),
             ("requests of 65536 tokens that ran at once: heads", "÷ stock"),
         ),
+    ),
+    (
+        "throughput of 100 requests of 10 to 30K tokens with one head in eight whole ÷ stock",
+        "vllm",
+        (("throughput, 100 requests: heads", "÷ stock"),),
     ),
     (
         "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; sparsex "
