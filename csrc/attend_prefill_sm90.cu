@@ -144,7 +144,7 @@ class Multiply {
         sh(shared),
         rows(tile_rows),
         reach(tile_reach),
-        me(threadIdx.x / 128 - 1),
+        me(__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)),
         lane(threadIdx.x % 32) {
     group = static_cast<int>(p.query_heads / p.kv.kv_heads);
     first_pair = rows.begin + 64 * me + threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -285,23 +285,23 @@ class Multiply {
   }
 
   __device__ __forceinline__ void multiply_keys(float (&s)[64], uint32_t t) {
-    const uint32_t keys = shared_address(sh.stages[turn_of_keys(t).stage]);
+    const uint64_t queries = uniform(tile_of(shared_address(sh.queries[me]), 1024, 16));
+    const uint32_t stage = shared_address(sh.stages[turn_of_keys(t).stage]);
+    const uint64_t keys = uniform(tile_of(stage, Tile::kGroupBytes, 16));
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      const uint32_t a = shared_address(sh.queries[me][k / 4]) + k % 4 * 32;
-      const uint32_t b = keys + Tile::offset(0, k / 4) + k % 4 * 32;
-      Products<T>::keys(s, tile_of(a, 1024, 16), tile_of(b, Tile::kGroupBytes, 16), k > 0);
+      Products<T>::keys(s, further(queries, k / 4 * sizeof(sh.queries[0][0]) + k % 4 * 32),
+                        further(keys, Tile::offset(0, k / 4) + k % 4 * 32), k > 0);
     }
   }
 
   __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeys / 16][4],
                                                   uint32_t t) {
-    const uint32_t values = shared_address(sh.stages[turn_of_values(t).stage]);
+    const uint32_t stage = shared_address(sh.stages[turn_of_values(t).stage]);
+    const uint64_t values = uniform(tile_of(stage, Tile::kGroupBytes, Tile::kBlockBytes));
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      Products<T>::values(out, weights[k],
-                          tile_of(values + Tile::offset(2 * k, 0), Tile::kGroupBytes,
-                                  Tile::kBlockBytes));
+      Products<T>::values(out, weights[k], further(values, Tile::offset(2 * k, 0)));
     }
   }
 

@@ -95,6 +95,17 @@ __device__ __forceinline__ uint64_t tile_of(uint32_t address, uint32_t rows_apar
          static_cast<uint64_t>(rows_apart >> 4) << 32 | swizzle_128 << 62;
 }
 
+// Tells the compiler that a tile is the same for all lanes. It then stands in uniform registers,
+// where products take it from; else each product waits for its own to be brought there.
+__device__ __forceinline__ uint64_t uniform(uint64_t tile) {
+  return tile >> 32 << 32 | __shfl_sync(~0u, static_cast<uint32_t>(tile), 0);
+}
+
+// The tile of the same shape that begins so many bytes later.
+__device__ __forceinline__ uint64_t further(uint64_t tile, int bytes) {
+  return tile >> 32 << 32 | (static_cast<uint32_t>(tile) + (bytes >> 4));
+}
+
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
