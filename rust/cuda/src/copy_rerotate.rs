@@ -11,8 +11,8 @@ use crate::params::CopyRerotateParams;
 
 /// Threads of the largest block, as the kernel's launch bounds say.
 const MAX_THREADS: usize = 256;
-/// Thread blocks that keep the largest devices busy to the end.
-const ENOUGH_BLOCKS: usize = 8192;
+/// Threads that the largest devices run at once.
+const THREADS_AT_ONCE: usize = 1 << 17;
 
 /// Tokens of all pages of blocks copied to others, keys rotated: see
 /// `kvweave_core::ops::CopyRerotate`, whose checks are the caller's where the table is on the host.
@@ -85,6 +85,13 @@ impl Parts {
             None => Self { count: layers, heads: kv_heads.max(1), stride: layer_stride },
         }
     }
+
+    /// Thread blocks that share the heads of a part. Where blocks with several heads can all run
+    /// at once they do, as many as can; else each has one head, and they end soon after each other.
+    fn chunks(self, copies: usize, at_once: usize) -> usize {
+        let whole = (copies * self.count).max(1);
+        if whole <= at_once { (at_once / whole).min(self.heads) } else { self.heads }
+    }
 }
 
 /// How the work is cut.
@@ -118,15 +125,15 @@ impl Shape {
         }
         let key_columns = columns - call.pairs / vector;
         let wanted = (key_columns * geometry.page_tokens).max(columns).next_multiple_of(32);
+        let threads = wanted.min(MAX_THREADS);
         let parts = Parts::of(call);
-        let pages = call.copy_count * parts.count * parts.heads;
-        let heads_per_block = (pages / ENOUGH_BLOCKS).clamp(1, parts.heads);
-        let chunks = parts.heads.div_ceil(heads_per_block);
-        let blocks = call.copy_count * parts.count * chunks;
+        let chunks = parts.chunks(call.copy_count, THREADS_AT_ONCE / threads);
+        let heads_per_block = parts.heads.div_ceil(chunks);
+        let blocks = call.copy_count * parts.count * parts.heads.div_ceil(heads_per_block);
         let wide_bytes = if call.dtype == KvDtype::F32 { 8 } else { 4 };
         let grid = Grid {
             blocks: [blocks_of("copies", blocks)?, 1, 1],
-            threads: narrow("threads", wanted.min(MAX_THREADS))?,
+            threads: narrow("threads", threads)?,
             shared_bytes: narrow("rotary_dim", 2 * call.pairs * wide_bytes)?,
         };
         Ok(Self { wide, parts, heads_per_block, grid })
@@ -169,4 +176,18 @@ fn params_of(
         heads_per_block: narrow("kv_heads", shape.heads_per_block)?,
         head_chunks: narrow("kv_heads", parts.heads.div_ceil(shape.heads_per_block))?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_share_blocks_only_where_all_run_at_once() {
+        let parts = Parts { count: 32, heads: 8, stride: 0 };
+        let chunks = |copies| parts.chunks(copies, 1024);
+        assert_eq!([0, 1, 4, 8, 16, 32, 33, 512].map(chunks), [8, 8, 8, 4, 2, 1, 8, 8]);
+        let page = Parts { count: 500, heads: 1, stride: 0 };
+        assert_eq!([1, 2, 3].map(|copies| page.chunks(copies, 1024)), [1, 1, 1]);
+    }
 }
