@@ -9,7 +9,7 @@ import pytest
 
 import kvweave
 from commands import call, refused
-from kvweave.cli.prompt_file import split_prompt
+from kvweave.cli.prompt_file import read_prompt, split_prompt
 from kvweave.errors import InvalidArgument
 
 SPEECH = "We are met to consider the state of the Union. The harvest was good this year. " * 12
@@ -132,6 +132,17 @@ def test_plan_refuses_what_it_cannot_draw(folder: Path) -> None:
     assert "expected text or a segment" in refused("plan", at(folder / "empty.txt"))
     (folder / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     assert "error" in refused("plan", at(folder / "bytes.txt"))
+
+
+def test_the_bare_name_of_a_file_is_no_prompt(folder: Path) -> None:
+    name = folder / "prompt.txt"
+    for words in (("plan", name), ("generate", name), ("plan", "hi", "--earlier", name)):
+        said = "".join(refused(*words).split())
+        assert f"@{name}" in said
+        assert ("earlier:" if "--earlier" in words else "prompt:") in said
+    assert read_prompt("word " * 9000) == "word " * 9000  # Longer than any path.
+    assert read_prompt("a\0b") == "a\0b"
+    assert read_prompt(str(folder)) == str(folder)
 
 
 def test_plan_draws_the_rows_of_a_policy(folder: Path) -> None:

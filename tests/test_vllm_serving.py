@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,21 @@ def test_the_command_writes_what_yaml_reads(model: Path) -> None:
     assert given["middleware"] == ["kvweave.adapters.vllm.server.SegmentMiddleware"]
 
 
+def test_the_printed_command_is_one_for_a_shell(model: Path) -> None:
+    path = model / ("a long name; $(of a file) " * 9 + ".yml")
+    code, said = ran(model, "--out", path)
+    assert code == 0
+    assert shlex.split(said) == ["vllm", "serve", str(model), "--config", str(path)]
+    assert len(said.splitlines()) == 1
+    assert yaml.safe_load(path.read_text()) == {"attention-config": {"backend": "CUSTOM"}}
+
+
 def test_the_command_refuses_in_one_line(model: Path) -> None:
     for words, expected in (
+        (("--segments-gib", "inf"), "expected a finite number, got inf"),
+        (("--segments-gib", "nan"), "segments-gib"),
+        (("--out", model / "x.conf"), "expected a file that ends in .yaml or .yml, got x.conf"),
+        (("--out", model / "yaml"), "got yaml"),
         (("--heads", model / "none.json"), "none.json"),
         (("--frozen-share", 0.5), "expected it beside segments-gib"),
         (("--segments-gib", 1, "--virtual-pages"), "without kvweave.virtual_pages"),
@@ -83,3 +97,4 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         assert code == 2
         assert expected in " ".join(said.split())
         assert "Traceback" not in said
+    assert not (model / "x.conf").exists()

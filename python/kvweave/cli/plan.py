@@ -63,7 +63,7 @@ def plan(
         page_tokens=page_tokens,
         parts=prompt_parts(read_prompt(prompt), texts),
         warm={name: text for name, text in texts.items() if name not in (cold or ())},
-        before=[prompt_parts(read_prompt(text), {}) for text in earlier or ()],
+        before=[prompt_parts(read_prompt(text, "earlier"), {}) for text in earlier or ()],
         discover=discover,
     )
     with err().status(f"loading {model}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,17 @@ PROMPT_HELP = "The prompt; @FILE reads it from a file. {{name}} marks a segment'
 FILE_HELP = "name=FILE: a reusable text; stands where the prompt says {{name}}, else in front."
 
 
-def read_prompt(option: str) -> str:
-    """The text of a prompt option: as it is, or what `@FILE` holds. Raises OSError."""
-    return Path(option[1:]).read_text(encoding="utf-8") if option.startswith("@") else option
+def read_prompt(option: str, name: str = "prompt") -> str:
+    """The text of a prompt option: as it is, or what `@FILE` holds.
+
+    Raises OSError, and InvalidArgument for the bare name of a file, which `name` would not read.
+    """
+    if option.startswith("@"):
+        return Path(option[1:]).read_text(encoding="utf-8")
+    if os.path.isfile(option):  # A long text is no path; pathlib raises there.
+        expected = f"@{option} to read that file"
+        raise InvalidArgument(f"{name}: expected {expected}, got its name", expected=expected)
+    return option
 
 
 def name_of(option: str) -> str:

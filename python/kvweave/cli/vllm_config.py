@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ from kvweave.cli.console import out, user_errors
 from kvweave.errors import InvalidArgument
 
 GIB = 2**30
+SUFFIXES = (".yaml", ".yml")
+"""Files that `vllm serve --config` takes."""
 
 
 @user_errors
@@ -34,6 +38,13 @@ def vllm_config(
     if frozen_share is not None and segments_gib is None:
         text = "frozen-share: expected it beside segments-gib, got it alone"
         raise InvalidArgument(text, expected="segments-gib", got="none")
+    if segments_gib is not None and not math.isfinite(segments_gib):
+        text = f"segments-gib: expected a finite number, got {segments_gib}"
+        raise InvalidArgument(text, expected="a finite number", got=str(segments_gib))
+    if out_file is not None and out_file.suffix not in SUFFIXES:
+        expected = " or ".join(SUFFIXES)
+        text = f"out: expected a file that ends in {expected}, got {out_file.name}"
+        raise InvalidArgument(text, expected=expected, got=out_file.name)
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
         "segment_bytes": None if segments_gib is None else int(segments_gib * GIB),
@@ -46,4 +57,5 @@ def vllm_config(
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
     else:
         out_file.write_text(text, encoding="utf-8")
-        out().print(f"vllm serve {model} --config {out_file}", markup=False, highlight=False)
+        command = shlex.join(["vllm", "serve", model, "--config", str(out_file)])
+        out().print(command, markup=False, highlight=False, soft_wrap=True)
