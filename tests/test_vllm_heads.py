@@ -147,7 +147,7 @@ def test_a_weight_that_heads_do_not_divide_is_refused() -> None:
 
 
 BAD: dict[str, list[Any]] = {
-    "heads": [3],
+    "heads": [3, ""],
     "segment_bytes": [0, 1.5, True, "1"],
     "frozen_share": [-0.1, 1.1, True, "1", None],
 }
@@ -168,9 +168,12 @@ def test_options() -> None:
         with pytest.raises(InvalidArgument, match=f"KVWEAVE_{name}: expected .*, got '{text}'"):
             options_of({}, {f"KVWEAVE_{name}": text})
     for name, text in (("SEGMENT_BYTES", "0"), ("FROZEN_SHARE", "nan")):
-        with pytest.raises(InvalidArgument, match=f"kvweave.{name.lower()}: expected"):
+        with pytest.raises(InvalidArgument, match=f"^KVWEAVE_{name}: expected .*, got {text}$"):
             options_of({}, {f"KVWEAVE_{name}": text})
     refused = [{name: value} for name, values in BAD.items() for value in values]
+    both = {"KVWEAVE_SEGMENT_BYTES": "4096"}
+    with pytest.raises(InvalidArgument, match=r"^additional_config: kvweave\.segment_bytes: "):
+        options_of({"kvweave": {"segment_bytes": 0}}, both)
     for section in ({"head": "m"}, "heads", ["heads"], *refused):
         with pytest.raises(InvalidArgument, match="additional_config: kvweave"):
             options_of({"kvweave": section})

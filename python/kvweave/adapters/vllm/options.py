@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvweave.adapters.vllm.supported import expect
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
@@ -48,27 +49,27 @@ class Options:
 def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> Options:
     """Reads the section of a `VllmConfig.additional_config`, and what it leaves out elsewhere.
 
-    Errors: `InvalidArgument` for a name that is not known or a value of another kind.
+    Errors: `InvalidArgument` for a name in the section that is not known or a value of another
+    kind; it names the option or the variable, wherever the value came from.
     """
     section = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(section, Mapping):
-        raise _invalid(SECTION, "a dictionary", repr(section))
+    here = f"additional_config: {SECTION}"
+    _expect(here, isinstance(section, Mapping), "a dictionary", section)
     for name in section:
-        if name not in TEXTS:
-            raise _invalid(SECTION, f"the options {', '.join(TEXTS)}", repr(name))
-    section = {**_read(environment), **section}
-    heads = section.get("heads")
-    if heads is not None and not isinstance(heads, str):
-        raise _invalid(f"{SECTION}.heads", "a path", repr(heads))
-    size = section.get("segment_bytes")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise _invalid(f"{SECTION}.segment_bytes", "bytes, at least 1", repr(size))
-    share = section.get("frozen_share", 0.5)
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-        raise _invalid(f"{SECTION}.frozen_share", "a share in 0..1", repr(share))
-    virtual = section.get("virtual_pages", False)
-    if not isinstance(virtual, bool):
-        raise _invalid(f"{SECTION}.virtual_pages", "true or false", repr(virtual))
+        _expect(here, name in TEXTS, f"the options {', '.join(TEXTS)}", name)
+    given = _read(environment)
+    where = {name: f"{here}.{name}" if name in section else VARIABLES[name] for name in TEXTS}
+    given |= section
+    heads = given.get("heads")
+    _expect(where["heads"], heads is None or _is_path(heads), "a path", heads)
+    size = given.get("segment_bytes")
+    counts = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
+    _expect(where["segment_bytes"], counts, "bytes, at least 1", size)
+    share = given.get("frozen_share", 0.5)
+    in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
+    _expect(where["frozen_share"], in_range, "a share in 0..1", share)
+    virtual = given.get("virtual_pages", False)
+    _expect(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
     return Options(None if heads is None else Path(heads), size, float(share), virtual)
 
 
@@ -80,12 +81,14 @@ def _read(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             read |= {name: parse(text)} if text else {}
         except (ValueError, KeyError):
-            what = f"{VARIABLES[name]}: expected {expected}, got {text!r}"
-            raise InvalidArgument(what, expected=expected, got=text) from None
+            _expect(VARIABLES[name], False, expected, text)
     return read
 
 
-def _invalid(what: str, expected: str, got: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"additional_config: {what}: expected {expected}, got {got}", expected=expected, got=got
-    )
+def _is_path(given: Any) -> bool:
+    """An empty path would be the folder that the engine runs in."""
+    return isinstance(given, str) and bool(given)
+
+
+def _expect(what: str, holds: bool, expected: str, got: Any) -> None:
+    expect(what, holds, expected, repr(got), InvalidArgument)

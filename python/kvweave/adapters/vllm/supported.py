@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from kvweave.errors import Unsupported
+from kvweave.errors import KvweaveError, Unsupported
 
 
-def expect(what: str, holds: bool, expected: str, got: str) -> None:
-    """Refuses what nothing here has a form of, unless `holds`.
+def expect(
+    what: str,
+    holds: bool,
+    expected: str,
+    got: str,
+    error: type[KvweaveError] = Unsupported,
+) -> None:
+    """Refuses what nothing here has a form of, or what can never be right, unless `holds`.
 
-    Errors: `Unsupported`, naming `what`.
+    Errors: `error`, naming `what`.
     """
     if not holds:
-        raise Unsupported(f"{what}: expected {expected}, got {got}", expected=expected, got=got)
+        raise error(f"{what}: expected {expected}, got {got}", expected=expected, got=got)
