@@ -1,8 +1,9 @@
 """Hardware counters of the kernels that miss a target: `python -m benchmarks.device_counters`.
 
 Each case of `kvweave bench ops` runs alone under Nsight Compute (`ncu`), warmed once; what the last
-call launched is read from the counters, caches cold and clocks as they are. `--json FILE` is a run
-for `python -m benchmarks.record FILE`.
+call launched is read from the counters, caches cold and clocks as they are. Without `--cases` they
+are those that miss their target in the newest record of that benchmark. `--json FILE` is a run for
+`python -m benchmarks.record FILE`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import of_device
+from benchmarks.results import newest
 from kvweave.bench.rows import Row
-from kvweave.bench.shapes import CASES, Case
+from kvweave.bench.shapes import CASES, GRAPH, Case
 
 CASE = "counters"
-MISSED = (
-    "decode, B=16, 8K",
-    "decode, B=1, 8K",
-    "decode, B=1, 128K",
-    "ragged decode, 4 of 8 KV heads full, B=1, 32K",
-    "ragged decode, 1 of 8 KV heads full, B=1, 32K",
-    "ragged decode, 1 of 8 KV heads full, B=1, 128K",
-    "ragged decode, 1 of 8 KV heads full, B=16, 32K",
-    "prefill, all of 8K",
-    "prefill, all of 32K",
-    "copy_rerotate, Llama-8B bfloat16, 64 MiB",
-    "copy_rerotate, Llama-8B bfloat16, 512 MiB",
-)
+MISSED_IN = "cuda_ops"
+"""The record whose missed targets are looked at."""
 TIME = "gpu__time_duration.sum"
 # A counter of ncu, and what a table calls it.
 COUNTERS = {
@@ -68,6 +59,22 @@ STALLS = (
     "imc_miss",
     "not_selected",
 )
+
+
+def missed(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Cases that miss a target in the record, in its order; a graph replay counts as its case.
+
+    Raises ValueError where no run of the ops is there, or one of cases that are not known.
+    """
+    if MISSED_IN not in runs:
+        raise ValueError(f"records: expected a run of {MISSED_IN}, got none; name --cases")
+    rows = runs[MISSED_IN]["rows"]
+    names = [row["name"] for row in rows if row["of"].get("met") == "no"]
+    cases = list(dict.fromkeys(name.removesuffix(GRAPH) for name in names))
+    unknown = set(cases) - {case.name for case in CASES}
+    if unknown:
+        raise ValueError(f"records: expected known cases, got {'; '.join(sorted(unknown))}")
+    return cases
 
 
 def run_once(case: Case) -> None:
@@ -131,7 +138,7 @@ def main(words: list[str] | None = None) -> int:
     """Counts the chosen cases; returns the exit status, 1 when one could not be counted."""
     parser = argparse.ArgumentParser(prog="benchmarks.device_counters", description=__doc__)
     names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, default=list(MISSED))
+    parser.add_argument("--cases", nargs="+", choices=names)
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where the run goes, after every case")
     chosen = parser.parse_args(words)
@@ -139,12 +146,16 @@ def main(words: list[str] | None = None) -> int:
     if chosen.one:
         run_once(known[chosen.one])
         return 0
+    try:
+        cases = chosen.cases or missed(newest())
+    except ValueError as error:
+        parser.error(str(error))
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if ncu is None:
         parser.exit(1, "expected ncu (NVIDIA Nsight Compute) on the path, got none\n")
     rows: list[Row] = []
     failed = False
-    for name in chosen.cases:
+    for name in cases:
         try:
             rows += [row_of(known[name], kernel) for kernel in counted(known[name], ncu)]
             print(rows[-1], flush=True)

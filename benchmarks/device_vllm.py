@@ -2,7 +2,8 @@
 
 Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
 `ours` its model on our attention backend, `heads` one with an eighth of global KV heads. Results
-are printed as they come; FILE is a run for `python -m benchmarks.record FILE`.
+are printed as they come; FILE is a run for `python -m benchmarks.record FILE`, whose case follows
+from the mode and the jobs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,29 @@ from typing import Any
 from benchmarks.device_vllm_engine import ENGINES, JOBS, MODES, Task
 from benchmarks.record import of_device
 from kvweave.bench.rows import Row
+from kvweave.errors import InvalidArgument
 
-CASES = ("vllm", "vllm_compiled", "vllm_load")
-"""What a record calls a run: of `--mode graphs`, of the default mode, of many requests at once."""
+LOAD = {"capacity", "throughput"}
+"""Jobs of many requests at once."""
 MILLI = 1e3
 GIB = 2**30
 CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
 Found = dict[str, Any]
+
+
+def case_of(mode: str, jobs: list[str]) -> str:
+    """What a record calls a run: `vllm_load` where every job is of many requests at once.
+
+    Raises InvalidArgument for jobs that are not recorded in this mode.
+    """
+    if mode == "graphs":
+        return "vllm_load" if LOAD.issuperset(jobs) else "vllm"
+    if mode == "compiled" and LOAD.isdisjoint(jobs):
+        return "vllm_compiled"
+    expected = "mode graphs, or compiled with jobs of latency and decode"
+    got = f"mode {mode} with {', '.join(jobs)}"
+    text = f"json: expected a run that has a record, of {expected}, got {got}"
+    raise InvalidArgument(text, expected=expected, got=got)
 
 
 def tasks(jobs: list[str], engines: list[str], given: Found) -> Iterator[Task]:
@@ -93,25 +110,34 @@ def _value(line: Found) -> float:
     return float(line[key]) * scale
 
 
-def main(words: list[str] | None = None) -> int:
-    """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
+def parser_of_words() -> argparse.ArgumentParser:
+    """What the command takes."""
     parser = argparse.ArgumentParser(prog="benchmarks.device_vllm", description=__doc__)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["latency", "capacity"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--mode", choices=MODES, default="graphs", help="how steps run")
     parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
     parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
-    parser.add_argument("--case", choices=CASES, default=CASES[0], help="what the run is called")
     parser.add_argument("--json", type=Path, help="where the run goes, after every process")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
+    parser = parser_of_words()
     chosen = parser.parse_args(words)
     found: list[Found] = []
     given = {"mode": chosen.mode, **chosen.task}
+    try:
+        case = case_of(given["mode"], chosen.jobs) if chosen.json else ""
+    except InvalidArgument as error:
+        parser.error(str(error))
     for task in tasks(chosen.jobs, chosen.engines, given):
         for line in lines(task, chosen.limit):
             found.append(line)
             print(json.dumps(line), flush=True)
         if chosen.json:
-            run = of_device(chosen.case, rows_of(found))
+            run = of_device(case, rows_of(found))
             chosen.json.write_text(json.dumps(run, indent=1) + "\n")
     for row in rows_of(found):
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.device_models import MODELS
 from benchmarks.device_vllm_model import written
+from kvweave.adapters.vllm.serving import engine_options
 
 ENGINES = ("stock", "ours", "heads")
 MODES = ("eager", "graphs", "compiled")
@@ -61,7 +62,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
     start = time.perf_counter()
     from vllm import LLM
 
-    family = MODELS[task.model][0]
+    architecture = f"{MODELS[task.model][0]}ForCausalLM"
     sizes = [size for size in (1, 2, 4, *range(8, 513, 8)) if size < most] + [most]
     graphs = {"cudagraph_capture_sizes": sizes}
     kind = {
@@ -71,11 +72,8 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
     }[task.mode]
     choice = {
         "stock": {},
-        "ours": {"attention_config": {"backend": "CUSTOM"}},
-        "heads": {
-            "hf_overrides": {"architectures": [f"Kvweave{family}ForCausalLM"]},
-            "additional_config": {"kvweave": {"heads": str(heads)}},
-        },
+        "ours": engine_options(architecture),
+        "heads": engine_options(architecture, heads=str(heads)),
     }[task.engine]
     memory = {"kv_cache_memory_bytes": task.memory} if task.memory else {}
     settings: dict[str, Any] = {

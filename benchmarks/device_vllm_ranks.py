@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device_vllm_model import write_heads
-from benchmarks.device_vllm_segments import reusing
 from benchmarks.record import of_device
+from kvweave.adapters.vllm.serving import engine_options
 from kvweave.bench.rows import Row
 
 ENGINES = ("ours", "heads", "segments")
+ARCHITECTURE = "LlamaForCausalLM"
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 1024,
@@ -59,26 +60,24 @@ def engine(name: str, model: Path, ranks: int) -> Any:
     """A vLLM of so many ranks."""
     from vllm import LLM
 
-    ours = {"hf_overrides": {"architectures": ["KvweaveLlamaForCausalLM"]}}
-    choice: dict[str, dict[str, Any]] = {
-        "ours": {"attention_config": {"backend": "CUSTOM"}},
-        "heads": {**ours, "additional_config": {"kvweave": {"heads": str(model / "heads.json")}}},
-        "segments": reusing(1 << 30),
+    options: dict[str, dict[str, Any]] = {
+        "ours": {},
+        "heads": {"heads": str(model / "heads.json")},
+        "segments": {"segment_bytes": 1 << 30},
     }
-    return LLM(
-        str(model),
-        dtype="float32",
-        tensor_parallel_size=ranks,
-        skip_tokenizer_init=True,
-        block_size=16,
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=2 << 30,
-        gpu_memory_utilization=0.3,
-        enforce_eager=True,
-        **choice[name],
-    )
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "tensor_parallel_size": ranks,
+        "skip_tokenizer_init": True,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2 << 30,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": True,
+    }
+    return LLM(str(model), **{**common, **engine_options(ARCHITECTURE, **options[name])})
 
 
 def answers(name: str, model: Path, ranks: int) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.device_models import MODELS
 from benchmarks.device_vllm_engine import DECODE_GRAPHS
 from benchmarks.device_vllm_model import written
+from kvweave.adapters.vllm.serving import engine_options
 
 ENGINES = ("stock", "segments")
 POLICIES: dict[str, Any] = {
@@ -30,7 +32,6 @@ POLICIES: dict[str, Any] = {
     "sparsex": "sparsex",
     "sparsex-0": {"name": "sparsex", "boundary": 0, "top_k": 0.05},
 }
-FOLDER = "kvweave.adapters.vllm.segments"
 ROUNDS = 4
 
 
@@ -57,26 +58,14 @@ class Prompts:
         return ids, spans
 
 
-def reusing(segment_bytes: int) -> dict[str, Any]:
-    """What makes vLLM reuse the segments of a Llama, with a store of so many bytes."""
-    return {
-        "hf_overrides": {"architectures": ["KvweaveLlamaForCausalLM"]},
-        "additional_config": {"kvweave": {"segment_bytes": segment_bytes}},
-        "kv_transfer_config": {
-            "kv_connector": "KvweaveSegments",
-            "kv_role": "kv_both",
-            "kv_connector_module_path": f"{FOLDER}.connector",
-        },
-        "logits_processors": [f"{FOLDER}.check:MarkerCheck"],
-    }
-
-
 def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
     """A vLLM that computes a whole prompt in one step, decode graphs on."""
     from vllm import LLM
 
     longest = given.tokens + 64
     graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [1]}
+    architecture = f"{MODELS[given.model][0]}ForCausalLM"
+    reusing = engine_options(architecture, segment_bytes=given.arena << 30)
     return LLM(
         str(model),
         load_format="dummy",
@@ -88,7 +77,7 @@ def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
         max_num_batched_tokens=longest,
         compilation_config=graphs,
         enable_prefix_caching=True,
-        **(reusing(given.arena << 30) if name == "segments" else {}),
+        **(reusing if name == "segments" else {}),
     )
 
 

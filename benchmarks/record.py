@@ -87,6 +87,17 @@ def keep(run: dict[str, Any], folder: Path = RECORDS) -> Path:
     return path
 
 
+def run_in(document: Any) -> dict[str, Any]:
+    """What a file holds as a run: as it is, or made of what `make demo JSON=FILE` wrote.
+
+    Raises ValueError for anything that is not an object.
+    """
+    if not isinstance(document, dict):
+        kind = "a list" if isinstance(document, list) else type(document).__name__
+        raise ValueError(f"expected one run, an object, got {kind}")
+    return demo_table.run_of(document, machine()) if demo_table.is_demo(document) else document
+
+
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The parts of one run as a whole: what they say of it is the first's, its time the last's."""
     first, rows = parts[0], []
@@ -140,8 +151,7 @@ def main(words: list[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     try:
         parts = [json.loads(file.read_text()) for file in chosen.files]
-        found = [demo_table.run_of(p, machine()) if demo_table.is_demo(p) else p for p in parts]
-        run = joined(found)
+        run = joined([run_in(part) for part in parts])
         path = keep({**run, "commit": chosen.commit})
     except (OSError, ValueError, TypeError, KeyError) as error:
         parser.error(f"{', '.join(map(str, chosen.files))}: {type(error).__name__}: {error}")

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import demo_table
 from benchmarks.budget_tables import budget_tables
 from benchmarks.record import RECORDS, ROOT
+from kvweave.errors import InvalidArgument
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 
+VLLM = "python -m benchmarks.device_vllm"
+SEGMENTS = "python -m benchmarks.device_vllm_segments"
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
@@ -36,15 +39,19 @@ TITLES = {
 }
 # Rows of a long case that a README has room for.
 SHOWN = {"attention": " 4096 "}
-COMMANDS = {
-    "quality": "python -m benchmarks.quality out/quality",
-    "heads_quality": "python -m benchmarks.heads_quality out/heads --map MAP",
-    "cuda_ops": "kvweave bench ops",
-    "counters": "python -m benchmarks.device_counters",
-    "vllm": "python -m benchmarks.device_vllm",
-    "vllm_compiled": "python -m benchmarks.device_vllm --mode compiled --jobs latency decode",
-    "vllm_load": "python -m benchmarks.device_vllm --jobs capacity throughput",
-    "vllm_ranks": "python -m benchmarks.device_vllm_ranks",
+# Commands that print a case's rows, where that is not `make bench`.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "quality": ("python -m benchmarks.quality out/quality",),
+    "heads_quality": ("python -m benchmarks.heads_quality out/heads --map MAP",),
+    "cuda_ops": ("kvweave bench ops",),
+    "counters": ("python -m benchmarks.device_counters",),
+    "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
+    "vllm_compiled": (f"{VLLM} --mode compiled --jobs latency decode",),
+    "vllm_load": (
+        f"{VLLM} --jobs throughput --engines ours stock --task '{{\"requests\": 40}}'",
+        f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
+    ),
+    "vllm_ranks": ("python -m benchmarks.device_vllm_ranks",),
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a README has room for.
@@ -62,12 +69,25 @@ COLUMNS = {
     ),
 }
 VALUE = {"quality": "KL to full", "heads_quality": "KL to full", "head_memory": "with the map"}
-# The README's choice: what it says, the case, and rows with the column that is shown (None: the
-# measured value), joined by a semicolon.
 Cell = tuple[str, str | None]
+"""A row's name, and the column that is shown; None: the measured value."""
+
+
+class Choice(NamedTuple):
+    """A row of the README: what it says, and cells of one case, joined by a semicolon.
+
+    `command`: what prints these cells, where it is not all that prints the case.
+    """
+
+    what: str
+    case: str
+    cells: tuple[Cell, ...]
+    command: str = ""
+
+
 REUSED = "TTFT, 32768 tokens, 97 % in documents seen before: segments"
-CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
-    (
+CHOICE = (
+    Choice(
         "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; sparsex with "
         "1024 rows by score; with 10 %; with 1024 and ℓ* 12 %",
         "ttft_cuda",
@@ -78,7 +98,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
         ),
     ),
-    (
+    Choice(
         "the same at the shape of Qwen3-32B",
         "ttft_cuda",
         (
@@ -89,7 +109,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
         ),
     ),
     *(
-        (
+        Choice(
             f"{what}, {model}, 32K, 97 % cached, one KV head in eight whole: redknot with a dense "
             "feed-forward in 20 layers; in 3; weave",
             "ttft_heads",
@@ -104,7 +124,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("prefill FLOPs, full's ÷ theirs", "full's FLOPs ÷"),
         )
     ),
-    (
+    Choice(
         "transformers' own forward ÷ our full: Llama-3.1-8B; Qwen3-32B",
         "ttft_cuda",
         (
@@ -112,7 +132,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("Qwen3-32B, 32768 tokens: transformers", "÷ full"),
         ),
     ),
-    (
+    Choice(
         "paged decode on CUDA, share of the read ceiling: 32 requests of 16K; one of 128K; of 8K",
         "cuda_ops",
         (
@@ -121,22 +141,22 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("decode, B=1, 8K", "of ceiling"),
         ),
     ),
-    (
+    Choice(
         "prefill of 5 % single rows of 32K on CUDA, peers' time ÷ ours",
         "cuda_ops",
         (("prefill, 5% of 32K in single rows", "peer ÷ ours"),),
     ),
-    (
+    Choice(
         "causal prefill of 32K on CUDA, peers' time ÷ ours",
         "cuda_ops",
         (("prefill, all of 32K", "peer ÷ ours"),),
     ),
-    (
+    Choice(
         "time to first token ÷ full on two CPU cores, 4K tokens: naive; sparsex",
         "ttft",
         (("naive, 4096 tokens", "÷ full"), ("sparsex, 4096 tokens", "÷ full")),
     ),
-    (
+    Choice(
         "KL to full on held-out text, Bible: naive; epic; cacheblend; sparsex",
         "quality",
         (
@@ -146,7 +166,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("lm, kjv, 1024: sparsex", None),
         ),
     ),
-    (
+    Choice(
         "the same on Python source",
         "quality",
         (
@@ -156,7 +176,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("lm, python, 1024: sparsex", None),
         ),
     ),
-    (
+    Choice(
         "vLLM 0.26 with the plugin ÷ stock, Llama-3.1-8B shape, torch.compile: first token of 32K; "
         "decode step of 1, 32 requests of 8K; with one KV head in eight whole: first token of 32K; "
         "decode step of 32 of 8K; of 8 of 120K",
@@ -170,7 +190,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("decode step, B=8, 120000 tokens, compiled: heads", "÷ stock"),
         ),
     ),
-    (
+    Choice(
         "the same under load: throughput of 40 requests; requests of 64K at once with one head in "
         "eight whole",
         "vllm_load",
@@ -179,12 +199,13 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("requests of 65536 tokens that ran at once: heads", "÷ stock"),
         ),
     ),
-    (
+    Choice(
         "throughput of 100 requests of 10 to 30K tokens with one head in eight whole ÷ stock",
         "vllm",
         (("throughput, 100 requests: heads", "÷ stock"),),
+        f"{VLLM} --jobs throughput",
     ),
-    (
+    Choice(
         "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; sparsex "
         "with ℓ* = 0 and 5 % by score; sparsex as it is",
         "vllm",
@@ -193,8 +214,9 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             (f"{REUSED}, sparsex, ℓ* = 0, 5 % by score", "÷ stock"),
             (f"{REUSED}, sparsex", "÷ stock"),
         ),
+        SEGMENTS,
     ),
-    (
+    Choice(
         "sessions of 32K tokens in 80 GB, one KV head in eight full, ÷ dense: Qwen3-32B; "
         "Llama-3.3-70B",
         "head_memory",
@@ -203,7 +225,7 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("Llama-3.3-70B, 32768 tokens, 80 GB", "times"),
         ),
     ),
-    (
+    Choice(
         "bytes sent from prefill to decode with that map, dense ÷ ours: 8K; 16K",
         "head_memory",
         (
@@ -211,12 +233,12 @@ CHOICE: tuple[tuple[str, str, tuple[Cell, ...]], ...] = (
             ("Llama-3.3-70B, payload of 16384 tokens", "bytes ÷"),
         ),
     ),
-    (
+    Choice(
         "block manager: allocate and free a block; look up 128K tokens from Python",
         "block_manager",
         (("allocate_and_free/4096", None), ("look up 128K tokens in Python, xxh3-128", None)),
     ),
-    (
+    Choice(
         "attention of 10 % single rows on two CPU cores, torch's time ÷ ours",
         "attention",
         (("Llama-8B 4096 float32, 10 % single rows", "torch ÷ ours"),),
@@ -240,26 +262,36 @@ def markdown(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def choice(runs: dict[str, dict[str, Any]]) -> str:
-    """The README's table; rows whose case was not recorded are left out."""
+    """The README's table; rows whose case was not recorded are left out.
+
+    Raises InvalidArgument for a case whose newest run lacks a row or a column that is shown.
+    """
     lines = [_line(["what", "measured", "on", "command"]), "|---|---:|---|---|"]
-    for what, case, cells in CHOICE:
+    for what, case, cells, command in CHOICE:
         if case not in runs:
             continue
         rows = {row["name"]: row for row in runs[case]["rows"]}
-        shown = [_cell(rows[name], column) for name, column in cells if name in rows]
+        shown = [_cell(case, name, rows.get(name), column) for name, column in cells]
         machine = runs[case]["machine"]["processor"]
-        lines.append(_line([what, "; ".join(shown), machine, f"`{_command(case)}`"]))
+        commands = f"`{command}`" if command else _commands(case)
+        lines.append(_line([what, "; ".join(shown), machine, commands]))
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: dict[str, Any], column: str | None) -> str:
-    if column is not None:
-        return _figure(row["of"][column])
-    return f"{_figure(row['value'])} {row['unit']}".rstrip()
+def _cell(case: str, name: str, row: dict[str, Any] | None, column: str | None) -> str:
+    if row is None or "value" not in row:
+        text = f"newest run of {case}: expected the row {name!r}, got none"
+        raise InvalidArgument(text, expected=name, got="none")
+    if column is None:
+        return f"{_figure(row['value'])} {row['unit']}".rstrip()
+    if column not in row["of"]:
+        text = f"newest run of {case}: expected {column!r} in the row {name!r}, got none"
+        raise InvalidArgument(text, expected=column, got="none")
+    return _figure(row["of"][column])
 
 
-def _command(case: str) -> str:
-    return COMMANDS.get(case, f"make bench CASE={case}")
+def _commands(case: str) -> str:
+    return "; ".join(f"`{words}`" for words in COMMANDS.get(case, (f"make bench CASE={case}",)))
 
 
 def _table(case: str, run: dict[str, Any]) -> str:
@@ -272,7 +304,7 @@ def _table(case: str, run: dict[str, Any]) -> str:
     lines = [
         f"## {TITLES[case]}",
         "",
-        f"`{_command(case)}`, {run['time'][:10]}: "
+        f"{_commands(case)}, {run['time'][:10]}: "
         f"{machine['processor']}, {machine['cores']} cores; {versions}.",
         *_ceilings(run),
         "",
@@ -322,8 +354,14 @@ def filled(text: str, part: str, name: str = "results") -> str:
 
 
 def main() -> int:
+    """Fills both pages in; returns the exit status, 1 when a row that is shown was not recorded."""
     runs = newest()
-    parts = [(README, choice(runs), "results"), (RESULTS, markdown(runs), "results")]
+    try:
+        chosen = choice(runs)
+    except InvalidArgument as error:
+        print(error, file=sys.stderr)
+        return 1
+    parts = [(README, chosen, "results"), (RESULTS, markdown(runs), "results")]
     if demo_table.CASE in runs:
         parts.append((README, demo_table.markdown(runs[demo_table.CASE]), "demo"))
     for path, part, name in parts:

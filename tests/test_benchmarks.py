@@ -1,18 +1,32 @@
 """The harness that measures: order, percentiles, records; and that a wrong answer is no result."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks import demo_table, device_vllm, record, results
+from benchmarks import (
+    demo_table,
+    device_counters,
+    device_vllm,
+    device_vllm_engine,
+    device_vllm_ranks,
+    device_vllm_segments,
+    record,
+    results,
+)
 from benchmarks.cases import attention, block_manager, copy_rerotate, head_memory, ttft_cuda
 from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
+from kvweave.adapters.vllm.serving import engine_options
 from kvweave.bench.rows import Row, WrongAnswer, expect
+from kvweave.bench.shapes import CASES as OPS
 from kvweave.bench.timing import compare, summarise
+from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, PromptView
 from kvweave.policies import Epic
 
@@ -153,11 +167,115 @@ def test_both_pages_show_the_newest_records() -> None:
 
 def test_the_readmes_choice_names_rows_that_exist() -> None:
     runs = results.newest()
-    for what, case, cells in results.CHOICE:
+    for what, case, cells, _ in results.CHOICE:
         rows = {row["name"]: row for row in runs[case]["rows"]}
         for name, column in cells:
             assert name in rows, (what, name)
             assert column is None or column in rows[name]["of"]
+
+
+def test_a_row_that_was_not_measured_is_refused_by_name() -> None:
+    (chosen,) = (c for c in results.CHOICE if c.case == "vllm_load")
+    run = results.newest()["vllm_load"]
+    (line,) = results.choice({"vllm_load": run}).splitlines()[2:]
+    figures = line.split(" | ")[1].split("; ")
+    assert len([float(figure) for figure in figures]) == len(chosen.cells) == 2
+    (name, column), _ = chosen.cells
+    without = [row for row in run["rows"] if row["name"] != name]
+    with pytest.raises(InvalidArgument, match=f"newest run of vllm_load: .* '{name}', got none"):
+        results.choice({"vllm_load": {**run, "rows": without}})
+    bare = [{**row, "of": {}} for row in run["rows"]]
+    with pytest.raises(InvalidArgument, match=f"expected '{column}' in the row '{name}'"):
+        results.choice({"vllm_load": {**run, "rows": bare}})
+
+
+@pytest.mark.parametrize("case", [c for c in results.COMMANDS if c.startswith("vllm")])
+def test_printed_commands_make_the_rows_of_their_case(case: str) -> None:
+    made = []
+    for command in results.COMMANDS[case]:
+        python, _, module, *words = shlex.split(command)
+        assert python == "python"
+        assert (results.ROOT / f"{module.replace('.', '/')}.py").exists()
+        if module == "benchmarks.device_vllm":
+            chosen = device_vllm.parser_of_words().parse_args(words)
+            assert device_vllm.case_of(chosen.mode, chosen.jobs) == case
+            made += device_vllm.tasks(chosen.jobs, chosen.engines, chosen.task)
+    names = [row["name"] for row in results.newest()[case]["rows"]]
+    for task in made:
+        assert any(name.endswith(f": {task.engine}") for name in names)
+    counts = {task.requests for task in made if task.job == "throughput"}
+    named = {name.split()[1] for name in names if name.startswith("throughput, ")}
+    assert named == {str(count) for count in counts}
+
+
+def test_a_run_of_vllm_is_called_by_its_mode_and_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_vllm.case_of("graphs", ["latency", "throughput"]) == "vllm"
+    assert device_vllm.case_of("graphs", ["throughput"]) == "vllm_load"
+    assert device_vllm.case_of("compiled", ["decode"]) == "vllm_compiled"
+    for mode, jobs in (("compiled", ["latency", "capacity"]), ("eager", ["latency"])):
+        with pytest.raises(InvalidArgument, match=f"got mode {mode} with {', '.join(jobs)}"):
+            device_vllm.case_of(mode, jobs)
+    with pytest.raises(SystemExit):
+        device_vllm.main(["--task", '{"mode": "eager"}', "--json", "x.json"])
+    assert "got mode eager with latency, capacity" in capsys.readouterr().err
+
+
+def test_engines_of_vllm_have_the_plugins_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each of vLLM's arguments once."""
+    fake = SimpleNamespace(LLM=lambda model, **given: given)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    heads = {"heads": str(tmp_path / "heads.json")}
+    store = {"segment_bytes": 2 << 30}
+    chosen = SimpleNamespace(model="Qwen3-32B", tokens=64, arena=2)
+    qwen, llama = "Qwen3ForCausalLM", "LlamaForCausalLM"
+    for given, wanted in (
+        (started("ours", tmp_path), engine_options(qwen)),
+        (started("heads", tmp_path), engine_options(qwen, **heads)),
+        (device_vllm_segments.engine("segments", tmp_path, chosen), engine_options(qwen, **store)),
+        (device_vllm_ranks.engine("heads", tmp_path, 2), engine_options(llama, **heads)),
+        (device_vllm_ranks.engine("ours", tmp_path, 2), engine_options(llama)),
+    ):
+        assert {**given, **wanted} == given
+    plain = [started("stock", tmp_path), device_vllm_segments.engine("stock", tmp_path, chosen)]
+    assert not any({"additional_config", "attention_config"} & given.keys() for given in plain)
+
+
+def started(engine: str, folder: Path) -> dict[str, object]:
+    """What vLLM is given for an engine of the benchmark."""
+    task = device_vllm_engine.Task(engine, "latency", model="Qwen3-32B")
+    return device_vllm_engine.started(task, folder, folder / "heads.json", 64, 4)
+
+
+def test_counters_are_of_cases_that_miss_a_target() -> None:
+    rows = [
+        {"name": "decode, B=1, 8K", "of": {"met": "yes"}},
+        {"name": "decode, B=1, 8K, graph replay", "of": {"met": "no"}},
+        {"name": "prefill, all of 8K", "of": {"met": "no"}},
+        {"name": "prefill, all of 32K", "of": {}},
+        {"name": "decode, B=1, 128K", "of": {"met": "no"}},
+        {"name": "decode, B=1, 128K, graph replay", "of": {"met": "no"}},
+    ]
+    wanted = ["decode, B=1, 8K", "prefill, all of 8K", "decode, B=1, 128K"]
+    assert device_counters.missed({"cuda_ops": {"rows": rows}}) == wanted
+    known = {case.name for case in OPS}
+    assert set(device_counters.missed(results.newest())) <= known
+    with pytest.raises(ValueError, match="expected a run of cuda_ops, got none"):
+        device_counters.missed({})
+    rows.append({"name": "no such case", "of": {"met": "no"}})
+    with pytest.raises(ValueError, match="expected known cases, got no such case"):
+        device_counters.missed({"cuda_ops": {"rows": rows}})
+
+
+@pytest.mark.parametrize(("text", "got"), [("[]", "a list"), ("3", "int"), ("null", "NoneType")])
+def test_a_file_that_is_no_run_is_refused(
+    text: str, got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(SystemExit):
+        record.main([str(tmp_path / "x.json")])
+    assert f"expected one run, an object, got {got}" in capsys.readouterr().err
 
 
 def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kvweave.bench.contenders.kvweave import NAME
 from kvweave.bench.device_timing import Call, DeviceClock, Effort, replayed
 from kvweave.bench.problems import Attention, Problem, differs, problem
 from kvweave.bench.rows import WrongAnswer
-from kvweave.bench.shapes import Case
+from kvweave.bench.shapes import GRAPH, Case
 from kvweave.bench.timing import Timing
 from kvweave.errors import DeviceUnavailable
 
@@ -32,7 +32,7 @@ class Result:
     @property
     def name(self) -> str:
         """The case, and whether it was replayed from a graph."""
-        return self.case.name + (", graph replay" if self.graph else "")
+        return self.case.name + (GRAPH if self.graph else "")
 
     @property
     def ours(self) -> Timing | None:

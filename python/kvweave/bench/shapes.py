@@ -16,6 +16,8 @@ LAYERS_64 = Shape("Qwen3-32B", 64, 32, 8, 128, 1e6)
 """All layers of Qwen3-32B as RedKnot measures them, with 32 query heads (section 5.4)."""
 WINDOW, SINK = 304, 16
 """What a head that does not read everything reads: 320 tokens (RedKnot's local heads)."""
+GRAPH = ", graph replay"
+"""What a case's name ends with where its call was replayed from a graph."""
 K = 1024
 
 
