@@ -22,6 +22,7 @@ from kvweave.errors import KvweaveError
 
 OURS = {"attention_config": {"backend": "CUSTOM"}}
 STOCK: dict[str, Any] = {}
+_STARTED: list[Path] = []
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
     known = json.loads((model / "config.json").read_text())
     for name in {**known, **choice.get("hf_overrides", {})}["architectures"]:
         _load(name)
+    _STARTED.append(model)
     # An engine collects garbage several times while it starts: what was there before is not gone
     # through each time. Its end thaws it.
     gc.freeze()
@@ -70,8 +72,10 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
 
 
 def clean() -> None:
-    """Collects what an engine leaves in a process, and another would trip over."""
-    cleanup_dist_env_and_memory()
+    """Collects what engines left in a process, and another would trip over."""
+    if _STARTED:
+        cleanup_dist_env_and_memory()
+    _STARTED.clear()
 
 
 def prompt(length: int, seed: int) -> dict[str, list[int]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from families import tiny
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from vllm_engines import answer, metric, same, sampling
 from vllm_segments import (
     BEHIND,
@@ -141,6 +144,50 @@ def test_discovered_segments_withhold_the_whole_prompt(checkpoint) -> None:
         ask(llm, given, policy="naive", discover=True)
         assert counts.total.reused_tokens > len(DOCUMENT) // 2
         assert plain(llm, given.tokens).cached == 0
+
+
+def fill(base: KnowledgeBase, seed: int) -> None:
+    """Freezes documents of 12 blocks: about half of a store of 25."""
+    for number in range(4):
+        base.insert(f"document {number}", text(48, seed + number))
+
+
+def finished(inner: Any) -> Any:
+    """The answer to the one request that an engine has, step by step."""
+    done: list[Any] = []
+    for _ in range(100):
+        done += [answer(out) for out in inner.step() if out.finished]
+        if done:
+            break
+    return done[0]
+
+
+def test_eviction_between_arrival_and_use(checkpoint) -> None:
+    """What a prompt reads stays while it is in chunks; before it starts, it may go."""
+    model, beside = checkpoint("llama"), Counterpart(tiny("llama", **SIZES))
+    later = stock(model, SECOND.tokens)
+    wanted = [beside.ask(given, "naive") for given in (FIRST, SECOND)]
+    choice = settings(arena=26 * 32 * 1024)
+    changes = {"max_num_batched_tokens": 48, "enable_prefix_caching": False}
+    with segments(model, choice, **changes) as (llm, counts):
+        base, inner = KnowledgeBase(llm.collective_rpc), llm.llm_engine
+        ask(llm, FIRST, policy="naive")
+        inner.add_request("held", *asked(SECOND, 6, policy="naive"))
+        inner.step()
+        fill(base, 100)
+        assert base.store()["evictions"] > 0
+        close(finished(inner), wanted[1])
+        assert counts.total.reused_tokens == len(DOCUMENT)
+        inner.add_request("late", *asked(SECOND, 6, policy="naive"))
+        for round in range(3):
+            for entry in base.entries():
+                base.delete(entry["name"])
+            fill(base, 200 + 10 * round)
+        same([finished(inner)], [later])
+        assert counts.total.reused_tokens == len(DOCUMENT)
+        assert counts.total.misses["not-cached"] >= 2 * len(DOCUMENT)
+        counts.worker.store.cache.check()
+        assert base.store()["held"] == base.store()["frozen"]
 
 
 def test_what_was_evicted_is_computed(checkpoint) -> None:
