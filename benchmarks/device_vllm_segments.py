@@ -1,8 +1,9 @@
 """Time to first token of a RAG prompt in vLLM, with segments reused and without, on one GPU.
 
-`python -m benchmarks.device_vllm_segments [stock|segments] …` prints one JSON object a line.
-Random weights of a known shape. Of every prompt 97 % are documents that an earlier prompt had in
-another order, between fresh text; stock vLLM has none of it in its prefix cache.
+`python -m benchmarks.device_vllm_segments [stock|segments] … [--json FILE]` prints one JSON object
+a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier prompt
+had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE is a
+part of a run for `python -m benchmarks.record FILE…`, beside one of `benchmarks.device_vllm`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +25,9 @@ import numpy as np
 from benchmarks.device_models import MODELS
 from benchmarks.device_vllm_engine import DECODE_GRAPHS
 from benchmarks.device_vllm_model import written
+from benchmarks.record import of_device
 from kvweave.adapters.vllm.serving import engine_options
+from kvweave.bench.rows import Row
 
 ENGINES = ("stock", "segments")
 POLICIES: dict[str, Any] = {
@@ -32,6 +36,16 @@ POLICIES: dict[str, Any] = {
     "sparsex": "sparsex",
     "sparsex-0": {"name": "sparsex", "boundary": 0, "top_k": 0.05},
 }
+NAMES = {
+    "stock": "stock",
+    "full": "segments, policy full",
+    "naive": "segments, naive",
+    "sparsex": "segments, sparsex",
+    "sparsex-0": "segments, sparsex, ℓ* = 0, 5 % by score",
+}
+"""What a record calls them."""
+CASE = "vllm"
+MILLI = 1e3
 ROUNDS = 4
 
 
@@ -128,26 +142,72 @@ def say(engine: str, what: str, **found: Any) -> None:
     print(json.dumps({"engine": engine, "what": what, **rounded}), flush=True)
 
 
+def rows_of(found: list[dict[str, Any]], tokens: int, share: float) -> list[Row]:
+    """A row for stock and for each policy, with its ratio to stock's."""
+    seconds = {line["what"]: line["seconds"] for line in found if line["what"] in NAMES}
+    rows = []
+    for line in found:
+        kind = line["what"]
+        if kind not in seconds:
+            continue
+        name = f"TTFT, {tokens} tokens, {100 * share:.0f} % in documents seen before: {NAMES[kind]}"
+        beside = {}
+        if kind != "stock" and "stock" in seconds:
+            beside = {"÷ stock": round(seconds[kind] / seconds["stock"], 4)}
+        value, most = (round(line[key] * MILLI, 1) for key in ("seconds", "most"))
+        rows.append(Row(name, value, "ms", most, beside))
+    return rows
+
+
+def lines(words: list[str]) -> Iterator[dict[str, Any]]:
+    """What an engine in a process of its own finds, as it comes; all is printed on.
+
+    Raises RuntimeError where the process fails.
+    """
+    command = [sys.executable, "-m", "benchmarks.device_vllm_segments", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith('{"engine"'):
+                yield json.loads(line)
+    if process.returncode:
+        raise RuntimeError(f"{words[-1]}: expected exit status 0, got {process.returncode}")
+
+
 def main(words: list[str]) -> int:
     """Each engine in a process of its own, so that one leaves no memory taken."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="*", default=list(ENGINES))
+    parser = argparse.ArgumentParser(prog="benchmarks.device_vllm_segments", description=__doc__)
+    parser.add_argument("engines", nargs="*", default=list(ENGINES), help=" or ".join(ENGINES))
     parser.add_argument("--model", default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--share", type=float, default=0.97)
     parser.add_argument("--arena", type=int, default=12, help="GiB of the store")
+    parser.add_argument("--json", type=Path, help="where the run goes, after every engine")
+    parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
-    if len(given.engines) == 1:
-        measure(given.engines[0], given)
+    unknown = set(given.engines) - set(ENGINES)
+    if unknown:
+        parser.error(f"engines: expected {' or '.join(ENGINES)}, got {', '.join(unknown)}")
+    if given.child:
+        measure(given.child, given)
         return 0
-    failed = 0
+    kept = ("model", "layers", "tokens", "documents", "share", "arena")
+    settings = [f"--{name}={getattr(given, name)}" for name in kept]
+    found: list[dict[str, Any]] = []
+    failed = False
     for name in given.engines:
-        rest = [word for word in words if word not in ENGINES]
-        command = [sys.executable, "-m", "benchmarks.device_vllm_segments", name, *rest]
-        failed |= subprocess.run(command, check=False).returncode
-    return int(failed != 0)
+        try:
+            found.extend(lines([*settings, "--child", name]))
+        except RuntimeError as error:
+            failed = True
+            print(error, file=sys.stderr, flush=True)
+        if given.json:
+            run = of_device(CASE, rows_of(found, given.tokens, given.share))
+            given.json.write_text(json.dumps(run, indent=1) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,36 @@ def test_engines_of_vllm_have_the_plugins_own_options(
     assert not any({"additional_config", "attention_config"} & given.keys() for given in plain)
 
 
+def test_first_tokens_with_segments_are_rows_beside_stocks(tmp_path: Path, monkeypatch) -> None:
+    said = {
+        "stock": [{"engine": "stock", "what": "stock", "seconds": 1.188, "most": 1.2}],
+        "segments": [
+            {"engine": "segments", "what": "first", "seconds": 9.0},
+            {"engine": "segments", "what": "naive", "seconds": 0.0891, "most": 0.09},
+            {"engine": "segments", "what": "sparsex", "seconds": 0.3564, "most": 0.36},
+            {"engine": "segments", "what": "store", "requests": 3},
+        ],
+    }
+    monkeypatch.setattr(device_vllm_segments, "lines", lambda words: iter(said[words[-1]]))
+    monkeypatch.setattr(
+        device_vllm_segments, "of_device", lambda case, rows: {"case": case, "rows": rows_as(rows)}
+    )
+    assert device_vllm_segments.main(["--json", str(tmp_path / "x.json")]) == 0
+    run = json.loads((tmp_path / "x.json").read_text())
+    known = {row["name"] for row in results.newest()[run["case"]]["rows"]}
+    assert {name for name, *_ in run["rows"]} <= known
+    assert [figures for _, *figures in run["rows"]] == [
+        [1188.0, 1200.0, {}],
+        [89.1, 90.0, {"÷ stock": 0.075}],
+        [356.4, 360.0, {"÷ stock": 0.3}],
+    ]
+
+
+def rows_as(rows: list[Row]) -> list[list[object]]:
+    """Rows as plain lists."""
+    return [[row.name, row.value, row.p95, row.of] for row in rows]
+
+
 def started(engine: str, folder: Path) -> dict[str, object]:
     """What vLLM is given for an engine of the benchmark."""
     task = device_vllm_engine.Task(engine, "latency", model="Qwen3-32B")
