@@ -6,8 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from kvweave.models import load_smollm2
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("kvweave", deadline=None)
+settings.load_profile("kvweave")
 
 
 @pytest.fixture(scope="session")

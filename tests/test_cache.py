@@ -319,7 +319,7 @@ def test_many_threads_use_one_cache() -> None:
     cache.check()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_flow_keeps_the_books(data) -> None:
     """Admissions of overlapping texts, commits, freezes, forks, refusals: law 1 and law 2."""

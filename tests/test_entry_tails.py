@@ -80,7 +80,7 @@ def listed(table: np.ndarray) -> dict[int, tuple[int, int, int]]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     windows=st.lists(

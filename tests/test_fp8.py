@@ -136,7 +136,7 @@ def test_quotients_are_rounded_once(generator, version, dtype, scale) -> None:
         assert torch.equal(bits_of(pages[block, part, slot]), wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 90),
     shape=st.sampled_from(

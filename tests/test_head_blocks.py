@@ -40,7 +40,7 @@ def laid_out(numbers: np.random.Generator, heads: np.ndarray, rows: int, page_to
     return slots, free
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tables=st.lists(st.integers(0, 2), min_size=1, max_size=4),
     rows=st.integers(0, 70),
@@ -164,7 +164,7 @@ def test_slots_on_a_device_never_lead_outside(dtype) -> None:
     assert torch.equal(cache.cpu(), wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     layers=st.lists(st.integers(0, 4), min_size=1, max_size=7),
     copies=st.integers(0, 5),

@@ -129,7 +129,7 @@ def near(got: torch.Tensor, expected: torch.Tensor) -> None:
 CLASSES = st.tuples(st.integers(0, 1), st.sampled_from([0, 1, 9, 40]), st.sampled_from([0, 3, 20]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 150), st.integers(0, 5)), min_size=1, max_size=3),
     classes=st.lists(CLASSES, min_size=1, max_size=4),

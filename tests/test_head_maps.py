@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -85,7 +85,6 @@ def meter_of(kl: list[float], answers: float | None = None) -> Any:
     return SimpleNamespace(texts=(), measure=measure, asked=asked)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0.0, 5.0), min_size=8, max_size=8).map(lambda k: [*sorted(k)[::-1], 0.0]),
     st.floats(1e-3, 6.0),

@@ -322,7 +322,7 @@ def test_maps_that_do_not_suit_a_cache() -> None:
             HeadClassMap.from_json(json.dumps(broken))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_flow_of_windows_keeps_the_books(data) -> None:
     """Admissions in chunks, advances, commits, promotions, forks and releases: law 1."""

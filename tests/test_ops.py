@@ -84,7 +84,7 @@ def test_pages_of_every_size(generator, version, head_dim, page_tokens) -> None:
         near(out, wanted, torch.bfloat16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 70),
     page_tokens=st.sampled_from([8, 16, 32]),
@@ -191,7 +191,7 @@ def test_merging_parts_is_attention_over_all(generator, version) -> None:
     near(lse, whole_lse, torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     splits=st.integers(1, 9),
     states=st.sampled_from([(0, 4), (1, 1), (3, 4), (70, 2)]),

@@ -49,7 +49,7 @@ def every_slot(block: int, begin: int = 0, end: int = PAGE) -> list[tuple[int, i
     return [(block, slot) for slot in range(begin, end)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     spans=st.lists(
         st.tuples(st.integers(0, PAGE - 1), st.integers(1, PAGE)), min_size=1, max_size=BLOCKS

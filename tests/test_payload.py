@@ -45,7 +45,7 @@ def payload() -> KvPayload:
 # ---- from one cache to another ---------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 200),
     local=st.integers(0, G),

@@ -38,7 +38,7 @@ def test_bytes_that_are_cut_or_go_on(payload: KvPayload) -> None:
         KvPayload.from_bytes("kv")  # type: ignore[arg-type]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data())
 def test_bytes_that_were_spoiled(payload: KvPayload, data: st.DataObject) -> None:
     """Nothing but what was sent is ever taken for it."""
@@ -179,7 +179,7 @@ def json_values() -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_headers_of_any_origin(payload: KvPayload, data: st.DataObject) -> None:
     """Whatever a header says: it is refused with a type, or admitted, and nothing stays behind."""

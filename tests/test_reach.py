@@ -41,7 +41,7 @@ def wanted_of(case: Paged, q, rows, heads, held, edge: tuple[int, int]):
     return torch.cat(outs, 1), torch.cat(lses, 1), sum(masses), torch.cat(shares, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 90),
     first=st.integers(0, 5),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_tables
@@ -105,7 +105,6 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(tensors, numbers)
 
 
-@settings(deadline=None)
 @given(batches(), devices)
 def test_tables_are_those_of_torch(batch: Batch, device: str) -> None:
     check(batch, device)
