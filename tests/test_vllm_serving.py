@@ -35,6 +35,16 @@ def test_each_part_has_its_options() -> None:
     assert "middleware" not in store
 
 
+def test_metrics_of_a_map_have_a_connector() -> None:
+    transfer = engine_options(LLAMA, metrics=True, heads="m.json")["kv_transfer_config"]
+    assert transfer["kv_connector"] == "KvweaveHeads"
+    assert transfer["kv_connector_module_path"] == "kvweave.adapters.vllm.head_connector"
+    for options in ({"virtual_pages": True, "heads": "m.json"}, {"segment_bytes": 1}):
+        assert engine_options(LLAMA, metrics=True, **options) == engine_options(LLAMA, **options)
+    with pytest.raises(Unsupported, match="metrics: expected them of a part that has some"):
+        engine_options(LLAMA, metrics=True)
+
+
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(Unsupported, match="one of LlamaForCausalLM, .*, got GPT2LMHeadModel"):
         engine_options("GPT2LMHeadModel", heads="m.json")
@@ -66,6 +76,8 @@ def test_the_command_writes_what_yaml_reads(model: Path) -> None:
     assert code == 0
     assert yaml.safe_load(text) == yaml.safe_load(server_config(LLAMA, heads=str(path)))
     assert yaml.safe_load(text)["additional-config"]["kvweave"]["heads"] == str(path)
+    code, text = ran(model, "--heads", path, "--metrics")
+    assert yaml.safe_load(text)["kv-transfer-config"]["kv_connector"] == "KvweaveHeads"
     code, said = ran(model, "--segments-gib", 1.5, "--out", model / "kvweave.yaml")
     assert code == 0
     assert "--config" in said

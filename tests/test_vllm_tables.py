@@ -234,5 +234,5 @@ def test_a_known_version_is_taken(version: str) -> None:
 def test_an_unknown_version_is_named_with_those_that_are_known(version: str) -> None:
     with pytest.raises(Unsupported, match=r"expected version 0\.26\.x or 0\.33\.x, got") as caught:
         vllm_versions.check(version)
-    assert caught.value.expected == "0.26.x or 0.33.x"
+    assert caught.value.expected == "version 0.26.x or 0.33.x"
     assert caught.value.got == version

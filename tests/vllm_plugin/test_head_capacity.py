@@ -78,7 +78,7 @@ def config_of(tmp_path_factory):
 
 def heads_of(sink: int = 16, recent: int = 256) -> dict[str, Any]:
     whole = FullAttentionSpec(block_size=WHOLE, num_kv_heads=1, **SHAPE)
-    window = {"sliding_window": recent, "sink": sink, "beside": WHOLE}
+    window = {"sliding_window": recent, "sink": sink, "full_block_size": WHOLE}
     local = SinkWindowSpec(block_size=LOCAL, num_kv_heads=7, **SHAPE, **window)
     return {
         f"{n}{kind}": spec for n in range(LAYERS) for kind, spec in (("g", whole), ("l", local))

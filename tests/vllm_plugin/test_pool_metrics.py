@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import prometheus_client
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from test_head_split import checkpoint_of, ours, written
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvweave import Unsupported
 from kvweave.adapters.vllm.head_connector import KvweaveHeads
@@ -34,6 +36,7 @@ def shown(name: str, **labels: str) -> float:
         for s in samples
         if s.name == f"kvweave_{name}" and labels.items() <= s.labels.items()
     ]
+    assert found, f"expected a metric {name} with labels {labels}"
     return sum(found)
 
 
@@ -85,9 +88,64 @@ def test_requests_that_wait_for_blocks_are_counted(checkpoint, tmp_path) -> None
     assert 1 <= shown("stalls_total", kind="waited") <= 8 + preempted
 
 
+def test_prompts_that_wait_for_a_step_do_not_wait_for_blocks(checkpoint, tmp_path) -> None:
+    """Prompts of which a step takes one at a time, in memory for all of them."""
+    path = written(tmp_path, sink=20, recent=40)
+    model = checkpoint_of(checkpoint, "llama")
+    changes = {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+    with engine(model, reporting(ours(path)), **changes) as llm:
+        prompts = [prompt(300, seed) for seed in range(3)]
+        llm.generate(prompts, sampling(8), use_tqdm=False)
+    assert shown("given_back_bytes_total") > 0
+    assert shown("stalls_total", kind="waited") == 0
+
+
+class Counted(PoolConnector):
+    """A pool whose blocks are set by hand."""
+
+    held, calls = 0, 0
+
+    def bytes_now(self) -> list[tuple[str, str, int]]:
+        self.calls += 1
+        return [("full", "held", self.held)]
+
+    def given_back_now(self) -> Counts[str]:
+        return Counts()
+
+    def is_idle(self) -> bool:
+        return not self.held
+
+
+def test_nothing_is_counted_while_nothing_runs(monkeypatch) -> None:
+    config = SimpleNamespace(kv_transfer_config=object())
+    config.scheduler_config = SimpleNamespace(enable_chunked_prefill=True)
+    pool = Counted(config, KVConnectorRole.SCHEDULER, None)
+    assert pool.get_kv_connector_stats().data["bytes"] == [("full", "held", 0)]
+    assert pool.get_kv_connector_stats() is None
+    assert pool.calls == 1
+    request = SimpleNamespace(request_id="a", num_tokens=9)
+    step = SimpleNamespace(preempted_req_ids=None, total_num_scheduled_tokens=0)
+    pool.get_num_new_matched_tokens(request, 0)
+    pool.build_connector_meta(step)
+    assert pool.get_kv_connector_stats().data["stalls"] == {"waited": 1}
+    # Admitted and gone again between two reports.
+    pool.update_state_after_alloc(request, None, 0)
+    assert pool.get_kv_connector_stats() is None
+    assert pool.calls == 3
+    pool.update_state_after_alloc(request, None, 0)
+    pool.held = 16
+    assert pool.get_kv_connector_stats() is None
+    assert pool.calls == 3
+    monkeypatch.setattr("kvweave.adapters.vllm.pool_connector.BYTES_EVERY_S", 0)
+    assert pool.get_kv_connector_stats().data["bytes"] == [("full", "held", 16)]
+    pool.held = 0
+    assert pool.get_kv_connector_stats().data["bytes"] == [("full", "held", 0)]
+    assert pool.get_kv_connector_stats() is None
+
+
 def test_the_connector_wants_a_map() -> None:
     connector = object.__new__(KvweaveHeads)
-    with pytest.raises(Unsupported, match=r"KvweaveHeads: expected .*kvweave\.heads"):
+    with pytest.raises(Unsupported, match="KvweaveHeads: expected a head map with a window"):
         connector.bind_gpu_block_pool(object())
 
 

@@ -30,6 +30,9 @@ def vllm_config(
     virtual_pages: Annotated[
         bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
     ] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Of a head map too: what its heads hold.")
+    ] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
 ) -> None:
     """Print a configuration for `vllm serve`; without options, that of the attention backend."""
@@ -52,7 +55,7 @@ def vllm_config(
         "virtual_pages": virtual_pages or None,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    text = server_config(architecture_of(model), **chosen)
+    text = server_config(architecture_of(model), metrics=metrics, **chosen)
     if out_file is None:
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
     else:

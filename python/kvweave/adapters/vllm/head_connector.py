@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvweave.adapters.vllm.pool_connector import PoolConnector, name_of
+from kvweave.adapters.vllm.pool_connector import PoolConnector, group_name
+from kvweave.adapters.vllm.pool_managers import manager_of
 from kvweave.adapters.vllm.sink_manager import SinkWindowManager
 from kvweave.adapters.vllm.specs import span_of
 from kvweave.errors import Unsupported
@@ -21,17 +22,18 @@ class KvweaveHeads(PoolConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Finds the manager of the local heads.
 
-        Errors: `Unsupported` where there is none: the model was given no head map.
+        Errors: `Unsupported` where there is none: the model was given no head map, or one whose
+        heads are all full.
         """
-        manager = SinkWindowManager.of_pool(gpu_block_pool)
+        manager = manager_of(gpu_block_pool, SinkWindowManager)
         if manager is None:
-            expected = "additional_config with kvweave.heads"
-            text = f"KvweaveHeads: expected {expected}, got a cache without"
-            raise Unsupported(text, expected=expected, got="a cache without")
+            expected = "a head map with a window among its heads"
+            text = f"KvweaveHeads: expected {expected}, got a cache of whole contexts alone"
+            raise Unsupported(text, expected=expected, got="a cache of whole contexts alone")
         self.pool, self.manager = gpu_block_pool, manager
         group = self._kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
         self.block_bytes = int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
-        self.local = name_of(span_of(manager.kv_cache_spec))
+        self.local = group_name(span_of(manager.kv_cache_spec))
 
     def bytes_now(self) -> list[tuple[str, str, int]]:
         """What both groups hold; all else is free to either, cached prefixes too."""

@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 import torch
 
+from kvweave.adapters.vllm.supported import expect
 from kvweave.cache import HeadClassMap
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
 
 PROJECTION = re.compile(r"\.layers\.(\d+)\.self_attn\.(q|k|v|qkv|o)_proj\.(\w+)$")
 # Along which axis a weight runs over heads; a bias of o_proj runs over none.
@@ -71,10 +72,10 @@ class HeadSplit:
         Errors: `InvalidArgument` when it is not a multiple of G.
         """
         size = weight.shape[axis]
-        if size % self.kv_heads:
-            expected = f"a multiple of {self.kv_heads} (KV heads) on axis {axis}"
-            text = f"weight of layer {layer}: expected {expected}, got shape {list(weight.shape)}"
-            raise InvalidArgument(text, expected=expected, got=str(list(weight.shape)))
+        expected = f"a multiple of {self.kv_heads} (KV heads) on axis {axis}"
+        got = f"shape {list(weight.shape)}"
+        divided = size % self.kv_heads == 0
+        expect(f"weight of layer {layer}", divided, expected, got, InvalidArgument)
         starts = torch.tensor(self.order[layer])[:, None] * (size // self.kv_heads)
         rows = (starts + torch.arange(size // self.kv_heads)).flatten()
         return weight.index_select(axis, rows.to(weight.device))
@@ -92,11 +93,9 @@ def in_order(
         if found is None or found[2] + found[3] == "obias":
             yield name, weight
             continue
-        axis = AXES.get((found[2], found[3]))
-        if axis is None:
-            text = f"heads: expected weights and biases of q, k, v and o apart, got {name}"
-            raise Unsupported(text, expected="weights and biases", got=name)
-        yield name, split.loaded(int(found[1]), weight, axis)
+        kind = found[2], found[3]
+        expect("heads", kind in AXES, "weights and biases of q, k, v and o apart", name)
+        yield name, split.loaded(int(found[1]), weight, AXES[kind])
 
 
 def read_split(path: Path, layers: int, kv_heads: int, ranks: int) -> HeadSplit | None:
@@ -123,12 +122,9 @@ def read_classes(path: Path, layers: int, kv_heads: int) -> list[list[HeadClass]
         raise InvalidArgument(f"heads: expected a readable file, got {path}: {reason}") from error
     known = HeadClassMap.from_json(text)
     got = (known.layers, known.kv_heads)
-    if got != (layers, kv_heads):
-        expected = f"a map of {layers} layers of {kv_heads} KV heads"
-        found = f"{got[0]} of {got[1]}"
-        raise InvalidArgument(
-            f"heads: expected {expected}, got {found}", expected=expected, got=found
-        )
+    expected = f"a map of {layers} layers of {kv_heads} KV heads"
+    found = f"{got[0]} of {got[1]}"
+    expect("heads", got == (layers, kv_heads), expected, found, InvalidArgument)
     classes: list[list[HeadClass]] = [[{"kind": "full"}] * kv_heads for _ in range(layers)]
     for head in json.loads(known.to_json())["heads"]:
         classes[head["layer"]][head["head"]] = head["class"]
@@ -137,7 +133,8 @@ def read_classes(path: Path, layers: int, kv_heads: int) -> list[list[HeadClass]
 
 def _split(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
     kinds = {str(head["kind"]) for layer in classes for head in layer}
-    _ensure(kinds <= {"full", "window"}, "kinds of heads", "full and window", ", ".join(kinds))
+    known = kinds <= {"full", "window"}
+    expect("heads: kinds of heads", known, "full and window", ", ".join(kinds))
     if kinds == {"full"}:
         return None
     windows = {
@@ -146,16 +143,17 @@ def _split(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
         for head in layer
         if head["kind"] == "window"
     }
-    _ensure(len(windows) == 1, "windows", "one (sink, recent)", str(sorted(windows)))
+    expect("heads: windows", len(windows) == 1, "one (sink, recent)", str(sorted(windows)))
     counts = {sum(head["kind"] == "full" for head in layer) for layer in classes}
     same = "the same number in every layer"
-    _ensure(len(counts) == 1, "global heads", same, f"{min(counts)} to {max(counts)}")
+    numbers = f"{min(counts)} to {max(counts)}"
+    expect("heads: global heads", len(counts) == 1, same, numbers)
     (count,), (window,) = counts, windows
-    _ensure(count > 0, "global heads", "at least one in every layer", "0")
+    expect("heads: global heads", count > 0, "at least one in every layer", "0")
     locals_ = len(classes[0]) - count
     divided = count % ranks == 0 and locals_ % ranks == 0
     expected = f"numbers that {ranks} ranks divide"
-    _ensure(divided, "global and local heads", expected, f"{count} and {locals_}")
+    expect("heads: global and local heads", divided, expected, f"{count} and {locals_}")
     order = tuple(_order(layer, ranks) for layer in classes)
     return HeadSplit(order, ranks, count // ranks, *window)
 
@@ -169,9 +167,3 @@ def _order(layer: list[HeadClass], ranks: int) -> tuple[int, ...]:
         whole[rank * a : (rank + 1) * a] + local[rank * b : (rank + 1) * b] for rank in range(ranks)
     )
     return tuple(number for share in shares for number in share)
-
-
-def _ensure(holds: bool, what: str, expected: str, got: str) -> None:
-    if not holds:
-        text = f"heads: {what}: expected {expected}, got {got}"
-        raise Unsupported(text, expected=expected, got=got)

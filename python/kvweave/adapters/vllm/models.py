@@ -22,8 +22,9 @@ from kvweave.adapters.vllm.head_split import HeadSplit, in_order, read_split
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
 from kvweave.adapters.vllm.split_attention import split_model
+from kvweave.adapters.vllm.supported import expect
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
 
 DIGEST = "kvweave_digest"
 """A key of `additional_config` that is the plugin's own."""
@@ -39,7 +40,7 @@ class _Woven:
             self.layout = layout_for(vllm_config, options.heads)
         elif options.heads is not None:
             self.split = _split_of(vllm_config, options.heads)
-        _tell_compiler(vllm_config, options)
+        record_digest(vllm_config, options)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model: Any = self
@@ -69,18 +70,19 @@ def _options_of(config: VllmConfig) -> Options:
     options = options_of(config.additional_config)
     if options.segment_bytes is not None:
         check_segments(config, options)
-    elif options.heads is None and not options.virtual_pages:
+    else:
+        some = options.heads is not None or options.virtual_pages
         expected = "kvweave.heads, kvweave.segment_bytes or kvweave.virtual_pages"
-        text = f"additional_config: expected {expected}, got none of them"
-        raise InvalidArgument(text, expected=expected, got="none of them")
+        expect("additional_config", some, expected, "none of them", InvalidArgument)
     return options
 
 
-def _tell_compiler(config: VllmConfig, options: Options) -> None:
-    """Another map, or another environment, must not be given graphs compiled for this one.
+def record_digest(config: VllmConfig, options: Options) -> None:
+    """Enters the options' digest where vLLM's hash of its configuration has it.
 
-    vLLM finds what it compiled in an earlier run by a hash of its configuration, which has the
-    path of a map but not its text. The hash is taken after the model is made.
+    By that hash vLLM finds what it compiled in an earlier run. It has the path of a map but not
+    its text, and nothing of our variables: graphs compiled for another map must not be found. The
+    hash is taken after the model is made.
     """
     if isinstance(config.additional_config, dict):
         config.additional_config[DIGEST] = options.digest()
@@ -97,12 +99,17 @@ def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
         "lora_config": config.lora_config,
     }
     for name, value in refused.items():
-        if value is not None:
-            text = f"{name}: expected none beside a head map, got one"
-            raise Unsupported(text, expected="none", got=name)
-    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
-    layers = model.hf_text_config.num_hidden_layers
-    return read_split(path, layers, model.get_total_num_kv_heads(), ranks)
+        expect(name, value is None, "none beside a head map", "one")
+    parallel, model = config.parallel_config, config.model_config
+    stages = parallel.pipeline_parallel_size
+    expect("pipeline_parallel_size", stages == 1, "1 beside a head map", str(stages))
+    layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
+    split = read_split(path, layers, heads, parallel.tensor_parallel_size)
+    # Without its hybrid manager vLLM would keep every token of local heads too.
+    hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
+    whole = split is None or hybrid
+    expect("disable_hybrid_kv_cache_manager", whole, "false beside a head map", "true")
+    return split
 
 
 class KvweaveLlamaForCausalLM(_Woven, LlamaForCausalLM):

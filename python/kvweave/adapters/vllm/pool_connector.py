@@ -1,4 +1,4 @@
-"""A KV connector that loads and saves nothing: vLLM has no other way for a plugin's statistics."""
+"""What vLLM's scheduler knows of its pool of blocks, reported by way of a KV connector."""
 
 from __future__ import annotations
 
@@ -8,33 +8,30 @@ from collections import Counter
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
+from kvweave.adapters.vllm.idle_connector import IdleConnector
 from kvweave.adapters.vllm.pool_metrics import PoolMetrics, PoolStats
 from kvweave.adapters.vllm.tables import Span
 
 BYTES_EVERY_S = 0.5
-"""Bytes are counted that often while requests run; and whenever none does."""
+"""Bytes are counted that often while requests run; and once when none does any more."""
 
 
-class PoolConnector(KVConnectorBase_V1, SupportsHMA):
+class PoolConnector(IdleConnector):
     """Reports who waits for blocks; a subclass, what the groups of heads hold."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._asking: str | None = None
+        # The request that asked last, and the tokens that it has to compute.
+        self._asking: tuple[str, int] | None = None
         self._waiting: set[str] = set()
         self._stalls: Counter[str] = Counter()
         self._given_back: Counter[str] = Counter()
         self._bytes: list[tuple[str, str, int]] = []
-        self._counted = float("-inf")
+        self._counted, self._counted_idle = float("-inf"), False
 
     @abstractmethod
     def bytes_now(self) -> list[tuple[str, str, int]]:
@@ -50,21 +47,16 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- in the scheduler's process -------------------------------------------------------
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Nothing is handed on when a request ends (asked by vLLM 0.33)."""
-        return False
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Nothing is loaded from elsewhere; what is asked next is whether there are blocks."""
-        self._asking = request.request_id
+        self._asking = request.request_id, request.num_tokens - num_computed_tokens
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """There were blocks."""
-        self._asking = None
+        self._asking, self._counted_idle = None, False
         self._waiting.discard(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -74,13 +66,24 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def count_stalls(self, scheduler_output: Any) -> None:
         """Once for each wait: a request asks anew in every step."""
-        if self._asking is not None and self._asking not in self._waiting:
-            self._waiting.add(self._asking)
-            self._stalls["waited"] += 1
+        if self._asking is not None:
+            request, tokens = self._asking
+            if request not in self._waiting and self._fits_step(tokens, scheduler_output):
+                self._waiting.add(request)
+                self._stalls["waited"] += 1
         self._asking = None
         preempted = len(scheduler_output.preempted_req_ids or ())
         if preempted:
             self._stalls["preempted"] += preempted
+
+    def _fits_step(self, tokens: int, scheduler_output: Any) -> bool:
+        """Whether a prompt had a place in the step, but for blocks: in chunks any has."""
+        limits = self._vllm_config.scheduler_config
+        if limits.enable_chunked_prefill:
+            return True
+        most = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+        tokens = min(tokens, limits.long_prefill_token_threshold or tokens)
+        return bool(tokens <= most - scheduler_output.total_num_scheduled_tokens)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -93,16 +96,18 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):
         """What changed since the last report; None in a worker, and where nothing did."""
         if self.role != KVConnectorRole.SCHEDULER:
             return None
-        now = time.monotonic()
-        if now < self._counted + BYTES_EVERY_S and not self.is_idle():
+        now, idle = time.monotonic(), self.is_idle()
+        known = self._counted_idle and not self._stalls
+        if known if idle else now < self._counted + BYTES_EVERY_S:
             return None
-        self._counted = now
+        self._counted, self._counted_idle = now, idle
         bytes_now, total = self.bytes_now(), self.given_back_now()
         changed = bytes_now if bytes_now != self._bytes else []
         given_back, stalls = total - self._given_back, self._stalls
         self._bytes, self._given_back, self._stalls = bytes_now, total, Counter()
         found = {"bytes": changed, "given_back": dict(given_back), "stalls": dict(stalls)}
-        return PoolStats(found)
+        stats = PoolStats(found)
+        return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
@@ -124,24 +129,8 @@ class PoolConnector(KVConnectorBase_V1, SupportsHMA):
         """These reports on the server's `/metrics`."""
         return PoolMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ---- in a worker ----------------------------------------------------------------------
 
-    def start_load_kv(self, forward_context: Any, **others: Any) -> None:
-        """Nothing is loaded."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **others: Any
-    ) -> None:
-        """Nothing is saved."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""
-
-
-def name_of(span: Span) -> str:
+def group_name(span: Span) -> str:
     """What metrics call the heads of a span: "full", or "window-256-sink-16"."""
     if span.window is None:
         return "full"

@@ -10,24 +10,26 @@ from typing import Any
 
 from kvweave.adapters.vllm.chosen import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
-from kvweave.errors import Unsupported
+from kvweave.adapters.vllm.supported import expect
 
 PACKAGE = __package__
 BLOCK_TOKENS = 16
 """Small blocks: local heads give theirs back sooner."""
 
 
-def engine_options(architecture: str, **options: Any) -> dict[str, Any]:
+def engine_options(architecture: str, *, metrics: bool = False, **options: Any) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for a model of this architecture (of its `config.json`).
 
     `options` are those of `additional_config["kvweave"]`: `heads`, `segment_bytes`, …; without
-    any, the model is vLLM's own on our attention backend.
+    any, the model is vLLM's own on our attention backend. `metrics`: what a map's heads hold is
+    reported too; segments and virtual pages report in any case.
 
     Errors: `InvalidArgument` for an option that is not known or of another kind; `Unsupported` for
     an architecture without a class of ours, and for options that do not go together.
     """
     chosen = options_of({SECTION: options}, {})
     if chosen == Options():
+        expect("metrics", not metrics, "them of a part that has some", "the backend alone")
         return {"attention_config": {"backend": "CUSTOM"}}
     given: dict[str, Any] = {
         "hf_overrides": {"architectures": [_ours(architecture)]},
@@ -36,26 +38,28 @@ def engine_options(architecture: str, **options: Any) -> dict[str, Any]:
     if chosen.segment_bytes is None:
         given["block_size"] = BLOCK_TOKENS
         if chosen.virtual_pages:
-            given["kv_transfer_config"] = _connector("KvweavePages", "virtual_pages")
+            given["kv_transfer_config"] = _connector("KvweavePages", "virtual_pages.connector")
+        elif metrics:
+            reports = _connector("KvweaveHeads", "head_connector", "kv_producer")
+            given["kv_transfer_config"] = reports
         return given
     for name in ("heads", "virtual_pages"):
-        if getattr(chosen, name):
-            text = f"kvweave.segment_bytes: expected it without kvweave.{name}, got both"
-            raise Unsupported(text, expected=f"no {name}", got=name)
+        alone = not getattr(chosen, name)
+        expect("kvweave.segment_bytes", alone, f"it without kvweave.{name}", "both")
     return {
         **given,
-        "kv_transfer_config": _connector("KvweaveSegments", "segments"),
+        "kv_transfer_config": _connector("KvweaveSegments", "segments.connector"),
         "logits_processors": [f"{PACKAGE}.segments.check:MarkerCheck"],
         "worker_extension_cls": f"{PACKAGE}.segments.extension.KnowledgeBaseWorker",
     }
 
 
-def server_config(architecture: str, **options: Any) -> str:
+def server_config(architecture: str, *, metrics: bool = False, **options: Any) -> str:
     """The same as the text of a file for `vllm serve MODEL --config FILE` (YAML).
 
     Segments come with the middleware that reads marked chats and has the routes of knowledge bases.
     """
-    given = engine_options(architecture, **options)
+    given = engine_options(architecture, metrics=metrics, **options)
     if "segment_bytes" in options:
         given["middleware"] = [f"{PACKAGE}.server.SegmentMiddleware"]
     # JSON is YAML, whatever stands in a path.
@@ -74,16 +78,18 @@ def architecture_of(model: str) -> str:
 def _ours(architecture: str) -> str:
     known = {f"{family}ForCausalLM" for family in FAMILIES}
     stock = architecture.removeprefix("Kvweave")
-    if stock not in known:
-        expected = f"one of {', '.join(sorted(known))}"
-        text = f"architecture: expected {expected}, got {architecture}"
-        raise Unsupported(text, expected=expected, got=architecture)
+    expect("architecture", stock in known, f"one of {', '.join(sorted(known))}", architecture)
     return f"Kvweave{stock}"
 
 
-def _connector(name: str, part: str) -> dict[str, str]:
+def _connector(name: str, module: str, role: str = "kv_both") -> dict[str, str]:
+    """Chooses a connector of ours.
+
+    Of one that is no consumer vLLM gives an ended request's blocks back at once, where it has two
+    steps in flight: that is for connectors that change nothing in a worker's memory.
+    """
     return {
         "kv_connector": name,
-        "kv_role": "kv_both",
-        "kv_connector_module_path": f"{PACKAGE}.{part}.connector",
+        "kv_role": role,
+        "kv_connector_module_path": f"{PACKAGE}.{module}",
     }

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+from kvweave.adapters.vllm import pool_managers
 from kvweave.adapters.vllm.specs import SinkWindowSpec
-
-# A connector is told of the pool, not of its managers.
-_BY_POOL: WeakValueDictionary[int, SinkWindowManager] = WeakValueDictionary()
 
 
 class SinkWindowManager(SlidingWindowManager):
@@ -26,13 +23,7 @@ class SinkWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, **others)
         self.sink_blocks = kv_cache_spec.sink_blocks
         self.given_back = 0
-        _BY_POOL[id(self.block_pool)] = self
-
-    @classmethod
-    def of_pool(cls, pool: BlockPool) -> SinkWindowManager | None:
-        """The manager whose blocks come from this pool; None if there is none."""
-        found = _BY_POOL.get(id(pool))
-        return found if found is not None and found.block_pool is pool else None
+        pool_managers.enter(self)
 
     def held_blocks(self) -> int:
         """Blocks that requests hold now; one that several share counts once."""

@@ -16,11 +16,12 @@ from kvweave.adapters.vllm.tables import Span
 class SinkWindowSpec(SlidingWindowSpec):
     """A window, and the first `sink` tokens of a request besides.
 
-    `beside`: tokens of a block of the layer's heads that keep everything; 0: there are none.
+    `full_block_size`: tokens of a block of the layer's other heads, which keep everything; 0: it
+    has none.
     """
 
     sink: int = 0
-    beside: int = 0
+    full_block_size: int = 0
 
     @property
     def sink_blocks(self) -> int:
@@ -64,9 +65,9 @@ class SinkWindowSpec(SlidingWindowSpec):
         stock: Any = super()
         alone = int(stock.max_memory_usage_bytes(vllm_config)) // int(self.page_size_bytes)
         blocks = vllm_config.cache_config.num_gpu_blocks
-        if not blocks or not self.beside:
+        if not blocks or not self.full_block_size:
             return (alone + 1) * int(self.page_size_bytes)
-        whole = -(-vllm_config.model_config.max_model_len // self.beside)
+        whole = -(-vllm_config.model_config.max_model_len // self.full_block_size)
         in_flight = -(-vllm_config.max_in_flight_tokens // int(self.block_size))
         kept = min(alone, self.kept_blocks)
         fit = max((blocks - 1) / (whole + alone), (blocks - 1 - in_flight) / (whole + kept))

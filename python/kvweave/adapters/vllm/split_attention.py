@@ -36,7 +36,7 @@ class _Part(Attention):
         if not self.local:
             return FullAttentionSpec(block_size=sizes[0], **common)
         window = {"sliding_window": self.split.recent, "sink": self.split.sink}
-        return SinkWindowSpec(block_size=sizes[1], beside=sizes[0], **common, **window)
+        return SinkWindowSpec(block_size=sizes[1], full_block_size=sizes[0], **common, **window)
 
 
 class SplitAttention(nn.Module):

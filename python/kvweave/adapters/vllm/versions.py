@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvweave.errors import Unsupported
+from kvweave.adapters.vllm.supported import expect
 
 SUPPORTED = ("0.26", "0.33")
 # Since 0.28 a backend may price what vLLM allocates.
@@ -21,11 +21,8 @@ def check(version: str, known: tuple[str, ...] = SUPPORTED) -> None:
 
     Errors: `Unsupported`, naming the versions that are known.
     """
-    if is_known(version, known):
-        return
     expected = " or ".join(f"{number}.x" for number in known)
-    text = f"vllm: expected version {expected}, got {version}"
-    raise Unsupported(text, expected=expected, got=version)
+    expect("vllm", is_known(version, known), f"version {expected}", version)
 
 
 def refusals() -> tuple[type[Exception], ...]:

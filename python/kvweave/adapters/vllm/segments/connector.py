@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
+from kvweave.adapters.vllm.idle_connector import IdleConnector
 from kvweave.adapters.vllm.metrics import SegmentMetrics
 from kvweave.adapters.vllm.segments.message import SegmentMessage
 from kvweave.adapters.vllm.segments.scheduling import Bookkeeper
@@ -25,8 +21,11 @@ from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentS
 from kvweave.adapters.vllm.segments.worker import SegmentWorker
 
 
-class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
-    """Both halves: `books` in the scheduler's process, `worker` in each worker."""
+class KvweaveSegments(IdleConnector):
+    """Both halves: `books` in the scheduler's process, `worker` in each worker.
+
+    Layers copy what they need themselves, and what is new is kept after the last one.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
@@ -39,40 +38,20 @@ class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
 
     # ---- in the scheduler's process -------------------------------------------------------
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Nothing is handed on when a request ends (asked by vLLM 0.33)."""
-        return False
-
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""
         self.books.arrived(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """None: every token is scheduled."""
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks come with the step's output."""
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The message of a step."""
         return self.books.message(scheduler_output)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once."""
-        self.books.finished(request.request_id)
-        return False, None
-
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once."""
-        return self.request_finished(request, [])
+        self.books.finished(request.request_id)
+        return False, None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
@@ -104,17 +83,6 @@ class KvweaveSegments(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self.worker is not None and isinstance(connector_metadata, SegmentMessage):
             self.worker.begin(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **others: Any) -> None:
-        """Layers copy what they need themselves."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Layers copy what they need themselves."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **others: Any
-    ) -> None:
-        """What is new is kept after the last layer."""
 
     def wait_for_save(self) -> None:
         """Keeps what the step computed."""

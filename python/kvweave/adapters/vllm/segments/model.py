@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.segments.attention import guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.adapters.vllm.supported import expect
+from kvweave.errors import InvalidArgument
 
 CONNECTOR = KvweaveSegments.__name__
 
@@ -25,9 +26,9 @@ def check_segments(config: VllmConfig, options: Options) -> None:
     """
     transfer = config.kv_transfer_config
     connector = None if transfer is None else transfer.kv_connector
-    if connector != CONNECTOR:
-        text = f"kv_transfer_config: expected kv_connector {CONNECTOR}, got {connector}"
-        raise InvalidArgument(text, expected=CONNECTOR, got=str(connector))
+    expected = f"kv_connector {CONNECTOR}"
+    there = connector == CONNECTOR
+    expect("kv_transfer_config", there, expected, str(connector), InvalidArgument)
     parallel = config.parallel_config
     refused = {
         "kvweave.heads": options.heads is not None,
@@ -39,9 +40,7 @@ def check_segments(config: VllmConfig, options: Options) -> None:
         or parallel.prefill_context_parallel_size > 1,
     }
     for name, present in refused.items():
-        if present:
-            text = f"kvweave.segment_bytes: expected it without {name}, got both"
-            raise Unsupported(text, expected=f"no {name}", got=name)
+        expect("kvweave.segment_bytes", not present, f"it without {name}", "both")
 
 
 def forward_of_step(

@@ -16,10 +16,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvweave.adapters.vllm.pool_connector import PoolConnector, name_of
+from kvweave.adapters.vllm.pool_connector import PoolConnector, group_name
+from kvweave.adapters.vllm.supported import expect
 from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
-from kvweave.errors import Unsupported
 
 
 @dataclass
@@ -42,14 +42,12 @@ class KvweavePages(PoolConnector):
         """
         super().bind_kv_cache_manager(kv_cache_manager)
         managers = kv_cache_manager.coordinator.single_type_managers
-        if len(managers) != 1 or not isinstance(managers[0], VirtualPagesManager):
-            expected = "additional_config with kvweave.virtual_pages"
-            text = f"KvweavePages: expected {expected}, got a cache without"
-            raise Unsupported(text, expected=expected, got="a cache without")
+        ours = len(managers) == 1 and isinstance(managers[0], VirtualPagesManager)
+        expect("KvweavePages", ours, "kvweave.virtual_pages to be set", "a cache without")
         self.manager = managers[0]
         layout, spec = self.manager.residency.layout, self.manager.kv_cache_spec
         self.block_bytes = layout.block_pages * spec.num_states * spec.state_content_size_bytes
-        self.names = [name_of(span) for span in layout.spans]
+        self.names = [group_name(span) for span in layout.spans]
 
     def build_connector_meta(self, scheduler_output: Any) -> PageChanges:
         """What changed since the last step."""
@@ -63,7 +61,7 @@ class KvweavePages(PoolConnector):
         residency = self.manager.residency
         found = [
             (name, "resident", blocks)
-            for name, blocks in zip(self.names, residency.kept_blocks(), strict=True)
+            for name, blocks in zip(self.names, residency.resident_blocks(), strict=True)
         ]
         found.append(("any", "free", residency.pages.stats()["free"]))
         return [(group, state, blocks * self.block_bytes) for group, state, blocks in found]

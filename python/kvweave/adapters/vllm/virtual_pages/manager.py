@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, overload
-from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from kvweave.adapters.vllm import pool_managers
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
-
-# vLLM looks up prefixes without a manager at hand; the pool of numbers it has.
-_OF_POOL: WeakKeyDictionary[BlockPool, Residency] = WeakKeyDictionary()
 
 
 class VirtualPagesManager(FullAttentionManager):
@@ -30,7 +27,7 @@ class VirtualPagesManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: VirtualPagesSpec, **others: Any) -> None:
         super().__init__(kv_cache_spec, **others)
         self.residency = Residency(kv_cache_spec.layout, self.block_pool.num_gpu_blocks)
-        _OF_POOL[self.block_pool] = self.residency
+        pool_managers.enter(self)
 
     def get_num_blocks_to_allocate(
         self,
@@ -114,7 +111,9 @@ class VirtualPagesManager(FullAttentionManager):
         """The stock manager's hit, up to where every class still has what the next row sees."""
         found, length = super().find_longest_cache_hit(*given, block_pool=block_pool, **named)
         (blocks,) = found
-        residency = _OF_POOL[block_pool]
+        manager = pool_managers.manager_of(block_pool, cls)
+        assert manager is not None, "vLLM makes a pool's manager before it looks up prefixes"
+        residency = manager.residency
         count = residency.longest_hit(_numbers(blocks))
         del blocks[count:]
         return (blocks,), min(length, count * residency.layout.page_tokens)

@@ -31,7 +31,7 @@ class Residency:
         self._all = _rows((c, page) for c in self._classes() for page in range(1, virtual_pages))
         self.given_back = [0] * len(layout.spans)
 
-    def kept_blocks(self) -> list[int]:
+    def resident_blocks(self) -> list[int]:
         """Blocks of each class, held or to be found again."""
         kept = self.pages.is_kept(self._all).reshape(len(self.layout.spans), -1).sum(1)
         return [int(count) * parts for count, parts in zip(kept, self.layout.parts, strict=True)]
