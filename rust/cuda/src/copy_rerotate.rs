@@ -13,6 +13,8 @@ use crate::params::CopyRerotateParams;
 const MAX_THREADS: usize = 256;
 /// Threads that the largest devices run at once.
 const THREADS_AT_ONCE: usize = 1 << 17;
+/// Threads below which a block of one head is too small to be worth its start.
+const WORTH_A_BLOCK: usize = 128;
 
 /// Tokens of all pages of blocks copied to others, keys rotated: see
 /// `kvweave_core::ops::CopyRerotate`, whose checks are the caller's where the table is on the host.
@@ -87,10 +89,17 @@ impl Parts {
     }
 
     /// Thread blocks that share the heads of a part. Where blocks with several heads can all run
-    /// at once they do, as many as can; else each has one head, and they end soon after each other.
-    fn chunks(self, copies: usize, at_once: usize) -> usize {
-        let whole = (copies * self.count).max(1);
-        if whole <= at_once { (at_once / whole).min(self.heads) } else { self.heads }
+    /// at once they do, as many as can; else each has one head, and they end soon after each other,
+    /// but for small heads, which share one block.
+    fn chunks(self, copies: usize, threads: usize) -> usize {
+        let (whole, at_once) = ((copies * self.count).max(1), THREADS_AT_ONCE / threads);
+        if whole <= at_once {
+            (at_once / whole).min(self.heads)
+        } else if threads < WORTH_A_BLOCK {
+            1
+        } else {
+            self.heads
+        }
     }
 }
 
@@ -127,7 +136,7 @@ impl Shape {
         let wanted = (key_columns * geometry.page_tokens).max(columns).next_multiple_of(32);
         let threads = wanted.min(MAX_THREADS);
         let parts = Parts::of(call);
-        let chunks = parts.chunks(call.copy_count, THREADS_AT_ONCE / threads);
+        let chunks = parts.chunks(call.copy_count, threads);
         let heads_per_block = parts.heads.div_ceil(chunks);
         let blocks = call.copy_count * parts.count * parts.heads.div_ceil(heads_per_block);
         let wide_bytes = if call.dtype == KvDtype::F32 { 8 } else { 4 };
@@ -185,9 +194,15 @@ mod tests {
     #[test]
     fn heads_share_blocks_only_where_all_run_at_once() {
         let parts = Parts { count: 32, heads: 8, stride: 0 };
-        let chunks = |copies| parts.chunks(copies, 1024);
+        let chunks = |copies| parts.chunks(copies, 128);
         assert_eq!([0, 1, 4, 8, 16, 32, 33, 512].map(chunks), [8, 8, 8, 4, 2, 1, 8, 8]);
         let page = Parts { count: 500, heads: 1, stride: 0 };
-        assert_eq!([1, 2, 3].map(|copies| page.chunks(copies, 1024)), [1, 1, 1]);
+        assert_eq!([1, 2, 3].map(|copies| page.chunks(copies, 128)), [1, 1, 1]);
+    }
+
+    #[test]
+    fn small_heads_share_a_block_where_not_all_run_at_once() {
+        let parts = Parts { count: 24, heads: 2, stride: 0 };
+        assert_eq!([1, 40, 80, 90, 4096].map(|copies| parts.chunks(copies, 64)), [2, 2, 1, 1, 1]);
     }
 }
