@@ -96,8 +96,6 @@ def run_once(case: Case) -> None:
 def counted(case: Case, ncu: str) -> dict[str, float]:
     """Counters of the kernel that takes longest of those that the case launches.
 
-    A decode without a kept workspace also clears one.
-
     Errors: `RuntimeError` with what ncu said when it counted nothing.
     """
     wanted = [TIME, TENSOR, *COUNTERS, *(STALL.format(stall) for stall in STALLS)]

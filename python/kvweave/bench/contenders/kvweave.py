@@ -1,4 +1,4 @@
-"""Our ops. All tables lie on the device, as in a step that is captured in a graph."""
+"""Our ops, as an engine's step calls them: tables lie on the device, and a workspace is kept."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _attend(
     positions = pool.put(problem.positions)
     # What is not written stays NaN, which no check lets pass.
     out = torch.full_like(problem.q, torch.nan)
-    scale = s.head_dim**-0.5
+    scale, workspace = s.head_dim**-0.5, workspace or ops.Workspace(pool.device)
     if isinstance(problem.work, Decode):
 
         def decode() -> torch.Tensor:
@@ -92,6 +92,7 @@ def _attend(
             entry_offsets=offsets,
             reach=reach,
             out=out,
+            workspace=workspace,
         )[0]
 
     return prefill
