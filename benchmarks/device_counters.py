@@ -32,13 +32,12 @@ COUNTERS = {
     "sm__cycles_elapsed.max": "K cycles",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory %",
     "lts__t_sector_hit_rate.pct": "L2 hits %",
-    "sm__inst_executed_pipe_tensor.sum.pct_of_peak_sustained_elapsed": "tensor %",
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "tensor %",
     "smsp__issue_active.avg.pct_of_peak_sustained_elapsed": "issue slots %",
     "sm__warps_active.avg.per_cycle_active": "warps a SM",
     "launch__registers_per_thread": "registers",
     "launch__waves_per_multiprocessor": "waves",
 }
-TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 # Why warps that could not issue waited; ncu's names.
 STALLS = (
@@ -98,7 +97,7 @@ def counted(case: Case, ncu: str) -> dict[str, float]:
 
     Errors: `RuntimeError` with what ncu said when it counted nothing.
     """
-    wanted = [TIME, TENSOR, *COUNTERS, *(STALL.format(stall) for stall in STALLS)]
+    wanted = [TIME, *COUNTERS, *(STALL.format(stall) for stall in STALLS)]
     words = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     words += ["--profile-from-start", "off", "--metrics", ",".join(wanted)]
     words += [sys.executable, "-m", "benchmarks.device_counters", "--one", case.name]
@@ -126,7 +125,6 @@ def row_of(case: Case, kernel: dict[str, float]) -> Row:
     for counter, name in COUNTERS.items():
         value = kernel[counter]
         beside[name] = round(value / 1e3 if name == "K cycles" else value, 2)
-    beside["tensor %"] = round(kernel[TENSOR], 2)
     waits = {stall: kernel[STALL.format(stall)] for stall in STALLS}
     longest = sorted(waits, key=lambda stall: waits[stall], reverse=True)[:3]
     beside["stalls"] = ", ".join(f"{s.replace('_', ' ')} {waits[s]:.2g}" for s in longest)

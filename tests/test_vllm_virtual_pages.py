@@ -274,7 +274,6 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
         mapping = [blocks[r].numpy()[x // P] * P + x % P for r, x in zip(chosen, at, strict=True)]
         batch = StepBatch(
             rows=int(counts.sum()),
-            decode=False,
             most_rows=int(counts.max()),
             longest=max(end),
             blocks=blocks[chosen].to(device),
@@ -339,7 +338,7 @@ def test_padding_is_written_nowhere() -> None:
     # The last row's page is in no table.
     mapping = torch.tensor([-1, 5 * P + 3, 6 * P])
     offsets = torch.tensor([0, 3], dtype=torch.int32)
-    batch = StepBatch(3, False, 3, 3, 5 * one[None], 3 * one, offsets, mapping)
+    batch = StepBatch(3, 3, 3, 5 * one[None], 3 * one, offsets, mapping)
     found = tables_of(layout, memory, batch).slots
     assert found.shape == (len(layout.tables), 3, 2)
     assert (found[:, 0] == -1).all()

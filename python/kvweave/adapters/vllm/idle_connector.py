@@ -5,7 +5,7 @@ vLLM gives plugins no other way from its scheduler to its workers, and none for 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -13,9 +13,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvweave.adapters.vllm.metrics import NamedMetrics
+
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
-    """Answers what every vLLM asks of a connector; subclasses do what they are for."""
+    """Answers what every vLLM asks of a connector; subclasses do what they are for.
+
+    `metrics`: what makes its reports metrics of the server.
+    """
+
+    metrics: ClassVar[type[NamedMetrics]]
+
+    # ---- in the server's process ----------------------------------------------------------
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> NamedMetrics:
+        """Its reports on the server's `/metrics`."""
+        return cls.metrics(*given)
 
     # ---- in the scheduler's process -------------------------------------------------------
 

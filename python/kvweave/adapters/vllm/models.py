@@ -18,6 +18,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from kvweave.adapters.vllm.head_connector import KvweaveHeads
 from kvweave.adapters.vllm.head_split import HeadSplit, in_order, read_split
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
@@ -90,7 +91,7 @@ def record_digest(config: VllmConfig, options: Options) -> None:
 
 def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
     connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector == "KvweaveHeads":
+    if connector is not None and connector.kv_connector == KvweaveHeads.__name__:
         connector = None  # It loads and saves nothing.
     refused = {
         "quantization": config.quant_config,

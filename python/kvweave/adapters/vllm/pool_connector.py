@@ -21,6 +21,8 @@ BYTES_EVERY_S = 0.5
 class PoolConnector(IdleConnector):
     """Reports who waits for blocks; a subclass, what the groups of heads hold."""
 
+    metrics = PoolMetrics
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
     ) -> None:
@@ -117,17 +119,6 @@ class PoolConnector(IdleConnector):
         if data is not None:
             stats.data = data
         return stats
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PoolMetrics:
-        """These reports on the server's `/metrics`."""
-        return PoolMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def group_name(span: Span) -> str:

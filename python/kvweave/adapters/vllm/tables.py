@@ -51,13 +51,11 @@ class StepBatch:
     """What vLLM says of a step, its tensors on one device.
 
     `blocks` i32 [B, M], `lengths` i32 [B], `row_offsets` i32 [B + 1], `slot_mapping` i64 [R], as
-    `ops.step_tables` has them. `decode`: every request has one row; those that pad a graph are
-    requests too. `most_rows` and `longest`, of any request, are known on the host; tokens may be
-    fewer.
+    `ops.step_tables` has them; requests that pad a graph are requests too. `most_rows` and
+    `longest`, of any request, are known on the host; tokens may be fewer.
     """
 
     rows: int
-    decode: bool
     most_rows: int
     longest: int
     blocks: torch.Tensor
@@ -69,11 +67,9 @@ class StepBatch:
     def of(cls, common: Any) -> StepBatch:
         """Of vLLM's `CommonAttentionMetadata`."""
         requests, most_rows = common.num_reqs, common.max_query_len
-        decode = most_rows == 1
-        rows = requests if decode else int(common.query_start_loc_cpu[requests])
+        rows = requests if most_rows == 1 else int(common.query_start_loc_cpu[requests])
         return cls(
             rows,
-            decode,
             most_rows,
             common.max_seq_len,
             first(common.block_table_tensor, requests),
@@ -81,6 +77,11 @@ class StepBatch:
             first(common.query_start_loc, requests + 1),
             first(common.slot_mapping, rows),
         )
+
+    @property
+    def decode(self) -> bool:
+        """Whether every request has one row."""
+        return self.most_rows == 1
 
     @property
     def requests(self) -> int:

@@ -27,6 +27,8 @@ class KvweaveSegments(IdleConnector):
     Layers copy what they need themselves, and what is new is kept after the last one.
     """
 
+    metrics = SegmentMetrics
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
     ) -> None:
@@ -57,17 +59,6 @@ class KvweaveSegments(IdleConnector):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Counts that came from a worker."""
         return SegmentConnectorStats(SegmentStats().to_dict() if data is None else data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> SegmentMetrics:
-        """These counts on the server's `/metrics`."""
-        return SegmentMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- in a worker ----------------------------------------------------------------------
 
