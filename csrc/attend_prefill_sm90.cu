@@ -1,10 +1,10 @@
 // targets: sm_90a
 // attend_prefill for Hopper: the same result as attend_prefill.cu, by warpgroup products.
 //
-// A block has 128 (row, query head) pairs of one KV head, and three warpgroups: one warp of the
-// first fetches pages by bulk copies, 128 keys at a time; the two others have 64 pairs each.
-// While the tensor cores multiply the values of one tile, the threads make weights of the next
-// tile's scores (the order of FlashAttention-3), so both are busy.
+// A block has 128 (row, query head) pairs of one KV head, and three warpgroups: of the first, one
+// warp finds out which pages come next, 128 keys at a time, and another fetches them by bulk copies;
+// the two others have 64 pairs each. While the tensor cores multiply the values of one tile, the
+// threads make weights of the next tile's scores (the order of FlashAttention-3), so both are busy.
 //
 // A copy should be large, or the copy engine falls behind. Of a page of 64 tokens or more it takes
 // 64 columns, and those of all pages lie one after the other. Of a smaller page it takes 16 tokens
@@ -32,9 +32,10 @@ constexpr int kPairs = 64 * kGroups;
 constexpr int kKeys = 128;
 constexpr int kChunk = 16;  // tokens copied at once
 constexpr int kStages = 5;  // tiles of keys or of values
-constexpr int kTiles = 8;   // descriptions alive at once, more than the stages and the next ones
-constexpr int kFetchRegisters = 40;
-constexpr int kMultiplyRegisters = 232;
+constexpr int kAhead = 4;   // tiles described before they are copied
+constexpr int kTiles = 8;   // descriptions alive at once: those, and those of tiles in stages
+constexpr int kFetchRegisters = 56;
+constexpr int kMultiplyRegisters = 224;
 constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
 
 // Where the tokens of a tile lie: `kTall` copies take a page's with 64 columns.
@@ -56,8 +57,10 @@ struct Shared {
   alignas(1024) unsigned char stages[kStages][kTileBytes];
   KeyTile<kKeys> tiles[kTiles];
   float cosines[kGroups][D / 2], sines[kGroups][D / 2];
-  uint64_t full[kStages];   // described by all lanes that fetch, and copied
-  uint64_t empty[kStages];  // read by all warps
+  uint64_t described[kTiles];  // by all lanes
+  uint64_t taken[kAhead];      // the keys' stage is free, and so are descriptions kTiles before
+  uint64_t full[kStages];      // copied
+  uint64_t empty[kStages];     // read by all warps
   int lowest, highest;
 };
 
@@ -78,10 +81,23 @@ struct Turn {
 __device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 0 : 2 * t - 1); }
 __device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }
 
-// The one warp that fetches.
+// The warp that describes tiles of keys, up to `kAhead` before they are copied.
+template <typename T, int D>
+__device__ __forceinline__ void describe(const AttendParams& p, Shared<T, D>& sh,
+                                         const RowTile& rows, const Reach& reach) {
+  KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
+  int pages = -1;
+  for (uint32_t t = 0; pages != 0; ++t) {
+    if (t >= kAhead) barrier_wait(sh.taken[t % kAhead], t / kAhead % 2 ^ 1);
+    pages = walk.write(sh.tiles[t % kTiles]);
+    barrier_arrive(sh.described[t % kTiles]);
+  }
+}
+
+// The warp that has them copied. It does not describe them too, since it should be there as soon as
+// a stage is free again.
 template <bool kTall, typename T, int D>
-__device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T, D>& sh,
-                                      const RowTile& rows, const Reach& reach) {
+__device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T, D>& sh) {
   const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32;
   const int page_tokens = static_cast<int>(p.kv.page_tokens);
@@ -93,28 +109,22 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
   const int further = static_cast<int>(p.kv.value_offset / params.page_unit);
   const auto copy_tile = [&](const Turn& turn, int count, int page) {
     barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
-    // Every lane, since each wrote a part of the tile's description.
-    if (lane == 0) {
-      barrier_arrive_expecting(sh.full[turn.stage], count * bytes);
-    } else {
-      barrier_arrive(sh.full[turn.stage]);
-    }
+    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * bytes);
     __syncwarp();
     if (lane < count) {
       copy_box(shared_address(sh.stages[turn.stage]) + to, &params.pages, group, page,
                sh.full[turn.stage], block);
     }
   };
-  KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
   int count = -1, page = 0;  // of the tile before: boxes, and this lane's page
   for (uint32_t t = 0; count != 0; ++t) {
-    KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
-    walk.write(tile);
-    __syncwarp();
+    barrier_wait(sh.described[t % kTiles], t / kTiles % 2);
+    const KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     const int next_count = tile.pages * boxes;
     const int next_page =
         lane < next_count ? static_cast<int>(tile.offsets[lane / boxes] / params.page_unit) : 0;
     copy_tile(turn_of_keys(t), next_count, next_page);
+    if (lane == 0) barrier_arrive(sh.taken[t % kAhead]);
     if (t > 0) copy_tile(turn_of_values(t - 1), count, page + further);
     count = next_count;
     page = next_page;
@@ -168,8 +178,9 @@ class Multiply {
       products_wait<0>();
       hold(s);
       release(turn_of_keys(0));
-      float shrink[2];
-      soften(s, sh.tiles[0], shrink);
+      const Scaling first = raise(s, sh.tiles[0]);
+      weigh(s, 0, first);
+      weigh(s, 1, first);
       round(s, weights);
       if (me == 0) give_turn();
       uint32_t t = 0;
@@ -193,12 +204,17 @@ class Multiply {
         products_wait<1>();
         hold(s);
         release(turn_of_keys(t + 1));
-        soften(s, tile, shrink);
+        const Scaling scaling = raise(s, tile);
+        weigh(s, 0, scaling);
+        // The values' products end about now: sooner the threads would wait for them, and later
+        // their stage would stand idle.
+        not_before(l[0]);
         products_wait<0>();
         hold(out);
         release(turn_of_values(t));
+        weigh(s, 1, scaling);
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) out[i] *= shrink[i / 2 % 2];
+        for (int i = 0; i < D / 2; ++i) out[i] *= scaling.shrink[i / 2 % 2];
         round(s, weights);
         ++t;
       }
@@ -324,10 +340,17 @@ class Multiply {
     barrier_of_threads(kBoth, 128 * kGroups);
   }
 
-  // Scores to weights 2^(score − m): masks, moves m, adds to l, tells by how much `out` shrinks.
+  // Scores become weights 2^(score − m) in two steps, `raise` and, for each row, `weigh`.
   // s[4 n + e] is of row e / 2 and key 8 n + lane % 4 · 2 + e % 2.
-  __device__ __forceinline__ void soften(float (&s)[64], const KeyTile<kKeys>& tile,
-                                         float (&shrink)[2]) {
+
+  // How scores are scaled down to weights, of a thread's two rows.
+  struct Scaling {
+    float base[2];    // `m` in powers of two
+    float shrink[2];  // by how much former weights become less
+  };
+
+  // Masks, and moves m.
+  __device__ __forceinline__ Scaling raise(float (&s)[64], const KeyTile<kKeys>& tile) {
     if (tile.masked) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
@@ -339,6 +362,7 @@ class Multiply {
       }
     }
     const float scale = p.scale * kLog2e;
+    Scaling scaling;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float largest = m[i];
@@ -348,21 +372,27 @@ class Multiply {
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float base = largest == -INFINITY ? 0.0f : largest * scale;
-      shrink[i] = exp2_fast(m[i] * scale - base);
+      scaling.base[i] = largest == -INFINITY ? 0.0f : largest * scale;
+      scaling.shrink[i] = exp2_fast(m[i] * scale - scaling.base[i]);
       m[i] = largest;
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * n + 2 * i + e];
-          x = exp2_fast(fmaf(x, scale, -base));
-          sum += x;
-        }
-      }
-      l[i] = l[i] * shrink[i] + sum;
     }
+    return scaling;
+  }
+
+  // Row i's scores to weights; adds to l.
+  __device__ __forceinline__ void weigh(float (&s)[64], int i, const Scaling& scaling) {
+    const float scale = p.scale * kLog2e;
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * n + 2 * i + e];
+        x = exp2_fast(fmaf(x, scale, -scaling.base[i]));
+        sum += x;
+      }
+    }
+    l[i] = l[i] * scaling.shrink[i] + sum;
   }
 
   __device__ __forceinline__ void round(const float (&s)[64],
@@ -422,7 +452,9 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
     sh.lowest = __reduce_min_sync(~0u, lowest);
     sh.highest = __reduce_max_sync(~0u, highest);
     if (lane == 0) {
-      for (uint64_t& full : sh.full) barrier_init(full, 32);
+      for (uint64_t& described : sh.described) barrier_init(described, 32);
+      for (uint64_t& taken : sh.taken) barrier_init(taken, 1);
+      for (uint64_t& full : sh.full) barrier_init(full, 1);
       for (uint64_t& empty : sh.empty) barrier_init(empty, 4 * kGroups);
       barrier_init_done();
     }
@@ -430,7 +462,8 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
   __syncthreads();
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
-    if (warp == 0) fetch<kTall>(params, sh, rows, reach);
+    if (warp == 0) fetch<kTall>(params, sh);
+    if (warp == 1) describe(p, sh, rows, reach);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
     Multiply<T, D, kTall>(p, sh, rows, reach).run();
@@ -455,5 +488,5 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
   KERNEL(f16, __half, D, BYTES, , false)             \
   KERNEL(f16, __half, D, BYTES, _tall, true)
 
-KERNELS(64, 104152)
-KERNELS(128, 202968)
+KERNELS(64, 104248)
+KERNELS(128, 203064)

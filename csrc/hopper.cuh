@@ -126,6 +126,12 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// Keeps the wait that follows from being moved to where a sum of weights, 0 or more, is not known
+// yet: the assembler moves such waits up past arithmetic, but not into another branch.
+__device__ __forceinline__ void not_before(float sum) {
+  if (sum < 0) asm volatile("nanosleep.u32 0;");
+}
+
 #define R8(x, i)                                                                          \
   "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), \
       "+f"(x[i + 6]), "+f"(x[i + 7])

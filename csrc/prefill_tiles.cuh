@@ -129,8 +129,8 @@ class KeyWalk {
     look_ahead();
   }
 
-  // Describes the next tile.
-  __device__ void write(KeyTile<kKeys>& tile) {
+  // Describes the next tile and tells its pages.
+  __device__ int write(KeyTile<kKeys>& tile) {
     const int wanted = min(pages_a_tile, end - at);
     const int delta = __shfl_sync(~0u, ahead.delta, 0);
     const unsigned differs = __ballot_sync(~0u, lane < wanted && ahead.delta != delta);
@@ -162,6 +162,7 @@ class KeyWalk {
     }
     at += pages;
     look_ahead();
+    return pages;
   }
 
  private:

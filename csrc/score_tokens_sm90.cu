@@ -222,17 +222,19 @@ class Scorer {
  private:
   __device__ __forceinline__ void multiply(float (&scores)[64], uint32_t stage) {
     const uint32_t queries = shared_address(sh.queries), keys = shared_address(sh.keys[stage]);
-    const uint32_t a = kSumRows ? queries + group * 64 * kRowBytes
-                                : keys + group % 2 * 64 * kRowBytes;
-    const uint32_t b = kSumRows ? keys : queries + group / 2 * 128 * kRowBytes;
+    const uint32_t rows = kSumRows ? queries + group * 64 * kRowBytes
+                                   : keys + group % 2 * 64 * kRowBytes;
+    const uint32_t columns = kSumRows ? keys : queries + group / 2 * 128 * kRowBytes;
+    const uint64_t a = uniform(tile_of(rows, 8 * kRowBytes, 16));
+    const uint64_t b = uniform(tile_of(columns, 8 * kRowBytes, 16));
     constexpr int kBlockOfA = (kSumRows ? kQueries : kTile) * kRowBytes;
     constexpr int kBlockOfB = (kSumRows ? kTile : kQueries) * kRowBytes;
     hold(scores);
     products_begin();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      add_product<T>(scores, tile_of(a + k / 4 * kBlockOfA + k % 4 * 32, 8 * kRowBytes, 16),
-                     tile_of(b + k / 4 * kBlockOfB + k % 4 * 32, 8 * kRowBytes, 16), k > 0);
+      add_product<T>(scores, further(a, k / 4 * kBlockOfA + k % 4 * 32),
+                     further(b, k / 4 * kBlockOfB + k % 4 * 32), k > 0);
     }
     products_commit();
   }

@@ -81,7 +81,7 @@ const FP8_DECODE_ELSEWHERE: [Tile; 4] =
 const HOPPER_DECODE: [Tile; 2] = [tile(64, 256, 188416), tile(128, 256, 221184)];
 const HOPPER_FP8_DECODE: [Tile; 1] = [tile(128, 512, 156672)];
 /// As `KERNELS` in `attend_prefill_sm90.cu` has them.
-const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104152), tile(128, 384, 202968)];
+const HOPPER_PREFILL: [Tile; 2] = [tile(64, 384, 104248), tile(128, 384, 203064)];
 /// (row, query head) pairs of a thread block there.
 const HOPPER_PAIRS: usize = 128;
 /// As `KERNELS` and `FP8_KERNELS` in `attend_prefill.cu` have them.
