@@ -8,7 +8,8 @@
 //    the heads, so the few cosines and sines are computed once in shared memory and used by all
 //    (of a head group's block it has one (copy, page), whose layer a table tells);
 // 2. 16-byte accesses: a thread holds both vectors of V pairs, and two vectors of values, before
-//    it stores any of them, so four loads are in flight;
+//    it stores any of them, so four loads are in flight, the first ones while cosines and sines
+//    are computed;
 // 3. a thread's token and column are fixed before the loop over heads: no division inside.
 //
 // Rows that point outside the cache are skipped: a table that was made on the device cannot be
@@ -42,8 +43,27 @@ __device__ Copy read_copy(const CopyRerotateParams& p, uint32_t index) {
   return copy;
 }
 
-// Rotates V pairs. Half pairing: pair e is (first[e], second[e]). Interleaved: the two vectors lie
-// next to each other, and pair e is elements 2e and 2e + 1 of both taken together.
+// Whether a vector has both elements of its pairs.
+template <int V, bool kInterleaved>
+constexpr bool kWholePairs = kInterleaved && V > 1;
+
+// What a thread needs to rotate its two vectors: a number of each pair, of the pairs' `numbers`.
+template <int V, bool kInterleaved, typename Wide>
+__device__ __forceinline__ Pack<Wide, V> of_pairs(const Wide* numbers, int pairs, int column) {
+  if constexpr (kWholePairs<V, kInterleaved>) {
+    const auto first = load<Wide, V / 2>(numbers + column * (V / 2));
+    const auto second = load<Wide, V / 2>(numbers + pairs / 2 + column * (V / 2));
+    Pack<Wide, V> both;
+#pragma unroll
+    for (int e = 0; e < V; ++e) both.at[e] = e < V / 2 ? first.at[e] : second.at[e - V / 2];
+    return both;
+  } else {
+    return load<Wide, V>(numbers + column * V);
+  }
+}
+
+// Rotates V pairs. Half pairing: pair e is (first[e], second[e]). Interleaved: pair e is elements 2e
+// and 2e + 1 of both vectors taken together.
 template <typename T, int V, bool kInterleaved, typename Wide>
 __device__ __forceinline__ void rotate(Pack<T, V>& first, Pack<T, V>& second,
                                        const Pack<Wide, V>& cosine, const Pack<Wide, V>& sine) {
@@ -74,13 +94,7 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   if (!copy.valid || layer >= p.layers) return;
 
   const bool rotates = copy.delta != 0;
-  if (rotates) {
-    for (uint32_t i = threadIdx.x; i < p.pairs; i += blockDim.x) {
-      const float frequency = p.inv_freq[int64_t{layer} * p.pairs + i];
-      cos_sin(half_turns(copy.delta, frequency), cosines[i], sines[i]);
-    }
-    __syncthreads();
-  }
+  bool has_angles = !rotates;
 
   // Key columns of a token: first those that hold V pairs, then single vectors past rotary_dim.
   const int vectors = p.head_dim / V;
@@ -90,9 +104,12 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int key_column = threadIdx.x % key_columns;
   const int key_row = threadIdx.x / key_columns;
   const bool is_pair = key_column < pair_columns;
-  const int first_at = is_pair ? (kInterleaved ? 2 * V : V) * key_column
+  // A pair's two elements lie in both vectors, or in either: then they are as far apart too, so that
+  // threads next to each other have vectors next to each other.
+  constexpr bool kNeighbours = kInterleaved && !kWholePairs<V, kInterleaved>;
+  const int first_at = is_pair ? (kNeighbours ? 2 : V) * key_column
                                : (pair_columns + key_column) * V;
-  const int second_at = first_at + (kInterleaved ? V : static_cast<int>(p.pairs));
+  const int second_at = first_at + (kNeighbours ? 1 : static_cast<int>(p.pairs));
 
   const int value_rows = blockDim.x / vectors;
   const int value_column = threadIdx.x % vectors * V;
@@ -105,7 +122,7 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
     T* target = cache + copy.target + head * p.head_stride;
     int t = key_row < key_rows ? key_row : copy.count;
     int u = value_row < value_rows ? value_row : copy.count;
-    while (t < copy.count || u < copy.count) {
+    do {
       const bool has_key = t < copy.count;
       const int u_next = u + value_rows;
       Pack<T, V> first, second, value, value_next;
@@ -116,9 +133,20 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
       if (u < copy.count) value = load<T, V>(values + u * p.token_stride);
       if (u_next < copy.count) value_next = load<T, V>(values + u_next * p.token_stride);
 
+      // While the first vectors are on their way, by all threads.
+      if (!has_angles) {
+        for (uint32_t i = threadIdx.x; i < p.pairs; i += blockDim.x) {
+          const float frequency = p.inv_freq[int64_t{layer} * p.pairs + i];
+          cos_sin(half_turns(copy.delta, frequency), cosines[i], sines[i]);
+        }
+        __syncthreads();
+        has_angles = true;
+      }
       if (rotates && is_pair && has_key) {
-        rotate<T, V, kInterleaved>(first, second, load<Wide, V>(cosines + key_column * V),
-                                   load<Wide, V>(sines + key_column * V));
+        const int pairs = static_cast<int>(p.pairs);
+        rotate<T, V, kInterleaved>(first, second,
+                                   of_pairs<V, kInterleaved>(cosines, pairs, key_column),
+                                   of_pairs<V, kInterleaved>(sines, pairs, key_column));
       }
       T* new_key = target + t * p.token_stride;
       T* new_values = target + p.value_offset + value_column;
@@ -128,7 +156,7 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
       if (u_next < copy.count) store<T, V>(new_values + u_next * p.token_stride, value_next);
       t += key_rows;
       u += 2 * value_rows;
-    }
+    } while (t < copy.count || u < copy.count);
   }
 }
 

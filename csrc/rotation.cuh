@@ -3,15 +3,16 @@
 
 #include <cstdint>
 
-// The angle delta · inv_freq as a multiple of π within [-1, 1]. The product is exact in f64 while
-// |delta| < 2^29, and 2π is subtracted in two parts, so that a million positions cost no digits
-// that a float has.
+// The angle delta · inv_freq as a multiple of π within [-1, 1], or a rounding past it. The product
+// is exact in f64 while |delta| < 2^29, and 2π is subtracted in two parts, so that a million
+// positions cost no digits that a float has.
 __device__ __forceinline__ double half_turns(int32_t delta, float inv_freq) {
   constexpr double kTurn = 6.283185307179586;         // 2π rounded to f64
   constexpr double kTurnRest = 2.4492935982947064e-16;  // what the rounding left
+  constexpr double kPerTurn = 0.15915494309189535;
   constexpr double kPerPi = 0.3183098861837907;
   const double angle = static_cast<double>(delta) * static_cast<double>(inv_freq);
-  const double turns = rint(angle / kTurn);
+  const double turns = rint(angle * kPerTurn);
   const double rest = fma(-turns, kTurnRest, fma(-turns, kTurn, angle));
   return rest * kPerPi;
 }
