@@ -99,18 +99,29 @@ def run_in(document: Any) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of one run as a whole: what they say of it is the first's, its time the last's."""
-    first, rows = parts[0], []
+    """The parts of one run as a whole: what they say of it is the first's, its time the last's.
+
+    A part may have been measured without packages that others had beside them, never with others.
+    """
+    first, packages, rows = parts[0], dict[str, str](), []
     for part in parts:
-        for key in ("case", "machine"):
-            if part[key] != first[key]:
-                raise ValueError(f"{key}: expected {first[key]}, got {part[key]}")
+        packages |= part["machine"]["packages"]
         rows += part["rows"]
+    machine = {**first["machine"], "packages": packages}
+    for part in parts:
+        whole = {**part["machine"], "packages": packages | part["machine"]["packages"]}
+        for key, got, expected in (
+            ("case", part["case"], first["case"]),
+            ("machine", whole, machine),
+        ):
+            if got != expected:
+                raise ValueError(f"{key}: expected {expected}, got {got}")
     names = [row["name"] for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"rows: expected each once, got {', '.join(twice)} again")
-    return {**first, "time": max(part["time"] for part in parts), "rows": rows}
+    time = max(part["time"] for part in parts)
+    return {**first, "time": time, "machine": machine, "rows": rows}
 
 
 def _slug(machine: dict[str, Any]) -> str:

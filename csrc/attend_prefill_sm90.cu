@@ -2,9 +2,10 @@
 // attend_prefill for Hopper: the same result as attend_prefill.cu, by warpgroup products.
 //
 // A block has 128 (row, query head) pairs of one KV head, and three warpgroups: of the first, one
-// warp finds out which pages come next, 128 keys at a time, and another fetches them by bulk copies;
-// the two others have 64 pairs each. While the tensor cores multiply the values of one tile, the
-// threads make weights of the next tile's scores (the order of FlashAttention-3), so both are busy.
+// warp finds out which pages come next, 128 keys at a time, and another fetches them by bulk
+// copies; the two others have 64 pairs each. While the tensor cores multiply the values of one
+// tile, the threads make weights of the next tile's scores (the order of FlashAttention-3), so
+// both are busy.
 //
 // A copy should be large, or the copy engine falls behind. Of a page of 64 tokens or more it takes
 // 64 columns, and those of all pages lie one after the other. Of a smaller page it takes 16 tokens

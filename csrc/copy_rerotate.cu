@@ -62,8 +62,8 @@ __device__ __forceinline__ Pack<Wide, V> of_pairs(const Wide* numbers, int pairs
   }
 }
 
-// Rotates V pairs. Half pairing: pair e is (first[e], second[e]). Interleaved: pair e is elements 2e
-// and 2e + 1 of both vectors taken together.
+// Rotates V pairs. Half pairing: pair e is (first[e], second[e]). Interleaved: pair e is elements
+// 2e and 2e + 1 of both vectors taken together.
 template <typename T, int V, bool kInterleaved, typename Wide>
 __device__ __forceinline__ void rotate(Pack<T, V>& first, Pack<T, V>& second,
                                        const Pack<Wide, V>& cosine, const Pack<Wide, V>& sine) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int key_column = threadIdx.x % key_columns;
   const int key_row = threadIdx.x / key_columns;
   const bool is_pair = key_column < pair_columns;
-  // A pair's two elements lie in both vectors, or in either: then they are as far apart too, so that
-  // threads next to each other have vectors next to each other.
+  // A pair's two elements lie in both vectors, or side by side in one of them. The vectors are as
+  // far apart then too, so that threads next to each other have vectors next to each other.
   constexpr bool kNeighbours = kInterleaved && !kWholePairs<V, kInterleaved>;
   const int first_at = is_pair ? (kNeighbours ? 2 : V) * key_column
                                : (pair_columns + key_column) * V;
