@@ -99,29 +99,34 @@ def run_in(document: Any) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The parts of one run as a whole: what they say of it is the first's, its time the last's.
+    """The parts of one run as a whole: its time is the last's, its ceilings those of each part,
+    since a row's share is of its own part's; all else that they say of it is the first's.
 
-    A part may have been measured without packages that others had beside them, never with others.
+    A part may lack packages that others had beside them, but not have other versions of them.
     """
     first, packages, rows = parts[0], dict[str, str](), []
     for part in parts:
-        packages |= part["machine"]["packages"]
+        versions = part["machine"]["packages"]
+        packages = {**versions, **packages}
+        alike = {**part["machine"], "packages": {}} == {**first["machine"], "packages": {}}
+        if part["case"] != first["case"]:
+            raise ValueError(f"case: expected {first['case']}, got {part['case']}")
+        if not alike or any(packages[name] != version for name, version in versions.items()):
+            raise ValueError(f"machine: expected {first['machine']}, got {part['machine']}")
         rows += part["rows"]
-    machine = {**first["machine"], "packages": packages}
-    for part in parts:
-        whole = {**part["machine"], "packages": packages | part["machine"]["packages"]}
-        for key, got, expected in (
-            ("case", part["case"], first["case"]),
-            ("machine", whole, machine),
-        ):
-            if got != expected:
-                raise ValueError(f"{key}: expected {expected}, got {got}")
     names = [row["name"] for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"rows: expected each once, got {', '.join(twice)} again")
-    time = max(part["time"] for part in parts)
-    return {**first, "time": time, "machine": machine, "rows": rows}
+    whole = {
+        **first,
+        "time": max(part["time"] for part in parts),
+        "machine": {**first["machine"], "packages": packages},
+        "rows": rows,
+    }
+    if len(parts) > 1 and "ceilings" in first:
+        whole["ceilings"] = [part["ceilings"] for part in parts]
+    return whole
 
 
 def _slug(machine: dict[str, Any]) -> str:

@@ -327,10 +327,18 @@ def _ceilings(run: dict[str, Any]) -> list[str]:
     found = run.get("ceilings")
     if found is None:
         return []
+    parts = found if isinstance(found, list) else [found]
+
+    def span(key: str, scale: float, digits: int) -> str:
+        figures = [f"{part[key] * scale:.{digits}f}" for part in parts]
+        ends = min(figures, key=float), max(figures, key=float)
+        return " to ".join(dict.fromkeys(ends))
+
     return [
-        f"Ceilings in the same run: copy {found['copy'] / 1e12:.2f} TB/s (read and written), "
-        f"read {found['read'] / 1e12:.2f} TB/s, bf16 matmul {found['matmul'] / 1e12:.0f} TFLOP/s, "
-        f"empty launch {found['launch_s'] * 1e6:.1f} µs."
+        f"Ceilings in the same {'processes' if len(parts) > 1 else 'run'}: "
+        f"copy {span('copy', 1e-12, 2)} TB/s (read and written), "
+        f"read {span('read', 1e-12, 2)} TB/s, bf16 matmul {span('matmul', 1e-12, 0)} TFLOP/s, "
+        f"empty launch {span('launch_s', 1e6, 1)} µs."
     ]
 
 

@@ -59,7 +59,7 @@ struct Shared {
   KeyTile<kKeys> tiles[kTiles];
   float cosines[kGroups][D / 2], sines[kGroups][D / 2];
   uint64_t described[kTiles];  // by all lanes
-  uint64_t taken[kAhead];      // the keys' stage is free, and so are descriptions kTiles before
+  uint64_t taken[kAhead];      // the tile's keys are asked for, into a stage that was free
   uint64_t full[kStages];      // copied
   uint64_t empty[kStages];     // read by all warps
   int lowest, highest;
@@ -81,6 +81,11 @@ struct Turn {
 };
 __device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 0 : 2 * t - 1); }
 __device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }
+
+// When tile t's keys have a stage, the values that were in it before were of tile
+// t − (kStages + 3) / 2, whose description nobody reads any more. Its place, or one that is free
+// for longer, is that of tile t + kAhead.
+static_assert(2 * (kTiles - kAhead) >= kStages + 3 && kStages % 2 == 1, "descriptions are read");
 
 // The warp that describes tiles of keys, up to `kAhead` before they are copied.
 template <typename T, int D>

@@ -104,8 +104,10 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int key_column = threadIdx.x % key_columns;
   const int key_row = threadIdx.x / key_columns;
   const bool is_pair = key_column < pair_columns;
-  // A pair's two elements lie in both vectors, or side by side in one of them. The vectors are as
-  // far apart then too, so that threads next to each other have vectors next to each other.
+  // Half pairing: a pair has an element in each of a thread's two vectors. Interleaved: a vector of
+  // several elements has whole pairs, and the second lies as far away as with half pairing, so that
+  // threads next to each other read side by side; one of a single element has its partner next to
+  // it.
   constexpr bool kNeighbours = kInterleaved && !kWholePairs<V, kInterleaved>;
   const int first_at = is_pair ? (kNeighbours ? 2 : V) * key_column
                                : (pair_columns + key_column) * V;

@@ -126,8 +126,9 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Keeps the wait that follows from being moved to where a sum of weights, 0 or more, is not known
-// yet: the assembler moves such waits up past arithmetic, but not into another branch.
+// Keeps the wait that follows from being moved to where a sum of weights is not known yet: the
+// assembler moves such waits up past arithmetic, but not past a branch. This one is never taken,
+// since sums are 0 or more.
 __device__ __forceinline__ void not_before(float sum) {
   if (sum < 0) asm volatile("nanosleep.u32 0;");
 }

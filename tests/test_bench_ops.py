@@ -422,12 +422,36 @@ def test_parts_of_a_run_are_kept_as_one(document: dict[str, Any]) -> None:
     whole = record.joined(parts)
     assert [row["name"] for row in whole["rows"]] == [row["name"] for row in (good, bad, replay)]
     assert whole["time"] == "2999-01-01"
-    assert whole["ceilings"] == document["ceilings"]
+    assert whole["ceilings"] == [document["ceilings"]] * 2
     with pytest.raises(ValueError, match="rows: expected each once, got decode, B=16, 8K again"):
         record.joined([parts[0], parts[0]])
     for other in ({"case": "ttft"}, {"machine": {**document["machine"], "cores": 0}}):
         with pytest.raises(ValueError, match=f"{next(iter(other))}: expected"):
             record.joined([document, {**parts[1], **other}])
+
+
+def test_a_part_may_lack_a_package_that_others_had(document: dict[str, Any]) -> None:
+    good, replay, _ = document["rows"]
+    versions = document["machine"]["packages"]
+
+    def part(row: dict[str, Any], **more: str) -> dict[str, Any]:
+        machine = {**document["machine"], "packages": {**versions, **more}}
+        return {**document, "machine": machine, "rows": [row]}
+
+    for parts in ([part(good, peer="2"), part(replay)], [part(good), part(replay, peer="2")]):
+        assert record.joined(parts)["machine"]["packages"] == {**versions, "peer": "2"}
+    with pytest.raises(ValueError, match="machine: expected"):
+        record.joined([part(good, peer="2"), part(replay, peer="3")])
+
+
+def test_ceilings_of_parts_are_shown_as_a_span(document: dict[str, Any], tmp_path: Path) -> None:
+    good, replay, _ = document["rows"]
+    lower = {**document["ceilings"], "read": 4.1e12}
+    whole = [{**document, "rows": [good]}, {**document, "rows": [replay], "ceilings": lower}]
+    record.keep({**record.joined(whole), "commit": "aaa"}, tmp_path)
+    shown = results.markdown(results.newest(tmp_path))
+    assert "Ceilings in the same processes: copy 4.28 TB/s" in shown
+    assert "read 4.10 to 4.36 TB/s" in shown
 
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path, capsys) -> None:

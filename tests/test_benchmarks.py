@@ -5,7 +5,6 @@ import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,32 +53,6 @@ def test_median_and_95th_percentile() -> None:
 def test_a_wrong_answer_is_refused() -> None:
     with pytest.raises(WrongAnswer, match="expected 3, got 4"):
         expect(3 == 4, "expected 3, got 4")
-
-
-def _part(name: str, **packages: str) -> dict[str, Any]:
-    machine = {"processor": "x", "packages": {"torch": "1", **packages}}
-    rows = [{"name": name, "value": 1.0}]
-    return {"case": "c", "time": f"t{name}", "commit": "u", "machine": machine, "rows": rows}
-
-
-def test_parts_of_a_run_are_one_run() -> None:
-    run = record.joined([_part("a", peer="2"), _part("b")])
-    assert [row["name"] for row in run["rows"]] == ["a", "b"]
-    assert run["time"] == "tb"
-    assert run["machine"]["packages"] == {"torch": "1", "peer": "2"}
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (_part("b", torch="2"), "machine: expected"),
-        ({**_part("b"), "case": "d"}, "case: expected c, got d"),
-        (_part("a"), "rows: expected each once, got a again"),
-    ],
-)
-def test_parts_of_different_runs_are_refused(other: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        record.joined([_part("a"), other])
 
 
 def test_records_of_one_day_are_appended(tmp_path: Path) -> None:
