@@ -80,16 +80,20 @@ def evaluate(
     `log`, each sample is kept in that file once it is measured, and what the file already holds
     is not measured again.
 
-    Raises InvalidArgument for an unknown policy, no samples, a runner without a tokenizer, or a
-    log of something else.
+    Raises InvalidArgument for an unknown policy, two of the same name with other settings, no
+    samples, a runner without a tokenizer, or a log of something else.
     """
     tokenizer = runner.prompts.tokenizer
     if tokenizer is None:
         raise InvalidArgument("evaluate: expected a runner with a tokenizer, got none")
-    wanted: dict[str, Policy] = {"naive": policy_of("naive")}
+    given: dict[str, Policy] = {}
     for policy in map(policy_of, policies):
-        if policy.name != "full":
-            wanted[policy.name] = policy
+        if given.setdefault(policy.name, policy) != policy:
+            raise InvalidArgument(
+                f"policies: expected one {policy.name}, got {given[policy.name]!r} and {policy!r}"
+            )
+    wanted = {"naive": policy_of("naive"), **given}
+    wanted.pop("full", None)
     drawn = draw(task, tokenizer, samples, seed)
     subject = {
         **_subject(runner, task, seed),
