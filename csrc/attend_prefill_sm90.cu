@@ -72,15 +72,14 @@ __host__ __device__ constexpr int used() {
   return static_cast<int>(offsetof(All, highest) + sizeof(int));
 }
 
-// A turn of the ring of stages: keys and values take them in the order in which they are
-// multiplied, K0 K1 V0 K2 V1 K3 …
-struct Turn {
-  uint32_t stage, parity;
-  __device__ __forceinline__ explicit Turn(uint32_t i)
-      : stage(i % kStages), parity(i / kStages % 2) {}
-};
-__device__ __forceinline__ Turn turn_of_keys(uint32_t t) { return Turn(t == 0 ? 0 : 2 * t - 1); }
-__device__ __forceinline__ Turn turn_of_values(uint32_t t) { return Turn(2 * t + 2); }
+// Keys and values take stages in the order in which they are multiplied, K0 K1 V0 K2 V1 K3 …
+using StageTurn = Turn<kStages>;
+__device__ __forceinline__ StageTurn turn_of_keys(uint32_t t) {
+  return StageTurn(t == 0 ? 0 : 2 * t - 1);
+}
+__device__ __forceinline__ StageTurn turn_of_values(uint32_t t) {
+  return StageTurn(2 * t + 2);
+}
 
 // When tile t's keys have a stage, the values that were in it before were of tile
 // t − (kStages + 3) / 2, whose description nobody reads any more. Its place, or one that is free
@@ -94,9 +93,11 @@ __device__ __forceinline__ void describe(const AttendParams& p, Shared<T, D>& sh
   KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
   int pages = -1;
   for (uint32_t t = 0; pages != 0; ++t) {
-    if (t >= kAhead) barrier_wait(sh.taken[t % kAhead], t / kAhead % 2 ^ 1);
-    pages = walk.write(sh.tiles[t % kTiles]);
-    barrier_arrive(sh.described[t % kTiles]);
+    const Turn<kAhead> ahead(t);
+    const Turn<kTiles> tile(t);
+    if (t >= kAhead) barrier_wait(sh.taken[ahead.place], ahead.parity ^ 1);
+    pages = walk.write(sh.tiles[tile.place]);
+    barrier_arrive(sh.described[tile.place]);
   }
 }
 
@@ -113,19 +114,20 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
   const int block = kTall ? lane % boxes : 0;
   const int to = Layout<D, kTall>::offset(lane / boxes * (page_tokens / 8) + group, block);
   const int further = static_cast<int>(p.kv.value_offset / params.page_unit);
-  const auto copy_tile = [&](const Turn& turn, int count, int page) {
-    barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
-    if (lane == 0) barrier_arrive_expecting(sh.full[turn.stage], count * bytes);
+  const auto copy_tile = [&](const StageTurn& turn, int count, int page) {
+    barrier_wait(sh.empty[turn.place], turn.parity ^ 1);
+    if (lane == 0) barrier_arrive_expecting(sh.full[turn.place], count * bytes);
     __syncwarp();
     if (lane < count) {
-      copy_box(shared_address(sh.stages[turn.stage]) + to, &params.pages, group, page,
-               sh.full[turn.stage], block);
+      copy_box(shared_address(sh.stages[turn.place]) + to, &params.pages, group, page,
+               sh.full[turn.place], block);
     }
   };
   int count = -1, page = 0;  // of the tile before: boxes, and this lane's page
   for (uint32_t t = 0; count != 0; ++t) {
-    barrier_wait(sh.described[t % kTiles], t / kTiles % 2);
-    const KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
+    const Turn<kTiles> turn(t);
+    barrier_wait(sh.described[turn.place], turn.parity);
+    const KeyTile<kKeys>& tile = sh.tiles[turn.place];
     const int next_count = tile.pages * boxes;
     const int next_page =
         lane < next_count ? static_cast<int>(tile.offsets[lane / boxes] / params.page_unit) : 0;
@@ -249,12 +251,12 @@ class Multiply {
   float out[D / 2] = {};
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};  // largest score, before `scale`
 
-  __device__ __forceinline__ void wait_for(const Turn& turn) {
-    barrier_wait(sh.full[turn.stage], turn.parity);
+  __device__ __forceinline__ void wait_for(const StageTurn& turn) {
+    barrier_wait(sh.full[turn.place], turn.parity);
   }
 
-  __device__ __forceinline__ void release(const Turn& turn) {
-    if (lane == 0) barrier_arrive(sh.empty[turn.stage]);
+  __device__ __forceinline__ void release(const StageTurn& turn) {
+    if (lane == 0) barrier_arrive(sh.empty[turn.place]);
   }
 
   // The warpgroups order their products in turns, so that one makes weights while the other's
@@ -308,7 +310,7 @@ class Multiply {
 
   __device__ __forceinline__ void multiply_keys(float (&s)[64], uint32_t t) {
     const uint64_t queries = uniform(tile_of(shared_address(sh.queries[me]), 1024, 16));
-    const uint32_t stage = shared_address(sh.stages[turn_of_keys(t).stage]);
+    const uint32_t stage = shared_address(sh.stages[turn_of_keys(t).place]);
     const uint64_t keys = uniform(tile_of(stage, Tile::kGroupBytes, 16));
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
@@ -319,7 +321,7 @@ class Multiply {
 
   __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeys / 16][4],
                                                   uint32_t t) {
-    const uint32_t stage = shared_address(sh.stages[turn_of_values(t).stage]);
+    const uint32_t stage = shared_address(sh.stages[turn_of_values(t).place]);
     const uint64_t values = uniform(tile_of(stage, Tile::kGroupBytes, Tile::kBlockBytes));
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -333,7 +335,7 @@ class Multiply {
     const KeyTile<kKeys>& tile = sh.tiles[t % kTiles];
     if (!tile.gaps) return;
     wait_for(turn_of_values(t));
-    unsigned char* values = sh.stages[turn_of_values(t).stage];
+    unsigned char* values = sh.stages[turn_of_values(t).place];
 #pragma unroll 1
     for (int i = threadIdx.x - 128; i < kKeys * (D / 8); i += 128 * kGroups) {
       const int key = i / (D / 8), column = i % (D / 8);

@@ -44,6 +44,14 @@ __device__ __forceinline__ void barrier_wait(uint64_t& barrier, uint32_t parity)
       : "memory");
 }
 
+// Of barriers in a ring, the one that turn `i` uses, and the parity of its phase.
+template <int kBarriers>
+struct Turn {
+  uint32_t place, parity;
+  __device__ __forceinline__ explicit Turn(uint32_t i)
+      : place(i % kBarriers), parity(i / kBarriers % 2) {}
+};
+
 __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

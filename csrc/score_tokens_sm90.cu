@@ -12,7 +12,6 @@
 
 #include <climits>
 #include <cmath>
-#include <type_traits>
 
 #include "api.h"
 #include "hopper.cuh"
@@ -70,44 +69,10 @@ __device__ __forceinline__ Tiles cut(const ScoreParams& p, const Reach& reach, i
   return tiles;
 }
 
-// Of stages in a ring, the one that turn t uses, and the parity of its phase.
-struct Turn {
-  uint32_t stage, parity;
-  __device__ __forceinline__ explicit Turn(uint32_t t)
-      : stage(t % kStages), parity(t / kStages % 2) {}
-};
-
 // Where 16-byte word `word` of a vector is in a swizzled tile of `rows` vectors.
 __device__ __forceinline__ uint32_t word_offset(int rows, int row, int word) {
   return (word / 8 * rows + row) * kRowBytes + ((word ^ row) & 7) * 16;
 }
-
-// c [64, 128] (+)= a [64, 16] b [128, 16]ᵀ, both in shared memory; c is set where `add` is 0.
-#define R8(i)                                                                               \
-  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
-      "+f"(c[i + 6]), "+f"(c[i + 7])
-#define PRODUCT(TYPE)                                                                        \
-  asm volatile(                                                                              \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                           \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                           \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "             \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "     \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "    \
-      "%64, %65, p, 1, 1, 0, 0;\n}\n"                                                        \
-      : R8(0), R8(8), R8(16), R8(24), R8(32), R8(40), R8(48), R8(56)                         \
-      : "l"(a), "l"(b), "r"(add))
-
-template <typename T>
-__device__ __forceinline__ void add_product(float (&c)[64], uint64_t a, uint64_t b, int add) {
-  if constexpr (std::is_same_v<T, __half>) {
-    PRODUCT("f16");
-  } else {
-    PRODUCT("bf16");
-  }
-}
-#undef PRODUCT
-#undef R8
 
 // One of the warps that fetch: 32 keys of every tile are its own.
 template <typename T, int D>
@@ -122,18 +87,18 @@ __device__ __forceinline__ void fetch_keys(const ScoreParams& p, Shared<D>& sh,
   int next_delta = p.delta_at[place + int64_t{tiles[tiles.first]} * kTile];
   for (int i = tiles.first; i < tiles.last + kAhead; ++i) {
     if (i < tiles.last) {
-      const Turn turn(i - tiles.first);
+      const Turn<kStages> turn(i - tiles.first);
       const int64_t key_at = next_at;
       const int delta = next_delta;
       if (i + 1 < tiles.last) {
         next_at = p.key_at[place + int64_t{tiles[i + 1]} * kTile];
         next_delta = p.delta_at[place + int64_t{tiles[i + 1]} * kTile];
       }
-      barrier_wait(sh.empty[turn.stage], turn.parity ^ 1);
+      barrier_wait(sh.empty[turn.place], turn.parity ^ 1);
       const uint32_t held = __ballot_sync(~0u, key_at >= 0);
-      if (lane == 0) sh.held[turn.stage][warp] = held;
-      sh.delta_at[turn.stage][32 * warp + lane] = delta;
-      const uint32_t to = shared_address(sh.keys[turn.stage]);
+      if (lane == 0) sh.held[turn.place][warp] = held;
+      sh.delta_at[turn.place][32 * warp + lane] = delta;
+      const uint32_t to = shared_address(sh.keys[turn.place]);
 #pragma unroll 4
       for (int word = lane; word < 32 * kWords; word += 32) {
         const int row = word / kWords;
@@ -144,12 +109,12 @@ __device__ __forceinline__ void fetch_keys(const ScoreParams& p, Shared<D>& sh,
     }
     commit_copies();
     if (i - kAhead < tiles.first) continue;
-    const Turn turn(i - kAhead - tiles.first);
+    const Turn<kStages> turn(i - kAhead - tiles.first);
     wait_for_copies<kAhead>();
     __syncwarp();
-    const int* delta_at = sh.delta_at[turn.stage] + 32 * warp;
+    const int* delta_at = sh.delta_at[turn.place] + 32 * warp;
     if (__any_sync(~0u, delta_at[lane] != 0)) {
-      unsigned char* tile = &sh.keys[turn.stage][0][0];
+      unsigned char* tile = &sh.keys[turn.place][0][0];
       turner.template turn<32>(delta_at, [&](int key, int pair) {
         return reinterpret_cast<uint32_t*>(tile + word_offset(kTile, 32 * warp + key, pair / 4)) +
                pair % 4;
@@ -157,7 +122,7 @@ __device__ __forceinline__ void fetch_keys(const ScoreParams& p, Shared<D>& sh,
     }
     show_to_async_units();
     __syncwarp();
-    if (lane == 0) barrier_arrive(sh.full[turn.stage]);
+    if (lane == 0) barrier_arrive(sh.full[turn.place]);
   }
 }
 
@@ -198,17 +163,17 @@ class Scorer {
       sum[half] = edge[half] = 0.0f;
     }
     for (int i = tiles.first; i < tiles.last; ++i) {
-      const Turn turn(i - tiles.first);
+      const Turn<kStages> turn(i - tiles.first);
       float scores[64];
-      barrier_wait(sh.full[turn.stage], turn.parity);
-      multiply(scores, turn.stage);
-      const uint32_t* held = sh.held[turn.stage];
+      barrier_wait(sh.full[turn.place], turn.parity);
+      multiply(scores, turn.place);
+      const uint32_t* held = sh.held[turn.place];
       // Rows need to know of all keys of the tile, a warp's keys only of themselves.
       const uint4 all = *reinterpret_cast<const uint4*>(held);
       const uint32_t mine = held[group % 2 * 2 + warp / 2] >> (warp % 2 * 16);
       products_wait<0>();
       hold(scores);
-      if (lane == 0) barrier_arrive(sh.empty[turn.stage]);
+      if (lane == 0) barrier_arrive(sh.empty[turn.place]);
       if (p.softcap != 0.0f) cap_scores(p, scores);
       if (kSumRows) {
         if (highest >= tiles[i] * kTile) sum_rows(scores, tiles[i] * kTile, all);
@@ -233,8 +198,8 @@ class Scorer {
     products_begin();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
-      add_product<T>(scores, further(a, k / 4 * kBlockOfA + k % 4 * 32),
-                     further(b, k / 4 * kBlockOfB + k % 4 * 32), k > 0);
+      Products<T>::keys(scores, further(a, k / 4 * kBlockOfA + k % 4 * 32),
+                        further(b, k / 4 * kBlockOfB + k % 4 * 32), k > 0);
     }
     products_commit();
   }
