@@ -362,6 +362,40 @@ def test_full_pool_takes_nothing() -> None:
     runner.cache.check()
 
 
+def test_an_arena_beyond_the_devices_memory_is_refused() -> None:
+    model, tokens = on_device(), random_tokens(40, 4)
+    most = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(kvweave.InvalidArgument, match="arena: expected memory for it on cuda"):
+        Runner(model, arena_bytes=2 * most, progress=False)
+    made = runner_of(model).generate(tokens, "full", max_new_tokens=4, stop=())
+    assert made.tokens == greedy(model, tokens, 4)
+
+
+def test_memory_that_runs_out_takes_nothing() -> None:
+    """The device has no room for what a long prompt needs besides its pages."""
+    model, tokens = on_device(hidden_size=1024, intermediate_size=8192), random_tokens(8000, 1)
+    runner = runner_of(model, max_tokens=16384, check=False)
+    short = tokens[:40]
+    wanted = runner.generate(short, "full", max_new_tokens=4, stop=(), remember=False).tokens
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (32 << 20)
+    torch.cuda.set_per_process_memory_fraction(
+        room / torch.cuda.get_device_properties(0).total_memory
+    )
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            runner.prefill(tokens, "full")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    runner.cache.check()
+    assert runner.cache.stats()["held"] == 0
+    again = runner.generate(short, "full", max_new_tokens=4, stop=(), remember=False)
+    assert again.tokens == wanted
+    with runner.prefill(tokens, "full") as done:
+        assert done.request.length == len(tokens)
+    runner.cache.check()
+
+
 @pytest.mark.parametrize("policy", ["full", "naive", "epic"])
 def test_a_prefill_waits_only_at_its_end(policy, monkeypatch) -> None:
     runner = runner_of(on_device("qwen3", torch.bfloat16, head_dim=64))

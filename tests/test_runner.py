@@ -207,6 +207,28 @@ def test_full_pool_takes_nothing(smollm2):
     runner.cache.check()
 
 
+@pytest.mark.parametrize("steps", [0, 3], ids=["prefill", "decoding"])
+def test_memory_that_runs_out_takes_nothing(steps) -> None:
+    """A layer that finds no memory, in the prompt's pass or some steps later."""
+    model, tokens, calls = tiny("llama"), random_tokens(150, 1), []
+    runner = Runner(model, max_tokens=512, progress=False)
+    wanted = greedy(model, tokens, 8)
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        if len(calls) > steps:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    hook = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+        runner.generate(tokens, "full", max_new_tokens=8, stop=())
+    hook.remove()
+    assert len(calls) == steps + 1
+    runner.cache.check()
+    assert runner.cache.stats()["held"] == 0
+    assert runner.generate(tokens, "full", max_new_tokens=8, stop=()).tokens == wanted
+
+
 def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(tmp_path):
     model = tiny("llama")
     name = describe(model).fingerprint
