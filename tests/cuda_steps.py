@@ -113,21 +113,23 @@ def attend_prefill(dtype: torch.dtype) -> Step:
 def score_tokens(dtype: torch.dtype) -> Step:
     rope = rope_table(1, DIM)
 
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {**attended(generator, 20, dtype), "share": torch.full((20, HEADS), torch.nan)}
+
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        share = torch.full((len(t["q"]), HEADS), torch.nan, device=t["q"].device)
         mass = ops.score_tokens(
             t["q"],
             t["positions"],
             t["entries"],
             t["pages"],
             0,
-            edge=ops.EdgeMass(share, window=20, sink=2),
+            edge=ops.EdgeMass(t["share"], window=20, sink=2),
             tokens=TOKENS,
             **scoring(rope),
         )
-        return mass, share
+        return mass, t["share"]
 
-    return Step(call, lambda generator: attended(generator, 20, dtype))
+    return Step(call, renew)
 
 
 def merge_states(dtype: torch.dtype) -> Step:

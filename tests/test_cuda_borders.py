@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import kvweave
+from cuda_steps import NAMES, steps
 from kvweave import InvalidArgument, ops
 from paged import paged, rope_table
+from scarce_memory import no_room_on_gpu
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -276,3 +278,20 @@ def test_results_do_not_depend_on_what_memory_held(generator, dtype) -> None:
         assert torch.equal(a, b)
     assert (results[0][0][0] == 0).all()
     assert torch.isneginf(results[0][1][0]).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_op_without_room_says_so_and_runs_later(name) -> None:
+    step = steps(torch.bfloat16)[name]
+    numbers = step.renew(torch.Generator().manual_seed(1))
+    step.place(numbers)
+    # What allocates nothing does with tables of the host.
+    tables = {"copies", "slots"} & numbers.keys()
+    inputs = {**step.inputs, **{table: numbers[table] for table in tables}}
+    what = "StepTables.empty" if name == "step_tables" else name
+    with no_room_on_gpu(), pytest.raises(kvweave.OutOfMemory, match=what) as refused:
+        step.call(inputs)
+    assert refused.value.expected == "memory for it"
+    assert "Tried to allocate" in refused.value.got
+    for got, wanted in zip(step.call(inputs), step.wanted(numbers), strict=True):
+        torch.testing.assert_close(got.cpu(), wanted, rtol=2e-2, atol=1e-2, equal_nan=True)

@@ -17,6 +17,7 @@ from kvweave.runner import Runner, Sampling
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode_graph import entries_for, rows_for
 from plan_policies import Planned, Restoring
+from scarce_memory import room_on_gpu
 
 STATUS = kvweave.cuda_status()
 pytestmark = [
@@ -365,8 +366,9 @@ def test_full_pool_takes_nothing() -> None:
 def test_an_arena_beyond_the_devices_memory_is_refused() -> None:
     model, tokens = on_device(), random_tokens(40, 4)
     most = torch.cuda.get_device_properties(0).total_memory
-    with pytest.raises(kvweave.InvalidArgument, match="arena: expected memory for it on cuda"):
+    with pytest.raises(kvweave.OutOfMemory, match=r"arena: expected \d+ bytes on cuda") as refused:
         Runner(model, arena_bytes=2 * most, progress=False)
+    assert "Tried to allocate" in refused.value.got
     made = runner_of(model).generate(tokens, "full", max_new_tokens=4, stop=())
     assert made.tokens == greedy(model, tokens, 4)
 
@@ -377,16 +379,12 @@ def test_memory_that_runs_out_takes_nothing() -> None:
     runner = runner_of(model, max_tokens=16384, check=False)
     short = tokens[:40]
     wanted = runner.generate(short, "full", max_new_tokens=4, stop=(), remember=False).tokens
-    torch.cuda.empty_cache()
-    room = torch.cuda.memory_reserved() + (32 << 20)
-    torch.cuda.set_per_process_memory_fraction(
-        room / torch.cuda.get_device_properties(0).total_memory
-    )
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            runner.prefill(tokens, "full")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with (
+        room_on_gpu(32 << 20),
+        pytest.raises(kvweave.OutOfMemory, match="prefill: expected memory for it") as refused,
+    ):
+        runner.prefill(tokens, "full")
+    assert "Tried to allocate" in refused.value.got
     runner.cache.check()
     assert runner.cache.stats()["held"] == 0
     again = runner.generate(short, "full", max_new_tokens=4, stop=(), remember=False)

@@ -126,6 +126,14 @@ def test_the_arena_refuses_what_it_cannot_give() -> None:
         arena.__dlpack__(stream=1)
 
 
+def test_an_arena_beyond_the_hosts_memory_is_refused() -> None:
+    shape = kvweave.KvShape(64, 64, 256, 256, "f32")
+    with pytest.raises(kvweave.OutOfMemory, match=r"arena: expected \d+ bytes") as refused:
+        kvweave.KvCache(shape, arena_bytes=1 << 49)
+    assert refused.value.expected == f"{1 << 49} bytes"
+    assert refused.value.got == "fewer on this machine"
+
+
 # ---- tensors come in ----------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import transformers
 
 import kvweave
 from families import FAMILIES, greedy, random_tokens, reference, tiny
+from kvweave.errors import OutOfMemory
 from kvweave.policies import POLICIES
 from kvweave.runner import Runner, Sampling, Segment
 from kvweave.runner.model_spec import describe
@@ -207,8 +208,8 @@ def test_full_pool_takes_nothing(smollm2):
     runner.cache.check()
 
 
-@pytest.mark.parametrize("steps", [0, 3], ids=["prefill", "decoding"])
-def test_memory_that_runs_out_takes_nothing(steps) -> None:
+@pytest.mark.parametrize(("what", "steps"), [("prefill", 0), ("decode step", 3)])
+def test_memory_that_runs_out_takes_nothing(what, steps) -> None:
     """A layer that finds no memory, in the prompt's pass or some steps later."""
     model, tokens, calls = tiny("llama"), random_tokens(150, 1), []
     runner = Runner(model, max_tokens=512, progress=False)
@@ -220,13 +221,27 @@ def test_memory_that_runs_out_takes_nothing(steps) -> None:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
     hook = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB"):
+    with pytest.raises(OutOfMemory, match=f"{what}: expected memory for it, got Tried") as refused:
         runner.generate(tokens, "full", max_new_tokens=8, stop=())
+    assert refused.value.got == "Tried to allocate 2.00 GiB"
     hook.remove()
     assert len(calls) == steps + 1
     runner.cache.check()
     assert runner.cache.stats()["held"] == 0
     assert runner.generate(tokens, "full", max_new_tokens=8, stop=()).tokens == wanted
+
+
+def test_a_first_token_that_cannot_be_chosen_takes_nothing() -> None:
+    class Failing(Sampling):
+        def pick(self, *_: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    runner = Runner(tiny("llama"), max_tokens=512, progress=False)
+    for answer in (runner.generate, lambda *ask, **how: list(runner.stream(*ask, **how))):
+        with pytest.raises(OutOfMemory, match="sampling: expected memory for it"):
+            answer(random_tokens(50, 1), "full", sampling=Failing())
+        runner.cache.check()
+        assert runner.cache.stats()["held"] == 0
 
 
 def test_the_fingerprint_is_of_the_model_and_not_of_its_folder(tmp_path):

@@ -26,6 +26,13 @@ class PoolFull(KvweaveError):
     """Not enough blocks, even with every cached block evicted. Nothing has changed."""
 
 
+class OutOfMemory(KvweaveError, MemoryError, RuntimeError):
+    """A host or device without the memory that a call needs. The call keeps none of it.
+
+    A `RuntimeError` too, as torch's own is, for callers that react to that.
+    """
+
+
 class UnknownSegment(KvweaveError, KeyError):
     """No frozen segment of that name in that namespace."""
 

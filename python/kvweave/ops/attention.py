@@ -6,6 +6,7 @@ import torch
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
+from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
     Pages,
@@ -20,6 +21,7 @@ from kvweave.ops.reading import Reading
 from kvweave.ops.workspace import Workspace
 
 
+@needs_memory("attend_prefill")
 def attend_prefill(
     q: torch.Tensor,
     positions: Table,
@@ -81,6 +83,7 @@ def attend_prefill(
     return out, lse
 
 
+@needs_memory("attend_decode")
 def attend_decode(
     q: torch.Tensor,
     positions: Table,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from kvweave import _native
+from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import Backend, cuda_device, refuse_gradients, stream_of
 
 
+@needs_memory("merge_states")
 def merge_states(
     outs: torch.Tensor, lses: torch.Tensor, *, backend: Backend = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

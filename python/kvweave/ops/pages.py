@@ -8,6 +8,7 @@ import torch
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
+from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
     Pages,
@@ -36,6 +37,7 @@ class PageBounds:
     held: Table
 
 
+@needs_memory("write_pages")
 def write_pages(
     cache: Pages,
     layer: int,
@@ -79,6 +81,7 @@ def write_pages(
     _native.write_pages_cuda(*given, stream_of(device))
 
 
+@needs_memory("copy_rerotate")
 def copy_rerotate(
     cache: Pages,
     copies: Table,

@@ -9,6 +9,7 @@ import torch
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
+from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
     Pages,
@@ -37,6 +38,7 @@ class EdgeMass:
     sink: int = 0
 
 
+@needs_memory("score_tokens")
 def score_tokens(
     q: torch.Tensor,
     positions: Table,

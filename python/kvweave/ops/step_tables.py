@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvweave import _native
+from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import Backend, cuda_device, stream_of
 
 
@@ -25,6 +26,7 @@ class StepTables(NamedTuple):
     offsets: torch.Tensor
 
     @classmethod
+    @needs_memory("StepTables.empty")
     def empty(
         cls, device: torch.device, *, requests: int, rows: int, entries: int, tables: int | None
     ) -> StepTables:

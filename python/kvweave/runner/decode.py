@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvweave.device_memory import needs_memory
 from kvweave.ops import Workspace
 from kvweave.runner.decode_graph import StepGraphs
 from kvweave.runner.decode_step import StepTables, forward
@@ -33,6 +34,7 @@ class Decoder:
         captured = self.workspace is not None and rotary.is_fixed
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
 
+    @needs_memory("decode step")
     def step(self, batch: Sequence[Decoding]) -> list[int]:
         """Feeds each sequence's last token through the model and chooses its next: B ids.
 

@@ -194,18 +194,20 @@ class StepGraphs:
 
         It also makes what a capture may not: handles of libraries, uploaded frequencies.
         """
-        size.tried = True
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._forward(size, rope)
+            logits = self._forward(size, rope)
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
             self._give_up(error)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-        return self._forward(size, rope)
+        if not self.capturable:
+            return self._forward(size, rope)
+        size.tried = True
+        return logits
 
     def _capture(self, size: _Size, rope: RopeTable) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
 from kvweave.runner.prefill import Prefill, Prefiller
@@ -13,6 +14,7 @@ from kvweave.runner.prompt import token_array
 from kvweave.runner.report import Report, Timings
 
 
+@needs_memory("export")
 @torch.inference_mode()
 def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
     """The KV of a prefilled prompt and its last logits; the prompt stays as it is.
@@ -34,6 +36,7 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
     )
 
 
+@needs_memory("resume")
 @torch.inference_mode()
 def take_over(
     prefiller: Prefiller, payload: KvPayload, namespace: str | None, reserve_tokens: int
@@ -56,6 +59,7 @@ def take_over(
     if payload.logits is None or payload.logits.numel() != spec.vocabulary:
         got = "none" if payload.logits is None else payload.logits.numel()
         raise InvalidArgument(f"payload logits: expected {spec.vocabulary} of them, got {got}")
+    logits = payload.logits.to(spec.device)[None]
     request = import_kv(
         prefiller.cache,
         prefiller.pages,
@@ -76,5 +80,4 @@ def take_over(
         kv_bytes=own,
         shared_kv_bytes=shared,
     )
-    logits = payload.logits.to(spec.device)[None]
     return Prefill(request, logits, report, positions, exact=False)

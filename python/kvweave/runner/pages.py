@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from kvweave.cache import HeadClassMap, KvCache, KvShape
-from kvweave.errors import InvalidArgument
+from kvweave.device_memory import arena_pages
 from kvweave.runner.model_spec import KV_DTYPES, ModelSpec
 
 
@@ -28,7 +27,7 @@ def make_cache(
     `KvCache`'s own.
 
     # Errors
-    `InvalidArgument` for an arena too small, or one that the device has no memory for.
+    `InvalidArgument` for an arena too small, `OutOfMemory` for one that the device cannot hold.
     """
     shape = KvShape(
         len(spec.layers), spec.kv_heads, spec.head_dim, page_tokens, KV_DTYPES[spec.dtype]
@@ -41,10 +40,5 @@ def make_cache(
     else:
         count = shape.pages_for_blocks(blocks or 0, heads)
     sizes = (max(0, count), 2, page_tokens, spec.head_dim)
-    try:
-        pages = torch.zeros(sizes, dtype=spec.dtype, device=spec.device)
-    except torch.OutOfMemoryError as error:
-        got = f"{math.prod(sizes) * spec.dtype.itemsize} bytes"
-        text = f"arena: expected memory for it on {spec.device}, got {got}"
-        raise InvalidArgument(text, expected="memory for it", got=got) from error
+    pages = arena_pages(sizes, spec.dtype, spec.device)
     return KvCache(shape, external=pages, heads=heads, **settings), pages

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from kvweave.cache import KvRequest
+from kvweave.device_memory import needs_memory
 from kvweave.plan import LayerPlan, ProbeResult, PromptView
 from kvweave.policies import Policy
 from kvweave.runner.chunks import spans
@@ -103,6 +104,7 @@ class Prefiller:
         self.clock = Clock(spec.device)
         self.executor = Executor(spec, tiled)
 
+    @needs_memory("prefill")
     @torch.inference_mode()
     def prefill(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
+from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
@@ -64,9 +65,12 @@ class Runner:
 
     # Errors
     `Unsupported` for a model, dtype or device without support, or one whose forward differs;
-    `DeviceUnavailable` for a model on a GPU that the kernels cannot use.
+    `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
+    that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
+    finds no room beside the arena; it holds nothing then.
     """
 
+    @needs_memory("runner")
     def __init__(
         self,
         model: Any,
@@ -352,8 +356,13 @@ class Runner:
         done = self._prefiller.prefill(
             self.tokenize(prompt), ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
         )
-        return self._decoding(done, ask)
+        try:
+            return self._decoding(done, ask)
+        except BaseException:
+            done.release()
+            raise
 
+    @needs_memory("sampling")
     def _decoding(self, done: Prefill, ask: _Ask) -> Decoding:
         sequence = Decoding(
             request=done.request,

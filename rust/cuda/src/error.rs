@@ -33,6 +33,14 @@ pub enum CudaError {
         /// What came.
         got: String,
     },
+    /// A driver call found no memory on the device.
+    #[error("{call}: expected memory for it, got {got}")]
+    OutOfMemory {
+        /// The driver function.
+        call: &'static str,
+        /// Name and text of the driver's error.
+        got: String,
+    },
     /// A driver call returned an error.
     #[error("{call}: expected success, got {got}")]
     Driver {

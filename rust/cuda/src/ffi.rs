@@ -26,7 +26,10 @@ fn named(call: &'static str) -> impl Fn(DriverError) -> CudaError {
             of.map_or_else(|_| "unknown".into(), |text| text.to_string_lossy().into_owned())
         };
         let got = format!("{} ({})", text(error.error_name()), text(error.error_string()));
-        CudaError::Driver { call, got }
+        match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => CudaError::OutOfMemory { call, got },
+            _ => CudaError::Driver { call, got },
+        }
     }
 }
 

@@ -35,7 +35,8 @@ impl Memory {
     /// `bytes` of zeros, which the system provides when they are first touched: the allocation
     /// itself asks for small alignment, because the allocator clears by hand above that.
     pub fn zeroed(bytes: usize) -> Result<Self, Failure> {
-        let refuse = || Failure::invalid("arena", "memory for it", format!("{bytes} bytes"));
+        let refuse =
+            || Failure::out_of_memory("arena", format!("{bytes} bytes"), "fewer on this machine");
         let padded = bytes.checked_add(ALIGNMENT).ok_or_else(refuse)?;
         let layout = Layout::from_size_align(padded, 16).map_err(|_| refuse())?;
         // SAFETY: the layout's size is at least ALIGNMENT, so not zero.

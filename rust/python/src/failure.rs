@@ -42,6 +42,14 @@ impl Failure {
         Self::new("DeviceUnavailable", what, expected, got)
     }
 
+    pub fn out_of_memory(
+        what: impl Into<String>,
+        expected: impl Display,
+        got: impl Display,
+    ) -> Self {
+        Self::new("OutOfMemory", what, expected, got)
+    }
+
     /// The exception; an import error instead when `kvweave.errors` cannot be had.
     pub fn raise(self, py: Python<'_>) -> PyErr {
         self.build(py).unwrap_or_else(|error| error)

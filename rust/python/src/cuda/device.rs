@@ -34,6 +34,7 @@ impl From<CudaError> for Failure {
             CudaError::Unsupported { what, expected, got } => {
                 Self::unsupported(what, expected, got)
             }
+            CudaError::OutOfMemory { call, got } => Self::out_of_memory(call, "memory for it", got),
             CudaError::Driver { call, got } => Self::unavailable(call, "success", got),
             other => Self::unavailable("cuda", "success", other),
         }

@@ -22,6 +22,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.segments.rotation import turned
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
+from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 
@@ -131,7 +132,7 @@ class SegmentStore:
             self.pages: torch.Tensor = from_dlpack(self.cache.arena)
         else:
             sizes = (arena_bytes // shape.page_bytes, 2, PAGE_TOKENS, geometry.head_dim)
-            self.pages = torch.zeros(sizes, dtype=geometry.dtype, device=geometry.device)
+            self.pages = arena_pages(sizes, geometry.dtype, geometry.device)
             self.cache = KvCache(shape, external=self.pages, **settings)
 
     def admit(
