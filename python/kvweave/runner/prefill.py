@@ -184,7 +184,7 @@ class Prefiller:
         most = self.spec.positions
         if most is not None and tokens > most:
             text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
-            warnings.warn(f"{text}, got {tokens}: what it says may be poor", stacklevel=4)
+            warnings.warn(f"{text}, got {tokens}: what it says may be poor", stacklevel=5)
 
     def _mode_for(self, policy: Policy) -> tuple[str, str]:
         if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
