@@ -26,11 +26,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows, Salience
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import heaviest, openings, scores_of, tail, union
+from kvweave.policies.row_sets import heaviest, index_at, openings, tail, union
 
 TAIL = 64
 """Rows that ask beside the fresh ones when the prompt ends in reused text, as in SparseX §3.2."""
@@ -88,48 +89,90 @@ class RedKnot:
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """All rows in all layers."""
         rows, dense = prompt.after_prefix, self.dense_layers(prompt.layers)
+        recovery = Recovery(self, prompt)
         for layer in range(prompt.layers):
-            yield from self.recover(prompt, LayerPlan(layer, rows), layer >= dense)
+            yield from recovery.plans(LayerPlan(layer, rows), layer >= dense)
 
-    def recover(
-        self, prompt: PromptView, plan: LayerPlan, sparse: bool
-    ) -> Generator[LayerPlan, ProbeResult, LayerPlan]:
-        """A layer's rows, by whomever chosen, with the heads that are spared.
+
+class Recovery:
+    """RedKnot's choices in the layers of one prompt, of rows that it or another policy chose.
+
+    Layers mostly plan the very same rows, so what follows from these alone is kept.
+    """
+
+    def __init__(self, policy: RedKnot, prompt: PromptView) -> None:
+        self.policy = policy
+        self.prompt = prompt
+        self._rows: Rows | None = None
+        self._always = self._others = self._asked = np.zeros(0, np.int32)
+        self._where: torch.Tensor | None = None
+        self._repaired: dict[tuple[int, int], Rows] = {}
+
+    def plans(self, plan: LayerPlan, sparse: bool) -> Generator[LayerPlan, ProbeResult, LayerPlan]:
+        """A layer's plan with the heads that are spared.
 
         `sparse`: only rows that matter run the feed-forward. Yields one plan, or two with a
         measurement between them; returns the last.
         """
-        plan = replace(plan, local_rows=self.repaired(prompt, plan))
-        always = union(prompt.fresh, plan.rows[-self.recent_n :])
-        others = np.setdiff1d(plan.rows, always, assume_unique=True)
-        local = prompt.heads[plan.layer, :, 0] > 0
-        sparse = sparse and len(others) > 0
-        if sparse or (self.restore_edge < 1.0 and local.any()):
-            asked = union(prompt.fresh[-self.recent_n :], tail(prompt, TAIL))
-            asked = np.intersect1d(asked, plan.rows, assume_unique=True)
-            found = yield replace(plan, probe=Probe.SALIENCE, score_rows=asked)
+        policy = self.policy
+        self._know(plan.rows)
+        plan = replace(plan, local_rows=self.repaired(plan))
+        local = self.prompt.heads[plan.layer, :, 0] > 0
+        sparse = sparse and len(self._others) > 0
+        if sparse or (policy.restore_edge < 1.0 and local.any()):
+            found = yield replace(plan, probe=Probe.SALIENCE, score_rows=self._asked)
             assert isinstance(found, Salience)
-            room = max(0, round(self.ffn_share * len(plan.rows)) - len(always)) if sparse else 0
-            mass = scores_of(found.mass, others)
-            chosen, edge = heaviest(mass, others, self.mass_thresh, room, found.edge)
-            restore = np.flatnonzero(local & (edge > self.restore_edge))
+            room = round(policy.ffn_share * len(plan.rows)) - len(self._always) if sparse else 0
+            mass = found.mass.index_select(0, self._index(found.mass.device))
+            at_most = max(0, room)
+            chosen, edge = heaviest(mass, self._others, policy.mass_thresh, at_most, found.edge)
+            restore = np.flatnonzero(local & (edge > policy.restore_edge))
             plan = replace(
                 plan,
-                ffn_rows=union(always, chosen) if sparse else None,
+                ffn_rows=union(self._always, chosen) if sparse else None,
                 restore=tuple(int(head) for head in restore),
             )
         yield plan
         return plan
 
-    def repaired(self, prompt: PromptView, plan: LayerPlan) -> Rows | None:
+    def repaired(self, plan: LayerPlan) -> Rows | None:
         """Rows of a layer whose local K, V are computed again; None: it has no local heads."""
-        local = prompt.heads[plan.layer]
+        self._know(plan.rows)
+        local = self.prompt.heads[plan.layer]
         local = local[local[:, 0] > 0]
         if len(local) == 0:
             return None
-        window = int(local[:, 0].max()) if self.repair is None else self.repair
-        sink = np.arange(int(local[:, 1].max()) if window else 0, dtype=np.int32)
-        last = np.arange(max(0, prompt.tokens - window), prompt.tokens, dtype=np.int32)
-        rows = union(prompt.fresh, openings(prompt, window), sink, last)
-        both: Rows = np.intersect1d(rows, plan.rows, assume_unique=True)
+        repair = self.policy.repair
+        window = int(local[:, 0].max()) if repair is None else repair
+        sink = int(local[:, 1].max()) if window else 0
+        if (window, sink) not in self._repaired:
+            self._repaired[window, sink] = self._repairs(window, sink, plan.rows)
+        return self._repaired[window, sink]
+
+    def _repairs(self, window: int, sink: int, rows: Rows) -> Rows:
+        first = np.arange(sink, dtype=np.int32)
+        tokens = self.prompt.tokens
+        last = np.arange(max(0, tokens - window), tokens, dtype=np.int32)
+        wanted = union(self.prompt.fresh, openings(self.prompt, window), first, last)
+        both: Rows = np.intersect1d(wanted, rows, assume_unique=True)
         return both
+
+    def _know(self, rows: Rows) -> None:
+        """What follows from a layer's rows.
+
+        Rows that run every feed-forward, the others, and those whose queries ask what matters.
+        """
+        if rows is self._rows:
+            return
+        fresh, recent = self.prompt.fresh, self.policy.recent_n
+        self._rows, self._where, self._repaired = rows, None, {}
+        self._always = union(fresh, rows[-recent:])
+        self._others = np.setdiff1d(rows, self._always, assume_unique=True)
+        asked = union(fresh[-recent:], tail(self.prompt, TAIL))
+        self._asked = np.intersect1d(asked, rows, assume_unique=True)
+
+    def _index(self, device: torch.device) -> torch.Tensor:
+        """The others, where masses are."""
+        if self._where is None or self._where.device != device:
+            self._where = index_at(device, self._others)
+        return self._where

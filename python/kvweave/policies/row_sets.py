@@ -67,10 +67,15 @@ def openings(prompt: PromptView, tokens: int) -> Rows:
     return union(np.zeros(0, np.int32), *firsts)
 
 
+def index_at(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Tensor:
+    """Indices for `index_select` on a device."""
+    chosen = torch.from_numpy(index.astype(np.int64, copy=False))
+    return chosen.to(device, non_blocking=True)
+
+
 def scores_of(scores: torch.Tensor, index: npt.NDArray[np.integer]) -> torch.Tensor:
     """The scores at some indices, left where they are."""
-    chosen = torch.from_numpy(index.astype(np.int64, copy=False))
-    return scores.index_select(0, chosen.to(scores.device, non_blocking=True))
+    return scores.index_select(0, index_at(scores.device, index))
 
 
 def highest(scores: torch.Tensor, rows: Rows, count: int) -> Rows:

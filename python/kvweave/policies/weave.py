@@ -17,7 +17,7 @@ from typing import ClassVar
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
-from kvweave.policies.redknot import RedKnot
+from kvweave.policies.redknot import Recovery, RedKnot
 from kvweave.policies.sparsex import SparseX
 
 
@@ -49,13 +49,13 @@ class Weave:
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """SparseX's plans, each with RedKnot's spared heads and rows."""
         dense = self.redknot.dense_layers(prompt.layers)
-        steps = self.sparsex.plan(prompt)
+        steps, recovery = self.sparsex.plan(prompt), Recovery(self.redknot, prompt)
         plan = next(steps)
         while True:
             if plan.layer == 0 or plan.probe is not None:
-                answer = yield replace(plan, local_rows=self.redknot.repaired(prompt, plan))
+                answer = yield replace(plan, local_rows=recovery.repaired(plan))
             else:
-                yield from self.redknot.recover(prompt, plan, plan.layer >= dense)
+                yield from recovery.plans(plan, plan.layer >= dense)
                 answer = None
             try:
                 plan = steps.send(answer)

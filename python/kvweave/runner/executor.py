@@ -17,7 +17,8 @@ from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
 from kvweave.runner import chunks, probes
 from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.flops import FlopCount
+from kvweave.runner.flops import FlopCount, ModelWeights
+from kvweave.runner.heads import SomeHeads
 from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
@@ -52,6 +53,7 @@ class Executor:
     def __init__(self, spec: ModelSpec, tiled: bool) -> None:
         self.spec = spec
         self.tiled = tiled
+        self.weights = ModelWeights(spec)
 
     def prefill(
         self, kv: RequestKv, tokens: torch.Tensor, policy: Policy, logits_from: int
@@ -108,7 +110,7 @@ class _Run:
         self.kv = kv
         self.tokens = tokens
         self.logits_from = logits_from
-        layers, flops = len(executor.spec.layers), FlopCount(executor.spec)
+        layers, flops = len(executor.spec.layers), FlopCount(executor.weights)
         self.trace = Trace([0] * layers, flops, len(tokens))
         self.clock = Clock(executor.spec.device)
         self.probed = self.clock.mark()
@@ -212,7 +214,8 @@ class _Run:
         layer = self.spec.layers[plan.layer]
         hidden, plan, attended, probing = self.attention(hidden.narrow(plan.rows), plan, policy)
         if attended is not None:
-            self.trace.flops.attend(layer, hidden.rows, self.kv.seen(plan.layer))
+            seen = self.kv.layer_heads(plan.layer).seen
+            self.trace.flops.attend(plan.layer, hidden.rows, seen)
             add_attention(layer, hidden.grid, hidden.states, attended)
             # The feed-forward is wider than attention: it gets its memory.
             del attended
@@ -237,11 +240,11 @@ class _Run:
         spared = self.spared(hidden, plan)
         if spared is None:
             q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
-            self.trace.flops.project(layer, len(plan.rows))
+            self.trace.flops.project(plan.layer, len(plan.rows))
         else:
             q, k, v = project_sparing(spec, layer, hidden.grid, hidden.states, turn, spared)
-            fewer = len(spared.heads), len(spared.rows)
-            self.trace.flops.project(layer, len(plan.rows), fewer)
+            fewer = len(spared.local.heads), len(spared.rows)
+            self.trace.flops.project(plan.layer, len(plan.rows), fewer)
         if plan.probe is Probe.DEVIATION:
             self.probed = self.clock.mark()
             plan = self.narrowed(plan, policy, probes.deviation(kv, plan.layer, table, k, v))
@@ -250,7 +253,7 @@ class _Run:
             hidden = hidden.narrow(plan.rows, kept)
             kv.own(plan.rows, plan.local_rows)
             table = kv.rows(plan.rows, plan.local_rows)
-        if plan.local_rows is not None and kv.window_heads(plan.layer):
+        if plan.local_rows is not None and kv.layer_heads(plan.layer).local.heads:
             self.leave_out(plan.rows, plan.local_rows)
         kv.write(plan.layer, k, v, table)
         if plan.probe is Probe.SALIENCE:
@@ -259,8 +262,9 @@ class _Run:
         if restored:
             if spared is not None:
                 grid, states = hidden.grid, hidden.states
-                project_heads(spec, layer, grid, states, turn, restored, (k, v))
-                self.trace.flops.project_heads(layer, len(restored), len(plan.rows))
+                heads = SomeHeads.of(spec.device, restored)
+                project_heads(spec, layer, grid, states, turn, heads, (k, v))
+                self.trace.flops.project_heads(plan.layer, len(restored), len(plan.rows))
             table = kv.rows(plan.rows, plan.local_rows)
             kv.write(plan.layer, k, v, table)
         probing = self.queries(hidden, plan, q) if plan.probe is Probe.SCORES else None
@@ -279,8 +283,10 @@ class _Run:
         local, layer = plan.local_rows, self.spec.layers[plan.layer]
         if local is None or plan.probe is Probe.DEVIATION or same_rows(local, plan.rows):
             return None
-        heads = self.kv.window_heads(plan.layer)
-        return Spared(heads, hidden.index_of(local)) if heads and may_spare(layer) else None
+        heads = self.kv.layer_heads(plan.layer)
+        if not heads.local.heads or not may_spare(layer):
+            return None
+        return Spared(heads.local, heads.others, hidden.index_of(local))
 
     def feed_forward(self, hidden: Hidden, plan: LayerPlan) -> None:
         """The feed-forward of the rows that the plan has run it; the others keep their residual."""
@@ -288,7 +294,7 @@ class _Run:
         if rows is not None and same_rows(rows, plan.rows):
             rows = None
         if rows is None:
-            self.trace.flops.feed_forward(layer, len(hidden.rows))
+            self.trace.flops.feed_forward(plan.layer, len(hidden.rows))
             add_feed_forward(layer, hidden.grid, hidden.states)
             return
         if plan.layer + 1 < len(self.spec.layers):
@@ -297,17 +303,21 @@ class _Run:
         rows = rows[np.searchsorted(rows, hidden.rows[0]) :]
         if not len(rows):
             return
-        self.trace.flops.feed_forward(layer, len(rows))
+        self.trace.flops.feed_forward(plan.layer, len(rows))
         index, states = hidden.index_of(rows), hidden.grid.real(hidden.states)
         some = states.index_select(0, index)
         add_feed_forward(layer, RowGrid.packed(len(rows)), some)
         states.index_copy_(0, index.long(), some)
 
     def leave_out(self, rows: Rows, kept: Rows) -> None:
-        """Takes note of rows whose KV, here or in later layers, is not that of a full prefill."""
-        left = np.setdiff1d(rows, kept, assume_unique=True)
-        if len(left):
-            self.trace.exact = min(self.trace.exact, int(left[0]))
+        """Takes note of rows whose KV, here or in later layers, is not that of a full prefill.
+
+        `kept` are some of the rows; both are sorted, so the first that differ show the first left.
+        """
+        if len(kept) < len(rows):
+            differ = rows[: len(kept)] != kept
+            first = int(differ.argmax()) if differ.any() else len(kept)
+            self.trace.exact = min(self.trace.exact, int(rows[first]))
 
     def narrowed(self, plan: LayerPlan, policy: Policy, moved: torch.Tensor) -> LayerPlan:
         """The same layer with the rows that the policy keeps once it knows how far KV moved."""
@@ -322,7 +332,7 @@ class _Run:
         """The same layer and rows, with what the policy chose once it knows the salience."""
         self.probed = self.clock.mark()
         probing = self.queries(hidden, plan, q)
-        self.trace.flops.score(plan.score_rows, self.kv.seen(plan.layer, whole=True))
+        self.trace.flops.score(plan.score_rows, self.kv.seen_by_model(plan.layer))
         result = probes.salience(self.kv, plan.layer, probing, plan.score_rows)
         chosen = self.ask(policy, result)
         if chosen is None or chosen.layer != plan.layer or not same_rows(chosen.rows, plan.rows):
@@ -375,9 +385,10 @@ class _Run:
         whole = len(plan.rows) == length
         if self.spec.device.type != "cuda" or not half or not whole or layer.softcap:
             return False
-        if plan.local_rows is not None and self.kv.window_heads(plan.layer):
+        heads = self.kv.layer_heads(plan.layer)
+        if plan.local_rows is not None and heads.local.heads:
             return False
-        return all(not window or window >= length for window, _ in self.kv.seen(plan.layer))
+        return all(not window or window >= length for window, _ in heads.seen)
 
     def queries(self, hidden: Hidden, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
         """The queries [S, H, D] that are to be scored.
@@ -392,5 +403,5 @@ class _Run:
     def scores(self, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
         """Sparse-Q mass of every token, f32 [T]."""
         self.probed = self.clock.mark()
-        self.trace.flops.score(plan.score_rows, self.kv.seen(plan.layer))
+        self.trace.flops.score(plan.score_rows, self.kv.layer_heads(plan.layer).seen)
         return probes.scores(self.kv, plan.layer, q, plan.score_rows)

@@ -6,6 +6,7 @@ rotations do not count.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,41 +38,71 @@ def _elements(module: Any) -> int:
     return sum(p.numel() for p in weights)
 
 
-class FlopCount:
-    """The running count of one prefill; `parts` has a number for each of `PARTS`."""
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of a layer that multiply each row: of q, of k and v together, of the rest."""
+
+    query: int
+    key_value: int
+    output: int
+    feed_forward: int
+
+    @staticmethod
+    def of(layer: LayerSpec) -> LayerWeights:
+        """Counted in the layer's modules."""
+        attention = layer.attention
+        return LayerWeights(
+            _elements(attention.q_proj),
+            _elements(attention.k_proj) + _elements(attention.v_proj),
+            _elements(attention.o_proj),
+            _elements(layer.feed_forward),
+        )
+
+
+class ModelWeights:
+    """The same of every layer, and of the head of the model: counted once, it takes a while."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self.parts = dict.fromkeys(PARTS, 0)
-        # Layers mostly plan the very same rows.
-        self._rows: Rows | None = None
-        self._seen: dict[tuple[int, int], int] = {}
+        self.layers = [LayerWeights.of(layer) for layer in spec.layers]
+        self.head = _elements(spec.head)
 
-    def project(self, layer: LayerSpec, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
+
+class FlopCount:
+    """The running count of one prefill; `parts` has a number for each of `PARTS`."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.spec = weights.spec
+        self.weights = weights
+        self.parts = dict.fromkeys(PARTS, 0)
+        # Layers mostly plan the very same rows, and some ask what matters by the very same.
+        self._seen: list[tuple[Rows, dict[tuple[int, int], int]]] = []
+
+    def project(self, layer: int, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
         """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
         heads, fewer = spared
-        self.parts["projections"] += 2 * rows * _elements(layer.attention.q_proj)
+        self.parts["projections"] += 2 * rows * self.weights.layers[layer].query
         self.project_heads(layer, self.spec.kv_heads - heads, rows)
         self.project_heads(layer, heads, fewer)
 
-    def project_heads(self, layer: LayerSpec, heads: int, rows: int) -> None:
+    def project_heads(self, layer: int, heads: int, rows: int) -> None:
         """K and v of some KV heads of some rows."""
-        both = _elements(layer.attention.k_proj) + _elements(layer.attention.v_proj)
+        both = self.weights.layers[layer].key_value
         self.parts["projections"] += 2 * rows * heads * both // self.spec.kv_heads
 
-    def attend(self, layer: LayerSpec, rows: Rows, reaches: list[tuple[int, int]]) -> None:
+    def attend(self, layer: int, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Attention of rows and its output projection; a (window, sink) for each KV head."""
         pairs = self._pairs(rows, reaches)
         self.parts["attention"] += 4 * pairs * self.spec.head_dim
-        self.parts["projections"] += 2 * len(rows) * _elements(layer.attention.o_proj)
+        self.parts["projections"] += 2 * len(rows) * self.weights.layers[layer].output
 
-    def feed_forward(self, layer: LayerSpec, rows: int) -> None:
+    def feed_forward(self, layer: int, rows: int) -> None:
         """The feed-forward of some rows."""
-        self.parts["feed_forward"] += 2 * rows * _elements(layer.feed_forward)
+        self.parts["feed_forward"] += 2 * rows * self.weights.layers[layer].feed_forward
 
     def logits(self, logits: torch.Tensor) -> None:
         """The head's product, by what came out: [R, V]."""
-        self.parts["logits"] += 2 * logits.shape[0] * _elements(self.spec.head)
+        self.parts["logits"] += 2 * logits.shape[0] * self.weights.head
 
     def score(self, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Query-key products of a probe; a (window, sink) for each KV head."""
@@ -79,9 +110,11 @@ class FlopCount:
 
     def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
         """Pairs of a row and a key over all query heads."""
-        if rows is not self._rows:
-            self._rows, self._seen = rows, {}
-        for reach in set(reaches) - self._seen.keys():
-            self._seen[reach] = visible_pairs(rows, *reach)
+        seen = next((seen for known, seen in self._seen if known is rows), None)
+        if seen is None:
+            seen = dict[tuple[int, int], int]()
+            self._seen = [*self._seen[-1:], (rows, seen)]
+        for reach in set(reaches) - seen.keys():
+            seen[reach] = visible_pairs(rows, *reach)
         group = self.spec.query_heads // self.spec.kv_heads
-        return group * sum(self._seen[reach] for reach in reaches)
+        return group * sum(seen[reach] for reach in reaches)

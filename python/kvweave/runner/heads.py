@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import Unsupported
 from kvweave.ops import Reach, Table
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.tables import Int32, send
+from kvweave.runner.tables import Int32, send, send_index
 
 Promoted = tuple[tuple[int, int], ...]
 """The (layer, KV head) pairs that a request made full, in the order of their tables."""
 
+Window = tuple[int, int]
+"""How many of the latest tokens a head sees, 0 for all, and how many of the first."""
+
 _MOST_PROMOTED = 256
+_MOST_LAYERS = 4096
+
+
+@dataclass(frozen=True)
+class SomeHeads:
+    """Some KV heads of a layer, and an index of them, i64, where the model is."""
+
+    heads: tuple[int, ...]
+    index: torch.Tensor
+
+    @staticmethod
+    def of(device: torch.device, heads: Sequence[int]) -> SomeHeads:
+        """The index goes over."""
+        return SomeHeads(tuple(heads), send_index(device, np.asarray(heads, np.int32)).long())
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """What the KV heads of one layer see in a request.
+
+    `seen` by each of the G heads. `local`: those in a window group, `others`: the rest. `narrowed`:
+    what some see that is less than the model lets them, and which heads these are, bool [G].
+    """
+
+    seen: list[Window]
+    local: SomeHeads
+    others: SomeHeads
+    narrowed: list[tuple[Window, torch.Tensor]]
 
 
 class HeadReads:
@@ -43,6 +77,7 @@ class HeadReads:
         self._page_layers: list[Table] = []
         self._made: dict[Promoted, list[Reach]] = {}
         self._whole: dict[tuple[Promoted, int], Reach] = {}
+        self._layers: dict[tuple[Promoted, int], LayerHeads] = {}
 
     @cached_property
     def classes(self) -> Int32:
@@ -67,7 +102,7 @@ class HeadReads:
             return None
         promoted = tuple(request.promoted)
         if promoted not in self._made:
-            _make_room(self._made)
+            _make_room(self._made, _MOST_PROMOTED)
             layers = range(len(self.spec.layers))
             self._made[promoted] = [
                 Reach(request.tables, self._narrowed(request, layer)) for layer in layers
@@ -83,17 +118,40 @@ class HeadReads:
             return None
         key = (tuple(request.promoted), layer)
         if key not in self._whole:
-            _make_room(self._whole)
+            _make_room(self._whole, _MOST_LAYERS)
             rows = request.head_rows(layer)
             rows[:, 2:] = (self.spec.layers[layer].window or 0, 0)
             self._whole[key] = Reach(request.tables, rows)
         return self._whole[key]
 
-    def seen(self, request: KvRequest, layer: int) -> list[tuple[int, int]]:
-        """Window (0: all) and sink of each KV head of a layer in a request."""
-        if self.uniform:
-            return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
-        return [(window, sink) for _, _, window, sink in self._narrowed(request, layer).tolist()]
+    def of_layer(self, request: KvRequest, layer: int) -> LayerHeads:
+        """What the heads of a layer see in a request, and where their KV is kept."""
+        key = (tuple(request.promoted), layer)
+        if key not in self._layers:
+            _make_room(self._layers, _MOST_LAYERS)
+            self._layers[key] = self._described(request, layer)
+        return self._layers[key]
+
+    def _described(self, request: KvRequest, layer: int) -> LayerHeads:
+        own, heads = (self.spec.layers[layer].window or 0, 0), range(self.spec.kv_heads)
+        seen, local = [own] * len(heads), list[int]()
+        if not self.uniform:
+            seen = [
+                (window, sink) for _, _, window, sink in self._narrowed(request, layer).tolist()
+            ]
+            tables = request.head_rows(layer)[:, 0].tolist()
+            local = [head for head, table in enumerate(tables) if self.is_window(table)]
+        device = self.spec.device
+        narrowed = [
+            (window, torch.tensor([some == window for some in seen]).to(device, non_blocking=True))
+            for window in sorted(set(seen) - {own})
+        ]
+        others = [head for head in heads if head not in local]
+        return LayerHeads(seen, SomeHeads.of(device, local), SomeHeads.of(device, others), narrowed)
+
+    def is_window(self, table: int) -> bool:
+        """Whether a table of a request is of a window group: tables of promoted heads are not."""
+        return table < len(self.windows) and self.windows[table] is not None
 
     def _narrowed(self, request: KvRequest, layer: int) -> Int32:
         """The head rows of a layer; where the model itself has a window, the narrower counts.
@@ -108,6 +166,6 @@ class HeadReads:
         return rows
 
 
-def _make_room(made: dict[Any, Any]) -> None:
-    if len(made) >= _MOST_PROMOTED:
+def _make_room(made: dict[Any, Any], most: int) -> None:
+    if len(made) >= most:
         del made[next(iter(made))]

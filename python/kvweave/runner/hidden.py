@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from kvweave.plan import Rows
 from kvweave.runner.layer import RowGrid
 from kvweave.runner.tables import same_rows, send_index
 
+_MOST_FOUND = 4
+
 
 @dataclass
 class Hidden:
@@ -20,16 +22,26 @@ class Hidden:
     rows: Rows
     grid: RowGrid
     states: torch.Tensor
+    _found: list[tuple[Rows, torch.Tensor]] = field(default_factory=list, repr=False)
 
     def index_of(self, rows: Rows) -> torch.Tensor:
         """Where a subset of the rows is among them, for `index_select`.
 
+        The last ones are kept: layers mostly ask for the very same rows.
+
         # Errors
         `InvalidArgument` when a row has no hidden state here.
         """
+        at = next((at for at, (known, _) in enumerate(self._found) if known is rows), None)
+        if at is None and len(self._found) == _MOST_FOUND:
+            del self._found[0]
+        self._found.append((rows, self._find(rows)) if at is None else self._found.pop(at))
+        return self._found[-1][1]
+
+    def _find(self, rows: Rows) -> torch.Tensor:
         index = np.searchsorted(self.rows, rows)
-        known = index < len(self.rows)
-        if not known.all() or not np.array_equal(self.rows[index], rows):
+        inside = index < len(self.rows)
+        if not inside.all() or not np.array_equal(self.rows[index], rows):
             raise InvalidArgument(
                 "layer plan: expected rows that the layer before computed, "
                 f"got {int(len(rows) - np.isin(rows, self.rows).sum())} others"

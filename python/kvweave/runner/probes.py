@@ -17,29 +17,23 @@ _COMPARED_ROWS = 4096
 
 
 def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows.
-
-    Tables go over with the call, once a prefill.
-    """
+    """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows."""
     return _mass(kv, layer, q, rows, kv.reading(layer), None)
 
 
 def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience:
     """Mass and edge of a layer from the queries [S, H, D] of some rows: see `Salience`."""
     reading = kv.reading(layer) | {"reach": kv.heads.whole(kv.request, layer)}
-    seen = kv.heads.seen(kv.request, layer)
-    edge = torch.zeros(len(seen), device=q.device)
-    own = kv.spec.layers[layer].window or 0
-    local = sorted({reach for reach in seen if reach != (own, 0)})
-    if not local or not len(rows):
+    heads = kv.layer_heads(layer)
+    edge = torch.zeros(len(heads.seen), device=q.device)
+    if not heads.narrowed or not len(rows):
         return Salience(_mass(kv, layer, q, rows, reading, None), edge)
-    group = q.shape[1] // len(seen)
-    for window, sink in local:
+    group = q.shape[1] // len(heads.seen)
+    for (window, sink), alike in heads.narrowed:
         share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         mass = _mass(kv, layer, q, rows, reading, ops.EdgeMass(share, window, sink))
-        far = share.view(len(rows), len(seen), group).mean((0, 2))
-        alike = torch.tensor([reach == (window, sink) for reach in seen])
-        edge = torch.where(alike.to(q.device, non_blocking=True), far, edge)
+        far = share.view(len(rows), len(heads.seen), group).mean((0, 2))
+        edge = torch.where(alike, far, edge)
     return Salience(mass, edge)
 
 
@@ -51,9 +45,17 @@ def _mass(
     reading: dict[str, Any],
     edge: ops.EdgeMass | None,
 ) -> torch.Tensor:
-    offsets = None if kv.heads.uniform else kv.table.host_offsets
+    table = kv.table
     return ops.score_tokens(
-        q, rows, kv.table.host_entries, kv.pages, layer, entry_offsets=offsets, edge=edge, **reading
+        q,
+        kv.asking(rows),
+        table.entries,
+        kv.pages,
+        layer,
+        entry_offsets=table.offsets,
+        edge=edge,
+        tokens=table.tokens,
+        **reading,
     )
 
 

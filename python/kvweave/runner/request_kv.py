@@ -12,9 +12,9 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
-from kvweave.runner.heads import HeadReads
+from kvweave.runner.heads import HeadReads, LayerHeads, Window
 from kvweave.runner.rope import PositionTable
-from kvweave.runner.tables import Int32, KvTable, RowTable
+from kvweave.runner.tables import Int32, KvTable, RowTable, send
 
 
 class RequestKv:
@@ -39,6 +39,7 @@ class RequestKv:
         self.spec = heads.spec
         self._table: KvTable | None = None
         self._rows: RowTable | None = None
+        self._asking: tuple[Rows, ops.Table] | None = None
 
     @property
     def table(self) -> KvTable:
@@ -80,20 +81,24 @@ class RequestKv:
             self._rows = RowTable.of(slots, rows, local_rows, self.positions, self.spec.device)
         return self._rows
 
+    def asking(self, rows: Rows) -> ops.Table:
+        """The positions of rows that ask what matters; the last ones are kept."""
+        if self._asking is None or self._asking[0] is not rows:
+            (there,) = send(self.spec.device, rows)
+            self._asking = (rows, there)
+        return self._asking[1]
+
     def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
         """Where K, V of rows go: [R, 2], or [tables, R, 2] with (−1, −1) where they do not."""
         if self.heads.uniform:
             return self.request.slots(rows)
         slots = np.full((self.request.tables, len(rows), 2), -1, np.int32)
         for table, places in enumerate(slots):
-            if local_rows is None or not self._is_window(table):
+            if local_rows is None or not self.heads.is_window(table):
                 places[:] = self.request.slots(rows, table)
             elif len(local_rows):
                 places[np.searchsorted(rows, local_rows)] = self.request.slots(local_rows, table)
         return slots
-
-    def _is_window(self, table: int) -> bool:
-        return table < len(self.heads.windows) and self.heads.windows[table] is not None
 
     def own(self, rows: Rows, local_rows: Rows | None) -> None:
         """Copy-on-write of blocks that rows will be written to and that are still shared.
@@ -151,18 +156,13 @@ class RequestKv:
         reaches = self.heads.reaches(self.request)
         return None if reaches is None else reaches[layer]
 
-    def window_heads(self, layer: int) -> list[int]:
-        """KV heads of a layer that lie in a window group."""
-        if self.heads.uniform:
-            return []
-        tables = self.request.head_rows(layer)[:, 0].tolist()
-        return [head for head, table in enumerate(tables) if self._is_window(table)]
+    def layer_heads(self, layer: int) -> LayerHeads:
+        """What the heads of a layer see, and which of them lie in a window group."""
+        return self.heads.of_layer(self.request, layer)
 
-    def seen(self, layer: int, whole: bool = False) -> list[tuple[int, int]]:
-        """Window (0: all) and sink of each KV head of a layer; `whole`: as far as the model's."""
-        if whole:
-            return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
-        return self.heads.seen(self.request, layer)
+    def seen_by_model(self, layer: int) -> list[Window]:
+        """What the heads of a layer would see without a head map."""
+        return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
 
     def reading(self, layer: int) -> dict[str, Any]:
         """What the reading ops take by name in a layer."""

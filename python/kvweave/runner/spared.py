@@ -5,17 +5,15 @@ The weights of a projection stand head by head, so that some heads are some of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from kvweave.runner.heads import SomeHeads
 from kvweave.runner.layer import RowGrid
 from kvweave.runner.model_spec import LayerSpec, ModelSpec
 from kvweave.runner.rope import rotate
-from kvweave.runner.tables import send_index
 
 Turn = tuple[torch.Tensor, torch.Tensor] | None
 """Cos and sin of some rows; None in a layer without positions."""
@@ -23,9 +21,10 @@ Turn = tuple[torch.Tensor, torch.Tensor] | None
 
 @dataclass(frozen=True)
 class Spared:
-    """KV heads of a layer whose K, V are computed for some rows alone: an index of them."""
+    """Local heads of a layer, whose K, V are computed for some rows alone, an index of them."""
 
-    heads: Sequence[int]
+    local: SomeHeads
+    others: SomeHeads
     rows: torch.Tensor
 
 
@@ -62,14 +61,13 @@ def project_sparing(
         q = rotate(q, *turn, spec.interleaved)
     x = grid.real(x)
     k, v = (x.new_empty(grid.rows, spec.kv_heads, spec.head_dim) for _ in range(2))
-    others = [head for head in range(spec.kv_heads) if head not in spared.heads]
-    _fill(spec, layer, x, turn, others, None, (k, v))
+    _fill(spec, layer, x, turn, spared.others, None, (k, v))
     if len(spared.rows):
         some = None
         if turn is not None:
             some = turn[0].index_select(0, spared.rows), turn[1].index_select(0, spared.rows)
         x = x.index_select(0, spared.rows)
-        _fill(spec, layer, x, some, spared.heads, spared.rows, (k, v))
+        _fill(spec, layer, x, some, spared.local, spared.rows, (k, v))
     return q, k, v
 
 
@@ -79,7 +77,7 @@ def project_heads(
     grid: RowGrid,
     hidden: torch.Tensor,
     turn: Turn,
-    heads: Sequence[int],
+    heads: SomeHeads,
     into: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """K and v of some heads for all real rows, written into k and v [R, G, D]."""
@@ -92,14 +90,14 @@ def _fill(
     layer: LayerSpec,
     x: torch.Tensor,
     turn: Turn,
-    heads: Sequence[int],
+    heads: SomeHeads,
     rows: torch.Tensor | None,
     into: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """K and v of some heads from normed states x [n, E], to some rows (None: all) of k and v."""
-    if not heads:
+    if not heads.heads:
         return
-    chosen = send_index(x.device, np.asarray(heads, np.int32)).long()
+    chosen = heads.index
     k = _some_heads(spec, layer.attention.k_proj, x, chosen)
     if layer.key_norm is not None:
         k = layer.key_norm(k)

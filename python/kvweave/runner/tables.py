@@ -45,13 +45,12 @@ def same_rows(one: Rows, other: Rows) -> bool:
 class KvTable:
     """Where the KV of one request lies: entries i32 [N, 5] of all its tables, and their offsets.
 
-    `host_entries`, `host_offsets`: the same on the host; offsets are i32 [tables + 1].
+    Offsets are i32 [tables + 1]. `tokens`: behind the last position that an entry has.
     """
 
-    host_entries: Int32
-    host_offsets: Int32
     entries: Table
     offsets: Table
+    tokens: int
 
     @staticmethod
     def of(request: KvRequest, device: torch.device) -> KvTable:
@@ -59,7 +58,10 @@ class KvTable:
         parts = [request.entries(table) for table in range(request.tables)]
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        return KvTable(entries, offsets, *send(device, entries, offsets))
+        _, begin, end, position, _ = entries.T
+        tokens = int((position + end - begin).max(initial=0))
+        there, spans = send(device, entries, offsets)
+        return KvTable(there, spans, tokens)
 
 
 @dataclass(frozen=True)
