@@ -8,7 +8,8 @@
 #include <cstdint>
 
 struct CopyRerotateParams {
-  void* cache;            // paged KV, written in place
+  void* cache;            // paged KV that is written
+  const void* source;     // paged KV that is read: the cache's, or another tensor's
   const int32_t* copies;  // [copy_count, 6]: src_block, src_slot, dst_block, dst_slot, count, delta
   const float* inv_freq;  // [layers, pairs]
   const int32_t* page_layers;  // [parts]: the layer of each page; null: a part is a layer
@@ -17,12 +18,19 @@ struct CopyRerotateParams {
   int64_t part_stride;         // from one layer to the next, or from one page
   int64_t head_stride;
   int64_t token_stride;
-  int64_t value_offset;  // from a token's key to its value
+  int64_t value_offset;         // from a token's key to its value
+  int64_t source_blocks;        // the same of the source
+  int64_t source_block_stride;
+  int64_t source_part_stride;
+  int64_t source_head_stride;
+  int64_t source_token_stride;
+  int64_t source_value_offset;
   uint32_t copy_count;
   uint32_t layers;
   uint32_t parts;     // of a block: its layers, or its pages one by one
   uint32_t kv_heads;  // of a part
   uint32_t page_tokens;
+  uint32_t source_page_tokens;
   uint32_t head_dim;
   uint32_t pairs;            // rotary_dim / 2
   uint32_t heads_per_block;  // KV heads that one thread block copies
@@ -210,8 +218,8 @@ struct StepTablesParams {
   SpanParams spans[kMostTables];
 };
 
-static_assert(sizeof(CopyRerotateParams) == 120, "params.rs says 120 bytes");
-static_assert(offsetof(CopyRerotateParams, copy_count) == 80, "params.rs says 80 bytes");
+static_assert(sizeof(CopyRerotateParams) == 176, "params.rs says 176 bytes");
+static_assert(offsetof(CopyRerotateParams, copy_count) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(PagedKv) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(AttendParams) == 232, "params.rs says 232 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");

@@ -1,4 +1,5 @@
 // copy_rerotate: tokens of every layer and head copied between blocks, keys rotated by delta.
+// Blocks are read in the tensor that is written, or in another one, whose strides may be others.
 //
 // The simple version:
 //   for each copy, layer, head, token: K[dst] = R(delta · inv_freq[layer]) K[src]; V[dst] = V[src]
@@ -22,7 +23,7 @@
 namespace {
 
 struct Copy {
-  int64_t source, target;  // element offsets of the first token's key, layer and head 0
+  int64_t source, target;  // elements to the first token's key, layer and head 0, of each tensor
   int count;
   int delta;
   bool valid;
@@ -31,14 +32,15 @@ struct Copy {
 __device__ Copy read_copy(const CopyRerotateParams& p, uint32_t index) {
   const int32_t* row = p.copies + int64_t{6} * index;
   const int32_t src_block = row[0], src_slot = row[1], dst_block = row[2], dst_slot = row[3];
-  const int64_t slots = p.page_tokens;
+  const int64_t slots = p.page_tokens, source_slots = p.source_page_tokens;
   Copy copy;
   copy.count = row[4];
   copy.delta = row[5];
-  copy.valid = src_block >= 0 && src_block < p.blocks && dst_block > 0 && dst_block < p.blocks &&
-               src_slot >= 0 && dst_slot >= 0 && copy.count > 0 &&
-               int64_t{src_slot} + copy.count <= slots && int64_t{dst_slot} + copy.count <= slots;
-  copy.source = src_block * p.block_stride + src_slot * p.token_stride;
+  copy.valid = src_block >= 0 && src_block < p.source_blocks && dst_block > 0 &&
+               dst_block < p.blocks && src_slot >= 0 && dst_slot >= 0 && copy.count > 0 &&
+               int64_t{src_slot} + copy.count <= source_slots &&
+               int64_t{dst_slot} + copy.count <= slots;
+  copy.source = src_block * p.source_block_stride + src_slot * p.source_token_stride;
   copy.target = dst_block * p.block_stride + dst_slot * p.token_stride;
   return copy;
 }
@@ -118,9 +120,10 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int value_row = threadIdx.x / vectors;
 
   T* cache = static_cast<T*>(p.cache) + part * p.part_stride;
+  const T* read = static_cast<const T*>(p.source) + part * p.source_part_stride;
   const uint32_t head_end = min((chunk + 1) * p.heads_per_block, p.kv_heads);
   for (uint32_t head = chunk * p.heads_per_block; head < head_end; ++head) {
-    const T* source = cache + copy.source + head * p.head_stride;
+    const T* source = read + copy.source + head * p.source_head_stride;
     T* target = cache + copy.target + head * p.head_stride;
     int t = key_row < key_rows ? key_row : copy.count;
     int u = value_row < value_rows ? value_row : copy.count;
@@ -128,12 +131,12 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
       const bool has_key = t < copy.count;
       const int u_next = u + value_rows;
       Pack<T, V> first, second, value, value_next;
-      const T* key = source + t * p.token_stride;
-      const T* values = source + p.value_offset + value_column;
+      const T* key = source + t * p.source_token_stride;
+      const T* values = source + p.source_value_offset + value_column;
       if (has_key) first = load<T, V>(key + first_at);
       if (has_key && is_pair) second = load<T, V>(key + second_at);
-      if (u < copy.count) value = load<T, V>(values + u * p.token_stride);
-      if (u_next < copy.count) value_next = load<T, V>(values + u_next * p.token_stride);
+      if (u < copy.count) value = load<T, V>(values + u * p.source_token_stride);
+      if (u_next < copy.count) value_next = load<T, V>(values + u_next * p.source_token_stride);
 
       // While the first vectors are on their way, by all threads.
       if (!has_angles) {

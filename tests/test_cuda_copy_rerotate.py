@@ -87,6 +87,33 @@ def test_odd_addresses(dtype, shift) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("size", "read_size"), [(16, 16), (8, 64), (64, 8)])
+def test_blocks_of_another_arena(dtype, shift, size, read_size) -> None:
+    pages, apart = arena(12, size, 128, dtype), arena(12, read_size, 128, dtype, shift=shift)
+    copies = random_copies(12, min(size, read_size), [0, 1, -900, 5000])
+    # What is read there may be written here.
+    copies[:, 2] = copies[:, 0]
+    rope = rope_table(LAYERS, 128)
+    device, source = on_device(pages), on_device(apart, shift)
+    ops.copy_rerotate(device, copies, rope, kv_heads=KV_HEADS, source=source)
+    ops.copy_rerotate(
+        pages, copies, rope, kv_heads=KV_HEADS, source=apart.clone(), backend="reference"
+    )
+    same(device, pages)
+    assert torch.equal(source.cpu(), apart)
+
+
+def test_another_arena_is_of_the_caches_device() -> None:
+    pages, none = arena(4, 16, 64, torch.float32), np.zeros((0, 6), np.int32)
+    rope = rope_table(LAYERS, 64)
+    with pytest.raises(InvalidArgument, match="source: expected a tensor on cuda:0, got cpu"):
+        ops.copy_rerotate(on_device(pages), none, rope, kv_heads=KV_HEADS, source=pages)
+    with pytest.raises(InvalidArgument, match="source: expected"):
+        ops.copy_rerotate(pages, none, rope, kv_heads=KV_HEADS, source=on_device(pages))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("delta", [0, 1_000_000, -1_000_000, 2**29 - 1])
 def test_huge_deltas_lose_nothing(dtype, delta) -> None:
     pages = arena(2, 16, 128, dtype)
@@ -169,6 +196,14 @@ def test_a_table_on_the_device_never_writes_outside() -> None:
     ]
     table = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     ops.copy_rerotate(device, table, rope_table(LAYERS, 64), kv_heads=KV_HEADS)
+    torch.cuda.synchronize()
+    assert torch.equal(device.cpu(), pages)
+    # Blocks that the cache has, but not the smaller arena that is read, nor its smaller pages.
+    rows += [[3 * block, 0, block, 0, 4, 1], [block, 6, block, 0, 4, 1]]
+    table = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    small = torch.full((3 * block, 2, 8, 64), 9.0, device=DEVICE)
+    rope = rope_table(LAYERS, 64)
+    ops.copy_rerotate(device, table, rope, kv_heads=KV_HEADS, source=small)
     torch.cuda.synchronize()
     assert torch.equal(device.cpu(), pages)
 

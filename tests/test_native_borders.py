@@ -422,6 +422,32 @@ def test_copy_rerotate_refuses(case, row, words) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "row", "words"),
+    [
+        (torch.zeros(8, 2, 16, 64).half(), [4, 0, 8, 0, 4, 1], "source: expected float32"),
+        (torch.zeros(8, 2, 16, 32), [4, 0, 8, 0, 4, 1], r"source: expected shape .*D=64"),
+        (torch.zeros(8, 16, 64), [4, 0, 8, 0, 4, 1], "source: expected shape"),
+        (torch.zeros(8, 2, 64, 16).mT, [4, 0, 8, 0, 4, 1], "source: expected C-contiguous"),
+        (torch.zeros(8, 2, 8, 64), [4, 6, 8, 0, 4, 1], r"slots \[0, 8\) and \[0, 16\)"),
+        (
+            torch.zeros(8, 2, 16, 64),
+            [5, 0, 8, 0, 4, 1],
+            "within the cache of 16384 elements",
+        ),
+        (torch.zeros(8, 2, 16, 64), [4, 0, 999_999, 0, 4, 1], "expected a block within the cache"),
+        (torch.zeros(8, 2, 16, 64), [-4, 0, 8, 0, 4, 1], "copy blocks: expected"),
+        (None, [4, 0, 8, 0, 4, 1], "cache: expected memory of its own, apart from source"),
+    ],
+)
+def test_copy_rerotate_from_another_arena_refuses(case, source, row, words) -> None:
+    before, copies = case.pages.clone(), np.array([row], np.int32)
+    given = case.pages[2:] if source is None else source
+    with pytest.raises(InvalidArgument, match=words):
+        ops.copy_rerotate(case.pages, copies, rope_table(2, 64), kv_heads=2, source=given)
+    assert torch.equal(case.pages, before)
+
+
+@pytest.mark.parametrize(
     ("inv_freq", "pairing", "words"),
     [
         (np.ones((2, 4)), "half", "inv_freq: expected float32, got float64"),

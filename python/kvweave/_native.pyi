@@ -342,6 +342,7 @@ def write_pages_cuda(
 ) -> None: ...
 def copy_rerotate(
     cache: _Array,
+    source: _Array | None,
     copies: _Array,
     rope: RopeTable,
     kv_heads: int,
@@ -350,6 +351,7 @@ def copy_rerotate(
 ) -> None: ...
 def copy_rerotate_cuda(
     cache: _Array,
+    source: _Array | None,
     copies: _TablePair,
     rope: RopeTable,
     kv_heads: int,

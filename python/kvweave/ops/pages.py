@@ -89,11 +89,14 @@ def copy_rerotate(
     *,
     kv_heads: int,
     layers: Table | None = None,
+    source: Pages | None = None,
     backend: Backend = None,
 ) -> None:
     """Copies tokens of all pages of blocks to others: K rotated by delta, V as it is.
 
-    copies i32 [C, 6]; no block is both read and written, no slot written twice. `rope` has the
+    copies i32 [C, 6]; no block is both read and written, no slot written twice. Blocks are read
+    in the cache itself, or in `source`, another arena [pages, 2, P', D] of its dtype and device,
+    whose pages may be of another size. `rope` has the
     inverse frequencies of all L layers. Moving a key by delta positions turns pair i by
     `delta · inv_freq[i]` (Δ-RoPE: SparseX, section 3); delta 0 copies bits.
 
@@ -108,9 +111,9 @@ def copy_rerotate(
     """
     device = cuda_device("cache", cache, backend)
     if device is None:
-        _native.copy_rerotate(cache, copies, rope, kv_heads, layers, backend == "reference")
+        _native.copy_rerotate(cache, source, copies, rope, kv_heads, layers, backend == "reference")
         return
     of_pages = {} if layers is None else {"layers": layers}
     there = on_device(device, copies=copies, **of_pages)
-    given = (cache, there["copies"], rope, kv_heads, there.get("layers"))
+    given = (cache, source, there["copies"], rope, kv_heads, there.get("layers"))
     _native.copy_rerotate_cuda(*given, stream_of(device))

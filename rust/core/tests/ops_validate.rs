@@ -1,9 +1,9 @@
 //! What the ops refuse, and what they say about it.
 
 use kvweave_core::ops::{
-    AttendDecode, AttendPrefill, CopyRerotate, Fp8E4m3, HeadRows, KvScales, KvView, MergeStates,
-    OpError, OpErrorKind, PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable,
-    ScoreTokens, Scoring, WritePages, validate_bounds,
+    AttendDecode, AttendPrefill, CopyRerotate, CopySource, Fp8E4m3, HeadRows, KvScales, KvView,
+    MergeStates, OpError, OpErrorKind, PageBounds, PageGeometry, Pairing, Queries, Reach,
+    RopeTable, ScoreTokens, Scoring, WritePages, validate_bounds,
 };
 use proptest::prelude::*;
 
@@ -218,7 +218,8 @@ fn writes_stay_in_range_and_apart() {
 fn copy(geometry: PageGeometry, len: usize, copies: &[[i32; 6]]) -> Result<(), OpError> {
     let mut cache = vec![0.0f32; len];
     let rope = RopeTable::new(vec![1.0; 4 * geometry.layers], geometry.layers, Pairing::Half)?;
-    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope, layers: None }.validate()
+    CopyRerotate { cache: &mut cache, geometry, source: None, copies, rope: &rope, layers: None }
+        .validate()
 }
 
 #[test]
@@ -239,6 +240,42 @@ fn copies_stay_in_range_and_apart() {
         ([[2, 0, 7, 0, 1, 7], [2, 3, 4, 0, 1, 0]], OpErrorKind::OutOfRange),
     ] {
         assert_eq!(run(&copies).expect_err("a refusal").kind(), kind, "{copies:?}");
+    }
+}
+
+#[test]
+fn copies_from_another_tensor_stay_in_range_there() {
+    let rope = RopeTable::new(vec![1.0; 4 * geometry().layers], geometry().layers, Pairing::Half)
+        .expect("a valid table");
+    let run = |of_source: PageGeometry, len: usize, copies: &[[i32; 6]]| {
+        let (mut cache, pages) = (vec![0.0f32; ELEMENTS], vec![0.0f32; len]);
+        let source = Some(CopySource { pages: &pages, geometry: of_source });
+        let (geometry, cache, rope) = (geometry(), &mut cache, &rope);
+        CopyRerotate { cache, geometry, source, copies, rope, layers: None }.validate()
+    };
+    let same = geometry();
+    let small = PageGeometry::arena(same.layers, same.kv_heads, 2, same.head_dim);
+    // A block may be read there and written here.
+    assert_eq!(run(same, ELEMENTS, &[[2, 0, 2, 1, 2, 7], [4, 0, 4, 0, 4, 0]]), Ok(()));
+    assert_eq!(run(small, ELEMENTS, &[[2, 0, 2, 2, 2, 7]]), Ok(()));
+    let other = |of: fn(&mut PageGeometry)| {
+        let mut geometry = same;
+        of(&mut geometry);
+        geometry
+    };
+    for (of_source, len, copy, kind) in [
+        (same, ELEMENTS - 1, [6, 0, 2, 0, 1, 7], OpErrorKind::OutOfRange),
+        (small, ELEMENTS, [2, 1, 2, 2, 2, 7], OpErrorKind::OutOfRange),
+        (small, ELEMENTS, [2, 0, 2, 3, 2, 7], OpErrorKind::OutOfRange),
+        (same, ELEMENTS, [-1, 0, 2, 3, 1, 7], OpErrorKind::OutOfRange),
+        (same, ELEMENTS, [2, 0, 7, 0, 1, 7], OpErrorKind::OutOfRange),
+        (other(|of| of.head_dim = 16), ELEMENTS, [2, 0, 2, 0, 1, 7], OpErrorKind::Shape),
+        (other(|of| of.kv_heads = 1), ELEMENTS, [2, 0, 2, 0, 1, 7], OpErrorKind::Shape),
+        (other(|of| of.layers += 1), ELEMENTS, [2, 0, 2, 0, 1, 7], OpErrorKind::Shape),
+        (other(|of| of.page_tokens = 0), ELEMENTS, [2, 0, 2, 0, 1, 7], OpErrorKind::Shape),
+    ] {
+        let refused = run(of_source, len, &[copy]).expect_err("a refusal");
+        assert_eq!(refused.kind(), kind, "{of_source:?} {copy:?}");
     }
 }
 
@@ -400,8 +437,15 @@ fn copy_group(layers: &[i32], copies: &[[i32; 6]]) -> Result<(), OpError> {
     let mut cache = vec![0.0f32; ELEMENTS];
     let geometry = PageGeometry { layers: 3, ..geometry() };
     let rope = RopeTable::new(vec![1.0; 4 * 3], 3, Pairing::Half)?;
-    CopyRerotate { cache: &mut cache, geometry, copies, rope: &rope, layers: Some(layers) }
-        .validate()
+    CopyRerotate {
+        cache: &mut cache,
+        geometry,
+        source: None,
+        copies,
+        rope: &rope,
+        layers: Some(layers),
+    }
+    .validate()
 }
 
 #[test]

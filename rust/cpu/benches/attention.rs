@@ -169,6 +169,7 @@ fn copy(c: &mut Criterion) {
                 let params = CopyRerotate {
                     cache: &mut bench.cache,
                     geometry,
+                    source: None,
                     copies: &copies,
                     rope,
                     layers: None,

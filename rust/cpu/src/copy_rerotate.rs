@@ -18,8 +18,8 @@ const FEWEST: usize = 4;
 /// What [`CopyRerotate::validate`] refuses.
 pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let pages = params.pages();
-    let CopyRerotate { cache, geometry, copies, rope, .. } = params;
+    let (pages, read) = (params.pages(), params.read_geometry());
+    let CopyRerotate { cache, geometry, source: apart, copies, rope, .. } = params;
     // Pages of a layer lie next to each other and turn alike.
     let layers: Vec<&[BlockPage]> = pages.chunk_by(|a, b| a.layer == b.layer).collect();
     let mut alike: Vec<usize> = layers.iter().map(|of| rope.first_alike(of[0].layer)).collect();
@@ -36,22 +36,30 @@ pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpEr
             let copy = CopyRun::new(copies[task / layers.len()]);
             let pages = layers[task % layers.len()];
             let turn = (copy.delta != 0).then(|| turns.get(rope, pages[0].layer, copy.delta));
-            for BlockPage { offset, .. } in pages {
-                let source = offset + geometry.key_offset(copy.src_block, 0, 0, copy.src_slot);
-                let target = offset + geometry.key_offset(copy.dst_block, 0, 0, copy.dst_slot);
-                for_each_part(&geometry, copy.count, turn.is_none(), |skip, len| {
-                    // SAFETY: `validate` proved that no block is both read and written, that no
-                    // slot is written twice and that different tokens share no element.
-                    let (source, target) = unsafe {
-                        (cache.shared(source + skip, len), cache.piece(target + skip, len))
-                    };
+            for BlockPage { offset, source, .. } in pages {
+                let from = source + read.key_offset(copy.src_block, 0, 0, copy.src_slot);
+                let to = offset + geometry.key_offset(copy.dst_block, 0, 0, copy.dst_slot);
+                let steps = [read.token_stride, geometry.token_stride];
+                let part = |(from, to, len): (usize, usize, usize)| {
+                    // SAFETY: `validate` proved that no slot is written twice, that different
+                    // tokens share no element and that no block of the cache is both read and
+                    // written.
+                    let target = unsafe { cache.piece(to, len) };
+                    let source = apart.map_or_else(
+                        // SAFETY: as above.
+                        || unsafe { cache.shared(from, len) },
+                        |apart| &apart.pages[from..from + len],
+                    );
+                    (source, target)
+                };
+                for_each_part(&geometry, steps, copy.count, turn.is_none(), |skips, len| {
+                    let (source, target) = part((from + skips[0], to + skips[1], len));
                     copy_keys(source, target, turn, wide);
                 });
-                let value = geometry.value_offset;
-                for_each_part(&geometry, copy.count, true, |skip, len| {
-                    let (source, target) = (source + value + skip, target + value + skip);
-                    // SAFETY: as for the keys.
-                    unsafe { cache.piece(target, len).copy_from_slice(cache.shared(source, len)) };
+                let (from, to) = (from + read.value_offset, to + geometry.value_offset);
+                for_each_part(&geometry, steps, copy.count, true, |skips, len| {
+                    let (source, target) = part((from + skips[0], to + skips[1], len));
+                    target.copy_from_slice(source);
                 });
             }
         },
@@ -59,20 +67,22 @@ pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpEr
     Ok(())
 }
 
-/// Calls `copy(first element, elements)` for the whole run if that is contiguous and may be taken
-/// `at_once`, else for every token.
+/// Calls `copy([first element read, written], elements)`, counted from the run's own first, for the
+/// whole run if that is contiguous and may be taken `at_once`, else for every token. `steps` are
+/// the elements from one token to the next, read and written.
 fn for_each_part(
     geometry: &PageGeometry,
+    steps: [usize; 2],
     tokens: usize,
     at_once: bool,
-    mut copy: impl FnMut(usize, usize),
+    mut copy: impl FnMut([usize; 2], usize),
 ) {
     let dim = geometry.head_dim;
-    if at_once && geometry.token_stride == dim {
-        return copy(0, tokens * dim);
+    if at_once && steps == [dim, dim] {
+        return copy([0, 0], tokens * dim);
     }
     for token in 0..tokens {
-        copy(token * geometry.token_stride, dim);
+        copy(steps.map(|step| token * step), dim);
     }
 }
 

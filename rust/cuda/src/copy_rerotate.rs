@@ -27,6 +27,9 @@ pub struct CopyRerotateLaunch<'a> {
     pub dtype: KvDtype,
     /// Its strides.
     pub geometry: PageGeometry,
+    /// Another paged tensor of the same elements that blocks are read from, and its strides; none:
+    /// the cache itself.
+    pub source: Option<(DeviceTensor, PageGeometry)>,
     /// i32 [copy_count, 6], contiguous.
     pub copies: DeviceTensor,
     /// Rows of `copies`.
@@ -43,13 +46,20 @@ pub struct CopyRerotateLaunch<'a> {
     pub stream: u64,
 }
 
+impl CopyRerotateLaunch<'_> {
+    /// What is read, and its strides.
+    fn read(&self) -> (DeviceTensor, PageGeometry) {
+        self.source.unwrap_or((self.cache, self.geometry))
+    }
+}
+
 impl CudaBackend {
     /// Puts the copy on the stream. Nothing is waited for, nothing allocated.
     ///
     /// # Safety
     /// Addresses and sizes describe memory of this device that stays valid until the stream has
-    /// run the kernel, `stream` is a stream of this device, and no block is both read and written
-    /// in one call.
+    /// run the kernel, `stream` is a stream of this device, and no block of the cache is both read
+    /// and written in one call.
     ///
     /// # Errors
     /// `InvalidArgument` for a geometry the kernel cannot take, `Driver` when the launch fails.
@@ -80,8 +90,8 @@ struct Parts {
 }
 
 impl Parts {
-    fn of(call: &CopyRerotateLaunch<'_>) -> Self {
-        let PageGeometry { layers, kv_heads, layer_stride, head_stride, .. } = call.geometry;
+    fn of(call: &CopyRerotateLaunch<'_>, geometry: PageGeometry) -> Self {
+        let PageGeometry { layers, kv_heads, layer_stride, head_stride, .. } = geometry;
         match call.page_layers {
             Some((_, count)) => Self { count, heads: 1, stride: head_stride },
             None => Self { count: layers, heads: kv_heads.max(1), stride: layer_stride },
@@ -115,17 +125,15 @@ impl Shape {
     fn of(call: &CopyRerotateLaunch<'_>) -> Result<Self, CudaError> {
         let geometry = &call.geometry;
         let vector = 16 / bytes_of(call.dtype);
-        let strides = [
-            geometry.block_stride,
-            geometry.layer_stride,
-            geometry.head_stride,
-            geometry.token_stride,
-            geometry.value_offset,
-            geometry.head_dim,
-            call.pairs,
-        ];
-        let wide = call.cache.address.is_multiple_of(16)
-            && strides.iter().all(|stride| stride.is_multiple_of(vector));
+        let (source, read) = call.read();
+        let strides = |of: &PageGeometry| {
+            let PageGeometry { block_stride, layer_stride, head_stride, token_stride, .. } = *of;
+            [block_stride, layer_stride, head_stride, token_stride, of.value_offset, of.head_dim]
+        };
+        let wide = [(call.cache, geometry), (source, &read)].iter().all(|(tensor, of)| {
+            tensor.address.is_multiple_of(16)
+                && strides(of).iter().all(|stride| stride.is_multiple_of(vector))
+        }) && call.pairs.is_multiple_of(vector);
         let vector = if wide { vector } else { 1 };
         let columns = geometry.head_dim / vector;
         if columns > MAX_THREADS {
@@ -135,7 +143,7 @@ impl Shape {
         let key_columns = columns - call.pairs / vector;
         let wanted = (key_columns * geometry.page_tokens).max(columns).next_multiple_of(32);
         let threads = wanted.min(MAX_THREADS);
-        let parts = Parts::of(call);
+        let parts = Parts::of(call, *geometry);
         let chunks = parts.chunks(call.copy_count, threads);
         let heads_per_block = parts.heads.div_ceil(chunks);
         let blocks = call.copy_count * parts.count * parts.heads.div_ceil(heads_per_block);
@@ -161,25 +169,44 @@ fn params_of(
     if let Some((layers, pages)) = call.page_layers {
         layers.expect("layers", pages)?;
     }
-    let parts = shape.parts;
-    let last_page =
-        parts.count.saturating_sub(1) * parts.stride + (parts.heads - 1) * geometry.head_stride;
+    let (source, read) = call.read();
+    let same = [read.layers, read.kv_heads, read.head_dim];
+    if same != [geometry.layers, geometry.kv_heads, geometry.head_dim] {
+        return Err(CudaError::invalid(
+            "source",
+            "the cache's layers, heads and head dim",
+            "others",
+        ));
+    }
+    let (parts, source_parts) = (shape.parts, Parts::of(call, read));
+    let within = |geometry: &PageGeometry, parts: Parts, len| {
+        let last = parts.count.saturating_sub(1) * parts.stride;
+        blocks_within(geometry, last + (parts.heads - 1) * geometry.head_stride, len)
+    };
     Ok(CopyRerotateParams {
         cache: call.cache.address,
+        source: source.address,
         copies: call.copies.address,
         inv_freq: call.inv_freq.address(),
         page_layers: call.page_layers.map_or(0, |(layers, _)| layers.address),
-        blocks: blocks_within(geometry, last_page, call.cache.len),
+        blocks: within(geometry, parts, call.cache.len),
         block_stride: long("block_stride", geometry.block_stride)?,
         part_stride: long("layer_stride", parts.stride)?,
         head_stride: long("head_stride", geometry.head_stride)?,
         token_stride: long("token_stride", geometry.token_stride)?,
         value_offset: long("value_offset", geometry.value_offset)?,
+        source_blocks: within(&read, source_parts, source.len),
+        source_block_stride: long("block_stride", read.block_stride)?,
+        source_part_stride: long("layer_stride", source_parts.stride)?,
+        source_head_stride: long("head_stride", read.head_stride)?,
+        source_token_stride: long("token_stride", read.token_stride)?,
+        source_value_offset: long("value_offset", read.value_offset)?,
         copy_count: narrow("copies", call.copy_count)?,
         layers: narrow("layers", geometry.layers)?,
         parts: narrow("pages", parts.count)?,
         kv_heads: narrow("kv_heads", parts.heads)?,
         page_tokens: narrow("page_tokens", geometry.page_tokens)?,
+        source_page_tokens: narrow("page_tokens", read.page_tokens)?,
         head_dim: narrow("head_dim", geometry.head_dim)?,
         pairs: narrow("rotary_dim", call.pairs)?,
         heads_per_block: narrow("kv_heads", shape.heads_per_block)?,

@@ -8,8 +8,10 @@ use crate::tensor_map::TensorMap;
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct CopyRerotateParams {
-    /// Paged KV, written in place.
+    /// Paged KV that is written.
     pub(crate) cache: u64,
+    /// Paged KV that is read.
+    pub(crate) source: u64,
     /// i32 [copy_count, 6].
     pub(crate) copies: u64,
     /// f32 [layers, pairs].
@@ -23,6 +25,13 @@ pub(crate) struct CopyRerotateParams {
     pub(crate) head_stride: i64,
     pub(crate) token_stride: i64,
     pub(crate) value_offset: i64,
+    /// The same of the source.
+    pub(crate) source_blocks: i64,
+    pub(crate) source_block_stride: i64,
+    pub(crate) source_part_stride: i64,
+    pub(crate) source_head_stride: i64,
+    pub(crate) source_token_stride: i64,
+    pub(crate) source_value_offset: i64,
     pub(crate) copy_count: u32,
     /// Of `inv_freq`.
     pub(crate) layers: u32,
@@ -30,6 +39,7 @@ pub(crate) struct CopyRerotateParams {
     pub(crate) parts: u32,
     pub(crate) kv_heads: u32,
     pub(crate) page_tokens: u32,
+    pub(crate) source_page_tokens: u32,
     pub(crate) head_dim: u32,
     pub(crate) pairs: u32,
     pub(crate) heads_per_block: u32,
@@ -284,8 +294,8 @@ pub(crate) struct SpanParams {
     pub(crate) columns: u32,
 }
 
-const _: () = assert!(size_of::<CopyRerotateParams>() == 120);
-const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 80);
+const _: () = assert!(size_of::<CopyRerotateParams>() == 176);
+const _: () = assert!(std::mem::offset_of!(CopyRerotateParams, copy_count) == 136);
 const _: () = assert!(size_of::<PagedKvParams>() == 112);
 const _: () = assert!(size_of::<AttendParams>() == 232);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);

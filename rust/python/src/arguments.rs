@@ -69,6 +69,20 @@ pub fn pages_of(
     Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
 }
 
+/// The geometry of another paged tensor [pages, 2, P, D] that blocks of the cache are read from.
+pub fn source_of(
+    source: &TensorRef,
+    cache: &TensorRef,
+    of_cache: &PageGeometry,
+) -> Result<PageGeometry, Failure> {
+    source.expect_dtype("source", cache.dtype)?;
+    let dim = Some(of_cache.head_dim);
+    source.expect_shape("source", &[("pages", None), ("2", Some(2)), ("P", None), ("D", dim)])?;
+    source.expect_contiguous("source")?;
+    cache.expect_apart("cache", source, "source")?;
+    pages_of(source, of_cache.layers, of_cache.kv_heads)
+}
+
 /// A strided tensor [rows, heads, D] whose last axis is contiguous.
 pub fn head_rows<'a, T: Stored>(
     what: &str,

@@ -4,12 +4,12 @@
 //! view memory as slices, run with the lock released. Shapes are named as in `kvweave.ops`.
 
 use half::{bf16, f16};
-use kvweave_core::ops::{CopyRerotate, Fp8E4m3, MergeStates, PageBounds, WritePages};
+use kvweave_core::ops::{CopyRerotate, CopySource, Fp8E4m3, MergeStates, PageBounds, WritePages};
 use kvweave_cpu as cpu;
 use kvweave_reference as reference;
 use pyo3::prelude::*;
 
-use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of, source_of};
 use crate::dlpack::borrow;
 use crate::dtype::{DType, ROWS};
 use crate::failure::{Failure, entry};
@@ -137,10 +137,12 @@ pub fn write_pages(
 }
 
 #[pyfunction]
-#[pyo3(signature = (cache, copies, rope, kv_heads, layers, reference))]
+#[pyo3(signature = (cache, source, copies, rope, kv_heads, layers, reference))]
+#[expect(clippy::too_many_arguments, reason = "the arguments of one op")]
 pub fn copy_rerotate(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
+    source: Option<&Bound<'_, PyAny>>,
     copies: &Bound<'_, PyAny>,
     rope: &Bound<'_, RopeTable>,
     kv_heads: i64,
@@ -149,6 +151,7 @@ pub fn copy_rerotate(
 ) -> PyResult<()> {
     let owner = borrow("cache", cache)?;
     let cache = owner.tensor;
+    let source = source.map(|source| borrow("source", source)).transpose()?;
     let copies = Table::of("copies", copies)?;
     let layers = layers.map(|layers| Table::of("layers", layers)).transpose()?;
     let rope = &rope.get().table;
@@ -161,9 +164,16 @@ pub fn copy_rerotate(
                 cache.expect_apart("cache", &layers.0.tensor, "layers")?;
             }
             let layers = layers.as_ref().map(|layers| layers.list("layers")).transpose()?;
+            let mut read = None;
+            if let Some(source) = &source {
+                let of_source = source_of(&source.tensor, &cache, &geometry)?;
+                // SAFETY: it is apart from the cache; others are excluded as `arguments` says.
+                let pages = unsafe { source.tensor.slice::<C>("source") }?;
+                read = Some(CopySource { pages, geometry: of_source });
+            }
             // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
             let cache = unsafe { cache.slice_mut::<C>("cache") }?;
-            Ok(CopyRerotate { cache, geometry, copies, rope, layers })
+            Ok(CopyRerotate { cache, geometry, source: read, copies, rope, layers })
         };
         run!(py, reference, copy_rerotate, raised(py, params())?)
     })

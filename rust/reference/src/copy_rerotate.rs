@@ -10,26 +10,24 @@ use crate::rotate::rotate;
 /// What [`CopyRerotate::validate`] refuses.
 pub fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    let pages = params.pages();
-    let CopyRerotate { cache, geometry, copies, rope, .. } = params;
+    let (pages, read) = (params.pages(), params.read_geometry());
+    let CopyRerotate { cache, geometry, source, copies, rope, .. } = params;
     let dim = geometry.head_dim;
     for copy in copies.iter().map(|&row| CopyRun::new(row)) {
-        for &BlockPage { offset, layer } in &pages {
+        for &BlockPage { offset, source: source_offset, layer } in &pages {
             for i in 0..copy.count {
-                let key = |block, slot| offset + geometry.key_offset(block, 0, 0, slot);
-                let source = key(copy.src_block, copy.src_slot + i);
-                let target = key(copy.dst_block, copy.dst_slot + i);
-                cache.copy_within(source..source + dim, target);
+                let from = source_offset + read.key_offset(copy.src_block, 0, 0, copy.src_slot + i);
+                let to = offset + geometry.key_offset(copy.dst_block, 0, 0, copy.dst_slot + i);
+                let all = source.map_or(&*cache, |source| source.pages);
+                let mut key = all[from..from + dim].to_vec();
+                let value = all[from + read.value_offset..][..dim].to_vec();
                 if copy.delta != 0 {
-                    let key = &mut cache[target..target + dim];
                     let mut wide: Vec<f64> = key.iter().map(|x| x.to_f64()).collect();
                     rotate(&mut wide, rope, layer, i64::from(copy.delta));
-                    for (x, wide) in key.iter_mut().zip(wide) {
-                        *x = T::from_f64(wide);
-                    }
+                    key = wide.into_iter().map(T::from_f64).collect();
                 }
-                let [source, target] = [source, target].map(|key| key + geometry.value_offset);
-                cache.copy_within(source..source + dim, target);
+                cache[to..to + dim].copy_from_slice(&key);
+                cache[to + geometry.value_offset..][..dim].copy_from_slice(&value);
             }
         }
     }

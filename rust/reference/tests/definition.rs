@@ -180,6 +180,7 @@ fn rotation_by_hand_in_both_pairings() {
         copy_rerotate(CopyRerotate {
             cache: &mut cache,
             geometry,
+            source: None,
             copies: &copies,
             rope: &rope,
             layers: None,
@@ -342,8 +343,15 @@ fn pages_of_a_head_group_turn_by_their_layers() {
     let (geometry, layers) = (geometry(), Some(&[1, 0, 1][..]));
     let copies = [[4, 1, 8, 5, 1, -2]];
     let cache_of = &mut cache;
-    copy_rerotate(CopyRerotate { cache: cache_of, geometry, copies: &copies, rope: &rope, layers })
-        .expect("valid params");
+    copy_rerotate(CopyRerotate {
+        cache: cache_of,
+        geometry,
+        source: None,
+        copies: &copies,
+        rope: &rope,
+        layers,
+    })
+    .expect("valid params");
     for (number, angle) in [(8, -1.0f32), (9, -0.5), (10, -1.0)] {
         let key = page(number, 5);
         assert!(

@@ -31,7 +31,9 @@ mod write_pages;
 
 pub use attend_decode::AttendDecode;
 pub use attend_prefill::AttendPrefill;
-pub use copy_rerotate::{BlockPage, CopyRerotate, CopyRun, validate_copies, validate_layers};
+pub use copy_rerotate::{
+    BlockPage, CopyRerotate, CopyRun, CopySource, validate_copies, validate_layers,
+};
 pub use element::Element;
 pub use entries::{Entry, KvView, check_offsets};
 pub use error::{OpError, OpErrorKind};

@@ -30,6 +30,7 @@ fn copy<B: Backend, T: Element>(world: &mut World<T>, copies: &[[i32; 6]]) {
     B::copy_rerotate(CopyRerotate {
         cache: &mut world.cache,
         geometry,
+        source: None,
         copies,
         rope,
         layers: None,

@@ -3,8 +3,8 @@
 use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
 use kvweave_core::ops::{
-    Cached, CopyRerotate, Element, Fp8E4m3, HeadRows, KvScales, MergeStates, OpError, PageBounds,
-    PageGeometry, Reach, WritePages,
+    Cached, CopyRerotate, CopySource, Element, Fp8E4m3, HeadRows, KvScales, MergeStates, OpError,
+    PageBounds, PageGeometry, Reach, WritePages,
 };
 use proptest::prelude::*;
 
@@ -198,6 +198,29 @@ fn random_copies<T>(world: &World<T>, case: &Case, random: &mut Random) -> Vec<[
     world.entries[..half].iter().zip(&world.entries[half..]).map(run).collect()
 }
 
+/// What copies read, in pages of more tokens.
+fn repaged<T: Element>(world: &World<T>, copies: &[[i32; 6]]) -> (Vec<T>, PageGeometry) {
+    let read = world.geometry;
+    let wide = PageGeometry::arena(read.layers, read.kv_heads, read.page_tokens + 3, read.head_dim);
+    let last = copies.iter().map(|copy| copy[0] as usize).max().unwrap_or(0);
+    let end = wide.key_offset(last, read.layers - 1, read.kv_heads, 0);
+    let mut pages = vec![T::from_f64(77.0); end];
+    for copy in copies {
+        let (block, first) = (copy[0] as usize, copy[1] as usize);
+        for page in 0..read.layers * read.kv_heads {
+            for slot in first..first + copy[4] as usize {
+                for half in 0..2 {
+                    let from = read.key_offset(block, 0, page, slot) + half * read.value_offset;
+                    let to = wide.key_offset(block, 0, page, slot) + half * wide.value_offset;
+                    let vector = &world.cache[from..from + read.head_dim];
+                    pages[to..to + read.head_dim].copy_from_slice(vector);
+                }
+            }
+        }
+    }
+    (pages, wide)
+}
+
 fn copy<T: Element>(case: &Case) {
     let mut world = World::<T>::new(case);
     let mut random = Random(case.seed);
@@ -207,16 +230,22 @@ fn copy<T: Element>(case: &Case) {
     random.shuffle(&mut layers);
     layers.truncate(1 + random.below(layers.len()));
     for layers in [None, Some(&layers[..])] {
-        let copied = |run: fn(CopyRerotate<'_, T>) -> Result<(), OpError>| {
+        let copied = |run: fn(CopyRerotate<'_, T>) -> Result<(), OpError>, source| {
             let mut cache = world.cache.clone();
             let (geometry, rope) = (world.geometry, &world.rope);
-            let params =
-                CopyRerotate { cache: &mut cache, geometry, copies: &copies, rope, layers };
+            let copies = &copies;
+            let params = CopyRerotate { cache: &mut cache, geometry, source, copies, rope, layers };
             run(params).expect("valid params");
             cache
         };
-        let (expected, got) = (copied(Reference::copy_rerotate), copied(Cpu::copy_rerotate));
+        let both =
+            |source| (copied(Reference::copy_rerotate, source), copied(Cpu::copy_rerotate, source));
+        let (expected, got) = both(None);
         assert_close(&got, &expected, 3e-7, "cache");
+        let (pages, geometry) = repaged(&world, &copies);
+        let (apart, got) = both(Some(CopySource { pages: &pages, geometry }));
+        assert_close(&got, &apart, 3e-7, "cache, read from another tensor");
+        assert_close(&apart, &expected, 0.0, "what was read there is what was read here");
         let rotated: usize = copies.iter().filter(|c| c[5] != 0).map(|c| c[4] as usize).sum();
         let moved = expected.iter().zip(&world.cache).filter(|(a, b)| a != b).count();
         let pages = layers.map_or(LAYERS * case.kv_heads, <[i32]>::len);

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, reach_of};
 use super::device::backend;
-use crate::arguments::{count, pages_of, raised};
+use crate::arguments::{count, pages_of, raised, source_of};
 use crate::dlpack::borrow;
 use crate::failure::{Failure, entry};
 use crate::rope::RopeTable;
@@ -14,10 +14,12 @@ use crate::rope::RopeTable;
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, copies, rope, kv_heads, layers, stream))]
+#[pyo3(signature = (cache, source, copies, rope, kv_heads, layers, stream))]
+#[expect(clippy::too_many_arguments, reason = "the arguments of one op")]
 pub fn copy_rerotate_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
+    source: Option<&Bound<'_, PyAny>>,
     copies: TablePair<'_>,
     rope: &Bound<'_, RopeTable>,
     kv_heads: i64,
@@ -25,12 +27,21 @@ pub fn copy_rerotate_cuda(
     stream: u64,
 ) -> PyResult<()> {
     let (cache, copies) = (borrow("cache", cache)?, DeviceTable::of("copies", &copies)?);
+    let source = source.map(|source| borrow("source", source)).transpose()?;
     let (cache, rope) = (&cache.tensor, rope.get());
     let layers = layers.map(|layers| DeviceTable::of("layers", &layers)).transpose()?;
     let checks = || {
         let place = Place::of("cache", cache)?;
         let geometry = pages_of(cache, rope.table.layers(), count("kv_heads", kv_heads)?)?;
         cache.expect_writable("cache")?;
+        let mut read = None;
+        if let Some(source) = &source {
+            place.expect("source", &source.tensor, cache.dtype)?;
+            read = Some((
+                reach_of("source", &source.tensor)?,
+                source_of(&source.tensor, cache, &geometry)?,
+            ));
+        }
         let (table, copy_count) = copies.rows::<6>("copies", &place)?;
         copies.on_device.tensor.expect_apart("copies", cache, "cache")?;
         let (mut page_layers, mut layers_on_host) = (None, None);
@@ -41,14 +52,15 @@ pub fn copy_rerotate_cuda(
         }
         let tables = ((table, copy_count), page_layers);
         let on_host = (copies.rows_on_host::<6>("copies")?, layers_on_host);
-        Ok((place, geometry, tables, on_host, reach_of("cache", cache)?))
+        Ok((place, geometry, tables, on_host, (reach_of("cache", cache)?, read)))
     };
-    let (place, geometry, tables, on_host, cache) = raised(py, checks())?;
+    let (place, geometry, tables, on_host, (cache, source)) = raised(py, checks())?;
     let ((copies, copy_count), page_layers) = tables;
     entry(py, || {
         let (rows, layers) = on_host;
         let pages = page_layers.map(|(_, pages)| pages);
-        validate_copies(rows.unwrap_or(&[]), &geometry, &rope.table, (cache.len, pages))?;
+        let read = source.map(|(source, of)| (of, source.len));
+        validate_copies(rows.unwrap_or(&[]), &geometry, &rope.table, (cache.len, pages), read)?;
         layers.map_or(Ok(()), |layers| validate_layers(layers, &geometry))?;
         let backend = backend(place.ordinal)?;
         let inv_freq = rope.on(&backend, place.ordinal)?;
@@ -56,6 +68,7 @@ pub fn copy_rerotate_cuda(
             cache,
             dtype: place.dtype,
             geometry,
+            source,
             copies,
             copy_count,
             inv_freq: &inv_freq,

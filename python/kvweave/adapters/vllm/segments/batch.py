@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from kvweave.adapters.vllm.builder import PagedMetadata
-from kvweave.adapters.vllm.segments.store import Rows
 
 
 class Batch:
@@ -40,14 +39,9 @@ class Batch:
         first, end = self.entry_offsets[request : request + 2]
         return self.metadata.entries.rows[int(first) : int(end)]
 
-    def places(self, request: int, positions: Rows) -> torch.Tensor:
-        """Page of the first head and slot, i32 [n, 2], of tokens of a request."""
-        entries = self.entries(request)
-        at = torch.from_numpy(positions.astype(np.int64)).to(entries.device)
-        number = at.div(self.page_tokens, rounding_mode="floor")
-        block = entries[:, 0].index_select(0, number)
-        slot = (at - number * self.page_tokens).to(torch.int32)
-        return torch.stack((block, slot), 1).contiguous()
+    def blocks(self, request: int) -> torch.Tensor:
+        """The page of the first head, i32 [N], of each page of a request's tokens."""
+        return self.entries(request)[:, 0]
 
     def narrowed(self, index: torch.Tensor, counts: list[int]) -> PagedMetadata:
         """Tables of some rows of the batch, `counts` of each request."""

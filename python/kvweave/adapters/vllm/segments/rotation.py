@@ -36,17 +36,3 @@ def frequencies(config: Any) -> npt.NDArray[np.float64]:
     with torch.device("cpu"):
         inv_freq: torch.Tensor = rotary(config=config).inv_freq
     return inv_freq.double().numpy()
-
-
-def turned(k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Keys [n, G, D] rotated by angles of cos, sin f32 [n, rotary_dim / 2], pairs half apart.
-
-    The arithmetic is f32 and the result is rounded once.
-    """
-    half = cos.shape[1]
-    c, s = cos[:, None], sin[:, None]
-    first, second = k[..., :half].float(), k[..., half : 2 * half].float()
-    parts = [first * c - second * s, second * c + first * s]
-    if 2 * half < k.shape[-1]:
-        parts.append(k[..., 2 * half :].float())
-    return torch.cat(parts, -1).to(k.dtype)

@@ -116,11 +116,12 @@ class Step:
             if not len(spared) or work.chunk.plan.layer != number:
                 continue
             if work.copies is None or work.copied is not spared:
-                to = self.batch.places(work.request, spared)
-                work.copies = self.store.copies(work.chunk.held, spared, to)
+                held, batch = work.chunk.held, self.batch
+                blocks = batch.blocks(work.request)
+                work.copies = self.store.copies(held, spared, blocks, batch.page_tokens)
                 work.copied = spared
             self.store.copy(work.copies, number, self.layers.pages[number])
-            self.stats.copied_keys += len(work.copies)
+            self.stats.copied_keys += work.copies.tokens
             self.stats.moved_keys += work.copies.moved
 
     def _advance(self, number: int, counts: list[int], queries: list[torch.Tensor]) -> bool:

@@ -19,7 +19,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from kvweave import ops
-from kvweave.adapters.vllm.segments.rotation import turned
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
@@ -91,20 +90,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Copies:
-    """Tokens that go from the store to vLLM's pages: the same in all layers.
+    """Tokens that go from the store to vLLM's pages: `rows` i32 [C, 6] for `ops.copy_rerotate`.
 
-    `blocks` and `slots` i64 [n] in the arena, `to` i32 [n, 2] (page of the first head, slot) in a
-    layer's pages; cos and sin f32 [n, rotary_dim / 2], None where no key turns. On the device.
+    The same in all layers, seen from the first page of each. `moved`: tokens whose keys turn.
     """
 
-    blocks: torch.Tensor
-    slots: torch.Tensor
-    to: torch.Tensor
-    turn: tuple[torch.Tensor, torch.Tensor] | None
+    rows: torch.Tensor
+    tokens: int
     moved: int
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
 
 class SegmentStore:
@@ -118,7 +111,7 @@ class SegmentStore:
             raise InvalidArgument(f"segments: expected KV in {expected}, got {geometry.dtype}")
         self.geometry = geometry
         frequencies = np.tile(geometry.inv_freq.astype(np.float32), (geometry.layers, 1))
-        self.rope = ops.RopeTable(frequencies)
+        self.rope, self.rope_of_layer = ops.RopeTable(frequencies), ops.RopeTable(frequencies[:1])
         shape = KvShape(
             geometry.layers,
             geometry.kv_heads,
@@ -163,41 +156,51 @@ class SegmentStore:
         request.finish_copies()
         return Held(request, policy)
 
-    def copies(self, held: Held, positions: Rows, to: torch.Tensor) -> Copies:
-        """Tokens of a held prompt on their way to `to` i32 [n, 2]."""
-        block, slot, delta = held.places[positions].T
-        device = self.geometry.device
-        deltas, which = np.unique(delta, return_inverse=True)
-        turn = None
-        if deltas.any():
-            angles = deltas[:, None].astype(np.float64) * self.geometry.inv_freq
-            index = self._sent(which.astype(np.int64))
-            cos, sin = (self._sent(part.astype(np.float32)) for part in _turn(angles))
-            turn = (cos.index_select(0, index), sin.index_select(0, index))
-        blocks, slots = (self._sent(x.astype(np.int64)) for x in (block, slot))
-        return Copies(blocks, slots, to.to(device), turn, int(np.count_nonzero(delta)))
+    def copies(self, held: Held, positions: Rows, blocks: torch.Tensor, size: int) -> Copies:
+        """Tokens of a held prompt on their way to vLLM's pages of `size` tokens.
+
+        `blocks` i32 [N]: the number of the first head's page, of each page of the prompt.
+        """
+        places = held.places[positions]
+        rows = self._sent(_runs(positions, places, size))
+        rows[:, 2] = blocks.index_select(0, rows[:, 2])
+        return Copies(rows, len(positions), int(np.count_nonzero(places[:, 2])))
 
     def copy(self, copies: Copies, layer: int, pages: torch.Tensor) -> None:
         """Copies one layer's K and V into its pages [pages, 2, P, D], keys turned on the way."""
-        heads = torch.arange(self.geometry.kv_heads, device=self.geometry.device)
-        page = copies.blocks[:, None] + layer * self.geometry.kv_heads + heads
-        slot = copies.slots[:, None]
-        k, v = self.pages[page, 0, slot], self.pages[page, 1, slot]
-        if copies.turn is not None:
-            k = turned(k, *copies.turn)
-        ops.write_pages(pages, 0, k, v, copies.to)
+        ops.copy_rerotate(
+            pages,
+            copies.rows,
+            self.rope_of_layer,
+            kv_heads=self.geometry.kv_heads,
+            source=self.pages_of_layer(layer),
+        )
 
     def keep(
-        self, held: Held, positions: Rows, layers: list[torch.Tensor], at: torch.Tensor
+        self,
+        held: Held,
+        positions: Rows,
+        layers: list[torch.Tensor],
+        blocks: torch.Tensor,
+        size: int,
     ) -> None:
-        """Stores K and V that lie in vLLM's pages, a tensor a layer, at `at` i32 [n, 2]."""
-        slots = held.request.slots(positions)
-        table = self._sent(slots) if self.geometry.device.type != "cpu" else slots
-        heads = torch.arange(self.geometry.kv_heads, device=self.geometry.device)
-        page = at[:, :1].long() + heads
-        slot = at[:, 1:].long()
+        """Stores K and V of tokens that lie in vLLM's pages, a tensor a layer: as `copies`."""
+        places = np.zeros((len(positions), 3), np.int32)
+        places[:, :2] = held.request.slots(positions)
+        rows = self._sent(_runs(positions, places, size)[:, [2, 3, 0, 1, 4, 5]])
+        rows[:, 0] = blocks.index_select(0, rows[:, 0])
         for layer, pages in enumerate(layers):
-            ops.write_pages(self.pages, layer, pages[page, 0, slot], pages[page, 1, slot], table)
+            ops.copy_rerotate(
+                self.pages_of_layer(layer),
+                rows,
+                self.rope_of_layer,
+                kv_heads=self.geometry.kv_heads,
+                source=pages,
+            )
+
+    def pages_of_layer(self, layer: int) -> torch.Tensor:
+        """The pages from a layer's first on: a block's number is that of its page there."""
+        return self.pages[layer * self.geometry.kv_heads :]
 
     def commit(self, held: Held, computed: int) -> None:
         """Says that the KV of [0, computed) is stored; later prompts may find it."""
@@ -236,7 +239,19 @@ def _counted(counts: Rows) -> Rows:
     return counted
 
 
-def _turn(
-    angles: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    return np.cos(angles), np.sin(angles)
+def _runs(positions: Rows, places: Rows, size: int) -> Rows:
+    """Copies i32 [C, 6] of tokens at ascending positions, all that lie side by side as one.
+
+    places i32 [n, 3]: block, slot and delta of each in the store. The target's block is the number
+    of the position's page, of `size` tokens, among those of its prompt.
+    """
+    page, at = np.divmod(positions, np.int32(size))
+    apart = np.ones(len(positions), bool)
+    step = np.diff(np.column_stack((positions, places)), axis=0)
+    apart[1:] = (step != (1, 0, 1, 0)).any(1) | (at[1:] == 0)
+    first = np.flatnonzero(apart)
+    count = np.diff(np.append(first, len(positions)))
+    block, slot, delta = places[first].T
+    columns = (block, slot, page[first], at[first], count, delta)
+    runs: Rows = np.column_stack(columns).astype(np.int32)
+    return runs

@@ -102,7 +102,8 @@ class SegmentWorker:
             first, end = np.searchsorted(fresh, (held.stored, chunk.end))
             new = fresh[first:end]
             if len(new):
-                self.store.keep(held, new, layers, batch.places(request, new))
+                blocks = batch.blocks(request)
+                self.store.keep(held, new, layers, blocks, batch.page_tokens)
             self.store.commit(held, chunk.end)
             if chunk.end == held.tokens:
                 self._let_go(chunk.request_id)
