@@ -13,7 +13,7 @@
 //    are computed;
 // 3. a thread's token and column are fixed before the loop over heads: no division inside.
 //
-// Rows that point outside the cache are skipped: a table that was made on the device cannot be
+// Rows that point outside a tensor are skipped: a table that was made on the device cannot be
 // checked on the host without waiting for it.
 
 #include "api.h"

@@ -381,7 +381,7 @@ def test_memory_that_runs_out_takes_nothing() -> None:
     wanted = runner.generate(short, "full", max_new_tokens=4, stop=(), remember=False).tokens
     with (
         room_on_gpu(32 << 20),
-        pytest.raises(kvweave.OutOfMemory, match="prefill: expected memory for it") as refused,
+        pytest.raises(kvweave.OutOfMemory, match="^prefill: expected memory for it") as refused,
     ):
         runner.prefill(tokens, "full")
     assert "Tried to allocate" in refused.value.got

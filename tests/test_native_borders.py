@@ -432,7 +432,7 @@ def test_copy_rerotate_refuses(case, row, words) -> None:
         (
             torch.zeros(8, 2, 16, 64),
             [5, 0, 8, 0, 4, 1],
-            "within the cache of 16384 elements",
+            "within the source of 16384 elements",
         ),
         (torch.zeros(8, 2, 16, 64), [4, 0, 999_999, 0, 4, 1], "expected a block within the cache"),
         (torch.zeros(8, 2, 16, 64), [-4, 0, 8, 0, 4, 1], "copy blocks: expected"),

@@ -276,25 +276,29 @@ def test_share_is_materialise(generator, dtype, rotary_dim, pairing, version) ->
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 16, 40])
-def test_blocks_are_read_in_another_arena(generator, size, dtype, pairing, version) -> None:
+@pytest.mark.parametrize("layers", [None, [1, 0, 1, 0]])
+def test_blocks_are_read_in_another_arena(generator, layers, size, dtype, pairing, version) -> None:
     """Pages of other sizes, of which nothing but the copied slots is read or written."""
-    cache = torch.randn(20, 2, 16, 64, generator=generator).to(dtype)
-    source = torch.randn(28, 2, size, 64, generator=generator).to(dtype)
+    # Slices, as a layer's pages of a larger arena are.
+    cache = torch.randn(23, 2, 16, 64, generator=generator).to(dtype)[3:]
+    source = torch.randn(29, 2, size, 64, generator=generator).to(dtype)[1:]
     before, apart = cache.clone(), source.clone()
+    of_pages = None if layers is None else np.array(layers, np.int32)
     # Blocks of 2 layers and 2 heads; the same number there and here, and one read twice.
     copies = np.array([[4, 1, 4, 9, 7, 30], [24, 0, 8, 0, 8, 0], [4, 5, 12, 2, 3, -700]], np.int32)
     rope = rope_table(2, 64, pairing)
-    version.copy_rerotate(cache, copies, rope, kv_heads=2, source=source)
+    version.copy_rerotate(cache, copies, rope, kv_heads=2, layers=of_pages, source=source)
     assert torch.equal(source, apart)
     for src_block, src_slot, dst_block, dst_slot, count, delta in copies.tolist():
         for page in range(4):
             read = source[src_block + page, :, src_slot : src_slot + count]
             wrote = cache[dst_block + page, :, dst_slot : dst_slot + count]
             assert torch.equal(wrote[1], read[1])
-            frequencies = torch.from_numpy(rope.inv_freq)[page // 2]
+            layer = page // 2 if layers is None else layers[page]
+            frequencies = torch.from_numpy(rope.inv_freq)[layer]
             steps = torch.full((count,), delta)
             wanted = rotated(read[0][:, None], frequencies, steps, pairing)[:, 0]
-            length = read[0].double().abs().amax(-1, keepdim=True)
+            length = wanted.abs().amax(-1, keepdim=True)
             assert float(((wrote[0].double() - wanted).abs() / length).max()) <= CLOSE[dtype]
             before[dst_block + page, :, dst_slot : dst_slot + count] = wrote
     assert torch.equal(cache, before)

@@ -319,7 +319,12 @@ def test_the_knowledge_base() -> None:
         ("kvweave_list", ("acme",)),
         ("kvweave_delete", ("a/b", "acme")),
     ]
-    for error, status in (("UnknownSegment", 404), ("PoolFull", 507), ("Unsupported", 501)):
+    for error, status in (
+        ("UnknownSegment", 404),
+        ("PoolFull", 507),
+        ("OutOfMemory", 507),
+        ("Unsupported", 501),
+    ):
         server.reply = {"error": error, "text": "why"}
         got, body = server.ask("DELETE", "/kvweave/knowledge/x")
         assert (got, body["error"]["message"], body["error"]["code"]) == (status, "why", status)

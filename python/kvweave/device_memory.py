@@ -1,4 +1,4 @@
-"""Memory of a device: the pages of an arena there, and what is raised when there is no room."""
+"""Memory of a host or device: pages of an arena, and what is raised when there is no room."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvweave.errors import OutOfMemory
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_SHORTAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def needs_memory(
     what: str,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Marks a function, called `what`, whose tensors may not fit their device.
+    """Marks a function, called `what`, whose tensors may not fit where they shall lie.
 
-    It raises `OutOfMemory` then, with torch's words for what it tried to get and what was free.
+    It raises `OutOfMemory` then, with torch's words for what it tried to get.
     """
 
     def marked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -28,7 +29,9 @@ def needs_memory(
         def named(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
             try:
                 return function(*arguments, **options)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if isinstance(error, OutOfMemory) or not is_shortage(error):
+                    raise
                 raise _named(what, "memory for it", error) from error
 
         return named
@@ -44,11 +47,23 @@ def arena_pages(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """
     try:
         return torch.zeros(tuple(sizes), dtype=dtype, device=device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
         wanted = f"{math.prod(sizes) * dtype.itemsize} bytes on {device}"
         raise _named("arena", wanted, error) from error
 
 
-def _named(what: str, expected: str, error: torch.OutOfMemoryError) -> OutOfMemory:
+def is_shortage(error: RuntimeError) -> bool:
+    """Whether an error says that there is no memory.
+
+    torch has a class for what its own allocator of a GPU lacks. What the host, CUDA or cuBLAS
+    lacks is known by its words alone.
+    """
+    shortage = isinstance(error, (OutOfMemory, torch.OutOfMemoryError))
+    return shortage or any(words in str(error) for words in _SHORTAGES)
+
+
+def _named(what: str, expected: str, error: RuntimeError) -> OutOfMemory:
     got = str(error)
     return OutOfMemory(f"{what}: expected {expected}, got {got}", expected=expected, got=got)

@@ -27,7 +27,7 @@ class PoolFull(KvweaveError):
 
 
 class OutOfMemory(KvweaveError, MemoryError, RuntimeError):
-    """A host or device without the memory that a call needs. The call keeps none of it.
+    """A host or device without the memory that a call needs. No request holds any of it.
 
     A `RuntimeError` too, as torch's own is, for callers that react to that.
     """

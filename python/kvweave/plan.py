@@ -54,6 +54,7 @@ class LayerPlan:
     stay as they were reused. Full heads always write all `rows`. None: all.
     `ffn_rows`, a subset of `rows`: those that run the feed-forward; the others keep the residual
     (RedKnot, Algorithm 1, lines 23-26). None: all.
+    Layers may share arrays; what was planned is not changed any more.
     `restore`: KV heads of this layer that are full for the request from this layer's attention on;
     only of policies that measure.
     """

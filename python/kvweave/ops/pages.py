@@ -94,11 +94,11 @@ def copy_rerotate(
 ) -> None:
     """Copies tokens of all pages of blocks to others: K rotated by delta, V as it is.
 
-    copies i32 [C, 6]; no block is both read and written, no slot written twice. Blocks are read
-    in the cache itself, or in `source`, another arena [pages, 2, P', D] of its dtype and device,
-    whose pages may be of another size. `rope` has the
-    inverse frequencies of all L layers. Moving a key by delta positions turns pair i by
-    `delta · inv_freq[i]` (Δ-RoPE: SparseX, section 3); delta 0 copies bits.
+    copies i32 [C, 6]; no slot is written twice. Blocks are read in the cache itself, where none is
+    both read and written, or in `source`: another arena [pages, 2, P', D] of its dtype and device
+    and apart from it, whose pages may be of another size. `rope` has the inverse frequencies of all
+    L layers. Moving a key by delta positions turns pair i by `delta · inv_freq[i]` (Δ-RoPE:
+    SparseX, section 3); delta 0 copies bits.
 
     A block has L · kv_heads pages, layer by layer, or, with `layers` i32 [pages], those of a head
     group: page r has the keys of layer `layers[r]`, which occurs at most `kv_heads` times.

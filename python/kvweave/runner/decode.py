@@ -42,6 +42,7 @@ class Decoder:
 
         # Errors
         `PoolFull` when a sequence needs a block and there is none; its request is unchanged.
+        `OutOfMemory` when the step finds no room: the requests are to be released.
         """
         start = time.perf_counter()
         for sequence in batch:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvweave.device_memory import is_shortage
 from kvweave.ops import Reach, RopeTable, Workspace
 from kvweave.runner.decode_step import StepTables, forward, newest, slots_of
 from kvweave.runner.decoding import Decoding
@@ -216,7 +217,11 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 size.logits = self._forward(size, rope)
         except RuntimeError as error:
-            self._give_up(error)
+            if is_shortage(error):
+                # There may be room another time: once more from a first step on.
+                size.tried = False
+            else:
+                self._give_up(error)
             return
         self._pool = graph.pool()
         size.graph = graph

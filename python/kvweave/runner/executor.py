@@ -262,7 +262,7 @@ class _Run:
         if restored:
             if spared is not None:
                 grid, states = hidden.grid, hidden.states
-                heads = SomeHeads.of(spec.device, restored)
+                heads = SomeHeads(restored, spec.device)
                 project_heads(spec, layer, grid, states, turn, heads, (k, v))
                 self.trace.flops.project_heads(plan.layer, len(restored), len(plan.rows))
             table = kv.rows(plan.rows, plan.local_rows)
@@ -314,9 +314,10 @@ class _Run:
 
         `kept` are some of the rows; both are sorted, so the first that differ show the first left.
         """
-        if len(kept) < len(rows):
-            differ = rows[: len(kept)] != kept
-            first = int(differ.argmax()) if differ.any() else len(kept)
+        both = min(len(rows), len(kept))
+        differ = np.flatnonzero(rows[:both] != kept[:both])
+        first = int(differ[0]) if len(differ) else both
+        if first < len(rows):
             self.trace.exact = min(self.trace.exact, int(rows[first]))
 
     def narrowed(self, plan: LayerPlan, policy: Policy, moved: torch.Tensor) -> LayerPlan:

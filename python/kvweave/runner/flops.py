@@ -110,10 +110,10 @@ class FlopCount:
 
     def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
         """Pairs of a row and a key over all query heads."""
-        seen = next((seen for known, seen in self._seen if known is rows), None)
+        seen = next((seen for known, seen in self._seen if np.array_equal(known, rows)), None)
         if seen is None:
             seen = dict[tuple[int, int], int]()
-            self._seen = [*self._seen[-1:], (rows, seen)]
+            self._seen = [*self._seen[-1:], (rows.copy(), seen)]
         for reach in set(reaches) - seen.keys():
             seen[reach] = visible_pairs(rows, *reach)
         group = self.spec.query_heads // self.spec.kv_heads

@@ -19,24 +19,24 @@ from kvweave.runner.tables import Int32, send, send_index
 Promoted = tuple[tuple[int, int], ...]
 """The (layer, KV head) pairs that a request made full, in the order of their tables."""
 
-Window = tuple[int, int]
+Sight = tuple[int, int]
 """How many of the latest tokens a head sees, 0 for all, and how many of the first."""
 
 _MOST_PROMOTED = 256
-_MOST_LAYERS = 4096
+_MOST_KEPT = 4096
 
 
 @dataclass(frozen=True)
 class SomeHeads:
-    """Some KV heads of a layer, and an index of them, i64, where the model is."""
+    """Some KV heads of a layer of a model on a device."""
 
-    heads: tuple[int, ...]
-    index: torch.Tensor
+    heads: Sequence[int]
+    device: torch.device
 
-    @staticmethod
-    def of(device: torch.device, heads: Sequence[int]) -> SomeHeads:
-        """The index goes over."""
-        return SomeHeads(tuple(heads), send_index(device, np.asarray(heads, np.int32)).long())
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """The heads as an index, i64, on the device."""
+        return send_index(self.device, np.asarray(self.heads, np.int32)).long()
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class LayerHeads:
     what some see that is less than the model lets them, and which heads these are, bool [G].
     """
 
-    seen: list[Window]
+    seen: list[Sight]
     local: SomeHeads
     others: SomeHeads
-    narrowed: list[tuple[Window, torch.Tensor]]
+    narrowed: list[tuple[Sight, torch.Tensor]]
 
 
 class HeadReads:
@@ -118,7 +118,7 @@ class HeadReads:
             return None
         key = (tuple(request.promoted), layer)
         if key not in self._whole:
-            _make_room(self._whole, _MOST_LAYERS)
+            _make_room(self._whole, _MOST_KEPT)
             rows = request.head_rows(layer)
             rows[:, 2:] = (self.spec.layers[layer].window or 0, 0)
             self._whole[key] = Reach(request.tables, rows)
@@ -126,9 +126,10 @@ class HeadReads:
 
     def of_layer(self, request: KvRequest, layer: int) -> LayerHeads:
         """What the heads of a layer see in a request, and where their KV is kept."""
-        key = (tuple(request.promoted), layer)
+        # Other layers' promoted heads change nothing here.
+        key = (tuple(place for place in request.promoted if place[0] == layer), layer)
         if key not in self._layers:
-            _make_room(self._layers, _MOST_LAYERS)
+            _make_room(self._layers, _MOST_KEPT)
             self._layers[key] = self._described(request, layer)
         return self._layers[key]
 
@@ -147,7 +148,7 @@ class HeadReads:
             for window in sorted(set(seen) - {own})
         ]
         others = [head for head in heads if head not in local]
-        return LayerHeads(seen, SomeHeads.of(device, local), SomeHeads.of(device, others), narrowed)
+        return LayerHeads(seen, SomeHeads(local, device), SomeHeads(others, device), narrowed)
 
     def is_window(self, table: int) -> bool:
         """Whether a table of a request is of a window group: tables of promoted heads are not."""

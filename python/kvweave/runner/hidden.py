@@ -32,10 +32,11 @@ class Hidden:
         # Errors
         `InvalidArgument` when a row has no hidden state here.
         """
-        at = next((at for at, (known, _) in enumerate(self._found) if known is rows), None)
-        if at is None and len(self._found) == _MOST_FOUND:
-            del self._found[0]
-        self._found.append((rows, self._find(rows)) if at is None else self._found.pop(at))
+        known = [np.array_equal(rows, some) for some, _ in self._found]
+        if any(known):
+            self._found.append(self._found.pop(known.index(True)))
+        else:
+            self._found = [*self._found[1 - _MOST_FOUND :], (rows.copy(), self._find(rows))]
         return self._found[-1][1]
 
     def _find(self, rows: Rows) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
-from kvweave.runner.heads import HeadReads, LayerHeads, Window
+from kvweave.runner.heads import HeadReads, LayerHeads, Sight
 from kvweave.runner.rope import PositionTable
 from kvweave.runner.tables import Int32, KvTable, RowTable, send
 
@@ -83,9 +83,10 @@ class RequestKv:
 
     def asking(self, rows: Rows) -> ops.Table:
         """The positions of rows that ask what matters; the last ones are kept."""
-        if self._asking is None or self._asking[0] is not rows:
-            (there,) = send(self.spec.device, rows)
-            self._asking = (rows, there)
+        if self._asking is None or not np.array_equal(self._asking[0], rows):
+            asking = rows.copy()
+            (there,) = send(self.spec.device, asking)
+            self._asking = (asking, there)
         return self._asking[1]
 
     def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
@@ -160,7 +161,7 @@ class RequestKv:
         """What the heads of a layer see, and which of them lie in a window group."""
         return self.heads.of_layer(self.request, layer)
 
-    def seen_by_model(self, layer: int) -> list[Window]:
+    def seen_by_model(self, layer: int) -> list[Sight]:
         """What the heads of a layer would see without a head map."""
         return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
 

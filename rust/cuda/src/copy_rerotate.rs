@@ -18,7 +18,7 @@ const WORTH_A_BLOCK: usize = 128;
 
 /// Tokens of all pages of blocks copied to others, keys rotated: see
 /// `kvweave_core::ops::CopyRerotate`, whose checks are the caller's where the table is on the host.
-/// The kernel itself skips rows that point outside the cache.
+/// The kernel itself skips rows that point outside the cache or the source.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyRerotateLaunch<'a> {
     /// The whole paged tensor.
@@ -58,8 +58,9 @@ impl CudaBackend {
     ///
     /// # Safety
     /// Addresses and sizes describe memory of this device that stays valid until the stream has
-    /// run the kernel, `stream` is a stream of this device, and no block of the cache is both read
-    /// and written in one call.
+    /// run the kernel, `stream` is a stream of this device, a source is apart from the cache and
+    /// has its layers, heads and head dim, and no block of the cache is both read and written in
+    /// one call.
     ///
     /// # Errors
     /// `InvalidArgument` for a geometry the kernel cannot take, `Driver` when the launch fails.
@@ -170,14 +171,6 @@ fn params_of(
         layers.expect("layers", pages)?;
     }
     let (source, read) = call.read();
-    let same = [read.layers, read.kv_heads, read.head_dim];
-    if same != [geometry.layers, geometry.kv_heads, geometry.head_dim] {
-        return Err(CudaError::invalid(
-            "source",
-            "the cache's layers, heads and head dim",
-            "others",
-        ));
-    }
     let (parts, source_parts) = (shape.parts, Parts::of(call, read));
     let within = |geometry: &PageGeometry, parts: Parts, len| {
         let last = parts.count.saturating_sub(1) * parts.stride;

@@ -60,11 +60,20 @@ pub fn pages_of(
     layers: usize,
     kv_heads: usize,
 ) -> Result<PageGeometry, Failure> {
-    let wanted = [("pages", None), ("2", Some(2)), ("P", None), ("D", None)];
-    cache.expect_shape("cache", &wanted)?;
-    cache.expect_contiguous("cache")?;
-    let &[_, _, page_tokens, head_dim] = cache.shape() else {
-        return Err(Failure::invalid("cache", "4 axes", cache.axes));
+    arena_of("cache", cache, None, layers, kv_heads)
+}
+
+fn arena_of(
+    what: &str,
+    tensor: &TensorRef,
+    dim: Option<usize>,
+    layers: usize,
+    kv_heads: usize,
+) -> Result<PageGeometry, Failure> {
+    tensor.expect_shape(what, &[("pages", None), ("2", Some(2)), ("P", None), ("D", dim)])?;
+    tensor.expect_contiguous(what)?;
+    let &[_, _, page_tokens, head_dim] = tensor.shape() else {
+        return Err(Failure::invalid(what, "4 axes", tensor.axes));
     };
     Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
 }
@@ -76,11 +85,9 @@ pub fn source_of(
     of_cache: &PageGeometry,
 ) -> Result<PageGeometry, Failure> {
     source.expect_dtype("source", cache.dtype)?;
-    let dim = Some(of_cache.head_dim);
-    source.expect_shape("source", &[("pages", None), ("2", Some(2)), ("P", None), ("D", dim)])?;
-    source.expect_contiguous("source")?;
     cache.expect_apart("cache", source, "source")?;
-    pages_of(source, of_cache.layers, of_cache.kv_heads)
+    let PageGeometry { layers, kv_heads, head_dim, .. } = *of_cache;
+    arena_of("source", source, Some(head_dim), layers, kv_heads)
 }
 
 /// A strided tensor [rows, heads, D] whose last axis is contiguous.

@@ -177,12 +177,13 @@ pub fn validate_copies(
         Some(pages) => PageGeometry { layers: 1, kv_heads: pages, ..*geometry },
         None => *geometry,
     };
-    let inside = |geometry: &PageGeometry, last: Option<&i32>, len: usize| {
-        let geometry = of_block(geometry);
-        last.map_or(Ok(()), |&last| geometry.check_inside(last as usize, geometry.layers - 1, len))
+    let inside = |tensor: &str, geometry: &PageGeometry, last: Option<&i32>, len: usize| {
+        let (geometry, last) = (of_block(geometry), last.map(|&last| last as usize));
+        let layer = geometry.layers - 1;
+        last.map_or(Ok(()), |last| geometry.check_inside_of(tensor, last, layer, len))
     };
     if let Some((of_source, len)) = source {
-        inside(&of_source, read.last(), len)?;
+        inside("the source", &of_source, read.last(), len)?;
     } else {
         if let Some(both) = read.iter().find(|block| blocks.binary_search(block).is_ok()) {
             let got = format!("block {both} both read and written");
@@ -192,7 +193,7 @@ pub fn validate_copies(
         blocks.extend(read);
         blocks.sort_unstable();
     }
-    inside(geometry, blocks.last(), len)?;
+    inside("the cache", geometry, blocks.last(), len)?;
     of_block(geometry).check_disjoint(&blocks)
 }
 

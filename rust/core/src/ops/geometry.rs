@@ -80,7 +80,7 @@ impl PageGeometry {
         })
     }
 
-    /// Checks that every (layer ≤ `last_layer`, head, slot) of block `last_block` lies in a tensor
+    /// Checks that every (layer ≤ `last_layer`, head, slot) of block `last_block` lies in a cache
     /// of `len` elements; smaller blocks then do as well.
     pub(crate) fn check_inside(
         &self,
@@ -88,9 +88,20 @@ impl PageGeometry {
         last_layer: usize,
         len: usize,
     ) -> Result<(), OpError> {
+        self.check_inside_of("the cache", last_block, last_layer, len)
+    }
+
+    /// The same of another tensor, called `tensor`.
+    pub(crate) fn check_inside_of(
+        &self,
+        tensor: &str,
+        last_block: usize,
+        last_layer: usize,
+        len: usize,
+    ) -> Result<(), OpError> {
         let end = self.end_of(last_block, last_layer, self.kv_heads - 1);
         ensure(end.is_some_and(|end| end <= len), OpErrorKind::OutOfRange, "block", || {
-            (format!("a block within the cache of {len} elements"), last_block)
+            (format!("a block within {tensor} of {len} elements"), last_block)
         })
     }
 

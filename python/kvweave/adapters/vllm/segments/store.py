@@ -138,7 +138,8 @@ class SegmentStore:
     ) -> Held:
         """Looks a prompt up and takes room for what the store does not have of it.
 
-        Errors: `PoolFull` when there is no room, `InvalidArgument` for tokens that are none.
+        Errors: `PoolFull` when there is no room, `InvalidArgument` for tokens that are none,
+        `OutOfMemory` when the device has none for tables. Nothing is held then.
         """
         segments = policy.reuse == "segments"
         request = self.cache.admit(
@@ -151,9 +152,13 @@ class SegmentStore:
         )
         # What is shared only in part, as where an exact prefix ends inside a block, is copied.
         copies = request.take_copies()
-        if len(copies):
-            ops.copy_rerotate(self.pages, copies, self.rope, kv_heads=self.geometry.kv_heads)
-        request.finish_copies()
+        try:
+            if len(copies):
+                ops.copy_rerotate(self.pages, copies, self.rope, kv_heads=self.geometry.kv_heads)
+            request.finish_copies()
+        except BaseException:
+            request.release()
+            raise
         return Held(request, policy)
 
     def copies(self, held: Held, positions: Rows, blocks: torch.Tensor, size: int) -> Copies:

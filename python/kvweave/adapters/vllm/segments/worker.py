@@ -19,7 +19,7 @@ from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Layers, Step, Work
 from kvweave.adapters.vllm.segments.store import Held, SegmentStore
-from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, Unsupported
 from kvweave.policies import Full
 
 
@@ -161,7 +161,7 @@ class SegmentWorker:
             held = self.store.admit(
                 prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
             )
-        except (PoolFull, InvalidArgument):
+        except (PoolFull, InvalidArgument, OutOfMemory):
             self.stats.misses["refused"] += len(prompt.tokens)
             return
         self.store.count(held, self.stats)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvweave.errors import InvalidArgument, KvweaveError, PoolFull, UnknownSegment, Unsupported
+from kvweave.errors import (
+    InvalidArgument,
+    KvweaveError,
+    OutOfMemory,
+    PoolFull,
+    UnknownSegment,
+    Unsupported,
+)
 
 STATUS: tuple[tuple[type[KvweaveError], int], ...] = (
     (UnknownSegment, 404),
     (PoolFull, 507),
+    (OutOfMemory, 507),
     (InvalidArgument, 400),
     (Unsupported, 501),
 )
