@@ -17,11 +17,12 @@ _SHORTAGES = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STAT
 
 
 def needs_memory(
-    what: str,
+    what: str, wanted: str = "memory for it"
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Marks a function, called `what`, whose tensors may not fit where they shall lie.
 
-    It raises `OutOfMemory` then, with torch's words for what it tried to get.
+    It raises `OutOfMemory` then: that `wanted` was expected, and torch's words for what it tried to
+    get.
     """
 
     def marked(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -32,7 +33,9 @@ def needs_memory(
             except RuntimeError as error:
                 if isinstance(error, OutOfMemory) or not is_shortage(error):
                     raise
-                raise _named(what, "memory for it", error) from error
+                got = str(error)
+                text = f"{what}: expected {wanted}, got {got}"
+                raise OutOfMemory(text, expected=wanted, got=got) from error
 
         return named
 
@@ -45,13 +48,8 @@ def arena_pages(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) 
     # Errors
     `OutOfMemory` when the device has no room for them.
     """
-    try:
-        return torch.zeros(tuple(sizes), dtype=dtype, device=device)
-    except RuntimeError as error:
-        if not is_shortage(error):
-            raise
-        wanted = f"{math.prod(sizes) * dtype.itemsize} bytes on {device}"
-        raise _named("arena", wanted, error) from error
+    wanted = f"{math.prod(sizes) * dtype.itemsize} bytes on {device}"
+    return needs_memory("arena", wanted)(torch.zeros)(tuple(sizes), dtype=dtype, device=device)
 
 
 def is_shortage(error: RuntimeError) -> bool:
@@ -62,8 +60,3 @@ def is_shortage(error: RuntimeError) -> bool:
     """
     shortage = isinstance(error, (OutOfMemory, torch.OutOfMemoryError))
     return shortage or any(words in str(error) for words in _SHORTAGES)
-
-
-def _named(what: str, expected: str, error: RuntimeError) -> OutOfMemory:
-    got = str(error)
-    return OutOfMemory(f"{what}: expected {expected}, got {got}", expected=expected, got=got)

@@ -333,7 +333,7 @@ class _Run:
         """The same layer and rows, with what the policy chose once it knows the salience."""
         self.probed = self.clock.mark()
         probing = self.queries(hidden, plan, q)
-        self.trace.flops.score(plan.score_rows, self.kv.seen_by_model(plan.layer))
+        self.trace.flops.score(plan.score_rows, self.kv.heads.seen_by_model(plan.layer))
         result = probes.salience(self.kv, plan.layer, probing, plan.score_rows)
         chosen = self.ask(policy, result)
         if chosen is None or chosen.layer != plan.layer or not same_rows(chosen.rows, plan.rows):

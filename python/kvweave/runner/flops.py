@@ -14,6 +14,7 @@ import torch
 
 from kvweave.plan import Rows
 from kvweave.runner.model_spec import LayerSpec, ModelSpec
+from kvweave.runner.tables import RowMemo
 
 PARTS = ("projections", "attention", "feed_forward", "logits", "scores")
 """What is counted: q, k, v and output projections; attention over the keys that each row and head
@@ -75,8 +76,8 @@ class FlopCount:
         self.spec = weights.spec
         self.weights = weights
         self.parts = dict.fromkeys(PARTS, 0)
-        # Layers mostly plan the very same rows, and some ask what matters by the very same.
-        self._seen: list[tuple[Rows, dict[tuple[int, int], int]]] = []
+        # The rows of a layer, and those that ask what matters in it.
+        self._seen = RowMemo[dict[tuple[int, int], int]](2)
 
     def project(self, layer: int, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
         """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
@@ -110,10 +111,7 @@ class FlopCount:
 
     def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
         """Pairs of a row and a key over all query heads."""
-        seen = next((seen for known, seen in self._seen if np.array_equal(known, rows)), None)
-        if seen is None:
-            seen = dict[tuple[int, int], int]()
-            self._seen = [*self._seen[-1:], (rows.copy(), seen)]
+        seen = self._seen.get(rows, lambda _: {})
         for reach in set(reaches) - seen.keys():
             seen[reach] = visible_pairs(rows, *reach)
         group = self.spec.query_heads // self.spec.kv_heads

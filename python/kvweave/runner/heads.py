@@ -120,9 +120,13 @@ class HeadReads:
         if key not in self._whole:
             _make_room(self._whole, _MOST_KEPT)
             rows = request.head_rows(layer)
-            rows[:, 2:] = (self.spec.layers[layer].window or 0, 0)
+            rows[:, 2:] = self.seen_by_model(layer)
             self._whole[key] = Reach(request.tables, rows)
         return self._whole[key]
+
+    def seen_by_model(self, layer: int) -> list[Sight]:
+        """What each head of a layer would see without a head map."""
+        return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
 
     def of_layer(self, request: KvRequest, layer: int) -> LayerHeads:
         """What the heads of a layer see in a request, and where their KV is kept."""
@@ -134,8 +138,8 @@ class HeadReads:
         return self._layers[key]
 
     def _described(self, request: KvRequest, layer: int) -> LayerHeads:
-        own, heads = (self.spec.layers[layer].window or 0, 0), range(self.spec.kv_heads)
-        seen, local = [own] * len(heads), list[int]()
+        own = seen = self.seen_by_model(layer)
+        local = list[int]()
         if not self.uniform:
             seen = [
                 (window, sink) for _, _, window, sink in self._narrowed(request, layer).tolist()
@@ -145,9 +149,9 @@ class HeadReads:
         device = self.spec.device
         narrowed = [
             (window, torch.tensor([some == window for some in seen]).to(device, non_blocking=True))
-            for window in sorted(set(seen) - {own})
+            for window in sorted(set(seen) - set(own))
         ]
-        others = [head for head in heads if head not in local]
+        others = [head for head in range(len(seen)) if head not in local]
         return LayerHeads(seen, SomeHeads(local, device), SomeHeads(others, device), narrowed)
 
     def is_window(self, table: int) -> bool:

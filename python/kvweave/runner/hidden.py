@@ -10,9 +10,7 @@ import torch
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Rows
 from kvweave.runner.layer import RowGrid
-from kvweave.runner.tables import same_rows, send_index
-
-_MOST_FOUND = 4
+from kvweave.runner.tables import RowMemo, same_rows, send_index
 
 
 @dataclass
@@ -22,22 +20,15 @@ class Hidden:
     rows: Rows
     grid: RowGrid
     states: torch.Tensor
-    _found: list[tuple[Rows, torch.Tensor]] = field(default_factory=list, repr=False)
+    _found: RowMemo[torch.Tensor] = field(default_factory=lambda: RowMemo(4), repr=False)
 
     def index_of(self, rows: Rows) -> torch.Tensor:
         """Where a subset of the rows is among them, for `index_select`.
 
-        The last ones are kept: layers mostly ask for the very same rows.
-
         # Errors
         `InvalidArgument` when a row has no hidden state here.
         """
-        known = [np.array_equal(rows, some) for some, _ in self._found]
-        if any(known):
-            self._found.append(self._found.pop(known.index(True)))
-        else:
-            self._found = [*self._found[1 - _MOST_FOUND :], (rows.copy(), self._find(rows))]
-        return self._found[-1][1]
+        return self._found.get(rows, self._find)
 
     def _find(self, rows: Rows) -> torch.Tensor:
         index = np.searchsorted(self.rows, rows)

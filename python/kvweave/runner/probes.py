@@ -54,7 +54,7 @@ def _mass(
         layer,
         entry_offsets=table.offsets,
         edge=edge,
-        tokens=table.tokens,
+        tokens=kv.request.length,
         **reading,
     )
 

@@ -12,9 +12,9 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
-from kvweave.runner.heads import HeadReads, LayerHeads, Sight
+from kvweave.runner.heads import HeadReads, LayerHeads
 from kvweave.runner.rope import PositionTable
-from kvweave.runner.tables import Int32, KvTable, RowTable, send
+from kvweave.runner.tables import Int32, KvTable, RowMemo, RowTable, send
 
 
 class RequestKv:
@@ -39,7 +39,7 @@ class RequestKv:
         self.spec = heads.spec
         self._table: KvTable | None = None
         self._rows: RowTable | None = None
-        self._asking: tuple[Rows, ops.Table] | None = None
+        self._asking = RowMemo[ops.Table](1)
 
     @property
     def table(self) -> KvTable:
@@ -82,12 +82,8 @@ class RequestKv:
         return self._rows
 
     def asking(self, rows: Rows) -> ops.Table:
-        """The positions of rows that ask what matters; the last ones are kept."""
-        if self._asking is None or not np.array_equal(self._asking[0], rows):
-            asking = rows.copy()
-            (there,) = send(self.spec.device, asking)
-            self._asking = (asking, there)
-        return self._asking[1]
+        """The positions of rows that ask what matters."""
+        return self._asking.get(rows, lambda kept: send(self.spec.device, kept)[0])
 
     def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
         """Where K, V of rows go: [R, 2], or [tables, R, 2] with (−1, −1) where they do not."""
@@ -160,10 +156,6 @@ class RequestKv:
     def layer_heads(self, layer: int) -> LayerHeads:
         """What the heads of a layer see, and which of them lie in a window group."""
         return self.heads.of_layer(self.request, layer)
-
-    def seen_by_model(self, layer: int) -> list[Sight]:
-        """What the heads of a layer would see without a head map."""
-        return [(self.spec.layers[layer].window or 0, 0)] * self.spec.kv_heads
 
     def reading(self, layer: int) -> dict[str, Any]:
         """What the reading ops take by name in a layer."""

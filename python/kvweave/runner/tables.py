@@ -6,7 +6,9 @@ the ops use such tables as they are, so a layer neither uploads anything nor wai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ from kvweave.plan import Rows
 from kvweave.runner.rope import PositionTable, Turns
 
 Int32 = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 
 def send(device: torch.device, *arrays: Int32) -> tuple[Table, ...]:
@@ -41,16 +44,37 @@ def same_rows(one: Rows, other: Rows) -> bool:
     return one is other or (len(one) == len(other) and np.array_equal(one, other))
 
 
+class RowMemo(Generic[T]):
+    """What was made of the latest few sets of rows: layers mostly plan the very same.
+
+    Sets are compared by content, for an array may have been filled anew.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._made: list[tuple[Rows, T]] = []
+
+    def get(self, rows: Rows, make: Callable[[Rows], T]) -> T:
+        """What `make` gave for these rows, or gives now."""
+        at = next((i for i, (one, _) in enumerate(self._made) if np.array_equal(one, rows)), None)
+        if at is None:
+            kept = rows.copy()
+            made = kept, make(kept)
+        else:
+            made = self._made.pop(at)
+        self._made = [*self._made, made][-self._most :]
+        return made[1]
+
+
 @dataclass(frozen=True)
 class KvTable:
     """Where the KV of one request lies: entries i32 [N, 5] of all its tables, and their offsets.
 
-    Offsets are i32 [tables + 1]. `tokens`: behind the last position that an entry has.
+    Offsets are i32 [tables + 1].
     """
 
     entries: Table
     offsets: Table
-    tokens: int
 
     @staticmethod
     def of(request: KvRequest, device: torch.device) -> KvTable:
@@ -58,10 +82,7 @@ class KvTable:
         parts = [request.entries(table) for table in range(request.tables)]
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        _, begin, end, position, _ = entries.T
-        tokens = int((position + end - begin).max(initial=0))
-        there, spans = send(device, entries, offsets)
-        return KvTable(there, spans, tokens)
+        return KvTable(*send(device, entries, offsets))
 
 
 @dataclass(frozen=True)
