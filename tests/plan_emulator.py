@@ -62,13 +62,13 @@ class Emulator:
                 plan = steps.send(self._salience(plan, q, whole=True))
                 self.plans.append(plan)
                 self._write(plan, k, v)
-            elif plan.probe is Probe.SCORES:
-                answer = self._salience(plan, q, whole=False).mass
+            elif plan.probe is not None:
+                answer = self._asked(plan, q)
             attended = self._attend(plan, q)
             states = self._finish(plan, states, attended)
             known = plan.rows
             try:
-                plan = steps.send(answer if plan.probe is Probe.SCORES else None)
+                plan = steps.send(answer)
             except StopIteration:
                 return self.spec.head(self.spec.final_norm(states)).float(), known
 
@@ -116,6 +116,23 @@ class Emulator:
             mass += share.sum((0, 1))
             edges.append((share * ~inside).sum(-1).mean())
         return Salience(mass, torch.stack(edges))
+
+    def _asked(self, plan, q):
+        """What a probe after the layer's K, V are written measures, f32 [T]."""
+        asked = q[np.searchsorted(plan.rows, plan.score_rows)]
+        places = plan.score_rows
+        if plan.probe is Probe.CONTEXT:
+            places = np.full(len(places), places[0] - 1)
+        each, valued = torch.zeros(len(asked), self.end), torch.zeros(self.end)
+        for head, (window, sink) in enumerate(self.heads[plan.layer].tolist()):
+            seen = self._seen(places, window, sink)
+            share = self._scores(plan, asked, head).masked_fill(~seen, -torch.inf).softmax(-1)
+            share = share.nan_to_num(0.0)
+            each += share.sum(0)
+            valued += share.sum((0, 1)) * self.kv[plan.layer][1][: self.end, head].norm(dim=-1)
+        if plan.probe is Probe.NORMS:
+            return each.div(q.shape[1]).norm(dim=0)
+        return valued if plan.probe is Probe.VALUES else each.sum(0)
 
     def _attend(self, plan, q):
         parts = []

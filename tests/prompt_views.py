@@ -46,7 +46,7 @@ def views(draw, local=False):
 
 def noise(view, plan, generator):
     """What a probe may have measured: numbers in 0..1, of the shapes that it promises."""
-    if plan.probe is Probe.SCORES:
+    if plan.probe in (Probe.SCORES, Probe.CONTEXT, Probe.NORMS, Probe.VALUES):
         return torch.rand(view.tokens, generator=generator)
     if plan.probe is Probe.DEVIATION:
         return torch.rand(len(plan.rows), generator=generator)

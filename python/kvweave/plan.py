@@ -1,8 +1,9 @@
 """What a recovery policy says, step by step: plain data that the executor carries out.
 
 A policy is a generator. It yields a `LayerPlan` for each layer, in order; a plan for layer 0 behind
-one for the last layer begins another pass over the same pages, in which rows are written again.
-Between two passes it may yield a `Draft`. What a step measured is sent back to it.
+one for a later layer begins another pass over the same pages, in which rows are written again. The
+last pass goes through all layers. Behind a pass that does, a policy may yield a `Draft`. What a
+step measured is sent back to it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,19 @@ class Probe(Enum):
     `SALIENCE`: after the layer's K, V are written and before its attention, a `Salience` of
     `score_rows`, every head reading all that is kept (RedKnot §4.2: importance by attention).
     The next plan must then name the same layer and rows, now with `ffn_rows` and `restore`.
+    Measured where `SCORES` is, and f32 [T] like it:
+    `CONTEXT`: the mass where all score rows see only what stands before the first of them
+    (ProphetKV, Algorithm 1).
+    `NORMS`: of what each score row gives to a token, mean over query heads, the L2 norm over rows
+    (InfoFlow KV's code).
+    `VALUES`: the mass from each KV head's queries times the norm of the token's value there, summed
+    over KV heads (the same code's `vatp`).
     """
 
     SCORES = "scores"
+    CONTEXT = "context"
+    NORMS = "norms"
+    VALUES = "values"
     DEVIATION = "deviation"
     SALIENCE = "salience"
 

@@ -10,8 +10,11 @@ from kvweave.policies.cacheblend import CacheBlend
 from kvweave.policies.epic import Epic
 from kvweave.policies.foresight import Foresight
 from kvweave.policies.full import Full
+from kvweave.policies.infoflow import InfoFlow
 from kvweave.policies.naive import Naive
 from kvweave.policies.prefix import Prefix
+from kvweave.policies.prophet import Prophet
+from kvweave.policies.random_rows import RandomRows
 from kvweave.policies.redknot import RedKnot
 from kvweave.policies.sparsex import SparseX
 from kvweave.policies.weave import Weave
@@ -20,9 +23,12 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "full": Full,
     "prefix": Prefix,
     "naive": Naive,
+    "random": RandomRows,
     "epic": Epic,
     "cacheblend": CacheBlend,
     "sparsex": SparseX,
+    "prophet": Prophet,
+    "infoflow": InfoFlow,
     "foresight": Foresight,
     "redknot": RedKnot,
     "weave": Weave,
@@ -51,9 +57,12 @@ __all__ = [
     "Epic",
     "Foresight",
     "Full",
+    "InfoFlow",
     "Naive",
     "Policy",
     "Prefix",
+    "Prophet",
+    "RandomRows",
     "RedKnot",
     "SparseX",
     "Weave",

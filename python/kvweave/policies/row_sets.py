@@ -61,6 +61,12 @@ def tail(prompt: PromptView, tokens: int) -> Rows:
     return np.arange(max(start, end - tokens), end, dtype=np.int32)
 
 
+def question(prompt: PromptView) -> Rows:
+    """The fresh rows behind the last segment: the last prompt token, with what stands before it."""
+    behind = prompt.segments[-1][1] if prompt.segments else 0
+    return prompt.fresh[np.searchsorted(prompt.fresh, behind) :]
+
+
 def openings(prompt: PromptView, tokens: int) -> Rows:
     """The first tokens of every reused segment."""
     firsts = [np.arange(a, min(b, a + tokens), dtype=np.int32) for a, b in prompt.segments]

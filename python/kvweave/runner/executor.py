@@ -24,6 +24,7 @@ from kvweave.runner.heads import SomeHeads
 from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
+from kvweave.runner.question import ASKED, context_of
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.spared import Spared, may_spare, project_heads, project_sparing
 from kvweave.runner.tables import RowTable, same_rows, send_index
@@ -133,7 +134,8 @@ class _Run:
             following = self.ask(policy, result)
             if isinstance(following, LayerPlan) and following.layer == plan.layer == 0 < layers - 1:
                 hidden, following = self.extend(hidden, following, policy)
-            if plan.layer + 1 == layers:
+            begins_again = isinstance(following, LayerPlan) and following.layer == 0 < plan.layer
+            if plan.layer + 1 == layers or begins_again:
                 break
             if following is None:
                 if self.end == len(self.tokens):
@@ -293,7 +295,7 @@ class _Run:
                 self.trace.current.flops.project_heads(plan.layer, len(restored), len(plan.rows))
             table = kv.rows(plan.rows, plan.local_rows)
             kv.write(plan.layer, k, v, table)
-        probing = self.queries(hidden, plan, q) if plan.probe is Probe.SCORES else None
+        probing = self.queries(hidden, plan, q) if plan.probe in ASKED else None
         if self.unwanted(plan):
             if int(plan.rows[-1]) < self.logits_from:
                 return hidden, plan, None, probing
@@ -427,7 +429,9 @@ class _Run:
         return q.index_select(0, hidden.index_of(plan.score_rows))
 
     def scores(self, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
-        """Sparse-Q mass of every token, f32 [T]."""
+        """What the plan's probe measures of every token, f32 [T]."""
+        assert plan.probe is not None
         self.probed = self.clock.mark()
-        self.trace.current.flops.score(plan.score_rows, self.kv.layer_heads(plan.layer).seen)
-        return probes.scores(self.kv, plan.layer, q, plan.score_rows)
+        places = context_of(plan.score_rows) if plan.probe is Probe.CONTEXT else plan.score_rows
+        self.trace.current.flops.score(places, self.kv.layer_heads(plan.layer).seen)
+        return ASKED[plan.probe](self.kv, plan.layer, q, plan.score_rows)

@@ -18,7 +18,7 @@ _COMPARED_ROWS = 4096
 
 def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows."""
-    return _mass(kv, layer, q, rows, kv.reading(layer), None)
+    return mass_from(kv, layer, q, kv.asking(rows), kv.reading(layer))
 
 
 def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Tensor:
@@ -39,28 +39,32 @@ def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience
     heads = kv.layer_heads(layer)
     edge = torch.zeros(len(heads.seen), device=q.device)
     if not heads.narrowed or not len(rows):
-        return Salience(_mass(kv, layer, q, rows, reading, None), edge)
+        return Salience(mass_from(kv, layer, q, kv.asking(rows), reading), edge)
     group = q.shape[1] // len(heads.seen)
     for (window, sink), alike in heads.narrowed:
         share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        mass = _mass(kv, layer, q, rows, reading, ops.EdgeMass(share, window, sink))
+        mass = mass_from(kv, layer, q, kv.asking(rows), reading, ops.EdgeMass(share, window, sink))
         far = share.view(len(rows), len(heads.seen), group).mean((0, 2))
         edge = torch.where(alike, far, edge)
     return Salience(mass, edge)
 
 
-def _mass(
+def mass_from(
     kv: RequestKv,
     layer: int,
     q: torch.Tensor,
-    rows: Rows,
+    positions: ops.Table,
     reading: dict[str, Any],
-    edge: ops.EdgeMass | None,
+    edge: ops.EdgeMass | None = None,
 ) -> torch.Tensor:
+    """Mass of every token, f32 [T], from queries [S, H, D] that see what is up to their positions.
+
+    `reading` is what the op takes by name.
+    """
     table = kv.table
     return ops.score_tokens(
         q,
-        kv.asking(rows),
+        positions,
         table.entries,
         kv.pages,
         layer,
