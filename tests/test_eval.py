@@ -14,7 +14,6 @@ from kvweave import models
 from kvweave.errors import InvalidArgument
 from kvweave.eval import (
     FLOOR,
-    TASK_NAMES,
     Evaluation,
     bootstrap,
     draw,
@@ -25,8 +24,10 @@ from kvweave.eval import (
     task_of,
     worst_decile,
 )
-from kvweave.eval.sample import SEGMENTS, Sample
+from kvweave.eval.layout import SEGMENTS
+from kvweave.eval.sample import Sample
 from kvweave.eval.statistics import negative_log_likelihood
+from kvweave.eval.tasks import FOUR_EVEN_SEGMENTS
 from kvweave.eval.text import passage, speech, speech_names
 from kvweave.policies import SparseX
 from kvweave.runner import Runner, Segment
@@ -62,7 +63,7 @@ def length_of(sample: Sample, tokenizer) -> int:
 # ---- tasks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", FOUR_EVEN_SEGMENTS)
 def test_samples_depend_on_their_seed_alone(name: str, tokenizer) -> None:
     task = task_of(name, 512)
     three = draw(task, tokenizer, 3, seed=7)
@@ -71,7 +72,7 @@ def test_samples_depend_on_their_seed_alone(name: str, tokenizer) -> None:
     assert three[0] != three[1]
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", FOUR_EVEN_SEGMENTS)
 @pytest.mark.parametrize("length", [512, 1536])
 def test_prompts_have_the_length_asked_for(name: str, length: int, tokenizer) -> None:
     for sample in draw(task_of(name, length), tokenizer, 3, seed=1):
@@ -79,7 +80,7 @@ def test_prompts_have_the_length_asked_for(name: str, length: int, tokenizer) ->
         assert len(sample.segments) == SEGMENTS
 
 
-@pytest.mark.parametrize("name", [name for name in TASK_NAMES if name != "lm"])
+@pytest.mark.parametrize("name", [name for name in FOUR_EVEN_SEGMENTS if name != "lm"])
 def test_answers_stand_in_the_segments_and_not_in_the_question(name: str, tokenizer) -> None:
     for sample in draw(task_of(name, 768), tokenizer, 4, seed=2):
         inside = " ".join(segment.text or "" for segment in sample.segments)

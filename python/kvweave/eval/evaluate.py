@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.eval.corpus import DEFAULT_CORPUS, corpus_of
-from kvweave.eval.key_value import KeyValue
-from kvweave.eval.language_model import LanguageModel
+from kvweave.eval.corpus import corpus_of
 from kvweave.eval.log import MeasurementLog
 from kvweave.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer, inserted
-from kvweave.eval.needle import Needle
 from kvweave.eval.sample import Sample, Task
 from kvweave.eval.summary import Evaluation
-from kvweave.eval.variable_chain import VariableChain
 from kvweave.policies import Policy, policy_of
 from kvweave.runner import Runner
 from kvweave.runner.progress import track
 
 POLICIES: tuple[str, ...] = ("naive", "epic", "cacheblend", "sparsex")
-TASK_NAMES = ("lm", "needle", "needles", "lookup", "lookups", "chain")
-
-
-def task_of(name: str, length: int, corpus: str | None = None) -> Task:
-    """A task by its name, at a prompt length in tokens, on a corpus (see `corpus_of`).
-
-    Raises InvalidArgument naming the known tasks, for a length that the task cannot fill, or a
-    corpus where the task uses no text; what `corpus_of` raises for a corpus that is not there.
-    """
-    text = corpus or DEFAULT_CORPUS
-    tasks: dict[str, Callable[[], Task]] = {
-        "lm": lambda: LanguageModel(length, corpus=text),
-        "needle": lambda: Needle(length, corpus=text),
-        "needles": lambda: Needle(length, asked=4, corpus=text),
-        "lookup": lambda: KeyValue(length),
-        "lookups": lambda: KeyValue(length, asked=4),
-        "chain": lambda: VariableChain(length, corpus=text),
-    }
-    if name not in tasks:
-        raise InvalidArgument(f"task: expected one of {', '.join(tasks)}, got {name!r}")
-    task = tasks[name]()
-    if corpus is not None:
-        if task.corpus is None:
-            raise InvalidArgument(f"{name}: expected no corpus, as it uses no text, got {corpus!r}")
-        corpus_of(corpus)  # what is missing is said now, not after a model was loaded
-    return task
 
 
 def draw(task: Task, tokenizer: Any, samples: int, seed: int) -> list[Sample]:

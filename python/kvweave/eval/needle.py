@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from kvweave.eval.corpus import DEFAULT_CORPUS
-from kvweave.eval.sample import (
-    NAMES,
-    SEGMENTS,
-    Sample,
-    check_asked,
-    distinct_numbers,
-    hide,
-    listed,
-)
+from kvweave.eval.hidden_text import hide
+from kvweave.eval.problem import Problem, Space
+from kvweave.eval.sample import NAMES, check_asked, distinct_numbers, listed
+from kvweave.eval.wording import Question
+
+INSTRUCTION = "Some special numbers are hidden in the following text. Memorise them."
 
 
 @dataclass(frozen=True)
@@ -26,11 +23,12 @@ class Needle:
     A single hidden number does not tell policies apart, so the others stand beside it.
     """
 
-    length: int = 1024
     hidden: int = 8
     asked: int = 1
     corpus: str = DEFAULT_CORPUS
     score_name: ClassVar[str] = "recall"
+    gap: ClassVar[str] = "\n\n"
+    asks: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_asked(self.hidden, len(NAMES))
@@ -41,25 +39,43 @@ class Needle:
         """`needle` for one question, `needles` for several."""
         return "needle" if self.asked == 1 else "needles"
 
-    def sample(self, tokenizer: Any, rng: np.random.Generator) -> Sample:
+    @property
+    def least_documents(self) -> int:
+        """Two where several numbers are asked for."""
+        return min(self.asked, 2)
+
+    def problem(self, space: Space, rng: np.random.Generator) -> Problem:
         """The cities asked for are drawn from all, in random order."""
-        cities = [str(city) for city in rng.permutation(NAMES)[: self.hidden]]
-        numbers = distinct_numbers(rng, self.hidden)
-        lines = [
-            f"The special number for {city} is {number}."
-            for city, number in zip(cities, numbers, strict=True)
-        ]
+        cities, numbers = hidden_numbers(rng, self.hidden)
         chosen = [int(i) for i in rng.permutation(self.hidden)[: self.asked]]
-        wanted = listed([cities[i] for i in chosen])
-        is_or_are = "is the special number" if self.asked == 1 else "are the special numbers"
-        parts = hide(
-            tokenizer,
-            rng,
-            self.corpus,
-            self.length,
-            [lines[i::SEGMENTS] for i in range(SEGMENTS)],
-            "Some special numbers are hidden in the following text. Memorise them.",
-            f"What {is_or_are} for {wanted} mentioned in the text? "
-            "Answer with each city and its number only.",
-        )
-        return Sample(parts, tuple(numbers[i] for i in chosen))
+        while len({i % space.documents for i in chosen}) < self.least_documents:
+            chosen = [int(i) for i in rng.permutation(self.hidden)[: self.asked]]
+        question = asked_for([cities[i] for i in chosen], [numbers[i] for i in chosen])
+        lines = needle_lines(cities, numbers)
+        return Problem(hide(space, rng, self.corpus, space.spread(lines), [question]), (question,))
+
+
+def hidden_numbers(rng: np.random.Generator, count: int) -> tuple[list[str], list[str]]:
+    """Cities and their numbers."""
+    cities = [str(city) for city in rng.permutation(NAMES)[:count]]
+    return cities, distinct_numbers(rng, count)
+
+
+def needle_lines(cities: list[str], numbers: list[str]) -> list[str]:
+    """The sentences to hide."""
+    return [
+        f"The special number for {city} is {number}."
+        for city, number in zip(cities, numbers, strict=True)
+    ]
+
+
+def asked_for(cities: list[str], numbers: list[str], continues: bool = False) -> Question:
+    """The question for the numbers of these cities."""
+    is_or_are = "is the special number" if len(cities) == 1 else "are the special numbers"
+    return Question(
+        f"What {is_or_are} for {listed(cities)} mentioned in the text? "
+        "Answer with each city and its number only.",
+        tuple(numbers),
+        INSTRUCTION,
+        continues=continues,
+    )

@@ -1,15 +1,18 @@
-"""`chain`: assignments that lead from segment to segment (SparseX, B.3)."""
+"""`chain`: assignments that lead from document to document (SparseX, B.3)."""
 
 from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from kvweave.eval.corpus import DEFAULT_CORPUS
-from kvweave.eval.sample import SEGMENTS, Sample, check_asked, distinct_numbers, hide
+from kvweave.eval.hidden_text import hide
+from kvweave.eval.problem import Problem, Space
+from kvweave.eval.sample import check_asked, distinct_numbers
+from kvweave.eval.wording import Question
 
 
 @dataclass(frozen=True)
@@ -20,39 +23,37 @@ class VariableChain:
     policy often answers rightly in another format.
     """
 
-    length: int = 1024
     chains: int = 2
     links: int = 4
     corpus: str = DEFAULT_CORPUS
     name: ClassVar[str] = "chain"
     score_name: ClassVar[str] = "recall"
+    gap: ClassVar[str] = "\n\n"
+    asks: ClassVar[int] = 1
+    least_documents: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_asked(self.chains, 8)
         check_asked(self.links, 8)
 
-    def sample(self, tokenizer: Any, rng: np.random.Generator) -> Sample:
-        """Link i of every chain stands in segment i (mod 4)."""
+    def problem(self, space: Space, rng: np.random.Generator) -> Problem:
+        """The links of a chain go round the documents."""
         names = _variables(rng, self.chains * self.links)
         values = distinct_numbers(rng, self.chains)
-        hidden: list[list[str]] = [[] for _ in range(SEGMENTS)]
-        for chain in range(self.chains):
-            source = values[chain]
-            for link in range(self.links):
-                name = names[chain * self.links + link]
-                hidden[link % SEGMENTS].append(f"VAR {name} = {source}.")
+        assignments = []
+        for chain, value in enumerate(values):
+            source = value
+            for name in names[chain * self.links : (chain + 1) * self.links]:
+                assignments.append(f"VAR {name} = {source}.")
                 source = f"VAR {name}"
-        parts = hide(
-            tokenizer,
-            rng,
-            self.corpus,
-            self.length,
-            hidden,
-            "Memorise and track the variable assignments hidden in the following text.",
+        question = Question(
             f"Which variables are assigned the value {values[0]} in the text, directly or through "
             "another variable? Answer with the names of the variables only.",
+            tuple(names[: self.links]),
+            "Memorise and track the variable assignments hidden in the following text.",
         )
-        return Sample(parts, tuple(names[: self.links]))
+        hidden = space.spread(assignments)
+        return Problem(hide(space, rng, self.corpus, hidden, [question]), (question,))
 
 
 def _variables(rng: np.random.Generator, count: int) -> list[str]:
