@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from head_maps import class_map
 from kvweave.cache import KvCache, KvRequest, KvShape
-from kvweave.runner import Report, Sampling
+from kvweave.runner import Sampling
 from kvweave.runner.decode_step import newest
 from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.entry_tails import NO_ENTRY, SPARE, EntryTails
@@ -20,9 +20,8 @@ CPU = torch.device("cpu")
 
 
 def decoding(request: KvRequest, limit: int) -> Decoding:
-    report = Report("full", request.plan, request.length, 0, 0, request.length, "share")
     table = PositionTable({}, {}, None, 7)
-    return Decoding(request, table, Sampling(), report, limit, frozenset(), True, CPU)
+    return Decoding(request, table, Sampling(), limit, CPU)
 
 
 def admitted(cache: KvCache, length: int, seed: int, donor: np.ndarray | None) -> KvRequest:

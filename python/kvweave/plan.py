@@ -1,9 +1,16 @@
-"""What a recovery policy says of one layer: plain data that the executor carries out."""
+"""What a recovery policy says, step by step: plain data that the executor carries out.
+
+A policy is a generator. It yields a `LayerPlan` for each layer, in order; a plan for layer 0 behind
+one for the last layer begins another pass over the same pages, in which rows are written again.
+Between two passes it may yield a `Draft`. What a step measured is sent back to it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +54,9 @@ class LayerPlan:
     """One layer: which rows have hidden states, and what is to be measured.
 
     `rows` i32 [R], sorted positions: those that are computed and whose K, V are written. They
-    must be a subset of the rows of the layer before. Layer 0 alone may be planned twice, the
-    second time with further rows: their hidden states are the embeddings, known for every token.
+    must be a subset of the rows of the layer before. Layer 0 alone may be planned twice in a row,
+    the second time with further rows: their hidden states are the embeddings, known for every
+    token.
     `score_rows` i32 [S]: the rows whose queries are scored (a subset of `rows`).
     `local_rows`, a subset of `rows`: those whose K, V of window heads are written; the others'
     stay as they were reused. Full heads always write all `rows`. None: all.
@@ -69,13 +77,31 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Behind a pass: the model's likeliest next tokens, decoded from the KV as it is now.
+
+    `tokens` n ≥ 1 are fed one by one, and their queries are kept. What comes back is the attention
+    mass that they give to each token of the prompt, f32 [T], summed over query heads and the layers
+    from `since` on; None when the cache has no room for n more tokens. Nothing of a draft stays:
+    neither its tokens nor their KV.
+    """
+
+    tokens: int
+    since: int = 0
+
+
+PlanStep: TypeAlias = LayerPlan | Draft
+
+
+@dataclass(frozen=True)
 class PromptView:
     """What a policy may know of a prompt before it is run.
 
     tokens T; layers L; page_tokens P; `prefix` tokens are exact and never recomputed; `fresh`
     i32 [F] are the positions with no cached KV (Sparse-Q's I_nr); `segments` are the reused
     spans, half-open and sorted. `heads` i32 [L, G, 2]: window and sink of every (layer, KV head)
-    as the model's head map classes it; window 0: full.
+    as the model's head map classes it; window 0: full. `settled` i32: positions whose KV an earlier
+    turn of the same conversation computed in this context, the others being as they were reused.
     """
 
     tokens: int
@@ -85,6 +111,7 @@ class PromptView:
     fresh: Rows
     segments: tuple[tuple[int, int], ...]
     heads: npt.NDArray[np.int32]
+    settled: Rows = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def after_prefix(self) -> Rows:
@@ -93,8 +120,18 @@ class PromptView:
 
     @property
     def reused(self) -> Rows:
-        """The positions that a segment covers."""
-        return np.setdiff1d(self.after_prefix, self.fresh, assume_unique=True)
+        """The positions that a segment covers and no earlier turn computed again."""
+        others = np.setdiff1d(self.after_prefix, self.fresh, assume_unique=True)
+        return np.setdiff1d(others, self.settled, assume_unique=True)
 
 
 ProbeResult = torch.Tensor | Salience | None
+
+Plans: TypeAlias = Generator[PlanStep, ProbeResult, None]
+"""What a policy yields and receives."""
+
+
+def one_pass(layers: int, rows: Rows) -> Plans:
+    """The same rows in all layers, once."""
+    for layer in range(layers):
+        yield LayerPlan(layer, rows)

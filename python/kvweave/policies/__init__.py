@@ -8,6 +8,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.policies.base import Policy
 from kvweave.policies.cacheblend import CacheBlend
 from kvweave.policies.epic import Epic
+from kvweave.policies.foresight import Foresight
 from kvweave.policies.full import Full
 from kvweave.policies.naive import Naive
 from kvweave.policies.prefix import Prefix
@@ -22,6 +23,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "epic": Epic,
     "cacheblend": CacheBlend,
     "sparsex": SparseX,
+    "foresight": Foresight,
     "redknot": RedKnot,
     "weave": Weave,
 }
@@ -47,6 +49,7 @@ __all__ = [
     "POLICIES",
     "CacheBlend",
     "Epic",
+    "Foresight",
     "Full",
     "Naive",
     "Policy",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Literal, Protocol
 
-from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.plan import Plans, PromptView
 
 Reuse = Literal["none", "prefix", "segments"]
 
@@ -18,6 +17,7 @@ class Policy(Protocol):
     `rewrites_segments` says that some layer writes K, V of (nearly) every reused token, so
     sharing the donors' blocks saves nothing and admission copies them at once. `measures` says
     that a plan depends on what is measured; only plans that do not can be prefilled in chunks.
+    `passes`: how often rows go through the layers, at most.
     """
 
     @property
@@ -40,10 +40,15 @@ class Policy(Protocol):
         """Whether a plan depends on what a probe measured."""
         ...
 
+    @property
+    def passes(self) -> int:
+        """How often rows go through the layers, at most."""
+        ...
+
     def rewrites_segments(self, layers: int) -> bool:
         """Whether a model of that many layers has nearly every reused token written again."""
         ...
 
-    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+    def plan(self, prompt: PromptView) -> Plans:
         """Yields a plan for each layer; receives what the plan's probe measured."""
         ...

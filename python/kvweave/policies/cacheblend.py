@@ -34,6 +34,7 @@ class CacheBlend:
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
     measures: ClassVar[bool] = True
+    passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.ratio <= 1.0:

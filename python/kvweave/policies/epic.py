@@ -6,12 +6,11 @@ the role of attention sinks; recomputing them in place ("link" tokens) takes tha
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies.base import Reuse
 from kvweave.policies.row_sets import openings, union
 
@@ -25,6 +24,7 @@ class Epic:
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
     measures: ClassVar[bool] = False
+    passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.first < 0:
@@ -34,8 +34,6 @@ class Epic:
         """Only the first tokens are written."""
         return False
 
-    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+    def plan(self, prompt: PromptView) -> Plans:
         """The fresh rows and each segment's first rows, in all layers."""
-        rows = union(prompt.fresh, openings(prompt, self.first))
-        for layer in range(prompt.layers):
-            yield LayerPlan(layer, rows)
+        return one_pass(prompt.layers, union(prompt.fresh, openings(prompt, self.first)))

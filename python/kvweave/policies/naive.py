@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies.base import Reuse
 
 
@@ -17,6 +16,7 @@ class Naive:
     delta_rope: bool = True
     reuse: ClassVar[Reuse] = "segments"
     measures: ClassVar[bool] = False
+    passes: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -27,7 +27,6 @@ class Naive:
         """Only fresh tokens are written."""
         return False
 
-    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+    def plan(self, prompt: PromptView) -> Plans:
         """The fresh rows, in all layers."""
-        for layer in range(prompt.layers):
-            yield LayerPlan(layer, prompt.fresh)
+        return one_pass(prompt.layers, prompt.fresh)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies.base import Reuse
 
 
@@ -18,13 +17,12 @@ class Prefix:
     reuse: ClassVar[Reuse] = "prefix"
     delta_rope: ClassVar[bool] = True
     measures: ClassVar[bool] = False
+    passes: ClassVar[int] = 1
 
     def rewrites_segments(self, layers: int) -> bool:
         """No segment is reused."""
         return False
 
-    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+    def plan(self, prompt: PromptView) -> Plans:
         """The rows after the prefix, in all layers."""
-        rows = prompt.after_prefix
-        for layer in range(prompt.layers):
-            yield LayerPlan(layer, rows)
+        return one_pass(prompt.layers, prompt.after_prefix)

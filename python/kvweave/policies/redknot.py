@@ -60,6 +60,7 @@ class RedKnot:
     name: ClassVar[str] = "redknot"
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
+    passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for field in ("dense_until", "mass_thresh", "ffn_share", "restore_edge"):

@@ -41,6 +41,7 @@ class SparseX:
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
     measures: ClassVar[bool] = True
+    passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.boundary is not None and self.boundary < 0:

@@ -34,6 +34,7 @@ class Weave:
     reuse: ClassVar[Reuse] = "segments"
     delta_rope: ClassVar[bool] = True
     measures: ClassVar[bool] = True
+    passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.sparsex, SparseX) or not isinstance(self.redknot, RedKnot):

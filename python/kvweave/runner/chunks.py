@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, ProbeResult, Rows
+from kvweave.plan import Draft, LayerPlan, Plans, ProbeResult, Rows
 
 
 def spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -18,14 +18,20 @@ def spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def collected(policy: Generator[LayerPlan, ProbeResult, None]) -> list[LayerPlan]:
+def collected(policy: Plans) -> list[LayerPlan]:
     """All plans of a policy that measures nothing.
 
     # Errors
-    `InvalidArgument` for a plan that has a probe or restores a head, which needs all of its keys.
+    `InvalidArgument` for a plan that has a probe or restores a head, which needs all of its keys;
+    for a draft or a second pass, which need all rows of the first.
     """
-    plans = list(policy)
-    for plan in plans:
+    plans: list[LayerPlan] = []
+    for plan in policy:
+        if isinstance(plan, Draft) or (plan.layer == 0 and plans):
+            got = "a draft" if isinstance(plan, Draft) else "a second pass"
+            raise InvalidArgument(
+                f"layer plan: expected one pass of a policy that measures nothing, got {got}"
+            )
         if plan.restore:
             raise InvalidArgument(
                 f"layer plan: expected one of a policy that measures nothing and restores no head, "
@@ -36,6 +42,7 @@ def collected(policy: Generator[LayerPlan, ProbeResult, None]) -> list[LayerPlan
                 f"layer plan: expected no probe of a policy that measures nothing, "
                 f"got {plan.probe.value} in layer {plan.layer}"
             )
+        plans.append(plan)
     return plans
 
 

@@ -11,7 +11,7 @@ import torch
 from kvweave.device_memory import needs_memory
 from kvweave.ops import Workspace
 from kvweave.runner.decode_graph import StepGraphs
-from kvweave.runner.decode_step import StepTables, forward
+from kvweave.runner.decode_step import StepTables, forward, query_room
 from kvweave.runner.decoding import Decoding, choose_all
 from kvweave.runner.heads import HeadReads
 from kvweave.runner.rope import Rotary
@@ -33,12 +33,14 @@ class Decoder:
         self.workspace = Workspace(self.spec.device) if on_gpu else None
         captured = self.workspace is not None and rotary.is_fixed
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
+        self.queries: torch.Tensor | None = None
 
     @needs_memory("decode step")
-    def step(self, batch: Sequence[Decoding]) -> list[int]:
+    def step(self, batch: Sequence[Decoding], *, watched: bool = False) -> list[int]:
         """Feeds each sequence's last token through the model and chooses its next: B ids.
 
-        The batch is of one kind: see `by_regime`.
+        The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
+        [L, B, H, D], until the next one.
 
         # Errors
         `PoolFull` when a sequence needs a block and there is none; its request is unchanged.
@@ -47,18 +49,23 @@ class Decoder:
         start = time.perf_counter()
         for sequence in batch:
             sequence.request.append(np.asarray(sequence.tokens[-1:], np.int32))
+            if sequence.forked is not None:
+                sequence.forked.copy()
         with self.spec.current():
-            chosen = choose_all(batch, self._logits(batch))
+            chosen = choose_all(batch, self._logits(batch, watched))
         spent = time.perf_counter() - start
         for sequence in batch:
-            sequence.report.timings.decode_s += spent
+            sequence.timings.decode_s += spent
         return chosen
 
-    def _logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
+    def _logits(self, batch: Sequence[Decoding], watched: bool) -> torch.Tensor:
         if self.graphs is not None:
-            return self.graphs.logits(batch)
+            logits, self.queries = self.graphs.logits(batch, watched)
+            return logits
         tables = StepTables.of(self.heads, self.rotary, batch)
-        return forward(self.spec, self.pages, tables, batch[0].positions.rope, self.workspace)
+        self.queries = query_room(self.spec, len(batch)) if watched else None
+        rope = batch[0].positions.rope
+        return forward(self.spec, self.pages, tables, rope, self.workspace, self.queries)
 
     def forget(self) -> None:
         """Lets go of the requests of the last step."""

@@ -16,7 +16,7 @@ import torch
 
 from kvweave.device_memory import is_shortage
 from kvweave.ops import Reach, RopeTable, Workspace
-from kvweave.runner.decode_step import StepTables, forward, newest, slots_of
+from kvweave.runner.decode_step import StepTables, forward, newest, query_room, slots_of
 from kvweave.runner.decoding import Decoding
 from kvweave.runner.entry_tails import NO_ENTRY, EntryTails
 from kvweave.runner.heads import HeadReads, Promoted
@@ -66,6 +66,7 @@ class _Size:
         self.tails: EntryTails | None = None
         self.positions: PositionTable | None = None
         self.reaches: list[Reach] | None = None
+        self.queries: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         self.tried = False
@@ -132,20 +133,28 @@ class StepGraphs:
         self.pages = pages
         self.workspace = workspace
         self.capturable = True
-        self._sizes: dict[tuple[int, int, int, Promoted], _Size] = {}
+        self._sizes: dict[tuple[int, int, int, Promoted, bool], _Size] = {}
         self._pool: Any = None
         self._last: _Size | None = None
 
-    def logits(self, batch: Sequence[Decoding]) -> torch.Tensor:
-        """Logits f32 [B, V] of each request's newest token; they hold until the next step."""
+    def logits(
+        self, batch: Sequence[Decoding], watched: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits f32 [B, V] of each request's newest token; they hold until the next step.
+
+        `watched`: so do the queries [L, B, H, D], which come with them.
+        """
         positions, slots = newest(batch), slots_of(self.heads, batch)
         slots = slots[None] if self.heads.uniform else slots
         tails = None if self._last is None else self._last.tails
         goes_on = tails is not None and tails.of(batch) and tails.grow(positions, slots)
-        size = self._last if self._last is not None and goes_on else self._described(batch)
+        size = self._last
+        if size is None or not goes_on or watched != (size.queries is not None):
+            size = self._described(batch, watched)
         self._last = size
         size.write(batch, positions, slots)
-        return self._run(size, batch[0].positions.rope)[: len(batch)]
+        logits = self._run(size, batch[0].positions.rope)[: len(batch)]
+        return logits, None if size.queries is None else size.queries[:, : len(batch)]
 
     def forget(self) -> None:
         """Lets go of the requests of the last step."""
@@ -153,19 +162,20 @@ class StepGraphs:
             self._last.tails = None
             self._last = None
 
-    def _described(self, batch: Sequence[Decoding]) -> _Size:
+    def _described(self, batch: Sequence[Decoding], watched: bool) -> _Size:
         """Tables large enough for the batch, with its entries in them."""
         promoted = tuple(batch[0].request.promoted)
         windows = [*self.heads.windows, *(None for _ in promoted)]
         tails = EntryTails(batch, self.pages.shape[2], windows)
         self.forget()
         rows, entries = rows_for(len(batch)), entries_for(int(tails.offsets[-1]))
-        key = (rows, entries, batch[0].positions.regime, promoted)
+        key = (rows, entries, batch[0].positions.regime, promoted, watched)
         if key not in self._sizes:
             if len(self._sizes) == _MOST_SIZES:
                 del self._sizes[next(iter(self._sizes))]
             self._sizes[key] = _Size(self.spec.device, rows, entries, tails.tables, tails.moves)
             self._sizes[key].reaches = self.heads.reaches(batch[0].request)
+            self._sizes[key].queries = query_room(self.spec, rows) if watched else None
         size = self._sizes[key]
         # A longer request than ever moves the table of positions, and a graph knows addresses.
         longest = max(s.request.length + s.remaining for s in batch)
@@ -188,7 +198,8 @@ class StepGraphs:
         return size.logits
 
     def _forward(self, size: _Size, rope: RopeTable) -> torch.Tensor:
-        return forward(self.spec, self.pages, size.tables(), rope, self.workspace)
+        tables = size.tables()
+        return forward(self.spec, self.pages, tables, rope, self.workspace, size.queries)
 
     def _try(self, size: _Size, rope: RopeTable) -> torch.Tensor:
         """The first step of a size runs launch by launch, and shows whether the model waits.

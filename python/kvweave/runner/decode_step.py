@@ -74,19 +74,31 @@ def turns_of(rotary: Rotary, places: Int32) -> Turns:
     return table.turns(torch.from_numpy(places).to(rotary.spec.device))
 
 
+def query_room(spec: ModelSpec, requests: int) -> torch.Tensor:
+    """Room for the queries of one step: [L, B, H, D]."""
+    shape = len(spec.layers), requests, spec.query_heads, spec.head_dim
+    return torch.empty(shape, dtype=spec.dtype, device=spec.device)
+
+
 def forward(
     spec: ModelSpec,
     pages: torch.Tensor,
     tables: StepTables,
     rope: RopeTable,
     workspace: Workspace | None,
+    queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits f32 [B, V] of each request's newest token, whose K, V it writes."""
+    """Logits f32 [B, V] of each request's newest token, whose K, V it writes.
+
+    Into `queries` [L, B, H, D], if given, go the rotated queries of every layer.
+    """
     hidden: torch.Tensor = spec.embed(tables.ids)
     grid = RowGrid.packed(len(tables.ids))
     for index, layer in enumerate(spec.layers):
         turn = tables.turns[layer.rope_key] if layer.rotates else None
         q, k, v = project(spec, layer, grid, hidden, turn)
+        if queries is not None:
+            queries[index].copy_(q)
         reach = None if tables.reaches is None else tables.reaches[index]
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach)
         attended, _ = ops.attend_decode(

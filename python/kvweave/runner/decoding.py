@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kvweave.cache import KvRequest
-from kvweave.runner.report import Report
+from kvweave.runner.report import Timings
+from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.rope import PositionTable
 from kvweave.runner.sampling import Sampling
 
@@ -18,17 +19,19 @@ from kvweave.runner.sampling import Sampling
 class Decoding:
     """One request while it decodes: what it has said and how it goes on.
 
-    `tokens` are the generated ids; the last of them has no KV yet. `device` is the logits'.
+    `tokens` are the generated ids; the last of them has no KV yet. `device` is the logits'. The
+    time of its steps is added to `timings`. `forked`: the KV of a fork, whose shared blocks are
+    copied as they come to be written.
     """
 
     request: KvRequest
     positions: PositionTable
     sampling: Sampling
-    report: Report
     limit: int
-    stop: frozenset[int]
-    exact: bool
     device: torch.device
+    stop: frozenset[int] = frozenset()
+    timings: Timings = field(default_factory=Timings)
+    forked: RequestKv | None = None
     tokens: list[int] = field(default_factory=list)
     generator: torch.Generator = field(init=False)
 

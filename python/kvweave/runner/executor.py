@@ -1,23 +1,25 @@
-"""Runs any policy's `LayerPlan`s over a request's pages: the one executor of prefill.
+"""Runs any policy's plans over a request's pages: the one executor of prefill.
 
 For each layer: project the plan's rows → write K, V → attend by position → finish the rows. What
-the policy asked to measure goes back to it before it says what comes next.
+the policy asked to measure goes back to it before it says what comes next. Behind the last layer
+it may ask for a draft, or begin another pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, Probe, ProbeResult, Rows
+from kvweave.plan import Draft, LayerPlan, Plans, PlanStep, Probe, ProbeResult, Rows
 from kvweave.runner import chunks, probes
-from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.flops import FlopCount, ModelWeights
+from kvweave.runner.clock import Clock
+from kvweave.runner.draft import Drafter
+from kvweave.runner.flops import ModelWeights
 from kvweave.runner.heads import SomeHeads
 from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
@@ -25,43 +27,25 @@ from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.spared import Spared, may_spare, project_heads, project_sparing
 from kvweave.runner.tables import RowTable, same_rows, send_index
-
-Policy = Generator[LayerPlan, ProbeResult, None]
-
-
-@dataclass
-class Trace:
-    """What the executor did.
-
-    Rows computed per layer [L] and the most at once, when probes began and choices ended, FLOPs
-    by part, the (layer, KV head) pairs restored and those that could not be. `exact`: tokens
-    before the first whose KV is not that of a full prefill, where what was reused is.
-    """
-
-    rows_per_layer: list[int]
-    flops: FlopCount
-    exact: int
-    most_rows: int = 0
-    selections: list[tuple[Mark, Mark]] = field(default_factory=list)
-    restored: list[tuple[int, int]] = field(default_factory=list)
-    refused: list[tuple[int, int]] = field(default_factory=list)
+from kvweave.runner.trace import PassTrace, Trace
 
 
 class Executor:
     """Prefill of one request; holds nothing between requests but the model."""
 
-    def __init__(self, spec: ModelSpec, tiled: bool) -> None:
+    def __init__(self, spec: ModelSpec, tiled: bool, drafter: Drafter | None = None) -> None:
         self.spec = spec
         self.tiled = tiled
+        self.drafter = drafter
         self.weights = ModelWeights(spec)
 
     def prefill(
-        self, kv: RequestKv, tokens: torch.Tensor, policy: Policy, logits_from: int
+        self, kv: RequestKv, tokens: torch.Tensor, policy: Plans, logits_from: int
     ) -> tuple[torch.Tensor, Trace]:
         """Carries out a policy; returns the logits f32 [n, V] from a position on, and the trace.
 
         tokens i64 [T]. The last layer computes K, V of all its rows, and the rest of those alone
-        that are at or after `logits_from`.
+        that are at or after `logits_from`. The logits are those of the last pass.
 
         # Errors
         `InvalidArgument` for a plan that skips a layer, names rows without hidden states or
@@ -76,7 +60,7 @@ class Executor:
         self,
         kv: RequestKv,
         tokens: torch.Tensor,
-        policy: Policy,
+        policy: Plans,
         logits_from: int,
         spans: list[tuple[int, int]],
         computed: Callable[[int, int], None],
@@ -90,6 +74,7 @@ class Executor:
         As for `prefill`; `InvalidArgument` for a plan with a probe.
         """
         run = _Run(self, kv, tokens, logits_from)
+        run.in_chunks = True
         plans = chunks.collected(policy)
         for index, (start, end) in enumerate(spans):
             if index:
@@ -107,66 +92,107 @@ class _Run:
     ) -> None:
         self.spec = executor.spec
         self.tiled = executor.tiled
+        self.drafter = executor.drafter
         self.kv = kv
         self.tokens = tokens
         self.logits_from = logits_from
-        layers, flops = len(executor.spec.layers), FlopCount(executor.weights)
-        self.trace = Trace([0] * layers, flops, len(tokens))
+        self.trace = Trace(executor.weights, len(tokens))
         self.clock = Clock(executor.spec.device)
         self.probed = self.clock.mark()
         self.end = len(tokens)
-        self.said: list[torch.Tensor] = []
+        self.in_chunks = False
+        self.logits_parts: list[torch.Tensor] = []
 
-    def carry_out(self, policy: Policy, end: int) -> None:
-        """All layers of rows before `end`, and the logits that are wanted of them."""
+    def carry_out(self, policy: Plans, end: int) -> None:
+        """All passes over rows before `end`, and the logits that are wanted of the last."""
         self.end = end
-        plan = self.ask(policy, None)
-        if plan is None:
-            return
+        step, hidden = self.ask(policy, None), None
+        while step is not None:
+            if isinstance(step, Draft):
+                step = self.ask(policy, self.draft(step, hidden))
+            else:
+                # The states of the pass before are given back before this one needs its own.
+                hidden = None
+                hidden, step = self.one_pass(step, policy)
+        if hidden is not None:
+            self.score(hidden)
+
+    def one_pass(self, plan: LayerPlan, policy: Plans) -> tuple[Hidden | None, PlanStep | None]:
+        """All layers once, from a plan for the first on.
+
+        Returns the states behind the last layer and the step that follows; None for the states of
+        a chunk's rows that do not run to the last layer.
+        """
         if plan.layer != 0:
             raise InvalidArgument(f"layer plan: expected layer 0 first, got {plan.layer}")
+        layers, goes_on = len(self.spec.layers), self.in_chunks and self.trace.passes
+        done = self.trace.current if goes_on else self.trace.begin("layers", self.clock.mark())
         hidden = self.embed(plan.rows)
         while True:
             hidden, result, plan = self.layer(hidden, plan, policy)
             following = self.ask(policy, result)
-            if following is None:
-                break
-            if following.layer == plan.layer == 0:
+            if isinstance(following, LayerPlan) and following.layer == plan.layer == 0 < layers - 1:
                 hidden, following = self.extend(hidden, following, policy)
-                if following is None:
-                    break
+            if plan.layer + 1 == layers:
+                break
+            if following is None:
+                if self.end == len(self.tokens):
+                    raise InvalidArgument(
+                        f"layer plan: expected {layers} layers, got {plan.layer + 1}"
+                    )
+                return None, None
+            if not isinstance(following, LayerPlan):
+                raise InvalidArgument(
+                    f"draft: expected all {layers} layers before it, got {plan.layer + 1}"
+                )
             if following.layer != plan.layer + 1:
                 raise InvalidArgument(
                     f"layer plan: expected layer {plan.layer + 1}, got {following.layer}"
                 )
             plan = following
-        if plan.layer + 1 == len(self.spec.layers):
-            self.score(hidden)
-        elif end == len(self.tokens):
-            raise InvalidArgument(
-                f"layer plan: expected {len(self.spec.layers)} layers, got {plan.layer + 1}"
-            )
+        done.ended = self.clock.mark()
+        self.trace.recomputed = plan.rows
+        return hidden, following
+
+    def draft(self, step: Draft, hidden: Hidden | None) -> torch.Tensor | None:
+        """What the queries of the likeliest next tokens look at, mass f32 [T]."""
+        last = None if hidden is None else hidden.since(len(self.tokens) - 1)
+        if last is None or not len(last.rows):
+            raise InvalidArgument("draft: expected a pass with the last token before it, got none")
+        if self.drafter is None:
+            raise InvalidArgument("draft: expected an executor with a drafter, got one without")
+        done = self.trace.begin("draft", self.clock.mark())
+        logits = self.head(last, done)
+        self.probed = self.clock.mark()
+        mass = self.drafter.mass(self.kv, logits[-1], step, done)
+        done.ended = self.clock.mark()
+        return mass
 
     def score(self, hidden: Hidden) -> None:
         """Logits of the rows at or after `logits_from`, the first of which must be there."""
         wanted = hidden.since(self.logits_from)
         if not len(wanted.rows):
             return
-        if not self.said and int(wanted.rows[0]) != self.logits_from:
+        if not self.logits_parts and int(wanted.rows[0]) != self.logits_from:
             raise self.missing()
-        scored = wanted.grid.real(wanted.grid.apply(self.spec.scores, wanted.states))
-        self.trace.flops.logits(scored)
-        self.said.append(scored)
+        self.logits_parts.append(self.head(wanted, self.trace.current))
+        self.trace.current.ended = self.clock.mark()
+
+    def head(self, hidden: Hidden, done: PassTrace) -> torch.Tensor:
+        """The logits f32 [R, V] of some rows."""
+        scored = hidden.grid.real(hidden.grid.apply(self.spec.scores, hidden.states))
+        done.flops.logits(len(scored))
+        return scored
 
     def logits(self) -> torch.Tensor:
         """All of them, f32 [n, V]."""
-        if not self.said:
+        if not self.logits_parts:
             raise self.missing()
-        return self.said[0] if len(self.said) == 1 else torch.cat(self.said)
+        return self.logits_parts[0] if len(self.logits_parts) == 1 else torch.cat(self.logits_parts)
 
     def missing(self) -> InvalidArgument:
         """The refusal of logits that were not computed."""
-        rows = self.trace.rows_per_layer[-1]
+        rows = self.trace.rows_per_layer[-1] if self.trace.passes else 0
         return InvalidArgument(
             f"logits: expected position {self.logits_from} among the computed rows, "
             f"got {rows} rows without it"
@@ -186,8 +212,8 @@ class _Run:
         grid = RowGrid.aligned(first, len(rows), self.tiled)
         return Hidden(rows, grid, grid.pad(states))
 
-    def ask(self, policy: Policy, result: ProbeResult) -> LayerPlan | None:
-        """The policy's next plan, or None when it has no more."""
+    def ask(self, policy: Plans, result: ProbeResult) -> PlanStep | None:
+        """The policy's next step, or None when it has no more."""
         try:
             return policy.send(result)
         except StopIteration:
@@ -197,8 +223,8 @@ class _Run:
                 self.trace.selections.append((self.probed, self.clock.mark()))
 
     def extend(
-        self, hidden: Hidden, plan: LayerPlan, policy: Policy
-    ) -> tuple[Hidden, LayerPlan | None]:
+        self, hidden: Hidden, plan: LayerPlan, policy: Plans
+    ) -> tuple[Hidden, PlanStep | None]:
         """Layer 0 once more for further rows: their input is the embedding, known for all."""
         further = np.setdiff1d(plan.rows, hidden.rows)
         if len(further):
@@ -208,24 +234,24 @@ class _Run:
         return hidden, self.ask(policy, None)
 
     def layer(
-        self, hidden: Hidden, plan: LayerPlan, policy: Policy
+        self, hidden: Hidden, plan: LayerPlan, policy: Plans
     ) -> tuple[Hidden, ProbeResult, LayerPlan]:
         """One layer over the plan's rows; returns the probe's result, if one was asked for."""
         layer = self.spec.layers[plan.layer]
         hidden, plan, attended, probing = self.attention(hidden.narrow(plan.rows), plan, policy)
         if attended is not None:
             seen = self.kv.layer_heads(plan.layer).seen
-            self.trace.flops.attend(plan.layer, hidden.rows, seen)
+            self.trace.current.flops.attend(plan.layer, hidden.rows, seen)
             add_attention(layer, hidden.grid, hidden.states, attended)
             # The feed-forward is wider than attention: it gets its memory.
             del attended
             self.feed_forward(hidden, plan)
-        self.trace.rows_per_layer[plan.layer] += len(plan.rows)
+        self.trace.current.rows_per_layer[plan.layer] += len(plan.rows)
         self.trace.most_rows = max(self.trace.most_rows, len(plan.rows))
         return hidden, None if probing is None else self.scores(plan, probing), plan
 
     def attention(
-        self, hidden: Hidden, plan: LayerPlan, policy: Policy
+        self, hidden: Hidden, plan: LayerPlan, policy: Plans
     ) -> tuple[Hidden, LayerPlan, torch.Tensor | None, torch.Tensor | None]:
         """Projects rows, writes their K, V, measures, and attends: [R, H, D] of the rows left.
 
@@ -240,11 +266,11 @@ class _Run:
         spared = self.spared(hidden, plan)
         if spared is None:
             q, k, v = project(spec, layer, hidden.grid, hidden.states, turn)
-            self.trace.flops.project(plan.layer, len(plan.rows))
+            self.trace.current.flops.project(plan.layer, len(plan.rows))
         else:
             q, k, v = project_sparing(spec, layer, hidden.grid, hidden.states, turn, spared)
             fewer = len(spared.local.heads), len(spared.rows)
-            self.trace.flops.project(plan.layer, len(plan.rows), fewer)
+            self.trace.current.flops.project(plan.layer, len(plan.rows), fewer)
         if plan.probe is Probe.DEVIATION:
             self.probed = self.clock.mark()
             plan = self.narrowed(plan, policy, probes.deviation(kv, plan.layer, table, k, v))
@@ -264,7 +290,7 @@ class _Run:
                 grid, states = hidden.grid, hidden.states
                 heads = SomeHeads(restored, spec.device)
                 project_heads(spec, layer, grid, states, turn, heads, (k, v))
-                self.trace.flops.project_heads(plan.layer, len(restored), len(plan.rows))
+                self.trace.current.flops.project_heads(plan.layer, len(restored), len(plan.rows))
             table = kv.rows(plan.rows, plan.local_rows)
             kv.write(plan.layer, k, v, table)
         probing = self.queries(hidden, plan, q) if plan.probe is Probe.SCORES else None
@@ -294,7 +320,7 @@ class _Run:
         if rows is not None and same_rows(rows, plan.rows):
             rows = None
         if rows is None:
-            self.trace.flops.feed_forward(plan.layer, len(hidden.rows))
+            self.trace.current.flops.feed_forward(plan.layer, len(hidden.rows))
             add_feed_forward(layer, hidden.grid, hidden.states)
             return
         if plan.layer + 1 < len(self.spec.layers):
@@ -303,7 +329,7 @@ class _Run:
         rows = rows[np.searchsorted(rows, hidden.rows[0]) :]
         if not len(rows):
             return
-        self.trace.flops.feed_forward(plan.layer, len(rows))
+        self.trace.current.flops.feed_forward(plan.layer, len(rows))
         index, states = hidden.index_of(rows), hidden.grid.real(hidden.states)
         some = states.index_select(0, index)
         add_feed_forward(layer, RowGrid.packed(len(rows)), some)
@@ -320,23 +346,22 @@ class _Run:
         if first < len(rows):
             self.trace.exact = min(self.trace.exact, int(rows[first]))
 
-    def narrowed(self, plan: LayerPlan, policy: Policy, moved: torch.Tensor) -> LayerPlan:
+    def narrowed(self, plan: LayerPlan, policy: Plans, moved: torch.Tensor) -> LayerPlan:
         """The same layer with the rows that the policy keeps once it knows how far KV moved."""
         narrowed = self.ask(policy, moved)
-        if narrowed is None or narrowed.layer != plan.layer:
+        if not isinstance(narrowed, LayerPlan) or narrowed.layer != plan.layer:
             raise InvalidArgument("layer plan: expected the same layer after a deviation probe")
         return narrowed
 
-    def salient(
-        self, hidden: Hidden, plan: LayerPlan, policy: Policy, q: torch.Tensor
-    ) -> LayerPlan:
+    def salient(self, hidden: Hidden, plan: LayerPlan, policy: Plans, q: torch.Tensor) -> LayerPlan:
         """The same layer and rows, with what the policy chose once it knows the salience."""
         self.probed = self.clock.mark()
         probing = self.queries(hidden, plan, q)
-        self.trace.flops.score(plan.score_rows, self.kv.heads.seen_by_model(plan.layer))
+        self.trace.current.flops.score(plan.score_rows, self.kv.heads.seen_by_model(plan.layer))
         result = probes.salience(self.kv, plan.layer, probing, plan.score_rows)
         chosen = self.ask(policy, result)
-        if chosen is None or chosen.layer != plan.layer or not same_rows(chosen.rows, plan.rows):
+        lawful = isinstance(chosen, LayerPlan) and chosen.layer == plan.layer
+        if not isinstance(chosen, LayerPlan) or not lawful or not same_rows(chosen.rows, plan.rows):
             raise InvalidArgument(
                 "layer plan: expected the same layer and rows after a salience probe"
             )
@@ -404,5 +429,5 @@ class _Run:
     def scores(self, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
         """Sparse-Q mass of every token, f32 [T]."""
         self.probed = self.clock.mark()
-        self.trace.flops.score(plan.score_rows, self.kv.layer_heads(plan.layer).seen)
+        self.trace.current.flops.score(plan.score_rows, self.kv.layer_heads(plan.layer).seen)
         return probes.scores(self.kv, plan.layer, q, plan.score_rows)

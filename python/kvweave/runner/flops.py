@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvweave.plan import Rows
 from kvweave.runner.model_spec import LayerSpec, ModelSpec
@@ -101,9 +100,9 @@ class FlopCount:
         """The feed-forward of some rows."""
         self.parts["feed_forward"] += 2 * rows * self.weights.layers[layer].feed_forward
 
-    def logits(self, logits: torch.Tensor) -> None:
-        """The head's product, by what came out: [R, V]."""
-        self.parts["logits"] += 2 * logits.shape[0] * self.weights.head
+    def logits(self, rows: int) -> None:
+        """The head's product of some rows."""
+        self.parts["logits"] += 2 * rows * self.weights.head
 
     def score(self, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Query-key products of a probe; a (window, sink) for each KV head."""

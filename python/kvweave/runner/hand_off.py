@@ -12,6 +12,7 @@ from kvweave.payload import KvPayload, export_kv, import_kv
 from kvweave.runner.prefill import Prefill, Prefiller
 from kvweave.runner.prompt import token_array
 from kvweave.runner.report import Report, Timings
+from kvweave.runner.request_kv import RequestKv
 
 
 @needs_memory("export")
@@ -80,4 +81,5 @@ def take_over(
         kv_bytes=own,
         shared_kv_bytes=shared,
     )
-    return Prefill(request, logits, report, positions, exact=False)
+    kv = RequestKv(prefiller.heads, prefiller.pages, request, positions)
+    return Prefill(kv, logits, report, exact=False, remember=False)

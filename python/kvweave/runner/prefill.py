@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
-from kvweave.plan import LayerPlan, ProbeResult, PromptView
+from kvweave.errors import InvalidArgument
+from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies import Policy
 from kvweave.runner.chunks import spans
 from kvweave.runner.clock import Clock
-from kvweave.runner.executor import Executor, Trace
-from kvweave.runner.heads import HeadReads
+from kvweave.runner.decode import Decoder
+from kvweave.runner.draft import Drafter
+from kvweave.runner.executor import Executor
 from kvweave.runner.memory import resident_bytes, working_bytes
-from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.request_kv import RequestKv
-from kvweave.runner.rope import PositionTable, Rotary
-from kvweave.runner.tables import send_index
+from kvweave.runner.rope import PositionTable
+from kvweave.runner.tables import Int32, send_index
+from kvweave.runner.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,44 @@ class Prefill:
     """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
 
     A context manager; `release` gives the blocks back (they stay cached for later prompts).
-    `exact` says that no segment was reused, so the KV is that of a full prefill.
+    `exact` says that no segment was reused, so the KV is that of a full prefill. `kv` are the
+    request's tables; `remember` says that later prompts may find its blocks. `pending`: a token
+    that was decoded last and has no KV yet. `forked`: it may share blocks with a fork.
     """
 
     def __init__(
-        self,
-        request: KvRequest,
-        logits: torch.Tensor,
-        report: Report,
-        positions: PositionTable,
-        exact: bool,
+        self, kv: RequestKv, logits: torch.Tensor, report: Report, exact: bool, remember: bool
     ) -> None:
-        self.request = request
+        self.kv = kv
         self.logits = logits
         self.report = report
-        self.positions = positions
         self.exact = exact
+        self.remember = remember
+        self.pending: list[int] = []
+        self.forked = False
+
+    @property
+    def request(self) -> KvRequest:
+        """The live request: tokens, blocks, plan."""
+        return self.kv.request
+
+    @property
+    def positions(self) -> PositionTable:
+        """Cos, sin and frequencies of its positions."""
+        return self.kv.positions
+
+    def fork(self) -> Prefill:
+        """The same prompt once more, sharing all blocks: what is written to either is copied first.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released, or whose local heads were made full.
+        """
+        fork = Prefill(
+            self.kv.forked(self.request.fork()), self.logits, self.report, self.exact, self.remember
+        )
+        fork.pending = list(self.pending)
+        self.forked = fork.forked = True
+        return fork
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""
@@ -78,7 +102,7 @@ class Prefill:
 
 
 class Prefiller:
-    """Prefills prompts of one model into one cache.
+    """Prefills prompts of one model into one cache; drafts are made by its decoder.
 
     `mode` is "materialise" or "share"; `chunk_tokens`, if any, are computed at once for policies
     that measure nothing.
@@ -86,23 +110,20 @@ class Prefiller:
 
     def __init__(
         self,
-        spec: ModelSpec,
-        rotary: Rotary,
-        heads: HeadReads,
-        pages: torch.Tensor,
+        decoder: Decoder,
         tiled: bool,
         mode: str,
         chunk_tokens: int | None,
     ) -> None:
-        self.spec = spec
-        self.rotary = rotary
-        self.heads = heads
-        self.cache = heads.cache
-        self.pages = pages
+        self.spec = decoder.spec
+        self.rotary = decoder.rotary
+        self.heads = decoder.heads
+        self.cache = decoder.heads.cache
+        self.pages = decoder.pages
         self.mode = mode
         self.chunk_tokens = chunk_tokens
-        self.clock = Clock(spec.device)
-        self.executor = Executor(spec, tiled)
+        self.clock = Clock(decoder.spec.device)
+        self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
 
     @needs_memory("prefill")
     @torch.inference_mode()
@@ -178,7 +199,43 @@ class Prefiller:
         except BaseException:
             request.release()
             raise
-        return Prefill(request, logits, report, positions, exact == length)
+        return Prefill(kv, logits, report, exact == length, lookup.remember)
+
+    @needs_memory("extend")
+    @torch.inference_mode()
+    def extend(self, done: Prefill, tokens: Int32) -> torch.Tensor:
+        """Appends tokens to a prefilled prompt: their logits f32 [n, V], all in one pass.
+
+        A token that was decoded and has no KV yet goes before them. `done.logits` are the last
+        one's then.
+
+        # Errors
+        `InvalidArgument` without tokens, or where the frequencies of RoPE change with the length;
+        `PoolFull` when they do not fit. Nothing has changed then. After `OutOfMemory` the prompt is
+        to be released.
+        """
+        request = done.request
+        new = np.concatenate((np.asarray(done.pending, np.int32), tokens))
+        if len(new) == 0:
+            raise InvalidArgument("extend: expected at least one token, got none")
+        length = request.length + len(new)
+        positions = self.rotary.table(length)
+        if positions.regime != done.positions.regime:
+            raise InvalidArgument(
+                f"extend: expected RoPE frequencies that hold for {length} tokens too, "
+                f"got those of {done.report.tokens} alone"
+            )
+        request.append(new)
+        done.pending = []
+        with self.spec.current():
+            kv = RequestKv(self.heads, self.pages, request, positions, done.kv.rotates)
+            kv.copy()
+            rows, first = kv.newest(len(new)), length - max(1, len(tokens))
+            ids = send_index(self.spec.device, request.tokens).long()
+            plans = one_pass(len(self.spec.layers), rows)
+            logits, _ = self.executor.prefill(kv, ids, plans, first)
+        done.kv, done.logits = kv, logits[-1:]
+        return logits
 
     def _warn_of_length(self, tokens: int) -> None:
         most = self.spec.positions
@@ -209,7 +266,7 @@ class Prefiller:
         self,
         kv: RequestKv,
         prompt: TokenizedPrompt,
-        policy: Generator[LayerPlan, ProbeResult, None],
+        policy: Plans,
         logits_from: int,
         chunk: int,
         remembered: int | None,
@@ -248,7 +305,8 @@ class Prefiller:
             timings=timings,
             kv_bytes=own,
             shared_kv_bytes=shared,
-            flops=trace.flops.parts,
+            flops=trace.flops,
+            passes=[one.report() for one in trace.passes],
             restored=trace.restored,
             refused=trace.refused,
         )

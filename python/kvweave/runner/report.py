@@ -25,11 +25,27 @@ class Timings:
     decode_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class PassReport:
+    """One way through the layers, or one draft between two.
+
+    `kind`: "layers" or "draft". `rows_per_layer` [L]: rows computed. `flops`: matrix products by
+    part. `tokens`: of a draft, how many were decoded; 0 when the cache had no room for them.
+    """
+
+    kind: str
+    rows_per_layer: list[int]
+    flops: dict[str, int]
+    seconds: float
+    tokens: int = 0
+
+
 @dataclass
 class Report:
     """What was reused, what was computed, how long it took, what it holds.
 
-    `rows_per_layer` [L]: rows computed in each layer. `kv_bytes`: bytes of the blocks that only
+    `rows_per_layer` [L]: rows computed in each layer, by all passes. `passes`: the same one by one,
+    in order; most policies have one. `kv_bytes`: bytes of the blocks that only
     this request holds once it is prefilled; `shared_kv_bytes`: bytes of blocks it reads together
     with others. `mode`: "materialise" or "share", and `mode_reason` when it differs from the
     runner's. `device_bytes`: the most that weights, pages and this prefill take where the model
@@ -47,6 +63,7 @@ class Report:
     mode: str
     mode_reason: str = ""
     rows_per_layer: list[int] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     kv_bytes: int = 0
     shared_kv_bytes: int = 0
@@ -77,10 +94,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        fields = {k: v for k, v in self.__dict__.items() if k not in ("plan", "timings")}
+        plain = {k: v for k, v in self.__dict__.items() if k not in ("plan", "timings", "passes")}
         return {
-            **fields,
+            **plain,
             "plan": self.plan.to_dict(),
+            "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,

@@ -41,6 +41,15 @@ class RequestKv:
         self._rows: RowTable | None = None
         self._asking = RowMemo[ops.Table](1)
 
+    def forked(self, fork: KvRequest) -> RequestKv:
+        """The KV of a fork of the request."""
+        return RequestKv(self.heads, self.pages, fork, self.positions, self.rotates)
+
+    def newest(self, tokens: int) -> Rows:
+        """The positions of the last tokens."""
+        length = self.request.length
+        return np.arange(length - tokens, length, dtype=np.int32)
+
     @property
     def table(self) -> KvTable:
         """Where all KV of the request lies now."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
@@ -23,7 +24,7 @@ from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.progress import track
-from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt
+from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.rope import Rotary
 from kvweave.runner.sampling import Sampling
@@ -39,6 +40,20 @@ class _Ask:
     max_new_tokens: int
     sampling: Sampling
     stop: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A prefilled prompt and what is decoded from it."""
+
+    done: Prefill
+    sequence: Decoding
+
+    def commit(self) -> None:
+        """Lets later prompts find what was decoded, where they may find the prompt."""
+        if self.done.remember:
+            length = self.done.request.length
+            self.done.request.commit(length, length if self.done.exact else 0)
 
 
 def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
@@ -125,8 +140,8 @@ class Runner:
             if check:
                 verify(model, self.spec)
         reads = HeadReads(self.spec, self.cache)
-        self._prefiller = Prefiller(self.spec, rotary, reads, pages, tiled, mode, chunk_tokens)
         self._decoder = Decoder(reads, rotary, pages)
+        self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -203,6 +218,18 @@ class Runner:
             reserve_tokens=reserve_tokens,
         )
 
+    def extend(self, done: Prefill, tokens: Sequence[int]) -> torch.Tensor:
+        """Appends tokens to a prefilled prompt and computes them in one pass: logits f32 [n, V].
+
+        Row i says what follows tokens[i]. So a known continuation is scored in one pass instead of
+        a decode step a token.
+
+        # Errors
+        `InvalidArgument` for no tokens, ids out of range, or a model whose RoPE frequencies change
+        with the length; `PoolFull` when they do not fit, the prompt being as before.
+        """
+        return self._prefiller.extend(done, token_array(tokens, self.spec.vocabulary))
+
     # ---- hand-off -------------------------------------------------------------------------
 
     def export(self, done: Prefill) -> KvPayload:
@@ -235,9 +262,9 @@ class Runner:
         ask = self._ask("full", lookup, max_new_tokens, sampling, stop)
         done = take_over(self._prefiller, payload, namespace, max_new_tokens - 1)
         try:
-            sequence = self._decoding(done, ask)
-            self._decode([sequence])
-            return self._finished(sequence, ask)
+            answer = self._answer(done, ask)
+            self._decode([answer])
+            return self._finished(answer)
         finally:
             self._decoder.forget()
             done.release()
@@ -271,6 +298,33 @@ class Runner:
             remember=remember,
         )[0]
 
+    def decode(
+        self,
+        done: Prefill,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] | None = None,
+    ) -> Generation:
+        """Decodes on from a prefilled prompt, which stays: `extend` and `decode` may follow.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released; `PoolFull` when the answer does not fit,
+        what was decoded so far being kept.
+        """
+        if done.request.released:
+            raise InvalidArgument("decode: expected a live prompt, got one that was released")
+        if done.pending:
+            self._prefiller.extend(done, np.zeros(0, np.int32))
+        ask = self._ask("full", Lookup(), max_new_tokens, sampling, stop)
+        answer = self._answer(done, ask)
+        try:
+            self._decode([answer])
+        finally:
+            self._decoder.forget()
+            done.pending = answer.sequence.tokens[-1:]
+        return self._finished(answer)
+
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
@@ -291,16 +345,16 @@ class Runner:
         ask = self._ask(
             policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
         )
-        sequences: list[Decoding] = []
+        answers: list[_Answer] = []
         try:
             for prompt in track(prompts, "prefill", self.progress and len(prompts) > 1):
-                sequences.append(self._start(prompt, ask))
-            self._decode(sequences)
-            return [self._finished(sequence, ask) for sequence in sequences]
+                answers.append(self._start(prompt, ask))
+            self._decode(answers)
+            return [self._finished(answer) for answer in answers]
         finally:
             self._decoder.forget()
-            for sequence in sequences:
-                sequence.request.release()
+            for answer in answers:
+                answer.done.release()
 
     def stream(
         self,
@@ -318,7 +372,8 @@ class Runner:
         ask = self._ask(
             policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
         )
-        sequence = self._start(prompt, ask)
+        answer = self._start(prompt, ask)
+        sequence = answer.sequence
         try:
             said = ""
             while True:
@@ -330,10 +385,10 @@ class Runner:
                     break
                 with torch.inference_mode():
                     self._decoder.step([sequence])
-            self._commit(sequence, ask)
+            answer.commit()
         finally:
             self._decoder.forget()
-            sequence.request.release()
+            answer.done.release()
 
     def _ask(
         self,
@@ -352,48 +407,44 @@ class Runner:
             policy_of(policy), lookup, max_new_tokens, sampling or Sampling(), frozenset(stop)
         )
 
-    def _start(self, prompt: Prompt, ask: _Ask) -> Decoding:
+    def _start(self, prompt: Prompt, ask: _Ask) -> _Answer:
         done = self._prefiller.prefill(
             self.tokenize(prompt), ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
         )
         try:
-            return self._decoding(done, ask)
+            return self._answer(done, ask)
         except BaseException:
             done.release()
             raise
 
     @needs_memory("sampling")
-    def _decoding(self, done: Prefill, ask: _Ask) -> Decoding:
+    def _answer(self, done: Prefill, ask: _Ask) -> _Answer:
         sequence = Decoding(
             request=done.request,
             positions=done.positions,
             sampling=ask.sampling,
-            report=done.report,
             limit=ask.max_new_tokens,
-            stop=ask.stop,
-            exact=done.exact,
             device=self.spec.device,
+            stop=ask.stop,
+            timings=done.report.timings,
+            forked=done.kv if done.forked else None,
         )
         sequence.choose(done.logits[-1])
-        return sequence
+        return _Answer(done, sequence)
 
     @torch.inference_mode()
-    def _decode(self, sequences: Sequence[Decoding]) -> None:
-        while active := [s for s in sequences if not s.done]:
+    def _decode(self, answers: Sequence[_Answer]) -> None:
+        while active := [a.sequence for a in answers if not a.sequence.done]:
             for group in by_regime(active):
                 self._decoder.step(group)
-
-    def _commit(self, sequence: Decoding, ask: _Ask) -> None:
-        if ask.lookup.remember:
-            length = sequence.request.length
-            sequence.request.commit(length, length if sequence.exact else 0)
 
     def _spoken(self, sequence: Decoding) -> list[int]:
         """The tokens to show: all but a closing stop token."""
         ended = bool(sequence.tokens) and sequence.tokens[-1] in sequence.stop
         return sequence.tokens[:-1] if ended else sequence.tokens
 
-    def _finished(self, sequence: Decoding, ask: _Ask) -> Generation:
-        self._commit(sequence, ask)
+    def _finished(self, answer: _Answer) -> Generation:
+        answer.commit()
+        sequence = answer.sequence
         spoken = self._spoken(sequence)
-        return Generation(self.prompts.decode(spoken), sequence.tokens, sequence.report)
+        return Generation(self.prompts.decode(spoken), sequence.tokens, answer.done.report)

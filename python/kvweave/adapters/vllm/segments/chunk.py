@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import numpy as np
 import torch
 
 from kvweave.adapters.vllm.segments.store import Held, Rows
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
+from kvweave.plan import Draft, LayerPlan, Plans, Probe, ProbeResult, PromptView, one_pass
 
 
 class ChunkPlan:
@@ -38,7 +36,9 @@ class ChunkPlan:
             segments=tuple((a, b) for a, b in clipped if a < b),
             heads=np.zeros((layers, kv_heads, 2), np.int32),
         )
-        self._policy = _nothing(layers) if prefix == end else held.policy.plan(view)
+        # All of the chunk may be exact in the store: then no layer computes a row.
+        nothing = one_pass(layers, np.zeros(0, np.int32))
+        self._policy: Plans = nothing if prefix == end else held.policy.plan(view)
         self.plan = self._next(None)
 
     @property
@@ -66,13 +66,9 @@ class ChunkPlan:
         return self.plan.layer == layer + 1
 
     def _next(self, result: ProbeResult) -> LayerPlan:
-        plan: LayerPlan = self._policy.send(result)
+        plan = self._policy.send(result)
+        if isinstance(plan, Draft):
+            raise InvalidArgument("policy: expected one pass and no draft, got a draft")
         if plan.probe not in (None, Probe.SCORES):
             raise InvalidArgument(f"policy: expected no probe but scores, got {plan.probe}")
         return plan
-
-
-def _nothing(layers: int) -> Generator[LayerPlan, ProbeResult, None]:
-    """No rows in any layer: all of the chunk is exact in the store."""
-    for layer in range(layers):
-        yield LayerPlan(layer, np.zeros(0, np.int32))

@@ -1,0 +1,150 @@
+"""`foresight`: read the question over the KV as it is, then recompute what it looked at (ours).
+
+The first pass sends the fresh rows alone through every layer, over segments of which nothing was
+recomputed, and measures in the deeper layers how much attention the question gives to each token.
+A draft of the answer, decoded from the same KV, asks too: its queries look at what the question
+does not name, such as the next link of a chain. The tokens that hold most of this mass are then
+recomputed once, together with the fresh rows. KV that was encoded elsewhere is good enough to see
+where the model looks; what it looks at is what has to be right.
+
+That the user's question, asked in all layers, says what to recompute is ProphetKV's idea (ICML
+2026, arXiv 2602.02579); InfoFlow KV (arXiv 2603.05353) ranks by the question's attention too. Ours
+are the deeper layers alone, the draft, and the budget by mass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvweave.errors import InvalidArgument
+from kvweave.plan import (
+    Draft,
+    LayerPlan,
+    Plans,
+    PlanStep,
+    Probe,
+    ProbeResult,
+    PromptView,
+    Rows,
+    one_pass,
+)
+from kvweave.policies.base import Reuse
+from kvweave.policies.row_sets import heaviest, highest, scores_of, tail, union
+
+DEFAULT_SHARE = 0.15
+"""Of the reused tokens, recomputed unless another budget is named."""
+
+TAIL = 64
+"""Rows that ask beside the last token when the prompt ends in reused text, as in SparseX §3.2."""
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Recomputes the reused tokens that the question and a draft of its answer look at.
+
+    The budget is one of: `share` of the reused tokens; `count` of them; or `mass`, the fewest that
+    hold this share of the mass on reused tokens, `most` of them at most (a share). `draft`: tokens
+    of the answer that ask too, 0 for none. `depth`: share of the layers that are passed over before
+    attention is measured. `ask`: the last rows of the question that ask, at most.
+    """
+
+    share: float | None = None
+    count: int | None = None
+    mass: float | None = None
+    most: float = 0.4
+    draft: int = 8
+    depth: float = 1 / 3
+    ask: int = 512
+    name: ClassVar[str] = "foresight"
+    reuse: ClassVar[Reuse] = "segments"
+    delta_rope: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
+    passes: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("share", "count", "mass") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidArgument(
+                f"foresight: expected one of share, count and mass, got {' and '.join(given)}"
+            )
+        for name in ("share", "mass", "most", "depth"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise InvalidArgument(f"foresight: expected 0 <= {name} <= 1, got {value}")
+        if self.count is not None and self.count < 0:
+            raise InvalidArgument(f"foresight: expected count >= 0, got {self.count}")
+        if self.draft < 0 or self.ask < 1:
+            raise InvalidArgument(
+                f"foresight: expected draft >= 0 and ask >= 1, got {self.draft} and {self.ask}"
+            )
+
+    def rewrites_segments(self, layers: int) -> bool:
+        """Only the chosen tokens are written."""
+        return False
+
+    def budget(self, reused: int) -> int:
+        """The most of so many reused tokens that are recomputed."""
+        if self.count is not None:
+            return min(self.count, reused)
+        if self.mass is not None:
+            return round(self.most * reused) if self.mass > 0.0 else 0
+        return round((DEFAULT_SHARE if self.share is None else self.share) * reused)
+
+    def plan(self, prompt: PromptView) -> Plans:
+        """The fresh rows, a draft, and then the fresh rows with the chosen ones."""
+        reused = prompt.reused
+        budget = self.budget(len(reused))
+        if budget == 0:
+            yield from one_pass(prompt.layers, prompt.fresh)
+            return
+        if budget == len(reused) and self.mass is None:
+            yield from one_pass(prompt.layers, union(prompt.fresh, reused))
+            return
+        mass = yield from self.look(prompt)
+        chosen = self.choose(mass, reused, budget)
+        yield from one_pass(prompt.layers, union(prompt.fresh, chosen))
+
+    def look(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
+        """The first pass and the draft; returns the mass of each token, f32 [T], on the device."""
+        asking = self.asking(prompt)
+        rows, since = union(prompt.fresh, asking), self.since(prompt.layers)
+        mass: torch.Tensor | None = None
+        for layer in range(prompt.layers):
+            if layer < since:
+                yield LayerPlan(layer, rows)
+                continue
+            found = yield LayerPlan(layer, rows, Probe.SCORES, asking)
+            assert isinstance(found, torch.Tensor)
+            mass = found if mass is None else mass.add_(found)
+        assert mass is not None
+        if self.draft:
+            drafted = yield Draft(self.draft, since)
+            if isinstance(drafted, torch.Tensor):
+                mass += drafted
+        return mass
+
+    def since(self, layers: int) -> int:
+        """The first layer in which attention is measured."""
+        return min(int(self.depth * layers), layers - 1)
+
+    def asking(self, prompt: PromptView) -> Rows:
+        """The rows whose queries ask: the last run of fresh rows, which is the question.
+
+        Where the prompt ends in reused text that run is the last token alone, and the last reused
+        tokens ask with it.
+        """
+        first = prompt.segments[-1][1] if prompt.segments else 0
+        question = prompt.fresh[prompt.fresh >= first][-self.ask :]
+        return union(question, tail(prompt, TAIL))
+
+    def choose(self, mass: torch.Tensor, reused: Rows, budget: int) -> Rows:
+        """The reused rows of most mass, within the budget."""
+        among = scores_of(mass, reused)
+        if self.mass is None:
+            return highest(among, reused, budget)
+        chosen, _ = heaviest(among, reused, self.mass, budget, mass[:0])
+        return chosen
