@@ -23,8 +23,15 @@ from benchmarks.sampled import log_of, parser_of, show
 from kvweave.bench.rows import Row
 from kvweave.cache import HeadClassMap
 from kvweave.drawing.budget_figure import Point, save_budget
-from kvweave.eval import Measurement, SampleMeasurer, bootstrap, draw, inserted, task_of
-from kvweave.eval.log import MeasurementLog
+from kvweave.eval import (
+    Measurement,
+    MeasurementLog,
+    SampleMeasurer,
+    bootstrap,
+    draw,
+    inserted,
+    task_of,
+)
 from kvweave.eval.measure import MAX_NEW_TOKENS
 from kvweave.models import load
 from kvweave.policies import Full, Policy, RedKnot, SparseX, Weave
@@ -110,22 +117,23 @@ class Bench:
             "policies": [*WITHOUT_MAP, *map(repr, UNDER_MAP.values())],
         }
         kept = MeasurementLog(log, subject)
+        kept.define({job.name: {"samples of": repr(task)}}, {})
         mapped = {
             share: self._runner(self.profile.map(share, sink=job.sink, recent=job.recent))
             for share in self.budgets
         }
         found: list[Measurement] = []
         for index, sample in enumerate(draw(task, self.tokenizer, job.samples, SEED)):
-            if not kept.measured(index):
+            if not kept.measured(job.name, index):
                 namespace = f"heads/{index}"
                 with ready(self.whole, sample, index, namespace) as measurer:
                     measured = [measurer.full(), *map(measurer.policy, WITHOUT_MAP)]
                     for share, runner in mapped.items():
                         with inserted(runner, sample, namespace):
                             measured += list(under(measurer.on(runner), share))
-                kept.append(index, measured)
+                kept.append(job.name, index, measured)
                 print(f"{job.name}: {index + 1} of {job.samples}", flush=True)
-            found += kept.measured(index)
+            found += kept.measured(job.name, index).values()
         return found
 
 

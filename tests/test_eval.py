@@ -29,7 +29,6 @@ from kvweave.eval.sample import Sample
 from kvweave.eval.statistics import negative_log_likelihood
 from kvweave.eval.tasks import FOUR_EVEN_SEGMENTS
 from kvweave.eval.text import passage, speech, speech_names
-from kvweave.policies import SparseX
 from kvweave.runner import Runner, Segment
 
 
@@ -354,6 +353,4 @@ def test_the_harness_refuses_bad_requests(runner: Runner) -> None:
         evaluate(runner, task_of("lm", 256), samples=0)
     with pytest.raises(InvalidArgument, match="policy: expected one of"):
         evaluate(runner, task_of("lm", 256), ["magic"])
-    with pytest.raises(InvalidArgument, match=r"expected one sparsex, got SparseX\(.*boundary=0"):
-        evaluate(runner, task_of("lm", 256), ["sparsex", SparseX(boundary=0)])
     assert runner.segments() == []

@@ -47,7 +47,7 @@ def test_every_policy_is_measured_under_a_budget():
 def measured(sample, policy, kl, role="policy", answer=""):
     return Measurement(
         sample, policy, role, 100, 0, 90, 10, 0.1, 1.0, 50, 2, 10, 0, 0.5, (kl, 3 * kl), 1.0, True,
-        0.8, answer, "materialise", "",
+        0.8, answer, "materialise", "", True, 0, 0, 0, None,
     )  # fmt: skip
 
 

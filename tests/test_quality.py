@@ -10,7 +10,7 @@ from kvweave.eval import Evaluation, Measurement, task_of
 def measured(sample: int, policy: str, role: str, kl: float) -> Measurement:
     return Measurement(
         sample, policy, role, 100, 0, 90, 10, 0.1, 1.0, 50, 0, 10, 0, 0.5, (kl, 3 * kl), 1.0, True,
-        1.0, "", "materialise", "",
+        1.0, "", "materialise", "", True, 0, 0, 0, None,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvweave.eval import Measurement, Sample, SampleMeasurer, task_encoder
+from kvweave.eval import Encoded, Measurement, Sample, SampleMeasurer, task_encoder
 from kvweave.eval.text import passage
 from kvweave.runner import Part, Runner, Segment, chat_parts
 
@@ -139,7 +139,7 @@ def run(
     for number, question in enumerate(questions, 1):
         parts = prompt_parts(tokenizer, question, texts)
         sample = Sample(tuple(parts), question.answers)
-        measurer = SampleMeasurer(runner, sample, number, NAMESPACE, max_new_tokens)
+        measurer = SampleMeasurer(runner, Encoded(sample), number, NAMESPACE, max_new_tokens)
         full = measurer.full()
         for policy in POLICIES:
             measured = full if policy == "full" else measurer.policy(policy)

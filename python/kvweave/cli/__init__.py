@@ -1,4 +1,4 @@
-"""The `kvweave` command: demo, generate, plan, capacity, eval, profile-heads, vllm-config, bench.
+"""The `kvweave` command and all that stands behind it: see `kvweave --help`.
 
 Frameworks are imported inside the commands, so that help and bad input answer at once.
 """
@@ -14,6 +14,7 @@ from kvweave.cli.evaluate import evaluate
 from kvweave.cli.generate import generate
 from kvweave.cli.plan import plan
 from kvweave.cli.profile_heads import profile_heads
+from kvweave.cli.report import report
 from kvweave.cli.vllm_config import vllm_config
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ app.command("generate")(generate)
 app.command("plan")(plan)
 app.command("capacity")(capacity)
 app.command("eval")(evaluate)
+app.command("report")(report)
 app.command("profile-heads")(profile_heads)
 app.command("vllm-config")(vllm_config)
 app.add_typer(bench.app)

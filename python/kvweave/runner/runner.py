@@ -25,7 +25,7 @@ from kvweave.runner.pages import make_cache
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
-from kvweave.runner.report import Generation, StreamedToken
+from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.rope import Rotary
 from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
@@ -151,6 +151,11 @@ class Runner:
         # Errors
         `PoolFull` when it does not fit the arena or the share of it that may be frozen.
         """
+        self.encode(content, name, namespace)
+        return next(s for s in self.cache.frozen(namespace) if s.name == name)
+
+    def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
+        """Like `insert`, and returns what it cost."""
         segment = (
             Segment(text=content, namespace=namespace)
             if isinstance(content, str)
@@ -161,7 +166,7 @@ class Runner:
             self.prompts.tokenize(tokens), policy_of("full"), Lookup(namespace), keep=True
         ) as done:
             done.request.freeze(name, 0, len(tokens))
-        return next(s for s in self.cache.frozen(namespace) if s.name == name)
+            return done.report
 
     def insert_many(
         self, contents: Sequence[tuple[str, str | Sequence[int]]], namespace: str = ""

@@ -1,0 +1,57 @@
+"""What a policy makes of a prompt: its prefill, its own answer, its logits on a given answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvweave.policies import Policy
+from kvweave.runner import Prefill, Prompt, Runner
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt under one policy, looked up in a namespace and never remembered there."""
+
+    prompt: Prompt
+    policy: Policy
+    namespace: str
+    discover: bool = False
+
+    def prefilled(self, runner: Runner, logits_from: int | None, room: int) -> Prefill:
+        """The prompt's KV and logits, with room for so many tokens more."""
+        return runner.prefill(
+            self.prompt,
+            self.policy,
+            logits_from=logits_from,
+            namespace=self.namespace,
+            discover=self.discover,
+            reserve_tokens=room,
+            remember=False,
+        )
+
+    def again(self, runner: Runner, done: Prefill, room: int) -> Prefill:
+        """The prompt once more, as it was prefilled: a fork, or computed anew where none can be."""
+        if done.report.restored:
+            return self.prefilled(runner, None, room)
+        return done.fork()
+
+
+def forced_logits(runner: Runner, done: Prefill, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits f32 [n, V] that n tokens behind the prompt are predicted by, those being given.
+
+    All in one pass; the prompt then has the tokens but for the last.
+    """
+    first = done.logits[-1:].float().clone()
+    if len(tokens) < 2:
+        return first[: len(tokens)]
+    return torch.cat((first, runner.extend(done, tokens[:-1]).float()))
+
+
+def greedy_tokens(
+    runner: Runner, done: Prefill, limit: int, stop: Sequence[int]
+) -> tuple[int, ...]:
+    """The most likely tokens one after the other, up to a limit or a stop token (which is kept)."""
+    return tuple(runner.decode(done, max_new_tokens=limit, stop=stop).tokens)

@@ -1,0 +1,202 @@
+"""Jobs measured sample by sample, each under every policy that its log does not hold yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvweave.errors import InvalidArgument
+from kvweave.eval.corpus import corpus_of
+from kvweave.eval.log import LogContents, MeasurementLog
+from kvweave.eval.measure import (
+    CONTROL,
+    FLOOR,
+    MAX_NEW_TOKENS,
+    Measurement,
+    SampleMeasurer,
+    inserted,
+)
+from kvweave.eval.policy_text import titled
+from kvweave.eval.sample import Task
+from kvweave.eval.summary import Evaluation, evaluations_of
+from kvweave.policies import Policy
+from kvweave.runner import Runner
+from kvweave.runner.progress import track
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every `of`-th sample, from the `number`-th on: what one of several processes measures.
+
+    Raises InvalidArgument unless 1 <= number <= of.
+    """
+
+    number: int = 1
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {self}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @staticmethod
+    def read(text: str) -> Shard:
+        """A shard written `i/n`; raises InvalidArgument for any other text."""
+        found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+        if found is None:
+            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {text!r}")
+        return Shard(int(found[1]), int(found[2]))
+
+    def holds(self, sample: int) -> bool:
+        """Whether this process measures the sample."""
+        return sample % self.of == self.number - 1
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True)
+class How:
+    """How samples are measured: what all jobs of a run have in common.
+
+    `controlled`: the first so many samples of a job also get the noise floor and the control
+    without Δ-RoPE; None: all.
+    """
+
+    policies: Sequence[str | Policy]
+    seed: int = 0
+    max_new_tokens: int = MAX_NEW_TOKENS
+    agreement_tokens: int = 0
+    controlled: int | None = None
+    shard: Shard = WHOLE
+
+    def wanted(self, sample: int) -> set[str]:
+        """The names of all that a sample is measured under."""
+        names = {"full", *self.named()}
+        if self.controlled is None or sample < self.controlled:
+            names |= {FLOOR, CONTROL.name}
+        return names
+
+    def named(self) -> dict[str, Policy]:
+        """The policies by name, without full, which always comes, and with naive, which too."""
+        named = titled(["naive", *self.policies])
+        named.pop("full", None)
+        return named
+
+
+def measure_jobs(
+    runner: Runner, jobs: Sequence[tuple[Task, int]], how: How, log: Path | None = None
+) -> list[Evaluation]:
+    """Measures tasks on so many samples each; the evaluations are in the order of the jobs.
+
+    Each segment of a sample is first encoded alone. Besides the policies asked for there are
+    always `full` (the reference), `naive` (the other end of the gap) and, for some samples, the
+    noise floor and the control without Δ-RoPE. With `log`, each sample is kept in that file once
+    it is measured, and what the file already holds is not measured again: of a sample that lacks
+    some policies these alone are. A shard without a sample of a job has no evaluation of it.
+
+    Raises InvalidArgument for an unknown policy, two of one name with other settings, no samples,
+    two jobs of one name, a runner without a tokenizer, or a log of something else.
+    """
+    if runner.prompts.tokenizer is None:
+        raise InvalidArgument("evaluate: expected a runner with a tokenizer, got none")
+    named = how.named()
+    defined: dict[str, dict[str, Any]] = {}
+    for task, samples in jobs:
+        if samples < 1:
+            raise InvalidArgument(f"samples: expected >= 1, got {samples}")
+        name = job_name(task)
+        if name in defined:
+            raise InvalidArgument(f"jobs: expected {name} once, got it twice")
+        defined[name] = _definition(task)
+    subject = _subject(runner, how)
+    kept = MeasurementLog(log, subject)
+    kept.define(defined, {name: repr(policy) for name, policy in named.items()})
+    mine = [
+        (task, index)
+        for task, samples in jobs
+        for index in range(samples)
+        if how.shard.holds(index)
+    ]
+    if not mine:
+        raise InvalidArgument(f"shard: expected one that has a sample, got {how.shard}")
+    pending = [
+        (task, index)
+        for task, index in mine
+        if not how.wanted(index) <= kept.measured(job_name(task), index).keys()
+    ]
+    what = f"evaluating {jobs[0][0].name}" if len(jobs) == 1 else f"evaluating {len(jobs)} jobs"
+    for task, index in track(pending, what, runner.progress):
+        known = kept.measured(job_name(task), index)
+        found = _measure(runner, task, index, how, known)
+        kept.append(job_name(task), index, found)
+    held = LogContents(kept.subject, defined)
+    for task, index in mine:
+        known, wanted = kept.measured(job_name(task), index), how.wanted(index)
+        held.samples[job_name(task), index] = {n: m for n, m in known.items() if n in wanted}
+    return evaluations_of([held])
+
+
+def job_name(task: Task) -> str:
+    """The name of a job: its task, length, layout and text."""
+    layout, corpus = getattr(task, "layout", None), task.corpus
+    return ", ".join(str(word) for word in (task.name, layout, corpus, task.length) if word)
+
+
+def _measure(
+    runner: Runner, task: Task, index: int, how: How, known: Mapping[str, Measurement]
+) -> list[Measurement]:
+    """What is not known of a sample yet; all of it, if full now answers something else."""
+    sample = task.sample(runner.prompts.tokenizer, np.random.default_rng([how.seed, index]))
+    namespace = f"eval/{job_name(task)}/{how.seed}/{index}"
+    with inserted(runner, sample, namespace) as ready:
+        measurer = SampleMeasurer(
+            runner, ready, index, namespace, how.max_new_tokens, how.agreement_tokens
+        )
+        full = measurer.full()
+        if "full" in known and known["full"].answer != full.answer:
+            known = {}
+        found = [] if "full" in known else [full]
+        missing = how.wanted(index) - known.keys()
+        if FLOOR in missing:
+            found.append(measurer.floor())
+        if CONTROL.name in missing:
+            found.append(measurer.no_rope_control())
+        found += [
+            measurer.policy(policy, name=name)
+            for name, policy in how.named().items()
+            if name in missing
+        ]
+    return found
+
+
+def _subject(runner: Runner, how: How) -> dict[str, Any]:
+    """What all figures of a run depend on."""
+    return {
+        "model": runner.spec.fingerprint,
+        "dtype": str(runner.spec.dtype).removeprefix("torch."),
+        "device": runner.spec.device.type,
+        "seed": how.seed,
+        "max_new_tokens": how.max_new_tokens,
+        "agreement_tokens": how.agreement_tokens,
+    }
+
+
+def _definition(task: Task) -> dict[str, Any]:
+    """What decides which samples a job has."""
+    return {
+        "repr": repr(task),
+        "task": task.name,
+        "length": task.length,
+        "score_name": task.score_name,
+        "layout": getattr(task, "layout", None),
+        "corpus": task.corpus,
+        "corpus_digest": None if task.corpus is None else corpus_of(task.corpus).digest,
+    }

@@ -1,0 +1,152 @@
+"""Policies with their settings as text: `epic:first=32` is read, `epic(first=32)` is told.
+
+A setting is a field of the policy's dataclass. A policy that is made of others has its parts'
+fields behind a dot: `weave:sparsex.boundary=0`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from kvweave.errors import InvalidArgument
+from kvweave.policies import POLICIES, Policy, policy_of
+
+_BOOLS = {"true": True, "false": False}
+
+
+def read_policies(text: str) -> list[Policy]:
+    """Policies written `name:setting=value:setting=value`, with commas between them.
+
+    Raises InvalidArgument for an unknown policy or setting (naming the known ones), a value that
+    the setting cannot have, or a setting given twice.
+    """
+    return [read_policy(one) for one in text.split(",")]
+
+
+def read_policy(text: str) -> Policy:
+    """One policy written `name:setting=value:…`; see `read_policies`."""
+    name, *settings = text.strip().split(":")
+    policy = policy_of(name.strip())
+    seen: set[str] = set()
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = (part.strip() for part in setting.partition("="))
+        known = [path for path, _ in _settings(policy)]
+        if not equals or key not in known:
+            wanted = f"setting=value with one of {', '.join(known)}" if known else "no settings"
+            raise InvalidArgument(f"policy {name}: expected {wanted}, got {setting!r}")
+        if key in seen:
+            raise InvalidArgument(f"policy {name}: expected {key} once, got {setting!r} too")
+        seen.add(key)
+        changes[key] = _value(f"policy {name}: {key}", value, dict(_settings(policy))[key])
+    return cast(Policy, _changed(policy, changes))
+
+
+def title_of(policy: str | Policy) -> str:
+    """The name that a policy is measured under: its own, with the settings that are not default.
+
+    `foresight`, `foresight(share=0.1)`. What has no default to compare with keeps its name alone.
+    """
+    chosen = policy_of(policy)
+    made = POLICIES.get(chosen.name)
+    default = made() if made is not None else None
+    if default is None or type(default) is not type(chosen):
+        return chosen.name
+    told = [f"{path}={value}" for path, value in _differing(chosen, default)]
+    return f"{chosen.name}({', '.join(told)})" if told else chosen.name
+
+
+def titled(policies: Sequence[str | Policy]) -> dict[str, Policy]:
+    """Policies by the names that they are measured under, each once.
+
+    Raises InvalidArgument where two that differ have one name.
+    """
+    given: dict[str, Policy] = {}
+    for policy in map(policy_of, policies):
+        title = title_of(policy)
+        if given.setdefault(title, policy) != policy:
+            raise InvalidArgument(
+                f"policies: expected one {title}, got {given[title]!r} and {policy!r}"
+            )
+    return given
+
+
+def _settings(policy: object, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting's path and type, those of parts behind the part's name."""
+    if not is_dataclass(policy):
+        return
+    types = get_type_hints(type(policy))
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if is_dataclass(value):
+            yield from _settings(value, f"{before}{field.name}.")
+        else:
+            yield before + field.name, types[field.name]
+
+
+def _changed(policy: Any, changes: dict[str, Any]) -> Any:
+    """The policy with other settings, made at once: a check may look at several of them."""
+    own: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        part, dot, rest = path.partition(".")
+        if dot:
+            parts.setdefault(part, {})[rest] = value
+        else:
+            own[path] = value
+    own |= {part: _changed(getattr(policy, part), inner) for part, inner in parts.items()}
+    return replace(policy, **own) if own else policy
+
+
+def _differing(policy: Any, default: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields(policy):
+        mine, other = getattr(policy, field.name), getattr(default, field.name)
+        if is_dataclass(mine) and type(mine) is type(other):
+            yield from _differing(mine, other, f"{before}{field.name}.")
+        elif mine != other:
+            yield before + field.name, mine
+
+
+def _value(what: str, text: str, kind: Any) -> Any:
+    """The text as a value of a type: bool, int, float, str, None, some literals, or one of these.
+
+    Types are tried in the order in which the setting names them.
+    """
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for choice in choices:
+        found = list(_read(text, choice))
+        if found:
+            return found[0]
+    raise InvalidArgument(f"{what}: expected {' or '.join(map(_told, choices))}, got {text!r}")
+
+
+def _read(text: str, kind: Any) -> Iterator[Any]:
+    """The value, or nothing where the text is none of this type."""
+    if kind is NoneType and text.lower() == "none":
+        yield None
+    elif kind is bool and text.lower() in _BOOLS:
+        yield _BOOLS[text.lower()]
+    elif get_origin(kind) is Literal:
+        yield from (value for value in get_args(kind) if str(value) == text)
+    elif kind is str and text:
+        yield text
+    elif kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            return
+        if math.isfinite(number):
+            yield number
+
+
+def _told(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if kind is NoneType:
+        return "none"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}
+    return words.get(kind, f"a {getattr(kind, '__name__', kind)}, which no text can say")
