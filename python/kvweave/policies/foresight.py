@@ -3,9 +3,11 @@
 The first pass sends the fresh rows alone through every layer, over segments of which nothing was
 recomputed, and measures in the deeper layers how much attention the question gives to each token.
 A draft of the answer, decoded from the same KV, asks too: its queries look at what the question
-does not name, such as the next link of a chain. The tokens that hold most of this mass are then
-recomputed once, together with the fresh rows. KV that was encoded elsewhere is good enough to see
-where the model looks; what it looks at is what has to be right.
+does not name, such as the next link of a chain. Both weigh alike, whatever their lengths. The
+tokens that hold most of this mass, with what they see of their neighbours', are then recomputed
+once, together with the fresh rows behind the first of them: those before it see nothing that
+changes. KV that was encoded elsewhere is good enough to see where the model looks; what it looks at
+is what has to be right.
 
 That the user's question, asked in all layers, says what to recompute is ProphetKV's idea (ICML
 2026, arXiv 2602.02579); InfoFlow KV (arXiv 2603.05353) ranks by the question's attention too. Ours
@@ -18,6 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from kvweave.errors import InvalidArgument
@@ -33,7 +36,7 @@ from kvweave.plan import (
     one_pass,
 )
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import heaviest, highest, scores_of, tail, union
+from kvweave.policies.row_sets import averaged, heaviest, highest, question, scores_of, tail, union
 
 DEFAULT_SHARE = 0.15
 """Of the reused tokens, recomputed unless another budget is named."""
@@ -49,7 +52,8 @@ class Foresight:
     The budget is one of: `share` of the reused tokens; `count` of them; or `mass`, the fewest that
     hold this share of the mass on reused tokens, `most` of them at most (a share). `draft`: tokens
     of the answer that ask too, 0 for none. `depth`: share of the layers that are passed over before
-    attention is measured. `ask`: the last rows of the question that ask, at most.
+    attention is measured. `near`: tokens over which mass is averaged, an odd number; 1 for none.
+    `ask`: the last rows of the question that ask, at most.
     """
 
     share: float | None = None
@@ -58,6 +62,7 @@ class Foresight:
     most: float = 0.4
     draft: int = 8
     depth: float = 1 / 3
+    near: int = 3
     ask: int = 512
     name: ClassVar[str] = "foresight"
     reuse: ClassVar[Reuse] = "segments"
@@ -81,6 +86,8 @@ class Foresight:
             raise InvalidArgument(
                 f"foresight: expected draft >= 0 and ask >= 1, got {self.draft} and {self.ask}"
             )
+        if self.near < 1 or self.near % 2 == 0:
+            raise InvalidArgument(f"foresight: expected an odd near >= 1, got {self.near}")
 
     def rewrites_segments(self, layers: int) -> bool:
         """Only the chosen tokens are written."""
@@ -106,7 +113,9 @@ class Foresight:
             return
         mass = yield from self.look(prompt)
         chosen = self.choose(mass, reused, budget)
-        yield from one_pass(prompt.layers, union(prompt.fresh, chosen))
+        rows = union(prompt.fresh, chosen)
+        first = chosen[0] if len(chosen) else prompt.tokens - 1
+        yield from one_pass(prompt.layers, rows[np.searchsorted(rows, first) :])
 
     def look(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
         """The first pass and the draft; returns the mass of each token, f32 [T], on the device."""
@@ -121,10 +130,11 @@ class Foresight:
             assert isinstance(found, torch.Tensor)
             mass = found if mass is None else mass.add_(found)
         assert mass is not None
+        mass /= len(asking)
         if self.draft:
             drafted = yield Draft(self.draft, since)
             if isinstance(drafted, torch.Tensor):
-                mass += drafted
+                mass += drafted / self.draft
         return mass
 
     def since(self, layers: int) -> int:
@@ -132,18 +142,16 @@ class Foresight:
         return min(int(self.depth * layers), layers - 1)
 
     def asking(self, prompt: PromptView) -> Rows:
-        """The rows whose queries ask: the last run of fresh rows, which is the question.
+        """The rows whose queries ask: the question, which is the last run of fresh rows.
 
         Where the prompt ends in reused text that run is the last token alone, and the last reused
         tokens ask with it.
         """
-        first = prompt.segments[-1][1] if prompt.segments else 0
-        question = prompt.fresh[prompt.fresh >= first][-self.ask :]
-        return union(question, tail(prompt, TAIL))
+        return union(question(prompt)[-self.ask :], tail(prompt, TAIL))
 
     def choose(self, mass: torch.Tensor, reused: Rows, budget: int) -> Rows:
         """The reused rows of most mass, within the budget."""
-        among = scores_of(mass, reused)
+        among = scores_of(averaged(mass, self.near), reused)
         if self.mass is None:
             return highest(among, reused, budget)
         chosen, _ = heaviest(among, reused, self.mass, budget, mass[:0])

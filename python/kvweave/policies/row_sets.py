@@ -84,6 +84,20 @@ def scores_of(scores: torch.Tensor, index: npt.NDArray[np.integer]) -> torch.Ten
     return scores.index_select(0, index_at(scores.device, index))
 
 
+def averaged(scores: torch.Tensor, near: int) -> torch.Tensor:
+    """Each score as the mean over the `near` tokens around it, fewer at the ends; f32 [T].
+
+    `near` is odd. What is not finite counts as 0, so that it does not spread.
+    """
+    if near == 1:
+        return scores
+    finite = torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
+    around = torch.nn.functional.avg_pool1d(
+        finite[None, None], near, 1, near // 2, count_include_pad=False
+    )
+    return around[0, 0]
+
+
 def highest(scores: torch.Tensor, rows: Rows, count: int) -> Rows:
     """The `count` rows of highest score, sorted by position; scores f32 [len(rows)].
 

@@ -33,18 +33,6 @@ def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Te
     return mass
 
 
-def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Tensor:
-    """Mass of every token that the newest n tokens' queries [L, n, H, D] give, f32 [T].
-
-    Summed over the layers from `since` on, where it is measured: nothing comes to the host.
-    """
-    rows = kv.newest(queries.shape[1])
-    mass = torch.zeros(kv.request.length, device=queries.device)
-    for layer in range(since, len(queries)):
-        mass += scores(kv, layer, queries[layer].contiguous(), rows)
-    return mass
-
-
 def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience:
     """Mass and edge of a layer from the queries [S, H, D] of some rows: see `Salience`."""
     reading = kv.reading(layer) | {"reach": kv.heads.whole(kv.request, layer)}
