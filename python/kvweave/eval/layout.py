@@ -108,9 +108,13 @@ class Uneven(Plain):
 
 @dataclass(frozen=True)
 class Interleaved(Plain):
-    """k documents with a fresh sentence between each two (SparseX §3.2: [O1, R1, O2, R2, …])."""
+    """k documents with a fresh sentence between each two (SparseX §3.2: [O1, R1, O2, R2, …]).
+
+    Their filling is within a factor of three, so that many documents fit a short prompt.
+    """
 
     name: ClassVar[str] = "interleaved"
+    spread: ClassVar[float] = 3.0
     least_documents: ClassVar[int] = 2
 
     def gaps(self, rng: np.random.Generator, gap: str) -> tuple[str, ...]:

@@ -167,8 +167,8 @@ def _row(path: str, number: int, line: str) -> NaturalQuestion:
 
 def _of(path: str, number: int, row: Any, field: str, kind: type[_Field]) -> _Field:
     """A field of a row, of one type."""
-    value = row.get(field) if isinstance(row, dict) else None
-    if not isinstance(value, kind):
+    value = row.get(field) if isinstance(row, dict) else row
+    if not isinstance(row, dict) or not isinstance(value, kind):
         held = sorted(row) if isinstance(row, dict) and field not in row else value
         raise _unexpected(path, number, f"{field}: a {kind.__name__}", held)
     return value

@@ -52,11 +52,11 @@ def turn_of(tokenizer: Any, question: Question, number: int, body: Sequence[Part
     if question.continues:
         closing, opening = turn_borders(tokenizer)
         return Turn((Said(number - 1), closing + question.text + opening), question.answers)
-    *before, said, ending = chat_prompt(tokenizer, question, body)
+    *before, asked, end = chat_prompt(tokenizer, question, body)
     heard: list[Part | Said] = []
     for heading, turn in question.hears:
         heard += [f"\n\n{heading}\n", Said(turn, reused=True)]
-    return Turn((*before, *heard, said, ending), question.answers, continues=False)
+    return Turn((*before, *heard, asked, end), question.answers, continues=False)
 
 
 def turn_borders(tokenizer: Any) -> tuple[str, str]:
