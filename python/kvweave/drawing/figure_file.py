@@ -40,6 +40,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     """
     check_suffix(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date the same figure gives the same file.
+    import matplotlib
+
+    # Without a date, and with names that are not drawn by lot, a figure always gives the same file.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    figure.savefig(path, dpi=160, metadata=metadata)
+    with matplotlib.rc_context({"svg.hashsalt": "kvweave"}):
+        figure.savefig(path, dpi=160, metadata=metadata)

@@ -67,4 +67,7 @@ def evaluate_suite(
 
 def tasks_of(suite: Suite) -> list[tuple[Task, int]]:
     """The tasks of a suite, each with its number of samples; raises what `task_of` raises."""
-    return [(task_of(job.task, job.length, job.corpus), job.samples) for job in suite.jobs]
+    return [
+        (task_of(job.task, job.length, job.corpus, job.layout, job.documents), job.samples)
+        for job in suite.jobs
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from kvweave.errors import InvalidArgument
 from kvweave.eval.corpus import corpus_of
+from kvweave.eval.laid_out import LaidOut
 from kvweave.eval.log import LogContents, MeasurementLog
 from kvweave.eval.measure import (
     CONTROL,
@@ -20,6 +21,7 @@ from kvweave.eval.measure import (
     Measurement,
     SampleMeasurer,
     inserted,
+    of_turns,
 )
 from kvweave.eval.policy_text import titled
 from kvweave.eval.sample import Task
@@ -146,8 +148,16 @@ def measure_jobs(
 
 def job_name(task: Task) -> str:
     """The name of a job: its task, length, layout and text."""
-    layout, corpus = getattr(task, "layout", None), task.corpus
+    layout = _layout(task)
+    corpus = None if task.corpus is None else Path(task.corpus).name
     return ", ".join(str(word) for word in (task.name, layout, corpus, task.length) if word)
+
+
+def _layout(task: Task) -> str | None:
+    """A layout's name and how many documents it has; None for a task that has no layouts."""
+    if not isinstance(task, LaidOut):
+        return None
+    return f"{task.layout.name} {task.layout.documents}"
 
 
 def _measure(
@@ -156,25 +166,34 @@ def _measure(
     """What is not known of a sample yet; all of it, if full now answers something else."""
     sample = task.sample(runner.prompts.tokenizer, np.random.default_rng([how.seed, index]))
     namespace = f"eval/{job_name(task)}/{how.seed}/{index}"
-    with inserted(runner, sample, namespace) as ready:
-        measurer = SampleMeasurer(
-            runner, ready, index, namespace, how.max_new_tokens, how.agreement_tokens
-        )
-        full = measurer.full()
-        if "full" in known and known["full"].answer != full.answer:
-            known = {}
-        found = [] if "full" in known else [full]
-        missing = how.wanted(index) - known.keys()
-        if FLOOR in missing:
-            found.append(measurer.floor())
-        if CONTROL.name in missing:
-            found.append(measurer.no_rope_control())
-        found += [
-            measurer.policy(policy, name=name)
-            for name, policy in how.named().items()
-            if name in missing
-        ]
-    return found
+    turns: dict[str, list[Measurement]] = {}
+    said: list[str] = []
+    for turn in range(len(sample.turns) + 1):
+        here = f"{namespace}/{turn}" if sample.turns else namespace
+        with inserted(runner, sample.at_turn(turn, said), here) as ready:
+            measurer = SampleMeasurer(
+                runner, ready, index, here, how.max_new_tokens, how.agreement_tokens
+            )
+            full = measurer.full()
+            said.append(full.answer)
+            for made in (full, *_others(measurer, how, how.wanted(index) - known.keys())):
+                turns.setdefault(made.policy, []).append(made)
+    found = {name: of_turns(made) for name, made in turns.items()}
+    if "full" in known:
+        if known["full"].answer != found["full"].answer:
+            return _measure(runner, task, index, how, {})
+        del found["full"]
+    return list(found.values())
+
+
+def _others(measurer: SampleMeasurer, how: How, missing: set[str]) -> Iterator[Measurement]:
+    if FLOOR in missing:
+        yield measurer.floor()
+    if CONTROL.name in missing:
+        yield measurer.no_rope_control()
+    for name, policy in how.named().items():
+        if name in missing:
+            yield measurer.policy(policy, name=name)
 
 
 def _subject(runner: Runner, how: How) -> dict[str, Any]:
@@ -196,7 +215,7 @@ def _definition(task: Task) -> dict[str, Any]:
         "task": task.name,
         "length": task.length,
         "score_name": task.score_name,
-        "layout": getattr(task, "layout", None),
+        "layout": _layout(task),
         "corpus": task.corpus,
         "corpus_digest": None if task.corpus is None else corpus_of(task.corpus).digest,
     }

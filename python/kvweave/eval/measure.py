@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,8 @@ Role = Literal["full", "policy", "floor", "control"]
 FLOOR = "chunked (floor)"
 CONTROL = Naive(delta_rope=False)
 MAX_NEW_TOKENS = 32
+TURN_MARK = "\n---\n"
+"""Stands between the answers of a sample's turns."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Measurement:
     full's (of a text, every most likely token). `agreed`: how many leading tokens of what is
     generated are full's, of `compared`, which go on where full's answer ended. `encoding_flops`:
     of encoding the sample's segments alone, once. `peak_bytes`: the most that torch had allocated
-    during the prefill; None off a GPU.
+    during the prefill; None off a GPU. `turns`: prompts that it is of; see `of_turns`.
     """
 
     sample: int
@@ -66,11 +68,46 @@ class Measurement:
     compared: int
     encoding_flops: int
     peak_bytes: int | None
+    turns: int = 1
 
     @property
     def reused(self) -> int:
         """Tokens reused, by prefix or by segment."""
         return self.reused_prefix + self.reused_segment
+
+
+def of_turns(turns: Sequence[Measurement]) -> Measurement:
+    """One measurement of a sample from those of its turns, by one policy.
+
+    Counts, times, FLOPs and tokens are sums, so that ratios to full's are
+    those of the whole chat; scores and shares are means; `kl` has the tokens of all answers, and
+    the bytes of KV and of the peak are the largest. An answer is the same when all are. Segments
+    are encoded once, so the last turn's, which knows the most of them, count.
+    """
+    first, last = turns[0], turns[-1]
+    if first is last:
+        return first
+    cached = ("reused_prefix", "reused_segment", "recomputed")
+    summed = ("tokens", *cached, "ttft_s", "flops", "restored", "agreed", "compared")
+    averaged = ("score", "top1", "top10")
+    largest = ("kv_bytes", "shared_kv_bytes")
+    tokens = sum(turn.tokens for turn in turns)
+    peaks = [turn.peak_bytes for turn in turns if turn.peak_bytes is not None]
+    numbers: dict[str, Any] = {name: sum(getattr(t, name) for t in turns) for name in summed}
+    numbers |= {name: sum(getattr(t, name) for t in turns) / len(turns) for name in averaged}
+    numbers |= {name: max(getattr(t, name) for t in turns) for name in largest}
+    return replace(
+        first,
+        **numbers,
+        row_share=sum(turn.row_share * turn.tokens for turn in turns) / tokens,
+        kl=tuple(k for turn in turns for k in turn.kl),
+        first_token=all(turn.first_token for turn in turns),
+        answer=TURN_MARK.join(turn.answer for turn in turns),
+        same_answer=all(turn.same_answer for turn in turns),
+        encoding_flops=last.encoding_flops,
+        peak_bytes=max(peaks, default=None),
+        turns=len(turns),
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +213,7 @@ class SampleMeasurer:
             self._sample.parts,
             policy_of(policy),
             self._namespace,
-            getattr(self._sample, "discover", False),
+            self._sample.discover,
         )
 
     def _stop(self) -> tuple[int, ...]:
@@ -283,8 +320,7 @@ def inserted(runner: Runner, sample: Sample, namespace: str) -> Iterator[Encoded
     names: list[str] = []
     flops = 0
     try:
-        encoded = getattr(sample, "encoded", None) or sample.segments
-        for segment in dict.fromkeys(encoded):
+        for segment in sample.knowledge:
             name = f"segment-{len(names)}"
             report = runner.encode(_content(segment), name, namespace)
             flops += sum(report.flops.values())

@@ -151,11 +151,12 @@ class Bootstrap:
             left_out = statistic((group.sum(axis=0) - group) / (n - 1))
             # How far each sample moves the mean over tasks, to first order.
             influence.append((n - 1) / n * (left_out.mean() - left_out) / len(groups))
-        low, high = _bca_levels(estimate, drawn, np.concatenate(influence), self._level)
-        # The numbers of equal samples differ by rounding alone, on one side of the estimate.
-        spread = max(float(np.abs(group).max()) for group in groups) * 1e-12
-        if np.nanmax(drawn) - np.nanmin(drawn) <= spread:
+        # Resamples that mean the same differ by rounding, and equal samples by nothing else.
+        rounding = 1e-12 * max(abs(estimate), *(float(np.abs(group).max()) for group in groups))
+        if np.nanmax(drawn) - np.nanmin(drawn) <= rounding:
             return Interval(estimate, estimate, estimate)
+        drawn = np.where(np.abs(drawn - estimate) <= rounding, estimate, drawn)
+        low, high = _bca_levels(estimate, drawn, np.concatenate(influence), self._level)
         bounds = np.nanquantile(drawn, [low, high])
         return Interval(estimate, float(bounds[0]), float(bounds[1]))
 
