@@ -13,7 +13,11 @@ fn rope(layers: usize) -> RopeTable {
 }
 
 /// No copies, in a cache of so many pages, with a source of as many pages as it says.
-fn copy_nothing(geometry: PageGeometry, pages: usize, source: Option<usize>) -> Result<(), OpError> {
+fn copy_nothing(
+    geometry: PageGeometry,
+    pages: usize,
+    source: Option<usize>,
+) -> Result<(), OpError> {
     let mut cache = vec![0.0f32; pages * PAGE];
     let read = source.map(|pages| vec![0.0f32; pages * PAGE]);
     let source = read.as_ref().map(|pages| CopySource { pages, geometry });

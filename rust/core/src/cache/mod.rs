@@ -57,7 +57,7 @@ impl KvCache {
     ///
     /// # Errors
     /// `InvalidArgument` for an arena too small or percentages above 100, `CorruptHeadMap` for a
-    /// head map that does not fit the shape.
+    /// head map that does not fit the shape, `OutOfMemory` where the books find no room.
     pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
         let groups = config.validated_groups()?;
         let windows = groups.windows();
@@ -77,7 +77,7 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone());
+        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
         let store = Arc::new(Store::new(pool, index));
         let counters = stats::Tally::default();
         Ok(KvCache(Arc::new(Shared { config, groups, windows, store, counters })))

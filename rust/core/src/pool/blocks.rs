@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
+use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
 use super::lru::{Links, LruList};
@@ -136,7 +137,7 @@ impl Pool {
     ///
     /// # Errors
     /// `InvalidArgument` if the arena holds no block beside the null block, does not fit i32 page
-    /// numbers, or the slab size does not suit it.
+    /// numbers, or the slab size does not suit it, `OutOfMemory` where its books find no room.
     pub fn of_groups(
         arena_pages: u64,
         slab_pages: Option<u32>,
@@ -160,15 +161,20 @@ impl Pool {
             stride,
             slabs: (0..arena.slabs()).map(|_| Slab::default()).collect(),
             groups,
-            blocks: vec![Block::UNCLAIMED; capacity],
-            links: Links::new(capacity),
-            pages: vec![0; capacity],
+            blocks: filled("states of blocks", Block::UNCLAIMED, capacity)?,
+            links: Links::new(capacity)?,
+            pages: zeroed("pages of blocks", capacity)?,
             loose_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
             arena,
         };
-        if pool.groups.len() == 1 {
+        if let [group] = &pool.groups[..] {
+            let blocks = group.slab_blocks as usize;
+            for slab in &mut pool.slabs {
+                let room = slab.free.try_reserve_exact(blocks);
+                room.map_err(|_| refused::<BlockId>("free blocks", blocks))?;
+            }
             while pool.claim_slab(GroupId(0)) {}
         }
         Ok(pool)

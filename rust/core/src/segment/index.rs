@@ -1,5 +1,6 @@
 //! The index over all blocks: what enters it, and how it forgets.
 
+use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
 use crate::pool::Evict;
@@ -24,23 +25,25 @@ pub struct Index {
 impl Index {
     /// An empty index for `capacity` block numbers, pages of `page_tokens`, and head groups of
     /// which each keeps a window, or `None` for all tokens.
-    #[must_use]
+    ///
+    /// # Errors
+    /// `OutOfMemory` where its books find no room.
     pub fn new(
         hasher: BlockHasher,
         model: &str,
         capacity: usize,
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
-    ) -> Index {
-        Index {
+    ) -> Result<Index, Error> {
+        Ok(Index {
             hasher,
             keys: Keys::new(hasher, model),
-            nodes: Nodes::new(capacity, page_tokens, windows),
-            prefix: Table::new(capacity),
-            content: Table::new(capacity),
-            rolling: Table::new(capacity),
+            nodes: Nodes::new(capacity, page_tokens, windows)?,
+            prefix: Table::new(capacity)?,
+            content: Table::new(capacity)?,
+            rolling: Table::new(capacity)?,
             frozen: FrozenPool::default(),
-        }
+        })
     }
 
     /// The number of a namespace in a RoPE regime.
@@ -262,8 +265,7 @@ impl Index {
     ///
     /// # Errors
     /// `Inconsistent` naming what does not.
-    pub fn check(&self) -> Result<(), crate::error::Error> {
-        use crate::error::Error;
+    pub fn check(&self) -> Result<(), Error> {
         let (mut prefix, mut content, mut rolling) = (0, 0, 0);
         let page = self.nodes.page_tokens();
         for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {

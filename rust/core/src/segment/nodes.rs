@@ -3,8 +3,10 @@
 //! A node is numbered by the block of the first head group ("anchor"), and goes when that goes. A
 //! block of another group can go before: window groups let go of what no row sees any more.
 
+use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
+use crate::reserve::{filled, zeroed};
 
 use super::hash::Digest;
 
@@ -96,17 +98,19 @@ impl Nodes {
         capacity: usize,
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
-    ) -> Nodes {
+    ) -> Result<Nodes, Error> {
         let passing = windows.iter().any(Option::is_some);
-        Nodes {
+        let (tokens, rows) =
+            (capacity.saturating_mul(page_tokens), capacity.saturating_mul(windows.len()));
+        Ok(Nodes {
             page_tokens,
-            withheld: vec![false; if passing { capacity } else { 0 }],
-            nodes: vec![VOID; capacity],
-            tokens: vec![0; capacity * page_tokens],
-            rows: vec![BlockId::NONE; capacity * windows.len()],
-            anchors: vec![BlockId::NONE; capacity],
+            tokens: zeroed("tokens of blocks", tokens)?,
+            withheld: filled("withheld blocks", false, if passing { capacity } else { 0 })?,
+            nodes: filled("contents of blocks", VOID, capacity)?,
+            rows: filled("rows of blocks", BlockId::NONE, rows)?,
+            anchors: filled("rows of blocks", BlockId::NONE, capacity)?,
             windows,
-        }
+        })
     }
 
     pub(super) fn windows(&self) -> &[Option<LocalWindow>] {
