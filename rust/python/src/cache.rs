@@ -235,7 +235,8 @@ impl KvCache {
         Ok(segments.into_iter().map(FrozenSegment::from).collect())
     }
 
-    /// Deletes a knowledge-base entry; its blocks stay cached until they are evicted.
+    /// Deletes a knowledge-base entry. What it alone owned is no longer read by other texts; for
+    /// its own text it stays cached until it is evicted.
     #[pyo3(signature = (name, namespace=""))]
     fn delete(&self, py: Python<'_>, name: &str, namespace: &str) -> PyResult<()> {
         entry(py, || self.cache.delete_frozen(name, namespace))

@@ -150,18 +150,19 @@ impl KvCache {
         stored.index.frozen.list(namespace, |block| stored.index.uses(block))
     }
 
-    /// Deletes a knowledge-base entry. Its blocks stay cached until they are evicted.
+    /// Deletes a knowledge-base entry. Blocks that it alone owned are no longer found as segments
+    /// of other texts; as prefixes, and for the same text, they stay cached until they are evicted.
     ///
     /// # Errors
     /// `UnknownSegment` if the namespace has no entry of this name.
     pub fn delete_frozen(&self, name: &str, namespace: &str) -> Result<(), Error> {
         let mut stored = self.0.store.lock();
         let stored = &mut *stored;
-        let Some(blocks) = stored.index.frozen.remove(namespace, name) else {
+        let Some(removed) = stored.index.frozen.remove(namespace, name) else {
             let expected = format!("a frozen segment of namespace {namespace:?}");
             return Err(Error::new(ErrorKind::UnknownSegment, "segment", expected, name));
         };
-        freeze::release_pins(stored, &blocks);
+        freeze::forget(stored, removed);
         Ok(())
     }
 

@@ -42,6 +42,9 @@ pub(super) struct Node {
     pub(super) first_child: BlockId,
     pub(super) next_sibling: BlockId,
     pub(super) prev_sibling: BlockId,
+    /// Other nodes of the same content, which stand in other texts. The first is in the tables.
+    pub(super) next_alike: BlockId,
+    pub(super) prev_alike: BlockId,
     /// The blocks before and after in the donor's text.
     pub(super) before: Link,
     pub(super) after: Link,
@@ -68,6 +71,8 @@ const VOID: Node = Node {
     first_child: BlockId::NONE,
     next_sibling: BlockId::NONE,
     prev_sibling: BlockId::NONE,
+    next_alike: BlockId::NONE,
+    prev_alike: BlockId::NONE,
     before: Link::NONE,
     after: Link::NONE,
     generation: 0,
