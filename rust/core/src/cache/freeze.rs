@@ -1,6 +1,5 @@
 //! Pinning for knowledge bases, shrinking under pressure, growing back (SparseX §4.1).
 
-use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::error::Error;
@@ -20,7 +19,7 @@ type State = Stored<Index>;
 /// content: its text may have been replaced, and the KV of a block says what stood before it.
 pub(super) fn forget(state: &mut State, removed: Removed) {
     for &anchor in &removed.released {
-        state.pool.release(state.index.row(anchor));
+        state.pool.unpin(state.index.row(anchor));
     }
     let absent = removed.absent.iter().filter_map(|text| state.index.find_text(text));
     let absent = absent.filter(|&anchor| !state.index.frozen.is_pinned(anchor));
@@ -37,9 +36,13 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
 pub(super) fn give_up(state: &mut State, anchor: BlockId) -> Vec<Place> {
     let places = state.index.frozen.give_up(anchor);
     for _ in &places {
-        state.pool.release(state.index.row(anchor));
+        state.pool.unpin(state.index.row(anchor));
     }
     places
+}
+
+fn pin(state: &mut State, anchor: BlockId, place: Place) {
+    state.pool.pin(state.index.row(anchor), state.index.uses(anchor), place);
 }
 
 fn rows_total(shared: &Shared, state: &State) -> u64 {
@@ -50,29 +53,26 @@ fn rows_total(shared: &Shared, state: &State) -> u64 {
 /// below the watermark with `needs` more blocks of each group; none where all of them would not
 /// make the room.
 pub(super) fn relieve(shared: &Shared, state: &mut State, needs: &[usize]) {
-    if state.index.frozen.resident() == 0 {
-        return;
-    }
-    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let needed = state.pool.pages_of(needs);
+    if needed > 0 {
+        shrink(shared, state, needed);
+    }
+}
+
+/// The same with `needed` more pages, of which there may be none.
+pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) {
+    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
     if excess == 0 {
         return;
     }
-    let index = &state.index;
-    let mut idle: Vec<(u32, Reverse<Option<Place>>, BlockId)> = Vec::new();
-    for block in index.frozen.pinned_blocks() {
-        if state.pool.references(block) == index.frozen.pins(block) {
-            idle.push((index.uses(block), Reverse(index.frozen.oldest_pin(block)), block));
-        }
-    }
-    let least = state.pool.held_pages() - idle.len() as u64 * shared.row_pages();
+    let idle = state.pool.idle_count() as u64;
+    let least = state.pool.held_pages() - idle * shared.row_pages();
     if least + needed > state.pool.slab_pages_total() {
         return;
     }
-    idle.sort_unstable();
-    let given: Vec<BlockId> = idle.into_iter().take(excess).map(|(_, _, block)| block).collect();
+    let given: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
     for block in given {
         give_up(state, block);
     }
@@ -91,7 +91,7 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) {
         let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
         match found {
             Some(block) => {
-                state.pool.hold(state.index.row(block));
+                pin(state, block, place);
                 state.index.frozen.come_back(place, block);
             }
             None => state.index.frozen.lose(place),
@@ -152,8 +152,9 @@ impl Request {
         if pinned.len() > free {
             return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
         }
-        for &(_, block) in &blocks {
-            state.pool.hold(state.index.row(block));
+        let number = state.index.frozen.next_number();
+        for (at, &(_, block)) in (0..).zip(&blocks) {
+            pin(state, block, (number, at));
         }
         let named = (self.namespace.as_str(), name);
         let replaced = state.index.frozen.insert(named, range.len(), blocks);

@@ -169,7 +169,7 @@ impl KvCache {
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
     pub fn rebalance(&self) {
         let mut stored = self.0.store.lock();
-        freeze::relieve(&self.0, &mut stored, &[]);
+        freeze::shrink(&self.0, &mut stored, 0);
         freeze::regrow(&self.0, &mut stored);
     }
 

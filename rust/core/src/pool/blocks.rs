@@ -6,6 +6,7 @@ use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
 use super::lru::{Links, LruList};
+use super::pins::Pins;
 use super::slab::Slab;
 
 /// What the pool tells an index: a block's content is about to be overwritten.
@@ -62,6 +63,8 @@ pub(super) struct Block {
     pub(super) slab: u16,
     pub(super) group: GroupId,
     pub(super) indexed: bool,
+    /// Whether `pins` has it: what is not pinned is not looked up there.
+    pub(super) pinned: bool,
 }
 
 impl Block {
@@ -71,6 +74,7 @@ impl Block {
         slab: 0,
         group: GroupId(0),
         indexed: false,
+        pinned: false,
     };
 }
 
@@ -111,6 +115,7 @@ pub struct Pool {
     pub(super) blocks: Vec<Block>,
     pub(super) links: Links,
     pub(super) pages: Vec<i32>,
+    pub(super) pins: Pins,
     /// First numbers of ranges of loose pages that are not in use.
     pub(super) loose_numbers: Vec<u32>,
     forgotten: Vec<BlockId>,
@@ -164,6 +169,7 @@ impl Pool {
             blocks: filled("states of blocks", Block::UNCLAIMED, capacity)?,
             links: Links::new(capacity)?,
             pages: zeroed("pages of blocks", capacity)?,
+            pins: Pins::default(),
             loose_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
@@ -337,6 +343,9 @@ impl Pool {
                 other => other,
             };
             debug_assert!(matches!(entry.state, BlockState::Held(_)), "held a void block");
+            if entry.pinned {
+                self.note_readers(block);
+            }
         }
     }
 
@@ -388,7 +397,12 @@ impl Pool {
                         pool.free += 1;
                     }
                 }
-                BlockState::Held(n) => entry.state = BlockState::Held(n - 1),
+                BlockState::Held(n) => {
+                    entry.state = BlockState::Held(n - 1);
+                    if entry.pinned {
+                        self.note_readers(block);
+                    }
+                }
                 _ => debug_assert!(false, "released a block that nobody holds"),
             }
         }

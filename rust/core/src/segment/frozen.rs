@@ -211,9 +211,9 @@ impl FrozenPool {
         self.pins.keys().copied()
     }
 
-    /// The oldest pin of a block.
-    pub(crate) fn oldest_pin(&self, block: BlockId) -> Option<Place> {
-        self.pins.get(&block).and_then(|places| places.first().copied())
+    /// The number of the next entry.
+    pub(crate) fn next_number(&self) -> u64 {
+        self.next
     }
 
     /// Gives a block up in every segment that has it; says where. It waits to come back.

@@ -129,9 +129,11 @@ impl Index {
         self.nodes.get(anchor).uses
     }
 
-    pub(crate) fn count_use(&mut self, anchor: BlockId) {
+    /// Counts a hit of a node; returns how many it has had.
+    pub(crate) fn count_use(&mut self, anchor: BlockId) -> u32 {
         let node = self.nodes.get_mut(anchor);
         node.uses = node.uses.saturating_add(1);
+        node.uses
     }
 
     /// Takes a node out of the virtual index and the prefix tree while its content grows; it
@@ -141,10 +143,11 @@ impl Index {
         self.remove_child(anchor);
     }
 
-    /// Enters a row of blocks as a virtual block, or the node that stands for its text in the prefix
-    /// tree, if there is one: an exact text has an encoding of its own. Another is not entered where
-    /// its content is known already. An exact one replaces an approximate one that no knowledge base
-    /// has pinned, and one whose blocks are all there replaces one of which some are gone.
+    /// Enters a row of blocks as a virtual block, or the node that stands for its text in the
+    /// prefix tree, if there is one: an exact text has an encoding of its own. Another is not
+    /// entered where its content is known already. An exact one replaces an approximate one that no
+    /// knowledge base has pinned, and one whose blocks are all there replaces one of which some are
+    /// gone.
     ///
     /// Returns the node that now stands for the content. Blocks that lost their last entry are
     /// appended to `forgotten`.
@@ -283,8 +286,8 @@ impl Index {
         all.then_some(node)
     }
 
-    /// Whether a node has exactly these tokens, and stands in the virtual index of this namespace or
-    /// may be entered there.
+    /// Whether a node has exactly these tokens, and stands in the virtual index of this namespace
+    /// or may be entered there.
     pub(crate) fn holds(&self, anchor: BlockId, key: KeyId, tokens: &[u32]) -> bool {
         self.nodes.tokens(anchor) == tokens && self.is_enterable(anchor, key)
     }
