@@ -85,10 +85,11 @@ def test_a_segment_moves_and_the_plan_says_how() -> None:
     span = plan.spans[1]
     assert (span.start, span.end, span.kind, span.delta) == (21, 69, "segment", 21)
     assert (span.source, span.exact, span.reason) == ("request", True, None)
+    assert (span.own, plan.spans[0].own) == (True, None)
     assert plan.spans[0].reason == "fresh"
     assert "fresh text" in plan.spans[0].explanation
     made = plan.to_dict()
-    assert made["spans"][1]["delta"] == 21
+    assert (made["spans"][1]["delta"], made["spans"][1]["own"]) == (21, True)
     assert sum(s["end"] - s["start"] for s in made["spans"]) == 72
     assert "48 by segment" in str(plan)
     copies = request.take_copies()
@@ -120,6 +121,33 @@ def test_share_reads_in_place_and_writes_apart() -> None:
     assert request.slots(np.array([30], np.int32)).shape == (1, 2)
     covered(request.entries(), 72)
     request.release()
+    cache.check()
+
+
+def test_a_replaced_entry_is_read_as_it_is_now() -> None:
+    """A block's KV saw the text before it: what follows a changed line has KV of its own."""
+    cache, body = cache_of(), prompt(64)
+    old, new = (np.concatenate((prompt(16, seed), body)) for seed in (1, 2))
+    asked = np.concatenate((prompt(5, 3), new, prompt(5, 4)))
+
+    def insert(document: np.ndarray) -> list[int]:
+        with cache.admit(document, reuse="none") as request:
+            request.commit(80, 80)
+            request.freeze("book", 0, 80)
+            return request.entries()[:, 0].tolist()
+
+    def reused() -> tuple[list[tuple[str, bool]], list[int]]:
+        with cache.admit(asked, segments=[(5, 85, "")], mode="share") as request:
+            spans = [s for s in request.plan.spans if s.kind == "segment"]
+            read = [int(block) for block, *_, delta in request.entries() if delta]
+            return [(s.source, s.own) for s in spans], read
+
+    first = insert(old)
+    assert reused() == ([("book", False)], first[1:])
+    second = insert(new)
+    assert reused() == ([("book", True)], second)
+    cache.delete("book")
+    assert reused() == ([("request", True)], second)
     cache.check()
 
 

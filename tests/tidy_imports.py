@@ -19,7 +19,7 @@ CRATES = {
 }
 CORE_LAYERS = [
     {"ids", "error"},
-    {"shape"},
+    {"shape", "reserve"},
     {"heads", "ops"},
     {"pool"},
     {"segment"},

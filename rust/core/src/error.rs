@@ -24,6 +24,8 @@ pub enum ErrorKind {
         /// Blocks that could have been had.
         free: usize,
     },
+    /// A host without the memory that the books of a cache need.
+    OutOfMemory,
     /// A frozen segment that does not exist.
     UnknownSegment,
     /// One token span claimed by two namespaces.

@@ -12,6 +12,7 @@ pub mod ids;
 pub mod ops;
 pub mod plan;
 pub mod pool;
+mod reserve;
 pub mod segment;
 pub mod shape;
 

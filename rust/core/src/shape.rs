@@ -53,11 +53,14 @@ impl KvShape {
     /// The largest P: slots of a block fit a byte, and a smaller P only costs index entries.
     pub const MAX_PAGE_TOKENS: u32 = 256;
 
+    /// The largest L·G: a cache has a table of its heads, and no model comes near a million.
+    pub const MAX_HEADS: u64 = 1 << 20;
+
     /// Checks and builds a shape.
     ///
     /// # Errors
-    /// `InvalidArgument` if a size is zero, P is above [`Self::MAX_PAGE_TOKENS`], or one token of
-    /// all layers and heads is too large for 32-bit page arithmetic.
+    /// `InvalidArgument` if a size is zero, P is above [`Self::MAX_PAGE_TOKENS`], or L·G above
+    /// [`Self::MAX_HEADS`].
     pub fn new(
         layers: u32,
         kv_heads: u32,
@@ -75,9 +78,10 @@ impl KvShape {
             let bound = format!("1 <= tokens <= {}", Self::MAX_PAGE_TOKENS);
             return Err(Error::invalid("page_tokens", bound, page_tokens));
         }
-        let pages = u64::from(layers) * u64::from(kv_heads);
-        if pages > i32::MAX as u64 {
-            return Err(Error::invalid("layers * kv_heads", "at most 2147483647 pages", pages));
+        let heads = u64::from(layers) * u64::from(kv_heads);
+        if heads > Self::MAX_HEADS {
+            let expected = format!("at most {} heads", Self::MAX_HEADS);
+            return Err(Error::invalid("layers * kv_heads", expected, heads));
         }
         Ok(KvShape { layers, kv_heads, head_dim, page_tokens, dtype })
     }
@@ -184,6 +188,7 @@ mod tests {
             KvShape::new(30, 3, 64, 0, KvDtype::F32),
             KvShape::new(30, 3, 64, 257, KvDtype::F32),
             KvShape::new(1 << 20, 1 << 20, 64, 16, KvDtype::F32),
+            KvShape::new(1 << 20, 2, 64, 16, KvDtype::F32),
         ] {
             assert_eq!(bad.unwrap_err().kind(), ErrorKind::InvalidArgument);
         }

@@ -47,7 +47,7 @@ fn a_frozen_segment_outlives_pressure_that_evicts_the_rest() {
     let marked = [MarkedSegment { start: 3, end: 14, namespace: "" }];
     let request = cache.admit(&Admission { marked: &marked, ..Admission::new(&tokens) }).unwrap();
     let source = SegmentSource::Frozen("book".into());
-    let expected = Outcome::Segment { delta: 3, source, exact: true };
+    let expected = Outcome::Segment { delta: 3, source, exact: true, own: true };
     assert_eq!(request.plan().spans[1].outcome, expected);
     assert_eq!(request.plan().segment_tokens(), 11);
     let listed = cache.frozen(Some(""));

@@ -65,7 +65,12 @@ impl World {
 }
 
 fn reused(delta: i32) -> Outcome {
-    Outcome::Segment { delta, source: SegmentSource::Request, exact: true }
+    Outcome::Segment { delta, source: SegmentSource::Request, exact: true, own: true }
+}
+
+/// Of a text that does not agree with the segment from its first token on.
+fn foreign(delta: i32) -> Outcome {
+    Outcome::Segment { delta, source: SegmentSource::Request, exact: true, own: false }
 }
 
 fn missed(reason: MissReason) -> Outcome {
@@ -112,7 +117,7 @@ fn what_differs_is_recomputed_and_says_where() {
     segment.extend(text(104, 8));
     segment.extend(text(520, 3));
     let expected =
-        [missed(MissReason::MisalignedStart), reused(-2 + 5), missed(MissReason::TailNotCached)];
+        [missed(MissReason::MisalignedStart), foreign(-2 + 5), missed(MissReason::TailNotCached)];
     assert_eq!(world.find(5, &segment, ""), expected);
     assert_eq!(world.find(5, &text(300, 12), ""), [missed(MissReason::NotCached)]);
 }
@@ -144,7 +149,7 @@ fn unmarked_text_is_discovered() {
     let request = world.admit(&Admission { discover: true, ..Admission::new(&tokens) });
     let spans: Vec<_> = request.plan().spans.iter().map(|s| (s.start, s.end)).collect();
     assert_eq!(spans, [(0, 7), (7, 21), (21, 26), (26, 27)]);
-    assert_eq!(request.plan().spans[1].outcome, reused(2));
+    assert_eq!(request.plan().spans[1].outcome, foreign(2));
     let silent = world.admit(&Admission::new(&tokens));
     assert_eq!(silent.plan().segment_tokens(), 0);
 }
@@ -176,7 +181,7 @@ fn approximate_kv_is_a_donor_but_never_a_prefix() {
     drop(request);
     assert_eq!(world.cache.lookup_prefix(&tokens, ""), 6);
     let approximate =
-        Outcome::Segment { delta: 3 - 8, source: SegmentSource::Request, exact: false };
+        Outcome::Segment { delta: 3 - 8, source: SegmentSource::Request, exact: false, own: true };
     assert_eq!(world.find(3, &text(108, 4), ""), [approximate]);
     let mut exact = world.admit(&Admission::new(&tokens));
     exact.commit(12, 12).unwrap();

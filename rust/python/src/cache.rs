@@ -92,6 +92,13 @@ impl KvCache {
             None => raised(py, pages(&geometry, heads.as_ref(), arena_bytes, blocks))?,
         };
         let heads = raised(py, head_map(heads, &geometry, fingerprint))?;
+        // Before the books, which are written to when they are made: an arena that this machine has
+        // no room for is refused while nothing is in use yet.
+        let arena = match external {
+            Some(tensor) => Some(tensor.clone().unbind()),
+            None if memory => arena_of(py, &geometry, arena_pages)?,
+            None => None,
+        };
         let cache = entry(py, || {
             core::KvCache::new(CacheConfig {
                 heads,
@@ -101,16 +108,6 @@ impl KvCache {
                 ..CacheConfig::new(geometry, arena_pages)
             })
         })?;
-        let arena = match external {
-            Some(tensor) => Some(tensor.clone().unbind()),
-            None if !memory => None,
-            None => {
-                let (tokens, dim) = (geometry.page_tokens() as usize, geometry.head_dim() as usize);
-                let sizes = [arena_pages as usize, 2, tokens, dim];
-                let arena = entry(py, || Arena::new(sizes, geometry.dtype().into()))?;
-                Some(Py::new(py, arena)?.into_any())
-            }
-        };
         Ok(Self { cache, shape, arena })
     }
 
@@ -238,7 +235,8 @@ impl KvCache {
         Ok(segments.into_iter().map(FrozenSegment::from).collect())
     }
 
-    /// Deletes a knowledge-base entry; its blocks stay cached until they are evicted.
+    /// Deletes a knowledge-base entry. What it alone owned is no longer read by other texts; for
+    /// its own text it stays cached until it is evicted.
     #[pyo3(signature = (name, namespace=""))]
     fn delete(&self, py: Python<'_>, name: &str, namespace: &str) -> PyResult<()> {
         entry(py, || self.cache.delete_frozen(name, namespace))
@@ -257,6 +255,16 @@ impl KvCache {
         let held: usize = stats.groups.iter().map(|group| group.held).sum();
         Ok(format!("KvCache({} pages, {held} blocks held)", stats.arena_pages))
     }
+}
+
+/// Memory for the pages; none for more than a cache can number, which the cache itself refuses.
+fn arena_of(py: Python<'_>, shape: &core::KvShape, pages: u64) -> PyResult<Option<Py<PyAny>>> {
+    if i32::try_from(pages).is_err() {
+        return Ok(None);
+    }
+    let sizes = [pages as usize, 2, shape.page_tokens() as usize, shape.head_dim() as usize];
+    let arena = entry(py, || Arena::new(sizes, shape.dtype().into()))?;
+    Ok(Some(Py::new(py, arena)?.into_any()))
 }
 
 /// Pages of a tensor that is given as the arena: [pages, 2, P, D].

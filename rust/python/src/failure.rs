@@ -75,6 +75,7 @@ impl From<Error> for Failure {
                 "InvalidArgument"
             }
             ErrorKind::PoolFull { .. } => "PoolFull",
+            ErrorKind::OutOfMemory => "OutOfMemory",
             ErrorKind::UnknownSegment => "UnknownSegment",
             ErrorKind::NamespaceConflict => "NamespaceConflict",
             ErrorKind::CorruptHeadMap => "CorruptHeadMap",

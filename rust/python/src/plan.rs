@@ -156,6 +156,17 @@ impl PlanSpan {
         }
     }
 
+    /// Whether the donor's text is the marked segment's from its first token on: the segment's own
+    /// encoding. False where only tokens of another text are equal, and for discovered text; None
+    /// where no segment is reused.
+    #[getter]
+    fn own(&self) -> Option<bool> {
+        match self.0.outcome {
+            Outcome::Segment { own, .. } => Some(own),
+            _ => None,
+        }
+    }
+
     /// The fields as plain Python values.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let made = PyDict::new(py);
@@ -166,6 +177,7 @@ impl PlanSpan {
         made.set_item("delta", self.delta())?;
         made.set_item("source", self.source())?;
         made.set_item("exact", self.exact())?;
+        made.set_item("own", self.own())?;
         Ok(made)
     }
 

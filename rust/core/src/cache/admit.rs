@@ -174,7 +174,8 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         return Err(error);
     }
     for anchor in found.prefix.iter().copied().chain(found.donors()) {
-        state.index.count_use(anchor);
+        let hits = state.index.count_use(anchor);
+        state.pool.note_hits(anchor, hits);
     }
     let mut holdings = Vec::with_capacity(shares.len());
     for (group, share) in shares.into_iter().enumerate() {

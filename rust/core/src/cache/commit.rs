@@ -91,10 +91,20 @@ impl Request {
         let head = exact.saturating_sub(span.start).min(span.len());
         let whole = head == self.shared.page_tokens();
         let chained = b == self.chain.blocks && head > 0 && self.revive_chain(state, tokens);
-        if row.len() > 1 && chained && whole {
-            let digest = state.index.hash(self.chain.digest, content);
-            state.index.fill(row, self.key, self.chain.parent, digest, content);
-        }
+        let exact_text = match (chained, whole) {
+            (true, true) => {
+                if row.len() > 1 {
+                    let digest = state.index.hash(self.chain.digest, content);
+                    state.index.fill(row, self.key, self.chain.parent, digest, content);
+                }
+                self.chain_block(state, tokens, b, row)
+            }
+            (true, false) => {
+                let (key, parent) = (self.key, self.chain.parent);
+                state.index.register_tail(row, key, parent, content, head, span.start as u32)
+            }
+            (false, _) => None,
+        };
         let entry = ContentEntry {
             key: self.content_key(&span),
             tokens: content,
@@ -103,20 +113,13 @@ impl Request {
             before: self.before,
         };
         let mut forgotten = Vec::new();
-        let stands = state.index.register_content(row, &entry, &mut forgotten);
+        let stands = state.index.register_content(row, &entry, exact_text, &mut forgotten);
         for block in forgotten {
             state.pool.unindex(block);
         }
-        if chained {
-            if whole {
-                self.chain_block(state, tokens, b, row);
-            } else {
-                let (key, parent) = (self.key, self.chain.parent);
-                state.index.register_tail(row, key, parent, content, head, span.start as u32);
-            }
-        }
         settle(state, row);
         self.withhold(state, row);
+        state.index.announce(stands);
         if span.len() == self.shared.page_tokens() {
             self.before = Some(state.index.link(stands));
         }
@@ -130,10 +133,7 @@ impl Request {
         if state.index.row(row[0]) == row {
             return;
         }
-        if state.index.frozen.is_pinned(row[0]) {
-            let released = state.index.frozen.give_up(&row[..1]);
-            freeze::release_pins(state, &released);
-        }
+        freeze::give_up(state, row[0]);
         let mut gone = Vec::new();
         state.index.detach_others(row, &mut gone);
         gone.into_iter().for_each(|block| state.pool.unindex(block));
@@ -151,13 +151,14 @@ impl Request {
     }
 
     /// Enters a whole exact block below the chain and moves the chain on, if it can be entered.
+    /// Returns the node that stands for it there.
     fn chain_block(
         &mut self,
         state: &mut State,
         tokens: &[u32],
         b: usize,
         row: &[BlockId],
-    ) -> bool {
+    ) -> Option<BlockId> {
         let page = self.shared.page_tokens();
         let span = b * page..(b + 1) * page;
         let tokens = &tokens[span.clone()];
@@ -168,7 +169,7 @@ impl Request {
             let link = Some(state.index.link(node));
             self.chain = Chain::new(Parent::Block(node), link, digest, b + 1);
         }
-        node.is_some()
+        node
     }
 
     /// Makes sure that the chain's last block is still in the prefix tree. It may be another
@@ -189,7 +190,7 @@ impl Request {
             self.own_row(b, &mut row);
             let Some(anchor) = self.holdings[0].table.block(b) else { return false };
             row[0] = anchor;
-            if !self.chain_block(state, tokens, b, &row) {
+            if self.chain_block(state, tokens, b, &row).is_none() {
                 return false;
             }
             settle(state, &row);
@@ -202,10 +203,7 @@ impl Request {
 pub(super) fn settle(state: &mut State, row: &[BlockId]) {
     if !state.index.is_member(row[0]) {
         // A frozen tail that grew into content another block stands for: that one may be pinned.
-        if state.index.frozen.is_pinned(row[0]) {
-            let released = state.index.frozen.give_up(&row[..1]);
-            freeze::release_pins(state, &released);
-        }
+        freeze::give_up(state, row[0]);
         state.index.release_void(row[0]);
     }
     for &block in row.iter().filter(|block| block.is_some()) {

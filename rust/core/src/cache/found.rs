@@ -1,6 +1,7 @@
 //! What of a prompt is cached: prefix first, then marked segments, then unmarked text.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::ids::{BlockId, KeyId};
 use crate::plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
@@ -100,12 +101,18 @@ impl Found {
             outcome,
         };
         let mut spans = vec![span(&(0..self.prefix_end), Outcome::Prefix)];
-        for piece in &self.matches.pieces {
-            let source = match index.frozen.name_of(piece.donor) {
-                Some(name) => SegmentSource::Frozen(name.to_string()),
-                None => SegmentSource::Request,
-            };
-            let outcome = Outcome::Segment { delta: piece.delta, source, exact: piece.exact };
+        // From the end on: what documents have in common is called by the name that the rest has.
+        let mut last: Option<(usize, &Arc<str>)> = None;
+        for piece in self.matches.pieces.iter().rev() {
+            let goes_on = last.filter(|last| last.0 == piece.end).map(|last| last.1);
+            let same =
+                goes_on.filter(|&name| index.frozen.names_of(piece.donor).any(|n| n == name));
+            let name = same.or_else(|| index.frozen.names_of(piece.donor).next());
+            last = name.map(|name| (piece.start, name));
+            let source =
+                name.map_or(SegmentSource::Request, |name| SegmentSource::Frozen(name.to_string()));
+            let Piece { delta, exact, own, .. } = *piece;
+            let outcome = Outcome::Segment { delta, source, exact, own };
             spans.push(span(&(piece.start..piece.end), outcome));
         }
         for (range, reason) in &self.matches.misses {
@@ -129,6 +136,7 @@ impl Found {
             begin: 0,
             delta: 0,
             exact: true,
+            own: true,
         });
         let segments = match mode {
             Mode::Materialise => &self.matches.pieces[..],

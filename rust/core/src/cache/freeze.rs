@@ -1,12 +1,11 @@
 //! Pinning for knowledge bases, shrinking under pressure, growing back (SparseX §4.1).
 
-use std::cmp::Reverse;
 use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
 use crate::pool::Stored;
-use crate::segment::{ContentEntry, FrozenBlock, Index};
+use crate::segment::{ContentEntry, Index, Place, Removed};
 
 use super::commit::settle;
 use super::{Request, Shared};
@@ -16,11 +15,34 @@ const HYSTERESIS: u64 = 10;
 
 type State = Stored<Index>;
 
-/// Releases one pin of each node.
-pub(super) fn release_pins(state: &mut State, anchors: &[BlockId]) {
-    for &anchor in anchors {
-        state.pool.release(state.index.row(anchor));
+/// Releases the pins of an entry that was removed. What it alone owned is found no longer by its
+/// content: its text may have been replaced, and the KV of a block says what stood before it.
+pub(super) fn forget(state: &mut State, removed: Removed) {
+    for &anchor in &removed.released {
+        state.pool.unpin(state.index.row(anchor));
     }
+    let absent = removed.absent.iter().filter_map(|text| state.index.find_text(text));
+    let absent = absent.filter(|&anchor| !state.index.frozen.is_pinned(anchor));
+    let mut anchors: Vec<BlockId> = absent.collect();
+    anchors.extend(removed.unpinned);
+    let mut forgotten = Vec::new();
+    for anchor in anchors {
+        state.index.forget_content(anchor, &mut forgotten);
+    }
+    forgotten.into_iter().for_each(|block| state.pool.unindex(block));
+}
+
+/// Gives up the pins of a node, if it has any; it may come back.
+pub(super) fn give_up(state: &mut State, anchor: BlockId) -> Vec<Place> {
+    let places = state.index.frozen.give_up(anchor);
+    for _ in &places {
+        state.pool.unpin(state.index.row(anchor));
+    }
+    places
+}
+
+fn pin(state: &mut State, anchor: BlockId, place: Place) {
+    state.pool.pin(state.index.row(anchor), state.index.uses(anchor), place);
 }
 
 fn rows_total(shared: &Shared, state: &State) -> u64 {
@@ -31,49 +53,48 @@ fn rows_total(shared: &Shared, state: &State) -> u64 {
 /// below the watermark with `needs` more blocks of each group; none where all of them would not
 /// make the room.
 pub(super) fn relieve(shared: &Shared, state: &mut State, needs: &[usize]) {
-    if state.index.frozen.resident() == 0 {
-        return;
-    }
-    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let needed = state.pool.pages_of(needs);
+    if needed > 0 {
+        shrink(shared, state, needed);
+    }
+}
+
+/// The same with `needed` more pages, of which there may be none.
+pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) {
+    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
     if excess == 0 {
         return;
     }
-    let index = &state.index;
-    let mut idle: Vec<(u32, Reverse<usize>, BlockId)> = Vec::new();
-    for (place, block) in index.frozen.pinned_blocks().into_iter().enumerate() {
-        if state.pool.references(block) == index.frozen.pins(block) {
-            idle.push((index.uses(block), Reverse(place), block));
-        }
-    }
-    let least = state.pool.held_pages() - idle.len() as u64 * shared.row_pages();
+    let idle = state.pool.idle_count() as u64;
+    let least = state.pool.held_pages() - idle * shared.row_pages();
     if least + needed > state.pool.slab_pages_total() {
         return;
     }
-    idle.sort_unstable();
-    let given: Vec<BlockId> = idle.into_iter().take(excess).map(|(_, _, block)| block).collect();
-    let released = state.index.frozen.give_up(&given);
-    release_pins(state, &released);
+    let given: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
+    for block in given {
+        give_up(state, block);
+    }
 }
 
 /// Pins blocks again that were given up and are cached, while utilisation is low.
 pub(super) fn regrow(shared: &Shared, state: &mut State) {
-    if state.index.frozen.absent() == 0 {
-        return;
-    }
     let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;
-    for absent in state.index.frozen.absences() {
+    loop {
         let room = state.pool.held_pages() + shared.row_pages() <= limit;
         if !room || state.index.frozen.resident() as u64 >= share(shared, state) {
             return;
         }
-        let found = state.index.find_content(absent.key, &absent.content);
-        if let Some(block) = found.filter(|&block| state.index.is_whole(block)) {
-            state.pool.hold(state.index.row(block));
-            state.index.frozen.come_back(&absent, block);
+        let Some((place, text)) = state.index.frozen.next_waiting() else { return };
+        let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
+        match found {
+            Some(block) => {
+                pin(state, block, place);
+                state.index.frozen.come_back(place, block);
+            }
+            None => state.index.frozen.lose(place),
         }
     }
 }
@@ -115,51 +136,75 @@ impl Request {
         let mut stored = shared.store.lock();
         let state = &mut *stored;
         let page = shared.page_tokens();
+        let chain = state.index.exact_chain(self.key, &self.tokens[..self.exact]);
         let mut blocks = Vec::new();
         for b in range.start / page..range.end.div_ceil(page) {
-            blocks.push(self.frozen_block(state, b)?);
+            let block = self.frozen_block(state, b, chain.get(b).copied())?;
+            blocks.push((state.index.text_of(block), block));
         }
-        let fresh = |block: &&FrozenBlock| {
-            block.pinned.is_some_and(|block| !state.index.frozen.is_pinned(block))
-        };
-        let needed = blocks.iter().filter(fresh).count();
-        let free = share(&shared, state) as usize;
-        let free = free.saturating_sub(state.index.frozen.resident());
-        if needed > free {
-            return Err(Error::pool_full("frozen share of the pool", needed, free));
+        let mut pinned: Vec<BlockId> = blocks.iter().map(|&(_, block)| block).collect();
+        let frozen = &state.index.frozen;
+        let held = frozen.resident() - frozen.alone(&self.namespace, name, &pinned);
+        pinned.retain(|&block| !frozen.is_pinned(block));
+        pinned.sort_unstable();
+        pinned.dedup();
+        let free = (share(&shared, state) as usize).saturating_sub(held);
+        if pinned.len() > free {
+            return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
         }
-        for block in blocks.iter().filter_map(|block| block.pinned) {
-            state.pool.hold(state.index.row(block));
+        let number = state.index.frozen.next_number();
+        for (at, &(_, block)) in (0..).zip(&blocks) {
+            pin(state, block, (number, at));
         }
-        let old = state.index.frozen.insert(&self.namespace, name, range.len(), blocks);
-        release_pins(state, &old);
+        let named = (self.namespace.as_str(), name);
+        let replaced = state.index.frozen.insert(named, range.len(), blocks);
+        forget(state, replaced);
         Ok(())
     }
 
-    /// The node that stands for grid block `b`.
-    fn frozen_block(&self, state: &mut State, b: usize) -> Result<FrozenBlock, Error> {
+    /// The node that stands for grid block `b`: that of its text in the prefix tree, where it is
+    /// exact (`exact_text`), or else this request's own, or else one of equal content.
+    fn frozen_block(
+        &self,
+        state: &mut State,
+        b: usize,
+        exact_text: Option<BlockId>,
+    ) -> Result<BlockId, Error> {
         let page = self.shared.page_tokens();
         let span = b * page..self.committed.min((b + 1) * page);
         let key = self.content_key(&span);
-        let content = &self.tokens[span.clone()];
-        let mut found = state.index.find_content(key, content);
-        if !found.is_some_and(|block| state.index.is_whole(block)) {
-            let mut row = Vec::new();
-            if self.own_row(b, &mut row) {
-                let position = span.start as u32;
-                let exact = span.end <= self.exact;
-                let entry = ContentEntry { key, tokens: content, position, exact, before: None };
+        let tokens = &self.tokens[span.clone()];
+        let index = &state.index;
+        let is_it = |node: &BlockId| index.is_whole(*node) && index.holds(*node, key, tokens);
+        let mut row = Vec::new();
+        let own = self.own_row(b, &mut row);
+        let node = exact_text.filter(is_it);
+        let mine = Some(row[0]).filter(|block| block.is_some() && index.is_member(*block));
+        let found = node.or_else(|| mine.filter(is_it)).or_else(|| index.find_whole(key, tokens));
+        let entry = ContentEntry {
+            key,
+            tokens,
+            position: span.start as u32,
+            exact: span.end <= self.exact,
+            before: None,
+        };
+        let stands = match found {
+            Some(found) => {
+                state.index.ensure_content(found, &entry);
+                Some(found)
+            }
+            None if own => {
                 let mut forgotten = Vec::new();
-                found = Some(state.index.register_content(&row, &entry, &mut forgotten));
+                let stands = state.index.register_content(&row, &entry, None, &mut forgotten);
                 forgotten.into_iter().for_each(|block| state.pool.unindex(block));
                 settle(state, &row);
+                Some(stands)
             }
-        }
-        let whole = found.filter(|&block| state.index.is_whole(block));
-        let pinned = whole.ok_or_else(|| {
+            None => None,
+        };
+        stands.filter(|&block| state.index.is_whole(block)).ok_or_else(|| {
             let got = format!("others' blocks, or lost ones, at [{}, {})", span.start, span.end);
             Error::invalid("freeze", "blocks of this request in every head group", got)
-        })?;
-        Ok(FrozenBlock { key, content: content.into(), pinned: Some(pinned) })
+        })
     }
 }

@@ -57,7 +57,7 @@ impl KvCache {
     ///
     /// # Errors
     /// `InvalidArgument` for an arena too small or percentages above 100, `CorruptHeadMap` for a
-    /// head map that does not fit the shape.
+    /// head map that does not fit the shape, `OutOfMemory` where the books find no room.
     pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
         let groups = config.validated_groups()?;
         let windows = groups.windows();
@@ -77,7 +77,7 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone());
+        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
         let store = Arc::new(Store::new(pool, index));
         let counters = stats::Tally::default();
         Ok(KvCache(Arc::new(Shared { config, groups, windows, store, counters })))
@@ -150,25 +150,26 @@ impl KvCache {
         stored.index.frozen.list(namespace, |block| stored.index.uses(block))
     }
 
-    /// Deletes a knowledge-base entry. Its blocks stay cached until they are evicted.
+    /// Deletes a knowledge-base entry. Blocks that it alone owned are no longer found as segments
+    /// of other texts; as prefixes, and for the same text, they stay cached until they are evicted.
     ///
     /// # Errors
     /// `UnknownSegment` if the namespace has no entry of this name.
     pub fn delete_frozen(&self, name: &str, namespace: &str) -> Result<(), Error> {
         let mut stored = self.0.store.lock();
         let stored = &mut *stored;
-        let Some(blocks) = stored.index.frozen.remove(namespace, name) else {
+        let Some(removed) = stored.index.frozen.remove(namespace, name) else {
             let expected = format!("a frozen segment of namespace {namespace:?}");
             return Err(Error::new(ErrorKind::UnknownSegment, "segment", expected, name));
         };
-        freeze::release_pins(stored, &blocks);
+        freeze::forget(stored, removed);
         Ok(())
     }
 
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
     pub fn rebalance(&self) {
         let mut stored = self.0.store.lock();
-        freeze::relieve(&self.0, &mut stored, &[]);
+        freeze::shrink(&self.0, &mut stored, 0);
         freeze::regrow(&self.0, &mut stored);
     }
 

@@ -177,10 +177,11 @@ pub fn validate_copies(
         Some(pages) => PageGeometry { layers: 1, kv_heads: pages, ..*geometry },
         None => *geometry,
     };
+    // A call without copies names no block, but its geometry still says how many pages a block has,
+    // and callers allocate by that: the null block at least must lie inside.
     let inside = |tensor: &str, geometry: &PageGeometry, last: Option<&i32>, len: usize| {
-        let (geometry, last) = (of_block(geometry), last.map(|&last| last as usize));
-        let layer = geometry.layers - 1;
-        last.map_or(Ok(()), |last| geometry.check_inside_of(tensor, last, layer, len))
+        let (geometry, last) = (of_block(geometry), last.map_or(0, |&last| last as usize));
+        geometry.check_inside_of(tensor, last, geometry.layers - 1, len)
     };
     if let Some((of_source, len)) = source {
         inside("the source", &of_source, read.last(), len)?;

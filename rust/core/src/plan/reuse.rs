@@ -30,6 +30,10 @@ pub enum Outcome {
         source: SegmentSource,
         /// Whether the donor computed it exactly, in its own context.
         exact: bool,
+        /// Whether the donor's text is the marked segment's from its first token on: the segment's
+        /// own encoding. If not, blocks of another text are read that only have equal tokens; so it
+        /// is with discovered text, of which nobody says where it begins.
+        own: bool,
     },
     /// Computed by this request.
     Recompute {
@@ -120,13 +124,14 @@ impl fmt::Display for ReusePlan {
             write!(f, "\n  [{}, {}) ", span.start, span.end)?;
             match &span.outcome {
                 Outcome::Prefix => write!(f, "prefix")?,
-                Outcome::Segment { delta, source, exact } => {
+                Outcome::Segment { delta, source, exact, own } => {
                     let quality = if *exact { "exact" } else { "approximate" };
+                    let whose = if *own { "" } else { ", equal tokens of another text" };
                     match source {
                         SegmentSource::Frozen(name) => write!(f, "segment of {name:?}")?,
                         SegmentSource::Request => write!(f, "segment of an earlier request")?,
                     }
-                    write!(f, ", delta {delta:+}, {quality}")?;
+                    write!(f, ", delta {delta:+}, {quality}{whose}")?;
                 }
                 Outcome::Recompute { reason } => {
                     write!(f, "recompute ({reason}): {}", reason.sentence())?;
@@ -143,7 +148,8 @@ mod tests {
 
     fn sample() -> ReusePlan {
         let span = |start, end, outcome| PlanSpan { start, end, outcome };
-        let segment = Outcome::Segment { delta: 3, source: SegmentSource::Request, exact: true };
+        let source = SegmentSource::Request;
+        let segment = Outcome::Segment { delta: 3, source, exact: true, own: true };
         ReusePlan::new(
             10,
             vec![

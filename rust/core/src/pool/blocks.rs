@@ -2,9 +2,11 @@
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
+use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
 use super::lru::{Links, LruList};
+use super::pins::Pins;
 use super::slab::Slab;
 
 /// What the pool tells an index: a block's content is about to be overwritten.
@@ -61,6 +63,8 @@ pub(super) struct Block {
     pub(super) slab: u16,
     pub(super) group: GroupId,
     pub(super) indexed: bool,
+    /// Whether `pins` has it: what is not pinned is not looked up there.
+    pub(super) pinned: bool,
 }
 
 impl Block {
@@ -70,6 +74,7 @@ impl Block {
         slab: 0,
         group: GroupId(0),
         indexed: false,
+        pinned: false,
     };
 }
 
@@ -110,6 +115,7 @@ pub struct Pool {
     pub(super) blocks: Vec<Block>,
     pub(super) links: Links,
     pub(super) pages: Vec<i32>,
+    pub(super) pins: Pins,
     /// First numbers of ranges of loose pages that are not in use.
     pub(super) loose_numbers: Vec<u32>,
     forgotten: Vec<BlockId>,
@@ -136,7 +142,7 @@ impl Pool {
     ///
     /// # Errors
     /// `InvalidArgument` if the arena holds no block beside the null block, does not fit i32 page
-    /// numbers, or the slab size does not suit it.
+    /// numbers, or the slab size does not suit it, `OutOfMemory` where its books find no room.
     pub fn of_groups(
         arena_pages: u64,
         slab_pages: Option<u32>,
@@ -160,15 +166,21 @@ impl Pool {
             stride,
             slabs: (0..arena.slabs()).map(|_| Slab::default()).collect(),
             groups,
-            blocks: vec![Block::UNCLAIMED; capacity],
-            links: Links::new(capacity),
-            pages: vec![0; capacity],
+            blocks: filled("states of blocks", Block::UNCLAIMED, capacity)?,
+            links: Links::new(capacity)?,
+            pages: zeroed("pages of blocks", capacity)?,
+            pins: Pins::default(),
             loose_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
             arena,
         };
-        if pool.groups.len() == 1 {
+        if let [group] = &pool.groups[..] {
+            let blocks = group.slab_blocks as usize;
+            for slab in &mut pool.slabs {
+                let room = slab.free.try_reserve_exact(blocks);
+                room.map_err(|_| refused::<BlockId>("free blocks", blocks))?;
+            }
             while pool.claim_slab(GroupId(0)) {}
         }
         Ok(pool)
@@ -331,6 +343,9 @@ impl Pool {
                 other => other,
             };
             debug_assert!(matches!(entry.state, BlockState::Held(_)), "held a void block");
+            if entry.pinned {
+                self.note_readers(block);
+            }
         }
     }
 
@@ -382,7 +397,12 @@ impl Pool {
                         pool.free += 1;
                     }
                 }
-                BlockState::Held(n) => entry.state = BlockState::Held(n - 1),
+                BlockState::Held(n) => {
+                    entry.state = BlockState::Held(n - 1);
+                    if entry.pinned {
+                        self.note_readers(block);
+                    }
+                }
                 _ => debug_assert!(false, "released a block that nobody holds"),
             }
         }

@@ -20,7 +20,7 @@ impl Pool {
         if covered > u64::from(self.arena.pages()) {
             return Err(Error::inconsistent("pages in slabs", self.arena.pages(), covered));
         }
-        Ok(())
+        self.check_pins()
     }
 
     fn check_group(&self, id: GroupId, group: &Group) -> Result<usize, Error> {

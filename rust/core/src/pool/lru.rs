@@ -1,6 +1,8 @@
 //! Lists threaded through one flat array: every operation touches at most three links.
 
+use crate::error::Error;
 use crate::ids::BlockId;
+use crate::reserve::filled;
 
 #[derive(Clone, Copy)]
 struct Link {
@@ -20,8 +22,9 @@ pub(super) struct LruList {
 }
 
 impl Links {
-    pub(super) fn new(blocks: usize) -> Links {
-        Links(vec![Link { older: BlockId::NONE, newer: BlockId::NONE }; blocks])
+    pub(super) fn new(blocks: usize) -> Result<Links, Error> {
+        let none = Link { older: BlockId::NONE, newer: BlockId::NONE };
+        filled("order of use of blocks", none, blocks).map(Links)
     }
 
     /// The block that follows in time, for a walk over a list.

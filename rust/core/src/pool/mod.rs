@@ -11,6 +11,7 @@ mod block;
 mod blocks;
 mod check;
 mod lru;
+mod pins;
 mod reclaim;
 mod slab;
 mod store;

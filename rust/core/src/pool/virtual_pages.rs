@@ -7,6 +7,7 @@
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
+use crate::reserve::{filled, zeroed};
 
 use super::blocks::{BlockState, Evict, GroupCounts, Pool};
 
@@ -84,7 +85,7 @@ impl VirtualPages {
     ///
     /// # Errors
     /// `InvalidArgument` for no class, a class without parts, no page beside page 0, numbers that
-    /// do not fit i32, and as [`Pool::new`].
+    /// do not fit i32, `OutOfMemory` where the tables find no room, and as [`Pool::new`].
     pub fn new(
         pages: u32,
         arena_pages: u64,
@@ -108,9 +109,9 @@ impl VirtualPages {
         let tables = Tables {
             pages,
             first,
-            blocks: vec![BlockId::NONE; entries],
-            named: vec![(0, 0); pool.capacity()],
-            changed: vec![false; entries],
+            blocks: filled("tables of virtual pages", BlockId::NONE, entries)?,
+            named: filled("pages of blocks", (0, 0), pool.capacity())?,
+            changed: zeroed("changes of virtual pages", entries)?,
             changes: Vec::new(),
             forgotten: Vec::new(),
         };

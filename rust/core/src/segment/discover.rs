@@ -1,8 +1,9 @@
 //! Unmarked segments: a search for cached text at any token offset.
 //!
 //! Simple version: for every window of P tokens, ask whether a block has this content. Made fast
-//! by a rolling hash (one multiply-add a token, one probe), made certain by comparing tokens, and
-//! made complete by extension: left into the tail of the block before, right through the blocks
+//! by a rolling hash (one multiply-add a token, one probe), made certain by comparing tokens (of
+//! several blocks the one whose text agrees longest with the prompt before it is taken), and made
+//! complete by extension: left into the tail of the block before, right through the blocks
 //! after, the incomplete last one included.
 
 use std::ops::Range;
@@ -32,8 +33,8 @@ impl Index {
             let hit = loop {
                 let window = &tokens[at..at + page];
                 let roll = self.hasher.roll_key(sum, domain);
-                let is_it = |block| self.is_content(block, key, window) && self.is_whole(block);
-                let hit = self.rolling.find(roll, is_it);
+                let first = self.rolling.find(roll, |block| self.is_content(block, key, window));
+                let hit = first.and_then(|first| self.nearest(key, first, &tokens[..at], None));
                 if hit.is_some() || at + page == end {
                     break hit;
                 }
@@ -118,6 +119,7 @@ impl Index {
             begin: slot as u32,
             delta: (start as i64 - cached) as i32,
             exact: node.exact,
+            own: false,
         }
     }
 }

@@ -1,15 +1,21 @@
 //! The frozen pool (SparseX §4.1, §4.2): which blocks belong to a knowledge base.
 //!
-//! It owns no memory: frozen blocks are ordinary blocks with one more holder. This file keeps
+//! It owns no memory: frozen blocks are ordinary blocks with one more holder a pin. This file keeps
 //! names and wishes; the cache pins and releases.
+//!
+//! A block of a document is known by its text and by everything before it in the document, since
+//! its KV depends on both. One that was given up comes back if a block of the same text after the
+//! same text is cached, wherever that lies.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use hashbrown::HashMap;
 use serde::Serialize;
 
 use crate::ids::{BlockId, KeyId};
+
+use super::hash::Digest;
 
 /// A knowledge-base entry, as listed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -28,37 +34,62 @@ pub struct FrozenSegment {
     pub references: u64,
 }
 
-/// One block of a frozen segment.
-#[derive(Clone)]
-pub(crate) struct FrozenBlock {
+/// What a block of a document is known by.
+pub(crate) struct BlockText {
     pub(crate) key: KeyId,
     pub(crate) content: Box<[u32]>,
-    pub(crate) pinned: Option<BlockId>,
+    /// The chained digest of all text before it; none where what was frozen is no exact prefix of
+    /// its request: then any block of this content will do.
+    pub(crate) before: Option<Digest>,
+    /// A digest of all this, by which blocks that are entered are looked for.
+    pub(crate) digest: u64,
 }
 
-/// A block that was given up and may come back: segment and place in it.
-pub(crate) struct Absent {
-    pub(crate) name: (String, String),
-    pub(crate) at: usize,
-    pub(crate) key: KeyId,
-    pub(crate) content: Box<[u32]>,
+/// Where the KV of a document's block is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Residence {
+    Pinned(BlockId),
+    /// Given up or entered again: cached, as far as is known.
+    Waiting,
+    /// Looked for and not found: it has to be computed again.
+    Lost,
+}
+
+struct Frozen {
+    text: BlockText,
+    residence: Residence,
 }
 
 struct Entry {
-    tokens: usize,
-    blocks: Vec<FrozenBlock>,
-}
-
-struct Pin {
-    count: u32,
+    namespace: String,
     name: Arc<str>,
+    tokens: usize,
+    blocks: Vec<Frozen>,
 }
 
-/// All frozen segments, by (namespace, name).
+/// A block of an entry: the entry's number, which grows with time, and the place in it.
+pub(crate) type Place = (u64, u32);
+
+/// What is to be done after an entry was removed.
+#[derive(Default)]
+pub(crate) struct Removed {
+    /// Blocks to be released, once per pin.
+    pub(crate) released: Vec<BlockId>,
+    /// Of these, blocks that nobody pins any more.
+    pub(crate) unpinned: Vec<BlockId>,
+    /// Blocks that were given up: what they were known by.
+    pub(crate) absent: Vec<BlockText>,
+}
+
+/// All frozen segments.
 #[derive(Default)]
 pub(crate) struct FrozenPool {
-    segments: BTreeMap<(String, String), Entry>,
-    pins: HashMap<BlockId, Pin>,
+    numbers: BTreeMap<(String, String), u64>,
+    entries: BTreeMap<u64, Entry>,
+    next: u64,
+    pins: HashMap<BlockId, Vec<Place>>,
+    waiting: BTreeSet<Place>,
+    lost: HashMap<u64, Vec<Place>>,
     absent: usize,
 }
 
@@ -68,12 +99,13 @@ impl FrozenPool {
     }
 
     pub(crate) fn pins(&self, block: BlockId) -> u32 {
-        self.pins.get(&block).map_or(0, |pin| pin.count)
+        self.pins.get(&block).map_or(0, |places| places.len() as u32)
     }
 
-    /// The segment that a pinned block belongs to.
-    pub(crate) fn name_of(&self, block: BlockId) -> Option<&Arc<str>> {
-        self.pins.get(&block).map(|pin| &pin.name)
+    /// The segments that a pinned block belongs to, the oldest pin first.
+    pub(crate) fn names_of(&self, block: BlockId) -> impl Iterator<Item = &Arc<str>> {
+        let places = self.pins.get(&block).map_or(&[][..], Vec::as_slice);
+        places.iter().map(|(number, _)| &self.entries[number].name)
     }
 
     /// Distinct pinned blocks.
@@ -86,130 +118,189 @@ impl FrozenPool {
         self.absent
     }
 
-    /// Enters a segment whose blocks are all pinned; returns the blocks of one it replaces.
+    /// Pinned blocks that nobody but this segment pins, other than those in `kept`.
+    pub(crate) fn alone(&self, namespace: &str, name: &str, kept: &[BlockId]) -> usize {
+        let named = (namespace.to_owned(), name.to_owned());
+        let Some(&number) = self.numbers.get(&named) else { return 0 };
+        let mut kept = kept.to_vec();
+        kept.sort_unstable();
+        let own = self.pins.iter().filter(|(_, places)| places.iter().all(|at| at.0 == number));
+        own.filter(|(block, _)| kept.binary_search(block).is_err()).count()
+    }
+
+    /// Enters a segment whose blocks are all pinned; says what became of one that it replaces.
     pub(crate) fn insert(
         &mut self,
-        namespace: &str,
-        name: &str,
+        (namespace, name): (&str, &str),
         tokens: usize,
-        blocks: Vec<FrozenBlock>,
-    ) -> Vec<BlockId> {
-        let shared: Arc<str> = Arc::from(name);
-        for block in blocks.iter().filter_map(|block| block.pinned) {
-            self.add_pin(block, &shared);
+        blocks: Vec<(BlockText, BlockId)>,
+    ) -> Removed {
+        let number = self.next;
+        self.next += 1;
+        let mut entered = Vec::with_capacity(blocks.len());
+        for (at, (text, block)) in (0..).zip(blocks) {
+            self.pins.entry(block).or_default().push((number, at));
+            entered.push(Frozen { text, residence: Residence::Pinned(block) });
         }
-        let key = (namespace.to_owned(), name.to_owned());
-        let old = self.segments.insert(key, Entry { tokens, blocks });
-        old.map_or_else(Vec::new, |entry| self.drop_pins(&entry))
+        let entry = Entry {
+            namespace: namespace.to_owned(),
+            name: Arc::from(name),
+            tokens,
+            blocks: entered,
+        };
+        self.entries.insert(number, entry);
+        let named = (namespace.to_owned(), name.to_owned());
+        let old = self.numbers.insert(named, number);
+        old.map_or_else(Removed::default, |old| self.take_out(old))
     }
 
-    /// Removes a segment; returns the blocks to be released, once per pin.
-    pub(crate) fn remove(&mut self, namespace: &str, name: &str) -> Option<Vec<BlockId>> {
-        let entry = self.segments.remove(&(namespace.to_owned(), name.to_owned()))?;
-        Some(self.drop_pins(&entry))
+    /// Removes a segment.
+    pub(crate) fn remove(&mut self, namespace: &str, name: &str) -> Option<Removed> {
+        let number = self.numbers.remove(&(namespace.to_owned(), name.to_owned()))?;
+        Some(self.take_out(number))
     }
 
-    fn add_pin(&mut self, block: BlockId, name: &Arc<str>) {
-        let fresh = || Pin { count: 0, name: Arc::clone(name) };
-        self.pins.entry(block).or_insert_with(fresh).count += 1;
-    }
-
-    fn drop_pins(&mut self, entry: &Entry) -> Vec<BlockId> {
-        let mut released = Vec::new();
-        for block in &entry.blocks {
-            match block.pinned {
-                Some(block) => {
-                    self.drop_pin(block);
-                    released.push(block);
+    fn take_out(&mut self, number: u64) -> Removed {
+        let mut removed = Removed::default();
+        let Some(entry) = self.entries.remove(&number) else { return removed };
+        for (at, Frozen { text, residence }) in (0..).zip(entry.blocks) {
+            let place = (number, at);
+            match residence {
+                Residence::Pinned(block) => {
+                    removed.released.push(block);
+                    if self.drop_pin(block, place) {
+                        removed.unpinned.push(block);
+                    }
+                    continue;
                 }
-                None => self.absent -= 1,
+                Residence::Waiting => drop(self.waiting.remove(&place)),
+                Residence::Lost => self.stop_looking(text.digest, place),
             }
-        }
-        released
-    }
-
-    fn drop_pin(&mut self, block: BlockId) {
-        if let Some(pin) = self.pins.get_mut(&block) {
-            pin.count -= 1;
-            if pin.count == 0 {
-                self.pins.remove(&block);
-            }
-        }
-    }
-
-    /// Pinned blocks in a fixed order: by segment, then by place.
-    pub(crate) fn pinned_blocks(&self) -> Vec<BlockId> {
-        let mut seen = hashbrown::HashSet::new();
-        let all = self.segments.values().flat_map(|entry| &entry.blocks);
-        all.filter_map(|block| block.pinned).filter(|block| seen.insert(*block)).collect()
-    }
-
-    /// Gives blocks up in every segment that has them; returns them once per pin.
-    pub(crate) fn give_up(&mut self, blocks: &[BlockId]) -> Vec<BlockId> {
-        let given: hashbrown::HashSet<BlockId> = blocks.iter().copied().collect();
-        let mut released = Vec::new();
-        for entry in self.segments.values_mut() {
-            for block in &mut entry.blocks {
-                if block.pinned.is_some_and(|pinned| given.contains(&pinned)) {
-                    released.extend(block.pinned.take());
-                    self.absent += 1;
-                }
-            }
-        }
-        for &block in &released {
-            self.drop_pin(block);
-        }
-        released
-    }
-
-    /// Blocks that were given up, in the order in which they should come back.
-    pub(crate) fn absences(&self) -> Vec<Absent> {
-        let mut absences = Vec::with_capacity(self.absent);
-        for (name, entry) in &self.segments {
-            for (at, block) in entry.blocks.iter().enumerate() {
-                if block.pinned.is_none() {
-                    absences.push(Absent {
-                        name: name.clone(),
-                        at,
-                        key: block.key,
-                        content: block.content.clone(),
-                    });
-                }
-            }
-        }
-        absences
-    }
-
-    /// Notes that an absent block is pinned again.
-    pub(crate) fn come_back(&mut self, absent: &Absent, block: BlockId) {
-        if let Some(entry) = self.segments.get_mut(&absent.name) {
-            entry.blocks[absent.at].pinned = Some(block);
             self.absent -= 1;
-            let name: Arc<str> = Arc::from(absent.name.1.as_str());
-            self.add_pin(block, &name);
+            removed.absent.push(text);
+        }
+        removed
+    }
+
+    /// Removes one pin; whether it was the last of the block.
+    fn drop_pin(&mut self, block: BlockId, place: Place) -> bool {
+        let Some(places) = self.pins.get_mut(&block) else { return false };
+        places.retain(|&other| other != place);
+        let last = places.is_empty();
+        if last {
+            self.pins.remove(&block);
+        }
+        last
+    }
+
+    fn stop_looking(&mut self, digest: u64, place: Place) {
+        if let Some(places) = self.lost.get_mut(&digest) {
+            places.retain(|&other| other != place);
+            if places.is_empty() {
+                self.lost.remove(&digest);
+            }
         }
     }
 
-    /// The segments of one namespace, or of all.
+    fn at(&mut self, (number, at): Place) -> Option<&mut Frozen> {
+        self.entries.get_mut(&number)?.blocks.get_mut(at as usize)
+    }
+
+    /// All pinned blocks, in no particular order.
+    pub(crate) fn pinned_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.pins.keys().copied()
+    }
+
+    /// The number of the next entry.
+    pub(crate) fn next_number(&self) -> u64 {
+        self.next
+    }
+
+    /// Gives a block up in every segment that has it; says where. It waits to come back.
+    pub(crate) fn give_up(&mut self, block: BlockId) -> Vec<Place> {
+        let places = self.pins.remove(&block).unwrap_or_default();
+        for &place in &places {
+            if let Some(frozen) = self.at(place) {
+                frozen.residence = Residence::Waiting;
+            }
+            self.waiting.insert(place);
+            self.absent += 1;
+        }
+        places
+    }
+
+    /// The next block that should come back: by age of the segment, then by place.
+    pub(crate) fn next_waiting(&self) -> Option<(Place, &BlockText)> {
+        let &(number, at) = self.waiting.first()?;
+        Some(((number, at), &self.entries[&number].blocks[at as usize].text))
+    }
+
+    /// Notes that a waiting block is pinned again.
+    pub(crate) fn come_back(&mut self, place: Place, block: BlockId) {
+        self.waiting.remove(&place);
+        if let Some(frozen) = self.at(place) {
+            frozen.residence = Residence::Pinned(block);
+            self.absent -= 1;
+            self.pins.entry(block).or_default().push(place);
+        }
+    }
+
+    /// Notes that a waiting block is nowhere.
+    pub(crate) fn lose(&mut self, place: Place) {
+        self.waiting.remove(&place);
+        if let Some(frozen) = self.at(place) {
+            frozen.residence = Residence::Lost;
+            let digest = frozen.text.digest;
+            self.lost.entry(digest).or_default().push(place);
+        }
+    }
+
+    /// Whether a block is looked for: only then is it worth while to say what is entered.
+    pub(crate) fn is_looking(&self) -> bool {
+        !self.lost.is_empty()
+    }
+
+    /// Says that text with this digest has been entered: lost blocks that are this text wait.
+    pub(crate) fn entered(&mut self, digest: u64, is_it: impl Fn(&BlockText) -> bool) {
+        let Some(places) = self.lost.remove(&digest) else { return };
+        let mut left = Vec::new();
+        for place in places {
+            match self.at(place) {
+                Some(frozen) if is_it(&frozen.text) => {
+                    frozen.residence = Residence::Waiting;
+                    self.waiting.insert(place);
+                }
+                _ => left.push(place),
+            }
+        }
+        if !left.is_empty() {
+            self.lost.insert(digest, left);
+        }
+    }
+
+    /// The segments of one namespace, or of all, by namespace and name.
     pub(crate) fn list(
         &self,
         namespace: Option<&str>,
         uses: impl Fn(BlockId) -> u32,
     ) -> Vec<FrozenSegment> {
-        let wanted = |name: &&(String, String)| namespace.is_none_or(|wanted| name.0 == wanted);
-        let segments = self.segments.iter().filter(|(name, _)| wanted(name));
-        segments
-            .map(|((namespace, name), entry)| {
-                let pinned: Vec<_> = entry.blocks.iter().filter_map(|b| b.pinned).collect();
-                FrozenSegment {
-                    name: name.clone(),
-                    namespace: namespace.clone(),
-                    tokens: entry.tokens,
-                    blocks: entry.blocks.len(),
-                    resident_blocks: pinned.len(),
-                    references: pinned.iter().map(|&block| u64::from(uses(block))).sum(),
-                }
-            })
-            .collect()
+        let entries = self.numbers.values().map(|number| &self.entries[number]);
+        let wanted = |entry: &&Entry| namespace.is_none_or(|wanted| entry.namespace == wanted);
+        let segment = |entry: &Entry| {
+            let pinned = |frozen: &Frozen| match frozen.residence {
+                Residence::Pinned(block) => Some(block),
+                _ => None,
+            };
+            let pinned: Vec<_> = entry.blocks.iter().filter_map(pinned).collect();
+            FrozenSegment {
+                name: entry.name.to_string(),
+                namespace: entry.namespace.clone(),
+                tokens: entry.tokens,
+                blocks: entry.blocks.len(),
+                resident_blocks: pinned.len(),
+                references: pinned.iter().map(|&block| u64::from(uses(block))).sum(),
+            }
+        };
+        entries.filter(wanted).map(segment).collect()
     }
 }

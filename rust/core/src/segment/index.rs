@@ -1,5 +1,6 @@
 //! The index over all blocks: what enters it, and how it forgets.
 
+use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
 use crate::pool::Evict;
@@ -24,23 +25,25 @@ pub struct Index {
 impl Index {
     /// An empty index for `capacity` block numbers, pages of `page_tokens`, and head groups of
     /// which each keeps a window, or `None` for all tokens.
-    #[must_use]
+    ///
+    /// # Errors
+    /// `OutOfMemory` where its books find no room.
     pub fn new(
         hasher: BlockHasher,
         model: &str,
         capacity: usize,
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
-    ) -> Index {
-        Index {
+    ) -> Result<Index, Error> {
+        Ok(Index {
             hasher,
             keys: Keys::new(hasher, model),
-            nodes: Nodes::new(capacity, page_tokens, windows),
-            prefix: Table::new(capacity),
-            content: Table::new(capacity),
-            rolling: Table::new(capacity),
+            nodes: Nodes::new(capacity, page_tokens, windows)?,
+            prefix: Table::new(capacity)?,
+            content: Table::new(capacity)?,
+            rolling: Table::new(capacity)?,
             frozen: FrozenPool::default(),
-        }
+        })
     }
 
     /// The number of a namespace in a RoPE regime.
@@ -78,6 +81,10 @@ impl Index {
     /// has reckoned with.
     pub(crate) fn withhold(&mut self, block: BlockId, withheld: bool) {
         self.nodes.withhold(block, withheld);
+        let anchor = self.nodes.anchor(block);
+        if !withheld && anchor.is_some() {
+            self.announce(anchor);
+        }
     }
 
     /// Gives the node of the same exact prefix, if another row stands for it, the blocks that it
@@ -122,9 +129,11 @@ impl Index {
         self.nodes.get(anchor).uses
     }
 
-    pub(crate) fn count_use(&mut self, anchor: BlockId) {
+    /// Counts a hit of a node; returns how many it has had.
+    pub(crate) fn count_use(&mut self, anchor: BlockId) -> u32 {
         let node = self.nodes.get_mut(anchor);
         node.uses = node.uses.saturating_add(1);
+        node.uses
     }
 
     /// Takes a node out of the virtual index and the prefix tree while its content grows; it
@@ -134,9 +143,11 @@ impl Index {
         self.remove_child(anchor);
     }
 
-    /// Enters a row of blocks as a virtual block, unless its content is known already. An exact
-    /// one replaces an approximate one that no knowledge base has pinned, and one whose blocks are
-    /// all there replaces one of which some are gone.
+    /// Enters a row of blocks as a virtual block, or the node that stands for its text in the
+    /// prefix tree, if there is one: an exact text has an encoding of its own. Another is not
+    /// entered where its content is known already. An exact one replaces an approximate one that no
+    /// knowledge base has pinned, and one whose blocks are all there replaces one of which some are
+    /// gone.
     ///
     /// Returns the node that now stands for the content. Blocks that lost their last entry are
     /// appended to `forgotten`.
@@ -144,31 +155,46 @@ impl Index {
         &mut self,
         row: &[BlockId],
         entry: &ContentEntry<'_>,
+        exact_text: Option<BlockId>,
         forgotten: &mut Vec<BlockId>,
     ) -> BlockId {
         let digest = self.content_digest(entry.key, entry.tokens);
         let known = self.find_content_at(digest, entry.key, entry.tokens);
-        let stands = match known {
-            Some(old) => {
-                let better = match (row.iter().all(|block| block.is_some()), self.is_whole(old)) {
+        let mine = self.is_entered(row[0], entry.key, entry.tokens);
+        let own = exact_text.filter(|&node| self.is_enterable(node, entry.key));
+        let stands = match (own, known) {
+            (None, _) if mine => {
+                // A fork has entered it, and may have let go of more.
+                self.nodes.fill(row[0], row);
+                row[0]
+            }
+            (Some(own), _) if self.nodes.get(own).in_content => own,
+            (_, Some(old)) => {
+                let all = |row: &[BlockId]| row.iter().all(|block| block.is_some());
+                let (whole, exact) = match own {
+                    Some(own) => (self.is_whole(own), true),
+                    None => (all(row), entry.exact),
+                };
+                let better = match (whole, self.is_whole(old)) {
                     (true, false) => true,
                     (false, true) => false,
-                    _ => entry.exact && !self.nodes.get(old).exact,
+                    _ => exact && !self.nodes.get(old).exact,
                 };
-                if old == row[0] {
-                    // A fork has entered it, and may have let go of more.
-                    self.nodes.fill(old, row);
-                    old
-                } else if better && !self.frozen.is_pinned(old) {
+                if better && !self.frozen.is_pinned(old) {
                     self.remove_content(old);
                     self.forget_if_void(old, forgotten);
-                    self.enter_content(row, entry, digest)
-                } else {
-                    old
+                } else if own.is_none() {
+                    return self.follow_up(entry, old);
                 }
+                self.enter_content(row, entry, own, digest)
             }
-            None => self.enter_content(row, entry, digest),
+            (_, None) => self.enter_content(row, entry, own, digest),
         };
+        self.follow_up(entry, stands)
+    }
+
+    /// Notes that a node comes after the one before it in a text.
+    fn follow_up(&mut self, entry: &ContentEntry<'_>, stands: BlockId) -> BlockId {
         let before = entry.before.and_then(|link| self.neighbour(link, None));
         if let Some(before) = before.filter(|&before| before != stands) {
             self.link_content(before, stands);
@@ -176,10 +202,31 @@ impl Index {
         stands
     }
 
-    fn enter_content(&mut self, row: &[BlockId], entry: &ContentEntry<'_>, digest: u64) -> BlockId {
-        self.nodes.write(row, entry.tokens, entry.position);
-        self.insert_content(row[0], entry.key, digest, entry.exact);
-        row[0]
+    /// Whether a node stands in the virtual index for these tokens in this namespace.
+    fn is_entered(&self, anchor: BlockId, key: KeyId, tokens: &[u32]) -> bool {
+        self.nodes.get(anchor).in_content && self.is_content(anchor, key, tokens)
+    }
+
+    /// Whether a node may stand in the virtual index of a namespace, or does: it stands in one.
+    fn is_enterable(&self, anchor: BlockId, key: KeyId) -> bool {
+        let node = self.nodes.get(anchor);
+        !node.in_content || node.content_ns == key
+    }
+
+    fn enter_content(
+        &mut self,
+        row: &[BlockId],
+        entry: &ContentEntry<'_>,
+        own: Option<BlockId>,
+        digest: u64,
+    ) -> BlockId {
+        let Some(own) = own else {
+            self.nodes.write(row, entry.tokens, entry.position);
+            self.insert_content(row[0], entry.key, digest, entry.exact);
+            return row[0];
+        };
+        self.insert_content(own, entry.key, digest, true);
+        own
     }
 
     /// Enters a whole block into the prefix tree, unless the same prefix is there already.
@@ -214,7 +261,8 @@ impl Index {
     }
 
     /// Enters the exact head (`exact` of `tokens`) of an incomplete block below its parent, for
-    /// matches inside a block, unless another child has it.
+    /// matches inside a block, unless another child has it. Returns the node that stands for all of
+    /// its tokens there, if they are exact.
     pub(crate) fn register_tail(
         &mut self,
         row: &[BlockId],
@@ -223,13 +271,40 @@ impl Index {
         tokens: &[u32],
         exact: usize,
         position: u32,
-    ) {
+    ) -> Option<BlockId> {
         let known = self.longest_child(key, parent, &tokens[..exact]);
-        if known.is_none_or(|(_, common)| common < exact) {
-            self.remove_child(row[0]);
-            self.nodes.write(row, tokens, position);
-            self.insert_child(row[0], key, parent, None, exact);
+        let node = match known {
+            Some((known, common)) if common == exact => known,
+            _ => {
+                self.remove_child(row[0]);
+                self.nodes.write(row, tokens, position);
+                self.insert_child(row[0], key, parent, None, exact);
+                row[0]
+            }
+        };
+        let all = self.nodes.tokens(node) == tokens && exact == tokens.len();
+        all.then_some(node)
+    }
+
+    /// Whether a node has exactly these tokens, and stands in the virtual index of this namespace
+    /// or may be entered there.
+    pub(crate) fn holds(&self, anchor: BlockId, key: KeyId, tokens: &[u32]) -> bool {
+        self.nodes.tokens(anchor) == tokens && self.is_enterable(anchor, key)
+    }
+
+    /// Enters a node that holds the tokens of `entry` by its content, if it is not.
+    pub(crate) fn ensure_content(&mut self, anchor: BlockId, entry: &ContentEntry<'_>) {
+        if !self.nodes.get(anchor).in_content {
+            let digest = self.content_digest(entry.key, entry.tokens);
+            self.insert_content(anchor, entry.key, digest, entry.exact);
         }
+    }
+
+    /// Takes a node out of the virtual index. Blocks that lost their last entry are appended to
+    /// `forgotten`.
+    pub(crate) fn forget_content(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
+        self.remove_content(anchor);
+        self.forget_if_void(anchor, forgotten);
     }
 
     /// Takes everything below a node out of the prefix tree: without it they cannot be reached.
@@ -262,8 +337,7 @@ impl Index {
     ///
     /// # Errors
     /// `Inconsistent` naming what does not.
-    pub fn check(&self) -> Result<(), crate::error::Error> {
-        use crate::error::Error;
+    pub fn check(&self) -> Result<(), Error> {
         let (mut prefix, mut content, mut rolling) = (0, 0, 0);
         let page = self.nodes.page_tokens();
         for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
@@ -276,11 +350,20 @@ impl Index {
             }
             let tokens = self.nodes.tokens(block);
             let whole = tokens.len() == page;
-            content += usize::from(node.in_content);
-            rolling += usize::from(node.in_content && whole);
             prefix += usize::from(node.in_prefix && usize::from(node.prefix_len) == page);
-            if node.in_content && self.find_content(node.content_ns, tokens) != Some(block) {
-                return Err(Error::inconsistent("virtual index", block.index(), "another block"));
+            if self.is_first_alike(block) {
+                content += 1;
+                rolling += usize::from(whole);
+                if self.find_content(node.content_ns, tokens) != Some(block) {
+                    let got = "another block";
+                    return Err(Error::inconsistent("virtual index", block.index(), got));
+                }
+            } else if node.in_content {
+                let first = self.nodes.get(node.prev_alike);
+                let joined = first.in_content && first.next_alike == block;
+                if !joined || !self.is_content(node.prev_alike, node.content_ns, tokens) {
+                    return Err(Error::inconsistent("list of alike", block.index(), "others"));
+                }
             }
             if let (true, Parent::Block(parent)) = (node.in_prefix, node.parent)
                 && !self.nodes.get(parent).in_prefix

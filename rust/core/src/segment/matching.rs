@@ -1,9 +1,12 @@
 //! Marked segments: which parts of a marked range are cached, and why the others are not.
 //!
-//! The range is first looked up block by block from its own start, as a segment that was cached
-//! alone lies. Its incomplete tail is a virtual block of its own. What this leaves over is looked
-//! for by content, since a donor may have lain on another grid; the head of a misaligned donor is
-//! recovered from the block before.
+//! First comes the segment's own encoding: its text from the first token on as it was computed with
+//! nothing before it, which is how a document enters a knowledge base. In the prefix tree that is a
+//! prompt, found by its chain of blocks. What follows is looked up block by block by content, where
+//! the donor whose text agrees longest with the prompt is preferred: equal blocks of strangers saw
+//! another text before them. The incomplete tail is a virtual block of its own. What this leaves
+//! over is looked for at any offset, since a donor may have lain on another grid; the head of a
+//! misaligned donor is recovered from the block before.
 
 use std::ops::Range;
 
@@ -27,6 +30,8 @@ pub(crate) struct Piece {
     pub(crate) delta: i32,
     /// Whether the donor computed it exactly in its own context.
     pub(crate) exact: bool,
+    /// Whether the donor's text is the segment's from its first token on.
+    pub(crate) own: bool,
 }
 
 impl Piece {
@@ -56,15 +61,16 @@ impl Index {
         matches: &mut Matches,
     ) {
         let mut collided = false;
-        let aligned = self.match_aligned(key, tokens, &mark, &mut collided);
-        let mut found = Vec::with_capacity(aligned.len());
-        let mut at = mark.start;
+        let mut found = self.match_own(key, tokens, &mark);
+        let mut at = found.last().map_or(mark.start, |piece| piece.end);
+        let aligned = self.match_aligned(key, tokens, &mark, &found, &mut collided);
         for piece in &aligned {
             self.fill_gap(key, tokens, at..piece.start, Some(piece.donor), &mut found);
             found.push(*piece);
             at = piece.end;
         }
         self.fill_gap(key, tokens, at..mark.end, None, &mut found);
+        self.say_whose(key, tokens, mark.start, &mut found);
 
         let mut at = mark.start.max(clip.start);
         let end = mark.end.min(clip.end);
@@ -82,24 +88,81 @@ impl Index {
         }
     }
 
-    /// Blocks at start + iP, and the incomplete tail.
+    /// The longest head of a marked range that was computed with nothing before it, up to the first
+    /// block that nobody else may hold: whole blocks, and the incomplete one that such a text ends
+    /// with.
+    fn match_own(&self, key: KeyId, tokens: &[u32], mark: &Range<usize>) -> Vec<Piece> {
+        let mut blocks = Vec::new();
+        let (_, partial) = self.walk_prefix(key, &tokens[mark.clone()], &mut blocks);
+        let page = self.nodes.page_tokens();
+        let tail = partial.filter(|&(block, common)| self.nodes.tokens(block).len() == common);
+        let whole = blocks.into_iter().map(|block| (block, page));
+        let usable = whole.chain(tail).take_while(|&(block, _)| self.is_whole(block));
+        let starts = (mark.start..).step_by(page);
+        let piece =
+            |((block, len), at)| Piece { exact: true, own: true, ..self.piece(block, 0, at, len) };
+        usable.zip(starts).map(piece).collect()
+    }
+
+    /// Blocks at start + iP behind what was found, and the incomplete tail.
     fn match_aligned(
         &self,
         key: KeyId,
         tokens: &[u32],
         mark: &Range<usize>,
+        found: &[Piece],
         collided: &mut bool,
     ) -> Vec<Piece> {
-        let mut pieces = Vec::new();
-        let mut at = mark.start;
-        for content in tokens[mark.clone()].chunks(self.nodes.page_tokens()) {
-            match self.find_whole(key, content) {
-                Some(block) => pieces.push(self.piece(block, 0, at, content.len())),
+        let mut pieces: Vec<Piece> = Vec::new();
+        let page = self.nodes.page_tokens();
+        let known = found.last().map_or(mark.start, |piece| piece.end);
+        let mut at = known - (known - mark.start) % page;
+        for content in tokens[at..mark.end].chunks(page) {
+            let left = pieces.last().or(found.last()).filter(|piece| piece.end == at);
+            let left = left.map(|piece| piece.donor);
+            let first = self.find_content(key, content);
+            let nearest = |first| self.nearest(key, first, &tokens[..at], left);
+            match first.and_then(nearest) {
+                Some(block) => {
+                    let piece = self.piece(block, 0, at, content.len());
+                    pieces.extend(piece.clip(&(known..mark.end)));
+                }
                 None => *collided |= self.content_collides(key, content),
             }
             at += content.len();
         }
         pieces
+    }
+
+    /// Notes which pieces of a segment that begins at `start` lie in a text that agrees with it
+    /// from there on.
+    fn say_whose(&self, key: KeyId, tokens: &[u32], start: usize, found: &mut [Piece]) {
+        let page = self.nodes.page_tokens() as u32;
+        let mut last: Option<Piece> = None;
+        for piece in found {
+            let goes_on = last.filter(|last| {
+                let stops = last.begin + (last.end - last.start) as u32;
+                let same = last.donor == piece.donor && stops == piece.begin;
+                let next = || piece.begin == 0 && stops == page;
+                let after = || next() && self.before(piece.donor, key) == Some(last.donor);
+                last.end == piece.start && (same || after())
+            });
+            piece.own |= piece.start == start
+                || match goes_on {
+                    Some(last) => last.own,
+                    None => self.agrees(key, piece, &tokens[start..piece.start]),
+                };
+            last = Some(*piece);
+        }
+    }
+
+    /// Whether the text before a piece is that before its donor's slot.
+    fn agrees(&self, key: KeyId, piece: &Piece, before: &[u32]) -> bool {
+        let head = &self.nodes.tokens(piece.donor)[..piece.begin as usize];
+        let Some(rest) = before.len().checked_sub(head.len()) else {
+            return head.ends_with(before);
+        };
+        before.ends_with(head) && self.run_before(key, piece.donor, &before[..rest]) == rest
     }
 
     /// What lies between two aligned pieces: the continuation of the left one, the text before

@@ -4,6 +4,7 @@
 //! prefix, when the block before it is the very block that was matched before: by induction the
 //! whole prefix is then equal, and a collision can never serve foreign KV.
 
+mod alike;
 mod discover;
 mod frozen;
 pub mod hash;
@@ -14,10 +15,11 @@ mod miss;
 mod nodes;
 mod prefix_index;
 mod table;
+mod texts;
 mod virtual_index;
 
-pub(crate) use frozen::FrozenBlock;
 pub use frozen::FrozenSegment;
+pub(crate) use frozen::{Place, Removed};
 pub use hash::{BlockHasher, Digest, HashKind};
 pub(crate) use index::ContentEntry;
 pub use index::Index;

@@ -3,8 +3,10 @@
 //! A node is numbered by the block of the first head group ("anchor"), and goes when that goes. A
 //! block of another group can go before: window groups let go of what no row sees any more.
 
+use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, KeyId};
+use crate::reserve::{filled, zeroed};
 
 use super::hash::Digest;
 
@@ -40,6 +42,9 @@ pub(super) struct Node {
     pub(super) first_child: BlockId,
     pub(super) next_sibling: BlockId,
     pub(super) prev_sibling: BlockId,
+    /// Other nodes of the same content, which stand in other texts. The first is in the tables.
+    pub(super) next_alike: BlockId,
+    pub(super) prev_alike: BlockId,
     /// The blocks before and after in the donor's text.
     pub(super) before: Link,
     pub(super) after: Link,
@@ -66,6 +71,8 @@ const VOID: Node = Node {
     first_child: BlockId::NONE,
     next_sibling: BlockId::NONE,
     prev_sibling: BlockId::NONE,
+    next_alike: BlockId::NONE,
+    prev_alike: BlockId::NONE,
     before: Link::NONE,
     after: Link::NONE,
     generation: 0,
@@ -96,17 +103,19 @@ impl Nodes {
         capacity: usize,
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
-    ) -> Nodes {
+    ) -> Result<Nodes, Error> {
         let passing = windows.iter().any(Option::is_some);
-        Nodes {
+        let (tokens, rows) =
+            (capacity.saturating_mul(page_tokens), capacity.saturating_mul(windows.len()));
+        Ok(Nodes {
             page_tokens,
-            withheld: vec![false; if passing { capacity } else { 0 }],
-            nodes: vec![VOID; capacity],
-            tokens: vec![0; capacity * page_tokens],
-            rows: vec![BlockId::NONE; capacity * windows.len()],
-            anchors: vec![BlockId::NONE; capacity],
+            tokens: zeroed("tokens of blocks", tokens)?,
+            withheld: filled("withheld blocks", false, if passing { capacity } else { 0 })?,
+            nodes: filled("contents of blocks", VOID, capacity)?,
+            rows: filled("rows of blocks", BlockId::NONE, rows)?,
+            anchors: filled("rows of blocks", BlockId::NONE, capacity)?,
             windows,
-        }
+        })
     }
 
     pub(super) fn windows(&self) -> &[Option<LocalWindow>] {

@@ -36,6 +36,28 @@ impl Index {
     ) -> PrefixMatch {
         let page = self.nodes.page_tokens();
         let root = self.keys.key(key).prefix;
+        let (mut parent, mut partial) = self.walk_prefix(key, tokens, out);
+        let matched = out.len() * page;
+        let end = matched + partial.map_or(0, |(_, tokens)| tokens);
+        let whole = partial.is_none_or(|(block, _)| self.nodes.is_whole(block));
+        if !whole || self.usable_blocks(out, end) < out.len() {
+            partial = None;
+            out.truncate(self.usable_blocks(out, matched));
+            parent = out.last().map_or(Parent::Root, |&block| Parent::Block(block));
+        }
+        PrefixMatch { parent, digest: self.digest_of(parent, root), partial }
+    }
+
+    /// The longest cached prefix of `tokens`, whatever is left of it in window groups: appends its
+    /// whole blocks to `out`, returns the last one and a block that goes on, and how far.
+    pub(super) fn walk_prefix(
+        &self,
+        key: KeyId,
+        tokens: &[u32],
+        out: &mut Vec<BlockId>,
+    ) -> (Parent, Option<(BlockId, usize)>) {
+        let page = self.nodes.page_tokens();
+        let root = self.keys.key(key).prefix;
         let mut parent = Parent::Root;
         let mut matched = 0;
         for tokens in tokens.chunks_exact(page) {
@@ -48,15 +70,7 @@ impl Index {
             parent = Parent::Block(block);
             matched += page;
         }
-        let mut partial = self.longest_child(key, parent, &tokens[matched..]);
-        let end = matched + partial.map_or(0, |(_, tokens)| tokens);
-        let whole = partial.is_none_or(|(block, _)| self.nodes.is_whole(block));
-        if !whole || self.usable_blocks(out, end) < out.len() {
-            partial = None;
-            out.truncate(self.usable_blocks(out, matched));
-            parent = out.last().map_or(Parent::Root, |&block| Parent::Block(block));
-        }
-        PrefixMatch { parent, digest: self.digest_of(parent, root), partial }
+        (parent, self.longest_child(key, parent, &tokens[matched..]))
     }
 
     /// How many blocks of a prefix that ends at `end` can be used: all, or as many as the longest
@@ -121,7 +135,7 @@ impl Index {
         same.then_some(child)
     }
 
-    fn digest_of(&self, parent: Parent, root: Digest) -> Digest {
+    pub(super) fn digest_of(&self, parent: Parent, root: Digest) -> Digest {
         match parent {
             Parent::Root => root,
             Parent::Block(block) => self.nodes.get(block).digest,

@@ -2,15 +2,20 @@
 
 use hashbrown::HashTable;
 
+use crate::error::Error;
 use crate::ids::BlockId;
+use crate::reserve::refused;
 
 /// Any number of blocks per 64-bit key.
 pub(super) struct Table(HashTable<(u64, BlockId)>);
 
 impl Table {
     /// A table that never grows: growing under the lock would stall every request.
-    pub(super) fn new(capacity: usize) -> Table {
-        Table(HashTable::with_capacity(capacity))
+    pub(super) fn new(capacity: usize) -> Result<Table, Error> {
+        let mut table = HashTable::new();
+        let room = table.try_reserve(capacity, |&(key, _)| key);
+        room.map_err(|_| refused::<(u64, BlockId)>("table of contents", capacity))?;
+        Ok(Table(table))
     }
 
     pub(super) fn len(&self) -> usize {

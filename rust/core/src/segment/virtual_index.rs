@@ -9,14 +9,15 @@ use super::index::Index;
 use super::nodes::{Link, common_head};
 
 impl Index {
-    /// The block with exactly these tokens in this namespace.
+    /// The first of the blocks with exactly these tokens in this namespace.
     pub(crate) fn find_content(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
         self.find_content_at(self.content_digest(key, tokens), key, tokens)
     }
 
-    /// The same, if its blocks are all there for others to hold.
-    pub(super) fn find_whole(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
-        self.find_content(key, tokens).filter(|&block| self.is_whole(block))
+    /// The same, if there is one whose blocks are all there for others to hold.
+    pub(crate) fn find_whole(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
+        let first = self.find_content(key, tokens)?;
+        self.whole_alike(first).next()
     }
 
     /// The virtual hash, cut to a table key.
@@ -47,21 +48,36 @@ impl Index {
         self.nodes.get(block).content_ns == key && self.nodes.tokens(block) == tokens
     }
 
+    /// Enters a node by its content, behind the first of the same content where there is one.
     pub(super) fn insert_content(&mut self, block: BlockId, key: KeyId, digest: u64, exact: bool) {
         let tokens = self.nodes.tokens(block);
+        let first = self.find_content_at(digest, key, tokens);
         let domain = self.keys.key(key).content;
         let roll = self.hasher.roll_key(self.hasher.roll(tokens), domain);
-        let whole = tokens.len() == self.nodes.page_tokens();
         let node = self.nodes.get_mut(block);
         node.in_content = true;
         node.content_ns = key;
         node.content_key = digest;
         node.roll_key = roll;
         node.exact = exact;
-        self.content.insert(digest, block);
-        if whole {
-            self.rolling.insert(roll, block);
+        match first {
+            Some(first) => self.join_alike(first, block),
+            None => self.enter_tables(block),
         }
+    }
+
+    fn enter_tables(&mut self, block: BlockId) {
+        let node = self.nodes.get(block);
+        self.content.insert(node.content_key, block);
+        if usize::from(node.len) == self.nodes.page_tokens() {
+            self.rolling.insert(node.roll_key, block);
+        }
+    }
+
+    /// Whether a node stands in the tables for those of its content.
+    pub(super) fn is_first_alike(&self, block: BlockId) -> bool {
+        let node = self.nodes.get(block);
+        node.in_content && !node.prev_alike.is_some()
     }
 
     pub(super) fn remove_content(&mut self, block: BlockId) {
@@ -69,11 +85,16 @@ impl Index {
         if !node.in_content {
             return;
         }
-        self.content.remove(node.content_key, block);
-        if usize::from(node.len) == self.nodes.page_tokens() {
-            self.rolling.remove(node.roll_key, block);
+        if self.is_first_alike(block) {
+            self.content.remove(node.content_key, block);
+            if usize::from(node.len) == self.nodes.page_tokens() {
+                self.rolling.remove(node.roll_key, block);
+            }
         }
         self.nodes.get_mut(block).in_content = false;
+        if let Some(next) = self.leave_alike(block) {
+            self.enter_tables(next);
+        }
     }
 
     /// Notes that `after` follows `before` in some text. A link that stands is kept, unless it

@@ -1,0 +1,72 @@
+//! Which node a block of a document is, found by all of its text.
+
+use crate::ids::{BlockId, KeyId};
+
+use super::frozen::BlockText;
+use super::hash::Digest;
+use super::index::Index;
+
+impl Index {
+    /// The nodes of an exact text from its first token on, block by block, the incomplete last one
+    /// included; fewer where they are no longer cached.
+    pub(crate) fn exact_chain(&self, key: KeyId, tokens: &[u32]) -> Vec<BlockId> {
+        let mut blocks = Vec::with_capacity(tokens.len() / self.nodes.page_tokens() + 1);
+        let (_, partial) = self.walk_prefix(key, tokens, &mut blocks);
+        blocks.extend(partial.map(|(block, _)| block));
+        blocks
+    }
+
+    /// What a node of the virtual index is known by.
+    pub(crate) fn text_of(&self, anchor: BlockId) -> BlockText {
+        let content = self.nodes.tokens(anchor);
+        let before = self.text_before(anchor);
+        let key = self.nodes.get(anchor).content_ns;
+        BlockText { key, content: content.into(), before, digest: self.text_digest(anchor) }
+    }
+
+    /// The node of a text; none if it is not cached.
+    pub(crate) fn find_text(&self, text: &BlockText) -> Option<BlockId> {
+        let is_it = |&block: &BlockId| self.is_text(block, text);
+        // A whole block of an exact text is in the prefix tree by this digest.
+        let whole = text.before.is_some() && text.content.len() == self.nodes.page_tokens();
+        let found = if whole { self.prefix.find(text.digest, |block| is_it(&block)) } else { None };
+        found.or_else(|| {
+            let first = self.find_content(text.key, &text.content)?;
+            self.whole_alike(first).find(is_it)
+        })
+    }
+
+    /// Says that a node has been entered, for a document of which it is a block and that looks for
+    /// it.
+    pub(crate) fn announce(&mut self, anchor: BlockId) {
+        if !self.frozen.is_looking() || !self.nodes.get(anchor).in_content {
+            return;
+        }
+        let content = self.nodes.get(anchor).content_key;
+        let mut frozen = std::mem::take(&mut self.frozen);
+        for digest in [self.text_digest(anchor), content] {
+            frozen.entered(digest, |text| self.is_text(anchor, text));
+        }
+        self.frozen = frozen;
+    }
+
+    fn is_text(&self, anchor: BlockId, text: &BlockText) -> bool {
+        let node = self.nodes.get(anchor);
+        let foreign = node.in_content && node.content_ns != text.key;
+        let before = text.before.is_none() || self.text_before(anchor) == text.before;
+        !foreign && before && self.nodes.tokens(anchor) == &*text.content
+    }
+
+    /// The digest of the exact text before a node.
+    fn text_before(&self, anchor: BlockId) -> Option<Digest> {
+        let node = self.nodes.get(anchor);
+        let root = self.keys.key(node.prefix_ns).prefix;
+        node.in_prefix.then(|| self.digest_of(node.parent, root))
+    }
+
+    fn text_digest(&self, anchor: BlockId) -> u64 {
+        let before = self.text_before(anchor);
+        let chained = |before| self.hasher.chain(before, self.nodes.tokens(anchor)).low();
+        before.map_or(self.nodes.get(anchor).content_key, chained)
+    }
+}
