@@ -191,7 +191,7 @@ def test_short_segments_are_reused_as_a_whole_or_not_at_all(runner: Runner, toke
 
 def test_text_of_tokens_is_laid_out_too(runner: Runner, tokenizer) -> None:
     """`lm` begins with its first document, so that is a prefix where it was encoded alone."""
-    for layout in ("permuted", "nested", "edited"):
+    for layout in ("permuted", "edited"):
         sample = drawn(layout, 256, 2, tokenizer, "lm")
         with prefilled(runner, sample, f"lm/{layout}") as report:
             found = report.reused_prefix + report.reused_segment

@@ -98,7 +98,7 @@ def test_old_samples_are_drawn_bit_for_bit(name: str, tokenizer) -> None:
     assert digest.hexdigest()[:16] == DRAWN_BEFORE_THERE_WERE_LAYOUTS[name]
 
 
-@pytest.mark.parametrize("name", TASK_NAMES)
+@pytest.mark.parametrize("name", [n for n in TASK_NAMES if n not in ("needle", "lookup")])
 def test_every_family_in_every_layout(name: str, tokenizer, questions: str) -> None:
     for layout in LAYOUT_NAMES:
         if layout == "tail-only" and (name == "lm" or name in ("chat", "agents", "debate")):
