@@ -40,6 +40,7 @@ from kvweave.eval import (
     tasks_of,
 )
 from kvweave.eval.measure import of_turns
+from kvweave.eval.policy_text import titled
 from kvweave.eval.sample import Said
 from kvweave.runner import Runner, Sampling
 
@@ -315,10 +316,13 @@ def test_shards_are_numbers_from_one(text: str) -> None:
 # ---- suites ----------------------------------------------------------------------------------
 
 
-def test_suites_are_tasks_that_exist() -> None:
+def test_suites_are_tasks_that_exist(runner: Runner) -> None:
     for suite in SUITES:
         assert len(set(suite.jobs)) == len(suite.jobs) == len(tasks_of(suite))
-        assert read_policies(suite.policies)
+        assert len(titled(read_policies(suite.policies))) == suite.policies.count(",") + 1
+        for task, _ in tasks_of(suite):
+            (sample,) = draw(task, runner.prompts.tokenizer, 1, suite.seed)
+            assert sample.segments
         assert suite_of(suite.name) is suite
 
 

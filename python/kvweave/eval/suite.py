@@ -9,7 +9,12 @@ from typing import Any
 
 from kvweave.errors import InvalidArgument
 
-RIVALS = "naive,epic,epic:first=32,cacheblend,cacheblend:ratio=0.25,sparsex"
+RIVALS = (
+    "naive,random:share=0.2,epic,epic:first=32,cacheblend,cacheblend:ratio=0.25,sparsex,"
+    "prophet:share=0.2,infoflow:share=0.2,foresight:share=0.05,foresight:share=0.1,"
+    "foresight:share=0.2"
+)
+"""Every rule that needs no head map, at budgets of about equal FLOPs, with lots drawn beside."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +55,27 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "smoke",
         (Job("lm", 192, 2), Job("needle", 192, 2)),
-        policies="naive,cacheblend:ratio=0.25,sparsex",
+        policies="naive,sparsex,foresight:share=0.2:draft=4",
         max_new_tokens=8,
         controlled=1,
     ),
     Suite(
         "quick",
-        (Job("lm", 1024, 4), Job("needles", 1024, 4), Job("chain", 1024, 4)),
-        policies="naive,epic,cacheblend,sparsex",
+        (Job("lm", 1024, 2), Job("needles", 1024, 2), Job("chain", 1024, 2)),
+        policies="naive,epic,cacheblend,sparsex,foresight",
         controlled=1,
     ),
     Suite(
         "standard",
         (
-            Job("lm", 1024, 30, "kjv"),
-            Job("lm", 1024, 30, "python"),
-            Job("needles", 1024, 30),
-            Job("lookups", 1024, 30),
-            Job("chain", 1024, 30),
+            Job("lm", 2048, 24, "kjv", "uneven"),
+            Job("lm", 2048, 24, "python", "uneven"),
+            Job("needles", 2048, 24, layout="uneven"),
+            Job("lookups", 2048, 24, layout="uneven"),
+            Job("chain", 2048, 24, layout="uneven"),
+            Job("two-hop", 2048, 24, layout="uneven"),
         ),
-        controlled=10,
+        controlled=4,
     ),
 )
 """What `kvweave eval --suite` knows by name."""
