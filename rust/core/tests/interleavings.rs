@@ -261,6 +261,7 @@ impl World {
             chunk_tokens: usize::from(chunk),
             ..Admission::new(&tokens)
         };
+        let before = self.cache.stats();
         match self.cache.admit(&admission) {
             Ok(mut request) => {
                 assert_partition(&request, tokens.len());
@@ -273,7 +274,10 @@ impl World {
                 }
                 self.live.push(Live { request, done, chunk });
             }
-            Err(error) => assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }), "{error}"),
+            Err(error) => {
+                assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }), "{error}");
+                assert_eq!(self.cache.stats(), before, "a refused admission changed something");
+            }
         }
     }
 
@@ -299,7 +303,7 @@ impl World {
         if *done < request.len() {
             return;
         }
-        let before = request.len();
+        let (before, stats) = (request.len(), self.cache.stats());
         let outcome = request.append(tokens);
         expect_kind(&outcome, &[]);
         if outcome.is_ok() {
@@ -308,7 +312,7 @@ impl World {
             self.arena.write(&self.cache, request, &positions, None);
             *done = request.len();
         } else {
-            assert_eq!(request.len(), before);
+            assert_eq!((request.len(), self.cache.stats()), (before, stats));
         }
         self.arena.verify(&self.cache, request, before..*done);
     }

@@ -13,6 +13,7 @@ pub fn to_dict<'py>(py: Python<'py>, stats: &CacheStats) -> PyResult<Bound<'py, 
     made.set_item("frozen", stats.frozen_blocks)?;
     made.set_item("frozen_absent", stats.frozen_absent)?;
     made.set_item("arena_pages", stats.arena_pages)?;
+    made.set_item("namespaces", stats.namespaces)?;
     made.set_item("evictions", stats.evictions)?;
     let groups: PyResult<Vec<_>> = stats.groups.iter().map(|group| group_dict(py, group)).collect();
     made.set_item("groups", PyList::new(py, groups?)?)?;

@@ -153,7 +153,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
     let marks = request.sorted_marks()?;
     let mut stored = shared.store.lock();
     let state = &mut *stored;
-    freeze::regrow(shared, state);
+    let grown = freeze::regrow(shared, state);
     let found = find(&mut state.index, request, &marks, shared.page_tokens());
     let plan = found.plan(&state.index, request.tokens.len());
 
@@ -165,12 +165,13 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         state.pool.hold(&share.held_prefix());
         state.pool.hold(&share.donors);
     }
-    freeze::relieve(shared, state, &needs);
-    if let Err(error) = state.pool.allocate(&needs, &mut state.index, &mut private) {
+    if let Err(error) = freeze::allocate(shared, state, &needs, &mut private) {
         for share in &shares {
             state.pool.release(&share.donors);
             state.pool.release(&share.held_prefix());
         }
+        found.keys().for_each(|key| state.index.release_key(key));
+        freeze::let_go(state, &grown);
         return Err(error);
     }
     for anchor in found.prefix.iter().copied().chain(found.donors()) {

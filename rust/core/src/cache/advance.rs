@@ -165,8 +165,7 @@ impl Request {
             groups[held.group.index()] += need;
         }
         let mut fresh = Vec::new();
-        freeze::relieve(shared, state, &groups);
-        state.pool.allocate(&groups, &mut state.index, &mut fresh)?;
+        freeze::allocate(shared, state, &groups, &mut fresh)?;
         Ok(fresh)
     }
 }

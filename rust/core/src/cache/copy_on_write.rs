@@ -56,9 +56,8 @@ impl Request {
             changes.push((group, blocks));
         }
         let mut fresh = Vec::new();
-        freeze::relieve(&shared, &mut stored, &needs);
         let state = &mut *stored;
-        state.pool.allocate(&needs, &mut state.index, &mut fresh)?;
+        freeze::allocate(&shared, state, &needs, &mut fresh)?;
         let (mut fresh, len) = (fresh.into_iter(), self.len());
         for (group, blocks) in changes {
             let held = &mut self.holdings[group];

@@ -21,16 +21,17 @@ pub(super) struct Found {
     pub(super) matches: Matches,
 }
 
+/// Looks a prompt up. The caller releases the namespaces that it names, see [`Found::keys`].
 pub(super) fn find(
     index: &mut Index,
     request: &Admission<'_>,
     marks: &[MarkedSegment<'_>],
     page: usize,
 ) -> Found {
-    let key = index.intern(request.namespace, request.regime);
+    let key = index.acquire_key(request.namespace, request.regime);
     let marks: Vec<_> = marks
         .iter()
-        .map(|mark| (mark.start..mark.end, index.intern(mark.namespace, request.regime)))
+        .map(|mark| (mark.start..mark.end, index.acquire_key(mark.namespace, request.regime)))
         .collect();
     // The last token is always computed: its logits are wanted.
     let last = request.tokens.len() - 1;
@@ -51,6 +52,11 @@ pub(super) fn find(
 }
 
 impl Found {
+    /// The namespaces that were acquired to look: the prompt's and those of the marks.
+    pub(super) fn keys(&self) -> impl Iterator<Item = KeyId> + '_ {
+        std::iter::once(self.key).chain(self.marks.iter().map(|&(_, key)| key))
+    }
+
     /// Walks marks and the text between them over `clip`.
     fn search(&mut self, index: &Index, request: &Admission<'_>, clip: Range<usize>) {
         let mut at = clip.start;

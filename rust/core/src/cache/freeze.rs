@@ -30,6 +30,7 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
         state.index.forget_content(anchor, &mut forgotten);
     }
     forgotten.into_iter().for_each(|block| state.pool.unindex(block));
+    removed.keys.into_iter().for_each(|key| state.index.release_key(key));
 }
 
 /// Gives up the pins of a node, if it has any; it may come back.
@@ -41,6 +42,14 @@ pub(super) fn give_up(state: &mut State, anchor: BlockId) -> Vec<Place> {
     places
 }
 
+/// Undoes [`regrow`].
+pub(super) fn let_go(state: &mut State, grown: &[(BlockId, Place)]) {
+    for &(anchor, place) in grown {
+        state.index.frozen.let_go(place, anchor);
+        state.pool.unpin(state.index.row(anchor));
+    }
+}
+
 fn pin(state: &mut State, anchor: BlockId, place: Place) {
     state.pool.pin(state.index.row(anchor), state.index.uses(anchor), place);
 }
@@ -49,50 +58,67 @@ fn rows_total(shared: &Shared, state: &State) -> u64 {
     state.pool.slab_pages_total() / shared.row_pages()
 }
 
-/// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
-/// below the watermark with `needs` more blocks of each group; none where all of them would not
-/// make the room.
-pub(super) fn relieve(shared: &Shared, state: &mut State, needs: &[usize]) {
+/// Takes blocks from the pool, `needs` of each group, all or nothing. Frozen blocks yield as
+/// [`shrink`] says, and are pinned again where that did not make the room.
+pub(super) fn allocate(
+    shared: &Shared,
+    state: &mut State,
+    needs: &[usize],
+    out: &mut Vec<BlockId>,
+) -> Result<(), Error> {
     let needed = state.pool.pages_of(needs);
-    if needed > 0 {
-        shrink(shared, state, needed);
+    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let outcome = state.pool.allocate(needs, &mut state.index, out);
+    if outcome.is_err() {
+        for (anchor, place) in given {
+            pin(state, anchor, place);
+            state.index.frozen.come_back(place, anchor);
+        }
     }
+    outcome
 }
 
-/// The same with `needed` more pages, of which there may be none.
-pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) {
+/// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
+/// below the watermark with `needed` more pages; none where all of them would not make the room.
+/// Returns which, and where they were.
+pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(BlockId, Place)> {
     let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
     if excess == 0 {
-        return;
+        return Vec::new();
     }
     let idle = state.pool.idle_count() as u64;
     let least = state.pool.held_pages() - idle * shared.row_pages();
     if least + needed > state.pool.slab_pages_total() {
-        return;
+        return Vec::new();
     }
-    let given: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
-    for block in given {
-        give_up(state, block);
+    let yielding: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
+    let mut given = Vec::with_capacity(yielding.len());
+    for block in yielding {
+        given.extend(give_up(state, block).into_iter().map(|place| (block, place)));
     }
+    given
 }
 
-/// Pins blocks again that were given up and are cached, while utilisation is low.
-pub(super) fn regrow(shared: &Shared, state: &mut State) {
+/// Pins blocks again that were given up and are cached, while utilisation is low. Returns which,
+/// and where they are.
+pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(BlockId, Place)> {
+    let mut grown = Vec::new();
     let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;
     loop {
         let room = state.pool.held_pages() + shared.row_pages() <= limit;
         if !room || state.index.frozen.resident() as u64 >= share(shared, state) {
-            return;
+            return grown;
         }
-        let Some((place, text)) = state.index.frozen.next_waiting() else { return };
+        let Some((place, text)) = state.index.frozen.next_waiting() else { return grown };
         let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
         match found {
             Some(block) => {
                 pin(state, block, place);
                 state.index.frozen.come_back(place, block);
+                grown.push((block, place));
             }
             None => state.index.frozen.lose(place),
         }
@@ -155,6 +181,9 @@ impl Request {
         let number = state.index.frozen.next_number();
         for (at, &(_, block)) in (0..).zip(&blocks) {
             pin(state, block, (number, at));
+        }
+        for (text, _) in &blocks {
+            state.index.hold_key(text.key);
         }
         let named = (self.namespace.as_str(), name);
         let replaced = state.index.frozen.insert(named, range.len(), blocks);

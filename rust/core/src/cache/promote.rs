@@ -57,8 +57,7 @@ impl Request {
         let mut needs = vec![0; state.pool.group_count()];
         needs[group.index()] = count;
         let mut fresh = Vec::with_capacity(count);
-        freeze::relieve(&self.shared, state, &needs);
-        state.pool.allocate(&needs, &mut state.index, &mut fresh)?;
+        freeze::allocate(&self.shared, state, &needs, &mut fresh)?;
         Ok(fresh.into_iter().map(|block| (block, state.pool.page(block))).collect())
     }
 }

@@ -293,6 +293,10 @@ impl Request {
             return Err(Error::invalid("fork", "a request without promoted heads", got));
         }
         let store = &self.shared.store;
+        {
+            let mut stored = store.lock();
+            self.keys().for_each(|key| stored.index.hold_key(key));
+        }
         Ok(Request {
             shared: Arc::clone(&self.shared),
             namespace: self.namespace.clone(),
@@ -314,6 +318,11 @@ impl Request {
             chain: self.chain,
             before: self.before,
         })
+    }
+
+    /// The namespaces of the prompt and of its marks: held, so that their numbers stay theirs.
+    fn keys(&self) -> impl Iterator<Item = KeyId> + '_ {
+        std::iter::once(self.key).chain(self.marks.iter().map(|&(_, key)| key))
     }
 
     /// Refuses what would give others a hold on blocks of a prompt that is still in chunks.
@@ -355,8 +364,9 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
+        let mut stored = self.shared.store.lock();
+        self.keys().for_each(|key| stored.index.release_key(key));
         if self.in_chunks {
-            let mut stored = self.shared.store.lock();
             for held in self.holdings.iter().filter(|held| held.window.is_some()) {
                 let private = held.private.blocks().iter();
                 private.for_each(|&block| stored.index.withhold(block, false));

@@ -57,6 +57,9 @@ pub struct CacheStats {
     pub frozen_blocks: usize,
     /// Frozen blocks given up under pressure.
     pub frozen_absent: usize,
+    /// Pairs of namespace and RoPE regime of which there is a request, a cached block, or a
+    /// document.
+    pub namespaces: usize,
     /// Blocks evicted so far.
     pub evictions: u64,
     /// Hits and misses.
@@ -122,6 +125,7 @@ pub(super) fn collect(shared: &Shared) -> CacheStats {
         arena_pages: stored.pool.arena_pages(),
         frozen_blocks: frozen,
         frozen_absent: stored.index.frozen.absent(),
+        namespaces: stored.index.namespaces(),
         evictions: stored.pool.evictions(),
         counters,
     }

@@ -79,6 +79,8 @@ pub(crate) struct Removed {
     pub(crate) unpinned: Vec<BlockId>,
     /// Blocks that were given up: what they were known by.
     pub(crate) absent: Vec<BlockText>,
+    /// The namespace of each block.
+    pub(crate) keys: Vec<KeyId>,
 }
 
 /// All frozen segments.
@@ -165,6 +167,7 @@ impl FrozenPool {
         let Some(entry) = self.entries.remove(&number) else { return removed };
         for (at, Frozen { text, residence }) in (0..).zip(entry.blocks) {
             let place = (number, at);
+            removed.keys.push(text.key);
             match residence {
                 Residence::Pinned(block) => {
                     removed.released.push(block);
@@ -227,6 +230,16 @@ impl FrozenPool {
             self.absent += 1;
         }
         places
+    }
+
+    /// Undoes [`Self::come_back`].
+    pub(crate) fn let_go(&mut self, place: Place, block: BlockId) {
+        self.drop_pin(block, place);
+        if let Some(frozen) = self.at(place) {
+            frozen.residence = Residence::Waiting;
+        }
+        self.waiting.insert(place);
+        self.absent += 1;
     }
 
     /// The next block that should come back: by age of the segment, then by place.

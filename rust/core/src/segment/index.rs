@@ -46,12 +46,25 @@ impl Index {
         })
     }
 
-    /// The number of a namespace in a RoPE regime.
-    pub(crate) fn intern(&mut self, namespace: &str, regime: u64) -> KeyId {
-        self.keys.intern(namespace, regime)
+    /// The number of a namespace in a RoPE regime, held until it is released.
+    pub(crate) fn acquire_key(&mut self, namespace: &str, regime: u64) -> KeyId {
+        self.keys.acquire(namespace, regime)
     }
 
-    /// The number of a namespace that has been used before.
+    pub(crate) fn hold_key(&mut self, key: KeyId) {
+        self.keys.hold(key);
+    }
+
+    pub(crate) fn release_key(&mut self, key: KeyId) {
+        self.keys.release(key);
+    }
+
+    /// Pairs of namespace and RoPE regime of which there is anything.
+    pub(crate) fn namespaces(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// The number of a namespace of which there is anything.
     pub(crate) fn key(&self, namespace: &str, regime: u64) -> Option<KeyId> {
         self.keys.get(namespace, regime)
     }
@@ -339,6 +352,7 @@ impl Index {
     /// `Inconsistent` naming what does not.
     pub fn check(&self) -> Result<(), Error> {
         let (mut prefix, mut content, mut rolling) = (0, 0, 0);
+        let mut of_key = vec![0; self.keys.ids().count()];
         let page = self.nodes.page_tokens();
         for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
             let (node, anchor) = (self.nodes.get(block), self.nodes.anchor(block));
@@ -350,6 +364,11 @@ impl Index {
             }
             let tokens = self.nodes.tokens(block);
             let whole = tokens.len() == page;
+            for (there, key) in
+                [(node.in_prefix, node.prefix_ns), (node.in_content, node.content_ns)]
+            {
+                of_key[key.0 as usize] += usize::from(there);
+            }
             prefix += usize::from(node.in_prefix && usize::from(node.prefix_len) == page);
             if self.is_first_alike(block) {
                 content += 1;
@@ -374,6 +393,11 @@ impl Index {
                 if self.nodes.anchor(member) != block {
                     return Err(Error::inconsistent("anchor", block.index(), member.index()));
                 }
+            }
+        }
+        for (key, &least) in self.keys.ids().zip(&of_key) {
+            if self.keys.holders(key) < least {
+                return Err(Error::inconsistent("namespace", least, self.keys.holders(key)));
             }
         }
         for (what, want, got) in [

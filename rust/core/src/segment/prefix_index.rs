@@ -210,6 +210,7 @@ impl Index {
             self.prefix.insert(digest.low(), block);
         }
         self.set_first_child(key, parent, block);
+        self.keys.hold(key);
     }
 
     fn set_first_child(&mut self, key: KeyId, parent: Parent, child: BlockId) {
@@ -236,8 +237,9 @@ impl Index {
         if node.next_sibling.is_some() {
             self.nodes.get_mut(node.next_sibling).prev_sibling = node.prev_sibling;
         }
-        let node = self.nodes.get_mut(block);
-        node.in_prefix = false;
-        node.prefix_len = 0;
+        let left = self.nodes.get_mut(block);
+        left.in_prefix = false;
+        left.prefix_len = 0;
+        self.keys.release(node.prefix_ns);
     }
 }

@@ -60,6 +60,7 @@ impl Index {
         node.content_key = digest;
         node.roll_key = roll;
         node.exact = exact;
+        self.keys.hold(key);
         match first {
             Some(first) => self.join_alike(first, block),
             None => self.enter_tables(block),
@@ -95,6 +96,7 @@ impl Index {
         if let Some(next) = self.leave_alike(block) {
             self.enter_tables(next);
         }
+        self.keys.release(node.content_ns);
     }
 
     /// Notes that `after` follows `before` in some text. A link that stands is kept, unless it
