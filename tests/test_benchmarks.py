@@ -145,7 +145,7 @@ def test_flops_are_counted_once() -> None:
     projections, rest, head = 2 * 4 * 4 * 3, 2 * (4 * 4 + 3 * 4 * 8), 2 * 4 * 10
     attention = 4 * 4 * (sum(range(1, 7)) + (3 + 6) + 6)
     wanted = head + projections * (6 + 6 + 2) + rest * (6 + 2 + 1) + attention
-    assert ttft_cuda.flops(SimpleNamespace(config=config), plans) == wanted
+    assert ttft_cuda.flops(SimpleNamespace(config=config), plans, 0) == wanted
 
 
 def test_a_watched_policy_plans_as_it_would() -> None:

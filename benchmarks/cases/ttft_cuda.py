@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,8 @@ from benchmarks.device_models import MODELS, bytes_of, random_model
 from benchmarks.device_profile import profile
 from kvweave.bench.rows import Row, expect
 from kvweave.bench.timing import Timing, summarise, turns
-from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
-from kvweave.policies import CacheBlend, Epic, Full, Naive, Policy, SparseX
+from kvweave.plan import Draft, Plans, PlanStep, Probe, PromptView
+from kvweave.policies import CacheBlend, Epic, Foresight, Full, Naive, Policy, SparseX
 
 TOKENS = 32768
 SEGMENTS = 8
@@ -52,6 +52,8 @@ def policies(layers: int) -> dict[str, Policy]:
         "sparsex, 1024 by score": SparseX(boundary=0, top_k=FEW),
         "sparsex, 10 % by score": SparseX(boundary=0),
         "sparsex, 1024 by score, ℓ* 12 %": SparseX(boundary=deep, top_k=FEW),
+        "foresight, 10 %, no draft": Foresight(share=0.1, draft=0),
+        "foresight, 10 %, draft of 8": Foresight(share=0.1, draft=8),
     }
 
 
@@ -60,12 +62,12 @@ class Watched:
     """A policy whose plans are remembered."""
 
     policy: Policy
-    plans: list[LayerPlan] = field(default_factory=list)
+    plans: list[PlanStep] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
-    def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
+    def plan(self, prompt: PromptView) -> Plans:
         self.plans.clear()
         steps = self.policy.plan(prompt)
         plan = next(steps)
@@ -77,11 +79,12 @@ class Watched:
                 return
 
 
-def flops(model: Any, plans: list[LayerPlan]) -> float:
+def flops(model: Any, plans: list[PlanStep], tokens: int) -> float:
     """Multiplications and additions of a prefill's products and attention, masked keys left out.
 
     The second plan of layer 0 counts its further rows alone, a deviation probe its projections,
-    and the last layer the rest of its last row.
+    and the last layer the rest of its last row. A draft counts as rows behind the prompt's
+    `tokens`, each with its logits.
     """
     config = model.config
     width, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -89,6 +92,13 @@ def flops(model: Any, plans: list[LayerPlan]) -> float:
     rest = width * dim * heads + 3 * width * config.intermediate_size
     total, before = 2.0 * width * config.vocab_size, None
     for plan in plans:
+        if isinstance(plan, Draft):
+            keys = float((np.arange(tokens, tokens + plan.tokens) + 1).sum())
+            once = 2.0 * (projections + rest) * plan.tokens + 4.0 * heads * dim * keys
+            total += config.num_hidden_layers * once
+            total += 2.0 * width * config.vocab_size * (plan.tokens + 1)
+            before = None
+            continue
         rows = plan.rows
         if before is not None and before.layer == plan.layer == 0:
             rows = np.setdiff1d(rows, before.rows)
@@ -218,7 +228,7 @@ class Bench:
         if name in self.policies:
             call = lambda: self.prefill(name)  # noqa: E731
             taken, report = self.peak(name)
-            bound = flops(self.model, self.policies[name].plans) / rate
+            bound = flops(self.model, self.policies[name].plans, self.tokens) / rate
             limit = LIMITS.get(name, {}).get(self.name)
             beside = {
                 "rows": round(report.row_share, 4),
