@@ -34,16 +34,17 @@ from kvweave.eval import (
 )
 from kvweave.eval.measure import MAX_NEW_TOKENS
 from kvweave.models import load
-from kvweave.policies import Full, Policy, RedKnot, SparseX, Weave
+from kvweave.policies import Foresight, Full, Policy, RedKnot, SparseX, Weave
 from kvweave.profile import HeadProfile
 from kvweave.runner import Runner
 
 SEED = 2
 BUDGETS = (0.125, 0.25, 0.5, 0.75, 1.0)
-WITHOUT_MAP = ("naive", "cacheblend", "sparsex")
+WITHOUT_MAP = ("naive", "cacheblend", "sparsex", "foresight")
 UNDER_MAP: dict[str, Policy] = {
     "full": Full(),
     "sparsex": SparseX(),
+    "foresight": Foresight(),
     "redknot": RedKnot(),
     "redknot, dense feed-forward": RedKnot(dense_until=1.0),
     "weave": Weave(),

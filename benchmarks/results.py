@@ -111,7 +111,7 @@ CHOICE = (
     *(
         Choice(
             f"{what}, {model}, 32K, 97 % cached, one KV head in eight whole: redknot with a dense "
-            "feed-forward in 20 layers; in 3; weave",
+            "feed-forward in 20 layers; in 3; weave with sparsex's rows",
             "ttft_heads",
             tuple(
                 (f"{model}, 32768 tokens: {policy}, map, materialise", column)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvweave.plan import LayerPlan, Probe, PromptView, Salience
+from kvweave.plan import Draft, LayerPlan, Probe, PromptView, Salience
 from kvweave.policies import Full
 from kvweave.runner.rope import Rotary, rotate
 
@@ -46,6 +46,9 @@ class Emulator:
         plan, known, states = next(steps), None, None
         while True:
             self.plans.append(plan)
+            if isinstance(plan, Draft):
+                plan = steps.send(self._draft(plan, states))
+                continue
             if plan.layer == 0:
                 states = self.spec.embed(ids[None, plan.rows])[0]
             else:
@@ -71,6 +74,28 @@ class Emulator:
                 plan = steps.send(answer)
             except StopIteration:
                 return self.spec.head(self.spec.final_norm(states)).float(), known
+
+    def _draft(self, step, states):
+        """Mass f32 [T] that the likeliest next tokens give, one after the other; all is as before.
+
+        `states` are those behind the last layer, the last token's the last of them.
+        """
+        length, kept, table = self.end, self.kv, self.table
+        self.kv, mass = [list(pair) for pair in kept], torch.zeros(length)
+        self.table = self.rotary.table(length + step.tokens)
+        for at in range(length, length + step.tokens):
+            said = self.spec.head(self.spec.final_norm(states[-1:])).argmax(-1)
+            states, rows = self.spec.embed(said[None])[0], np.asarray([at], np.int32)
+            self.end = at + 1
+            for layer, pair in enumerate(self.kv):
+                plan = LayerPlan(layer, rows, Probe.SCORES, rows)
+                q, k, v = self._project(plan, states)
+                pair[:] = (torch.cat(both) for both in zip(pair, (k, v), strict=True))
+                if layer >= step.since:
+                    mass += self._asked(plan, q)[:length]
+                states = self._finish(plan, states, self._attend(plan, q))
+        self.end, self.kv, self.table = length, kept, table
+        return mass
 
     def _project(self, plan, states):
         layer, rows = self.spec.layers[plan.layer], len(plan.rows)

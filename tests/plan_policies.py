@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
-from kvweave.plan import LayerPlan, Probe, PromptView
+from kvweave.plan import Draft, LayerPlan, Probe, PromptView
 
 
 @dataclass
@@ -54,6 +55,31 @@ class Restoring:
             found = yield LayerPlan(layer, rows, Probe.SALIENCE, asked, local_rows=local)
             self.seen.append(found)
             yield LayerPlan(layer, rows, restore=self.restore(layer, found))
+
+
+@dataclass
+class Overheard:
+    """A policy, with its steps and what they measured kept."""
+
+    policy: Any
+    said: list[torch.Tensor] = field(default_factory=list)
+    steps: list[LayerPlan | Draft] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan | Draft, Any, None]:
+        steps = self.policy.plan(prompt)
+        step = next(steps)
+        while True:
+            self.steps.append(step)
+            answer = yield step
+            if answer is not None:
+                self.said.append(answer.clone())
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
 
 
 def every(rows: np.ndarray, step: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvweave.plan import Probe, PromptView, Salience
+from kvweave.plan import Draft, Probe, PromptView, Salience
 
 KV_HEADS = 2
 
@@ -45,7 +45,9 @@ def views(draw, local=False):
 
 
 def noise(view, plan, generator):
-    """What a probe may have measured: numbers in 0..1, of the shapes that it promises."""
+    """What a step may have measured: numbers in 0..1, of the shapes that it promises."""
+    if isinstance(plan, Draft):
+        return torch.rand(view.tokens, generator=generator)
     if plan.probe in (Probe.SCORES, Probe.CONTEXT, Probe.NORMS, Probe.VALUES):
         return torch.rand(view.tokens, generator=generator)
     if plan.probe is Probe.DEVIATION:
@@ -57,7 +59,7 @@ def noise(view, plan, generator):
 
 
 def drive(policy, view, seed=0, measure=noise):
-    """Runs a policy's generator with made-up measurements; returns the plans."""
+    """Runs a policy's generator with made-up measurements; returns the plans and drafts."""
     generator = torch.Generator().manual_seed(seed)
     steps, plans = policy.plan(view), []
     plan = next(steps)

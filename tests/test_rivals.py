@@ -21,6 +21,7 @@ from kvweave.policies import InfoFlow, Naive, Prophet, RandomRows, policy_of
 from kvweave.policies.row_sets import question
 from kvweave.runner import Runner, Segment
 from plan_emulator import Emulator
+from plan_policies import Overheard
 from prompt_views import drive, noise, view_of, views
 
 RIVALS = [
@@ -223,31 +224,6 @@ def test_they_have_names():
 # ---- carried out --------------------------------------------------------------------------
 
 
-@dataclass
-class Overheard:
-    """A policy, with what its probes measured kept."""
-
-    policy: Any
-    said: list[torch.Tensor] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
-    def plan(self, prompt):
-        steps = self.policy.plan(prompt)
-        plan = next(steps)
-        while True:
-            self.rows.append(plan.rows)
-            answer = yield plan
-            if answer is not None:
-                self.said.append(answer.clone())
-            try:
-                plan = steps.send(answer)
-            except StopIteration:
-                return
-
-
 SPANS = ((10, 70), (70, 131), (150, 186))
 """Segments of a prompt of 200 tokens; the first and third gap and the end are fresh."""
 
@@ -287,8 +263,8 @@ def test_the_executor_measures_and_computes_what_plain_torch_does(policy, classe
         assert (len(theirs.said) > 0) == policy.measures
         for got, expected in zip(ours.said, theirs.said, strict=True):
             torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-4)
-        for got, expected in zip(ours.rows, theirs.rows, strict=True):
-            assert np.array_equal(got, expected)
+        for got, expected in zip(ours.steps, theirs.steps, strict=True):
+            assert np.array_equal(got.rows, expected.rows)
         assert rows[-1] == 199
         near(done.logits, logits[-1:])
 

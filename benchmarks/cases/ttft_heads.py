@@ -5,7 +5,8 @@ the heads at eight a layer, as RedKnot finds for its models. Random weights have
 map of that share costs the same. Their attention is near uniform, so mass_thresh means nothing:
 `ffn_share` says how many rows run the feed-forward, and no head is restored, since every one would
 be. "balanced" and "speed" are schedules of the authors' code: a dense feed-forward in the first 20,
-or 3, layers. `full` without a map reads densely. FLOPs are the report's: of what was run.
+or 3, layers. `foresight` and `weave` compute a tenth of the reused tokens after a draft. `full`
+without a map reads densely. FLOPs are the report's: of what was run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.cases.ttft_cuda import SEGMENTS, SHARE
 from benchmarks.device_models import MODELS, bytes_of, random_model
 from kvweave.bench.rows import Row, expect
 from kvweave.bench.timing import Timing, summarise, turns
-from kvweave.policies import Full, Naive, Policy, RedKnot, SparseX, Weave
+from kvweave.policies import Foresight, Full, Naive, Policy, RedKnot, SparseX, Weave
 from kvweave.profile.head_profile import head_map
 from kvweave.runner.model_spec import describe
 
@@ -31,7 +32,13 @@ LENGTHS = (16384, 32768)
 SINK, RECENT = 16, 256
 FFN_SHARE = 0.1
 """Rows that run the feed-forward where it is sparse: the fresh and recent ones among them."""
-WITHOUT_MAP: dict[str, Policy] = {"full": Full(), "naive": Naive(), "sparsex": SparseX()}
+LOOKED_AT = Foresight(share=0.1)
+WITHOUT_MAP: dict[str, Policy] = {
+    "full": Full(),
+    "naive": Naive(),
+    "sparsex": SparseX(),
+    "foresight": LOOKED_AT,
+}
 
 
 def under_map(layers: int) -> dict[str, Policy]:
@@ -43,10 +50,11 @@ def under_map(layers: int) -> dict[str, Policy]:
     return {
         "full": Full(),
         "sparsex": SparseX(),
+        "foresight": LOOKED_AT,
         "redknot, dense feed-forward": RedKnot(dense_until=1.0, restore_edge=1.0),
         "redknot, balanced": balanced,
         "redknot, speed": speed,
-        "weave": Weave(redknot=speed),
+        "weave": Weave(LOOKED_AT, speed),
     }
 
 

@@ -103,19 +103,25 @@ class Foresight:
 
     def plan(self, prompt: PromptView) -> Plans:
         """The fresh rows, a draft, and then the fresh rows with the chosen ones."""
+        rows = yield from self.rows(prompt)
+        yield from one_pass(prompt.layers, rows)
+
+    def rows(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, Rows]:
+        """The first pass and the draft, where there is something to choose; returns the last rows.
+
+        These are the fresh rows with the chosen ones, from the first chosen one on.
+        """
         reused = prompt.reused
         budget = self.budget(len(reused))
         if budget == 0:
-            yield from one_pass(prompt.layers, prompt.fresh)
-            return
+            return prompt.fresh
         if budget == len(reused) and self.mass is None:
-            yield from one_pass(prompt.layers, union(prompt.fresh, reused))
-            return
+            return union(prompt.fresh, reused)
         mass = yield from self.look(prompt)
         chosen = self.choose(mass, reused, budget)
         rows = union(prompt.fresh, chosen)
         first = chosen[0] if len(chosen) else prompt.tokens - 1
-        yield from one_pass(prompt.layers, rows[np.searchsorted(rows, first) :])
+        return rows[np.searchsorted(rows, first) :]
 
     def look(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
         """The first pass and the draft; returns the mass of each token, f32 [T], on the device."""

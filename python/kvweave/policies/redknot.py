@@ -167,7 +167,9 @@ class Recovery:
             return
         fresh, recent = self.prompt.fresh, self.policy.recent_n
         self._rows, self._where, self._repaired = rows, None, {}
-        self._always = union(fresh, rows[-recent:])
+        # The last pass of a policy that looked first may leave out fresh rows that it computed.
+        always = union(fresh, rows[-recent:])
+        self._always = np.intersect1d(always, rows, assume_unique=True)
         self._others = np.setdiff1d(rows, self._always, assume_unique=True)
         asked = union(fresh[-recent:], tail(self.prompt, TAIL))
         self._asked = np.intersect1d(asked, rows, assume_unique=True)

@@ -43,37 +43,43 @@ class Drafter:
                 forked=fork,
             )
             sequence.choose(logits)
-            queries = self._decode(sequence, step.tokens)
-            if queries is None:
-                return None
-            done.tokens = step.tokens
-            self._count(fork, step, done)
-            return probes.mass_of_layers(fork, queries, step.since)[: kv.request.length]
+            mass = self._decode(kv, sequence, step, done)
+            done.tokens = 0 if mass is None else step.tokens
+            return mass
         finally:
             self.decoder.forget()
             request.release()
 
-    def _decode(self, sequence: Decoding, tokens: int) -> torch.Tensor | None:
-        """The queries [L, n, H, D] of so many tokens; None without room for them."""
-        kept = []
-        try:
-            for _ in range(tokens):
+    def _decode(
+        self, kv: RequestKv, sequence: Decoding, step: Draft, done: PassTrace
+    ) -> torch.Tensor | None:
+        """What the queries of so many tokens look at, f32 [T]; None without room for them."""
+        length = kv.request.length
+        mass, queries = torch.zeros(length, device=sequence.device), []
+        for left in reversed(range(step.tokens)):
+            try:
                 self.decoder.step([sequence], watched=True)
-                assert self.decoder.queries is not None
-                kept.append(self.decoder.queries.clone())
-        except PoolFull:
-            return None
-        return torch.cat(kept, 1)
+            except PoolFull:
+                return None
+            assert self.decoder.queries is not None
+            queries.append(self.decoder.queries.clone())
+            fork = kv.forked(sequence.request)
+            self._count(fork, step, done)
+            # Window groups let go of what later tokens do not see, so there each token asks alone.
+            if left == 0 or not fork.heads.uniform:
+                mass += probes.mass_of_layers(fork, torch.cat(queries, 1), step.since)[:length]
+                queries.clear()
+        return mass
 
     def _count(self, fork: RequestKv, step: Draft, done: PassTrace) -> None:
-        """FLOPs of the tokens' way through the model, and of the measuring."""
-        rows = fork.newest(step.tokens)
+        """FLOPs of the newest token's way through the model, and of the measuring."""
+        rows = fork.newest(1)
         for layer in range(len(fork.spec.layers)):
             seen = fork.layer_heads(layer).seen
-            done.flops.project(layer, len(rows))
+            done.flops.project(layer, 1)
             done.flops.attend(layer, rows, seen)
-            done.flops.feed_forward(layer, len(rows))
-            done.rows_per_layer[layer] += len(rows)
+            done.flops.feed_forward(layer, 1)
+            done.rows_per_layer[layer] += 1
             if layer >= step.since:
                 done.flops.score(rows, seen)
-        done.flops.logits(len(rows))
+        done.flops.logits(1)

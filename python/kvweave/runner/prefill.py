@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -78,8 +78,9 @@ class Prefill:
         # Errors
         `InvalidArgument` for a prompt that was released, or whose local heads were made full.
         """
+        report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
-            self.kv.forked(self.request.fork()), self.logits, self.report, self.exact, self.remember
+            self.kv.forked(self.request.fork()), self.logits, report, self.exact, self.remember
         )
         fork.pending = list(self.pending)
         self.forked = fork.forked = True
