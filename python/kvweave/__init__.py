@@ -48,12 +48,31 @@ if TYPE_CHECKING:
         SparseX,
         Weave,
     )
-    from kvweave.runner import Generation, Prefill, Report, Runner, Sampling, Segment
+    from kvweave.runner import (
+        Conversation,
+        Generation,
+        Healing,
+        Prefill,
+        Report,
+        Runner,
+        Sampling,
+        Segment,
+    )
 
 _MODULES = ("eval", "models", "ops", "payload", "policies", "profile", "runner")
 _LATER = {
     **dict.fromkeys(
-        ("Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"), "kvweave.runner"
+        (
+            "Conversation",
+            "Generation",
+            "Healing",
+            "Prefill",
+            "Report",
+            "Runner",
+            "Sampling",
+            "Segment",
+        ),
+        "kvweave.runner",
     ),
     **dict.fromkeys(
         (
@@ -74,6 +93,7 @@ _LATER = {
 __all__ = [
     "Arena",
     "CacheBlend",
+    "Conversation",
     "CorruptHeadMap",
     "CorruptPayload",
     "DeviceUnavailable",
@@ -83,6 +103,7 @@ __all__ = [
     "Generation",
     "HeadClassMap",
     "HeadGroup",
+    "Healing",
     "InvalidArgument",
     "KvCache",
     "KvRequest",

@@ -1,13 +1,25 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.conversation import Conversation
+from kvweave.runner.healing import Healing
 from kvweave.runner.prefill import Prefill
-from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt, chat_parts
-from kvweave.runner.report import Generation, Report, StreamedToken, Timings
+from kvweave.runner.prompt import (
+    Part,
+    Prompt,
+    Segment,
+    TokenizedPrompt,
+    chat_parts,
+    chat_turn_parts,
+)
+from kvweave.runner.report import Generation, HealingReport, Report, StreamedToken, Timings
 from kvweave.runner.runner import Runner
 from kvweave.runner.sampling import Sampling
 
 __all__ = [
+    "Conversation",
     "Generation",
+    "Healing",
+    "HealingReport",
     "Part",
     "Prefill",
     "Prompt",
@@ -19,4 +31,5 @@ __all__ = [
     "Timings",
     "TokenizedPrompt",
     "chat_parts",
+    "chat_turn_parts",
 ]

@@ -153,7 +153,8 @@ class _Run:
                 )
             plan = following
         done.ended = self.clock.mark()
-        self.trace.recomputed = plan.rows
+        before = self.trace.recomputed if goes_on else plan.rows[:0]
+        self.trace.recomputed = np.concatenate((before, plan.rows))
         return hidden, following
 
     def draft(self, step: Draft, hidden: Hidden | None) -> torch.Tensor | None:

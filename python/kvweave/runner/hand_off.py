@@ -9,10 +9,11 @@ import torch
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
-from kvweave.runner.prefill import Prefill, Prefiller
+from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import token_array
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.request_kv import RequestKv
+from kvweave.runner.reused_tokens import ReusedTokens
 
 
 @needs_memory("export")
@@ -82,4 +83,5 @@ def take_over(
         shared_kv_bytes=shared,
     )
     kv = RequestKv(prefiller.heads, prefiller.pages, request, positions)
-    return Prefill(kv, logits, report, exact=False, remember=False)
+    lookup = Lookup(request.namespace, remember=False)
+    return Prefill(kv, logits, report, lookup, 0, ReusedTokens.of(()))

@@ -24,6 +24,7 @@ from kvweave.runner.memory import resident_bytes, working_bytes
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.request_kv import RequestKv
+from kvweave.runner.reused_tokens import ReusedTokens
 from kvweave.runner.rope import PositionTable
 from kvweave.runner.tables import Int32, send_index
 from kvweave.runner.trace import Trace
@@ -34,31 +35,47 @@ class Lookup:
     """What a prompt may take from the cache, and leave in it.
 
     `namespace` of the prompt itself; `discover` matches unmarked text by content; `remember`
-    lets later prompts of the namespace find this one's blocks.
+    lets later prompts of the namespace find this one's blocks, from its end on alone if `late`:
+    what others may find is never written again.
     """
 
     namespace: str = ""
     discover: bool = False
     remember: bool = True
+    late: bool = False
+
+    @property
+    def at_once(self) -> bool:
+        """Whether others may find the prompt as soon as it is prefilled."""
+        return self.remember and not self.late
 
 
 class Prefill:
     """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
 
     A context manager; `release` gives the blocks back (they stay cached for later prompts).
-    `exact` says that no segment was reused, so the KV is that of a full prefill. `kv` are the
-    request's tables; `remember` says that later prompts may find its blocks. `pending`: a token
+    `exact_tokens`: leading tokens whose KV is that of a full prefill; `exact` says that all are,
+    no segment having been reused. `kv` are the request's tables; `lookup` says whether later
+    prompts may find its blocks; `reused` are the tokens that segments brought. `pending`: a token
     that was decoded last and has no KV yet. `forked`: it may share blocks with a fork.
     """
 
     def __init__(
-        self, kv: RequestKv, logits: torch.Tensor, report: Report, exact: bool, remember: bool
+        self,
+        kv: RequestKv,
+        logits: torch.Tensor,
+        report: Report,
+        lookup: Lookup,
+        exact_tokens: int,
+        reused: ReusedTokens,
     ) -> None:
         self.kv = kv
         self.logits = logits
         self.report = report
-        self.exact = exact
-        self.remember = remember
+        self.lookup = lookup
+        self.exact_tokens = exact_tokens
+        self.exact = exact_tokens == report.tokens
+        self.reused = reused
         self.pending: list[int] = []
         self.forked = False
 
@@ -75,16 +92,29 @@ class Prefill:
     def fork(self) -> Prefill:
         """The same prompt once more, sharing all blocks: what is written to either is copied first.
 
+        Of a prompt that is remembered from its end on, a fork is not remembered.
+
         # Errors
         `InvalidArgument` for a prompt that was released, or whose local heads were made full.
         """
         report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
-            self.kv.forked(self.request.fork()), self.logits, report, self.exact, self.remember
+            self.kv.forked(self.request.fork()),
+            self.logits,
+            report,
+            replace(self.lookup, remember=self.lookup.at_once),
+            self.exact_tokens,
+            self.reused.copy(),
         )
         fork.pending = list(self.pending)
         self.forked = fork.forked = True
         return fork
+
+    def commit(self) -> None:
+        """Lets later prompts find what has KV by now, where they may find the prompt."""
+        if self.lookup.remember:
+            length = self.request.length
+            self.request.commit(length, length if self.exact else self.exact_tokens)
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""
@@ -145,7 +175,7 @@ class Prefiller:
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
-        self._warn_of_length(len(prompt.tokens) + reserve_tokens)
+        self.warn_of_length(len(prompt.tokens) + reserve_tokens)
         with self.spec.current():
             return self._prefill(prompt, policy, lookup, logits_from, reserve_tokens, keep)
 
@@ -162,7 +192,7 @@ class Prefiller:
         length = len(prompt.tokens)
         first = length - 1 if logits_from is None else logits_from
         positions = self.rotary.table(length)
-        mode, mode_reason = self._mode_for(policy)
+        mode, mode_reason = self.mode_for(policy)
         chunk = 0 if keep or policy.measures else self.chunk_tokens or 0
         request = self.cache.admit(
             prompt.tokens,
@@ -183,24 +213,26 @@ class Prefiller:
             copied = self.clock.mark()
             view = self._view(request)
             exact = view.segments[0][0] if view.segments else length
-            remembered = exact if lookup.remember else None
+            remembered = exact if lookup.at_once else None
             logits, trace = self._run(kv, prompt, policy.plan(view), first, chunk, remembered)
             exact = min(exact, trace.exact)
             self.clock.wait()
             timings.copy_s = Clock.seconds(copying, copied)
             timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
             timings.prefill_s = time.perf_counter() - start - timings.lookup_s - timings.copy_s
-            if lookup.remember:
+            if lookup.at_once:
                 request.commit(length, exact)
             if not keep:
                 kv.advance(length, length)
-            report = self._report(request, policy, trace, timings)
+            report = self.report(request, policy, trace, timings, view)
             report.mode, report.mode_reason = mode, mode_reason
-            report.device_bytes = self._device_bytes(report, trace, len(logits))
+            report.device_bytes = self.device_bytes(report, trace, len(logits))
+            reused = ReusedTokens.of(view.segments)
+            report.settled_now = reused.settle(trace.recomputed)
         except BaseException:
             request.release()
             raise
-        return Prefill(kv, logits, report, exact == length, lookup.remember)
+        return Prefill(kv, logits, report, lookup, exact, reused)
 
     @needs_memory("extend")
     @torch.inference_mode()
@@ -238,13 +270,15 @@ class Prefiller:
         done.kv, done.logits = kv, logits[-1:]
         return logits
 
-    def _warn_of_length(self, tokens: int) -> None:
+    def warn_of_length(self, tokens: int) -> None:
+        """Warns of a prompt and answer longer than the model is made for."""
         most = self.spec.positions
         if most is not None and tokens > most:
             text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
             warnings.warn(f"{text}, got {tokens}: what it says may be poor", stacklevel=5)
 
-    def _mode_for(self, policy: Policy) -> tuple[str, str]:
+    def mode_for(self, policy: Policy) -> tuple[str, str]:
+        """How reused KV is read under a policy, and why if not as the runner says."""
         if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
             return "materialise", f"{policy.name} writes every reused token in some layer"
         if self.mode == "share" and not policy.delta_rope:
@@ -285,22 +319,25 @@ class Prefiller:
         parts = spans(request.plan.reused_prefix, length, chunk)
         return self.executor.prefill_in_chunks(kv, tokens, policy, logits_from, parts, computed)
 
-    def _device_bytes(self, report: Report, trace: Trace, logits: int) -> int:
+    def device_bytes(self, report: Report, trace: Trace, logits: int) -> int:
+        """The most that weights, pages and a prefill take where the model lies."""
         working = working_bytes(
             self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
         )
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
-    def _report(self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings) -> Report:
-        plan = request.plan
+    def report(
+        self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings, view: PromptView
+    ) -> Report:
+        """What was done for a prompt as the policy saw it."""
         own, shared = request.kv_bytes()
         return Report(
             policy=policy.name,
-            plan=plan,
-            tokens=plan.tokens,
-            reused_prefix=plan.reused_prefix,
-            reused_segment=plan.reused_segment,
-            recomputed=plan.recomputed,
+            plan=request.plan,
+            tokens=view.tokens,
+            reused_prefix=view.prefix,
+            reused_segment=len(view.reused),
+            recomputed=len(view.fresh),
             mode=self.mode,
             rows_per_layer=trace.rows_per_layer,
             timings=timings,
@@ -310,4 +347,5 @@ class Prefiller:
             passes=[one.report() for one in trace.passes],
             restored=trace.restored,
             refused=trace.refused,
+            settled_before=len(view.settled),
         )

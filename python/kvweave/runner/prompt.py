@@ -101,11 +101,11 @@ class PromptTokenizer:
             return [int(i) for i in segment.tokens]
         return self.encode(segment.text or "")
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+    def tokenize(self, prompt: Prompt, *, begins: bool = True) -> TokenizedPrompt:
         """Tokenises each part alone and joins them.
 
         The tokenizer's own leading special ids (a BOS) come first when the prompt begins with
-        text that does not already carry them.
+        text that does not already carry them; not where it goes on from others (`begins` False).
 
         # Errors
         `InvalidArgument` for an empty prompt, an unknown part, or ids out of range.
@@ -130,7 +130,7 @@ class PromptTokenizer:
                     f"prompt part: expected a str or a Segment, got {type(part).__name__}"
                 )
             tokens.extend(ids)
-        prefix = self._prefix if parts and isinstance(parts[0], str) else []
+        prefix = self._prefix if begins and parts and isinstance(parts[0], str) else []
         if prefix and tokens[: len(prefix)] != prefix:
             tokens = prefix + tokens
             n = len(prefix)
@@ -151,6 +151,7 @@ def _is_token_list(prompt: Any) -> bool:
 
 
 _MARK = "\x1e<kvweave-parts>\x1e"
+_SAID = "\x1e<kvweave-said>\x1e"
 
 
 def chat_parts(tokenizer: Any, parts: Sequence[Part], system: str | None = None) -> list[Part]:
@@ -161,10 +162,35 @@ def chat_parts(tokenizer: Any, parts: Sequence[Part], system: str | None = None)
     # Errors
     `InvalidArgument` if the tokenizer has no chat template or the template alters the message.
     """
+    before, after = _around(tokenizer, [], system)
+    return [before, *parts, after]
+
+
+def chat_turn_parts(tokenizer: Any, parts: Sequence[Part]) -> list[Part]:
+    """Wraps parts as the user message that follows an answer, in the tokenizer's chat template.
+
+    What the template puts behind the answer comes first, so that these parts are a turn behind
+    `chat_parts` and its answer.
+
+    # Errors
+    As for `chat_parts`; `InvalidArgument` too if the template alters the answer.
+    """
+    answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+    before, after = _around(tokenizer, answered, None)
+    if before.count(_SAID) != 1:
+        raise InvalidArgument(
+            "chat template: expected the answer once and unchanged, "
+            f"got it {before.count(_SAID)} times"
+        )
+    return [before.split(_SAID)[1], *parts, after]
+
+
+def _around(tokenizer: Any, earlier: list[dict[str, str]], system: str | None) -> tuple[str, str]:
+    """The template's text before and behind a user message that follows earlier ones."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise InvalidArgument("chat prompt: expected a tokenizer with a chat template, got none")
     messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": _MARK})
+    messages += [*earlier, {"role": "user", "content": _MARK}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if text.count(_MARK) != 1:
         raise InvalidArgument(
@@ -172,4 +198,4 @@ def chat_parts(tokenizer: Any, parts: Sequence[Part], system: str | None = None)
             f"got it {text.count(_MARK)} times"
         )
     before, after = text.split(_MARK)
-    return [before, *parts, after]
+    return before, after

@@ -41,6 +41,32 @@ class PassReport:
 
 
 @dataclass
+class HealingReport:
+    """What watching an answer and healing it came to, for one request.
+
+    `watched`: times that a ring of queries was scored; `held`: what it found each time, see
+    `Healing`. `healed`: times that tokens were recomputed, `recomputed` of them in all. `refused`:
+    times that nothing was, by reason: "no room", "windows" (what the rows see is no longer kept) or
+    "frequencies" (those of RoPE change with the length). `watch_flops`, `watch_s`: of the scoring;
+    `heal_flops`, `heal_s`: of the recomputation.
+    """
+
+    watched: int = 0
+    healed: int = 0
+    recomputed: int = 0
+    held: list[float] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+    watch_flops: int = 0
+    heal_flops: int = 0
+    watch_s: float = 0.0
+    heal_s: float = 0.0
+
+    def refuse(self, reason: str) -> None:
+        """Takes note of a time that nothing could be healed."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+@dataclass
 class Report:
     """What was reused, what was computed, how long it took, what it holds.
 
@@ -51,7 +77,9 @@ class Report:
     runner's. `device_bytes`: the most that weights, pages and this prefill take where the model
     lies. `flops`: matrix products of the prefill as they were run, by part. `restored`: (layer,
     KV head) pairs of local heads that were made full; `refused`: those for which the cache had no
-    room, or no longer all of their window.
+    room, or no longer all of their window. `settled_now`: reused tokens that the policy computed
+    again; `settled_before`: tokens that earlier turns of a conversation left, which counts them as
+    neither reused nor recomputed. `healing`: of an answer that was watched.
     """
 
     policy: str
@@ -71,6 +99,9 @@ class Report:
     flops: dict[str, int] = field(default_factory=dict)
     restored: list[tuple[int, int]] = field(default_factory=list)
     refused: list[tuple[int, int]] = field(default_factory=list)
+    settled_now: int = 0
+    settled_before: int = 0
+    healing: HealingReport | None = None
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
@@ -94,12 +125,14 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        plain = {k: v for k, v in self.__dict__.items() if k not in ("plan", "timings", "passes")}
+        nested = ("plan", "timings", "passes", "healing")
+        plain = {k: v for k, v in self.__dict__.items() if k not in nested}
         return {
             **plain,
             "plan": self.plan.to_dict(),
             "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
+            "healing": None if self.healing is None else asdict(self.healing),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,
         }

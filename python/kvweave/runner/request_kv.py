@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave import ops
@@ -64,13 +65,14 @@ class RequestKv:
             copies = self.request.take_copies(group)
             if not self.rotates:
                 copies[:, 5] = 0
-            self._copy(copies, self.heads.page_layers(group))
+            self.bring(copies, self.heads.page_layers(group))
             copied += len(copies)
         self.request.finish_copies()
         if copied:
             self._table = None
 
-    def _copy(self, copies: Int32, layers: ops.Table | None) -> None:
+    def bring(self, copies: Int32, layers: ops.Table | None) -> None:
+        """Copies i32 [C, 6] between blocks; `layers`: of each page of a block, see `HeadReads`."""
         if len(copies):
             ops.copy_rerotate(
                 self.pages,
@@ -145,7 +147,7 @@ class RequestKv:
             copies = self.request.promote(layer, head)
         except PoolFull:
             return False
-        self._copy(copies, np.asarray([layer], np.int32))
+        self.bring(copies, np.asarray([layer], np.int32))
         self._table = self._rows = None
         return True
 
@@ -156,6 +158,25 @@ class RequestKv:
             return True
         entries = self.request.entries(int(rows[head, 0]))
         return int((entries[:, 2] - entries[:, 1]).sum()) == self.request.length
+
+    def computable(self) -> npt.NDArray[np.bool_]:
+        """For each position whether all that its row sees is still kept, bool [T].
+
+        Window groups let go of what no coming row sees; what lies behind cannot be computed again.
+        """
+        length = self.request.length
+        at, whole = np.arange(length), np.ones(length, bool)
+        for group, window in enumerate(self.heads.windows):
+            if window is None:
+                continue
+            recent, sink = window
+            gone = np.ones(length, bool)
+            for _, begin, end, position, _ in self.request.entries(group).tolist():
+                gone[position : position + end - begin] = False
+            lost = np.concatenate(([0], np.cumsum(gone)))
+            near = lost[at + 1] == lost[np.maximum(at + 1 - recent, 0)]
+            whole &= near & (lost[np.minimum(at + 1, sink)] == 0)
+        return whole
 
     def reach(self, layer: int) -> Reach | None:
         """What the heads of a layer read; None when they read all, or all the same."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,13 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
+from kvweave.runner.answering import Answer, Answering
+from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
-from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
+from kvweave.runner.healing import Healing
 from kvweave.runner.layer import needs_tiling
 from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
@@ -29,31 +30,6 @@ from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.rope import Rotary
 from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """How one prompt is to be answered."""
-
-    policy: Policy
-    lookup: Lookup
-    max_new_tokens: int
-    sampling: Sampling
-    stop: frozenset[int]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A prefilled prompt and what is decoded from it."""
-
-    done: Prefill
-    sequence: Decoding
-
-    def commit(self) -> None:
-        """Lets later prompts find what was decoded, where they may find the prompt."""
-        if self.done.remember:
-            length = self.done.request.length
-            self.done.request.commit(length, length if self.done.exact else 0)
 
 
 def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
@@ -142,6 +118,7 @@ class Runner:
         reads = HeadReads(self.spec, self.cache)
         self._decoder = Decoder(reads, rotary, pages)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
+        self._answering = Answering(self._prefiller, self._decoder, self.prompts)
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -264,12 +241,12 @@ class Runner:
         for one of another namespace, `PoolFull` when it does not fit; nothing is held then.
         """
         lookup = Lookup(payload.header.namespace, remember=False)
-        ask = self._ask("full", lookup, max_new_tokens, sampling, stop)
+        ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop)
         done = take_over(self._prefiller, payload, namespace, max_new_tokens - 1)
         try:
-            answer = self._answer(done, ask)
-            self._decode([answer])
-            return self._finished(answer)
+            answer = self._answering.begin(done, ask)
+            self._answering.run([answer])
+            return self._answering.finished(answer)
         finally:
             self._decoder.forget()
             done.release()
@@ -287,10 +264,13 @@ class Runner:
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
+        healing: Healing | None = None,
     ) -> Generation:
         """Prefills a prompt by a policy and decodes up to `max_new_tokens`.
 
-        `stop`: token ids that end the answer (default: the tokenizer's end-of-sequence).
+        `stop`: token ids that end the answer (default: the tokenizer's end-of-sequence). `healing`:
+        reused tokens that the answer comes to look at are recomputed while it is decoded; what is
+        to be remembered of the prompt then is so from its end on.
         """
         return self.generate_batch(
             [prompt],
@@ -301,6 +281,7 @@ class Runner:
             namespace=namespace,
             discover=discover,
             remember=remember,
+            healing=healing,
         )[0]
 
     def decode(
@@ -310,25 +291,29 @@ class Runner:
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
         stop: Sequence[int] | None = None,
+        healing: Healing | None = None,
     ) -> Generation:
         """Decodes on from a prefilled prompt, which stays: `extend` and `decode` may follow.
 
+        `healing` as for `generate`, of a prompt that was prefilled with `remember=False`.
+
         # Errors
-        `InvalidArgument` for a prompt that was released; `PoolFull` when the answer does not fit,
-        what was decoded so far being kept.
+        `InvalidArgument` for a prompt that was released, or one to be healed that others may find;
+        `PoolFull` when the answer does not fit, what was decoded so far being kept.
         """
         if done.request.released:
             raise InvalidArgument("decode: expected a live prompt, got one that was released")
         if done.pending:
             self._prefiller.extend(done, np.zeros(0, np.int32))
-        ask = self._ask("full", Lookup(), max_new_tokens, sampling, stop)
-        answer = self._answer(done, ask)
+        ask = self._answering.ask("full", Lookup(), max_new_tokens, sampling, stop, healing)
+        answer = self._answering.begin(done, ask)
         try:
-            self._decode([answer])
+            self._answering.run([answer])
         finally:
             self._decoder.forget()
             done.pending = answer.sequence.tokens[-1:]
-        return self._finished(answer)
+        done.commit()
+        return self._answering.finished(answer)
 
     def generate_batch(
         self,
@@ -341,21 +326,23 @@ class Runner:
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
+        healing: Healing | None = None,
     ) -> list[Generation]:
         """Prefills the prompts one by one, then decodes them together.
 
         # Errors
         `PoolFull` when they do not fit at once; everything taken is given back.
         """
-        ask = self._ask(
-            policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
-        )
-        answers: list[_Answer] = []
+        lookup = Lookup(namespace, discover, remember, late=healing is not None)
+        ask = self._answering.ask(policy, lookup, max_new_tokens, sampling, stop, healing)
+        answers: list[Answer] = []
         try:
             for prompt in track(prompts, "prefill", self.progress and len(prompts) > 1):
-                answers.append(self._start(prompt, ask))
-            self._decode(answers)
-            return [self._finished(answer) for answer in answers]
+                answers.append(self._answering.start(self.tokenize(prompt), ask))
+            self._answering.run(answers)
+            for answer in answers:
+                answer.done.commit()
+            return [self._answering.finished(answer) for answer in answers]
         finally:
             self._decoder.forget()
             for answer in answers:
@@ -372,84 +359,41 @@ class Runner:
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
+        healing: Healing | None = None,
     ) -> Iterator[StreamedToken]:
         """Like `generate`, token by token; closing the iterator gives the blocks back."""
-        ask = self._ask(
-            policy, Lookup(namespace, discover, remember), max_new_tokens, sampling, stop
-        )
-        answer = self._start(prompt, ask)
+        lookup = Lookup(namespace, discover, remember, late=healing is not None)
+        ask = self._answering.ask(policy, lookup, max_new_tokens, sampling, stop, healing)
+        answer = self._answering.start(self.tokenize(prompt), ask)
         sequence = answer.sequence
         try:
             said = ""
             while True:
-                text = self.prompts.decode(self._spoken(sequence))
+                text = self.prompts.decode(answer.spoken)
                 whole = text if not text.endswith("\ufffd") else said
                 yield StreamedToken(sequence.tokens[-1], whole[len(said) :])
                 said = whole
                 if sequence.done:
                     break
-                with torch.inference_mode():
-                    self._decoder.step([sequence])
-            answer.commit()
+                self._answering.step([answer])
+            answer.done.commit()
         finally:
             self._decoder.forget()
             answer.done.release()
 
-    def _ask(
+    def conversation(
         self,
-        policy: str | Policy,
-        lookup: Lookup,
-        max_new_tokens: int,
-        sampling: Sampling | None,
-        stop: Sequence[int] | None,
-    ) -> _Ask:
-        if max_new_tokens < 1:
-            raise InvalidArgument(f"max_new_tokens: expected >= 1, got {max_new_tokens}")
-        if stop is None:
-            end = getattr(self.prompts.tokenizer, "eos_token_id", None)
-            stop = [] if end is None else [int(end)]
-        return _Ask(
-            policy_of(policy), lookup, max_new_tokens, sampling or Sampling(), frozenset(stop)
-        )
+        policy: str | Policy = "sparsex",
+        *,
+        namespace: str = "",
+        discover: bool = False,
+        remember: bool = True,
+        healing: Healing | None = None,
+    ) -> Conversation:
+        """Several turns over one live request: what one of them recomputed serves the next.
 
-    def _start(self, prompt: Prompt, ask: _Ask) -> _Answer:
-        done = self._prefiller.prefill(
-            self.tokenize(prompt), ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
-        )
-        try:
-            return self._answer(done, ask)
-        except BaseException:
-            done.release()
-            raise
-
-    @needs_memory("sampling")
-    def _answer(self, done: Prefill, ask: _Ask) -> _Answer:
-        sequence = Decoding(
-            request=done.request,
-            positions=done.positions,
-            sampling=ask.sampling,
-            limit=ask.max_new_tokens,
-            device=self.spec.device,
-            stop=ask.stop,
-            timings=done.report.timings,
-            forked=done.kv if done.forked else None,
-        )
-        sequence.choose(done.logits[-1])
-        return _Answer(done, sequence)
-
-    @torch.inference_mode()
-    def _decode(self, answers: Sequence[_Answer]) -> None:
-        while active := [a.sequence for a in answers if not a.sequence.done]:
-            for group in by_regime(active):
-                self._decoder.step(group)
-
-    def _spoken(self, sequence: Decoding) -> list[int]:
-        """The tokens to show: all but a closing stop token."""
-        ended = bool(sequence.tokens) and sequence.tokens[-1] in sequence.stop
-        return sequence.tokens[:-1] if ended else sequence.tokens
-
-    def _finished(self, answer: _Answer) -> Generation:
-        answer.commit()
-        sequence = answer.sequence
-        spoken = self._spoken(sequence)
-        return Generation(self.prompts.decode(spoken), sequence.tokens, answer.done.report)
+        Use it in a `with` block, or close it. `remember` lets later prompts of the namespace find
+        the conversation once it is closed; `healing` as for `generate`.
+        """
+        lookup = Lookup(namespace, discover, remember, late=True)
+        return Conversation(self._answering, policy_of(policy), lookup, healing)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from kvweave.plan import Rows
 from kvweave.runner.clock import Clock, Mark
 from kvweave.runner.flops import PARTS, FlopCount, ModelWeights
@@ -40,7 +42,7 @@ class Trace:
     `passes` in order. The most rows that a layer computed at once, when probes began and choices
     ended, the (layer, KV head) pairs restored and those that could not be. `exact`: tokens before
     the first whose KV is not that of a full prefill, where what was reused is. `recomputed`: the
-    rows that the last pass computed in its last layer.
+    rows that the last pass computed in its last layer, all chunks together.
     """
 
     weights: ModelWeights
@@ -50,7 +52,7 @@ class Trace:
     selections: list[tuple[Mark, Mark]] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
     refused: list[tuple[int, int]] = field(default_factory=list)
-    recomputed: Rows | None = None
+    recomputed: Rows = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def begin(self, kind: PassKind, now: Mark, tokens: int = 0) -> PassTrace:
         """Another pass, or a draft of some tokens."""
