@@ -281,8 +281,8 @@ fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
     }
     call.q.expect("q", (rows, heads, geometry.head_dim))?;
     call.positions.expect("positions", rows)?;
-    call.out.expect("out", rows * heads * geometry.head_dim)?;
-    call.lse.expect("lse", rows * heads)?;
+    call.out.expect_size("out", &[rows, heads, geometry.head_dim])?;
+    call.lse.expect_size("lse", &[rows, heads])?;
     match &call.row_offsets {
         Some(offsets) => offsets.expect("row_offsets", call.requests + 1)?,
         None if rows == call.requests => {}

@@ -77,10 +77,9 @@ fn params_of(
     call: &MergeStatesLaunch,
     states_per_block: usize,
 ) -> Result<MergeStatesParams, CudaError> {
-    let elements = call.states * call.head_dim;
-    call.outs.expect("outs", call.splits * elements)?;
-    call.lses.expect("lses", call.splits * call.states)?;
-    call.out.expect("out", elements)?;
+    call.outs.expect_size("outs", &[call.splits, call.states, call.head_dim])?;
+    call.lses.expect_size("lses", &[call.splits, call.states])?;
+    call.out.expect_size("out", &[call.states, call.head_dim])?;
     call.lse.expect("lse", call.states)?;
     Ok(MergeStatesParams {
         outs: call.outs.address,

@@ -22,6 +22,12 @@ impl DeviceTensor {
         }
         Err(CudaError::invalid(what, format!("at least {len} elements"), self.len))
     }
+
+    /// Refuses a tensor of fewer elements than the product of `sizes`, whatever they are.
+    pub(crate) fn expect_size(&self, what: &'static str, sizes: &[usize]) -> Result<(), CudaError> {
+        let size = sizes.iter().try_fold(1usize, |size, &axis| size.checked_mul(axis));
+        self.expect(what, size.unwrap_or(usize::MAX))
+    }
 }
 
 /// A tensor [rows, heads, D] on the device whose last axis is contiguous.
@@ -45,8 +51,10 @@ impl DeviceRows {
         if rows == 0 || heads == 0 {
             return Ok(());
         }
-        let reach = (rows - 1) * self.row_stride + (heads - 1) * self.head_stride + head_dim;
-        self.tensor.expect(what, reach)
+        let last_row = (rows - 1).saturating_mul(self.row_stride);
+        let last_head = (heads - 1).saturating_mul(self.head_stride);
+        let last = last_row.saturating_add(last_head);
+        self.tensor.expect(what, last.saturating_add(head_dim))
     }
 }
 
@@ -123,6 +131,17 @@ pub(crate) fn blocks_of(what: &'static str, count: usize) -> Result<u32, CudaErr
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_beyond_any_number_are_refused() {
+        let tensor = DeviceTensor { address: 0, len: 24 };
+        assert!(tensor.expect_size("out", &[2, 3, 4]).is_ok());
+        assert!(tensor.expect_size("out", &[5, 5]).is_err());
+        assert!(tensor.expect_size("out", &[1 << 32, 1 << 32]).is_err());
+        let rows = DeviceRows { tensor, row_stride: 1 << 40, head_stride: 8 };
+        assert!(rows.expect("q", (1, 3, 8)).is_ok());
+        assert!(rows.expect("q", (1 << 24, 1, 8)).is_err());
+    }
 
     #[test]
     fn blocks_within_counts_the_last_block_that_fits() {

@@ -71,7 +71,8 @@ impl DeviceKv<'_> {
             let expected = format!("a layer below {}", geometry.layers);
             return Err(CudaError::invalid("layer", expected, self.layer));
         }
-        self.entry_offsets.expect("entry_offsets", requests * self.tables() + 1)?;
+        let spans = requests.saturating_mul(self.tables());
+        self.entry_offsets.expect("entry_offsets", spans.saturating_add(1))?;
         let first_rank = if self.reach.is_some() { 0 } else { self.first_rank()? };
         let row = self.layer * self.pairs * size_of::<f32>();
         Ok(PagedKvParams {

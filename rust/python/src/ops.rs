@@ -196,7 +196,7 @@ pub fn merge_states(
         let params = || {
             outs.expect_shape("outs", &[("S", None), ("R", None), ("H", None), ("D", None)])?;
             let size = |axis: usize| outs.shape()[axis];
-            let (splits, states, head_dim) = (size(0), size(1) * size(2), size(3));
+            let (splits, states, head_dim) = (size(0), size(1).saturating_mul(size(2)), size(3));
             let [s, r, h, d] = [("S", 0), ("R", 1), ("H", 2), ("D", 3)]
                 .map(|(name, axis)| (name, Some(size(axis))));
             lses.expect_shape("lses", &[s, r, h])?;

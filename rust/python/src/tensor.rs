@@ -77,8 +77,9 @@ impl TensorRef {
         &self.strides[..self.axes]
     }
 
-    pub fn len(&self) -> usize {
-        self.shape().iter().product()
+    /// Whether there is no element at all; their number may be beyond any where strides are 0.
+    pub fn is_empty(&self) -> bool {
+        self.shape().contains(&0)
     }
 
     /// Refuses another number of axes, or an axis whose size differs; `None` accepts any size.
@@ -129,7 +130,7 @@ impl TensorRef {
     /// Whether elements lie without gaps, last axis fastest. Axes of size 1 may stride anyhow.
     pub fn is_contiguous(&self) -> bool {
         let wanted = compact(self.shape());
-        self.len() == 0
+        self.is_empty()
             || (0..self.axes)
                 .all(|axis| self.shape[axis] == 1 || self.strides[axis] == wanted[axis])
     }
@@ -145,7 +146,7 @@ impl TensorRef {
     /// Refuses a first element that is not on a boundary of `bytes`.
     pub fn expect_aligned(&self, what: &str, bytes: usize) -> Result<(), Failure> {
         let off = self.ptr as usize % bytes;
-        if off == 0 || self.len() == 0 {
+        if off == 0 || self.is_empty() {
             return Ok(());
         }
         let got = format!("an address {off} bytes past one");
@@ -153,26 +154,30 @@ impl TensorRef {
     }
 
     /// Elements from the first to one past the last that the strides reach. Strides must not be
-    /// negative: no argument of ours reads backwards.
+    /// negative: no argument of ours reads backwards. All of them end within the address space, and
+    /// are no more bytes than a slice may have.
     pub fn reach(&self, what: &str) -> Result<usize, Failure> {
-        if self.len() == 0 {
-            return Ok(0);
-        }
-        let mut last = 0usize;
-        for (&size, &stride) in self.shape().iter().zip(self.strides()) {
-            let step = usize::try_from(stride).ok().and_then(|s| s.checked_mul(size - 1));
-            last = step.and_then(|step| last.checked_add(step)).ok_or_else(|| {
-                let got = format!("{:?}", self.strides());
-                Failure::invalid(what, "strides of at least 0", got)
-            })?;
-        }
-        Ok(last + 1)
+        self.addresses(what).map(|(start, end)| (end - start) / self.dtype.bytes())
     }
 
     /// The bytes that the elements lie in, as addresses.
     fn addresses(&self, what: &str) -> Result<(usize, usize), Failure> {
         let start = self.ptr as usize;
-        Ok((start, start + self.reach(what)? * self.dtype.bytes()))
+        if self.is_empty() {
+            return Ok((start, start));
+        }
+        let steps = self.shape().iter().zip(self.strides());
+        let last = steps.fold(Some(0usize), |last, (&size, &stride)| {
+            let step = usize::try_from(stride).ok()?.checked_mul(size - 1)?;
+            last?.checked_add(step)
+        });
+        let bytes = last.and_then(|last| last.checked_add(1)?.checked_mul(self.dtype.bytes()));
+        let end = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());
+        let end = end.and_then(|bytes| start.checked_add(bytes)).ok_or_else(|| {
+            let got = format!("{:?} of shape {:?}", self.strides(), self.shape());
+            Failure::invalid(what, "strides of at least 0 that stay within memory", got)
+        })?;
+        Ok((start, end))
     }
 
     /// Refuses two arguments that share memory when one of them is written.

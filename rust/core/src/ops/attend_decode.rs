@@ -2,7 +2,7 @@
 
 use super::element::Element;
 use super::entries::KvView;
-use super::error::{OpError, ensure_len};
+use super::error::{OpError, ensure_len, ensure_size};
 use super::queries::{Queries, Scoring};
 
 /// Paged attention of one row per request: a decode step. Same result as `attend_prefill`.
@@ -34,8 +34,8 @@ impl<T, C: Element> AttendDecode<'_, T, C> {
         self.scoring.validate(&self.kv)?;
         let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
         ensure_len("q rows", requests, self.queries.vectors.rows)?;
-        let states = self.queries.vectors.rows * self.queries.vectors.heads;
-        ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
-        ensure_len("lse", states, self.lse.len())
+        let (rows, heads) = (self.queries.vectors.rows, self.queries.vectors.heads);
+        ensure_size("out", &[rows, heads, self.kv.geometry.head_dim], self.out.len())?;
+        ensure_size("lse", &[rows, heads], self.lse.len())
     }
 }

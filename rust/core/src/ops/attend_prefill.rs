@@ -2,7 +2,7 @@
 
 use super::element::Element;
 use super::entries::{KvView, check_offsets};
-use super::error::{OpError, ensure_len};
+use super::error::{OpError, ensure_len, ensure_size};
 use super::queries::{Queries, Scoring};
 
 /// Paged attention of rows at arbitrary positions, causal by position, for a batch of requests.
@@ -41,8 +41,8 @@ impl<T, C: Element> AttendPrefill<'_, T, C> {
         check_offsets("row_offsets", self.row_offsets, self.queries.vectors.rows)?;
         let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
         ensure_len("row_offsets", requests + 1, self.row_offsets.len())?;
-        let states = self.queries.vectors.rows * self.queries.vectors.heads;
-        ensure_len("out", states * self.kv.geometry.head_dim, self.out.len())?;
-        ensure_len("lse", states, self.lse.len())
+        let (rows, heads) = (self.queries.vectors.rows, self.queries.vectors.heads);
+        ensure_size("out", &[rows, heads, self.kv.geometry.head_dim], self.out.len())?;
+        ensure_size("lse", &[rows, heads], self.lse.len())
     }
 }

@@ -92,3 +92,13 @@ pub(crate) fn ensure_len(what: &'static str, expected: usize, got: usize) -> Res
         (format!("{expected} elements"), format!("{got}"))
     })
 }
+
+/// The length of a tensor without gaps, which must be the product of its sizes; where these come
+/// from strides of 0 it may be beyond any number.
+pub(crate) fn ensure_size(what: &'static str, sizes: &[usize], got: usize) -> Result<(), OpError> {
+    let size = sizes.iter().try_fold(1usize, |size, &axis| size.checked_mul(axis));
+    ensure(size == Some(got), OpErrorKind::Shape, what, || {
+        let expected = size.map_or_else(|| format!("as many as {sizes:?}"), |n| n.to_string());
+        (format!("{expected} elements"), got)
+    })
+}

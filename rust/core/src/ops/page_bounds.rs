@@ -73,7 +73,8 @@ pub fn validate_bounds(
     }
     let Some(&last) = blocks.last() else { return Ok(()) };
     geometry.check_inside(last as usize, layer, cache_len)?;
-    let pages = last as usize + (layer + 1) * kv_heads;
+    let before = layer.checked_add(1).and_then(|layers| layers.checked_mul(kv_heads));
+    let pages = before.map_or(usize::MAX, |before| before.saturating_add(last as usize));
     ensure(pages <= values_len / row, OpErrorKind::OutOfRange, "bounds", || {
         (format!("those of at least {pages} pages"), values_len / row)
     })?;

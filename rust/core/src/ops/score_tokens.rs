@@ -2,7 +2,7 @@
 
 use super::element::Element;
 use super::entries::{Entry, KvView};
-use super::error::{OpError, OpErrorKind, ensure, ensure_len};
+use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_size};
 use super::queries::{Queries, Scoring};
 use super::reach::Visible;
 
@@ -69,8 +69,8 @@ impl<T, C: Element> ScoreTokens<'_, T, C> {
         ensure(edge.window > 0, OpErrorKind::InvalidArgument, "window of edge", || {
             ("at least 1", edge.window)
         })?;
-        let states = self.queries.vectors.rows * self.queries.vectors.heads;
-        ensure_len("edge", states, edge.share.len())
+        let (rows, heads) = (self.queries.vectors.rows, self.queries.vectors.heads);
+        ensure_size("edge", &[rows, heads], edge.share.len())
     }
 
     /// One past the last position of any table.

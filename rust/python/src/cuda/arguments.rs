@@ -111,7 +111,7 @@ impl<'py> DeviceTable<'py> {
         let Some(Reach { tables, .. }) = reach else { return self.rows::<2>(what, place) };
         let shape = [("tables", Some(tables)), ("R", None), ("columns", Some(2))];
         let (slots, _) = self.shaped(what, place, &shape)?;
-        Ok((slots, tables * self.on_device.tensor.shape()[1]))
+        Ok((slots, tables.saturating_mul(self.on_device.tensor.shape()[1])))
     }
 
     /// The list [N] on the device, and N.

@@ -46,7 +46,7 @@ pub fn merge_states_cuda(
             lses: reach_of("lses", lses)?,
             dtype,
             splits: size(0),
-            states: size(1) * size(2),
+            states: size(1).saturating_mul(size(2)),
             head_dim: size(3),
             out: place.output("out", out, (dtype.into(), &[r, h, d]), &read)?,
             lse: place.output("lse", lse, (DType::F32, &[r, h]), &read[..2])?,
