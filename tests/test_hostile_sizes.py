@@ -52,7 +52,9 @@ def test_a_copy_of_nothing_is_of_blocks_that_the_cache_can_hold(kv_heads, backen
 class Forged:
     """A producer of a description that no memory has: int32, of any shape, strides and address."""
 
-    def __init__(self, shape: Sequence[int], strides: Sequence[int], address: int = 1 << 20) -> None:
+    def __init__(
+        self, shape: Sequence[int], strides: Sequence[int], address: int = 1 << 20
+    ) -> None:
         count = len(shape)
         self.sizes = (ctypes.c_int64 * count)(*shape)
         self.steps = (ctypes.c_int64 * count)(*strides)

@@ -127,12 +127,13 @@ def test_requests_with_unlike_restored_heads_decode_side_by_side(llama) -> None:
         restored = classes.copy()
         restored[layer, head] = 0
         wanted.append(masked_greedy(llama, restored, tokens, 12))
-    ask = [runner._ask(p, Lookup(), 12, None, ()) for p in policies]
-    sequences = [runner._start(tokens, one) for one in ask]
-    runner._decode(sequences)
-    assert [s.tokens for s in sequences] == wanted
-    for sequence in sequences:
-        sequence.request.release()
+    answering = runner._answering
+    asks = [answering.ask(policy, Lookup(), 12, None, ()) for policy in policies]
+    answers = [answering.start(runner.tokenize(tokens), ask) for ask in asks]
+    answering.run(answers)
+    assert [answer.sequence.tokens for answer in answers] == wanted
+    for answer in answers:
+        answer.done.release()
     runner.cache.check()
 
 

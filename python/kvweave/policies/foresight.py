@@ -4,10 +4,10 @@ The first pass sends the fresh rows alone through every layer, over segments of 
 recomputed, and measures in the deeper layers how much attention the question gives to each token.
 A draft of the answer, decoded from the same KV, asks too: its queries look at what the question
 does not name, such as the next link of a chain. Both weigh alike, whatever their lengths. The
-tokens that hold most of this mass, with what they see of their neighbours', are then recomputed
-once, together with the fresh rows behind the first of them: those before it see nothing that
-changes. KV that was encoded elsewhere is good enough to see where the model looks; what it looks at
-is what has to be right.
+tokens that hold most of this mass, averaged with their neighbours', are then recomputed once,
+together with the question; fresh text between segments has been read once and competes with them.
+KV that was encoded elsewhere is good enough to see where the model looks; what it looks at is what
+has to be right.
 
 That the user's question, asked in all layers, says what to recompute is ProphetKV's idea (ICML
 2026, arXiv 2602.02579); InfoFlow KV (arXiv 2603.05353) ranks by the question's attention too. Ours
@@ -49,8 +49,9 @@ TAIL = 64
 class Foresight:
     """Recomputes the reused tokens that the question and a draft of its answer look at.
 
-    The budget is one of: `share` of the reused tokens; `count` of them; or `mass`, the fewest that
-    hold this share of the mass on reused tokens, `most` of them at most (a share). `draft`: tokens
+    The budget is one of: as many rows as a `share` of the reused tokens; `count` of them; or
+    `mass`, the fewest that hold this share of the mass on all that may be chosen, and at most a
+    share `most` of the reused tokens. `draft`: tokens
     of the answer that ask too, 0 for none. `depth`: share of the layers that are passed over before
     attention is measured. `near`: tokens over which mass is averaged, an odd number; 1 for none.
     `ask`: the last rows of the question that ask, at most.
@@ -102,14 +103,14 @@ class Foresight:
         return round((DEFAULT_SHARE if self.share is None else self.share) * reused)
 
     def plan(self, prompt: PromptView) -> Plans:
-        """The fresh rows, a draft, and then the fresh rows with the chosen ones."""
+        """The fresh rows, a draft, and then the question's rows with the chosen ones."""
         rows = yield from self.rows(prompt)
         yield from one_pass(prompt.layers, rows)
 
     def rows(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, Rows]:
         """The first pass and the draft, where there is something to choose; returns the last rows.
 
-        These are the fresh rows with the chosen ones, from the first chosen one on.
+        These are the chosen ones and the question's.
         """
         reused = prompt.reused
         budget = self.budget(len(reused))
@@ -118,10 +119,19 @@ class Foresight:
         if budget == len(reused) and self.mass is None:
             return union(prompt.fresh, reused)
         mass = yield from self.look(prompt)
-        chosen = self.choose(mass, reused, budget)
-        rows = union(prompt.fresh, chosen)
-        first = chosen[0] if len(chosen) else prompt.tokens - 1
-        return rows[np.searchsorted(rows, first) :]
+        asked = question(prompt)
+        candidates = self.candidates(prompt, asked)
+        at_most = budget if budget < len(reused) else len(candidates)
+        return union(self.choose(mass, candidates, at_most), asked)
+
+    def candidates(self, prompt: PromptView, asked: Rows) -> Rows:
+        """The rows that may be chosen: reused ones, and fresh ones between them and the question.
+
+        Fresh rows before the first segment see nothing that changes.
+        """
+        behind = prompt.fresh[prompt.fresh > prompt.segments[0][0]]
+        between: Rows = np.setdiff1d(behind, asked, assume_unique=True)
+        return union(prompt.reused, between)
 
     def look(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
         """The first pass and the draft; returns the mass of each token, f32 [T], on the device."""
@@ -155,10 +165,10 @@ class Foresight:
         """
         return union(question(prompt)[-self.ask :], tail(prompt, TAIL))
 
-    def choose(self, mass: torch.Tensor, reused: Rows, budget: int) -> Rows:
-        """The reused rows of most mass, within the budget."""
-        among = scores_of(averaged(mass, self.near), reused)
+    def choose(self, mass: torch.Tensor, candidates: Rows, budget: int) -> Rows:
+        """The candidates of most mass, within the budget."""
+        among = scores_of(averaged(mass, self.near), candidates)
         if self.mass is None:
-            return highest(among, reused, budget)
-        chosen, _ = heaviest(among, reused, self.mass, budget, mass[:0])
+            return highest(among, candidates, budget)
+        chosen, _ = heaviest(among, candidates, self.mass, budget, mass[:0])
         return chosen
