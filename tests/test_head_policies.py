@@ -15,7 +15,7 @@ from families import random_tokens, tiny
 from head_maps import CLASSES, classes_of, near, runner_of
 from kvweave.plan import Draft, LayerPlan, Probe, Salience
 from kvweave.policies import Foresight, RedKnot, SparseX, Weave
-from kvweave.policies.row_sets import heaviest
+from kvweave.policies.row_sets import heaviest, question
 from kvweave.runner import Segment
 from plan_emulator import Emulator
 from prompt_views import drive, view_of, views
@@ -47,12 +47,13 @@ def test_plans_are_lawful(policy, view, seed):
     plans, last = layers_of(steps)
     assert plans[-1].layer == view.layers - 1
     first = len(plans) - len(last)
-    # A first pass computes all fresh rows; a second begins at the first chosen one.
-    late = last[0].rows[0] if first else 0
+    # A first pass computes all fresh rows; a second the question's, and others as they are chosen.
+    asked = set(question(view))
     for index, plan in enumerate(plans):
         rows, local = set(plan.rows), view.heads[plan.layer, :, 0] > 0
-        wanted = {int(row) for row in view.fresh if index < first or row >= late}
-        assert wanted <= rows
+        again = first and index >= first
+        wanted = set(view.fresh) & rows if again else set(view.fresh)
+        assert (asked if again else wanted) <= rows
         assert view.prefix <= plan.rows[0]
         assert plan.rows[-1] == view.tokens - 1
         for part in (plan.score_rows, plan.local_rows, plan.ffn_rows):
