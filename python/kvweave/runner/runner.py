@@ -13,7 +13,7 @@ from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
-from kvweave.policies import Policy, policy_of
+from kvweave.policies import DEFAULT_POLICY, Policy, policy_of
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.fused_norms import with_fused_norms
@@ -196,7 +196,7 @@ class Runner:
     def prefill(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         logits_from: int | None = None,
         namespace: str = "",
@@ -279,7 +279,7 @@ class Runner:
     def generate(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -333,7 +333,7 @@ class Runner:
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -364,7 +364,7 @@ class Runner:
     def stream(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
