@@ -50,7 +50,7 @@ def test_what_cannot_be_shared_is_materialised_and_says_why(shared: tuple[str, d
     for name, reason in reasons.items():
         assert rows[name]["mode"] == "materialise"
         assert f"materialised, not shared: {reason}" in text
-    for name in ("naive", "epic"):
+    for name in ("naive", "epic", "foresight"):
         assert rows[name]["mode"] == "share"
         assert rows[name]["shared_kv_bytes"] > rows[name]["kv_bytes"] > 0
 

@@ -1,4 +1,4 @@
-"""`foresight`: its plans as data, what its draft measures and leaves, and what it comes to."""
+"""`foresight`: its plans as data, and what they come to on tiny models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvweave
+from cached_prompts import answer_of, two_documents
 from families import random_tokens, reference, tiny
-from head_maps import CLASSES, classes_of, near, runner_of
+from head_maps import classes_of, near, runner_of
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Draft, LayerPlan, Probe
 from kvweave.policies import Foresight, Naive, policy_of
 from kvweave.policies.row_sets import averaged, question, tail
-from kvweave.runner import Segment
 from plan_emulator import Emulator
 from plan_policies import Overheard
 from prompt_views import drive, noise, view_of, views
@@ -265,32 +264,11 @@ def test_it_has_a_name():
 MODES = ("materialise", "share")
 
 
-def prompt_of(runner, length, fresh_end=True):
-    """A prompt of so many tokens with two cached segments that were encoded elsewhere."""
-    tokens = random_tokens(length, length)
-    ends = (60, length - 14 if fresh_end else length)
-    for name, start, stop in (("a", 7, 50), ("b", *ends)):
-        runner.insert(tokens[start:stop].tolist(), name, "kb")
-    parts = [
-        Segment(tokens=tokens[:7].tolist()),
-        Segment(tokens=tokens[7:50].tolist(), namespace="kb"),
-        Segment(tokens=tokens[50:60].tolist()),
-        Segment(tokens=tokens[slice(*ends)].tolist(), namespace="kb"),
-    ]
-    spans = ((7, 50), (60, min(ends[1], length - 1)))
-    return tokens, [*parts, Segment(tokens=tokens[ends[1] :].tolist())][: 4 + fresh_end], spans
-
-
-def answer_of(runner, parts, policy, **settings):
-    with runner.prefill(parts, policy, remember=False, **settings) as done:
-        return done.logits.clone(), done.report
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fresh_end", [True, False])
 def test_no_budget_is_naive_bit_for_bit(mode, fresh_end):
     runner = runner_of(tiny("llama"), mode=mode)
-    _, parts, _ = prompt_of(runner, 150, fresh_end)
+    _, parts, _ = two_documents(runner, 150, fresh_end)
     naive, told = answer_of(runner, parts, "naive")
     for policy in NOTHING:
         logits, report = answer_of(runner, parts, policy)
@@ -304,7 +282,7 @@ def test_no_budget_is_naive_bit_for_bit(mode, fresh_end):
 def test_everything_is_full_but_for_fulls_own_noise(mode, family):
     model = tiny(family)
     runner = runner_of(model, mode=mode)
-    tokens, parts, _ = prompt_of(runner, 150)
+    tokens, parts, _ = two_documents(runner, 150)
     start = 136
     exact = reference(model, tokens)[start:]
     whole, _ = answer_of(runner, parts, "full", logits_from=start)
@@ -322,7 +300,7 @@ def test_everything_is_full_but_for_fulls_own_noise(mode, family):
 def test_a_model_of_few_layers(layers, mode):
     model = tiny("llama", num_hidden_layers=layers)
     runner = runner_of(model, mode=mode)
-    tokens, parts, spans = prompt_of(runner, 150)
+    tokens, parts, spans = two_documents(runner, 150)
     ours, theirs = Overheard(Foresight()), Overheard(Foresight())
     wanted, _ = Emulator(runner.spec, classes_of(model, (None,))).prefill(tokens, spans, theirs)
     logits, report = answer_of(runner, parts, ours)
@@ -335,117 +313,9 @@ def _layer_rows(report):
     return [one.rows_per_layer for one in report.passes if one.kind == "layers"]
 
 
-@pytest.mark.parametrize("length", [144, 145, 159, 150])
-@pytest.mark.parametrize(
-    ("mode", "classes", "fresh_end"),
-    [
-        ("materialise", None, True),
-        ("share", None, True),
-        ("share", None, False),
-        ("share", CLASSES, True),
-        ("materialise", CLASSES, False),
-    ],
-)
-def test_the_draft_measures_what_plain_torch_does(length, mode, classes, fresh_end):
-    model = tiny("llama")
-    heads = classes_of(model, (None,) if classes is None else classes)
-    runner = runner_of(model, None if classes is None else heads, mode=mode)
-    tokens, parts, spans = prompt_of(runner, length, fresh_end)
-    # The draft crosses a block's border; `draft - 1` more tokens than a page.
-    ours, theirs = (Overheard(Foresight(share=0.3, draft=18)) for _ in range(2))
-    wanted, rows = Emulator(runner.spec, heads).prefill(tokens, spans, theirs)
-    logits, report = answer_of(runner, parts, ours, reserve_tokens=5)
-    for got, expected in zip(ours.said, theirs.said, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-    # 4 query heads in 3 layers of 4: what 18 tokens look at, themselves apart.
-    drafted = ours.said[-1]
-    assert drafted.shape == (length,)
-    assert 0 < float(drafted.sum()) < 18 * 4 * 3
-    near(logits, wanted[-1:])
-    assert report.passes[1].tokens == 18
-    assert rows[-1] == length - 1
-
-
-@pytest.mark.parametrize("classes", [None, CLASSES])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_draft_leaves_nothing(mode, classes):
-    model = tiny("llama")
-    runner = runner_of(model, None if classes is None else classes_of(model, classes), mode=mode)
-    _, parts, _ = prompt_of(runner, 159)
-    found = []
-    for draft in (0, 18, 0):
-        before = runner.cache.stats()["held"]
-        policy = Foresight(share=0.5, draft=draft)
-        if draft:
-            # What it chooses is another matter: here the draft asks and is not listened to.
-            policy = _Deaf(policy)
-        with runner.prefill(parts, policy, remember=False, reserve_tokens=3) as done:
-            assert [one.tokens for one in done.report.passes] == [0, *[draft] * (draft > 0), 0]
-            request, stats = done.request, runner.cache.stats()
-            entries = [request.entries(t)[:, 1:].tolist() for t in range(request.tables)]
-            assert request.length == 159
-            said = runner.decode(done, max_new_tokens=5).tokens
-            state = entries, stats["held"] - before, done.report.kv_bytes, said
-            found.append((done.logits.clone(), *state))
-        runner.cache.check()
-        assert runner.cache.stats()["held"] == before
-    for logits, *state in found[1:]:
-        assert torch.equal(logits, found[0][0])
-        assert tuple(state) == found[0][1:]
-
-
-class _Deaf(Overheard):
-    """Tells its policy that there was no room for a draft."""
-
-    def plan(self, prompt):
-        steps, answer = self.policy.plan(prompt), None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration:
-                return
-            answer = yield step
-            if isinstance(step, Draft):
-                answer = None
-
-
-def test_a_draft_without_room_is_told_and_done_without():
-    runner = runner_of(tiny("llama"), max_tokens=768)
-    _, parts, _ = prompt_of(runner, 159)
-    wanted = runner.tokenize(parts)
-    with runner.prefill(parts, "naive", remember=False) as done:
-        regime = done.request.regime
-    # Somebody reads the segments, so that their blocks do not give way.
-    reader = runner.cache.admit(
-        wanted.tokens, segments=wanted.segments, mode="share", regime=regime
-    )
-    free, drafted = runner.cache.stats()["free"], []
-    for left in range(5):
-        others = runner.cache.admit(random_tokens(16 * (free - 10 - left), 9), reuse="none")
-        with others:
-            alone, _ = answer_of(runner, parts, Foresight(draft=0))
-            logits, report = answer_of(runner, parts, Foresight(draft=18))
-        assert report.reused_segment == 43 + 85
-        look, draft, last = report.passes
-        assert (look.kind, draft.kind, last.kind) == ("layers", "draft", "layers")
-        drafted.append((draft.tokens, draft.rows_per_layer[0]))
-        # What was decoded before the room ran out was computed all the same.
-        assert draft.flops["logits"] == (1 + drafted[-1][1]) * answer_flops(runner)
-        assert draft.tokens or torch.equal(logits, alone)
-        runner.cache.check()
-    # The last block is copied, and 18 tokens begin two more.
-    assert drafted == [(0, 0), (0, 1), (0, 17), (18, 18), (18, 18)]
-    reader.release()
-
-
-def answer_flops(runner):
-    """FLOPs of one row's logits."""
-    return 2 * runner.spec.head.weight.numel()
-
-
 def test_passes_add_up():
     runner = runner_of(tiny("llama"))
-    _, parts, _ = prompt_of(runner, 159)
+    _, parts, _ = two_documents(runner, 159)
     naive = answer_of(runner, parts, "naive")[1]
     _, report = answer_of(runner, parts, Foresight(share=0.25, draft=3))
     look, draft, last = report.passes
@@ -480,7 +350,7 @@ def test_nothing_to_reuse_is_full_bit_for_bit():
 
 def test_the_second_time_is_the_first():
     runner = runner_of(tiny("qwen3"), mode="share")
-    _, parts, _ = prompt_of(runner, 159)
+    _, parts, _ = two_documents(runner, 159)
     once, told = answer_of(runner, parts, "foresight")
     again, told_again = answer_of(runner, parts, "foresight")
     assert torch.equal(once, again)
@@ -491,20 +361,10 @@ def test_it_is_nearer_than_naive_where_the_question_looks():
     """Everything the question's rows look at is recomputed when the budget holds it."""
     model = tiny("llama")
     runner = runner_of(model)
-    tokens, parts, _ = prompt_of(runner, 159)
+    tokens, parts, _ = two_documents(runner, 159)
     exact = reference(model, tokens)[-1:]
     apart = {
         share: float((answer_of(runner, parts, Foresight(share=share))[0] - exact).abs().max())
         for share in (0.0, 0.9)
     }
     assert apart[0.9] < apart[0.0]
-    with pytest.raises(kvweave.InvalidArgument, match="expected a pass"):
-        answer_of(runner, parts, _DraftFirst())
-
-
-class _DraftFirst(Foresight):
-    """Drafts before anything was computed."""
-
-    def plan(self, prompt):
-        yield Draft(2)
-        yield from super().plan(prompt)

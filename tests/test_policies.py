@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import numpy as np
@@ -11,8 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvweave
+from kvweave import demo
+from kvweave.cli.evaluate import evaluate as cli_evaluate
+from kvweave.cli.generate import generate as cli_generate
+from kvweave.eval.evaluate import POLICIES as EVALUATED
 from kvweave.eval.text import speech, speech_names
-from kvweave.policies import CacheBlend, Epic, Full, Naive, Prefix, SparseX, policy_of
+from kvweave.policies import (
+    DEFAULT_POLICY,
+    CacheBlend,
+    Epic,
+    Full,
+    Naive,
+    Prefix,
+    SparseX,
+    policy_of,
+)
 from kvweave.policies.row_sets import highest, intervals, overflow, union
 from kvweave.runner import Runner, Segment
 from prompt_views import drive, view_of, views
@@ -94,6 +108,16 @@ def test_bad_settings(make):
 def test_a_policys_class_is_not_a_policy():
     with pytest.raises(kvweave.InvalidArgument, match=r"expected a name or SparseX\(\), got the"):
         policy_of(SparseX)
+
+
+def test_one_place_names_the_default():
+    for method in (Runner.prefill, Runner.generate, Runner.generate_batch, Runner.stream):
+        assert inspect.signature(method).parameters["policy"].default == DEFAULT_POLICY
+    assert f"; {DEFAULT_POLICY} if not given" in str(inspect.signature(cli_generate))
+    assert DEFAULT_POLICY in demo.POLICIES
+    assert DEFAULT_POLICY in EVALUATED
+    told = inspect.signature(cli_evaluate).parameters["policies"].default
+    assert told == ",".join(EVALUATED)
 
 
 # ---- on a real model ----------------------------------------------------------------------

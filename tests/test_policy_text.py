@@ -31,7 +31,7 @@ def test_settings_of_parts_stand_behind_a_dot() -> None:
     made = read_policy("weave:redknot.ffn_share=0.75")
     assert isinstance(made, Weave)
     assert made.redknot.ffn_share == 0.75
-    assert made.sparsex == Weave().sparsex
+    assert made.foresight == Weave().foresight
     assert title_of(made) == "weave(redknot.ffn_share=0.75)"
 
 
@@ -60,7 +60,7 @@ def test_what_is_told_can_be_read_again(ratio: float, spread: float) -> None:
         ("naive:delta_rope=maybe", "expected true or false"),
         ("full:name=x", "expected no settings"),
         ("epic:__class__=1", "one of first"),
-        ("weave:redknot=1", "one of sparsex.boundary"),
+        ("weave:redknot=1", "one of foresight.share"),
         ("sparsex:top_k=many", "expected a whole number or a number"),
     ],
 )

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.adapters.vllm.segments.accepted import accepted
-from kvweave.adapters.vllm.segments.markers import MOST_SEGMENTS, Markers, Span, markers_of, parse
+from kvweave.adapters.vllm.segments.markers import (
+    MOST_SEGMENTS,
+    POLICIES,
+    Markers,
+    Span,
+    markers_of,
+    parse,
+)
 from kvweave.errors import InvalidArgument
+from kvweave.policies import POLICIES as KNOWN
 from kvweave.policies import Naive, SparseX
 
 WHOLE: dict[str, Any] = {
@@ -52,6 +60,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "surrogate": ('{"namespace": "\\ud800"}', "kvweave.namespace: expected a string"),
     "long": ({"namespace": "a" * 257}, "kvweave.namespace: expected a string of up to 256"),
     "policy": ({"policy": "cacheblend"}, "kvweave.policy: expected one of sparsex, naive, full"),
+    "two passes": (
+        {"policy": "foresight"},
+        "one of sparsex, naive, full, got 'foresight', which goes through the layers up to 2 times",
+    ),
+    "set two passes": ({"policy": {"name": "weave", "x": 1}}, "got 'weave', which goes through"),
+    "other probe": ({"policy": "redknot"}, "full, got 'redknot', whose plans are not carried out"),
     "deep": ("[" * 100_000, "kvweave: expected a JSON object"),
     "setting": ({"policy": {"name": "sparsex", "k": 1}}, "expected boundary, .* got k of sparsex"),
     "of naive": ({"policy": {"name": "naive", "tail": 1}}, "got tail of naive"),
@@ -96,6 +110,16 @@ def test_settings_of_the_policy() -> None:
     assert parse({"policy": {"name": "sparsex"}}) == parse({})
     assert parse({}).recovery() == SparseX()
     assert parse({"policy": "naive"}).recovery() == Naive()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_the_engine_cannot_carry_out_is_refused(name: str) -> None:
+    if name in POLICIES:
+        assert parse({"policy": name}).recovery().passes == 1
+        return
+    for policy in (name, {"name": name}):
+        with pytest.raises(InvalidArgument, match="expected one of sparsex, naive, full, got "):
+            parse({"policy": policy})
 
 
 def test_spans_beyond_the_prompt_are_refused() -> None:

@@ -15,7 +15,7 @@ from kvweave.eval.text import passage
 from kvweave.runner import Part, Runner, Segment, chat_parts
 
 NAMESPACE = "demo"
-POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")
+POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex", "foresight")
 """Those that need no head map."""
 MAX_NEW_TOKENS = 24
 

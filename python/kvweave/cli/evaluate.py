@@ -24,7 +24,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1)] = 8,
     policies: Annotated[
         str, typer.Option(help="NAME:setting=value:…, comma-separated; naive is always there.")
-    ] = "naive,epic,cacheblend,sparsex",
+    ] = "naive,epic,cacheblend,sparsex,foresight",
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -23,7 +23,9 @@ def generate(
     segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    policy: Annotated[str, typer.Option(help="How reused text is corrected.")] = "sparsex",
+    policy: Annotated[
+        str | None, typer.Option(help="How reused text is corrected; foresight if not given.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
@@ -36,10 +38,10 @@ def generate(
     parts = prompt_parts(read_prompt(prompt), segments)
     with err().status(f"loading {model}"):
         from kvweave import models
-        from kvweave.policies import policy_of
+        from kvweave.policies import DEFAULT_POLICY, policy_of
         from kvweave.runner import Runner, Sampling, chat_parts
 
-        chosen = policy_of(policy)
+        chosen = policy_of(DEFAULT_POLICY if policy is None else policy)
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         loaded, tokenizer = models.load(model, device=device)
         runner = Runner(loaded, tokenizer)

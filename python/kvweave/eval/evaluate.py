@@ -19,7 +19,7 @@ from kvweave.eval.tasks import task_of
 from kvweave.policies import Policy
 from kvweave.runner import Runner
 
-POLICIES: tuple[str, ...] = ("naive", "epic", "cacheblend", "sparsex")
+POLICIES: tuple[str, ...] = ("naive", "epic", "cacheblend", "sparsex", "foresight")
 
 
 def draw(task: Task, tokenizer: Any, samples: int, seed: int) -> list[Sample]:

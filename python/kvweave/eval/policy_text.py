@@ -1,7 +1,7 @@
 """Policies with their settings as text: `epic:first=32` is read, `epic(first=32)` is told.
 
 A setting is a field of the policy's dataclass. A policy that is made of others has its parts'
-fields behind a dot: `weave:sparsex.boundary=0`.
+fields behind a dot: `weave:foresight.share=0.1`.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 """Policies by name, in the order that tables show them."""
 
+DEFAULT_POLICY = "foresight"
+"""What recovers a prompt for which no policy is named."""
+
 
 def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name with default settings, or the policy itself.
@@ -52,6 +55,7 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 __all__ = [
+    "DEFAULT_POLICY",
     "POLICIES",
     "CacheBlend",
     "Epic",

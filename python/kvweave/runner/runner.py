@@ -12,7 +12,7 @@ from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
-from kvweave.policies import Policy, policy_of
+from kvweave.policies import DEFAULT_POLICY, Policy, policy_of
 from kvweave.runner.answering import Answer, Answering
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
@@ -173,7 +173,7 @@ class Runner:
     def prefill(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         logits_from: int | None = None,
         namespace: str = "",
@@ -256,7 +256,7 @@ class Runner:
     def generate(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -318,7 +318,7 @@ class Runner:
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -351,7 +351,7 @@ class Runner:
     def stream(
         self,
         prompt: Prompt,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -383,7 +383,7 @@ class Runner:
 
     def conversation(
         self,
-        policy: str | Policy = "sparsex",
+        policy: str | Policy = DEFAULT_POLICY,
         *,
         namespace: str = "",
         discover: bool = False,

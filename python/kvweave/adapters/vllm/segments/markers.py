@@ -12,11 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from kvweave.errors import InvalidArgument
+from kvweave.policies import POLICIES as KNOWN
 from kvweave.policies import Policy, SparseX, policy_of
 
 SECTION = "kvweave"
 FIELDS = ("segments", "namespace", "policy", "discover")
 POLICIES = ("sparsex", "naive", "full")
+"""What the engine carries out: one pass through the layers, at most one of them scored."""
 SETTINGS = ("boundary", "top_k", "overflow", "tail")
 MOST_SEGMENTS = 4096
 LONGEST = 256
@@ -118,7 +120,7 @@ def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
     settings = dict(given) if isinstance(given, Mapping) else {}
     name = settings.pop("name", None) if isinstance(given, Mapping) else given
     if not isinstance(name, str) or name not in POLICIES:
-        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(name))
+        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _unable(name))
     for field, value in settings.items():
         if name != "sparsex" or field not in SETTINGS:
             raise _invalid("policy", f"{', '.join(SETTINGS)} of sparsex", f"{field} of {name}")
@@ -130,6 +132,16 @@ def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
     except InvalidArgument as error:
         raise _invalid("policy", "settings in range", str(error)) from error
     return name, tuple(sorted(settings.items()))
+
+
+def _unable(name: Any) -> str:
+    """What was named, and why the engine does not carry it out where it is a policy's name."""
+    if not isinstance(name, str) or name not in KNOWN:
+        return _shown(name)
+    passes = KNOWN[name]().passes
+    if passes > 1:
+        return f"{name!r}, which goes through the layers up to {passes} times"
+    return f"{name!r}, whose plans are not carried out here"
 
 
 def is_text(given: Any, longest: int = LONGEST) -> bool:
