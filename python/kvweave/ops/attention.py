@@ -12,8 +12,8 @@ from kvweave.ops.dispatch import (
     Pages,
     Table,
     cuda_device,
+    expect_tensors,
     on_device,
-    refuse_gradients,
     stream_of,
     whole,
 )
@@ -59,7 +59,7 @@ def attend_prefill(
     call makes its own. On CUDA with bf16 or f16 a value that is NaN or infinite may also reach
     rows of the same request that do not see its key but stand next to one that does.
     """
-    refuse_gradients(q)
+    expect_tensors(q=q)
     scoring = (scale, rope, window, softcap)
     call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)
@@ -109,7 +109,7 @@ def attend_decode(
     Returns out [B, H, D] and lse f32 [B, H]. A `workspace` spares each call on CUDA the memory and
     the zeros that split keys need.
     """
-    refuse_gradients(q)
+    expect_tensors(q=q)
     scoring = (scale, rope, window, softcap)
     call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)

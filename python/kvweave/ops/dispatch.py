@@ -40,18 +40,17 @@ def cuda_device(what: str, tensor: Any, backend: Backend) -> torch.device | None
     return tensor.device if there and backend in (None, "cuda") else None
 
 
-def refuse_gradients(*tensors: torch.Tensor) -> None:
-    """Ops are not differentiable, and say so before a wrong gradient is computed."""
-    if not torch.is_grad_enabled():
-        return
-    for tensor in tensors:
-        if tensor.requires_grad:
-            raise InvalidArgument(
-                "tensor: expected one without gradient (ops are not differentiable), "
-                "got requires_grad=True",
-                expected="requires_grad=False",
-                got="requires_grad=True",
-            )
+def expect_tensors(**named: torch.Tensor) -> None:
+    """Refuses by name what is no tensor of torch, and one whose gradient is wanted.
+
+    Ops are not differentiable, and say so before a wrong gradient is computed.
+    """
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(name, "a tensor of torch", f"an object of type {type(tensor).__name__}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            expected = "a tensor without gradient (ops are not differentiable)"
+            raise invalid(name, expected, "requires_grad=True")
 
 
 def stream_of(device: torch.device) -> int:

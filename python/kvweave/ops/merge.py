@@ -6,7 +6,7 @@ import torch
 
 from kvweave import _native
 from kvweave.device_memory import needs_memory
-from kvweave.ops.dispatch import Backend, cuda_device, refuse_gradients, stream_of
+from kvweave.ops.dispatch import Backend, cuda_device, expect_tensors, stream_of
 
 
 @needs_memory("merge_states")
@@ -18,7 +18,7 @@ def merge_states(
     outs [S, R, H, D], lses f32 [S, R, H], both contiguous. Returns out [R, H, D] and lse f32
     [R, H] of attention over the union.
     """
-    refuse_gradients(outs)
+    expect_tensors(outs=outs, lses=lses)
     device = cuda_device("outs", outs, backend)
     shape = outs.shape[1:] if outs.dim() == 4 else outs.shape
     out = torch.empty(shape, dtype=outs.dtype, device=outs.device)

@@ -14,8 +14,8 @@ from kvweave.ops.dispatch import (
     Pages,
     Table,
     cuda_device,
+    expect_tensors,
     on_device,
-    refuse_gradients,
     stream_of,
 )
 
@@ -67,7 +67,7 @@ def write_pages(
     infinities included, becomes ±448, and NaN stays NaN. Bounds are those of the stored keys times
     their scale.
     """
-    refuse_gradients(k, v)
+    expect_tensors(k=k, v=v)
     device = cuda_device("cache", cache, backend)
     if device is None:
         named = None if bounds is None else (bounds.values, bounds.held)

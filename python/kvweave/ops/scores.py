@@ -15,9 +15,9 @@ from kvweave.ops.dispatch import (
     Pages,
     Table,
     cuda_device,
+    expect_tensors,
     invalid,
     on_device,
-    refuse_gradients,
     stream_of,
     whole,
 )
@@ -66,11 +66,11 @@ def score_tokens(
     same passes. `tokens` says T where entries lie on a CUDA device: nothing waits to look there.
     Over a float8_e4m3fn cache `kv_scales` are those of `attend_prefill`.
     """
-    refuse_gradients(q)
+    expect_tensors(q=q)
     scoring = (scale, rope, window, softcap)
     call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
     device = cuda_device("cache", cache, backend)
-    length = _end_of(entries) if tokens is None else tokens
+    length = _end_of(entries) if tokens is None else _counted(tokens)
     mass = torch.empty(length, dtype=torch.float32, device=device)
     far = None if edge is None else (edge.share, edge.window, edge.sink)
     if device is None:
@@ -91,11 +91,17 @@ def score_tokens(
     return mass
 
 
+def _counted(tokens: int) -> int:
+    if not isinstance(tokens, int | np.integer) or not 0 <= tokens < 2**31:
+        raise invalid("tokens", "a number from 0 to 2^31 − 1", repr(tokens)[:40])
+    return int(tokens)
+
+
 def _end_of(entries: Table) -> int:
     """The largest end of an entry; 0 for a table that the op itself will refuse."""
     if isinstance(entries, torch.Tensor) and entries.is_cuda:
         raise invalid("tokens", "the largest end of an entry, as entries lie on cuda", "None")
-    if entries.ndim != 2 or entries.shape[1] != 5 or len(entries) == 0:
+    if getattr(entries, "ndim", 0) != 2 or entries.shape[1] != 5 or len(entries) == 0:
         return 0
     _, begin, end, position, _ = np.asarray(entries).T.astype(np.int64)
     return max(0, int((position + end - begin).max()))

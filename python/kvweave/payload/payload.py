@@ -139,7 +139,8 @@ def _metadata(header: PayloadHeader, parts: Mapping[str, torch.Tensor]) -> dict[
 def _described(data: bytes) -> tuple[PayloadHeader, Any]:
     """The header and the checksums in the metadata of a safetensors file that was read once."""
     length = int.from_bytes(data[:8], "little")
-    metadata = parsed(data[8 : 8 + length].decode()).get("__metadata__", {})
+    # A file may say null here.
+    metadata = parsed(data[8 : 8 + length].decode()).get("__metadata__") or {}
     if _METADATA not in metadata:
         raise CorruptPayload(f"payload metadata: expected {_METADATA}, got none")
     seal, _, text = metadata[_METADATA].partition(" ")

@@ -142,6 +142,7 @@ pub fn scales_of(kv_scales: Option<(f32, f32)>) -> KvScales {
 }
 
 /// A count or index that came as a Python int.
-pub fn count(what: &str, value: i64) -> Result<usize, Failure> {
+pub fn count(what: &str, value: impl Into<i64>) -> Result<usize, Failure> {
+    let value = value.into();
     usize::try_from(value).map_err(|_| Failure::invalid(what, "at least 0", value))
 }

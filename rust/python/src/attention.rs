@@ -16,6 +16,7 @@ use crate::failure::{Failure, entry};
 use crate::ops::{run, with_element, with_rows};
 use crate::reach::Reach;
 use crate::rope::RopeTable;
+use crate::scalars::Number;
 use crate::tensor::{KvElement, TensorRef};
 
 /// What all three ops take: `kvweave.ops.reading.Reading`, whose fields have these names.
@@ -25,11 +26,11 @@ pub struct AttentionArguments<'py> {
     pub positions: Bound<'py, PyAny>,
     pub entries: Bound<'py, PyAny>,
     pub cache: Bound<'py, PyAny>,
-    pub layer: i64,
-    pub kv_heads: i64,
+    pub layer: Number,
+    pub kv_heads: Number,
     pub scale: f32,
     pub rope: Py<RopeTable>,
-    pub window: Option<i64>,
+    pub window: Option<Number>,
     pub softcap: Option<f32>,
     pub reach: Option<Py<Reach>>,
     pub kv_scales: Option<(f32, f32)>,
@@ -198,7 +199,7 @@ pub fn score_tokens(
 }
 
 /// The share [R, H] to write, and the window and sink of what is not edge.
-pub type EdgeArguments<'py> = (Bound<'py, PyAny>, i64, i64);
+pub type EdgeArguments<'py> = (Bound<'py, PyAny>, Number, Number);
 
 /// The same, borrowed.
 struct Edge<'py> {
@@ -225,7 +226,7 @@ impl<'py> Edge<'py> {
 }
 
 /// A number of keys; more than positions can be is as good as all.
-pub fn keys(what: &str, value: i64) -> Result<u32, Failure> {
+pub fn keys(what: &str, value: impl Into<i64>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, value)?).unwrap_or(u32::MAX))
 }
 

@@ -11,6 +11,7 @@ use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
 use crate::request::{KvRequest, Rows, group_id, rows, small};
+use crate::scalars::{Number, Regime, Text};
 use crate::shape::{HeadClassMap, HeadGroup, KvShape};
 use crate::tokens::Tokens;
 
@@ -56,21 +57,21 @@ impl From<core::FrozenSegment> for FrozenSegment {
 impl KvCache {
     #[new]
     #[pyo3(signature = (
-        shape, *, arena_bytes=None, blocks=None, heads=None, hash="xxh3-128", frozen_share=0.5,
-        watermark=0.9, external=None, fingerprint="", memory=true
+        shape, *, arena_bytes=None, blocks=None, heads=None, hash=Text("xxh3-128"),
+        frozen_share=0.5, watermark=0.9, external=None, fingerprint=Text(""), memory=true
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn new(
         py: Python<'_>,
         shape: Py<KvShape>,
-        arena_bytes: Option<i64>,
-        blocks: Option<i64>,
+        arena_bytes: Option<Number>,
+        blocks: Option<Number>,
         heads: Option<&Bound<'_, HeadClassMap>>,
-        hash: &str,
+        hash: Text<'_>,
         frozen_share: f64,
         watermark: f64,
         external: Option<&Bound<'_, PyAny>>,
-        fingerprint: &str,
+        fingerprint: Text<'_>,
         memory: bool,
     ) -> PyResult<Self> {
         if external.is_some() && !memory {
@@ -81,7 +82,7 @@ impl KvCache {
         let heads = heads.map(|map| map.get().0.clone());
         let settings = || {
             Ok((
-                hash_kind(hash)?,
+                hash_kind(hash.0)?,
                 percent("frozen_share", frozen_share)?,
                 percent("watermark", watermark)?,
             ))
@@ -91,7 +92,7 @@ impl KvCache {
             Some(tensor) => external_pages(py, &geometry, tensor)?,
             None => raised(py, pages(&geometry, heads.as_ref(), arena_bytes, blocks))?,
         };
-        let heads = raised(py, head_map(heads, &geometry, fingerprint))?;
+        let heads = raised(py, head_map(heads, &geometry, fingerprint.0))?;
         // Before the books, which are written to when they are made: an arena that this machine has
         // no room for is refused while nothing is in use yet.
         let arena = match external {
@@ -132,13 +133,17 @@ impl KvCache {
     }
 
     /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
-    fn head_rows<'py>(&self, py: Python<'py>, layer: i64) -> PyResult<Rows<'py>> {
+    fn head_rows<'py>(&self, py: Python<'py>, layer: Number) -> PyResult<Rows<'py>> {
         let layer = raised(py, small("layer", layer))?;
         rows(py, entry(py, || self.cache.groups().head_rows(layer))?)
     }
 
     /// The layer of each page of a block of a head group: i32 [pages].
-    fn page_layers<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Bound<'py, PyArray1<i32>>> {
+    fn page_layers<'py>(
+        &self,
+        py: Python<'py>,
+        group: Number,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let group = raised(py, group_id(group))?;
         Ok(entry(py, || self.cache.groups().page_layers(group))?.to_pyarray(py))
     }
@@ -159,22 +164,23 @@ impl KvCache {
 
     /// Plans a prompt, holds what it reuses and allocates the rest: all or nothing.
     #[pyo3(signature = (
-        tokens, *, namespace="", segments=None, discover=false, reuse="segments",
-        mode="materialise", reserve_tokens=0, regime=0, chunk_tokens=0
+        tokens, *, namespace=Text(""), segments=None, discover=false, reuse=Text("segments"),
+        mode=Text("materialise"), reserve_tokens=Number::from(0), regime=Regime::default(),
+        chunk_tokens=Number::from(0)
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn admit(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        namespace: &str,
+        namespace: Text<'_>,
         segments: Option<&Bound<'_, PyAny>>,
         discover: bool,
-        reuse: &str,
-        mode: &str,
-        reserve_tokens: i64,
-        regime: u64,
-        chunk_tokens: i64,
+        reuse: Text<'_>,
+        mode: Text<'_>,
+        reserve_tokens: Number,
+        regime: Regime,
+        chunk_tokens: Number,
     ) -> PyResult<KvRequest> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
@@ -182,7 +188,7 @@ impl KvCache {
         let settings = || {
             let reserve = count("reserve_tokens", reserve_tokens)?;
             let chunk = count("chunk_tokens", chunk_tokens)?;
-            Ok((reuse_kind(reuse)?, mode_kind(mode)?, marked(&segments)?, (reserve, chunk)))
+            Ok((reuse_kind(reuse.0)?, mode_kind(mode.0)?, marked(&segments)?, (reserve, chunk)))
         };
         let (reuse, mode, marked, rooms) = raised(py, settings())?;
         let (marked, (reserve_tokens, chunk_tokens)) = (&marked, rooms);
@@ -190,13 +196,13 @@ impl KvCache {
             let tokens = &ids;
             self.cache.admit(&Admission {
                 tokens,
-                namespace,
+                namespace: namespace.0,
                 marked,
                 discover,
                 reuse,
                 mode,
                 reserve_tokens,
-                regime,
+                regime: regime.0,
                 chunk_tokens,
             })
         })?;
@@ -204,17 +210,17 @@ impl KvCache {
     }
 
     /// Tokens of the longest exact prefix that is cached in a namespace.
-    #[pyo3(signature = (tokens, namespace="", *, regime=0))]
+    #[pyo3(signature = (tokens, namespace=Text(""), *, regime=Regime::default()))]
     fn match_prefix(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        namespace: &str,
-        regime: u64,
+        namespace: Text<'_>,
+        regime: Regime,
     ) -> PyResult<usize> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
-        entry(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace, regime)))
+        entry(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace.0, regime.0)))
     }
 
     /// Blocks by state (all head groups together, and each under "groups"), hits and misses.
@@ -230,16 +236,17 @@ impl KvCache {
 
     /// Knowledge-base entries of one namespace, or of all.
     #[pyo3(signature = (namespace=None))]
-    fn frozen(&self, py: Python<'_>, namespace: Option<&str>) -> PyResult<Vec<FrozenSegment>> {
-        let segments = entry(py, || Ok::<_, Failure>(self.cache.frozen(namespace)))?;
+    fn frozen(&self, py: Python<'_>, namespace: Option<Text<'_>>) -> PyResult<Vec<FrozenSegment>> {
+        let segments =
+            entry(py, || Ok::<_, Failure>(self.cache.frozen(namespace.map(|text| text.0))))?;
         Ok(segments.into_iter().map(FrozenSegment::from).collect())
     }
 
     /// Deletes a knowledge-base entry. What it alone owned is no longer read by other texts; for
     /// its own text it stays cached until it is evicted.
-    #[pyo3(signature = (name, namespace=""))]
-    fn delete(&self, py: Python<'_>, name: &str, namespace: &str) -> PyResult<()> {
-        entry(py, || self.cache.delete_frozen(name, namespace))
+    #[pyo3(signature = (name, namespace=Text("")))]
+    fn delete(&self, py: Python<'_>, name: Text<'_>, namespace: Text<'_>) -> PyResult<()> {
+        entry(py, || self.cache.delete_frozen(name.0, namespace.0))
     }
 
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
@@ -291,7 +298,7 @@ fn external_pages(
 pub fn pages_for_blocks(
     shape: &core::KvShape,
     heads: Option<&core::HeadClassMap>,
-    blocks: i64,
+    blocks: Number,
 ) -> Result<u64, Failure> {
     let config = CacheConfig { heads: heads.cloned(), ..CacheConfig::new(*shape, 0) };
     Ok(config.sized_for(count("blocks", blocks)? as u64)?.arena_pages)
@@ -301,8 +308,8 @@ pub fn pages_for_blocks(
 fn pages(
     shape: &core::KvShape,
     heads: Option<&core::HeadClassMap>,
-    arena_bytes: Option<i64>,
-    blocks: Option<i64>,
+    arena_bytes: Option<Number>,
+    blocks: Option<Number>,
 ) -> Result<u64, Failure> {
     match (arena_bytes, blocks) {
         (Some(bytes), None) => Ok(count("arena_bytes", bytes)? as u64 / shape.page_bytes()),
@@ -364,7 +371,7 @@ fn mode_kind(name: &str) -> Result<Mode, Failure> {
 }
 
 /// A marked segment as Python gives it: start, end, namespace.
-type Mark = (i64, i64, String);
+type Mark = (Number, Number, String);
 
 fn marks(segments: &Bound<'_, PyAny>) -> Result<Vec<Mark>, Failure> {
     const EXPECTED: &str = "(start, end, namespace)";
@@ -384,7 +391,7 @@ fn marks(segments: &Bound<'_, PyAny>) -> Result<Vec<Mark>, Failure> {
 
 fn marked(segments: &[Mark]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
     let mark = |segment| {
-        let (start, end, namespace): &(i64, i64, String) = segment;
+        let (start, end, namespace): &(Number, Number, String) = segment;
         let (start, end) = (count("segment start", *start)?, count("segment end", *end)?);
         Ok(MarkedSegment { start, end, namespace })
     };

@@ -26,8 +26,7 @@ impl Failure {
         expected: impl Display,
         got: impl Display,
     ) -> Self {
-        let (expected, got) = (expected.to_string(), got.to_string());
-        Self { class, what: what.into(), expected, got }
+        Self { class, what: brief(what.into()), expected: expected.to_string(), got: brief(got) }
     }
 
     pub fn invalid(what: impl Into<String>, expected: impl Display, got: impl Display) -> Self {
@@ -65,6 +64,16 @@ impl Failure {
         let text = format!("{}: expected {}, got {}", self.what, self.expected, self.got);
         let raised = module.bind(py).getattr(self.class)?.call((text,), Some(&parts))?;
         Ok(PyErr::from_value(raised))
+    }
+}
+
+/// What came, in as many characters as help: it may be a file of megabytes.
+fn brief(got: impl Display) -> String {
+    const SHOWN: usize = 300;
+    let text = got.to_string();
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}… ({} characters)", &text[..end], text.chars().count()),
+        None => text,
     }
 }
 

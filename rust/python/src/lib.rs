@@ -13,6 +13,7 @@ mod plan;
 mod reach;
 mod request;
 mod rope;
+mod scalars;
 mod shape;
 mod stats;
 mod step_tables;

@@ -15,6 +15,7 @@ use crate::dtype::{DType, ROWS};
 use crate::failure::{Failure, entry};
 use crate::reach::Reach;
 use crate::rope::RopeTable;
+use crate::scalars::Number;
 
 /// Runs `$body` with `$T` as the Rust type of a dtype that rows have.
 macro_rules! with_element {
@@ -86,7 +87,7 @@ pub type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 pub fn write_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
-    layer: i64,
+    layer: Number,
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     slots: &Bound<'_, PyAny>,
@@ -145,7 +146,7 @@ pub fn copy_rerotate(
     source: Option<&Bound<'_, PyAny>>,
     copies: &Bound<'_, PyAny>,
     rope: &Bound<'_, RopeTable>,
-    kv_heads: i64,
+    kv_heads: Number,
     layers: Option<&Bound<'_, PyAny>>,
     reference: bool,
 ) -> PyResult<()> {

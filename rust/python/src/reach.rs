@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, raised};
 use crate::cuda::OnDevices;
 use crate::failure::Failure;
+use crate::scalars::Number;
 
 /// What each KV head of a layer reads: heads of one retention share an entry table, and a local
 /// head sees a window of keys and those at the start.
@@ -46,7 +47,7 @@ impl Reach {
 #[pymethods]
 impl Reach {
     #[new]
-    fn new(tables: i64, heads: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(tables: Number, heads: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = heads.py();
         let heads = Table::of("heads", heads)?;
         let checks = || {

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, raised};
 use crate::failure::{Failure, entry};
 use crate::plan::ReusePlan;
+use crate::scalars::{Number, Text};
 use crate::tokens::Tokens;
 
 /// A table of `COLUMNS` columns as numpy int32; the rows are not copied.
@@ -104,15 +105,15 @@ impl KvRequest {
     }
 
     /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
-    fn head_rows<'py>(&self, py: Python<'py>, layer: i64) -> PyResult<Rows<'py>> {
+    fn head_rows<'py>(&self, py: Python<'py>, layer: Number) -> PyResult<Rows<'py>> {
         let layer = raised(py, small("layer", layer))?;
         rows(py, self.with(py, |request| request.head_rows(layer))?)
     }
 
     /// The KV view of [0, length) in a table: i32 [N, 5] of block, begin, end, position, delta.
     /// That of a window group lists the blocks that are kept.
-    #[pyo3(signature = (table=0))]
-    fn entries<'py>(&self, py: Python<'py>, table: i64) -> PyResult<Rows<'py>> {
+    #[pyo3(signature = (table=Number::from(0)))]
+    fn entries<'py>(&self, py: Python<'py>, table: Number) -> PyResult<Rows<'py>> {
         let table = raised(py, count("table", table))?;
         rows(py, self.with(py, |request| request.entries_of(table))?)
     }
@@ -120,8 +121,8 @@ impl KvRequest {
     /// Copies to execute in a head group before the request is read: i32 [C, 6] of src_block,
     /// src_slot, dst_block, dst_slot, count, delta. Their sources stay held until
     /// `finish_copies`.
-    #[pyo3(signature = (group=0))]
-    fn take_copies<'py>(&self, py: Python<'py>, group: i64) -> PyResult<Rows<'py>> {
+    #[pyo3(signature = (group=Number::from(0)))]
+    fn take_copies<'py>(&self, py: Python<'py>, group: Number) -> PyResult<Rows<'py>> {
         let group = raised(py, group_id(group))?;
         rows(py, self.with(py, |request| request.take_copies_of(group))?)
     }
@@ -141,7 +142,7 @@ impl KvRequest {
         &self,
         py: Python<'_>,
         positions: &Bound<'_, PyAny>,
-        group: Option<i64>,
+        group: Option<Number>,
     ) -> PyResult<()> {
         let positions = Table::of("positions", positions)?;
         let positions = raised(py, positions.list("positions"))?;
@@ -151,12 +152,12 @@ impl KvRequest {
 
     /// Where K and V of each position (i32 [R]) go in a table: i32 [R, 2] of block, slot; −1 and −1
     /// where a window group keeps nothing.
-    #[pyo3(signature = (positions, table=0))]
+    #[pyo3(signature = (positions, table=Number::from(0)))]
     fn slots<'py>(
         &self,
         py: Python<'py>,
         positions: &Bound<'py, PyAny>,
-        table: i64,
+        table: Number,
     ) -> PyResult<Rows<'py>> {
         let positions = Table::of("positions", positions)?;
         let positions = raised(py, positions.list("positions"))?;
@@ -166,7 +167,7 @@ impl KvRequest {
 
     /// Says that rows before `start` are done and that [start, end) come next: window groups let
     /// go of what no coming row sees and get room for those rows.
-    fn advance(&self, py: Python<'_>, start: i64, end: i64) -> PyResult<()> {
+    fn advance(&self, py: Python<'_>, start: Number, end: Number) -> PyResult<()> {
         let start = raised(py, count("start", start))?;
         let end = raised(py, count("end", end))?;
         self.with(py, |request| request.advance(start, end))
@@ -175,7 +176,7 @@ impl KvRequest {
     /// Makes a head of a window group full for this request, with a table of its own of one-page
     /// blocks. Returns the copies that bring in what is stored of it, to be run with
     /// `copy_rerotate(layers=[layer])`: i32 [C, 6].
-    fn promote<'py>(&self, py: Python<'py>, layer: i64, head: i64) -> PyResult<Rows<'py>> {
+    fn promote<'py>(&self, py: Python<'py>, layer: Number, head: Number) -> PyResult<Rows<'py>> {
         let layer = raised(py, small("layer", layer))?;
         let head = raised(py, small("head", head))?;
         rows(py, self.with(py, |request| request.promote(layer, head))?)
@@ -190,7 +191,7 @@ impl KvRequest {
 
     /// Says that K and V of [0, computed) are stored, and that those of [0, exact) are what a full
     /// prefill would have stored. From now on others may reuse them.
-    fn commit(&self, py: Python<'_>, computed: i64, exact: i64) -> PyResult<()> {
+    fn commit(&self, py: Python<'_>, computed: Number, exact: Number) -> PyResult<()> {
         let computed = raised(py, count("computed", computed))?;
         let exact = raised(py, count("exact", exact))?;
         self.with(py, |request| request.commit(computed, exact))
@@ -198,10 +199,10 @@ impl KvRequest {
 
     /// Pins the committed blocks of [start, end) as a knowledge-base entry of this request's
     /// namespace; an entry of the same name is replaced.
-    fn freeze(&self, py: Python<'_>, name: &str, start: i64, end: i64) -> PyResult<()> {
+    fn freeze(&self, py: Python<'_>, name: Text<'_>, start: Number, end: Number) -> PyResult<()> {
         let start = raised(py, count("start", start))?;
         let end = raised(py, count("end", end))?;
-        self.with(py, |request| request.freeze(name, start..end))
+        self.with(py, |request| request.freeze(name.0, start..end))
     }
 
     /// A second request with the same tokens; blocks are copied by whichever side writes first.
@@ -247,11 +248,11 @@ impl KvRequest {
 }
 
 /// A layer or head: whatever does not fit is one that no model has.
-pub fn small(what: &str, number: i64) -> Result<u32, Failure> {
+pub fn small(what: &str, number: impl Into<i64>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, number)?).unwrap_or(u32::MAX))
 }
 
 /// A head group: whatever does not fit is one that no cache has.
-pub fn group_id(number: i64) -> Result<GroupId, Failure> {
+pub fn group_id(number: impl Into<i64>) -> Result<GroupId, Failure> {
     Ok(GroupId(u8::try_from(count("group", number)?).unwrap_or(u8::MAX)))
 }

@@ -7,6 +7,7 @@ use crate::arguments::count;
 use crate::cache::pages_for_blocks;
 use crate::dtype::{kv_dtype, kv_dtype_name};
 use crate::failure::{Failure, entry};
+use crate::scalars::{Number, Text};
 
 /// The KV geometry of a model: L layers of G KV heads of D elements, pages of P tokens, a dtype.
 #[pyclass(frozen, module = "kvweave._native")]
@@ -15,13 +16,13 @@ pub struct KvShape(pub core::KvShape);
 #[pymethods]
 impl KvShape {
     #[new]
-    #[pyo3(signature = (layers, kv_heads, head_dim, page_tokens = 16, dtype = None))]
+    #[pyo3(signature = (layers, kv_heads, head_dim, page_tokens = Number::from(16), dtype = None))]
     fn new(
         py: Python<'_>,
-        layers: i64,
-        kv_heads: i64,
-        head_dim: i64,
-        page_tokens: i64,
+        layers: Number,
+        kv_heads: Number,
+        head_dim: Number,
+        page_tokens: Number,
         dtype: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let dtype = dtype.map_or(Ok(core::KvDtype::F32), kv_dtype)?;
@@ -33,6 +34,7 @@ impl KvShape {
         ];
         entry(py, || {
             let [layers, kv_heads, head_dim, page_tokens] = sizes.map(|(what, size)| {
+                let size = i64::from(size);
                 u32::try_from(size).map_err(|_| Failure::invalid(what, "1 to 2^32 − 1", size))
             });
             let shape = core::KvShape::new(layers?, kv_heads?, head_dim?, page_tokens?, dtype);
@@ -79,7 +81,7 @@ impl KvShape {
     }
 
     /// Blocks that `tokens` tokens occupy.
-    fn blocks_for_tokens(&self, py: Python<'_>, tokens: i64) -> PyResult<u64> {
+    fn blocks_for_tokens(&self, py: Python<'_>, tokens: Number) -> PyResult<u64> {
         let tokens = count("tokens", tokens).map_err(|failure| failure.raise(py))?;
         Ok(self.0.blocks_for_tokens(tokens as u64))
     }
@@ -90,7 +92,7 @@ impl KvShape {
     fn pages_for_blocks(
         &self,
         py: Python<'_>,
-        blocks: i64,
+        blocks: Number,
         heads: Option<&Bound<'_, HeadClassMap>>,
     ) -> PyResult<u64> {
         let heads = heads.map(|map| &map.get().0);
@@ -121,14 +123,14 @@ pub struct HeadClassMap(pub core::HeadClassMap);
 impl HeadClassMap {
     /// Reads and validates the JSON form.
     #[staticmethod]
-    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
-        entry(py, || core::HeadClassMap::from_json(text)).map(Self)
+    fn from_json(py: Python<'_>, text: Text<'_>) -> PyResult<Self> {
+        entry(py, || core::HeadClassMap::from_json(text.0)).map(Self)
     }
 
     /// The map in which every head keeps and reads everything: one head group.
     #[staticmethod]
-    fn full(shape: &Bound<'_, KvShape>, model_fingerprint: &str) -> Self {
-        Self(core::HeadClassMap::full(&shape.get().0, model_fingerprint))
+    fn full(shape: &Bound<'_, KvShape>, model_fingerprint: Text<'_>) -> Self {
+        Self(core::HeadClassMap::full(&shape.get().0, model_fingerprint.0))
     }
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {

@@ -8,6 +8,7 @@ use crate::arguments::{count, raised};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
+use crate::scalars::Number;
 use crate::tensor::{Device, TensorRef};
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -16,9 +17,9 @@ pub type BatchArguments<'py> = (Any<'py>, Any<'py>, Any<'py>, Any<'py>, Option<A
 /// Positions, slots, entries and offsets.
 pub type Results<'py> = (Any<'py>, Any<'py>, Any<'py>, Any<'py>);
 /// Tokens of a page, and pages of ours that make one of the engine's.
-pub type Sizes = (i64, i64);
+pub type Sizes = (Number, Number);
 /// Window, sink and columns of a table.
-pub type SpanArguments = (i64, i64, i64);
+pub type SpanArguments = (Number, Number, Number);
 
 /// The arguments, borrowed.
 pub struct Borrows<'py> {
@@ -152,7 +153,8 @@ pub fn block_stride(blocks: &TensorRef) -> usize {
 }
 
 fn span_of(&(window, sink, columns): &SpanArguments) -> Result<TableSpan, Failure> {
-    let number = |what: &str, value: i64| {
+    let number = |what: &str, value: Number| {
+        let value = i64::from(value);
         let known = i32::try_from(value).ok().and_then(|value| u32::try_from(value).ok());
         known.ok_or_else(|| Failure::invalid(what, "a number from 0 to 2^31 − 1", value))
     };

@@ -166,10 +166,9 @@ impl TensorRef {
         if self.is_empty() {
             return Ok((start, start));
         }
-        let steps = self.shape().iter().zip(self.strides());
-        let last = steps.fold(Some(0usize), |last, (&size, &stride)| {
-            let step = usize::try_from(stride).ok()?.checked_mul(size - 1)?;
-            last?.checked_add(step)
+        let mut steps = self.shape().iter().zip(self.strides());
+        let last = steps.try_fold(0usize, |last, (&size, &stride)| {
+            last.checked_add(usize::try_from(stride).ok()?.checked_mul(size - 1)?)
         });
         let bytes = last.and_then(|last| last.checked_add(1)?.checked_mul(self.dtype.bytes()));
         let end = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());

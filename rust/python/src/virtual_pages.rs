@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 use crate::arguments::{Table, count, raised};
 use crate::failure::{Failure, entry};
 use crate::request::{Rows, rows, small};
+use crate::scalars::Number;
 
 /// Tables from virtual page to block for classes of heads, over blocks of one size.
 #[pyclass(frozen, module = "kvweave._native")]
@@ -47,10 +48,10 @@ impl VirtualPages {
     #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn new(
         py: Python<'_>,
-        pages: i64,
-        arena_pages: i64,
-        block_pages: i64,
-        parts: Vec<i64>,
+        pages: Number,
+        arena_pages: Number,
+        block_pages: Number,
+        parts: Vec<Number>,
     ) -> PyResult<Self> {
         let made = entry(py, || {
             let parts: Result<Vec<u32>, Failure> =

@@ -148,14 +148,17 @@ impl Request {
     /// request's namespace. An entry of the same name is replaced.
     ///
     /// # Errors
-    /// `OutOfRange` if the range is empty or not committed, `InvalidArgument` if part of it lies
-    /// in another request's blocks, a window group has let go of it or the prompt is still
-    /// computed in chunks, `PoolFull` if the frozen share does not suffice.
+    /// `OutOfRange` if the range is empty or not committed, `InvalidArgument` if the name is empty,
+    /// part of the range lies in another request's blocks, a window group has let go of it or the
+    /// prompt is still computed in chunks, `PoolFull` if the frozen share does not suffice.
     pub fn freeze(&mut self, name: &str, range: Range<usize>) -> Result<(), Error> {
         if range.is_empty() || range.end > self.committed {
             let expected = format!("a non-empty range inside [0, {})", self.committed);
             let got = format!("[{}, {})", range.start, range.end);
             return Err(Error::out_of_range("freeze", expected, got));
+        }
+        if name.is_empty() {
+            return Err(Error::invalid("name", "at least one character", "none"));
         }
         self.chunks_done("freeze")?;
         let shared = self.shared.clone();

@@ -10,6 +10,7 @@ use crate::arguments::{count, pages_of, raised, source_of};
 use crate::dlpack::borrow;
 use crate::failure::{Failure, entry};
 use crate::rope::RopeTable;
+use crate::scalars::Number;
 
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
@@ -22,7 +23,7 @@ pub fn copy_rerotate_cuda(
     source: Option<&Bound<'_, PyAny>>,
     copies: TablePair<'_>,
     rope: &Bound<'_, RopeTable>,
-    kv_heads: i64,
+    kv_heads: Number,
     layers: Option<TablePair<'_>>,
     stream: u64,
 ) -> PyResult<()> {

@@ -11,6 +11,7 @@ use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, entry};
 use crate::reach::Reach;
+use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
 /// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
@@ -24,7 +25,7 @@ type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
 pub fn write_pages_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
-    layer: i64,
+    layer: Number,
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
     slots: TablePair<'_>,
