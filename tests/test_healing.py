@@ -95,7 +95,7 @@ def test_healing_everything_is_full(family, mode, policy):
                 near(kv_of(runner, done), kv_of(runner, full))
 
 
-def test_a_healing_computes_the_chosen_and_the_fresh_rows_behind_the_first(model):
+def test_a_healing_computes_the_chosen_and_what_stands_behind_the_last_segment(model):
     """One healing, against the same rows named to the executor over the same tokens."""
     runner, parts = reader(model)
     settings = Healing(every=6, bound=0.0, share=0.1, most=0.1)
@@ -106,8 +106,8 @@ def test_a_healing_computes_the_chosen_and_the_fresh_rows_behind_the_first(model
         chosen = np.setdiff1d(left, done.reused.left)
         assert len(chosen) == round(0.1 * len(left))
         runner.extend(by, said[:6])
-        fresh = np.setdiff1d(np.arange(chosen[0], prompt + 6), left)
-        rows = np.union1d(chosen, fresh).astype(np.int32)
+        behind = np.arange(runner.tokenize(parts).segments[-2][1], prompt + 6)
+        rows = np.union1d(chosen, behind).astype(np.int32)
         pre, request = runner._prefiller, by.request
         kv = RequestKv(pre.heads, pre.pages, request, pre.rotary.table(prompt + 6))
         ids = torch.from_numpy(request.tokens).long()

@@ -111,8 +111,9 @@ class PromptView:
     tokens T; layers L; page_tokens P; `prefix` tokens are exact and never recomputed; `fresh`
     i32 [F] are the positions with no cached KV (Sparse-Q's I_nr); `segments` are the reused
     spans, half-open and sorted. `heads` i32 [L, G, 2]: window and sink of every (layer, KV head)
-    as the model's head map classes it; window 0: full. `settled` i32: positions whose KV an earlier
-    turn of the same conversation computed in this context, the others being as they were reused.
+    as the model's head map classes it; window 0: full. `settled` i32: positions that stay as they
+    are, an earlier turn of the same conversation having computed their KV in this context; plans
+    do not name them.
     """
 
     tokens: int
@@ -130,10 +131,14 @@ class PromptView:
         return np.arange(self.prefix, self.tokens, dtype=np.int32)
 
     @property
+    def unsettled(self) -> Rows:
+        """All positions after the exact prefix that no earlier turn computed: those of plans."""
+        return np.setdiff1d(self.after_prefix, self.settled, assume_unique=True)
+
+    @property
     def reused(self) -> Rows:
         """The positions that a segment covers and no earlier turn computed again."""
-        others = np.setdiff1d(self.after_prefix, self.fresh, assume_unique=True)
-        return np.setdiff1d(others, self.settled, assume_unique=True)
+        return np.setdiff1d(self.unsettled, self.fresh, assume_unique=True)
 
 
 ProbeResult = torch.Tensor | Salience | None

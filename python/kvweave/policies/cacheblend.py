@@ -56,7 +56,7 @@ class CacheBlend:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """All rows first, then ever fewer of those whose KV moved."""
-        reused, rows = prompt.reused, prompt.after_prefix
+        reused, rows = prompt.reused, prompt.unsettled
         is_reused = np.zeros(prompt.tokens, bool)
         is_reused[reused] = True
         yield LayerPlan(0, rows)

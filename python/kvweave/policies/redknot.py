@@ -89,7 +89,7 @@ class RedKnot:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """All rows in all layers."""
-        rows, dense = prompt.after_prefix, self.dense_layers(prompt.layers)
+        rows, dense = prompt.unsettled, self.dense_layers(prompt.layers)
         recovery = Recovery(self, prompt)
         for layer in range(prompt.layers):
             yield from recovery.plans(LayerPlan(layer, rows), layer >= dense)

@@ -68,9 +68,10 @@ def question(prompt: PromptView) -> Rows:
 
 
 def openings(prompt: PromptView, tokens: int) -> Rows:
-    """The first tokens of every reused segment."""
+    """The first tokens of every reused segment, but for settled ones."""
     firsts = [np.arange(a, min(b, a + tokens), dtype=np.int32) for a, b in prompt.segments]
-    return union(np.zeros(0, np.int32), *firsts)
+    rows = union(np.zeros(0, np.int32), *firsts)
+    return np.setdiff1d(rows, prompt.settled, assume_unique=True)
 
 
 def index_at(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -65,7 +65,7 @@ class SparseX:
 
     def plan(self, prompt: PromptView) -> Generator[LayerPlan, ProbeResult, None]:
         """Dense layers, one choice, then the chosen rows."""
-        reused, everything = prompt.reused, prompt.after_prefix
+        reused, everything = prompt.reused, prompt.unsettled
         sparse_q = union(prompt.fresh, tail(prompt, self.tail))
         near = overflow(seams(prompt), reused, self.overflow * prompt.page_tokens)
         rows = union(sparse_q, near)

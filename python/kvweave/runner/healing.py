@@ -4,7 +4,7 @@ A policy chooses what to recompute from what the question looks at. An answer ma
 elsewhere. So the queries of its steps are kept, and every few steps they are scored together:
 which of the tokens that nobody recomputed does the model look at now? Where few of them hold much
 of the attention on reused text, these are recomputed between two steps, together with the rows
-behind them that no segment covers, the answer's among them. Segments themselves are never changed.
+behind the last segment: the question and the answer so far. Segments themselves never change.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class Healer:
 
     def _behind(self, watch: Watch, first: int, end: int) -> Rows:
         """The rows in [first, end) that are computed again with tokens before them."""
-        if watch.settings.share == 1.0:
-            return np.arange(max(first, watch.done.report.reused_prefix), end, dtype=np.int32)
-        return watch.done.reused.others(max(first, watch.done.report.reused_prefix), end)
+        if watch.settings.share < 1.0:
+            first = max(first, watch.done.reused.segments[-1][1])
+        return np.arange(max(first, watch.done.report.reused_prefix), end, dtype=np.int32)
 
     def _choose(
         self, kv: RequestKv, watch: Watch, candidates: Rows, queries: torch.Tensor
@@ -174,6 +174,8 @@ class Healer:
         """The candidates most looked at, and the share of attention on reused text they hold."""
         settings, reused = watch.settings, watch.done.reused
         since = settings.since(len(queries))
+        # A window group no longer has all that the older queries saw just before them; what they
+        # look at in reused text is there or was not kept for them either.
         mass = probes.mass_of_layers(kv, queries, since)
         self._count(kv, watch, queries.shape[1], since)
         among = scores_of(averaged(mass, settings.near), candidates)
