@@ -16,7 +16,7 @@ from head_maps import classes_of, near
 from healed_answers import frozen_kv, kv_of, reader
 from kvweave.cache import KvCache, KvShape
 from kvweave.policies import Epic, Foresight, Naive
-from kvweave.runner import Healing, Segment
+from kvweave.runner import Healing, Segment, chat_parts, chat_turn_parts
 from kvweave.runner.turns import copies_of
 
 LOOKING = Foresight(share=0.1, draft=2)
@@ -369,3 +369,40 @@ def test_copies_name_every_position_once(before, donor, moved, data):
         assert 1 <= count <= 8
         found |= {(to, at + i): (block, slot + i, delta) for i in range(count)}
     assert found == {goes[row]: there[row] for row in chosen.tolist()}
+
+
+class Template:
+    """A tokenizer's chat template, and nothing else of it."""
+
+    chat_template = "there is one"
+
+    def __init__(self, ends="<end>\n", drops=""):
+        self.ends, self.drops = ends, drops
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        kept = (one for one in messages if one["role"] != self.drops)
+        said = [f"<{one['role']}>{one['content']}{self.ends}" for one in kept]
+        return "<begin>" + "".join(said) + "<assistant>"
+
+
+def test_chat_turns_join_to_what_the_template_says():
+    first = chat_parts(Template(), ["Who?", Segment(text="a book")], "Be brief.")
+    turn = chat_turn_parts(Template(), [Segment(text="a page"), "And where?"])
+    assert first[1:-1] == ["Who?", Segment(text="a book")]
+    assert turn[1:-1] == [Segment(text="a page"), "And where?"]
+    spoken = [part.text if isinstance(part, Segment) else part for part in [*first, "Ann.", *turn]]
+    messages = [("system", "Be brief."), ("user", "Who?a book"), ("assistant", "Ann.")]
+    messages.append(("user", "a pageAnd where?"))
+    named = [{"role": role, "content": content} for role, content in messages]
+    assert "".join(spoken) == Template().apply_chat_template(named, False, True)
+
+
+def test_chat_templates_that_leave_out_what_is_said():
+    with pytest.raises(kvweave.InvalidArgument, match="expected the answer once"):
+        chat_turn_parts(Template(drops="assistant"), ["And?"])
+    with pytest.raises(kvweave.InvalidArgument, match="expected the message once"):
+        chat_turn_parts(Template(drops="user"), ["And?"])
+    with pytest.raises(kvweave.InvalidArgument, match="tokenizer with a chat template"):
+        chat_turn_parts(object(), ["And?"])
