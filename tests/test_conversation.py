@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from families import random_tokens, tiny
 from head_maps import classes_of, near
 from healed_answers import frozen_kv, kv_of, reader
 from kvweave.cache import KvCache, KvShape
+from kvweave.eval.measure import inserted
+from kvweave.eval.sample import Said, Sample, Turn
 from kvweave.policies import Epic, Foresight, Naive
-from kvweave.runner import Healing, Segment, chat_parts, chat_turn_parts
+from kvweave.runner import Healing, Runner, Segment, chat_parts, chat_turn_parts
 from kvweave.runner.turns import copies_of
 
 LOOKING = Foresight(share=0.1, draft=2)
@@ -369,6 +372,47 @@ def test_copies_name_every_position_once(before, donor, moved, data):
         assert 1 <= count <= 8
         found |= {(to, at + i): (block, slot + i, delta) for i in range(count)}
     assert found == {goes[row]: there[row] for row in chosen.tolist()}
+
+
+class Letters:
+    """A tokenizer of one id a character, with a first id of its own."""
+
+    eos_token_id = None
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [ord(letter) % 300 for letter in text]
+        return SimpleNamespace(input_ids=[7, *ids] if add_special_tokens else ids)
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(map(chr, ids))
+
+
+def test_the_turns_of_a_sample_are_those_of_a_conversation(model):
+    """Answers given: what every turn's prompt is as a whole, its conversation has by then."""
+    book, page = Segment(text="What stands in a book. " * 3), Segment(text="And on a page. " * 4)
+    turns = (
+        Turn((Said(0), " Why? ", page, " Where? "), ("x",)),
+        Turn((Said(1, reused=True), " And then?"), ("x",)),
+        Turn((Said(2), " Done?"), ("x",)),
+    )
+    sample = Sample(("Read: ", book, " Who? "), ("x",), turns=turns)
+    said = ["I think it is a very small island.", "It was said before: in the north.", ""]
+    runner = Runner(model, Letters(), max_tokens=2048, progress=False, check=False)
+    with inserted(runner, sample.at_turn(3, said), "kb") as ready:
+        named = {s.text: s for s in ready.sample.segments}
+        with runner.conversation(LOOKING, remember=False) as talk:
+            for turn in range(4):
+                parts = sample.parts if turn == 0 else turns[turn - 1].spoken_parts(said)
+                parts = [named[p.text] if isinstance(p, Segment) else p for p in parts]
+                live = talk.prefill(parts)
+                whole = runner.tokenize(sample.at_turn(turn, said).parts).tokens
+                assert np.array_equal(live.request.tokens, whole)
+                brought = sum(len(p.text) for p in parts if isinstance(p, Segment))
+                if turn in (1, 2):
+                    assert brought > 0
+                before = len(whole) - live.report.recomputed - live.report.settled_before
+                assert live.report.reused_segment == before
 
 
 class Template:

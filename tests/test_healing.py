@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from healed_answers import TOKENS, frozen_kv, kv_of, reader
 from kvweave.plan import one_pass
 from kvweave.policies import Foresight
 from kvweave.runner import Healing, Sampling, Segment
+from kvweave.runner.healing import Watch
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.reused_tokens import ReusedTokens, positions_of
 
 ALWAYS = Healing(every=4, bound=0.0, share=0.1, most=1.0)
 EVERYTHING = Healing(every=1, bound=0.0, share=1.0, most=1.0)
-NEVER = Healing(every=4, bound=1.0, share=0.1, most=1.0)
+NEVER = Healing(every=4, bound=1.0, rise=1.0, share=0.1, most=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,38 @@ def test_a_bound_that_is_never_passed_changes_nothing(reading, policy):
     assert healing.watched == (TOKENS - 2) // 4
     assert len(healing.held) == healing.watched
     assert all(0 < held < 1 for held in healing.held)
+    assert len(healing.risen) == healing.watched
+    assert healing.risen[0] == 0
+    assert all(risen < held for risen, held in zip(healing.risen, healing.held, strict=True))
     assert healing.healed == healing.recomputed == healing.heal_flops == 0 < healing.watch_flops
     assert plain.report.healing is None
     assert watched.report.to_dict()["healing"]["watched"] == healing.watched
+
+
+@pytest.mark.parametrize("named", ["bound", "rise"])
+def test_it_is_healed_when_a_bound_is_passed_and_not_before(reading, named):
+    runner, parts = reading
+    ask = {"max_new_tokens": 2 * TOKENS, "remember": False}
+    never = runner.generate(parts, "naive", healing=NEVER, **ask).report.healing
+    found = never.held if named == "bound" else never.risen
+    least = max(found) - 1e-6
+    first = next(i for i, one in enumerate(found) if one > least)
+    settings = replace(NEVER, most=0.1, **{named: least})
+    healing = runner.generate(parts, "naive", healing=settings, **ask).report.healing
+    assert (healing.healed, healing.watched) == (1, first + 1)
+    assert healing.held == never.held[: first + 1]
+    assert healing.risen == never.risen[: first + 1]
+
+
+def test_what_is_held_is_compared_with_the_mean_of_what_was_before(reading):
+    runner, parts = reading
+    shares = torch.rand(5, 9, generator=torch.Generator().manual_seed(2))
+    with runner.prefill(parts, "naive", remember=False) as done:
+        watch = Watch(done, None, NEVER)
+        for index, some in enumerate(shares):
+            before = shares[:index].mean(0) if index else some
+            torch.testing.assert_close(watch.compare(some), some - before)
+            watch.report.watched += 1
 
 
 def test_what_is_healed_is_counted_within_its_share(reading):
@@ -212,7 +243,7 @@ def test_frequencies_that_change_with_the_length_are_left_alone():
     ask = {"max_new_tokens": 24, "remember": False}
     said = runner.generate(parts, "naive", healing=Healing(every=6, bound=0, most=0.3), **ask)
     assert (said.report.healing.healed, said.report.healing.refused) == (1, {"frequencies": 1})
-    never = Healing(every=6, bound=1.0)
+    never = Healing(every=6, bound=1.0, rise=1.0)
     said = runner.generate(parts, "naive", healing=never, **ask)
     assert said.report.healing.watched == said.report.healing.refused["frequencies"] == 1
     assert said.tokens == runner.generate(parts, "naive", **ask).tokens
@@ -238,6 +269,7 @@ def test_a_prompt_that_others_may_find_is_not_written(model):
     [
         lambda: Healing(every=0),
         lambda: Healing(bound=-0.1),
+        lambda: Healing(rise=1.1),
         lambda: Healing(bound=float("nan")),
         lambda: Healing(share=1.1),
         lambda: Healing(most=2.0),

@@ -71,6 +71,14 @@ class Turn:
     answers: tuple[Answer, ...]
     continues: bool = True
 
+    def spoken_parts(self, said: Sequence[str]) -> tuple[Part, ...]:
+        """Its parts, given what was said in the turns before it; an empty answer leaves none.
+
+        They are what `Runner.conversation` takes as its next turn, where it continues.
+        """
+        made = (_spoken(part, said) if isinstance(part, Said) else part for part in self.parts)
+        return tuple(part for part in made if part is not None)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -126,11 +134,9 @@ class Sample:
         for this in self.turns[:turn]:
             if not this.continues:
                 parts, heard = (), []
-            for part in this.parts:
-                made = _spoken(part, said) if isinstance(part, Said) else part
-                if isinstance(part, Said) and isinstance(made, Segment):
-                    heard.append(made)
-                parts += () if made is None else (made,)
+            answered = (_spoken(part, said) for part in this.parts if isinstance(part, Said))
+            heard += [made for made in answered if isinstance(made, Segment)]
+            parts += this.spoken_parts(said)
             answers = this.answers
         encoded = (*self.encoded, *heard) if self.encoded else ()
         return Sample(parts, answers, self.scored_tokens, encoded, self.discover)

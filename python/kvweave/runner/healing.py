@@ -3,8 +3,9 @@
 A policy chooses what to recompute from what the question looks at. An answer may come to look
 elsewhere. So the queries of its steps are kept, and every few steps they are scored together:
 which of the tokens that nobody recomputed does the model look at now? Where few of them hold much
-of the attention on reused text, these are recomputed between two steps, together with the rows
-behind the last segment: the question and the answer so far. Segments themselves never change.
+of the attention on reused text, or much more than before, these are recomputed between two steps,
+together with the rows behind the last segment: the question and the answer so far. Segments
+themselves never change.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ class Healing:
     Every `every` tokens the attention of these is measured in the layers from a share `depth` of
     them on, and averaged over `near` tokens of the text to rank by. `share` of the reused tokens at
     most are candidates: those never recomputed that hold the most of it. They are recomputed when
-    they hold more than `bound` of the attention on reused tokens (0: whenever they hold any; 1:
-    never). So what is looked at a little everywhere heals nothing, since nothing would be gained.
-    `most`: of the reused tokens, a share that all healings of an answer recompute together.
+    they hold more than `bound` of all attention on reused tokens, or `rise` more than the same
+    tokens held on average when it was measured before (1 and 1: never; a bound of 0: always). So
+    what is looked at a little everywhere heals nothing, since nothing would be gained, and what the
+    policy saw and left does not heal again and again. `most`: of the reused tokens, a share that
+    all healings of an answer recompute together.
 
     With a share of 1 every row behind the first of them is recomputed, also those that were before:
     the KV is then that of a full prefill.
     """
 
     every: int = 16
-    bound: float = 0.2
+    bound: float = 0.5
+    rise: float = 0.12
     share: float = 0.05
     most: float = 0.1
     depth: float = 1 / 3
@@ -54,7 +58,7 @@ class Healing:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise InvalidArgument(f"healing: expected every >= 1, got {self.every}")
-        for name in ("bound", "share", "most", "depth"):
+        for name in ("bound", "rise", "share", "most", "depth"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise InvalidArgument(f"healing: expected 0 <= {name} <= 1, got {value}")
@@ -85,6 +89,7 @@ class Watch:
         self.report = HealingReport()
         self.stopped = False
         self._kept: list[torch.Tensor] = []
+        self._shares: torch.Tensor | None = None
         done.report.healing = self.report
 
     @property
@@ -108,6 +113,17 @@ class Watch:
         """The queries [L, n, H, D] of the steps since the last time."""
         kept, self._kept = self._kept, []
         return torch.stack(kept, 1)
+
+    def compare(self, shares: torch.Tensor) -> torch.Tensor:
+        """What was held more than before by each reused token, from what each holds now, f32 [N].
+
+        What they hold now counts among what was before from the next time on. The first time
+        nothing is more.
+        """
+        times = self.report.watched
+        before = shares if self._shares is None else self._shares
+        self._shares = before + (shares - before) / (times + 1)
+        return shares - before
 
     def refuse(self, reason: str) -> bool:
         """Takes note that nothing can be healed."""
@@ -142,11 +158,12 @@ class Healer:
             watch.stopped = True
             return watch.refuse("windows")
         start = time.perf_counter()
-        chosen, held = self._choose(kv, watch, candidates, queries)
+        chosen, held, risen = self._choose(kv, watch, candidates, queries)
         watch.report.watch_s += time.perf_counter() - start
         watch.report.watched += 1
         watch.report.held.append(held)
-        if not held > watch.settings.bound:
+        watch.report.risen.append(risen)
+        if not (held > watch.settings.bound or risen > watch.settings.rise):
             return False
         return self._heal(kv, watch, chosen)
 
@@ -170,9 +187,9 @@ class Healer:
 
     def _choose(
         self, kv: RequestKv, watch: Watch, candidates: Rows, queries: torch.Tensor
-    ) -> tuple[Rows, float]:
-        """The candidates most looked at, and the share of attention on reused text they hold."""
-        settings, reused = watch.settings, watch.done.reused
+    ) -> tuple[Rows, float, float]:
+        """The candidates most looked at, the share that they hold, and how much more it is now."""
+        settings, reused = watch.settings, positions_of(watch.done.reused.segments)
         since = settings.since(len(queries))
         # A window group no longer has all that the older queries saw just before them; what they
         # look at in reused text is there or was not kept for them either.
@@ -180,10 +197,12 @@ class Healer:
         self._count(kv, watch, queries.shape[1], since)
         among = scores_of(averaged(mass, settings.near), candidates)
         chosen = highest(among, candidates, watch.budget)
-        finite = torch.nan_to_num(mass, nan=0.0, posinf=0.0, neginf=0.0)
-        parts = (scores_of(finite, rows).sum() for rows in (chosen, positions_of(reused.segments)))
-        held, everything = torch.stack(list(parts)).tolist()
-        return chosen, min(1.0, held / everything) if everything > 0.0 else 0.0
+        shares = torch.nan_to_num(scores_of(mass, reused), nan=0.0, posinf=0.0, neginf=0.0)
+        shares = shares / shares.sum().clamp_min(torch.finfo(shares.dtype).tiny)
+        places = np.searchsorted(reused, chosen)
+        parts = [scores_of(some, places).sum() for some in (shares, watch.compare(shares))]
+        held, risen = torch.stack(parts).tolist()
+        return chosen, min(1.0, held), risen
 
     def _count(self, kv: RequestKv, watch: Watch, tokens: int, since: int) -> None:
         counted, rows = FlopCount(self.prefiller.executor.weights), kv.newest(tokens)

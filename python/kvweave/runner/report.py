@@ -44,8 +44,9 @@ class PassReport:
 class HealingReport:
     """What watching an answer and healing it came to, for one request.
 
-    `watched`: times that a ring of queries was scored; `held`: what it found each time, see
-    `Healing`. `healed`: times that tokens were recomputed, `recomputed` of them in all. `refused`:
+    `watched`: times that a ring of queries was scored; `held` and `risen`: of all attention on
+    reused tokens what the candidates held each time, and how much more than before, see `Healing`.
+    `healed`: times that tokens were recomputed, `recomputed` of them in all. `refused`:
     times that nothing was, by reason: "no room", "windows" (what the rows see is no longer kept) or
     "frequencies" (those of RoPE change with the length). `watch_flops`, `watch_s`: of the scoring;
     `heal_flops`, `heal_s`: of the recomputation.
@@ -55,6 +56,7 @@ class HealingReport:
     healed: int = 0
     recomputed: int = 0
     held: list[float] = field(default_factory=list)
+    risen: list[float] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     watch_flops: int = 0
     heal_flops: int = 0
