@@ -25,12 +25,15 @@ from kvweave.cache import (
 from kvweave.errors import (
     CorruptHeadMap,
     CorruptPayload,
+    CorruptProfile,
     DeviceUnavailable,
     InvalidArgument,
     KvweaveError,
     NamespaceConflict,
     OutOfMemory,
+    PolicySwitchedOff,
     PoolFull,
+    UncertifiedPolicy,
     UnknownSegment,
     Unsupported,
 )
@@ -48,12 +51,14 @@ if TYPE_CHECKING:
         SparseX,
         Weave,
     )
-    from kvweave.runner import Generation, Prefill, Report, Runner, Sampling, Segment
+    from kvweave.policies.policy_profile import PolicyProfile
+    from kvweave.runner import Canary, Generation, Prefill, Report, Runner, Sampling, Segment
 
 _MODULES = ("eval", "models", "ops", "payload", "policies", "profile", "runner")
 _LATER = {
     **dict.fromkeys(
-        ("Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"), "kvweave.runner"
+        ("Canary", "Generation", "Prefill", "Report", "Runner", "Sampling", "Segment"),
+        "kvweave.runner",
     ),
     **dict.fromkeys(
         (
@@ -69,13 +74,16 @@ _LATER = {
         ),
         "kvweave.policies",
     ),
+    "PolicyProfile": "kvweave.policies.policy_profile",
 }
 
 __all__ = [
     "Arena",
     "CacheBlend",
+    "Canary",
     "CorruptHeadMap",
     "CorruptPayload",
+    "CorruptProfile",
     "DeviceUnavailable",
     "Epic",
     "FrozenSegment",
@@ -93,6 +101,8 @@ __all__ = [
     "OutOfMemory",
     "PlanSpan",
     "Policy",
+    "PolicyProfile",
+    "PolicySwitchedOff",
     "PoolFull",
     "Prefill",
     "Prefix",
@@ -103,6 +113,7 @@ __all__ = [
     "Sampling",
     "Segment",
     "SparseX",
+    "UncertifiedPolicy",
     "UnknownSegment",
     "Unsupported",
     "Weave",

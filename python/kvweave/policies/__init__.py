@@ -35,6 +35,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 """Policies by name, in the order that tables show them."""
 
+DEFAULT_POLICY = "sparsex"
+"""The policy of whoever names none."""
+
+
+def is_exact(policy: Policy) -> bool:
+    """Whether a policy is known to compute what full prefill does, but for rounding."""
+    return isinstance(policy, (Full, Prefix))
+
 
 def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name with default settings, or the policy itself.
@@ -52,6 +60,7 @@ def policy_of(policy: str | Policy) -> Policy:
 
 
 __all__ = [
+    "DEFAULT_POLICY",
     "POLICIES",
     "CacheBlend",
     "Epic",
@@ -66,5 +75,6 @@ __all__ = [
     "RedKnot",
     "SparseX",
     "Weave",
+    "is_exact",
     "policy_of",
 ]

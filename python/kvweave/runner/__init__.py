@@ -1,12 +1,16 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.canary import Canary, CanaryState
 from kvweave.runner.prefill import Prefill
 from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt, chat_parts
-from kvweave.runner.report import Generation, Report, StreamedToken, Timings
+from kvweave.runner.report import CanaryCheck, Generation, Report, StreamedToken, Timings
 from kvweave.runner.runner import Runner
 from kvweave.runner.sampling import Sampling
 
 __all__ = [
+    "Canary",
+    "CanaryCheck",
+    "CanaryState",
     "Generation",
     "Part",
     "Prefill",

@@ -40,6 +40,20 @@ class PassReport:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class CanaryCheck:
+    """What it took to compare a request with full, and what came out.
+
+    `kl`: nats a token, the mean over `tokens` of the answer; None where there was no room to
+    compare. `flops` (of full's prefill) and `seconds` came on top of the request's own.
+    """
+
+    kl: float | None
+    tokens: int
+    flops: int
+    seconds: float
+
+
 @dataclass
 class Report:
     """What was reused, what was computed, how long it took, what it holds.
@@ -51,7 +65,7 @@ class Report:
     runner's. `device_bytes`: the most that weights, pages and this prefill take where the model
     lies. `flops`: matrix products of the prefill as they were run, by part. `restored`: (layer,
     KV head) pairs of local heads that were made full; `refused`: those for which the cache had no
-    room, or no longer all of their window.
+    room, or no longer all of their window. `canary`: of a request that was drawn for comparison.
     """
 
     policy: str
@@ -71,6 +85,7 @@ class Report:
     flops: dict[str, int] = field(default_factory=dict)
     restored: list[tuple[int, int]] = field(default_factory=list)
     refused: list[tuple[int, int]] = field(default_factory=list)
+    canary: CanaryCheck | None = None
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
@@ -100,6 +115,7 @@ class Report:
             "plan": self.plan.to_dict(),
             "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
+            "canary": None if self.canary is None else asdict(self.canary),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,
         }
