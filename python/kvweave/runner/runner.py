@@ -136,7 +136,7 @@ class Runner:
             fingerprint=self.spec.fingerprint,
             heads=heads,
         )
-        self.progress = progress
+        self.heads, self.progress = heads, progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
         with torch.inference_mode(), self.spec.current():
