@@ -75,22 +75,22 @@ class Effort:
 
 KL_JOBS = (
     CertifyJob("lm", 1024, "plain", 8),
-    CertifyJob("needles", 768, "plain", 4),
-    CertifyJob("two-hop", 768, "plain", 4),
+    CertifyJob("needles", 512, "plain", 4),
+    CertifyJob("two-hop", 512, "plain", 4),
 )
 SCORE_JOBS = KL_JOBS[1:]
 
 
 def effort_of(bound: Bound, quick: bool = False) -> Effort:
-    """The usual effort for a bound; of a quick one the certificate is as sure, and rarer.
+    """The usual effort for a bound; `quick` takes one short job of KL, of score it spares nothing.
 
     A drop of score is certified on as many samples as bound it when none loses anything.
     """
     if bound.kind == "kl":
         jobs = (CertifyJob("lm", 512, "plain", 4),) if quick else KL_JOBS
-        return Effort(jobs, *((6, 12) if quick else (8, 24)))
+        return Effort(jobs, *((6, 12) if quick else (6, 16)))
     rounds = math.ceil(samples_needed(bound.value, _level(bound, FINALISTS)) / len(SCORE_JOBS))
-    return Effort(SCORE_JOBS, 6 if quick else 12, max(rounds, 12))
+    return Effort(SCORE_JOBS, 6, max(rounds, 12))
 
 
 def certify(
@@ -227,9 +227,9 @@ def _near(seen: Mapping[str, Losses], bound: Bound) -> Iterator[Policy]:
     cheaper = max((s for s in SHARES if s < dearer), default=dearer / 2)
     between = round(math.sqrt(cheaper * dearer), 3)
     yield Foresight(share=between)
-    for share in (between, dearer):
-        for draft in DRAFTS:
-            yield Foresight(share=share, draft=draft)
+    for draft in DRAFTS:
+        yield Foresight(share=between, draft=draft)
+    yield Foresight(share=dearer, draft=0)
     for depth in DEPTHS:
         yield Foresight(share=between, depth=depth)
 
