@@ -40,8 +40,8 @@ from kvweave.eval import (
     tasks_of,
 )
 from kvweave.eval.measure import of_turns
-from kvweave.eval.policy_text import titled
 from kvweave.eval.sample import Said
+from kvweave.policies.policy_text import titled
 from kvweave.runner import Runner, Sampling
 
 POLICIES = read_policies("naive,epic,epic:first=32,sparsex:top_k=1.0")

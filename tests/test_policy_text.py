@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import InvalidArgument
-from kvweave.eval.policy_text import read_policies, read_policy, title_of, titled
 from kvweave.policies import POLICIES, CacheBlend, Epic, Naive, SparseX, Weave
+from kvweave.policies.policy_text import read_policies, read_policy, title_of, titled
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -69,7 +69,7 @@ def _measure(
             return model(ids, use_cache=True, logits_to_keep=1).logits[0, -1]
 
     def prefill(policy: str) -> torch.Tensor:
-        with runner.prefill(parts, policy, remember=False) as done:
+        with runner.prefill(parts, policy, remember=False, watched=False) as done:
             seen[policy].append(done.report)
             return done.logits[-1]
 

@@ -166,7 +166,7 @@ class Bench:
     def prefill(self, policy: str) -> tuple[torch.Tensor, kvweave.Report]:
         """Ours: logits f32 [V] of the last token, and the report."""
         chosen = self.policies[policy]
-        with self.runner.prefill(self.parts, chosen, remember=False) as done:
+        with self.runner.prefill(self.parts, chosen, remember=False, watched=False) as done:
             return done.logits[-1], done.report
 
     def check(self) -> None:

@@ -132,7 +132,7 @@ class Bench:
     def _prefill(
         runner: kvweave.Runner, parts: Sequence[kvweave.Segment], policy: Policy
     ) -> kvweave.Report:
-        with runner.prefill(list(parts), policy, remember=False) as done:
+        with runner.prefill(list(parts), policy, remember=False, watched=False) as done:
             expect(bool(done.logits.isfinite().all()), f"{policy.name}: a logit is not finite")
             report = done.report
         if policy.reuse == "segments":

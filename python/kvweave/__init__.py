@@ -25,12 +25,15 @@ from kvweave.cache import (
 from kvweave.errors import (
     CorruptHeadMap,
     CorruptPayload,
+    CorruptProfile,
     DeviceUnavailable,
     InvalidArgument,
     KvweaveError,
     NamespaceConflict,
     OutOfMemory,
+    PolicySwitchedOff,
     PoolFull,
+    UncertifiedPolicy,
     UnknownSegment,
     Unsupported,
 )
@@ -52,7 +55,9 @@ if TYPE_CHECKING:
         SparseX,
         Weave,
     )
+    from kvweave.policies.policy_profile import PolicyProfile
     from kvweave.runner import (
+        Canary,
         Conversation,
         Generation,
         Healing,
@@ -67,6 +72,7 @@ _MODULES = ("eval", "models", "ops", "payload", "policies", "profile", "runner")
 _LATER = {
     **dict.fromkeys(
         (
+            "Canary",
             "Conversation",
             "Generation",
             "Healing",
@@ -96,14 +102,17 @@ _LATER = {
         ),
         "kvweave.policies",
     ),
+    "PolicyProfile": "kvweave.policies.policy_profile",
 }
 
 __all__ = [
     "Arena",
     "CacheBlend",
+    "Canary",
     "Conversation",
     "CorruptHeadMap",
     "CorruptPayload",
+    "CorruptProfile",
     "DeviceUnavailable",
     "Epic",
     "Foresight",
@@ -124,6 +133,8 @@ __all__ = [
     "OutOfMemory",
     "PlanSpan",
     "Policy",
+    "PolicyProfile",
+    "PolicySwitchedOff",
     "PoolFull",
     "Prefill",
     "Prefix",
@@ -136,6 +147,7 @@ __all__ = [
     "Sampling",
     "Segment",
     "SparseX",
+    "UncertifiedPolicy",
     "UnknownSegment",
     "Unsupported",
     "Weave",

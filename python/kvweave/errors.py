@@ -1,4 +1,4 @@
-"""What kvweave raises: one base class, and one class for each kind a caller may react to."""
+"""What kvweave raises and warns of: a class for each kind that a caller may react to."""
 
 from __future__ import annotations
 
@@ -49,9 +49,21 @@ class CorruptPayload(KvweaveError, ValueError):
     """A payload that is not what it says it is, or bytes that are none."""
 
 
+class CorruptProfile(KvweaveError, ValueError):
+    """A policy profile that is not what it says it is, or of another model, dtype or head map."""
+
+
 class DeviceUnavailable(KvweaveError, RuntimeError):
     """A device that cannot be used; the text says why."""
 
 
 class Unsupported(KvweaveError, TypeError):
     """A model, device or combination that this version does not know."""
+
+
+class UncertifiedPolicy(UserWarning):
+    """A policy approximates, and no profile says how far from full prefill it comes out."""
+
+
+class PolicySwitchedOff(UserWarning):
+    """A canary saw a policy drift from full prefill: its runner answers by full from then on."""

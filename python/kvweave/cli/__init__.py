@@ -9,6 +9,7 @@ import typer
 
 from kvweave.cli import bench
 from kvweave.cli.capacity import capacity
+from kvweave.cli.certify import certify
 from kvweave.cli.demo import demo
 from kvweave.cli.evaluate import evaluate
 from kvweave.cli.generate import generate
@@ -54,6 +55,7 @@ app.command("plan")(plan)
 app.command("capacity")(capacity)
 app.command("eval")(evaluate)
 app.command("report")(report)
+app.command("certify")(certify)
 app.command("profile-heads")(profile_heads)
 app.command("vllm-config")(vllm_config)
 app.add_typer(bench.app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +25,10 @@ def generate(
     model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     policy: Annotated[
-        str | None, typer.Option(help="How reused text is corrected; foresight if not given.")
+        str | None, typer.Option(help="How reused text is corrected; the profile's, or foresight.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile of `kvweave certify` for this model.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -38,13 +42,15 @@ def generate(
     parts = prompt_parts(read_prompt(prompt), segments)
     with err().status(f"loading {model}"):
         from kvweave import models
-        from kvweave.policies import DEFAULT_POLICY, policy_of
+        from kvweave.policies import policy_of
+        from kvweave.policies.policy_profile import PolicyProfile
         from kvweave.runner import Runner, Sampling, chat_parts
 
-        chosen = policy_of(DEFAULT_POLICY if policy is None else policy)
+        chosen = None if policy is None else policy_of(policy)
+        certified = None if profile is None else PolicyProfile.read(profile)
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         loaded, tokenizer = models.load(model, device=device)
-        runner = Runner(loaded, tokenizer)
+        runner = Runner(loaded, tokenizer, profile=certified)
     if chat:
         parts = chat_parts(tokenizer, parts)
     runner.insert_many([(name, segments[name]) for name in segments])

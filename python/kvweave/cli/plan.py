@@ -148,7 +148,7 @@ def _run(case: _Case, policy: str) -> _Found:
     runner.insert_many(list(case.warm.items()))
     for prompt in case.before:
         runner.prefill(prompt, "full").release()
-    with runner.prefill(case.parts, chosen, discover=case.discover) as done:
+    with runner.prefill(case.parts, chosen, discover=case.discover, watched=False) as done:
         report = done.report
     tokens = runner.tokenize(case.parts).tokens.tolist()
     return _Found(report.plan.to_dict(), tokens, tokenizer, report.rows_per_layer)

@@ -80,7 +80,7 @@ def profile_heads(
         from kvweave.runner.model_spec import describe
 
         pattern = None if duo is None else DuoPattern.read(duo, duo_config)
-        loaded = models.load(model, _dtype(dtype), device=device)
+        loaded = models.load(model, read_dtype(dtype), device=device)
     if pattern is not None:
         window = _window(sink, recent, pattern.sink, pattern.recent)
         made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
@@ -93,7 +93,8 @@ def profile_heads(
     _show(made, f"Head classes of {model}", out_file, figure)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def read_dtype(name: str | None) -> torch.dtype | None:
+    """A dtype by its short name, None for none; raises InvalidArgument for another name."""
     import torch
 
     known = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -4,19 +4,19 @@ from kvweave.eval.evaluate import POLICIES, draw, evaluate, evaluate_suite, task
 from kvweave.eval.jobs import How, Shard, job_name, measure_jobs
 from kvweave.eval.log import MeasurementLog, read_log
 from kvweave.eval.measure import FLOOR, Encoded, Measurement, SampleMeasurer, inserted
-from kvweave.eval.policy_text import read_policies, title_of
 from kvweave.eval.sample import AnyOf, Said, Sample, Task, Turn, task_encoder
 from kvweave.eval.statistics import (
     Bootstrap,
     Interval,
     bootstrap,
     gap_closed,
-    kl_per_token,
     worst_decile,
 )
 from kvweave.eval.suite import SUITES, Job, Suite, suite_of
 from kvweave.eval.summary import Evaluation, Summary, evaluations_of
 from kvweave.eval.tasks import LAYOUT_NAMES, TASK_NAMES, layout_of, task_of
+from kvweave.policies.policy_text import read_policies, title_of
+from kvweave.runner.divergence import kl_per_token
 
 __all__ = [
     "FLOOR",

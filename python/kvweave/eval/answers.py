@@ -30,6 +30,7 @@ class Ask:
             discover=self.discover,
             reserve_tokens=room,
             remember=False,
+            watched=False,
         )
 
     def again(self, runner: Runner, done: Prefill, room: int) -> Prefill:

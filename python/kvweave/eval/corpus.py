@@ -22,6 +22,7 @@ import numpy as np
 from kvweave.errors import InvalidArgument, KvweaveError
 
 DEFAULT_CORPUS = "sotu"
+HALVES = ("first", "second")
 Encode = Callable[[str], list[int]]
 
 
@@ -77,16 +78,38 @@ def corpus_of(name: str) -> Corpus:
 
     Names: `sotu` (State of the Union speeches), `kjv` (the King James Bible by books), `python`
     (modules of this interpreter's standard library). Files of a folder are taken recursively,
-    in the order of their paths.
+    in the order of their paths. `NAME#first` and `NAME#second` are its halves, see `halves`.
 
     Raises TextUnavailable when a named corpus is not installed; InvalidArgument for another name
     that is no path, or a path without text.
     """
-    documents = _PACKAGED[name]() if name in _PACKAGED else _files(Path(name))
+    whole, mark, half = name.rpartition("#")
+    if mark and half in HALVES and not Path(name).exists():
+        documents = list(halves(corpus_of(whole))[HALVES.index(half)].documents)
+    else:
+        documents = _PACKAGED[name]() if name in _PACKAGED else _files(Path(name))
     kept = tuple((title, text) for title, text in documents if text)
     if not kept:
         raise InvalidArgument(f"corpus {name}: expected text, got none")
     return Corpus(name, kept)
+
+
+def halves(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """Every second document from the first on, and the others; of one document, its halves.
+
+    So what was chosen on the one half can be checked on text that nobody has looked at. They are
+    named `NAME#first` and `NAME#second`.
+    """
+    if len(corpus.documents) > 1:
+        parts = corpus.documents[::2], corpus.documents[1::2]
+    else:
+        ((title, text),) = corpus.documents
+        middle = len(text) // 2
+        parts = ((title, text[:middle]),), ((title, text[middle:]),)
+    first, second = (
+        Corpus(f"{corpus.name}#{half}", part) for half, part in zip(HALVES, parts, strict=True)
+    )
+    return first, second
 
 
 def split_sentences(text: str) -> list[str]:

@@ -11,12 +11,12 @@ import numpy as np
 from kvweave.errors import InvalidArgument
 from kvweave.eval.jobs import WHOLE, How, Shard, measure_jobs
 from kvweave.eval.measure import MAX_NEW_TOKENS
-from kvweave.eval.policy_text import read_policies
 from kvweave.eval.sample import Sample, Task
 from kvweave.eval.suite import Suite
 from kvweave.eval.summary import Evaluation
 from kvweave.eval.tasks import task_of
 from kvweave.policies import Policy
+from kvweave.policies.policy_text import read_policies
 from kvweave.runner import Runner
 
 POLICIES: tuple[str, ...] = ("naive", "epic", "cacheblend", "sparsex", "foresight")

@@ -23,10 +23,10 @@ from kvweave.eval.measure import (
     inserted,
     of_turns,
 )
-from kvweave.eval.policy_text import titled
 from kvweave.eval.sample import Task
 from kvweave.eval.summary import Evaluation, evaluations_of
 from kvweave.policies import Policy
+from kvweave.policies.policy_text import titled
 from kvweave.runner import Runner
 from kvweave.runner.progress import track
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 
 from kvweave.eval.answers import Ask, forced_logits, greedy_tokens
-from kvweave.eval.policy_text import title_of
 from kvweave.eval.sample import Sample
-from kvweave.eval.statistics import kl_per_token, negative_log_likelihood
+from kvweave.eval.statistics import negative_log_likelihood
 from kvweave.policies import Naive, Policy, policy_of
+from kvweave.policies.policy_text import title_of
 from kvweave.runner import Prefill, Report, Runner, Segment
+from kvweave.runner.divergence import kl_per_token
 
 Role = Literal["full", "policy", "floor", "control"]
 FLOOR = "chunked (floor)"

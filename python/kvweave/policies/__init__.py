@@ -39,6 +39,11 @@ DEFAULT_POLICY = "foresight"
 """What recovers a prompt for which no policy is named."""
 
 
+def is_exact(policy: Policy) -> bool:
+    """Whether a policy is known to compute what full prefill does, but for rounding."""
+    return isinstance(policy, (Full, Prefix))
+
+
 def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name with default settings, or the policy itself.
 
@@ -70,5 +75,6 @@ __all__ = [
     "RedKnot",
     "SparseX",
     "Weave",
+    "is_exact",
     "policy_of",
 ]

@@ -1,5 +1,6 @@
-"""Which (layer, KV) heads of a model need the whole context: measured on text, kept as a map."""
+"""What a model allows: heads that need no whole context, and a policy that keeps a bound."""
 
+from kvweave.profile.certify import CertifyJob, Effort, certify, effort_of
 from kvweave.profile.duo import DuoPattern
 from kvweave.profile.effect import Effect, EffectMeter, SmallestShare, smallest_share
 from kvweave.profile.head_profile import HeadProfile
@@ -15,14 +16,18 @@ from kvweave.profile.texts import ProfileText, held_out
 __all__ = [
     "DEFAULT_LENGTHS",
     "DEFAULT_TEXTS",
+    "CertifyJob",
     "DuoPattern",
     "Effect",
     "EffectMeter",
+    "Effort",
     "HeadProfile",
     "LengthScores",
     "ProfileText",
     "SmallestShare",
+    "certify",
     "check_lengths",
+    "effort_of",
     "held_out",
     "profile_heads",
     "smallest_share",

@@ -7,13 +7,13 @@ cut into halves. So a bound on quality is never checked on text that classes wer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.eval.corpus import Corpus, Encode, corpus_of
+from kvweave.eval.corpus import Corpus, Encode, corpus_of, halves
 from kvweave.eval.sample import NAMES, distinct_numbers
 from kvweave.plan import Rows
 from kvweave.runner import Runner
@@ -45,14 +45,8 @@ class ProfileText:
 
 def parted(name: str) -> tuple[Corpus, Corpus]:
     """A corpus as (to profile on, held out), by name or path; errors as `corpus_of`."""
-    corpus = corpus_of(name)
-    if len(corpus.documents) > 1:
-        halves = corpus.documents[::2], corpus.documents[1::2]
-    else:
-        ((title, text),) = corpus.documents
-        middle = len(text) // 2
-        halves = ((title, text[:middle]),), ((title, text[middle:]),)
-    return Corpus(name, halves[0]), Corpus(name, halves[1])
+    first, second = halves(corpus_of(name))
+    return replace(first, name=name), replace(second, name=name)
 
 
 class TextMaker:

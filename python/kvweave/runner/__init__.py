@@ -1,5 +1,6 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.canary import Canary, CanaryState
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.healing import Healing
 from kvweave.runner.prefill import Prefill
@@ -11,11 +12,21 @@ from kvweave.runner.prompt import (
     chat_parts,
     chat_turn_parts,
 )
-from kvweave.runner.report import Generation, HealingReport, Report, StreamedToken, Timings
+from kvweave.runner.report import (
+    CanaryCheck,
+    Generation,
+    HealingReport,
+    Report,
+    StreamedToken,
+    Timings,
+)
 from kvweave.runner.runner import Runner
 from kvweave.runner.sampling import Sampling
 
 __all__ = [
+    "Canary",
+    "CanaryCheck",
+    "CanaryState",
     "Conversation",
     "Generation",
     "Healing",

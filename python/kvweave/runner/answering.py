@@ -10,10 +10,11 @@ import torch
 
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
-from kvweave.policies import Policy, policy_of
+from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decoding import Decoding, by_regime
 from kvweave.runner.healing import Healer, Healing, Watch
+from kvweave.runner.lossy import LossyPrefiller
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import PromptTokenizer, TokenizedPrompt
 from kvweave.runner.report import Generation
@@ -51,7 +52,14 @@ class Answer:
 class Answering:
     """Answers prompts of one model in one cache."""
 
-    def __init__(self, prefiller: Prefiller, decoder: Decoder, prompts: PromptTokenizer) -> None:
+    def __init__(
+        self,
+        lossy: LossyPrefiller,
+        prefiller: Prefiller,
+        decoder: Decoder,
+        prompts: PromptTokenizer,
+    ) -> None:
+        self.lossy = lossy
         self.prefiller = prefiller
         self.decoder = decoder
         self.prompts = prompts
@@ -59,7 +67,7 @@ class Answering:
 
     def ask(
         self,
-        policy: str | Policy,
+        policy: str | Policy | None,
         lookup: Lookup,
         max_new_tokens: int,
         sampling: Sampling | None,
@@ -76,11 +84,12 @@ class Answering:
             end = getattr(self.prompts.tokenizer, "eos_token_id", None)
             stop = [] if end is None else [int(end)]
         chosen = sampling or Sampling()
-        return Ask(policy_of(policy), lookup, max_new_tokens, chosen, frozenset(stop), healing)
+        wanted = self.lossy.policy_of(policy)
+        return Ask(wanted, lookup, max_new_tokens, chosen, frozenset(stop), healing)
 
     def start(self, prompt: TokenizedPrompt, ask: Ask) -> Answer:
         """Prefills a prompt and chooses the first token of its answer."""
-        done = self.prefiller.prefill(
+        done = self.lossy.prefill(
             prompt, ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
         )
         try:

@@ -15,6 +15,7 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies import Policy
+from kvweave.runner.caller import caller_level
 from kvweave.runner.chunks import spans
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
@@ -275,7 +276,8 @@ class Prefiller:
         most = self.spec.positions
         if most is not None and tokens > most:
             text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
-            warnings.warn(f"{text}, got {tokens}: what it says may be poor", stacklevel=5)
+            poor = f"{text}, got {tokens}: what it says may be poor"
+            warnings.warn(poor, stacklevel=caller_level())
 
     def mode_for(self, policy: Policy) -> tuple[str, str]:
         """How reused KV is read under a policy, and why if not as the runner says."""

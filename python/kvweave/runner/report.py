@@ -40,6 +40,20 @@ class PassReport:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class CanaryCheck:
+    """What it took to compare a request with full, and what came out.
+
+    `kl`: nats a token, the mean over `tokens` of the answer; None where there was no room to
+    compare. `flops` (of full's prefill) and `seconds` came on top of the request's own.
+    """
+
+    kl: float | None
+    tokens: int
+    flops: int
+    seconds: float
+
+
 @dataclass
 class HealingReport:
     """What watching an answer and healing it came to, for one request.
@@ -82,6 +96,7 @@ class Report:
     room, or no longer all of their window. `settled_now`: reused tokens that the policy computed
     again; `settled_before`: tokens that earlier turns of a conversation left, which counts them as
     neither reused nor recomputed. `healing`: of an answer that was watched.
+    `canary`: of a request that was drawn for comparison.
     """
 
     policy: str
@@ -104,6 +119,7 @@ class Report:
     settled_now: int = 0
     settled_before: int = 0
     healing: HealingReport | None = None
+    canary: CanaryCheck | None = None
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
@@ -135,6 +151,7 @@ class Report:
             "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
             "healing": None if self.healing is None else asdict(self.healing),
+            "canary": None if self.canary is None else asdict(self.canary),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,
         }

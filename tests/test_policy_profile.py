@@ -1,0 +1,221 @@
+"""Policy profiles: what goes into a file comes back, and anything else is refused by name."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from families import random_tokens, tiny
+from head_maps import CLASSES, classes_of, head_map
+from kvweave.errors import CorruptProfile, InvalidArgument
+from kvweave.policies import Foresight, Naive, Weave, policy_of
+from kvweave.policies.policy_profile import (
+    MOST_BYTES,
+    Bound,
+    Evidence,
+    PolicyProfile,
+    Text,
+    heads_digest,
+)
+from kvweave.policies.policy_text import read_policy, text_of
+from kvweave.runner import Runner
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=12)
+evidence = st.builds(
+    Evidence,
+    stage=st.sampled_from(["search", "certify"]),
+    policy=words,
+    job=words,
+    task=words,
+    layout=st.none() | words,
+    length=st.integers(0, 10**6),
+    samples=st.integers(0, 10**6),
+    lost=st.integers(0, 9),
+    value=st.none() | finite,
+    low=st.none() | finite,
+    high=st.none() | finite,
+    flops_share=finite,
+)
+profiles = st.builds(
+    PolicyProfile,
+    model_fingerprint=words,
+    dtype=words,
+    policy=st.sampled_from(["full", "naive", "foresight:share=0.1:draft=4"]),
+    bound=st.builds(
+        Bound,
+        kind=st.sampled_from(["kl", "score-drop"]),
+        value=st.floats(1e-9, 10.0),
+        level=st.floats(0.01, 0.99),
+    ),
+    flops_share=finite,
+    evidence=st.lists(evidence, max_size=3).map(tuple),
+    texts=st.lists(st.builds(Text, name=words, digest=words), max_size=2).map(tuple),
+    seed=st.integers(0, 2**40),
+    kvweave=words,
+    date=words,
+    heads=st.none() | words,
+)
+
+
+def profile(policy: str = "foresight:share=0.1", fingerprint: str = "f" * 64) -> PolicyProfile:
+    found = Evidence("certify", policy, "all jobs", "all", None, 0, 24, 0, 0.02, 0.01, 0.03, 0.2)
+    texts = (Text("sotu", "0123456789abcdef"),)
+    bound = Bound("kl", 0.05)
+    return PolicyProfile(
+        fingerprint, "float32", policy, bound, 0.2, (found,), texts, 0, "0.1.0", "2026-01-01"
+    )
+
+
+def spoiled(**changes: object) -> str:
+    plain = json.loads(profile().to_json())
+    return json.dumps({**plain, **changes})
+
+
+@given(made=profiles)
+def test_what_is_written_is_read(made: PolicyProfile) -> None:
+    text = made.to_json()
+    assert PolicyProfile.from_json(text) == made
+    assert PolicyProfile.from_json(text).to_json() == text
+
+
+@given(share=st.floats(0.0, 1.0), draft=st.integers(0, 64), depth=st.floats(0.0, 1.0))
+def test_a_policys_text_is_the_policy(share: float, draft: int, depth: float) -> None:
+    policy = Foresight(share=share, draft=draft, depth=depth)
+    assert read_policy(text_of(policy)) == policy
+
+
+def test_texts_of_policies() -> None:
+    assert text_of("naive") == "naive"
+    assert text_of(Foresight(share=None, count=3)) == "foresight:count=3"
+    assert read_policy(text_of(Weave())) == Weave()
+
+    class Mine(Naive):
+        """A policy of the user's own."""
+
+    with pytest.raises(InvalidArgument, match="got a Mine"):
+        text_of(Mine())
+
+
+@given(cut=st.integers(0, len(profile().to_json()) - 3))
+def test_cut_short(cut: int) -> None:
+    with pytest.raises(CorruptProfile, match="expected JSON, got"):
+        PolicyProfile.from_json(profile().to_json()[:cut])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "got"),
+    [
+        (spoiled(schema_version=2), "1", "2"),
+        (spoiled(schema_version=True), "1", "True"),
+        (spoiled(schema_version=None), "1", "None"),
+        (spoiled(more=1), "the fields model_fingerprint", "'more' too"),
+        (spoiled(seed="0"), "a whole number", "'0'"),
+        (spoiled(seed=1.5), "a whole number", "1.5"),
+        (spoiled(seed=-1), "a number >= 0", "-1"),
+        (spoiled(seed=True), "a whole number", "True"),
+        (spoiled(flops_share="x"), "a number", "'x'"),
+        (spoiled(flops_share=math.nan), "finite numbers", "NaN"),
+        (spoiled(flops_share=-math.inf), "finite numbers", "-Infinity"),
+        (spoiled(seed="@").replace('"@"', "1e999"), "a whole number", "inf"),
+        (spoiled(flops_share="@").replace('"@"', "1e999"), "a finite number", "inf"),
+        (spoiled(flops_share="@").replace('"@"', "9" * 400), "a finite number", "very long"),
+        (spoiled(seed="@").replace('"@"', "9" * 9000), "numbers of usual length", "longer"),
+        (spoiled(evidence={}), "a list", "dict"),
+        (spoiled(evidence=[3]), "an object", "int"),
+        (spoiled(evidence=[{}]), "the fields stage", "no stage"),
+        (spoiled(bound=None), "an object", "NoneType"),
+        (spoiled(heads=3), "text", "3"),
+        ("[]", "an object", "list"),
+        ("null", "an object", "NoneType"),
+        ("", "JSON", "Expecting value"),
+        ('{"a": 1, "a": 2}', "each field once", "'a' twice"),
+        ("[" * 100_000, "JSON", "nested"),
+        ("x" * 10_000_000, f"at most {MOST_BYTES}", "10000000"),
+        (spoiled(dtype="d" * 900_000, policy="p" * 90_000), "", ""),
+        (spoiled(bound={"kind": "kl", "value": 0.0, "level": 0.9}), "", ""),
+        (spoiled(bound={"kind": "x" * 9000, "value": 1.0, "level": 0.9}), "kl or score", "xx"),
+        (spoiled(policy="foresight:share=7"), "", ""),
+        (spoiled(policy="of my own"), "", ""),
+    ],
+)
+def test_what_is_no_profile(text: str, expected: str, got: str) -> None:
+    with pytest.raises(CorruptProfile) as raised:
+        PolicyProfile.from_json(text)
+    assert expected in (raised.value.expected or "")
+    assert got in (raised.value.got or "")
+    assert len(str(raised.value)) < 400
+
+
+def test_a_missing_field_is_named() -> None:
+    for name in json.loads(profile().to_json()):
+        plain = json.loads(profile().to_json())
+        del plain[name]
+        with pytest.raises(CorruptProfile, match=name):
+            PolicyProfile.from_json(json.dumps(plain))
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    assert PolicyProfile.read(path) == profile()
+    for whole in (b"\xff" * 20, b"\x00" * (10 << 20)):
+        path.write_bytes(whole)
+        with pytest.raises(CorruptProfile, match=r"profile\.json: expected") as raised:
+            PolicyProfile.read(path)
+        assert len(str(raised.value)) < 200
+    with pytest.raises(FileNotFoundError):
+        PolicyProfile.read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("make", [lambda: Bound("kl", 0.0), lambda: Bound("kl", math.nan)])
+def test_bounds_that_are_none(make) -> None:
+    with pytest.raises(InvalidArgument, match="expected a number above 0"):
+        make()
+
+
+# ---- in a runner ---------------------------------------------------------------------------
+
+
+def test_a_profile_of_something_else_is_refused_at_construction() -> None:
+    model = tiny("llama")
+    runner = Runner(model, max_tokens=256, progress=False, check=False)
+    mine = profile(fingerprint=runner.spec.fingerprint)
+    for wrong, what in (
+        (replace(mine, model_fingerprint="another"), "model: expected .*, got another"),
+        (replace(mine, dtype="bfloat16"), "dtype: expected float32, got bfloat16"),
+        (replace(mine, heads="0123456789abcdef"), "head map: expected none, got 0123"),
+    ):
+        with pytest.raises(CorruptProfile, match=what):
+            Runner(model, max_tokens=256, progress=False, check=False, profile=wrong)
+
+
+def test_a_head_map_is_known_by_what_heads_keep() -> None:
+    model = tiny("llama")
+    runner = Runner(model, max_tokens=256, progress=False, check=False)
+    spec = runner.spec
+    heads = head_map(spec, classes_of(model))
+    other = head_map(spec, classes_of(model, CLASSES[1:]))
+    mine = replace(profile(fingerprint=spec.fingerprint), heads=heads_digest(heads))
+    Runner(model, max_tokens=256, progress=False, check=False, heads=heads, profile=mine)
+    with pytest.raises(CorruptProfile, match="head map"):
+        Runner(model, max_tokens=256, progress=False, check=False, heads=other, profile=mine)
+
+
+def test_a_profiles_policy_is_used_by_default() -> None:
+    model = tiny("llama")
+    plain = Runner(model, max_tokens=512, progress=False, check=False)
+    chosen = "naive"
+    mine = profile(chosen, plain.spec.fingerprint)
+    runner = Runner(model, max_tokens=512, progress=False, check=False, profile=mine)
+    tokens = random_tokens(40, 0).tolist()
+    with runner.prefill(tokens) as done:
+        assert done.report.policy == policy_of(chosen).name
+    with runner.prefill(tokens, "full") as done:
+        assert done.report.policy == "full"
+    assert runner.generate(tokens, max_new_tokens=1).report.policy == chosen
+    assert next(iter(runner.stream(tokens, max_new_tokens=1)))
