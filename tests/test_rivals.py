@@ -112,7 +112,7 @@ class Answers:
         (InfoFlow(share=0.3), lambda layers: InfoFlow().asked(layers)),
         (InfoFlow(count=5, score="sum", layers=(1,)), lambda layers: [1]),
     ],
-    ids=repr,
+    ids=["prophet", "infoflow", "infoflow-sum"],
 )
 @given(view=views(), seed=st.integers(0, 3))
 def test_the_highest_sums_over_the_asked_layers_are_chosen(policy, asked, view, seed):
