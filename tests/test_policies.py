@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvweave
+from families import tiny
 from kvweave import demo
 from kvweave.cli.evaluate import evaluate as cli_evaluate
 from kvweave.cli.generate import generate as cli_generate
@@ -112,8 +113,9 @@ def test_a_policys_class_is_not_a_policy():
 
 def test_one_place_names_the_default():
     for method in (Runner.prefill, Runner.generate, Runner.generate_batch, Runner.stream):
-        assert inspect.signature(method).parameters["policy"].default == DEFAULT_POLICY
-    assert f"; {DEFAULT_POLICY} if not given" in str(inspect.signature(cli_generate))
+        assert inspect.signature(method).parameters["policy"].default is None
+    assert Runner(tiny("llama"), check=False).generate([1, 2, 3]).report.policy == DEFAULT_POLICY
+    assert f"or {DEFAULT_POLICY}." in str(inspect.signature(cli_generate))
     assert DEFAULT_POLICY in demo.POLICIES
     assert DEFAULT_POLICY in EVALUATED
     told = inspect.signature(cli_evaluate).parameters["policies"].default
