@@ -51,10 +51,10 @@ class Foresight:
 
     The budget is one of: as many rows as a `share` of the reused tokens; `count` of them; or
     `mass`, the fewest that hold this share of the mass on all that may be chosen, and at most a
-    share `most` of the reused tokens. `draft`: tokens
-    of the answer that ask too, 0 for none. `depth`: share of the layers that are passed over before
-    attention is measured. `near`: tokens over which mass is averaged, an odd number; 1 for none.
-    `ask`: the last rows of the question that ask, at most.
+    share `most` of the reused tokens; none of them: a share of 0.15. `draft`: tokens of the answer
+    that ask too, 0 for none. `depth`: share of the layers that are passed over before attention is
+    measured. `near`: tokens over which mass is averaged, an odd number; 1 for none. `ask`: the last
+    rows of the question that ask, at most.
     """
 
     share: float | None = None

@@ -43,16 +43,15 @@ class Drafter:
                 forked=fork,
             )
             sequence.choose(logits)
-            mass = self._decode(kv, sequence, step, done)
+            mass = self._decode(kv, sequence, step)
+            self._count(fork, step, len(sequence.tokens) - 1, done)
             done.tokens = 0 if mass is None else step.tokens
             return mass
         finally:
             self.decoder.forget()
             request.release()
 
-    def _decode(
-        self, kv: RequestKv, sequence: Decoding, step: Draft, done: PassTrace
-    ) -> torch.Tensor | None:
+    def _decode(self, kv: RequestKv, sequence: Decoding, step: Draft) -> torch.Tensor | None:
         """What the queries of so many tokens look at, f32 [T]; None without room for them."""
         length = kv.request.length
         mass, queries = torch.zeros(length, device=sequence.device), []
@@ -63,23 +62,22 @@ class Drafter:
                 return None
             assert self.decoder.queries is not None
             queries.append(self.decoder.queries.clone())
-            fork = kv.forked(sequence.request)
-            self._count(fork, step, done)
             # Window groups let go of what later tokens do not see, so there each token asks alone.
-            if left == 0 or not fork.heads.uniform:
+            if left == 0 or not kv.heads.uniform:
+                fork = kv.forked(sequence.request)
                 mass += probes.mass_of_layers(fork, torch.cat(queries, 1), step.since)[:length]
                 queries.clear()
         return mass
 
-    def _count(self, fork: RequestKv, step: Draft, done: PassTrace) -> None:
-        """FLOPs of the newest token's way through the model, and of the measuring."""
-        rows = fork.newest(1)
+    def _count(self, fork: RequestKv, step: Draft, tokens: int, done: PassTrace) -> None:
+        """FLOPs of the newest tokens' way through the model, and of the measuring."""
+        rows = fork.newest(tokens)
         for layer in range(len(fork.spec.layers)):
             seen = fork.layer_heads(layer).seen
-            done.flops.project(layer, 1)
+            done.flops.project(layer, tokens)
             done.flops.attend(layer, rows, seen)
-            done.flops.feed_forward(layer, 1)
-            done.rows_per_layer[layer] += 1
+            done.flops.feed_forward(layer, tokens)
+            done.rows_per_layer[layer] += tokens
             if layer >= step.since:
                 done.flops.score(rows, seen)
-        done.flops.logits(1)
+        done.flops.logits(tokens)
