@@ -36,13 +36,20 @@ from kvweave.plan import (
     one_pass,
 )
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import averaged, heaviest, highest, question, scores_of, tail, union
+from kvweave.policies.budget import rows_of
+from kvweave.policies.row_sets import (
+    TAIL,
+    averaged,
+    heaviest,
+    highest,
+    question,
+    scores_of,
+    tail,
+    union,
+)
 
 DEFAULT_SHARE = 0.15
 """Of the reused tokens, recomputed unless another budget is named."""
-
-TAIL = 64
-"""Rows that ask beside the last token when the prompt ends in reused text, as in SparseX §3.2."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,10 @@ class Foresight:
 
     def budget(self, reused: int) -> int:
         """The most of so many reused tokens that are recomputed."""
-        if self.count is not None:
-            return min(self.count, reused)
         if self.mass is not None:
             return round(self.most * reused) if self.mass > 0.0 else 0
-        return round((DEFAULT_SHARE if self.share is None else self.share) * reused)
+        share = DEFAULT_SHARE if self.share is None else self.share
+        return rows_of(share, self.count, reused)
 
     def plan(self, prompt: PromptView) -> Plans:
         """The fresh rows, a draft, and then the question's rows with the chosen ones."""

@@ -31,10 +31,7 @@ import torch
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows, Salience
 from kvweave.policies.base import Reuse
-from kvweave.policies.row_sets import heaviest, index_at, openings, tail, union
-
-TAIL = 64
-"""Rows that ask beside the fresh ones when the prompt ends in reused text, as in SparseX §3.2."""
+from kvweave.policies.row_sets import TAIL, heaviest, index_at, openings, tail, union
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from kvweave.plan import PromptView, Rows
 
 Floats = npt.NDArray[np.float32]
 
+TAIL = 64
+"""Rows that ask beside the fresh ones when the prompt ends in reused text, as in SparseX §3.2."""
+
 
 def union(*sets: Rows) -> Rows:
     """The union of some sets of rows, each of them sorted."""
