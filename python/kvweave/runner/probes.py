@@ -43,7 +43,9 @@ def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience
     group = q.shape[1] // len(heads.seen)
     for (window, sink), alike in heads.narrowed:
         share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        mass = mass_from(kv, layer, q, kv.probe_positions(rows), reading, ops.EdgeMass(share, window, sink))
+        mass = mass_from(
+            kv, layer, q, kv.probe_positions(rows), reading, ops.EdgeMass(share, window, sink)
+        )
         far = share.view(len(rows), len(heads.seen), group).mean((0, 2))
         edge = torch.where(alike, far, edge)
     return Salience(mass, edge)
