@@ -1,5 +1,6 @@
 """Style as a test: each rule holds for the tree, and is shown to fail on a planted sample."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import tidy_circles
 import tidy_imports
 import tidy_text
 
@@ -15,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LONG_PY = "def long():\n" + "    x = 1\n" * 70
 LONG_RS = "pub fn long(\n    a: u32,\n) -> u32 {\n" + "    let x = a;\n" * 68 + "}\n"
+# A second file of a sample, at the path that the comment names.
+BESIDE = re.compile(r"^(?://|#) beside: (\S+)\n", re.MULTILINE)
 LONG_METHOD = "impl A {\n    fn long(&self) {\n" + "        x();\n" * 69 + "    }\n}\n"
 
 # rule, the path of the bad sample, its text, what the complaint must say
@@ -76,6 +80,31 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (tidy_imports.heavy_imports, "python/kvweave/ops.py", "import transformers", "`transf"),
     (tidy_imports.unused_python, "python/kvweave/orphan.py", "", "nothing imports it"),
     (tidy_imports.unused_python, "benchmarks/orphan.py", "", "nothing imports it"),
+    (
+        tidy_circles.rust_circles,
+        "rust/core/src/a.rs",
+        "use crate::b::{B, C as D};\n// beside: rust/core/src/b.rs\nfn b() { super::a::a() }\n",
+        "a.rs → rust/core/src/b.rs → rust/core/src/a.rs",
+    ),
+    (
+        tidy_circles.rust_circles,
+        "rust/core/src/a/b.rs",
+        "use super::{Own, c};\n// beside: rust/core/src/a/mod.rs\n"
+        "mod b;\nmod c;\npub use c::C;\nstruct Own;\nfn own() { b::b() }\n",
+        "a/b.rs → rust/core/src/a/mod.rs → rust/core/src/a/b.rs",
+    ),
+    (
+        tidy_circles.python_circles,
+        "python/kvweave/a.py",
+        "from .b import B\n# beside: python/kvweave/b.py\ndef b():\n    from . import a\n",
+        "a.py → python/kvweave/b.py → python/kvweave/a.py",
+    ),
+    (
+        tidy_circles.python_circles,
+        "python/kvweave/a/b.py",
+        "from . import own\n# beside: python/kvweave/a/__init__.py\nfrom .b import b\nown = b\n",
+        "a/__init__.py → python/kvweave/a/b.py → python/kvweave/a/__init__.py",
+    ),
 ]
 RULES = list(dict.fromkeys(rule for rule, *_ in PLANTED))
 
@@ -90,9 +119,11 @@ def test_tree_keeps(rule: Rule) -> None:
 def test_rule_sees_a_bad_sample(
     rule: Rule, path: str, text: str, says: str, tmp_path: Path
 ) -> None:
-    sample = tmp_path / path
-    sample.parent.mkdir(parents=True, exist_ok=True)
-    sample.write_text(text)
+    first, *others = BESIDE.split(text)
+    for at, content in [(path, first), *zip(others[::2], others[1::2], strict=True)]:
+        sample = tmp_path / at
+        sample.parent.mkdir(parents=True, exist_ok=True)
+        sample.write_text(content)
     complaints = rule(tmp_path)
     assert len(complaints) == 1, complaints
     assert says in complaints[0]
@@ -101,14 +132,30 @@ def test_rule_sees_a_bad_sample(
 def test_every_rule_is_planted() -> None:
     public = {
         value
-        for module in (tidy_text, tidy_imports)
+        for module in (tidy_text, tidy_imports, tidy_circles)
         for name, value in vars(module).items()
         if callable(value)
         and getattr(value, "__module__", "") == module.__name__
         and not name.startswith("_")
-        and list(getattr(value, "__annotations__", {})) == ["root", "return"]
+        and getattr(value, "__annotations__", {}) == {"root": Path, "return": list[str]}
     }
     assert public == set(RULES)
+
+
+def test_a_folder_that_only_gathers_names_is_in_no_circle(tmp_path: Path) -> None:
+    for path, text in {
+        "rust/core/src/a/mod.rs": "mod b;\nmod c;\npub use b::B;\npub use c::C;\n",
+        "rust/core/src/a/b.rs": "use crate::a::C;\npub struct B(C);\n",
+        "rust/core/src/a/c.rs": "//! See `super::B`.\npub struct C;\n",
+        "python/kvweave/a/__init__.py": "from .b import B\nfrom .c import C\n",
+        "python/kvweave/a/b.py": "from . import C\nclass B(C): ...\n",
+        "python/kvweave/a/c.py": "class C: ...\n",
+    }.items():
+        sample = tmp_path / path
+        sample.parent.mkdir(parents=True, exist_ok=True)
+        sample.write_text(text)
+    assert tidy_circles.rust_circles(tmp_path) == []
+    assert tidy_circles.python_circles(tmp_path) == []
 
 
 def test_a_reason_on_the_first_line_lifts_length(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def _rank(layers: list[set[str]], name: str) -> int | None:
     return next((rank for rank, layer in enumerate(layers) if name in layer), None)
 
 
-def _outside_tests(text: str) -> Iterator[tuple[int, str]]:
+def outside_tests(text: str) -> Iterator[tuple[int, str]]:
     """Lines of a Rust file up to its test module, comments left out."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("#[cfg(test)]"):
@@ -71,7 +71,7 @@ def crate_direction(root: Path) -> list[str]:
         elif folder == "src":
             complaints += [
                 f"rust/{name}:{number}: `{crate}` must not use `{used}`"
-                for number, line in _outside_tests(text_of(path))
+                for number, line in outside_tests(text_of(path))
                 for used in re.findall(r"\bkvweave_(\w+)", line)
                 if used != crate and used not in CRATES[crate]
             ]
@@ -89,7 +89,7 @@ def core_layers(root: Path) -> list[str]:
         if own is None:
             complaints.append(f"rust/core/src/{name}:1: `{module}` has no layer")
             continue
-        for number, line in _outside_tests(text_of(path)):
+        for number, line in outside_tests(text_of(path)):
             for used in re.findall(r"\bcrate::([a-z]\w*)", line):
                 rank = _rank(CORE_LAYERS, used)
                 if used != module and rank is not None and rank >= own:
@@ -182,7 +182,7 @@ def _imports(path: Path, package: str) -> Iterator[tuple[int, str, bool]]:
                 yield node.lineno, f"{base}.{alias.name}", now
 
 
-def _modules(root: Path) -> Iterator[tuple[str, str, Path, str]]:
+def modules(root: Path) -> Iterator[tuple[str, str, Path, str]]:
     """(path, dotted name, file, package) of each module of the Python package."""
     for name, path in files(root / "python", {".py", ".pyi"}):
         dotted = name.rsplit(".", 1)[0].replace("/", ".").removesuffix(".__init__")
@@ -192,7 +192,7 @@ def _modules(root: Path) -> Iterator[tuple[str, str, Path, str]]:
 
 def python_layers(root: Path) -> list[str]:
     complaints = []
-    for name, dotted, path, package in _modules(root):
+    for name, dotted, path, package in modules(root):
         module = dotted.split(".")[1] if "." in dotted else "__init__"
         own = len(PYTHON_LAYERS) if module == "__init__" else _rank(PYTHON_LAYERS, module)
         if own is None:
@@ -210,7 +210,7 @@ def python_layers(root: Path) -> list[str]:
 def heavy_imports(root: Path) -> list[str]:
     """torch and company only where they are needed, and never by `import kvweave`."""
     complaints = []
-    for name, dotted, path, package in _modules(root):
+    for name, dotted, path, package in modules(root):
         module = dotted.split(".")[1] if "." in dotted else "__init__"
         for number, imported, now in _imports(path, package):
             top = imported.split(".")[0]
@@ -223,7 +223,7 @@ def heavy_imports(root: Path) -> list[str]:
 
 def unused_python(root: Path) -> list[str]:
     """A module that no other file of ours imports, unless a command starts there."""
-    importers = [(path, package) for _, _, path, package in _modules(root)]
+    importers = [(path, package) for _, _, path, package in modules(root)]
     for folder in ("tests", "benchmarks"):
         for name, path in files(root / folder, {".py"}):
             importers.append((path, f"{folder}/{name}".rpartition("/")[0].replace("/", ".")))
@@ -231,7 +231,7 @@ def unused_python(root: Path) -> list[str]:
     for path, package in importers:
         for _, imported, _ in _imports(path, package):
             used.setdefault(imported, set()).add(path)
-    ours = [(name, dotted, path) for name, dotted, path, _ in _modules(root)]
+    ours = [(name, dotted, path) for name, dotted, path, _ in modules(root)]
     ours += [
         (f"{f}/{n}", _dotted(f, n), p)
         for f in ("tests", "benchmarks")

@@ -113,7 +113,7 @@ class Recovery:
         measurement between them; returns the last.
         """
         policy = self.policy
-        self._know(plan.rows)
+        self._derive_row_sets(plan.rows)
         plan = replace(plan, local_rows=self.repaired(plan))
         local = self.prompt.heads[plan.layer, :, 0] > 0
         sparse = sparse and len(self._others) > 0
@@ -135,7 +135,7 @@ class Recovery:
 
     def repaired(self, plan: LayerPlan) -> Rows | None:
         """Rows of a layer whose local K, V are computed again; None: it has no local heads."""
-        self._know(plan.rows)
+        self._derive_row_sets(plan.rows)
         local = self.prompt.heads[plan.layer]
         local = local[local[:, 0] > 0]
         if len(local) == 0:
@@ -155,7 +155,7 @@ class Recovery:
         both: Rows = np.intersect1d(wanted, rows, assume_unique=True)
         return both
 
-    def _know(self, rows: Rows) -> None:
+    def _derive_row_sets(self, rows: Rows) -> None:
         """What follows from a layer's rows.
 
         Rows that run every feed-forward, the others, and those whose queries ask what matters.

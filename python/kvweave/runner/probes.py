@@ -18,7 +18,7 @@ _COMPARED_ROWS = 4096
 
 def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows."""
-    return mass_from(kv, layer, q, kv.asking(rows), kv.reading(layer))
+    return mass_from(kv, layer, q, kv.probe_positions(rows), kv.reading(layer))
 
 
 def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Tensor:
@@ -39,11 +39,13 @@ def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience
     heads = kv.layer_heads(layer)
     edge = torch.zeros(len(heads.seen), device=q.device)
     if not heads.narrowed or not len(rows):
-        return Salience(mass_from(kv, layer, q, kv.asking(rows), reading), edge)
+        return Salience(mass_from(kv, layer, q, kv.probe_positions(rows), reading), edge)
     group = q.shape[1] // len(heads.seen)
     for (window, sink), alike in heads.narrowed:
         share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        mass = mass_from(kv, layer, q, kv.asking(rows), reading, ops.EdgeMass(share, window, sink))
+        mass = mass_from(
+            kv, layer, q, kv.probe_positions(rows), reading, ops.EdgeMass(share, window, sink)
+        )
         far = share.view(len(rows), len(heads.seen), group).mean((0, 2))
         edge = torch.where(alike, far, edge)
     return Salience(mass, edge)

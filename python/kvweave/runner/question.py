@@ -33,7 +33,7 @@ def context(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Ten
     places = context_of(rows)
     if not len(places) or places[0] < 0:
         return torch.zeros(kv.request.length, device=q.device)
-    return mass_from(kv, layer, q, kv.asking(places), kv.reading(layer))
+    return mass_from(kv, layer, q, kv.probe_positions(places), kv.reading(layer))
 
 
 def norms(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -41,7 +41,7 @@ def norms(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tenso
 
     One launch a row: the op sums over rows, and here they are squared before.
     """
-    positions, reading = kv.asking(rows), kv.reading(layer)
+    positions, reading = kv.probe_positions(rows), kv.reading(layer)
     squares = torch.zeros(kv.request.length, device=q.device)
     for row in range(len(rows)):
         one = slice(row, row + 1)
@@ -55,7 +55,7 @@ def values(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tens
 
     One launch a KV head.
     """
-    heads, positions = _head_rows(kv, layer), kv.asking(rows)
+    heads, positions = _head_rows(kv, layer), kv.probe_positions(rows)
     group = q.shape[1] // len(heads)
     total = torch.zeros(kv.request.length, device=q.device)
     for head in range(len(heads)):

@@ -92,7 +92,7 @@ class RequestKv:
             self._rows = RowTable.of(slots, rows, local_rows, self.positions, self.spec.device)
         return self._rows
 
-    def asking(self, rows: Rows) -> ops.Table:
+    def probe_positions(self, rows: Rows) -> ops.Table:
         """The positions of rows that ask what matters."""
         return self._asking.get(rows, lambda kept: send(self.spec.device, kept)[0])
 

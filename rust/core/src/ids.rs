@@ -49,4 +49,4 @@ impl GroupId {
 /// One pair of namespace and RoPE regime: nothing is ever matched across two of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
-pub struct KeyId(pub u32);
+pub struct ScopeId(pub u32);

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvweave_core::pool::{BlockGroup, Pool, SharedBlocks, Store, Use, WritableBlocks};
+use kvweave_core::pool::{BlockGroup, GroupKind, Pool, SharedBlocks, Store, WritableBlocks};
 use kvweave_core::{BlockId, ErrorKind, GroupId};
 use proptest::prelude::*;
 
 const GROUP_PAGES: [u32; 3] = [3, 2, 1];
-/// Blocks that last, blocks that pass, and loose pages, which no index names.
-const USES: [Use; 3] = [Use::Lasting, Use::Passing, Use::Loose];
+/// Blocks that last, blocks that pass, and single_page pages, which no index names.
+const USES: [Use; 3] = [GroupKind::Full, GroupKind::Window, GroupKind::SinglePage];
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -120,7 +120,7 @@ impl Model {
         let stored = store.lock();
         stored.pool.check().unwrap();
         let mut pages = HashMap::new();
-        assert!(stored.pool.counts(GroupId(2)).cached == 0, "a loose page is never cached");
+        assert!(stored.pool.counts(GroupId(2)).cached == 0, "a single_page page is never cached");
         let held: usize = (0..3).map(|group| stored.pool.counts(GroupId(group)).held).sum();
         assert_eq!(held, holders.len());
         for (&block, &(references, owners)) in &holders {
@@ -233,7 +233,7 @@ fn the_fullest_slab_gives() {
 /// Where most is soon given up, what is cached there makes room before another slab does.
 #[test]
 fn what_lasts_lies_in_few_slabs() {
-    let groups = [(1, Use::Lasting), (1, Use::Passing)];
+    let groups = [(1, GroupKind::Full), (1, GroupKind::Window)];
     let groups = groups.map(|(pages, kind)| BlockGroup { pages, kind });
     let store = Arc::new(Store::new(Pool::of_groups(1 + 160, Some(8), &groups).unwrap(), ()));
     // While half of the arena is unclaimed, what is cached stays, wherever it lies.

@@ -1,7 +1,7 @@
 //! The ops, fast on a CPU: rayon over requests, heads and row chunks, vectors within.
 //!
 //! Same names and params as `kvweave-reference`, which defines them. Attention works on tiles of
-//! [`KEYS`](tile::KEYS) keys aligned to absolute positions and taken in order, and a row's numbers
+//! [`KEYS`](piece::KEYS) keys aligned to absolute positions and taken in order, and a row's numbers
 //! never meet another row's: so the bits of a row depend neither on the other rows of the call nor
 //! on the number of threads, and computing a prompt after a prefix hit changes none.
 

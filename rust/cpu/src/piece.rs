@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use kvweave_core::ops::{Entry, KvView, Scoring, Visible};
 
-use crate::tile::KEYS;
+/// Keys of a tile.
+pub(crate) const KEYS: usize = 64;
 
 /// Consecutive positions of one request that lie in one key tile and were cached under one delta.
 ///

@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use kvweave_core::ops::Visible;
 
-use crate::piece::Piece;
+use crate::piece::{KEYS, Piece};
 use crate::simd::{Kernel, Vector, exp2, tanh};
-use crate::tile::{COLUMNS, KEYS, Tile};
+use crate::tile::{COLUMNS, Tile};
 
 /// Rows of a block.
 pub(crate) const ROWS: usize = 6;

@@ -8,11 +8,11 @@ use kvweave_core::ops::{Element, OpError, ScoreTokens, Visible};
 use rayon::prelude::*;
 
 use crate::grain::{least_tasks, work};
-use crate::piece::{Piece, Pieces};
+use crate::piece::{KEYS, Piece, Pieces};
 use crate::row_block::{AddMass, ROWS};
 use crate::row_chunk::{Call, RowChunk};
 use crate::simd::dispatch;
-use crate::tile::{KEYS, Tile};
+use crate::tile::Tile;
 use crate::turn::Turns;
 
 /// Rows × query heads of a chunk; a constant, as sums over rows follow the chunks.

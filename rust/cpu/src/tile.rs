@@ -3,11 +3,8 @@
 use kvweave_core::ops::{Element, Entry, KvView};
 
 use crate::aligned::Aligned;
-use crate::piece::Piece;
+use crate::piece::{KEYS, Piece};
 use crate::simd::{Kernel, Vector, dispatch};
-
-/// Keys of a tile.
-pub(crate) const KEYS: usize = 64;
 
 /// Value rows are padded to a multiple of this, the widest vector.
 pub(crate) const COLUMNS: usize = 16;

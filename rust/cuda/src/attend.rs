@@ -1,71 +1,16 @@
 //! Launch of attention over pages: which kernel does a call, and how its work is cut.
 
-use kvweave_core::KvDtype;
-
+use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::attend_plan::{BULK_TOKENS, COPIED_TOKENS, Plan, QUERIES, is_tall};
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
-use crate::operands::{DeviceRows, DeviceTensor, bytes_of, factor_of, long, name_of, narrow};
-use crate::paged::DeviceKv;
+use crate::operands::{Tiled, bytes_of, factor_of, long, name_of, narrow};
 use crate::params::{AttendParams, TiledAttendParams};
-use crate::tensor_map::{TensorMap, Tiled};
+use crate::tensor_map::TensorMap;
 
 /// Bytes of columns that a copy takes side by side.
 const BLOCK_BYTES: usize = 128;
-
-/// Attention of rows over paged keys and values: `kvweave_core::ops::AttendPrefill`, or with
-/// `row_offsets` left out `AttendDecode`.
-#[derive(Clone, Copy, Debug)]
-pub struct AttendLaunch<'a> {
-    /// Keys and values of all requests.
-    pub kv: DeviceKv<'a>,
-    /// [R, H, D].
-    pub q: DeviceRows,
-    /// Elements of `q` and `out`: the cache's, or any others over fp8.
-    pub dtype: KvDtype,
-    /// i32 [R].
-    pub positions: DeviceTensor,
-    /// i32 [B + 1]; `None`: row b is request b.
-    pub row_offsets: Option<DeviceTensor>,
-    /// [R, H, D], contiguous.
-    pub out: DeviceTensor,
-    /// f32 [R, H], contiguous.
-    pub lse: DeviceTensor,
-    /// Factor on qᵀk.
-    pub scale: f32,
-    /// Soft cap c > 0.
-    pub softcap: Option<f32>,
-    /// R.
-    pub rows: usize,
-    /// f32, as many as `attend_workspace` says, on a 16-byte boundary; what they hold before and
-    /// after is no matter.
-    pub floats: DeviceTensor,
-    /// i32, as many as `attend_workspace` says: all 0 before the call, and again after it.
-    pub counters: DeviceTensor,
-    /// B.
-    pub requests: usize,
-    /// H.
-    pub query_heads: usize,
-    /// The stream's handle; 0 is the default stream.
-    pub stream: u64,
-}
-
-/// What a call needs of workspace: see [`AttendLaunch::floats`] and [`AttendLaunch::counters`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttendWorkspace {
-    /// f32.
-    pub floats: usize,
-    /// i32.
-    pub counters: usize,
-}
-
-impl AttendLaunch<'_> {
-    /// Query heads that share a KV head.
-    pub(crate) fn group(&self) -> usize {
-        self.query_heads / self.kv.geometry.kv_heads.max(1)
-    }
-}
 
 impl CudaBackend {
     /// The workspace that [`CudaBackend::attend`] needs for a call, whose own is not looked at.

@@ -4,7 +4,7 @@
 use kvweave_core::KvDtype;
 use kvweave_core::ops::PageGeometry;
 
-use crate::attend::AttendLaunch;
+use crate::attend_call::AttendLaunch;
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
 use crate::operands::{blocks_of, bytes_of, names_of};

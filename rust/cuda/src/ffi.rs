@@ -1,4 +1,5 @@
-//! Every call into the CUDA driver. Nothing else in this crate is `unsafe`.
+//! Every call into the CUDA driver. Other files are `unsafe` only where they hand on what a caller
+//! promises of addresses and streams.
 //!
 //! Duties that hold throughout: the library was found before any function is called
 //! (`present`), handles come from the driver and are released once, and work runs with the
@@ -11,8 +12,9 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::{DriverError, result, sys};
 use kvweave_core::KvDtype;
 
+use crate::background;
 use crate::error::CudaError;
-use crate::tensor_map::Tiled;
+use crate::operands::Tiled;
 
 /// Whether the driver's library can be loaded.
 pub(crate) fn present() -> bool {
@@ -290,9 +292,15 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated once, freed once; the driver waits for kernels that still read it.
-        let free = || unsafe { result::free_sync(self.address) }.map_err(named("cuMemFree"));
-        self.context.enter_uncaptured(free).ok();
+        // The driver waits for the whole device before it frees. The owner may be an object of
+        // Python that goes while work is queued, so neither its thread nor the interpreter's lock
+        // waits along.
+        let (address, context) = (self.address, Arc::clone(&self.context));
+        background::run(move || {
+            // SAFETY: allocated once, freed once; the driver waits for kernels that still read it.
+            let free = || unsafe { result::free_sync(address) }.map_err(named("cuMemFree"));
+            context.enter_uncaptured(free).ok();
+        });
     }
 }
 

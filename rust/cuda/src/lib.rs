@@ -5,8 +5,10 @@
 //! CUDA graph.
 
 mod attend;
+mod attend_call;
 mod attend_plan;
 mod backend;
+mod background;
 mod copy_rerotate;
 mod error;
 mod ffi;
@@ -16,20 +18,22 @@ mod merge_states;
 mod operands;
 mod paged;
 mod params;
+mod per_device;
 mod score_tokens;
 mod step_tables;
 mod tensor_map;
 mod write_pages;
 
-pub use attend::{AttendLaunch, AttendWorkspace};
+pub use attend_call::{AttendLaunch, AttendWorkspace};
 pub use backend::{CudaBackend, status};
 pub use copy_rerotate::CopyRerotateLaunch;
 pub use error::{CudaError, Unavailable};
 pub use ffi::{DeviceBuffer, Number};
 pub use merge_states::MergeStatesLaunch;
-pub use operands::{DeviceRows, DeviceTensor};
+pub use operands::{DeviceRows, DeviceTensor, Tiled};
 pub use paged::{DeviceKv, DeviceReach};
+pub use per_device::PerDevice;
 pub use score_tokens::{EdgeLaunch, ScoreTokensLaunch};
 pub use step_tables::StepTablesLaunch;
-pub use tensor_map::{TensorMap, Tiled};
+pub use tensor_map::TensorMap;
 pub use write_pages::{BoundsLaunch, WritePagesLaunch};

@@ -58,6 +58,22 @@ impl DeviceRows {
     }
 }
 
+/// What a [`TensorMap`](crate::TensorMap) describes. Axes run from the one that is contiguous to
+/// the slowest.
+#[derive(Clone, Copy, Debug)]
+pub struct Tiled<'a> {
+    /// First element, on a 16-byte boundary.
+    pub address: u64,
+    /// Elements: bf16, f16 or fp8.
+    pub dtype: KvDtype,
+    /// Elements of each axis.
+    pub dims: &'a [u64],
+    /// Bytes from one index to the next of each axis but the first; multiples of 16.
+    pub strides_bytes: &'a [u64],
+    /// Elements of each axis that one copy takes; at most 128 bytes of the first.
+    pub copied: &'a [u32],
+}
+
 /// How a dtype is called in the names of kernels.
 pub(crate) fn name_of(dtype: KvDtype) -> &'static str {
     match dtype {

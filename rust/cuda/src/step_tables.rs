@@ -76,8 +76,8 @@ fn params_of(call: &StepTablesLaunch<'_>, chunks: usize) -> Result<StepTablesPar
         let got = format!("{requests} and {tables}");
         return Err(CudaError::invalid("requests and tables", expected, got));
     }
-    let reach = (requests - 1).saturating_mul(call.block_stride).saturating_add(shape.columns);
-    call.blocks.expect("blocks", if shape.columns == 0 { 0 } else { reach })?;
+    let extent = (requests - 1).saturating_mul(call.block_stride).saturating_add(shape.columns);
+    call.blocks.expect("blocks", if shape.columns == 0 { 0 } else { extent })?;
     call.lengths.expect("lengths", requests)?;
     call.query_start.expect("query_start", requests + 1)?;
     call.slot_mapping.expect("slot_mapping", rows)?;

@@ -4,6 +4,7 @@ use kvweave_core::KvDtype;
 
 use crate::error::CudaError;
 use crate::ffi;
+use crate::operands::Tiled;
 
 /// A tensor as the copy engine (TMA) sees it: `CUtensorMap` of the CUDA headers, part of a
 /// kernel's params.
@@ -12,21 +13,6 @@ use crate::ffi;
 pub struct TensorMap([u64; 16]);
 
 const _: () = assert!(size_of::<TensorMap>() == 128);
-
-/// What a map describes. Axes run from the one that is contiguous to the slowest.
-#[derive(Clone, Copy, Debug)]
-pub struct Tiled<'a> {
-    /// First element, on a 16-byte boundary.
-    pub address: u64,
-    /// Elements: bf16, f16 or fp8.
-    pub dtype: KvDtype,
-    /// Elements of each axis.
-    pub dims: &'a [u64],
-    /// Bytes from one index to the next of each axis but the first; multiples of 16.
-    pub strides_bytes: &'a [u64],
-    /// Elements of each axis that one copy takes; at most 128 bytes of the first.
-    pub copied: &'a [u32],
-}
 
 impl TensorMap {
     /// A map whose copies lie in shared memory in the 128-byte swizzle: 16-byte words of row r

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::ops::{run, with_element, with_rows};
 use crate::reach::Reach;
 use crate::rope::RopeTable;

@@ -9,10 +9,10 @@ use crate::arena::Arena;
 use crate::arguments::{count, raised};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
-use crate::request::{KvRequest, Rows, group_id, rows, small};
+use crate::failure::{Failure, call_core};
+use crate::request::{KvRequest, Rows, group_id, rows, saturating_u32};
 use crate::scalars::{Number, Regime, Text};
-use crate::shape::{HeadClassMap, HeadGroup, KvShape};
+use crate::shape::{HeadClassMap, HeadGroup, KvShape, pages_for_blocks};
 use crate::tokens::Tokens;
 
 /// A cache of KV blocks over one arena of pages. Use it from any thread.
@@ -100,7 +100,7 @@ impl KvCache {
             None if memory => arena_of(py, &geometry, arena_pages)?,
             None => None,
         };
-        let cache = entry(py, || {
+        let cache = call_core(py, || {
             core::KvCache::new(CacheConfig {
                 heads,
                 hash,
@@ -134,8 +134,8 @@ impl KvCache {
 
     /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
     fn head_rows<'py>(&self, py: Python<'py>, layer: Number) -> PyResult<Rows<'py>> {
-        let layer = raised(py, small("layer", layer))?;
-        rows(py, entry(py, || self.cache.groups().head_rows(layer))?)
+        let layer = raised(py, saturating_u32("layer", layer))?;
+        rows(py, call_core(py, || self.cache.groups().head_rows(layer))?)
     }
 
     /// The layer of each page of a block of a head group: i32 [pages].
@@ -145,7 +145,7 @@ impl KvCache {
         group: Number,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let group = raised(py, group_id(group))?;
-        Ok(entry(py, || self.cache.groups().page_layers(group))?.to_pyarray(py))
+        Ok(call_core(py, || self.cache.groups().page_layers(group))?.to_pyarray(py))
     }
 
     /// The model's fingerprint, part of every key; empty if none was given.
@@ -192,7 +192,7 @@ impl KvCache {
         };
         let (reuse, mode, marked, rooms) = raised(py, settings())?;
         let (marked, (reserve_tokens, chunk_tokens)) = (&marked, rooms);
-        let request = entry(py, || {
+        let request = call_core(py, || {
             let tokens = &ids;
             self.cache.admit(&Admission {
                 tokens,
@@ -220,25 +220,25 @@ impl KvCache {
     ) -> PyResult<usize> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
-        entry(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace.0, regime.0)))
+        call_core(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace.0, regime.0)))
     }
 
     /// Blocks by state (all head groups together, and each under "groups"), hits and misses.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = entry(py, || Ok::<_, Failure>(self.cache.stats()))?;
+        let stats = call_core(py, || Ok::<_, Failure>(self.cache.stats()))?;
         crate::stats::to_dict(py, &stats)
     }
 
     /// Checks the books: free + held + cached = total, and that all indexes agree.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        entry(py, || self.cache.check())
+        call_core(py, || self.cache.check())
     }
 
     /// Knowledge-base entries of one namespace, or of all.
     #[pyo3(signature = (namespace=None))]
     fn frozen(&self, py: Python<'_>, namespace: Option<Text<'_>>) -> PyResult<Vec<FrozenSegment>> {
         let segments =
-            entry(py, || Ok::<_, Failure>(self.cache.frozen(namespace.map(|text| text.0))))?;
+            call_core(py, || Ok::<_, Failure>(self.cache.frozen(namespace.map(|text| text.0))))?;
         Ok(segments.into_iter().map(FrozenSegment::from).collect())
     }
 
@@ -246,19 +246,19 @@ impl KvCache {
     /// its own text it stays cached until it is evicted.
     #[pyo3(signature = (name, namespace=Text("")))]
     fn delete(&self, py: Python<'_>, name: Text<'_>, namespace: Text<'_>) -> PyResult<()> {
-        entry(py, || self.cache.delete_frozen(name.0, namespace.0))
+        call_core(py, || self.cache.delete_frozen(name.0, namespace.0))
     }
 
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
     fn rebalance(&self, py: Python<'_>) -> PyResult<()> {
-        entry(py, || {
+        call_core(py, || {
             self.cache.rebalance();
             Ok::<_, Failure>(())
         })
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let stats = entry(py, || Ok::<_, Failure>(self.cache.stats()))?;
+        let stats = call_core(py, || Ok::<_, Failure>(self.cache.stats()))?;
         let held: usize = stats.groups.iter().map(|group| group.held).sum();
         Ok(format!("KvCache({} pages, {held} blocks held)", stats.arena_pages))
     }
@@ -270,7 +270,7 @@ fn arena_of(py: Python<'_>, shape: &core::KvShape, pages: u64) -> PyResult<Optio
         return Ok(None);
     }
     let sizes = [pages as usize, 2, shape.page_tokens() as usize, shape.head_dim() as usize];
-    let arena = entry(py, || Arena::new(sizes, shape.dtype().into()))?;
+    let arena = call_core(py, || Arena::new(sizes, shape.dtype().into()))?;
     Ok(Some(Py::new(py, arena)?.into_any()))
 }
 
@@ -292,16 +292,6 @@ fn external_pages(
     };
     raised(py, checks())?;
     Ok(tensor.shape()[0] as u64)
-}
-
-/// Pages of an arena that holds `blocks` blocks of every head group.
-pub fn pages_for_blocks(
-    shape: &core::KvShape,
-    heads: Option<&core::HeadClassMap>,
-    blocks: Number,
-) -> Result<u64, Failure> {
-    let config = CacheConfig { heads: heads.cloned(), ..CacheConfig::new(*shape, 0) };
-    Ok(config.sized_for(count("blocks", blocks)? as u64)?.arena_pages)
 }
 
 /// Pages of an arena given in bytes or in blocks, exactly one of them.

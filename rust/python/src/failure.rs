@@ -112,7 +112,7 @@ impl From<OpError> for Failure {
 ///
 /// # Errors
 /// The mapped failure, or `KvweaveError` for a panic, which is a defect of kvweave.
-pub fn entry<T: Send, E: Into<Failure>>(
+pub fn call_core<T: Send, E: Into<Failure>>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, E> + Send,
 ) -> PyResult<T> {

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of, source_of};
 use crate::dlpack::borrow;
 use crate::dtype::{DType, ROWS};
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::reach::Reach;
 use crate::rope::RopeTable;
 use crate::scalars::Number;
@@ -72,7 +72,7 @@ macro_rules! with_rows {
 macro_rules! run {
     ($py:expr, $reference:expr, $op:ident, $params:expr) => {{
         let params = $params;
-        entry($py, move || if $reference { reference::$op(params) } else { cpu::$op(params) })
+        call_core($py, move || if $reference { reference::$op(params) } else { cpu::$op(params) })
     }};
 }
 

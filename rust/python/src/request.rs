@@ -7,7 +7,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, raised};
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::plan::ReusePlan;
 use crate::scalars::{Number, Text};
 use crate::tokens::Tokens;
@@ -41,7 +41,7 @@ impl KvRequest {
         py: Python<'_>,
         work: impl FnOnce(&mut core::Request) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        entry(py, || match self.lock().as_mut() {
+        call_core(py, || match self.lock().as_mut() {
             Some(request) => work(request).map_err(Failure::from),
             None => Err(Failure::invalid("request", "a live request", "a released one")),
         })
@@ -106,7 +106,7 @@ impl KvRequest {
 
     /// What the KV heads of a layer read: i32 [G, 4] of table, rank, window, sink.
     fn head_rows<'py>(&self, py: Python<'py>, layer: Number) -> PyResult<Rows<'py>> {
-        let layer = raised(py, small("layer", layer))?;
+        let layer = raised(py, saturating_u32("layer", layer))?;
         rows(py, self.with(py, |request| request.head_rows(layer))?)
     }
 
@@ -177,8 +177,8 @@ impl KvRequest {
     /// blocks. Returns the copies that bring in what is stored of it, to be run with
     /// `copy_rerotate(layers=[layer])`: i32 [C, 6].
     fn promote<'py>(&self, py: Python<'py>, layer: Number, head: Number) -> PyResult<Rows<'py>> {
-        let layer = raised(py, small("layer", layer))?;
-        let head = raised(py, small("head", head))?;
+        let layer = raised(py, saturating_u32("layer", layer))?;
+        let head = raised(py, saturating_u32("head", head))?;
         rows(py, self.with(py, |request| request.promote(layer, head))?)
     }
 
@@ -227,7 +227,7 @@ impl KvRequest {
 
     /// Returns the blocks; committed ones stay cached. Safe to call twice.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        entry(py, || {
+        call_core(py, || {
             drop(self.lock().take());
             Ok::<_, Failure>(())
         })
@@ -248,7 +248,7 @@ impl KvRequest {
 }
 
 /// A layer or head: whatever does not fit is one that no model has.
-pub fn small(what: &str, number: impl Into<i64>) -> Result<u32, Failure> {
+pub fn saturating_u32(what: &str, number: impl Into<i64>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, number)?).unwrap_or(u32::MAX))
 }
 

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use crate::cuda::OnDevices;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::tensor::Device;
 
 /// Inverse frequencies of every layer and how elements pair up: all that moving a key needs.
@@ -60,7 +60,7 @@ impl RopeTable {
             Ok::<_, Failure>((values.to_vec(), tensor.shape()[0]))
         };
         let (values, layers) = checks().map_err(|failure| failure.raise(py))?;
-        let table = entry(py, || ops::RopeTable::new(values, layers, pairing))?;
+        let table = call_core(py, || ops::RopeTable::new(values, layers, pairing))?;
         Ok(Self { table, on_devices: OnDevices::default() })
     }
 

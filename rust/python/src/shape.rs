@@ -1,12 +1,11 @@
 //! `KvShape` and `HeadClassMap` as Python sees them.
 
-use kvweave_core::{self as core, GroupId, HeadClass};
+use kvweave_core::{self as core, CacheConfig, GroupId, HeadClass};
 use pyo3::prelude::*;
 
 use crate::arguments::count;
-use crate::cache::pages_for_blocks;
 use crate::dtype::{kv_dtype, kv_dtype_name};
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::scalars::{Number, Text};
 
 /// The KV geometry of a model: L layers of G KV heads of D elements, pages of P tokens, a dtype.
@@ -32,7 +31,7 @@ impl KvShape {
             ("head_dim", head_dim),
             ("page_tokens", page_tokens),
         ];
-        entry(py, || {
+        call_core(py, || {
             let [layers, kv_heads, head_dim, page_tokens] = sizes.map(|(what, size)| {
                 let size = i64::from(size);
                 u32::try_from(size).map_err(|_| Failure::invalid(what, "1 to 2^32 − 1", size))
@@ -96,7 +95,7 @@ impl KvShape {
         heads: Option<&Bound<'_, HeadClassMap>>,
     ) -> PyResult<u64> {
         let heads = heads.map(|map| &map.get().0);
-        entry(py, || pages_for_blocks(&self.0, heads, blocks))
+        call_core(py, || pages_for_blocks(&self.0, heads, blocks))
     }
 
     fn __repr__(&self) -> String {
@@ -124,7 +123,7 @@ impl HeadClassMap {
     /// Reads and validates the JSON form.
     #[staticmethod]
     fn from_json(py: Python<'_>, text: Text<'_>) -> PyResult<Self> {
-        entry(py, || core::HeadClassMap::from_json(text.0)).map(Self)
+        call_core(py, || core::HeadClassMap::from_json(text.0)).map(Self)
     }
 
     /// The map in which every head keeps and reads everything: one head group.
@@ -134,7 +133,7 @@ impl HeadClassMap {
     }
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
-        entry(py, || self.0.to_json())
+        call_core(py, || self.0.to_json())
     }
 
     #[getter]
@@ -162,6 +161,16 @@ impl HeadClassMap {
     fn __eq__(&self, other: &Self) -> bool {
         self.0 == other.0
     }
+}
+
+/// Pages of an arena that holds `blocks` blocks of every head group.
+pub fn pages_for_blocks(
+    shape: &core::KvShape,
+    heads: Option<&core::HeadClassMap>,
+    blocks: Number,
+) -> Result<u64, Failure> {
+    let config = CacheConfig { heads: heads.cloned(), ..CacheConfig::new(*shape, 0) };
+    Ok(config.sized_for(count("blocks", blocks)? as u64)?.arena_pages)
 }
 
 /// The heads of one class, whose blocks come and go together.

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::arguments::{count, raised};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::scalars::Number;
 use crate::tensor::{Device, TensorRef};
 
@@ -198,5 +198,5 @@ pub fn step_tables(
         }
     };
     let params = raised(py, params())?;
-    entry(py, move || reference::step_tables(params))
+    call_core(py, move || reference::step_tables(params))
 }

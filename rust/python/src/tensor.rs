@@ -156,7 +156,7 @@ impl TensorRef {
     /// Elements from the first to one past the last that the strides reach. Strides must not be
     /// negative: no argument of ours reads backwards. All of them end within the address space, and
     /// are no more bytes than a slice may have.
-    pub fn reach(&self, what: &str) -> Result<usize, Failure> {
+    pub fn extent(&self, what: &str) -> Result<usize, Failure> {
         self.addresses(what).map(|(start, end)| (end - start) / self.dtype.bytes())
     }
 
@@ -215,7 +215,7 @@ impl TensorRef {
         self.expect_dtype(what, T::DTYPE)?;
         self.expect_device(what, Device::Cpu)?;
         self.expect_aligned(what, align_of::<T>())?;
-        Ok((self.ptr.cast(), self.reach(what)?))
+        Ok((self.ptr.cast(), self.extent(what)?))
     }
 }
 

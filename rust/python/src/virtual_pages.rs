@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arguments::{Table, count, raised};
-use crate::failure::{Failure, entry};
-use crate::request::{Rows, rows, small};
+use crate::failure::{Failure, call_core};
+use crate::request::{Rows, rows, saturating_u32};
 use crate::scalars::Number;
 
 /// Tables from virtual page to block for classes of heads, over blocks of one size.
@@ -31,7 +31,7 @@ impl VirtualPages {
         let py = pages.py();
         let table = Table::of("pages", pages)?;
         let named = raised(py, table.rows::<2>("pages").and_then(class_pages))?;
-        entry(py, || work(&mut self.lock(), &named).map_err(Failure::from))
+        call_core(py, || work(&mut self.lock(), &named).map_err(Failure::from))
     }
 }
 
@@ -53,10 +53,11 @@ impl VirtualPages {
         block_pages: Number,
         parts: Vec<Number>,
     ) -> PyResult<Self> {
-        let made = entry(py, || {
+        let made = call_core(py, || {
             let parts: Result<Vec<u32>, Failure> =
-                parts.iter().map(|&part| small("parts", part)).collect();
-            let (pages, block_pages) = (small("pages", pages)?, small("block_pages", block_pages)?);
+                parts.iter().map(|&part| saturating_u32("parts", part)).collect();
+            let (pages, block_pages) =
+                (saturating_u32("pages", pages)?, saturating_u32("block_pages", block_pages)?);
             let arena_pages = count("arena_pages", arena_pages)? as u64;
             pool::VirtualPages::new(pages, arena_pages, block_pages, &parts?).map_err(Failure::from)
         })?;
@@ -118,6 +119,6 @@ impl VirtualPages {
 
     /// Recounts everything.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        entry(py, || self.lock().check().map_err(Failure::from))
+        call_core(py, || self.lock().check().map_err(Failure::from))
     }
 }

@@ -31,7 +31,7 @@ DIGEST = "kvweave_digest"
 """A key of `additional_config` that is the plugin's own."""
 
 
-class _Woven:
+class _KvweaveModel:
     """Mixed in before a model class whose layers have `self_attn.attn`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
@@ -113,17 +113,17 @@ def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
     return split
 
 
-class KvweaveLlamaForCausalLM(_Woven, LlamaForCausalLM):
+class KvweaveLlamaForCausalLM(_KvweaveModel, LlamaForCausalLM):
     """Llama with split heads, or reusing segments."""
 
 
-class KvweaveMistralForCausalLM(_Woven, MistralForCausalLM):
+class KvweaveMistralForCausalLM(_KvweaveModel, MistralForCausalLM):
     """Mistral with split heads, or reusing segments."""
 
 
-class KvweaveQwen2ForCausalLM(_Woven, Qwen2ForCausalLM):
+class KvweaveQwen2ForCausalLM(_KvweaveModel, Qwen2ForCausalLM):
     """Qwen2 with split heads, or reusing segments."""
 
 
-class KvweaveQwen3ForCausalLM(_Woven, Qwen3ForCausalLM):
+class KvweaveQwen3ForCausalLM(_KvweaveModel, Qwen3ForCausalLM):
     """Qwen3 with split heads, or reusing segments."""

@@ -4,14 +4,11 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::pool::Stored;
-use crate::segment::Index;
 
+use super::books::{Shared, State};
+use super::freeze;
 use super::holding::Holding;
 use super::request::Request;
-use super::{Shared, freeze};
-
-type State = Stored<Index>;
 
 /// What is to change in one table.
 struct Change {
@@ -254,7 +251,7 @@ impl Holding {
         let Some(window) = self.window else { return };
         let page = self.table.span(0).len();
         let unseen = window.sink.next_multiple_of(page)..window.first(row) / page * page;
-        if unseen.is_empty() || self.table.windows_in(unseen.clone()).next().is_none() {
+        if unseen.is_empty() || self.table.donors_in(unseen.clone()).next().is_none() {
             return;
         }
         self.lost = true;

@@ -9,13 +9,11 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::pool::Stored;
-use crate::segment::{ContentEntry, Index, Parent};
+use crate::segment::{ContentEntry, Parent};
 
+use super::books::{State, release_pins, settle};
 use super::freeze;
 use super::request::{Chain, Request};
-
-type State = Stored<Index>;
 
 impl Request {
     /// Says that K and V of [0, computed) are stored, and that those of [0, exact) are what a
@@ -95,18 +93,18 @@ impl Request {
             (true, true) => {
                 if row.len() > 1 {
                     let digest = state.index.hash(self.chain.digest, content);
-                    state.index.fill(row, self.key, self.chain.parent, digest, content);
+                    state.index.fill(row, self.scope, self.chain.parent, digest, content);
                 }
                 self.chain_block(state, tokens, b, row)
             }
             (true, false) => {
-                let (key, parent) = (self.key, self.chain.parent);
-                state.index.register_tail(row, key, parent, content, head, span.start as u32)
+                let (scope, parent) = (self.scope, self.chain.parent);
+                state.index.register_tail(row, scope, parent, content, head, span.start as u32)
             }
             (false, _) => None,
         };
         let entry = ContentEntry {
-            key: self.content_key(&span),
+            scope: self.content_scope(&span),
             tokens: content,
             position: span.start as u32,
             exact: span.end <= exact,
@@ -133,7 +131,7 @@ impl Request {
         if state.index.row(row[0]) == row {
             return;
         }
-        freeze::give_up(state, row[0]);
+        release_pins(state, row[0]);
         let mut gone = Vec::new();
         state.index.detach_others(row, &mut gone);
         gone.into_iter().for_each(|block| state.pool.unindex(block));
@@ -163,8 +161,8 @@ impl Request {
         let span = b * page..(b + 1) * page;
         let tokens = &tokens[span.clone()];
         let digest = state.index.hash(self.chain.digest, tokens);
-        let (key, parent, at) = (self.key, self.chain.parent, span.start as u32);
-        let node = state.index.register_prefix(row, key, parent, digest, tokens, at);
+        let (scope, parent, at) = (self.scope, self.chain.parent, span.start as u32);
+        let node = state.index.register_prefix(row, scope, parent, digest, tokens, at);
         if let Some(node) = node {
             let link = Some(state.index.link(node));
             self.chain = Chain::new(Parent::Block(node), link, digest, b + 1);
@@ -184,7 +182,7 @@ impl Request {
             return true;
         }
         let blocks = self.chain.blocks;
-        self.chain = Chain::new(Parent::Root, None, state.index.root(self.key), 0);
+        self.chain = Chain::new(Parent::Root, None, state.index.root(self.scope), 0);
         let mut row = Vec::with_capacity(self.shared.groups.len());
         for b in 0..blocks {
             self.own_row(b, &mut row);
@@ -196,21 +194,5 @@ impl Request {
             settle(state, &row);
         }
         true
-    }
-}
-
-/// Tells the pool whether the index names these blocks.
-pub(super) fn settle(state: &mut State, row: &[BlockId]) {
-    if !state.index.is_member(row[0]) {
-        // A frozen tail that grew into content another block stands for: that one may be pinned.
-        freeze::give_up(state, row[0]);
-        state.index.release_void(row[0]);
-    }
-    for &block in row.iter().filter(|block| block.is_some()) {
-        if state.index.names(block) {
-            state.pool.mark_indexed(&[block]);
-        } else {
-            state.pool.unindex(block);
-        }
     }
 }

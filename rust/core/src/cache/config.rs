@@ -1,12 +1,10 @@
 //! What a cache is built from.
 
 use crate::error::{Error, ErrorKind};
-use crate::heads::{HeadClassMap, HeadGroups};
-use crate::pool::Pool;
+use crate::heads::{HeadClassMap, HeadGroups, LocalWindow};
+use crate::pool::{BlockGroup, GroupKind, Pool};
 use crate::segment::HashKind;
 use crate::shape::KvShape;
-
-use super::block_groups;
 
 /// Geometry, memory and policy of a cache.
 #[derive(Clone, Debug)]
@@ -77,4 +75,20 @@ impl CacheConfig {
         }
         Ok(groups)
     }
+}
+
+/// The pool's groups: those of the heads, then single pages for heads that are promoted, if there
+/// is a window group to promote them from.
+pub(super) fn block_groups(pages: &[u32], windows: &[Option<LocalWindow>]) -> Vec<BlockGroup> {
+    let kind = |window: &Option<LocalWindow>| match window {
+        Some(_) => GroupKind::Window,
+        None => GroupKind::Full,
+    };
+    let heads = pages.iter().zip(windows);
+    let mut groups: Vec<BlockGroup> =
+        heads.map(|(&pages, window)| BlockGroup { pages, kind: kind(window) }).collect();
+    if windows.iter().any(Option::is_some) {
+        groups.push(BlockGroup { pages: 1, kind: GroupKind::SinglePage });
+    }
+    groups
 }

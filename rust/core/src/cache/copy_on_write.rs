@@ -2,9 +2,9 @@
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
-use crate::pool::{SharedBlocks, Stored};
-use crate::segment::Index;
+use crate::pool::SharedBlocks;
 
+use super::books::{Shared, State};
 use super::freeze;
 use super::holding::{Holding, copy_of};
 use super::request::Request;
@@ -47,9 +47,10 @@ impl Request {
         let mut changes = Vec::with_capacity(groups.len());
         for group in groups {
             let held = &self.holdings[group];
-            let shares = |b: &usize| held.table.own(*b).is_none() || held.is_forked(&stored, *b);
+            let is_shared = |b: &usize| held.table.own(*b).is_none() || held.is_forked(&stored, *b);
             let kept = |b: &usize| held.window.is_none() || held.reads(*b);
-            let blocks: Vec<usize> = touched.iter().copied().filter(kept).filter(shares).collect();
+            let blocks: Vec<usize> =
+                touched.iter().copied().filter(kept).filter(is_shared).collect();
             let moved =
                 |b: &&usize| held.table.block(**b).is_none() || held.is_forked(&stored, **b);
             needs[group] = blocks.iter().filter(moved).count();
@@ -68,7 +69,7 @@ impl Request {
                 if moves && let Some(block) = fresh.next() {
                     replaced.extend(held.move_block(b, block, state.pool.page(block), len));
                 }
-                held.copy_windows(b);
+                held.copy_donors(b);
             }
             held.retire(&shared, state, &replaced);
         }
@@ -87,7 +88,7 @@ impl Request {
 impl Holding {
     /// Whether anything of grid block `b` is read: from a block or a donor.
     fn reads(&self, b: usize) -> bool {
-        let donors = || self.table.windows_in(self.table.span(b)).next().is_some();
+        let donors = || self.table.donors_in(self.table.span(b)).next().is_some();
         self.table.block(b).is_some() || donors()
     }
 
@@ -114,21 +115,16 @@ impl Holding {
     }
 
     /// Copies what donors hold of grid block `b` into it and stops reading the donors there.
-    fn copy_windows(&mut self, b: usize) {
+    fn copy_donors(&mut self, b: usize) {
         let span = self.table.span(b);
-        for window in self.table.windows_in(span.clone()) {
-            self.copies.push(copy_of(&window, &span, self.table.page(b)));
+        for donor in self.table.donors_in(span.clone()) {
+            self.copies.push(copy_of(&donor, &span, self.table.page(b)));
         }
         self.table.uncover(&span);
     }
 
     /// Keeps blocks that were copied away from until the copies are done.
-    pub(super) fn retire(
-        &mut self,
-        shared: &super::Shared,
-        state: &mut Stored<Index>,
-        replaced: &[BlockId],
-    ) {
+    pub(super) fn retire(&mut self, shared: &Shared, state: &mut State, replaced: &[BlockId]) {
         if !replaced.is_empty() {
             let held = self.private.part_with(replaced);
             state.pool.disown(&held);

@@ -3,16 +3,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 use crate::plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
 use crate::segment::{Index, Matches, MissReason, Parent, Piece, PrefixMatch};
 
-use super::admit::{Admission, MarkedSegment, Mode, Reuse};
+use super::admission::{Admission, MarkedSegment, Mode, Reuse};
 
 /// What the indexes hold of a prompt.
 pub(super) struct Found {
-    pub(super) key: KeyId,
-    pub(super) marks: Vec<(Range<usize>, KeyId)>,
+    pub(super) scope: ScopeId,
+    pub(super) marks: Vec<(Range<usize>, ScopeId)>,
     pub(super) prefix: Vec<BlockId>,
     pub(super) chain: PrefixMatch,
     /// Positions [whole, prefix_end) continue the prefix inside a block.
@@ -28,23 +28,23 @@ pub(super) fn find(
     marks: &[MarkedSegment<'_>],
     page: usize,
 ) -> Found {
-    let key = index.acquire_key(request.namespace, request.regime);
+    let scope = index.acquire_scope(request.namespace, request.regime);
     let marks: Vec<_> = marks
         .iter()
-        .map(|mark| (mark.start..mark.end, index.acquire_key(mark.namespace, request.regime)))
+        .map(|mark| (mark.start..mark.end, index.acquire_scope(mark.namespace, request.regime)))
         .collect();
     // The last token is always computed: its logits are wanted.
     let last = request.tokens.len() - 1;
     let mut prefix = Vec::new();
-    let root = PrefixMatch { parent: Parent::Root, digest: index.root(key), partial: None };
+    let root = PrefixMatch { parent: Parent::Root, digest: index.root(scope), partial: None };
     let chain = match request.reuse {
         Reuse::None => root,
-        _ => index.match_prefix(key, &request.tokens[..last], &mut prefix),
+        _ => index.match_prefix(scope, &request.tokens[..last], &mut prefix),
     };
     let whole = prefix.len() * page;
     let prefix_end = whole + chain.partial.map_or(0, |(_, tokens)| tokens);
     let mut found =
-        Found { key, marks, prefix, chain, whole, prefix_end, matches: Matches::default() };
+        Found { scope, marks, prefix, chain, whole, prefix_end, matches: Matches::default() };
     found.search(index, request, prefix_end..last);
     found.matches.pieces.sort_unstable_by_key(|piece| piece.start);
     found.matches.misses.push((last..last + 1, MissReason::LastToken));
@@ -53,14 +53,14 @@ pub(super) fn find(
 
 impl Found {
     /// The namespaces that were acquired to look: the prompt's and those of the marks.
-    pub(super) fn keys(&self) -> impl Iterator<Item = KeyId> + '_ {
-        std::iter::once(self.key).chain(self.marks.iter().map(|&(_, key)| key))
+    pub(super) fn scopes(&self) -> impl Iterator<Item = ScopeId> + '_ {
+        std::iter::once(self.scope).chain(self.marks.iter().map(|&(_, scope)| scope))
     }
 
     /// Walks marks and the text between them over `clip`.
     fn search(&mut self, index: &Index, request: &Admission<'_>, clip: Range<usize>) {
         let mut at = clip.start;
-        for (mark, key) in self.marks.clone() {
+        for (mark, scope) in self.marks.clone() {
             let (start, end) = (mark.start.max(at), mark.end.min(clip.end));
             if start >= end {
                 continue;
@@ -70,7 +70,7 @@ impl Found {
                 Reuse::None => self.matches.misses.push((start..end, MissReason::ReuseOff)),
                 Reuse::Prefix => self.matches.misses.push((start..end, MissReason::SegmentsOff)),
                 Reuse::Segments => {
-                    index.match_marked(key, request.tokens, mark, &clip, &mut self.matches);
+                    index.match_marked(scope, request.tokens, mark, &clip, &mut self.matches);
                 }
             }
             at = end;
@@ -91,7 +91,7 @@ impl Found {
         let end = range.end;
         if reason == MissReason::NotCached {
             let first = self.matches.pieces.len();
-            index.discover(self.key, request.tokens, range, &mut self.matches.pieces);
+            index.discover(self.scope, request.tokens, range, &mut self.matches.pieces);
             for piece in &self.matches.pieces[first..] {
                 self.matches.misses.push((at..piece.start, reason));
                 at = piece.end;

@@ -4,16 +4,13 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::pool::Stored;
-use crate::segment::{ContentEntry, Index, Place, Removed};
+use crate::segment::{ContentEntry, Place, Removed};
 
-use super::commit::settle;
-use super::{Request, Shared};
+use super::books::{Shared, State, release_pins, settle};
+use super::request::Request;
 
 /// Growth stops this far below the watermark, so that shrinking and growing do not alternate.
 const HYSTERESIS: u64 = 10;
-
-type State = Stored<Index>;
 
 /// Releases the pins of an entry that was removed. What it alone owned is found no longer by its
 /// content: its text may have been replaced, and the KV of a block says what stood before it.
@@ -30,16 +27,7 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
         state.index.forget_content(anchor, &mut forgotten);
     }
     forgotten.into_iter().for_each(|block| state.pool.unindex(block));
-    removed.keys.into_iter().for_each(|key| state.index.release_key(key));
-}
-
-/// Gives up the pins of a node, if it has any; it may come back.
-pub(super) fn give_up(state: &mut State, anchor: BlockId) -> Vec<Place> {
-    let places = state.index.frozen.give_up(anchor);
-    for _ in &places {
-        state.pool.unpin(state.index.row(anchor));
-    }
-    places
+    removed.scopes.into_iter().for_each(|scope| state.index.release_scope(scope));
 }
 
 /// Undoes [`regrow`].
@@ -96,7 +84,7 @@ pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(Bl
     let yielding: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
     let mut given = Vec::with_capacity(yielding.len());
     for block in yielding {
-        given.extend(give_up(state, block).into_iter().map(|place| (block, place)));
+        given.extend(release_pins(state, block).into_iter().map(|place| (block, place)));
     }
     given
 }
@@ -109,7 +97,7 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(BlockId, Place)
     let limit = state.pool.slab_pages_total() * low / 100;
     loop {
         let room = state.pool.held_pages() + shared.row_pages() <= limit;
-        if !room || state.index.frozen.resident() as u64 >= share(shared, state) {
+        if !room || state.index.frozen.resident() as u64 >= quota(shared, state) {
             return grown;
         }
         let Some((place, text)) = state.index.frozen.next_waiting() else { return grown };
@@ -125,7 +113,7 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(BlockId, Place)
     }
 }
 
-fn share(shared: &Shared, state: &State) -> u64 {
+fn quota(shared: &Shared, state: &State) -> u64 {
     rows_total(shared, state) * u64::from(shared.config.frozen_share) / 100
 }
 
@@ -165,7 +153,7 @@ impl Request {
         let mut stored = shared.store.lock();
         let state = &mut *stored;
         let page = shared.page_tokens();
-        let chain = state.index.exact_chain(self.key, &self.tokens[..self.exact]);
+        let chain = state.index.exact_chain(self.scope, &self.tokens[..self.exact]);
         let mut blocks = Vec::new();
         for b in range.start / page..range.end.div_ceil(page) {
             let block = self.frozen_block(state, b, chain.get(b).copied())?;
@@ -177,7 +165,7 @@ impl Request {
         pinned.retain(|&block| !frozen.is_pinned(block));
         pinned.sort_unstable();
         pinned.dedup();
-        let free = (share(&shared, state) as usize).saturating_sub(held);
+        let free = (quota(&shared, state) as usize).saturating_sub(held);
         if pinned.len() > free {
             return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
         }
@@ -186,7 +174,7 @@ impl Request {
             pin(state, block, (number, at));
         }
         for (text, _) in &blocks {
-            state.index.hold_key(text.key);
+            state.index.hold_scope(text.scope);
         }
         let named = (self.namespace.as_str(), name);
         let replaced = state.index.frozen.insert(named, range.len(), blocks);
@@ -204,17 +192,17 @@ impl Request {
     ) -> Result<BlockId, Error> {
         let page = self.shared.page_tokens();
         let span = b * page..self.committed.min((b + 1) * page);
-        let key = self.content_key(&span);
+        let scope = self.content_scope(&span);
         let tokens = &self.tokens[span.clone()];
         let index = &state.index;
-        let is_it = |node: &BlockId| index.is_whole(*node) && index.holds(*node, key, tokens);
+        let is_it = |node: &BlockId| index.is_whole(*node) && index.holds(*node, scope, tokens);
         let mut row = Vec::new();
         let own = self.own_row(b, &mut row);
         let node = exact_text.filter(is_it);
         let mine = Some(row[0]).filter(|block| block.is_some() && index.is_member(*block));
-        let found = node.or_else(|| mine.filter(is_it)).or_else(|| index.find_whole(key, tokens));
+        let found = node.or_else(|| mine.filter(is_it)).or_else(|| index.find_whole(scope, tokens));
         let entry = ContentEntry {
-            key,
+            scope,
             tokens,
             position: span.start as u32,
             exact: span.end <= self.exact,

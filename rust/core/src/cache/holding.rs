@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
-use crate::plan::{BlockTable, Window, windows_in};
-use crate::pool::{SharedBlocks, Store, Stored, WritableBlocks};
+use crate::plan::{BlockTable, DonorRange, donors_in};
+use crate::pool::{SharedBlocks, Store, WritableBlocks};
 use crate::segment::Index;
+
+use super::books::State;
 
 /// The blocks of one request in one head group, or of one promoted head.
 pub(super) struct Holding {
@@ -18,7 +20,7 @@ pub(super) struct Holding {
     pub(super) table: BlockTable,
     pub(super) copies: Vec<[i32; 6]>,
     /// Reused positions whose blocks have no memory yet, in order.
-    pub(super) pieces: Vec<Window>,
+    pub(super) pieces: Vec<DonorRange>,
     /// Grid blocks before this one are only kept for the sink.
     pub(super) passed: usize,
     /// Blocks that a prefill in chunks may need at once.
@@ -94,14 +96,14 @@ impl Holding {
     }
 
     /// Whether another request may write grid block `b` too.
-    pub(super) fn is_forked(&self, state: &Stored<Index>, b: usize) -> bool {
+    pub(super) fn is_forked(&self, state: &State, b: usize) -> bool {
         self.table.block(b).is_some_and(|block| state.pool.owners(block) > 1)
     }
 
     /// Gives grid block `b`, which is absent, memory, and plans the copies of what is reused in it.
     pub(super) fn place(&mut self, b: usize, block: BlockId, page: i32) {
         self.table.set(b, block, page);
-        for piece in windows_in(&self.pieces, self.table.span(b)) {
+        for piece in donors_in(&self.pieces, self.table.span(b)) {
             self.copies.push(copy_of(&piece, &self.table.span(b), page));
         }
     }
@@ -128,24 +130,24 @@ impl Holding {
 
     /// Lets go of donors that nothing refers to any more; returns them, still held.
     pub(super) fn drop_donors(&mut self) -> Vec<BlockId> {
-        let windows = self.table.windows().iter().chain(&self.pieces);
-        if windows.clone().next().is_none() {
+        let ranges = self.table.donors().iter().chain(&self.pieces);
+        if ranges.clone().next().is_none() {
             return self.donors.take_all();
         }
-        let mut used: Vec<BlockId> = windows.map(|window| window.donor).collect();
+        let mut used: Vec<BlockId> = ranges.map(|range| range.donor).collect();
         used.sort_unstable();
         let unused = |block: &&BlockId| used.binary_search(block).is_err();
         let gone: Vec<BlockId> = self.donors.blocks().iter().filter(unused).copied().collect();
         self.donors.part_with(&gone)
     }
 
-    /// The parts of a range that no donor window covers.
+    /// The parts of a range that no donor covers.
     pub(super) fn stored_runs(&self, range: Range<usize>) -> Vec<Range<usize>> {
         let mut runs = Vec::new();
         let mut at = range.start;
-        for window in self.table.windows_in(range.clone()) {
-            runs.push(at..window.start);
-            at = window.end;
+        for donor in self.table.donors_in(range.clone()) {
+            runs.push(at..donor.start);
+            at = donor.end;
         }
         runs.push(at..range.end);
         runs.retain(|run| !run.is_empty());
@@ -154,13 +156,13 @@ impl Holding {
 }
 
 /// The copy of a donor's slots, all inside one grid block, to the page of that block.
-pub(super) fn copy_of(window: &Window, span: &Range<usize>, page: i32) -> [i32; 6] {
+pub(super) fn copy_of(from: &DonorRange, span: &Range<usize>, page: i32) -> [i32; 6] {
     [
-        window.page,
-        window.begin as i32,
+        from.page,
+        from.begin as i32,
         page,
-        (window.start - span.start) as i32,
-        (window.end - window.start) as i32,
-        window.delta,
+        (from.start - span.start) as i32,
+        (from.end - from.start) as i32,
+        from.delta,
     ]
 }

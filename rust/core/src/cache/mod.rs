@@ -2,8 +2,10 @@
 //!
 //! The one place that changes pool and index together, always under the store's lock.
 
+mod admission;
 mod admit;
 mod advance;
+mod books;
 mod commit;
 mod config;
 mod copy_on_write;
@@ -16,37 +18,19 @@ mod stats;
 
 use std::sync::Arc;
 
-pub use admit::{Admission, MarkedSegment, Mode, Reuse};
+pub use admission::{Admission, MarkedSegment, Mode, Reuse};
 pub use config::CacheConfig;
 pub use request::Request;
 pub use stats::{CacheStats, Counters, GroupStats};
 
 use crate::error::{Error, ErrorKind};
-use crate::heads::{HeadGroups, LocalWindow};
-use crate::pool::{BlockGroup, Pool, Store, Use};
+use crate::heads::HeadGroups;
+use crate::pool::{Pool, Store};
 use crate::segment::hash::seed_of;
 use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 
-/// What the requests of one cache share.
-struct Shared {
-    config: CacheConfig,
-    groups: HeadGroups,
-    /// What each group keeps; `None` for all tokens.
-    windows: Vec<Option<LocalWindow>>,
-    store: Arc<Store<Index>>,
-    counters: stats::Tally,
-}
-
-impl Shared {
-    /// Pages of one block of every group.
-    fn row_pages(&self) -> u64 {
-        self.groups.pages().iter().map(|&pages| u64::from(pages)).sum()
-    }
-
-    fn page_tokens(&self) -> usize {
-        self.config.shape.page_tokens() as usize
-    }
-}
+use books::Shared;
+use config::block_groups;
 
 /// A cache of KV blocks over one arena. Clones are handles of the same cache.
 #[derive(Clone)]
@@ -115,8 +99,8 @@ impl KvCache {
     pub fn lookup_prefix_in(&self, tokens: &[u32], namespace: &str, regime: u64) -> usize {
         let mut blocks = Vec::with_capacity(tokens.len() / self.0.page_tokens());
         let stored = self.0.store.lock();
-        let Some(key) = stored.index.key(namespace, regime) else { return 0 };
-        let found = stored.index.match_prefix(key, tokens, &mut blocks);
+        let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
+        let found = stored.index.match_prefix(scope, tokens, &mut blocks);
         blocks.len() * self.0.page_tokens() + found.partial.map_or(0, |(_, tokens)| tokens)
     }
 
@@ -125,8 +109,8 @@ impl KvCache {
     #[must_use]
     pub fn prefix_digests(&self, tokens: &[u32], namespace: &str, regime: u64) -> Vec<Digest> {
         let stored = self.0.store.lock();
-        let Some(key) = stored.index.key(namespace, regime) else { return Vec::new() };
-        stored.index.digests(stored.index.root(key), tokens)
+        let Some(scope) = stored.index.scope(namespace, regime) else { return Vec::new() };
+        stored.index.digests(stored.index.root(scope), tokens)
     }
 
     /// Whole blocks of the longest cached prefix of a prompt that was hashed before.
@@ -139,8 +123,8 @@ impl KvCache {
         regime: u64,
     ) -> usize {
         let stored = self.0.store.lock();
-        let Some(key) = stored.index.key(namespace, regime) else { return 0 };
-        stored.index.match_digests(key, digests, tokens)
+        let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
+        stored.index.match_digests(scope, digests, tokens)
     }
 
     /// Knowledge-base entries of one namespace, or of all.
@@ -176,7 +160,8 @@ impl KvCache {
     /// Blocks by state, frozen blocks, hits and misses.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
-        stats::collect(&self.0)
+        let counters = self.0.counters.get();
+        stats::collect(&self.0.store.lock(), self.0.groups.len(), counters)
     }
 
     /// Law 1 and the agreement of all indexes.
@@ -189,20 +174,4 @@ impl KvCache {
         stored.index.check()?;
         freeze::check(&stored)
     }
-}
-
-/// The pool's groups: those of the heads, then single pages for heads that are promoted, if there
-/// is a window group to promote them from.
-fn block_groups(pages: &[u32], windows: &[Option<LocalWindow>]) -> Vec<BlockGroup> {
-    let kind = |window: &Option<LocalWindow>| match window {
-        Some(_) => Use::Passing,
-        None => Use::Lasting,
-    };
-    let heads = pages.iter().zip(windows);
-    let mut groups: Vec<BlockGroup> =
-        heads.map(|(&pages, window)| BlockGroup { pages, kind: kind(window) }).collect();
-    if windows.iter().any(Option::is_some) {
-        groups.push(BlockGroup { pages: 1, kind: Use::Loose });
-    }
-    groups
 }

@@ -34,11 +34,11 @@ impl Request {
             return Err(Error::invalid(name, "a window group with all it had", got));
         }
         let stored = held.table.entries(self.len());
-        let loose = GroupId(shared.groups.len() as u8);
+        let single_page = GroupId(shared.groups.len() as u8);
         let page = shared.page_tokens();
         let blocks = self.len().max(self.reserved).div_ceil(page);
-        let fresh = self.loose_pages(loose, blocks)?;
-        let mut held = Holding::new(&shared.store, loose, None, page);
+        let fresh = self.single_pages(single_page, blocks)?;
+        let mut held = Holding::new(&shared.store, single_page, None, page);
         for &(block, number) in &fresh {
             held.table.push(block, number);
         }
@@ -51,7 +51,7 @@ impl Request {
         Ok(copies)
     }
 
-    fn loose_pages(&self, group: GroupId, count: usize) -> Result<Vec<(BlockId, i32)>, Error> {
+    fn single_pages(&self, group: GroupId, count: usize) -> Result<Vec<(BlockId, i32)>, Error> {
         let mut stored = self.shared.store.lock();
         let state = &mut *stored;
         let mut needs = vec![0; state.pool.group_count()];

@@ -4,11 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
-use crate::ids::{GroupId, KeyId};
+use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
 use crate::segment::{Digest, Link, Parent};
 
-use super::Shared;
+use super::books::Shared;
 use super::holding::Holding;
 
 /// How far the request's exact prefix has been entered into the prefix tree.
@@ -36,8 +36,8 @@ pub struct Request {
     pub(super) shared: Arc<Shared>,
     pub(super) namespace: String,
     pub(super) regime: u64,
-    pub(super) key: KeyId,
-    pub(super) marks: Vec<(Range<usize>, KeyId)>,
+    pub(super) scope: ScopeId,
+    pub(super) marks: Vec<(Range<usize>, ScopeId)>,
     pub(super) tokens: Vec<u32>,
     pub(super) share: bool,
     pub(super) plan: ReusePlan,
@@ -236,7 +236,7 @@ impl Request {
                 }
                 writable = b;
             }
-            if at < self.committed || self.is_window(table, at) {
+            if at < self.committed || self.is_read_from_donor(table, at) {
                 return Err(self.not_writable(table, at));
             }
             slots.push(match block {
@@ -254,15 +254,15 @@ impl Request {
         })
     }
 
-    fn is_window(&self, table: usize, at: usize) -> bool {
-        self.share && self.holdings[table].table.windows_in(at..at + 1).next().is_some()
+    fn is_read_from_donor(&self, table: usize, at: usize) -> bool {
+        self.share && self.holdings[table].table.donors_in(at..at + 1).next().is_some()
     }
 
     pub(super) fn not_writable(&self, table: usize, at: usize) -> Error {
         let b = at / self.shared.page_tokens();
         let got = if b < self.read_only {
             "a position of the exact prefix"
-        } else if self.is_window(table, at) {
+        } else if self.is_read_from_donor(table, at) {
             "a position read from a donor; see make_writable"
         } else if at < self.committed {
             "a committed position"
@@ -274,9 +274,9 @@ impl Request {
     }
 
     /// The namespace in which a span is found again: a mark's if it lies wholly inside.
-    pub(super) fn content_key(&self, span: &Range<usize>) -> KeyId {
+    pub(super) fn content_scope(&self, span: &Range<usize>) -> ScopeId {
         let inside = |mark: &Range<usize>| mark.start <= span.start && span.end <= mark.end;
-        self.marks.iter().find(|(mark, _)| inside(mark)).map_or(self.key, |&(_, key)| key)
+        self.marks.iter().find(|(mark, _)| inside(mark)).map_or(self.scope, |&(_, scope)| scope)
     }
 
     /// A second request with the same tokens: all blocks are shared, and copied by whichever
@@ -295,13 +295,13 @@ impl Request {
         let store = &self.shared.store;
         {
             let mut stored = store.lock();
-            self.keys().for_each(|key| stored.index.hold_key(key));
+            self.scopes().for_each(|scope| stored.index.hold_scope(scope));
         }
         Ok(Request {
             shared: Arc::clone(&self.shared),
             namespace: self.namespace.clone(),
             regime: self.regime,
-            key: self.key,
+            scope: self.scope,
             marks: self.marks.clone(),
             tokens: self.tokens.clone(),
             share: self.share,
@@ -321,8 +321,8 @@ impl Request {
     }
 
     /// The namespaces of the prompt and of its marks: held, so that their numbers stay theirs.
-    fn keys(&self) -> impl Iterator<Item = KeyId> + '_ {
-        std::iter::once(self.key).chain(self.marks.iter().map(|&(_, key)| key))
+    fn scopes(&self) -> impl Iterator<Item = ScopeId> + '_ {
+        std::iter::once(self.scope).chain(self.marks.iter().map(|&(_, scope)| scope))
     }
 
     /// Refuses what would give others a hold on blocks of a prompt that is still in chunks.
@@ -365,7 +365,7 @@ impl Request {
 impl Drop for Request {
     fn drop(&mut self) {
         let mut stored = self.shared.store.lock();
-        self.keys().for_each(|key| stored.index.release_key(key));
+        self.scopes().for_each(|scope| stored.index.release_scope(scope));
         if self.in_chunks {
             for held in self.holdings.iter().filter(|held| held.window.is_some()) {
                 let private = held.private.blocks().iter();

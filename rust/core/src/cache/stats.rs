@@ -6,9 +6,8 @@ use serde::Serialize;
 
 use crate::ids::GroupId;
 use crate::plan::{Outcome, ReusePlan, SegmentSource};
-use crate::segment::MissReason;
-
-use super::Shared;
+use crate::pool::Stored;
+use crate::segment::{Index, MissReason};
 
 /// Blocks of one head group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -91,7 +90,7 @@ impl Tally {
         self.0[kind].fetch_add(by as u64, Ordering::Relaxed);
     }
 
-    fn get(&self) -> Counters {
+    pub(super) fn get(&self) -> Counters {
         let at = |kind: usize| self.0[kind].load(Ordering::Relaxed);
         Counters {
             requests: at(0),
@@ -104,9 +103,8 @@ impl Tally {
     }
 }
 
-pub(super) fn collect(shared: &Shared) -> CacheStats {
-    let counters = shared.counters.get();
-    let stored = shared.store.lock();
+/// The state of a cache whose heads are of `heads` groups.
+pub(super) fn collect(stored: &Stored<Index>, heads: usize, counters: Counters) -> CacheStats {
     let frozen = stored.index.frozen.resident();
     let group = |index: usize| {
         let counts = stored.pool.counts(GroupId(index as u8));
@@ -117,7 +115,7 @@ pub(super) fn collect(shared: &Shared) -> CacheStats {
             held: counts.held,
             cached: counts.cached,
             claimable: counts.claimable,
-            frozen: if index < shared.groups.len() { frozen } else { 0 },
+            frozen: if index < heads { frozen } else { 0 },
         }
     };
     CacheStats {

@@ -6,7 +6,23 @@ use crate::error::Error;
 use crate::ids::GroupId;
 use crate::shape::KvShape;
 
-use super::{HeadClass, corrupt};
+use super::classes::{HeadClass, HeadClassMap, corrupt};
+
+impl HeadClassMap {
+    /// The groups of equal class, and the rank of each head in its group.
+    ///
+    /// # Errors
+    /// `CorruptHeadMap` if the map does not validate or has more than 64 classes.
+    pub fn groups(&self) -> Result<HeadGroups, Error> {
+        self.validate()?;
+        let mut by_place = vec![HeadClass::Full; self.heads.len()];
+        for entry in &self.heads {
+            let at = entry.layer as usize * self.kv_heads as usize + entry.head as usize;
+            by_place[at] = entry.class;
+        }
+        HeadGroups::from_classes(&by_place, self.kv_heads)
+    }
+}
 
 /// What a window group keeps: `sink` tokens at the start and the latest `recent`.
 ///

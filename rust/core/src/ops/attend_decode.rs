@@ -3,7 +3,8 @@
 use super::element::Element;
 use super::entries::KvView;
 use super::error::{OpError, ensure_len, ensure_size};
-use super::queries::{Queries, Scoring};
+use super::queries::Queries;
+use super::scoring::Scoring;
 
 /// Paged attention of one row per request: a decode step. Same result as `attend_prefill`.
 #[derive(Debug)]
@@ -30,8 +31,8 @@ impl<T, C: Element> AttendDecode<'_, T, C> {
     pub fn validate(&self) -> Result<(), OpError> {
         self.kv.validate(self.entry_offsets)?;
         self.kv.scales.validate(C::QUANTISED)?;
-        self.queries.validate(&self.kv)?;
-        self.scoring.validate(&self.kv)?;
+        self.queries.validate(&self.kv.geometry)?;
+        self.scoring.validate(&self.kv.geometry, self.kv.scales, self.kv.reach)?;
         let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
         ensure_len("q rows", requests, self.queries.vectors.rows)?;
         let (rows, heads) = (self.queries.vectors.rows, self.queries.vectors.heads);

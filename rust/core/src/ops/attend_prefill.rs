@@ -3,7 +3,8 @@
 use super::element::Element;
 use super::entries::{KvView, check_offsets};
 use super::error::{OpError, ensure_len, ensure_size};
-use super::queries::{Queries, Scoring};
+use super::queries::Queries;
+use super::scoring::Scoring;
 
 /// Paged attention of rows at arbitrary positions, causal by position, for a batch of requests.
 ///
@@ -36,8 +37,8 @@ impl<T, C: Element> AttendPrefill<'_, T, C> {
     pub fn validate(&self) -> Result<(), OpError> {
         self.kv.validate(self.entry_offsets)?;
         self.kv.scales.validate(C::QUANTISED)?;
-        self.queries.validate(&self.kv)?;
-        self.scoring.validate(&self.kv)?;
+        self.queries.validate(&self.kv.geometry)?;
+        self.scoring.validate(&self.kv.geometry, self.kv.scales, self.kv.reach)?;
         check_offsets("row_offsets", self.row_offsets, self.queries.vectors.rows)?;
         let requests = (self.entry_offsets.len() - 1) / self.kv.tables();
         ensure_len("row_offsets", requests + 1, self.row_offsets.len())?;

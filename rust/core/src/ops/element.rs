@@ -3,12 +3,11 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-mod sealed {
+pub(super) mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for half::bf16 {}
     impl Sealed for half::f16 {}
-    impl Sealed for crate::ops::Fp8E4m3 {}
 }
 
 /// A stored number: `f32`, `bf16`, `f16` or, in caches, [`Fp8E4m3`](crate::ops::Fp8E4m3).

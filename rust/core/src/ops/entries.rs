@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
-use super::queries::Scoring;
 use super::reach::{HeadReach, Reach};
 use super::scales::KvScales;
+use super::scoring::Scoring;
 
 /// One row of an entry table, decoded.
 ///

@@ -1,6 +1,6 @@
 //! Eight-bit floats, as fp8 caches hold them.
 
-use super::element::Element;
+use super::element::{Element, sealed};
 
 /// OCP's FP8 E4M3 (`torch.float8_e4m3fn`): 4 bits of exponent, 3 of mantissa, NaN and no infinity.
 ///
@@ -58,6 +58,8 @@ impl Fp8E4m3 {
         self.0
     }
 }
+
+impl sealed::Sealed for Fp8E4m3 {}
 
 impl PartialEq for Fp8E4m3 {
     fn eq(&self, other: &Self) -> bool {

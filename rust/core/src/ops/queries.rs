@@ -1,8 +1,7 @@
-//! Strided rows of vectors, and how a score is made from them.
+//! Strided rows of vectors, and query rows.
 
-use super::entries::KvView;
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
-use super::rope::RopeTable;
+use super::geometry::PageGeometry;
 
 /// A strided tensor [R, heads, D] whose last axis is contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -71,52 +70,16 @@ impl<T> Queries<'_, T> {
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
-    pub fn validate<C>(&self, kv: &KvView<'_, C>) -> Result<(), OpError> {
+    pub fn validate(&self, geometry: &PageGeometry) -> Result<(), OpError> {
         self.vectors.validate("q")?;
         ensure_len("positions", self.vectors.rows, self.positions.len())?;
-        ensure_len("head_dim of q", kv.geometry.head_dim, self.vectors.head_dim)?;
-        let (heads, kv_heads) = (self.vectors.heads, kv.geometry.kv_heads);
+        ensure_len("head_dim of q", geometry.head_dim, self.vectors.head_dim)?;
+        let (heads, kv_heads) = (self.vectors.heads, geometry.kv_heads);
         let grouped = heads > 0 && heads.is_multiple_of(kv_heads);
         ensure(grouped, OpErrorKind::Shape, "query heads", || {
             (format!("a positive multiple of {kv_heads} KV heads"), heads)
         })?;
         let lowest = self.positions.iter().copied().min().unwrap_or(0);
         ensure(lowest >= 0, OpErrorKind::OutOfRange, "positions", || ("at least 0", lowest))
-    }
-}
-
-/// How a score is made: `s = softcap(scale · qᵀ R(delta) k)`, kept where the key is visible.
-///
-/// A key is visible to a row when `key position ≤ row position` and, with a window w,
-/// `key position > row position − w`; with a reach, each KV head has a window of its own, see
-/// [`HeadReach`](super::HeadReach). Softcap c maps s to `c · tanh(s / c)`.
-#[derive(Clone, Copy, Debug)]
-pub struct Scoring<'a> {
-    /// Factor on qᵀk, finite.
-    pub scale: f32,
-    /// Rotation of the model; read only where an entry has `delta ≠ 0`.
-    pub rope: &'a RopeTable,
-    /// Keys a row sees at most, itself included; at least 1. `None` where there is a reach.
-    pub window: Option<u32>,
-    /// Soft cap c > 0.
-    pub softcap: Option<f32>,
-}
-
-impl Scoring<'_> {
-    /// Checks the numbers against each other and against the geometry.
-    ///
-    /// # Errors
-    /// An [`OpError`] that names the argument.
-    pub fn validate<C>(&self, kv: &KvView<'_, C>) -> Result<(), OpError> {
-        self.rope.check_fits(&kv.geometry)?;
-        let invalid = OpErrorKind::InvalidArgument;
-        ensure(self.scale.is_finite(), invalid, "scale", || ("a finite number", self.scale))?;
-        let whole = self.scale * kv.scales.key;
-        ensure(whole.is_finite(), invalid, "scale · key scale", || ("a finite number", whole))?;
-        ensure(self.window != Some(0), invalid, "window", || ("at least 1", 0))?;
-        let one = self.window.is_none() || kv.reach.is_none();
-        ensure(one, invalid, "window", || ("none beside a reach, whose heads have theirs", "one"))?;
-        let cap = self.softcap.unwrap_or(1.0);
-        ensure(cap.is_finite() && cap > 0.0, invalid, "softcap", || ("above 0 and finite", cap))
     }
 }

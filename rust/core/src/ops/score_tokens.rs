@@ -3,8 +3,9 @@
 use super::element::Element;
 use super::entries::{Entry, KvView};
 use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_size};
-use super::queries::{Queries, Scoring};
+use super::queries::Queries;
 use super::reach::Visible;
+use super::scoring::Scoring;
 
 /// Attention mass of every key of one request: `mass[p] = Σ_{rows, heads} softmax(s)[p]`.
 ///
@@ -62,8 +63,8 @@ impl<T, C: Element> ScoreTokens<'_, T, C> {
         self.kv.validate(self.entry_offsets)?;
         ensure_len("entry_offsets", self.kv.tables().saturating_add(1), self.entry_offsets.len())?;
         self.kv.scales.validate(C::QUANTISED)?;
-        self.queries.validate(&self.kv)?;
-        self.scoring.validate(&self.kv)?;
+        self.queries.validate(&self.kv.geometry)?;
+        self.scoring.validate(&self.kv.geometry, self.kv.scales, self.kv.reach)?;
         ensure_len("mass", self.end() as usize, self.mass.len())?;
         let Some(edge) = &self.edge else { return Ok(()) };
         ensure(edge.window > 0, OpErrorKind::InvalidArgument, "window of edge", || {

@@ -171,12 +171,12 @@ impl StepTables<'_> {
         ensure_len("positions", rows, self.positions.len())?;
         ensure_len("slots", rows.saturating_mul(tables), self.slots.len())?;
         ensure_len("offsets", requests.saturating_mul(tables) + 1, self.offsets.len())?;
-        let reach = (requests - 1).saturating_mul(self.block_stride).saturating_add(shape.columns);
+        let extent = (requests - 1).saturating_mul(self.block_stride).saturating_add(shape.columns);
         ensure(
-            shape.columns == 0 || self.blocks.len() >= reach,
+            shape.columns == 0 || self.blocks.len() >= extent,
             OpErrorKind::Shape,
             "blocks",
-            || (format!("at least {reach} elements"), self.blocks.len()),
+            || (format!("at least {extent} elements"), self.blocks.len()),
         )?;
         if let (Some(places), Some(pages)) = (self.places, shape.places) {
             ensure_len("places", tables.saturating_mul(pages), places.len())?;

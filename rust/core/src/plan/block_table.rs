@@ -1,7 +1,7 @@
-//! Where a request's tokens lie in one head group: private and prefix blocks on its own grid, donor
-//! windows between.
+//! Where a request's tokens lie in one head group: private and prefix blocks on its own grid, and
+//! ranges of donors between.
 //!
-//! Grid block b holds positions [bP, (b+1)P). A donor window (share mode) covers positions whose
+//! Grid block b holds positions [bP, (b+1)P). A donor range (share mode) covers positions whose
 //! KV is read from a block on the donor's grid; it takes precedence over the grid block. A window
 //! group has no block where it keeps nothing.
 
@@ -11,7 +11,7 @@ use crate::ids::BlockId;
 
 /// Positions whose KV lies in a donor block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Window {
+pub(crate) struct DonorRange {
     pub(crate) start: usize,
     pub(crate) end: usize,
     /// Donor slot of `start`.
@@ -22,12 +22,12 @@ pub(crate) struct Window {
     pub(crate) page: i32,
 }
 
-impl Window {
-    /// The part inside a range that the window meets.
-    pub(crate) fn clip(self, range: &Range<usize>) -> Window {
+impl DonorRange {
+    /// The part inside a range that the donor range meets.
+    pub(crate) fn clip(self, range: &Range<usize>) -> DonorRange {
         let start = self.start.max(range.start);
         let begin = self.begin + (start - self.start) as u32;
-        Window { start, end: self.end.min(range.end), begin, ..self }
+        DonorRange { start, end: self.end.min(range.end), begin, ..self }
     }
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct BlockTable {
     page_tokens: usize,
     blocks: Vec<BlockId>,
     pages: Vec<i32>,
-    windows: Vec<Window>,
+    donors: Vec<DonorRange>,
 }
 
 impl BlockTable {
@@ -84,7 +84,7 @@ impl BlockTable {
 
     /// A grid block of which no part is read from a donor.
     pub(crate) fn own(&self, b: usize) -> Option<BlockId> {
-        self.block(b).filter(|_| self.windows_in(self.span(b)).next().is_none())
+        self.block(b).filter(|_| self.donors_in(self.span(b)).next().is_none())
     }
 
     pub(crate) fn page(&self, b: usize) -> i32 {
@@ -94,62 +94,62 @@ impl BlockTable {
     /// Whether positions of a range that lies in grid block `b` have neither block nor donor.
     pub(crate) fn lacks(&self, b: usize, range: &Range<usize>) -> bool {
         let mut at = range.start;
-        for window in self.windows_in(range.clone()).take_while(|_| self.block(b).is_none()) {
-            if window.start > at {
+        for donor in self.donors_in(range.clone()).take_while(|_| self.block(b).is_none()) {
+            if donor.start > at {
                 return true;
             }
-            at = window.end;
+            at = donor.end;
         }
         self.block(b).is_none() && at < range.end
     }
 
-    /// Appends a donor window; windows come in order of position.
-    pub(crate) fn push_window(&mut self, window: Window) {
-        self.windows.push(window);
+    /// Appends a donor range; they come in order of position.
+    pub(crate) fn push_donor(&mut self, donor: DonorRange) {
+        self.donors.push(donor);
     }
 
-    /// Donor windows in order of position.
-    pub(crate) fn windows(&self) -> &[Window] {
-        &self.windows
+    /// Donor ranges in order of position.
+    pub(crate) fn donors(&self) -> &[DonorRange] {
+        &self.donors
     }
 
-    /// The donor windows that meet a range, clipped to it.
-    pub(crate) fn windows_in(&self, range: Range<usize>) -> impl Iterator<Item = Window> + '_ {
-        windows_in(&self.windows, range)
+    /// The donor ranges that meet a range, clipped to it.
+    pub(crate) fn donors_in(&self, range: Range<usize>) -> impl Iterator<Item = DonorRange> + '_ {
+        donors_in(&self.donors, range)
     }
 
     /// Ends donor coverage of a range.
     pub(crate) fn uncover(&mut self, range: &Range<usize>) {
-        let mut kept = Vec::with_capacity(self.windows.len() + 1);
-        for window in &self.windows {
-            if window.end <= range.start || window.start >= range.end {
-                kept.push(*window);
+        let mut kept = Vec::with_capacity(self.donors.len() + 1);
+        for donor in &self.donors {
+            if donor.end <= range.start || donor.start >= range.end {
+                kept.push(*donor);
                 continue;
             }
-            if window.start < range.start {
-                kept.push(Window { end: range.start, ..*window });
+            if donor.start < range.start {
+                kept.push(DonorRange { end: range.start, ..*donor });
             }
-            if window.end > range.end {
-                kept.push(window.clip(&(range.end..window.end)));
+            if donor.end > range.end {
+                kept.push(donor.clip(&(range.end..donor.end)));
             }
         }
-        self.windows = kept;
+        self.donors = kept;
     }
 
     /// `entries` rows `[block, begin, end, position, delta]` of what is stored of [0, len).
     pub(crate) fn entries(&self, len: usize) -> Vec<[i32; 5]> {
-        let mut entries = Vec::with_capacity(self.len() + 2 * self.windows.len());
+        let mut entries = Vec::with_capacity(self.len() + 2 * self.donors.len());
         let mut at = 0;
-        for window in self.windows_in(0..len) {
-            self.grid_entries(at..window.start, &mut entries);
+        for donor in self.donors_in(0..len) {
+            self.grid_entries(at..donor.start, &mut entries);
             entries.push([
-                window.page,
-                window.begin as i32,
-                window.begin as i32 + (window.end - window.start) as i32,
-                window.start as i32,
-                window.delta,
+                donor.page,
+                donor.begin as i32,
+                donor.begin as i32 + (donor.end - donor.start) as i32,
+                donor.start as i32,
+                donor.delta,
             ]);
-            at = window.end;
+            at = donor.end;
         }
         self.grid_entries(at..len, &mut entries);
         entries
@@ -170,25 +170,25 @@ impl BlockTable {
     }
 }
 
-/// Those of sorted windows that meet a range, clipped to it.
-pub(crate) fn windows_in(
-    windows: &[Window],
+/// Those of sorted donor ranges that meet a range, clipped to it.
+pub(crate) fn donors_in(
+    donors: &[DonorRange],
     range: Range<usize>,
-) -> impl Iterator<Item = Window> + '_ {
-    let first = windows.partition_point(|window| window.end <= range.start);
-    let meeting = windows[first..].iter().take_while({
+) -> impl Iterator<Item = DonorRange> + '_ {
+    let first = donors.partition_point(|donor| donor.end <= range.start);
+    let meeting = donors[first..].iter().take_while({
         let end = range.end;
-        move |window| window.start < end
+        move |donor| donor.start < end
     });
-    meeting.map(move |window| window.clip(&range))
+    meeting.map(move |donor| donor.clip(&range))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn window(start: usize, end: usize, begin: u32, page: i32) -> Window {
-        Window { start, end, begin, delta: -7, donor: BlockId::new(page as u32), page }
+    fn donor(start: usize, end: usize, begin: u32, page: i32) -> DonorRange {
+        DonorRange { start, end, begin, delta: -7, donor: BlockId::new(page as u32), page }
     }
 
     fn table() -> BlockTable {
@@ -196,8 +196,8 @@ mod tests {
         table.push(BlockId::new(0), 100);
         table.grow(2);
         table.push(BlockId::new(2), 102);
-        table.push_window(window(2, 5, 1, 50));
-        table.push_window(window(5, 9, 0, 60));
+        table.push_donor(donor(2, 5, 1, 50));
+        table.push_donor(donor(5, 9, 0, 60));
         table
     }
 
@@ -222,10 +222,10 @@ mod tests {
     }
 
     #[test]
-    fn uncovering_a_block_splits_windows() {
+    fn uncovering_a_block_splits_donor_ranges() {
         let mut table = table();
         table.uncover(&(4..8));
-        let left: Vec<_> = table.windows_in(0..12).map(|w| (w.start, w.end, w.begin)).collect();
+        let left: Vec<_> = table.donors_in(0..12).map(|w| (w.start, w.end, w.begin)).collect();
         assert_eq!(left, [(2, 4, 1), (8, 9, 3)]);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 
-use super::blocks::{BlockGroup, Use};
+use super::states::{BlockGroup, GroupKind};
 
 /// Slabs and a number past the last fit 16 bits.
 const MOST_SLABS: u32 = u16::MAX as u32;
@@ -59,11 +59,11 @@ impl Arena {
     }
 
     /// Pages of the smallest arena found in which every group has `blocks` blocks at once, beside
-    /// the null block; single loose pages aside, of which there may be none.
+    /// the null block; single pages aside, of which there may be none.
     pub(super) fn pages_for(groups: &[BlockGroup], blocks: u64) -> Result<u64, Error> {
-        let lasting = || groups.iter().filter(|group| group.kind != Use::Loose);
-        let block: u64 = lasting().map(|group| u64::from(group.pages)).sum();
-        let largest = lasting().map(|group| u64::from(group.pages)).max().unwrap_or(0);
+        let sized = || groups.iter().filter(|group| group.kind != GroupKind::SinglePage);
+        let block: u64 = sized().map(|group| u64::from(group.pages)).sum();
+        let largest = sized().map(|group| u64::from(group.pages)).max().unwrap_or(0);
         let too_many = || {
             let got = format!("{blocks} blocks of {block} pages");
             Error::invalid("arena", "at most 2147483647 pages", got)
@@ -73,7 +73,7 @@ impl Arena {
         while pages <= i32::MAX as u64 {
             let arena = Arena::new(pages, None, groups)?;
             let slab = |group: &BlockGroup| u64::from(arena.slab_pages / group.pages);
-            let wanted: u64 = lasting().map(|group| blocks.div_ceil(slab(group))).sum();
+            let wanted: u64 = sized().map(|group| blocks.div_ceil(slab(group))).sum();
             let missing = wanted.saturating_sub(u64::from(arena.slabs));
             if missing == 0 {
                 return Ok(pages);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::ids::BlockId;
 
-use super::blocks::Evict;
+use super::states::Evict;
 use super::store::Store;
 
 /// Blocks that this holder may write, unless a fork made it one owner of several.

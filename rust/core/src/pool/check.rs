@@ -3,7 +3,8 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::blocks::{BlockState, Group, Pool};
+use super::pool::Pool;
+use super::states::{BlockState, Group};
 
 impl Pool {
     /// Recounts every block and compares with the books.
@@ -20,7 +21,9 @@ impl Pool {
         if covered > u64::from(self.arena.pages()) {
             return Err(Error::inconsistent("pages in slabs", self.arena.pages(), covered));
         }
-        self.check_pins()
+        let marked = self.blocks.iter().filter(|block| block.pinned).count();
+        let pinned = |block: BlockId| self.blocks[block.index()].pinned;
+        self.pins.check(marked, |block| (self.references(block), pinned(block)))
     }
 
     fn check_group(&self, id: GroupId, group: &Group) -> Result<usize, Error> {

@@ -8,16 +8,18 @@
 
 mod arena;
 mod block;
-mod blocks;
 mod check;
 mod lru;
 mod pins;
+mod pool;
 mod reclaim;
 mod slab;
+mod states;
 mod store;
 mod virtual_pages;
 
 pub use block::{SharedBlocks, WritableBlocks};
-pub use blocks::{BlockGroup, BlockState, Evict, GroupCounts, Pool, Use};
+pub use pool::Pool;
+pub use states::{BlockGroup, BlockState, Evict, GroupCounts, GroupKind};
 pub use store::{Store, Stored};
 pub use virtual_pages::{ClassPage, VirtualPages};

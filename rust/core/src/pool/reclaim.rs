@@ -6,7 +6,8 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::blocks::{BlockState, Evict, Group, Pool, Use};
+use super::pool::Pool;
+use super::states::{BlockState, Evict, Group, GroupKind, Slab};
 
 /// What one group could free, seen slab by slab.
 #[derive(Default)]
@@ -36,7 +37,7 @@ impl Pool {
         }
         for (group, &need) in (0..).map(GroupId).zip(needs) {
             match self.groups[group.index()].kind {
-                Use::Passing => self.make_room_in_place(group, need, index),
+                GroupKind::Window => self.make_room_in_place(group, need, index),
                 _ => self.make_room_anywhere(group, need, index),
             }
             debug_assert!(self.groups[group.index()].free >= need, "room was promised");
@@ -69,7 +70,7 @@ impl Pool {
         let plenty = |pool: &Pool| 2 * pool.arena.unclaimed() > pool.arena.slabs();
         while self.short_of(group, need) && plenty(self) && self.claim_slab(group) {}
         while self.short_of(group, need) {
-            let partly = |slab: &super::slab::Slab| slab.cached > 0 && self.held_in(slab) > 0;
+            let partly = |slab: &Slab| slab.cached > 0 && self.held_in(slab) > 0;
             let Some(slab) = self.fullest(group, partly) else { break };
             for block in self.blocks_in(slab).map(BlockId::new) {
                 if self.short_of(group, need) && self.state(block) == BlockState::Cached {

@@ -2,17 +2,8 @@
 
 use crate::ids::{BlockId, GroupId};
 
-use super::blocks::{Block, BlockState, Pool, Use};
-
-/// A run of pages that one group has cut into blocks.
-#[derive(Default)]
-pub(super) struct Slab {
-    pub(super) owner: Option<GroupId>,
-    /// The number of its first block.
-    pub(super) first: u32,
-    pub(super) free: Vec<BlockId>,
-    pub(super) cached: u32,
-}
+use super::pool::Pool;
+use super::states::{Block, BlockState, GroupKind, Slab};
 
 impl Pool {
     /// The slabs of a group.
@@ -55,13 +46,13 @@ impl Pool {
         true
     }
 
-    /// The first number for the blocks of a slab: its own range, or for loose pages, of which few
+    /// The first number for the blocks of a slab: its own range, or for single pages, of which few
     /// slabs are ever cut, one after all of these.
     fn numbers(&mut self, group: GroupId, slab: u16) -> u32 {
-        if self.groups[group.index()].kind != Use::Loose {
+        if self.groups[group.index()].kind != GroupKind::SinglePage {
             return u32::from(slab) * self.stride;
         }
-        self.loose_numbers.pop().unwrap_or_else(|| {
+        self.single_page_numbers.pop().unwrap_or_else(|| {
             let first = self.blocks.len() as u32;
             let end = self.blocks.len() + self.arena.slab_pages() as usize;
             self.blocks.resize(end, Block::UNCLAIMED);
@@ -80,8 +71,8 @@ impl Pool {
         let pool = &mut self.groups[group.index()];
         pool.free -= range.len();
         pool.total -= range.len();
-        if pool.kind == Use::Loose {
-            self.loose_numbers.push(range.start);
+        if pool.kind == GroupKind::SinglePage {
+            self.single_page_numbers.push(range.start);
         }
         for block in range {
             self.blocks[block as usize].state = BlockState::Unclaimed;

@@ -7,7 +7,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::blocks::Pool;
+use super::pool::Pool;
 
 /// A pool and the index over its blocks, behind the one lock.
 pub struct Store<I> {

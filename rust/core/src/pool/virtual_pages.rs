@@ -9,7 +9,8 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::reserve::{filled, zeroed};
 
-use super::blocks::{BlockState, Evict, GroupCounts, Pool};
+use super::pool::Pool;
+use super::states::{BlockState, Evict, GroupCounts};
 
 /// What a class of heads keeps of a virtual page.
 pub type ClassPage = (u32, u32);

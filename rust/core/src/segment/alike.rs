@@ -4,7 +4,7 @@
 //! encodings of it. Nodes of one content in one namespace form a list; its first node stands in the
 //! tables. A lookup prefers the node whose text agrees longest with the prompt before the block.
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::index::Index;
 use super::nodes::common_tail;
@@ -34,7 +34,7 @@ impl Index {
     /// follows it continues what was chosen for the same reason.
     pub(super) fn nearest(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         first: BlockId,
         before: &[u32],
         left: Option<BlockId>,
@@ -44,13 +44,13 @@ impl Index {
         if all().nth(1).is_none() {
             return Some(nearest);
         }
-        let follows = |&block: &BlockId| left.is_some() && self.before(block, key) == left;
+        let follows = |&block: &BlockId| left.is_some() && self.before(block, scope) == left;
         if let Some(block) = all().find(follows) {
             return Some(block);
         }
         let mut longest = 0;
         for block in all() {
-            let run = self.run_before(key, block, before);
+            let run = self.run_before(scope, block, before);
             if run > longest {
                 (nearest, longest) = (block, run);
             }
@@ -59,10 +59,10 @@ impl Index {
     }
 
     /// How many tokens before a block are those that its own text has there, as far as is looked.
-    pub(super) fn run_before(&self, key: KeyId, block: BlockId, before: &[u32]) -> usize {
+    pub(super) fn run_before(&self, scope: ScopeId, block: BlockId, before: &[u32]) -> usize {
         let (mut block, mut end) = (block, before.len());
         for _ in 0..BEFORE {
-            let Some(previous) = self.before(block, key) else { break };
+            let Some(previous) = self.before(block, scope) else { break };
             let stored = self.nodes.tokens(previous);
             let common = common_tail(stored, &before[..end]);
             end -= common;
@@ -75,8 +75,8 @@ impl Index {
     }
 
     /// The whole block that stands before another in its text.
-    pub(super) fn before(&self, block: BlockId, key: KeyId) -> Option<BlockId> {
-        let before = self.neighbour(self.nodes.get(block).before, Some(key));
+    pub(super) fn before(&self, block: BlockId, scope: ScopeId) -> Option<BlockId> {
+        let before = self.neighbour(self.nodes.get(block).before, Some(scope));
         before.filter(|&before| self.nodes.tokens(before).len() == self.nodes.page_tokens())
     }
 

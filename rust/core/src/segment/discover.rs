@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::index::Index;
 use super::matching::Piece;
@@ -19,22 +19,22 @@ impl Index {
     /// long as it goes, none overlapping.
     pub(crate) fn discover(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         range: Range<usize>,
         out: &mut Vec<Piece>,
     ) {
         let page = self.nodes.page_tokens();
         let (mut cursor, end) = (range.start, range.end);
-        let domain = self.keys.key(key).content;
+        let domain = self.scopes.get(scope).content;
         while cursor + page <= end {
             let mut at = cursor;
             let mut sum = self.hasher.roll(&tokens[at..at + page]);
             let hit = loop {
                 let window = &tokens[at..at + page];
                 let roll = self.hasher.roll_key(sum, domain);
-                let first = self.rolling.find(roll, |block| self.is_content(block, key, window));
-                let hit = first.and_then(|first| self.nearest(key, first, &tokens[..at], None));
+                let first = self.rolling.find(roll, |block| self.is_content(block, scope, window));
+                let hit = first.and_then(|first| self.nearest(scope, first, &tokens[..at], None));
                 if hit.is_some() || at + page == end {
                     break hit;
                 }
@@ -42,16 +42,16 @@ impl Index {
                 at += 1;
             };
             let Some(block) = hit else { return };
-            self.extend_left(key, tokens, cursor..at, block, out);
+            self.extend_left(scope, tokens, cursor..at, block, out);
             out.push(self.piece(block, 0, at, page));
-            cursor = self.extend_right(key, tokens, at + page..end, block, page, out);
+            cursor = self.extend_right(scope, tokens, at + page..end, block, page, out);
         }
     }
 
     /// Pieces that end at `range.end`, where `block` begins, down to `range.start`.
     pub(super) fn extend_left(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         range: Range<usize>,
         block: BlockId,
@@ -60,7 +60,7 @@ impl Index {
         let first = out.len();
         let (mut end, mut block) = (range.end, block);
         while end > range.start {
-            let before = self.neighbour(self.nodes.get(block).before, Some(key));
+            let before = self.neighbour(self.nodes.get(block).before, Some(scope));
             let Some(before) = before.filter(|&before| self.is_whole(before)) else { break };
             let stored = self.nodes.tokens(before);
             if stored.len() < self.nodes.page_tokens() {
@@ -84,7 +84,7 @@ impl Index {
     /// Returns where they end.
     pub(super) fn extend_right(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         range: Range<usize>,
         block: BlockId,
@@ -102,7 +102,7 @@ impl Index {
             if slot + common < self.nodes.page_tokens() {
                 break;
             }
-            let after = self.neighbour(self.nodes.get(block).after, Some(key));
+            let after = self.neighbour(self.nodes.get(block).after, Some(scope));
             let Some(after) = after.filter(|&after| self.is_whole(after)) else { break };
             (block, slot) = (after, 0);
         }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 use serde::Serialize;
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::hash::Digest;
 
@@ -36,7 +36,7 @@ pub struct FrozenSegment {
 
 /// What a block of a document is known by.
 pub(crate) struct BlockText {
-    pub(crate) key: KeyId,
+    pub(crate) scope: ScopeId,
     pub(crate) content: Box<[u32]>,
     /// The chained digest of all text before it; none where what was frozen is no exact prefix of
     /// its request: then any block of this content will do.
@@ -80,7 +80,7 @@ pub(crate) struct Removed {
     /// Blocks that were given up: what they were known by.
     pub(crate) absent: Vec<BlockText>,
     /// The namespace of each block.
-    pub(crate) keys: Vec<KeyId>,
+    pub(crate) scopes: Vec<ScopeId>,
 }
 
 /// All frozen segments.
@@ -167,7 +167,7 @@ impl FrozenPool {
         let Some(entry) = self.entries.remove(&number) else { return removed };
         for (at, Frozen { text, residence }) in (0..).zip(entry.blocks) {
             let place = (number, at);
-            removed.keys.push(text.key);
+            removed.scopes.push(text.scope);
             match residence {
                 Residence::Pinned(block) => {
                     removed.released.push(block);

@@ -2,19 +2,19 @@
 
 use crate::error::Error;
 use crate::heads::LocalWindow;
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 use crate::pool::Evict;
 
 use super::frozen::FrozenPool;
 use super::hash::{BlockHasher, Digest};
-use super::keys::Keys;
 use super::nodes::{Link, Nodes, Parent};
+use super::scopes::Scopes;
 use super::table::Table;
 
 /// Prefix tree, virtual blocks, content search and frozen pool over one arena's blocks.
 pub struct Index {
     pub(super) hasher: BlockHasher,
-    pub(super) keys: Keys,
+    pub(super) scopes: Scopes,
     pub(super) nodes: Nodes,
     pub(super) prefix: Table,
     pub(super) content: Table,
@@ -37,7 +37,7 @@ impl Index {
     ) -> Result<Index, Error> {
         Ok(Index {
             hasher,
-            keys: Keys::new(hasher, model),
+            scopes: Scopes::new(hasher, model),
             nodes: Nodes::new(capacity, page_tokens, windows)?,
             prefix: Table::new(capacity)?,
             content: Table::new(capacity)?,
@@ -47,31 +47,31 @@ impl Index {
     }
 
     /// The number of a namespace in a RoPE regime, held until it is released.
-    pub(crate) fn acquire_key(&mut self, namespace: &str, regime: u64) -> KeyId {
-        self.keys.acquire(namespace, regime)
+    pub(crate) fn acquire_scope(&mut self, namespace: &str, regime: u64) -> ScopeId {
+        self.scopes.acquire(namespace, regime)
     }
 
-    pub(crate) fn hold_key(&mut self, key: KeyId) {
-        self.keys.hold(key);
+    pub(crate) fn hold_scope(&mut self, scope: ScopeId) {
+        self.scopes.hold(scope);
     }
 
-    pub(crate) fn release_key(&mut self, key: KeyId) {
-        self.keys.release(key);
+    pub(crate) fn release_scope(&mut self, scope: ScopeId) {
+        self.scopes.release(scope);
     }
 
     /// Pairs of namespace and RoPE regime of which there is anything.
     pub(crate) fn namespaces(&self) -> usize {
-        self.keys.len()
+        self.scopes.len()
     }
 
     /// The number of a namespace of which there is anything.
-    pub(crate) fn key(&self, namespace: &str, regime: u64) -> Option<KeyId> {
-        self.keys.get(namespace, regime)
+    pub(crate) fn scope(&self, namespace: &str, regime: u64) -> Option<ScopeId> {
+        self.scopes.find(namespace, regime)
     }
 
     /// The digest before the first block.
-    pub(crate) fn root(&self, key: KeyId) -> Digest {
-        self.keys.key(key).prefix
+    pub(crate) fn root(&self, scope: ScopeId) -> Digest {
+        self.scopes.get(scope).prefix
     }
 
     /// The blocks of a node, one a group; none where a window group's is gone.
@@ -105,12 +105,12 @@ impl Index {
     pub(crate) fn fill(
         &mut self,
         row: &[BlockId],
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         digest: Digest,
         tokens: &[u32],
     ) {
-        let known = self.find_child(digest.low(), key, parent, tokens);
+        let known = self.find_child(digest.low(), scope, parent, tokens);
         if let Some(known) = known.filter(|&known| known != row[0]) {
             self.nodes.fill(known, row);
         }
@@ -171,10 +171,10 @@ impl Index {
         exact_text: Option<BlockId>,
         forgotten: &mut Vec<BlockId>,
     ) -> BlockId {
-        let digest = self.content_digest(entry.key, entry.tokens);
-        let known = self.find_content_at(digest, entry.key, entry.tokens);
-        let mine = self.is_entered(row[0], entry.key, entry.tokens);
-        let own = exact_text.filter(|&node| self.is_enterable(node, entry.key));
+        let digest = self.content_digest(entry.scope, entry.tokens);
+        let known = self.find_content_at(digest, entry.scope, entry.tokens);
+        let mine = self.is_entered(row[0], entry.scope, entry.tokens);
+        let own = exact_text.filter(|&node| self.is_enterable(node, entry.scope));
         let stands = match (own, known) {
             (None, _) if mine => {
                 // A fork has entered it, and may have let go of more.
@@ -216,14 +216,14 @@ impl Index {
     }
 
     /// Whether a node stands in the virtual index for these tokens in this namespace.
-    fn is_entered(&self, anchor: BlockId, key: KeyId, tokens: &[u32]) -> bool {
-        self.nodes.get(anchor).in_content && self.is_content(anchor, key, tokens)
+    fn is_entered(&self, anchor: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
+        self.nodes.get(anchor).in_content && self.is_content(anchor, scope, tokens)
     }
 
     /// Whether a node may stand in the virtual index of a namespace, or does: it stands in one.
-    fn is_enterable(&self, anchor: BlockId, key: KeyId) -> bool {
+    fn is_enterable(&self, anchor: BlockId, scope: ScopeId) -> bool {
         let node = self.nodes.get(anchor);
-        !node.in_content || node.content_ns == key
+        !node.in_content || node.content_scope == scope
     }
 
     fn enter_content(
@@ -235,10 +235,10 @@ impl Index {
     ) -> BlockId {
         let Some(own) = own else {
             self.nodes.write(row, entry.tokens, entry.position);
-            self.insert_content(row[0], entry.key, digest, entry.exact);
+            self.insert_content(row[0], entry.scope, digest, entry.exact);
             return row[0];
         };
-        self.insert_content(own, entry.key, digest, true);
+        self.insert_content(own, entry.scope, digest, true);
         own
     }
 
@@ -248,13 +248,13 @@ impl Index {
     pub(crate) fn register_prefix(
         &mut self,
         row: &[BlockId],
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         digest: Digest,
         tokens: &[u32],
         position: u32,
     ) -> Option<BlockId> {
-        let known = self.find_child(digest.low(), key, parent, tokens);
+        let known = self.find_child(digest.low(), scope, parent, tokens);
         if let Some(known) = known {
             if known == row[0] {
                 self.nodes.fill(known, row);
@@ -269,7 +269,7 @@ impl Index {
             self.remove_child(row[0]);
         }
         self.nodes.write(row, tokens, position);
-        self.insert_child(row[0], key, parent, Some(digest), tokens.len());
+        self.insert_child(row[0], scope, parent, Some(digest), tokens.len());
         Some(row[0])
     }
 
@@ -279,19 +279,19 @@ impl Index {
     pub(crate) fn register_tail(
         &mut self,
         row: &[BlockId],
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         tokens: &[u32],
         exact: usize,
         position: u32,
     ) -> Option<BlockId> {
-        let known = self.longest_child(key, parent, &tokens[..exact]);
+        let known = self.longest_child(scope, parent, &tokens[..exact]);
         let node = match known {
             Some((known, common)) if common == exact => known,
             _ => {
                 self.remove_child(row[0]);
                 self.nodes.write(row, tokens, position);
-                self.insert_child(row[0], key, parent, None, exact);
+                self.insert_child(row[0], scope, parent, None, exact);
                 row[0]
             }
         };
@@ -301,15 +301,15 @@ impl Index {
 
     /// Whether a node has exactly these tokens, and stands in the virtual index of this namespace
     /// or may be entered there.
-    pub(crate) fn holds(&self, anchor: BlockId, key: KeyId, tokens: &[u32]) -> bool {
-        self.nodes.tokens(anchor) == tokens && self.is_enterable(anchor, key)
+    pub(crate) fn holds(&self, anchor: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
+        self.nodes.tokens(anchor) == tokens && self.is_enterable(anchor, scope)
     }
 
     /// Enters a node that holds the tokens of `entry` by its content, if it is not.
     pub(crate) fn ensure_content(&mut self, anchor: BlockId, entry: &ContentEntry<'_>) {
         if !self.nodes.get(anchor).in_content {
-            let digest = self.content_digest(entry.key, entry.tokens);
-            self.insert_content(anchor, entry.key, digest, entry.exact);
+            let digest = self.content_digest(entry.scope, entry.tokens);
+            self.insert_content(anchor, entry.scope, digest, entry.exact);
         }
     }
 
@@ -352,7 +352,7 @@ impl Index {
     /// `Inconsistent` naming what does not.
     pub fn check(&self) -> Result<(), Error> {
         let (mut prefix, mut content, mut rolling) = (0, 0, 0);
-        let mut of_key = vec![0; self.keys.ids().count()];
+        let mut of_scope = vec![0; self.scopes.ids().count()];
         let page = self.nodes.page_tokens();
         for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
             let (node, anchor) = (self.nodes.get(block), self.nodes.anchor(block));
@@ -364,23 +364,23 @@ impl Index {
             }
             let tokens = self.nodes.tokens(block);
             let whole = tokens.len() == page;
-            for (there, key) in
-                [(node.in_prefix, node.prefix_ns), (node.in_content, node.content_ns)]
+            for (there, scope) in
+                [(node.in_prefix, node.prefix_scope), (node.in_content, node.content_scope)]
             {
-                of_key[key.0 as usize] += usize::from(there);
+                of_scope[scope.0 as usize] += usize::from(there);
             }
             prefix += usize::from(node.in_prefix && usize::from(node.prefix_len) == page);
             if self.is_first_alike(block) {
                 content += 1;
                 rolling += usize::from(whole);
-                if self.find_content(node.content_ns, tokens) != Some(block) {
+                if self.find_content(node.content_scope, tokens) != Some(block) {
                     let got = "another block";
                     return Err(Error::inconsistent("virtual index", block.index(), got));
                 }
             } else if node.in_content {
                 let first = self.nodes.get(node.prev_alike);
                 let joined = first.in_content && first.next_alike == block;
-                if !joined || !self.is_content(node.prev_alike, node.content_ns, tokens) {
+                if !joined || !self.is_content(node.prev_alike, node.content_scope, tokens) {
                     return Err(Error::inconsistent("list of alike", block.index(), "others"));
                 }
             }
@@ -395,9 +395,9 @@ impl Index {
                 }
             }
         }
-        for (key, &least) in self.keys.ids().zip(&of_key) {
-            if self.keys.holders(key) < least {
-                return Err(Error::inconsistent("namespace", least, self.keys.holders(key)));
+        for (scope, &least) in self.scopes.ids().zip(&of_scope) {
+            if self.scopes.holders(scope) < least {
+                return Err(Error::inconsistent("namespace", least, self.scopes.holders(scope)));
             }
         }
         for (what, want, got) in [
@@ -437,7 +437,7 @@ impl Index {
 
 /// A virtual block to be entered.
 pub(crate) struct ContentEntry<'a> {
-    pub(crate) key: KeyId,
+    pub(crate) scope: ScopeId,
     pub(crate) tokens: &'a [u32],
     /// Position of slot 0.
     pub(crate) position: u32,

@@ -11,7 +11,7 @@
 use std::ops::Range;
 
 use super::miss::MissReason;
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::index::Index;
 
@@ -54,23 +54,23 @@ impl Index {
     /// Looks a marked range up and appends what lies inside `clip`.
     pub(crate) fn match_marked(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         mark: Range<usize>,
         clip: &Range<usize>,
         matches: &mut Matches,
     ) {
         let mut collided = false;
-        let mut found = self.match_own(key, tokens, &mark);
+        let mut found = self.match_own(scope, tokens, &mark);
         let mut at = found.last().map_or(mark.start, |piece| piece.end);
-        let aligned = self.match_aligned(key, tokens, &mark, &found, &mut collided);
+        let aligned = self.match_aligned(scope, tokens, &mark, &found, &mut collided);
         for piece in &aligned {
-            self.fill_gap(key, tokens, at..piece.start, Some(piece.donor), &mut found);
+            self.fill_gap(scope, tokens, at..piece.start, Some(piece.donor), &mut found);
             found.push(*piece);
             at = piece.end;
         }
-        self.fill_gap(key, tokens, at..mark.end, None, &mut found);
-        self.say_whose(key, tokens, mark.start, &mut found);
+        self.fill_gap(scope, tokens, at..mark.end, None, &mut found);
+        self.say_whose(scope, tokens, mark.start, &mut found);
 
         let mut at = mark.start.max(clip.start);
         let end = mark.end.min(clip.end);
@@ -91,9 +91,9 @@ impl Index {
     /// The longest head of a marked range that was computed with nothing before it, up to the first
     /// block that nobody else may hold: whole blocks, and the incomplete one that such a text ends
     /// with.
-    fn match_own(&self, key: KeyId, tokens: &[u32], mark: &Range<usize>) -> Vec<Piece> {
+    fn match_own(&self, scope: ScopeId, tokens: &[u32], mark: &Range<usize>) -> Vec<Piece> {
         let mut blocks = Vec::new();
-        let (_, partial) = self.walk_prefix(key, &tokens[mark.clone()], &mut blocks);
+        let (_, partial) = self.walk_prefix(scope, &tokens[mark.clone()], &mut blocks);
         let page = self.nodes.page_tokens();
         let tail = partial.filter(|&(block, common)| self.nodes.tokens(block).len() == common);
         let whole = blocks.into_iter().map(|block| (block, page));
@@ -107,7 +107,7 @@ impl Index {
     /// Blocks at start + iP behind what was found, and the incomplete tail.
     fn match_aligned(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         mark: &Range<usize>,
         found: &[Piece],
@@ -120,14 +120,14 @@ impl Index {
         for content in tokens[at..mark.end].chunks(page) {
             let left = pieces.last().or(found.last()).filter(|piece| piece.end == at);
             let left = left.map(|piece| piece.donor);
-            let first = self.find_content(key, content);
-            let nearest = |first| self.nearest(key, first, &tokens[..at], left);
+            let first = self.find_content(scope, content);
+            let nearest = |first| self.nearest(scope, first, &tokens[..at], left);
             match first.and_then(nearest) {
                 Some(block) => {
                     let piece = self.piece(block, 0, at, content.len());
                     pieces.extend(piece.clip(&(known..mark.end)));
                 }
-                None => *collided |= self.content_collides(key, content),
+                None => *collided |= self.content_collides(scope, content),
             }
             at += content.len();
         }
@@ -136,7 +136,7 @@ impl Index {
 
     /// Notes which pieces of a segment that begins at `start` lie in a text that agrees with it
     /// from there on.
-    fn say_whose(&self, key: KeyId, tokens: &[u32], start: usize, found: &mut [Piece]) {
+    fn say_whose(&self, scope: ScopeId, tokens: &[u32], start: usize, found: &mut [Piece]) {
         let page = self.nodes.page_tokens() as u32;
         let mut last: Option<Piece> = None;
         for piece in found {
@@ -144,32 +144,32 @@ impl Index {
                 let stops = last.begin + (last.end - last.start) as u32;
                 let same = last.donor == piece.donor && stops == piece.begin;
                 let next = || piece.begin == 0 && stops == page;
-                let after = || next() && self.before(piece.donor, key) == Some(last.donor);
+                let after = || next() && self.before(piece.donor, scope) == Some(last.donor);
                 last.end == piece.start && (same || after())
             });
             piece.own |= piece.start == start
                 || match goes_on {
                     Some(last) => last.own,
-                    None => self.agrees(key, piece, &tokens[start..piece.start]),
+                    None => self.agrees(scope, piece, &tokens[start..piece.start]),
                 };
             last = Some(*piece);
         }
     }
 
     /// Whether the text before a piece is that before its donor's slot.
-    fn agrees(&self, key: KeyId, piece: &Piece, before: &[u32]) -> bool {
+    fn agrees(&self, scope: ScopeId, piece: &Piece, before: &[u32]) -> bool {
         let head = &self.nodes.tokens(piece.donor)[..piece.begin as usize];
         let Some(rest) = before.len().checked_sub(head.len()) else {
             return head.ends_with(before);
         };
-        before.ends_with(head) && self.run_before(key, piece.donor, &before[..rest]) == rest
+        before.ends_with(head) && self.run_before(scope, piece.donor, &before[..rest]) == rest
     }
 
     /// What lies between two aligned pieces: the continuation of the left one, the text before
     /// the right one, and anything by content in between.
     fn fill_gap(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         gap: Range<usize>,
         right: Option<BlockId>,
@@ -182,14 +182,14 @@ impl Index {
         let left = found.last().copied().filter(|piece| piece.end == start);
         if let Some(left) = left {
             let slot = left.begin as usize + left.end - left.start;
-            start = self.extend_right(key, tokens, start..gap.end, left.donor, slot, found);
+            start = self.extend_right(scope, tokens, start..gap.end, left.donor, slot, found);
         }
         let mut tail = Vec::new();
         let end = match right {
-            Some(right) => self.extend_left(key, tokens, start..gap.end, right, &mut tail),
+            Some(right) => self.extend_left(scope, tokens, start..gap.end, right, &mut tail),
             None => gap.end,
         };
-        self.discover(key, tokens, start..end, found);
+        self.discover(scope, tokens, start..end, found);
         found.append(&mut tail);
     }
 }

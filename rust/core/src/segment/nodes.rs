@@ -5,7 +5,7 @@
 
 use crate::error::Error;
 use crate::heads::LocalWindow;
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 use crate::reserve::{filled, zeroed};
 
 use super::hash::Digest;
@@ -37,8 +37,8 @@ pub(super) struct Node {
     pub(super) content_key: u64,
     pub(super) roll_key: u64,
     pub(super) parent: Parent,
-    pub(super) prefix_ns: KeyId,
-    pub(super) content_ns: KeyId,
+    pub(super) prefix_scope: ScopeId,
+    pub(super) content_scope: ScopeId,
     pub(super) first_child: BlockId,
     pub(super) next_sibling: BlockId,
     pub(super) prev_sibling: BlockId,
@@ -66,8 +66,8 @@ const VOID: Node = Node {
     content_key: 0,
     roll_key: 0,
     parent: Parent::Root,
-    prefix_ns: KeyId(0),
-    content_ns: KeyId(0),
+    prefix_scope: ScopeId(0),
+    content_scope: ScopeId(0),
     first_child: BlockId::NONE,
     next_sibling: BlockId::NONE,
     prev_sibling: BlockId::NONE,
@@ -104,13 +104,13 @@ impl Nodes {
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
     ) -> Result<Nodes, Error> {
-        let passing = windows.iter().any(Option::is_some);
+        let windowed = windows.iter().any(Option::is_some);
         let (tokens, rows) =
             (capacity.saturating_mul(page_tokens), capacity.saturating_mul(windows.len()));
         Ok(Nodes {
             page_tokens,
             tokens: zeroed("tokens of blocks", tokens)?,
-            withheld: filled("withheld blocks", false, if passing { capacity } else { 0 })?,
+            withheld: filled("withheld blocks", false, if windowed { capacity } else { 0 })?,
             nodes: filled("contents of blocks", VOID, capacity)?,
             rows: filled("rows of blocks", BlockId::NONE, rows)?,
             anchors: filled("rows of blocks", BlockId::NONE, capacity)?,

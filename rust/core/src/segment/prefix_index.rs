@@ -4,7 +4,7 @@
 //! same way, by chained digest where it branches. Where the next block is not cached whole, the
 //! list of children gives the longest common head, so a prefix may end inside a block.
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::hash::Digest;
 use super::index::Index;
@@ -30,13 +30,13 @@ impl Index {
     /// row sees; appends its whole blocks to `out`.
     pub(crate) fn match_prefix(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         out: &mut Vec<BlockId>,
     ) -> PrefixMatch {
         let page = self.nodes.page_tokens();
-        let root = self.keys.key(key).prefix;
-        let (mut parent, mut partial) = self.walk_prefix(key, tokens, out);
+        let root = self.scopes.get(scope).prefix;
+        let (mut parent, mut partial) = self.walk_prefix(scope, tokens, out);
         let matched = out.len() * page;
         let end = matched + partial.map_or(0, |(_, tokens)| tokens);
         let whole = partial.is_none_or(|(block, _)| self.nodes.is_whole(block));
@@ -52,25 +52,25 @@ impl Index {
     /// whole blocks to `out`, returns the last one and a block that goes on, and how far.
     pub(super) fn walk_prefix(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
         out: &mut Vec<BlockId>,
     ) -> (Parent, Option<(BlockId, usize)>) {
         let page = self.nodes.page_tokens();
-        let root = self.keys.key(key).prefix;
+        let root = self.scopes.get(scope).prefix;
         let mut parent = Parent::Root;
         let mut matched = 0;
         for tokens in tokens.chunks_exact(page) {
-            let block = self.latest_child(key, parent, tokens).or_else(|| {
+            let block = self.latest_child(scope, parent, tokens).or_else(|| {
                 let digest = self.hasher.chain(self.digest_of(parent, root), tokens);
-                self.find_child(digest.low(), key, parent, tokens)
+                self.find_child(digest.low(), scope, parent, tokens)
             });
             let Some(block) = block else { break };
             out.push(block);
             parent = Parent::Block(block);
             matched += page;
         }
-        (parent, self.longest_child(key, parent, &tokens[matched..]))
+        (parent, self.longest_child(scope, parent, &tokens[matched..]))
     }
 
     /// How many blocks of a prefix that ends at `end` can be used: all, or as many as the longest
@@ -110,14 +110,19 @@ impl Index {
     }
 
     /// How many blocks of a prompt whose digests are known are cached, from the first on.
-    pub(crate) fn match_digests(&self, key: KeyId, digests: &[Digest], tokens: &[u32]) -> usize {
+    pub(crate) fn match_digests(
+        &self,
+        scope: ScopeId,
+        digests: &[Digest],
+        tokens: &[u32],
+    ) -> usize {
         let page = self.nodes.page_tokens();
         let mut parent = Parent::Root;
         let mut blocks = Vec::with_capacity(digests.len());
         for (digest, tokens) in digests.iter().zip(tokens.chunks_exact(page)) {
             let block = self
-                .latest_child(key, parent, tokens)
-                .or_else(|| self.find_child(digest.low(), key, parent, tokens));
+                .latest_child(scope, parent, tokens)
+                .or_else(|| self.find_child(digest.low(), scope, parent, tokens));
             let Some(block) = block else { break };
             parent = Parent::Block(block);
             blocks.push(block);
@@ -127,8 +132,8 @@ impl Index {
 
     /// The child entered last, if it has these tokens. Most blocks have one child, and then a
     /// prefix is walked without hashing: what counts is token equality below the same parent.
-    fn latest_child(&self, key: KeyId, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
-        let child = self.first_child(key, parent);
+    fn latest_child(&self, scope: ScopeId, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
+        let child = self.first_child(scope, parent);
         let same = child.is_some()
             && usize::from(self.nodes.get(child).prefix_len) == tokens.len()
             && self.nodes.tokens(child) == tokens;
@@ -146,37 +151,39 @@ impl Index {
     pub(super) fn find_child(
         &self,
         digest: u64,
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         tokens: &[u32],
     ) -> Option<BlockId> {
         self.prefix.find(digest, |block| {
             let node = self.nodes.get(block);
-            node.parent == parent && node.prefix_ns == key && self.nodes.tokens(block) == tokens
+            node.parent == parent
+                && node.prefix_scope == scope
+                && self.nodes.tokens(block) == tokens
         })
     }
 
-    fn first_child(&self, key: KeyId, parent: Parent) -> BlockId {
+    fn first_child(&self, scope: ScopeId, parent: Parent) -> BlockId {
         match parent {
-            Parent::Root => self.keys.key(key).first_child,
+            Parent::Root => self.scopes.get(scope).first_child,
             Parent::Block(block) => self.nodes.get(block).first_child,
         }
     }
 
     pub(super) fn longest_child(
         &self,
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         tokens: &[u32],
     ) -> Option<(BlockId, usize)> {
         let mut best: Option<(BlockId, usize)> = None;
-        let mut child = self.first_child(key, parent);
+        let mut child = self.first_child(scope, parent);
         for _ in 0..CHILDREN {
             if !child.is_some() || best.is_some_and(|(_, n)| n == tokens.len()) {
                 break;
             }
-            let reach = usize::from(self.nodes.get(child).prefix_len);
-            let common = common_head(&self.nodes.tokens(child)[..reach], tokens);
+            let known = usize::from(self.nodes.get(child).prefix_len);
+            let common = common_head(&self.nodes.tokens(child)[..known], tokens);
             if common > best.map_or(0, |(_, n)| n) {
                 best = Some((child, common));
             }
@@ -189,18 +196,18 @@ impl Index {
     pub(super) fn insert_child(
         &mut self,
         block: BlockId,
-        key: KeyId,
+        scope: ScopeId,
         parent: Parent,
         digest: Option<Digest>,
         prefix_len: usize,
     ) {
-        let head = self.first_child(key, parent);
+        let head = self.first_child(scope, parent);
         if head.is_some() {
             self.nodes.get_mut(head).prev_sibling = block;
         }
         let node = self.nodes.get_mut(block);
         node.in_prefix = true;
-        node.prefix_ns = key;
+        node.prefix_scope = scope;
         node.parent = parent;
         node.prefix_len = prefix_len as u16;
         node.prev_sibling = BlockId::NONE;
@@ -209,13 +216,13 @@ impl Index {
             node.digest = digest;
             self.prefix.insert(digest.low(), block);
         }
-        self.set_first_child(key, parent, block);
-        self.keys.hold(key);
+        self.set_first_child(scope, parent, block);
+        self.scopes.hold(scope);
     }
 
-    fn set_first_child(&mut self, key: KeyId, parent: Parent, child: BlockId) {
+    fn set_first_child(&mut self, scope: ScopeId, parent: Parent, child: BlockId) {
         match parent {
-            Parent::Root => self.keys.key_mut(key).first_child = child,
+            Parent::Root => self.scopes.get_mut(scope).first_child = child,
             Parent::Block(block) => self.nodes.get_mut(block).first_child = child,
         }
     }
@@ -232,7 +239,7 @@ impl Index {
         if node.prev_sibling.is_some() {
             self.nodes.get_mut(node.prev_sibling).next_sibling = node.next_sibling;
         } else {
-            self.set_first_child(node.prefix_ns, node.parent, node.next_sibling);
+            self.set_first_child(node.prefix_scope, node.parent, node.next_sibling);
         }
         if node.next_sibling.is_some() {
             self.nodes.get_mut(node.next_sibling).prev_sibling = node.prev_sibling;
@@ -240,6 +247,6 @@ impl Index {
         let left = self.nodes.get_mut(block);
         left.in_prefix = false;
         left.prefix_len = 0;
-        self.keys.release(node.prefix_ns);
+        self.scopes.release(node.prefix_scope);
     }
 }

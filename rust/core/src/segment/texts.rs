@@ -1,6 +1,6 @@
 //! Which node a block of a document is, found by all of its text.
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::frozen::BlockText;
 use super::hash::Digest;
@@ -9,9 +9,9 @@ use super::index::Index;
 impl Index {
     /// The nodes of an exact text from its first token on, block by block, the incomplete last one
     /// included; fewer where they are no longer cached.
-    pub(crate) fn exact_chain(&self, key: KeyId, tokens: &[u32]) -> Vec<BlockId> {
+    pub(crate) fn exact_chain(&self, scope: ScopeId, tokens: &[u32]) -> Vec<BlockId> {
         let mut blocks = Vec::with_capacity(tokens.len() / self.nodes.page_tokens() + 1);
-        let (_, partial) = self.walk_prefix(key, tokens, &mut blocks);
+        let (_, partial) = self.walk_prefix(scope, tokens, &mut blocks);
         blocks.extend(partial.map(|(block, _)| block));
         blocks
     }
@@ -20,8 +20,8 @@ impl Index {
     pub(crate) fn text_of(&self, anchor: BlockId) -> BlockText {
         let content = self.nodes.tokens(anchor);
         let before = self.text_before(anchor);
-        let key = self.nodes.get(anchor).content_ns;
-        BlockText { key, content: content.into(), before, digest: self.text_digest(anchor) }
+        let scope = self.nodes.get(anchor).content_scope;
+        BlockText { scope, content: content.into(), before, digest: self.text_digest(anchor) }
     }
 
     /// The node of a text; none if it is not cached.
@@ -31,7 +31,7 @@ impl Index {
         let whole = text.before.is_some() && text.content.len() == self.nodes.page_tokens();
         let found = if whole { self.prefix.find(text.digest, |block| is_it(&block)) } else { None };
         found.or_else(|| {
-            let first = self.find_content(text.key, &text.content)?;
+            let first = self.find_content(text.scope, &text.content)?;
             self.whole_alike(first).find(is_it)
         })
     }
@@ -52,7 +52,7 @@ impl Index {
 
     fn is_text(&self, anchor: BlockId, text: &BlockText) -> bool {
         let node = self.nodes.get(anchor);
-        let foreign = node.in_content && node.content_ns != text.key;
+        let foreign = node.in_content && node.content_scope != text.scope;
         let before = text.before.is_none() || self.text_before(anchor) == text.before;
         !foreign && before && self.nodes.tokens(anchor) == &*text.content
     }
@@ -60,7 +60,7 @@ impl Index {
     /// The digest of the exact text before a node.
     fn text_before(&self, anchor: BlockId) -> Option<Digest> {
         let node = self.nodes.get(anchor);
-        let root = self.keys.key(node.prefix_ns).prefix;
+        let root = self.scopes.get(node.prefix_scope).prefix;
         node.in_prefix.then(|| self.digest_of(node.parent, root))
     }
 

@@ -3,64 +3,70 @@
 //! They own no memory and no reference: evicting the block removes them. Links lead to the blocks
 //! that stood before and after in the donor's text.
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::index::Index;
 use super::nodes::{Link, common_head};
 
 impl Index {
     /// The first of the blocks with exactly these tokens in this namespace.
-    pub(crate) fn find_content(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
-        self.find_content_at(self.content_digest(key, tokens), key, tokens)
+    pub(crate) fn find_content(&self, scope: ScopeId, tokens: &[u32]) -> Option<BlockId> {
+        self.find_content_at(self.content_digest(scope, tokens), scope, tokens)
     }
 
     /// The same, if there is one whose blocks are all there for others to hold.
-    pub(crate) fn find_whole(&self, key: KeyId, tokens: &[u32]) -> Option<BlockId> {
-        let first = self.find_content(key, tokens)?;
+    pub(crate) fn find_whole(&self, scope: ScopeId, tokens: &[u32]) -> Option<BlockId> {
+        let first = self.find_content(scope, tokens)?;
         self.whole_alike(first).next()
     }
 
-    /// The virtual hash, cut to a table key.
-    pub(super) fn content_digest(&self, key: KeyId, tokens: &[u32]) -> u64 {
-        self.hasher.chain(self.keys.key(key).content, tokens).low()
+    /// The virtual hash, cut to a table scope.
+    pub(super) fn content_digest(&self, scope: ScopeId, tokens: &[u32]) -> u64 {
+        self.hasher.chain(self.scopes.get(scope).content, tokens).low()
     }
 
     pub(super) fn find_content_at(
         &self,
         digest: u64,
-        key: KeyId,
+        scope: ScopeId,
         tokens: &[u32],
     ) -> Option<BlockId> {
-        self.content.find(digest, |block| self.is_content(block, key, tokens))
+        self.content.find(digest, |block| self.is_content(block, scope, tokens))
     }
 
     /// Whether another text of the same namespace has the digest of these tokens.
-    pub(super) fn content_collides(&self, key: KeyId, tokens: &[u32]) -> bool {
-        let digest = self.content_digest(key, tokens);
+    pub(super) fn content_collides(&self, scope: ScopeId, tokens: &[u32]) -> bool {
+        let digest = self.content_digest(scope, tokens);
         let foreign = |block: BlockId| {
             let node = self.nodes.get(block);
-            node.content_ns == key && self.nodes.tokens(block) != tokens
+            node.content_scope == scope && self.nodes.tokens(block) != tokens
         };
         self.content.find(digest, foreign).is_some()
     }
 
-    pub(super) fn is_content(&self, block: BlockId, key: KeyId, tokens: &[u32]) -> bool {
-        self.nodes.get(block).content_ns == key && self.nodes.tokens(block) == tokens
+    pub(super) fn is_content(&self, block: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
+        self.nodes.get(block).content_scope == scope && self.nodes.tokens(block) == tokens
     }
 
     /// Enters a node by its content, behind the first of the same content where there is one.
-    pub(super) fn insert_content(&mut self, block: BlockId, key: KeyId, digest: u64, exact: bool) {
+    pub(super) fn insert_content(
+        &mut self,
+        block: BlockId,
+        scope: ScopeId,
+        digest: u64,
+        exact: bool,
+    ) {
         let tokens = self.nodes.tokens(block);
-        let first = self.find_content_at(digest, key, tokens);
-        let domain = self.keys.key(key).content;
+        let first = self.find_content_at(digest, scope, tokens);
+        let domain = self.scopes.get(scope).content;
         let roll = self.hasher.roll_key(self.hasher.roll(tokens), domain);
         let node = self.nodes.get_mut(block);
         node.in_content = true;
-        node.content_ns = key;
+        node.content_scope = scope;
         node.content_key = digest;
         node.roll_key = roll;
         node.exact = exact;
-        self.keys.hold(key);
+        self.scopes.hold(scope);
         match first {
             Some(first) => self.join_alike(first, block),
             None => self.enter_tables(block),
@@ -96,7 +102,7 @@ impl Index {
         if let Some(next) = self.leave_alike(block) {
             self.enter_tables(next);
         }
-        self.keys.release(node.content_ns);
+        self.scopes.release(node.content_scope);
     }
 
     /// Notes that `after` follows `before` in some text. A link that stands is kept, unless it
@@ -120,10 +126,10 @@ impl Index {
     }
 
     /// The virtual block that a link leads to, if it stands and is of this namespace.
-    pub(super) fn neighbour(&self, link: Link, key: Option<KeyId>) -> Option<BlockId> {
+    pub(super) fn neighbour(&self, link: Link, scope: Option<ScopeId>) -> Option<BlockId> {
         self.nodes.follow(link).filter(|&block| {
             let node = self.nodes.get(block);
-            node.in_content && key.is_none_or(|key| node.content_ns == key)
+            node.in_content && scope.is_none_or(|scope| node.content_scope == scope)
         })
     }
 }

@@ -3,9 +3,9 @@
 use kvweave_core::ops::Visible;
 
 use super::{Absorb, AddMass, Edge, ROWS, Rows, State};
-use crate::piece::Piece;
+use crate::piece::{KEYS, Piece};
 use crate::simd::{Kernel, Vector, on_every_set};
-use crate::tile::{COLUMNS, KEYS, Tile};
+use crate::tile::{COLUMNS, Tile};
 
 const BLOCKS: usize = 3;
 const PIECES: usize = 2;

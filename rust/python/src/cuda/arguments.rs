@@ -58,9 +58,9 @@ impl Place {
         tensor: &TensorRef,
     ) -> Result<(DeviceRows, HeadRows<'static, ()>), Failure> {
         self.expect(what, tensor, self.row_dtype.into())?;
-        let rows = rows_of(what, tensor, nothing(tensor.reach(what)?))?;
+        let rows = rows_of(what, tensor, nothing(tensor.extent(what)?))?;
         let (row_stride, head_stride) = (rows.row_stride, rows.head_stride);
-        Ok((DeviceRows { tensor: reach_of(what, tensor)?, row_stride, head_stride }, rows))
+        Ok((DeviceRows { tensor: extent_of(what, tensor)?, row_stride, head_stride }, rows))
     }
 
     /// A contiguous tensor to write results to, apart from everything that is read.
@@ -76,7 +76,7 @@ impl Place {
         tensor.expect_contiguous(what)?;
         tensor.expect_writable(what)?;
         read.iter().try_for_each(|(name, other)| tensor.expect_apart(what, other, name))?;
-        reach_of(what, tensor)
+        extent_of(what, tensor)
     }
 }
 
@@ -129,7 +129,7 @@ impl<'py> DeviceTable<'py> {
         place.expect(what, tensor, DType::I32)?;
         tensor.expect_shape(what, shape)?;
         tensor.expect_contiguous(what)?;
-        Ok((reach_of(what, tensor)?, tensor.shape()[0]))
+        Ok((extent_of(what, tensor)?, tensor.shape()[0]))
     }
 
     /// The same table on the host, where it can be checked without waiting.
@@ -182,8 +182,8 @@ fn kv_dtype_of(what: &str, dtype: DType, expected: &str) -> Result<KvDtype, Fail
 }
 
 /// The elements of a tensor from its first to one past its last.
-pub fn reach_of(what: &str, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
-    Ok(DeviceTensor { address: tensor.ptr as u64, len: tensor.reach(what)? })
+pub fn extent_of(what: &str, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
+    Ok(DeviceTensor { address: tensor.ptr as u64, len: tensor.extent(what)? })
 }
 
 /// A slice of some length without memory: what the core's checks take for memory elsewhere.

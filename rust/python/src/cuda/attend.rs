@@ -11,7 +11,7 @@ use crate::arguments::raised;
 use crate::attention::AttentionArguments;
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::tensor::TensorRef;
 
 /// Without `row_offsets` row b is request b: a decode step. `results` are `out` and `lse`.
@@ -48,7 +48,7 @@ pub fn attend_cuda(
         Ok((call, rows, values, lse))
     };
     let (call, rows, out, lse) = raised(py, checks())?;
-    let (backend, kept) = entry(py, || {
+    let (backend, kept) = call_core(py, || {
         call.validate()?;
         if let Some(offsets) = rows.on_host {
             check_offsets("row_offsets", offsets, call.vectors.rows)?;
@@ -87,7 +87,7 @@ pub fn attend_cuda(
     // SAFETY: every tensor was read from a live owner on this device, which torch keeps until the
     // stream has passed; tables that are kept live as long as their owners. Offsets were checked
     // on the host, or are the caller's promise where they lie on the device.
-    entry(py, || unsafe { backend.attend(&launch) }.map_err(Failure::from))
+    call_core(py, || unsafe { backend.attend(&launch) }.map_err(Failure::from))
 }
 
 fn allocated<'py>(

@@ -4,11 +4,11 @@ use kvweave_core::ops::{validate_copies, validate_layers};
 use kvweave_cuda::CopyRerotateLaunch;
 use pyo3::prelude::*;
 
-use super::arguments::{DeviceTable, Place, TablePair, reach_of};
+use super::arguments::{DeviceTable, Place, TablePair, extent_of};
 use super::device::backend;
 use crate::arguments::{count, pages_of, raised, source_of};
 use crate::dlpack::borrow;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::rope::RopeTable;
 use crate::scalars::Number;
 
@@ -39,7 +39,7 @@ pub fn copy_rerotate_cuda(
         if let Some(source) = &source {
             place.expect("source", &source.tensor, cache.dtype)?;
             read = Some((
-                reach_of("source", &source.tensor)?,
+                extent_of("source", &source.tensor)?,
                 source_of(&source.tensor, cache, &geometry)?,
             ));
         }
@@ -53,11 +53,11 @@ pub fn copy_rerotate_cuda(
         }
         let tables = ((table, copy_count), page_layers);
         let on_host = (copies.rows_on_host::<6>("copies")?, layers_on_host);
-        Ok((place, geometry, tables, on_host, (reach_of("cache", cache)?, read)))
+        Ok((place, geometry, tables, on_host, (extent_of("cache", cache)?, read)))
     };
     let (place, geometry, tables, on_host, (cache, source)) = raised(py, checks())?;
     let ((copies, copy_count), page_layers) = tables;
-    entry(py, || {
+    call_core(py, || {
         let (rows, layers) = on_host;
         let pages = page_layers.map(|(_, pages)| pages);
         let read = source.map(|(source, of)| (of, source.len));

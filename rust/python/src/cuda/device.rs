@@ -1,12 +1,11 @@
 //! Devices opened so far, and tables that are copied to each of them once.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvweave_cuda::{CudaBackend, CudaError, DeviceBuffer, Number};
+use kvweave_cuda::{CudaBackend, CudaError, DeviceBuffer, Number, PerDevice};
 use pyo3::prelude::*;
 
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 
 /// The driver keeps one context per device and process anyhow, so this only mirrors state that is
 /// already shared.
@@ -43,7 +42,7 @@ impl From<CudaError> for Failure {
 
 /// Copies of one table of numbers, by device.
 #[derive(Default)]
-pub struct OnDevices(Mutex<HashMap<u32, Arc<DeviceBuffer>>>);
+pub struct OnDevices(PerDevice<DeviceBuffer>);
 
 impl OnDevices {
     /// The table on a device; the first use there waits for its copy.
@@ -53,18 +52,12 @@ impl OnDevices {
         device: u32,
         numbers: impl FnOnce() -> Vec<N>,
     ) -> Result<Arc<DeviceBuffer>, Failure> {
-        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(buffer) = made.get(&device) {
-            return Ok(Arc::clone(buffer));
-        }
-        let buffer = Arc::new(backend.upload(&numbers())?);
-        made.insert(device, Arc::clone(&buffer));
-        Ok(buffer)
+        self.0.get_or_make(device, || Ok(backend.upload(&numbers())?))
     }
 }
 
 /// "available: …" with the devices, or "unavailable: …" with the reason.
 #[pyfunction]
 pub fn cuda_status(py: Python<'_>) -> PyResult<String> {
-    entry(py, || Ok::<_, Failure>(kvweave_cuda::status()))
+    call_core(py, || Ok::<_, Failure>(kvweave_cuda::status()))
 }

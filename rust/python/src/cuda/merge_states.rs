@@ -3,12 +3,12 @@
 use kvweave_cuda::MergeStatesLaunch;
 use pyo3::prelude::*;
 
-use super::arguments::{Place, reach_of, row_dtype};
+use super::arguments::{Place, extent_of, row_dtype};
 use super::device::backend;
 use crate::arguments::raised;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
@@ -42,8 +42,8 @@ pub fn merge_states_cuda(
         }
         let read = [("outs", outs), ("lses", lses), ("lse", lse)];
         let launch = MergeStatesLaunch {
-            outs: reach_of("outs", outs)?,
-            lses: reach_of("lses", lses)?,
+            outs: extent_of("outs", outs)?,
+            lses: extent_of("lses", lses)?,
             dtype,
             splits: size(0),
             states: size(1).saturating_mul(size(2)),
@@ -55,7 +55,7 @@ pub fn merge_states_cuda(
         Ok((place, launch))
     };
     let (place, launch) = raised(py, checks())?;
-    entry(py, || {
+    call_core(py, || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed.
         unsafe { backend(place.ordinal)?.merge_states(&launch) }.map_err(Failure::from)

@@ -8,7 +8,7 @@ use kvweave_core::ops::{
 use kvweave_cuda::{CudaBackend, DeviceBuffer, DeviceKv, DeviceReach, DeviceRows, DeviceTensor};
 use pyo3::prelude::*;
 
-use super::arguments::{DeviceTable, Place, TablePair, nothing, reach_of};
+use super::arguments::{DeviceTable, Place, TablePair, extent_of, nothing};
 use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::attention::AttentionArguments;
 use crate::dlpack::{Borrowed, borrow};
@@ -120,7 +120,7 @@ impl<'py> Reading<'py> {
             vectors,
             scoring: self.scoring,
             requests: (ends - 1) / tables,
-            cache: reach_of("cache", cache)?,
+            cache: extent_of("cache", cache)?,
             geometry,
             layer: self.layer,
             entries,
@@ -150,8 +150,8 @@ impl Call<'_> {
             None => vec![0; self.positions.len],
         };
         let positions = self.positions_on_host.unwrap_or(&unknown);
-        Queries { vectors: self.vectors, positions }.validate(&kv)?;
-        self.scoring.validate(&kv)
+        Queries { vectors: self.vectors, positions }.validate(&geometry)?;
+        self.scoring.validate(&kv.geometry, kv.scales, kv.reach)
     }
 
     /// The largest end of an entry, where the entries are known on the host.

@@ -3,14 +3,14 @@
 use kvweave_cuda::{DeviceTensor, EdgeLaunch, ScoreTokensLaunch};
 use pyo3::prelude::*;
 
-use super::arguments::{Place, TablePair, reach_of};
+use super::arguments::{Place, TablePair, extent_of};
 use super::device::backend;
 use super::reading::{Call, Reading};
 use crate::arguments::raised;
 use crate::attention::{AttentionArguments, EdgeArguments, keys};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::tensor::TensorRef;
 
 /// `allocate` is called once with a number of bytes and returns an uninitialised f32 tensor of at
@@ -52,7 +52,7 @@ pub fn score_tokens_cuda(
         Ok((call, sums, edge))
     };
     let (call, mass, edge) = raised(py, checks())?;
-    let (backend, kept) = entry(py, || {
+    let (backend, kept) = call_core(py, || {
         call.validate()?;
         let backend = backend(call.place.ordinal)?;
         let kept = call.kept_tables(&backend)?;
@@ -75,7 +75,7 @@ pub fn score_tokens_cuda(
     let bytes = raised(py, backend.score_tokens_workspace(&launch).map_err(Failure::from))?;
     let workspace = borrow("workspace", &allocate.call1((bytes,))?)?;
     launch.workspace = raised(py, bytes_of(&call.place, &workspace.tensor))?;
-    entry(py, || {
+    call_core(py, || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed; tables that are kept live as long as their owners. Offsets were
         // checked on the host, or are the caller's promise where they lie on the device.
@@ -96,6 +96,6 @@ fn share_of(
 fn bytes_of(place: &Place, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
     tensor.expect_device("workspace", place.device)?;
     tensor.expect_dtype("workspace", DType::F32)?;
-    let DeviceTensor { address, len } = reach_of("workspace", tensor)?;
+    let DeviceTensor { address, len } = extent_of("workspace", tensor)?;
     Ok(DeviceTensor { address, len: len * size_of::<f32>() })
 }

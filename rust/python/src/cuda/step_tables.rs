@@ -3,10 +3,10 @@
 use kvweave_cuda::StepTablesLaunch;
 use pyo3::prelude::*;
 
-use super::arguments::{ordinal_of, reach_of};
+use super::arguments::{extent_of, ordinal_of};
 use super::device::backend;
 use crate::arguments::raised;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::step_tables::{BatchArguments, Borrows, Results, Sizes, SpanArguments, block_stride};
 
 /// `stream` is the handle of the stream to run on.
@@ -27,22 +27,22 @@ pub fn step_tables_cuda(
         let places = given.places.as_ref();
         let launch = StepTablesLaunch {
             shape,
-            blocks: reach_of("blocks", &given.blocks.tensor)?,
+            blocks: extent_of("blocks", &given.blocks.tensor)?,
             block_stride: block_stride(&given.blocks.tensor),
-            lengths: reach_of("lengths", &given.lengths.tensor)?,
-            query_start: reach_of("query_start", &given.query_start.tensor)?,
-            slot_mapping: reach_of("slot_mapping", &given.slot_mapping.tensor)?,
-            places: places.map(|places| reach_of("places", &places.tensor)).transpose()?,
-            positions: reach_of("positions", &given.positions.tensor)?,
-            slots: reach_of("slots", &given.slots.tensor)?,
-            entries: reach_of("entries", &given.entries.tensor)?,
-            offsets: reach_of("offsets", &given.offsets.tensor)?,
+            lengths: extent_of("lengths", &given.lengths.tensor)?,
+            query_start: extent_of("query_start", &given.query_start.tensor)?,
+            slot_mapping: extent_of("slot_mapping", &given.slot_mapping.tensor)?,
+            places: places.map(|places| extent_of("places", &places.tensor)).transpose()?,
+            positions: extent_of("positions", &given.positions.tensor)?,
+            slots: extent_of("slots", &given.slots.tensor)?,
+            entries: extent_of("entries", &given.entries.tensor)?,
+            offsets: extent_of("offsets", &given.offsets.tensor)?,
             stream,
         };
         Ok((ordinal_of("blocks", &given.blocks.tensor)?, launch))
     };
     let (ordinal, launch) = raised(py, launch())?;
-    entry(py, move || {
+    call_core(py, move || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed.
         unsafe { backend(ordinal)?.step_tables(&launch) }.map_err(Failure::from)

@@ -4,12 +4,12 @@ use kvweave_core::ops::{Places, refuse_bounds, validate_bounds, validate_rows};
 use kvweave_cuda::{BoundsLaunch, DeviceReach, WritePagesLaunch};
 use pyo3::prelude::*;
 
-use super::arguments::{DeviceTable, Place, TablePair, reach_of};
+use super::arguments::{DeviceTable, Place, TablePair, extent_of};
 use super::device::backend;
 use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::reach::Reach;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
@@ -54,7 +54,7 @@ pub fn write_pages_cuda(
         let of_pages = |bounds: &Bounds<'_>| bounds.launch(&place, geometry.head_dim, &read);
         let held = bounds.as_ref().map(Bounds::held_on_host).transpose()?.flatten();
         let launch = WritePagesLaunch {
-            cache: reach_of("cache", cache)?,
+            cache: extent_of("cache", cache)?,
             dtype: place.dtype,
             scales: scales_of(kv_scales),
             geometry,
@@ -71,7 +71,7 @@ pub fn write_pages_cuda(
         Ok((place, launch, slots.slots_on_host("slots", in_core)?, held))
     };
     let (place, launch, slots, held) = raised(py, checks())?;
-    entry(py, || {
+    call_core(py, || {
         let WritePagesLaunch { cache, geometry, layer, rows, bounds, .. } = launch;
         launch.scales.validate(place.dtype.is_quantised())?;
         if let Some(slots) = slots {

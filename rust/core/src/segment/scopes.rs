@@ -3,7 +3,7 @@
 
 use hashbrown::{Equivalent, HashMap};
 
-use crate::ids::{BlockId, KeyId};
+use crate::ids::{BlockId, ScopeId};
 
 use super::hash::{BlockHasher, Digest};
 
@@ -20,7 +20,7 @@ impl Equivalent<Name> for NameRef<'_> {
 }
 
 /// What belongs to one namespace and regime.
-pub(super) struct Key {
+pub(super) struct Scope {
     /// Parent digest of the first block of a prompt.
     pub(super) prefix: Digest,
     /// Parent digest of every virtual block.
@@ -33,39 +33,39 @@ pub(super) struct Key {
 }
 
 /// All namespaces that anything is of.
-pub(super) struct Keys {
+pub(super) struct Scopes {
     hasher: BlockHasher,
     model: String,
-    by_name: HashMap<Name, KeyId>,
-    keys: Vec<Key>,
-    free: Vec<KeyId>,
+    by_name: HashMap<Name, ScopeId>,
+    scopes: Vec<Scope>,
+    free: Vec<ScopeId>,
 }
 
-impl Keys {
-    pub(super) fn new(hasher: BlockHasher, model: &str) -> Keys {
+impl Scopes {
+    pub(super) fn new(hasher: BlockHasher, model: &str) -> Scopes {
         let (model, by_name) = (model.to_owned(), HashMap::new());
-        Keys { hasher, model, by_name, keys: Vec::new(), free: Vec::new() }
+        Scopes { hasher, model, by_name, scopes: Vec::new(), free: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
         self.by_name.len()
     }
 
-    pub(super) fn get(&self, namespace: &str, regime: u64) -> Option<KeyId> {
+    pub(super) fn find(&self, namespace: &str, regime: u64) -> Option<ScopeId> {
         self.by_name.get(&NameRef(namespace, regime)).copied()
     }
 
     /// The number of a namespace and regime, with one more holder.
-    pub(super) fn acquire(&mut self, namespace: &str, regime: u64) -> KeyId {
-        let known = self.get(namespace, regime);
+    pub(super) fn acquire(&mut self, namespace: &str, regime: u64) -> ScopeId {
+        let known = self.find(namespace, regime);
         let id = known.unwrap_or_else(|| self.enter(Name(namespace.to_owned(), regime)));
         self.hold(id);
         id
     }
 
-    fn enter(&mut self, name: Name) -> KeyId {
+    fn enter(&mut self, name: Name) -> ScopeId {
         let content_domain = format!("virtual\0{}", self.model);
-        let key = Key {
+        let scope = Scope {
             prefix: self.hasher.root(&name.0, name.1, &self.model),
             content: self.hasher.root(&name.0, name.1, &content_domain),
             first_child: BlockId::NONE,
@@ -74,47 +74,47 @@ impl Keys {
         };
         let id = match self.free.pop() {
             Some(id) => {
-                self.keys[id.0 as usize] = key;
+                self.scopes[id.0 as usize] = scope;
                 id
             }
             None => {
-                self.keys.push(key);
-                KeyId((self.keys.len() - 1) as u32)
+                self.scopes.push(scope);
+                ScopeId((self.scopes.len() - 1) as u32)
             }
         };
         self.by_name.insert(name, id);
         id
     }
 
-    pub(super) fn hold(&mut self, id: KeyId) {
-        self.key_mut(id).holders += 1;
+    pub(super) fn hold(&mut self, id: ScopeId) {
+        self.get_mut(id).holders += 1;
     }
 
     /// Removes a holder; the last one takes the namespace with it.
-    pub(super) fn release(&mut self, id: KeyId) {
-        let key = self.key_mut(id);
-        key.holders -= 1;
-        if key.holders == 0 {
-            let name = std::mem::replace(&mut key.name, Name(String::new(), 0));
+    pub(super) fn release(&mut self, id: ScopeId) {
+        let scope = self.get_mut(id);
+        scope.holders -= 1;
+        if scope.holders == 0 {
+            let name = std::mem::replace(&mut scope.name, Name(String::new(), 0));
             self.by_name.remove(&name);
             self.free.push(id);
         }
     }
 
-    pub(super) fn holders(&self, id: KeyId) -> usize {
-        self.key(id).holders
+    pub(super) fn holders(&self, id: ScopeId) -> usize {
+        self.get(id).holders
     }
 
-    pub(super) fn key(&self, id: KeyId) -> &Key {
-        &self.keys[id.0 as usize]
+    pub(super) fn get(&self, id: ScopeId) -> &Scope {
+        &self.scopes[id.0 as usize]
     }
 
-    pub(super) fn key_mut(&mut self, id: KeyId) -> &mut Key {
-        &mut self.keys[id.0 as usize]
+    pub(super) fn get_mut(&mut self, id: ScopeId) -> &mut Scope {
+        &mut self.scopes[id.0 as usize]
     }
 
     /// All numbers, those that nothing is of included.
-    pub(super) fn ids(&self) -> impl Iterator<Item = KeyId> {
-        (0..self.keys.len() as u32).map(KeyId)
+    pub(super) fn ids(&self) -> impl Iterator<Item = ScopeId> {
+        (0..self.scopes.len() as u32).map(ScopeId)
     }
 }

@@ -1,4 +1,4 @@
-//! The states of all blocks and every transition between them.
+//! All blocks of an arena, and every transition between their states.
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
@@ -7,103 +7,7 @@ use crate::reserve::{filled, refused, zeroed};
 use super::arena::Arena;
 use super::lru::{Links, LruList};
 use super::pins::Pins;
-use super::slab::Slab;
-
-/// What the pool tells an index: a block's content is about to be overwritten.
-pub trait Evict {
-    /// Forgets a block. Other blocks that thereby lose their last index entry are appended to
-    /// `forgotten`, so that the pool frees them too.
-    fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>);
-}
-
-impl Evict for () {
-    fn evicted(&mut self, _block: BlockId, _forgotten: &mut Vec<BlockId>) {}
-}
-
-/// Where a block is in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockState {
-    /// Its slab belongs to no group.
-    Unclaimed,
-    /// In its group's free list; content void.
-    Free,
-    /// Named by this many guards and pins.
-    Held(u32),
-    /// Named by nobody, content indexed, in its group's LRU list.
-    Cached,
-}
-
-/// What the blocks of a group are used for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
-    /// They are kept for as long as somebody reads them.
-    Lasting,
-    /// Most are given up soon after: windows of tokens move on.
-    Passing,
-    /// Single pages that no index ever names, and of which there may be none.
-    Loose,
-}
-
-/// The blocks of one group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockGroup {
-    /// Pages of one block.
-    pub pages: u32,
-    /// What they are used for.
-    pub kind: Use,
-}
-
-#[derive(Clone, Copy)]
-pub(super) struct Block {
-    pub(super) state: BlockState,
-    /// Requests that may write the block; above 1 it is copied before a write. Never more than its
-    /// holders, hence as wide as their number: a holder is a guard with a list of its own, so
-    /// memory ends long before either count.
-    pub(super) owners: u32,
-    pub(super) slab: u16,
-    pub(super) group: GroupId,
-    pub(super) indexed: bool,
-    /// Whether `pins` has it: what is not pinned is not looked up there.
-    pub(super) pinned: bool,
-}
-
-impl Block {
-    pub(super) const UNCLAIMED: Block = Block {
-        state: BlockState::Unclaimed,
-        owners: 0,
-        slab: 0,
-        group: GroupId(0),
-        indexed: false,
-        pinned: false,
-    };
-}
-
-pub(super) struct Group {
-    pub(super) pages: u32,
-    pub(super) kind: Use,
-    pub(super) slab_blocks: u32,
-    pub(super) free: usize,
-    pub(super) lru: LruList,
-    pub(super) held: usize,
-    pub(super) total: usize,
-}
-
-/// Blocks of one group, by state.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GroupCounts {
-    /// Blocks of the slabs that the group has claimed.
-    pub total: usize,
-    /// Of these: void.
-    pub free: usize,
-    /// Of these: named by a guard or a pin.
-    pub held: usize,
-    /// Of these: named by nobody, findable.
-    pub cached: usize,
-    /// Blocks that the group would gain from slabs that nobody has claimed.
-    pub claimable: usize,
-    /// Pages of one block.
-    pub block_pages: u32,
-}
+use super::states::{Block, BlockGroup, BlockState, Evict, Group, GroupCounts, GroupKind, Slab};
 
 /// One arena shared by the pools of all head groups.
 pub struct Pool {
@@ -116,15 +20,15 @@ pub struct Pool {
     pub(super) links: Links,
     pub(super) pages: Vec<i32>,
     pub(super) pins: Pins,
-    /// First numbers of ranges of loose pages that are not in use.
-    pub(super) loose_numbers: Vec<u32>,
+    /// First numbers of ranges of single pages that are not in use.
+    pub(super) single_page_numbers: Vec<u32>,
     forgotten: Vec<BlockId>,
     evictions: u64,
 }
 
 impl Pool {
     /// Cuts an arena of `arena_pages` pages for groups whose blocks have `group_pages` pages and
-    /// are all lasting.
+    /// are all kept for as long as somebody reads them.
     ///
     /// # Errors
     /// As [`Self::of_groups`].
@@ -133,8 +37,8 @@ impl Pool {
         slab_pages: Option<u32>,
         group_pages: &[u32],
     ) -> Result<Pool, Error> {
-        let lasting = |&pages: &u32| BlockGroup { pages, kind: Use::Lasting };
-        let groups: Vec<BlockGroup> = group_pages.iter().map(lasting).collect();
+        let full = |&pages: &u32| BlockGroup { pages, kind: GroupKind::Full };
+        let groups: Vec<BlockGroup> = group_pages.iter().map(full).collect();
         Pool::of_groups(arena_pages, slab_pages, &groups)
     }
 
@@ -159,7 +63,7 @@ impl Pool {
             total: 0,
         };
         let groups: Vec<Group> = groups.iter().map(group).collect();
-        let indexed = groups.iter().filter(|group| group.kind != Use::Loose);
+        let indexed = groups.iter().filter(|group| group.kind != GroupKind::SinglePage);
         let stride = indexed.map(|group| group.slab_blocks).max().unwrap_or(0);
         let capacity = stride as usize * arena.slabs();
         let mut pool = Pool {
@@ -170,7 +74,7 @@ impl Pool {
             links: Links::new(capacity)?,
             pages: zeroed("pages of blocks", capacity)?,
             pins: Pins::default(),
-            loose_numbers: Vec::new(),
+            single_page_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
             arena,
@@ -186,8 +90,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Pages of an arena in which every group but loose ones has `blocks` blocks at the same time,
-    /// beside the null block.
+    /// Pages of an arena in which every group but that of single pages has `blocks` blocks
+    /// at the same time, beside the null block.
     ///
     /// # Errors
     /// `InvalidArgument` if page numbers would not fit an i32, or for a group without pages.
@@ -344,7 +248,7 @@ impl Pool {
             };
             debug_assert!(matches!(entry.state, BlockState::Held(_)), "held a void block");
             if entry.pinned {
-                self.note_readers(block);
+                self.pins.note_readers(block, self.references(block));
             }
         }
     }
@@ -400,7 +304,7 @@ impl Pool {
                 BlockState::Held(n) => {
                     entry.state = BlockState::Held(n - 1);
                     if entry.pinned {
-                        self.note_readers(block);
+                        self.pins.note_readers(block, self.references(block));
                     }
                 }
                 _ => debug_assert!(false, "released a block that nobody holds"),
@@ -428,5 +332,39 @@ impl Pool {
             slab.free.push(block);
             pool.free += 1;
         }
+    }
+
+    /// Adds a pin, which is a holder of every block of a row, and a count of its first block. That
+    /// has had `hits`; `since` says in what order blocks were pinned.
+    pub fn pin(&mut self, row: &[BlockId], hits: u32, since: (u64, u32)) {
+        self.hold(row);
+        let block = row[0];
+        self.blocks[block.index()].pinned = true;
+        self.pins.add(block, hits, since, self.references(block));
+    }
+
+    /// Removes a pin from a row of blocks.
+    pub fn unpin(&mut self, row: &[BlockId]) {
+        let block = row[0];
+        if self.pins.remove(block) {
+            self.blocks[block.index()].pinned = false;
+        }
+        self.release(row);
+    }
+
+    /// Notes how often a block has been hit, if it is pinned.
+    pub fn note_hits(&mut self, block: BlockId, hits: u32) {
+        self.pins.note_hits(block, hits, self.references(block));
+    }
+
+    /// Pinned blocks that nobody reads, the first to be given up first.
+    pub fn idle_pins(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.pins.idle()
+    }
+
+    /// How many pinned blocks nobody reads.
+    #[must_use]
+    pub fn idle_count(&self) -> usize {
+        self.pins.idle().len()
     }
 }

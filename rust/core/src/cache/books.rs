@@ -1,0 +1,60 @@
+//! What the requests of one cache share, and the steps in which pool and index change together.
+
+use std::sync::Arc;
+
+use crate::heads::{HeadGroups, LocalWindow};
+use crate::ids::BlockId;
+use crate::pool::{Store, Stored};
+use crate::segment::{Index, Place};
+
+use super::config::CacheConfig;
+use super::stats::Tally;
+
+/// Pool and index, under the lock.
+pub(super) type State = Stored<Index>;
+
+/// What the requests of one cache share.
+pub(super) struct Shared {
+    pub(super) config: CacheConfig,
+    pub(super) groups: HeadGroups,
+    /// What each group keeps; `None` for all tokens.
+    pub(super) windows: Vec<Option<LocalWindow>>,
+    pub(super) store: Arc<Store<Index>>,
+    pub(super) counters: Tally,
+}
+
+impl Shared {
+    /// Pages of one block of every group.
+    pub(super) fn row_pages(&self) -> u64 {
+        self.groups.pages().iter().map(|&pages| u64::from(pages)).sum()
+    }
+
+    pub(super) fn page_tokens(&self) -> usize {
+        self.config.shape.page_tokens() as usize
+    }
+}
+
+/// Gives up the pins of a node, if it has any; it may come back.
+pub(super) fn release_pins(state: &mut State, anchor: BlockId) -> Vec<Place> {
+    let places = state.index.frozen.give_up(anchor);
+    for _ in &places {
+        state.pool.unpin(state.index.row(anchor));
+    }
+    places
+}
+
+/// Tells the pool whether the index names these blocks.
+pub(super) fn settle(state: &mut State, row: &[BlockId]) {
+    if !state.index.is_member(row[0]) {
+        // A frozen tail that grew into content another block stands for: that one may be pinned.
+        release_pins(state, row[0]);
+        state.index.release_void(row[0]);
+    }
+    for &block in row.iter().filter(|block| block.is_some()) {
+        if state.index.names(block) {
+            state.pool.mark_indexed(&[block]);
+        } else {
+            state.pool.unindex(block);
+        }
+    }
+}
