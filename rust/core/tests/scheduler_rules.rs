@@ -423,10 +423,14 @@ fn what_cannot_be_right_is_refused_by_name() {
     refused(scheduler.produced(RequestId(1), 1), "tokens of request 1: ");
     refused(scheduler.not_done(RequestId(1), false), "request 1: ");
     assert!(!scheduler.produced(RequestId(7), 1).unwrap());
+    scheduler.answered(&[RequestId(7)]).unwrap();
+    refused(scheduler.answered(&[RequestId(1)]), "tokens of request 1: ");
     assert!(!scheduler.finish(RequestId(7)) && !scheduler.cancel(RequestId(7)));
     scheduler.plan(5).unwrap();
     refused(scheduler.produced(RequestId(1), 0), "count: ");
     refused(scheduler.produced(RequestId(1), usize::MAX), "count: ");
+    refused(scheduler.answered(&[RequestId(1), RequestId(1)]), "tokens of request 1: ");
+    scheduler.answered(&[RequestId(7), RequestId(1)]).unwrap();
     for config in [
         SchedulerConfig { token_budget: 10, ..small() },
         SchedulerConfig { partial_prefills: 1, ..small() },

@@ -135,8 +135,8 @@ impl Books {
             self.shares.note_waiting(request.namespace, false);
         } else {
             self.running.retain(|&other| other != slot);
-            room.release(id);
         }
+        room.release(id);
         self.shares.exit(request.namespace);
         if let Some(kind) = self.kinds.get_mut(&request.kind) {
             kind.live -= 1;
@@ -185,16 +185,17 @@ impl Books {
         self.shares.note_waiting(request.namespace, true);
     }
 
-    /// A request has said `count` tokens.
+    /// Whether a request's token is being computed.
+    pub(super) fn is_asked(&self, slot: u32) -> bool {
+        self.get(slot).is_some_and(Tracked::awaits_token)
+    }
+
+    /// A request whose token was being computed has said `count`.
     ///
     /// # Errors
-    /// `InvalidArgument` if none was asked of it.
+    /// `InvalidArgument` for none, or too many. Nothing has changed then.
     pub(super) fn produced(&mut self, slot: u32, count: usize) -> Result<(), Error> {
         let Some(request) = self.requests[slot as usize].as_mut() else { return Ok(()) };
-        if !request.awaits_token() {
-            let what = format!("tokens of request {}", request.id.0);
-            return Err(Error::invalid(what, "a request whose token is computed", "another"));
-        }
         let known = request.known.checked_add(count).filter(|&n| i32::try_from(n).is_ok());
         let Some(known) = known.filter(|_| count > 0) else {
             return Err(Error::invalid("count", "1 <= count, 2147483647 tokens in all", count));

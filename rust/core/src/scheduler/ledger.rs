@@ -82,11 +82,6 @@ impl BlockLedger {
         (account.cached, account.shared) = (cached, shared);
     }
 
-    /// Forgets what was expected of a request that holds nothing.
-    pub fn forget(&mut self, request: RequestId) {
-        self.accounts.remove(&request);
-    }
-
     /// Pages that could be had, as far as is counted.
     #[must_use]
     pub fn free(&self) -> usize {

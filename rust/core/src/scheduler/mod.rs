@@ -87,6 +87,14 @@ impl<R: Room> Scheduler<R> {
         Ok(())
     }
 
+    /// Moves time on.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a time before the last. Nothing has changed then.
+    pub fn advance_to(&mut self, now: u64) -> Result<(), Error> {
+        self.books.at(now)
+    }
+
     /// A request comes and waits.
     ///
     /// # Errors
@@ -137,7 +145,31 @@ impl<R: Room> Scheduler<R> {
     /// twice.
     pub fn produced(&mut self, request: RequestId, count: usize) -> Result<bool, Error> {
         let Some(slot) = self.books.slot(request) else { return Ok(false) };
+        if !self.books.is_asked(slot) {
+            return Err(not_asked(request));
+        }
         self.books.produced(slot, count).map(|()| true)
+    }
+
+    /// Each of these has said one token, as [`Self::produced`] has it: all or nothing.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for one that no plan has asked for a token, or that is named twice.
+    /// Nothing has changed then.
+    pub fn answered(&mut self, requests: &[RequestId]) -> Result<(), Error> {
+        let mut slots = Vec::with_capacity(requests.len());
+        for &request in requests {
+            let Some(slot) = self.books.slot(request) else { continue };
+            if !self.books.is_asked(slot) {
+                return Err(not_asked(request));
+            }
+            slots.push((slot, request));
+        }
+        slots.sort_unstable();
+        if let Some(pair) = slots.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(not_asked(pair[0].1));
+        }
+        slots.into_iter().try_for_each(|(slot, _)| self.books.produced(slot, 1))
     }
 
     /// What the last plan gave this request was not carried out, and will be planned again. With
@@ -211,4 +243,9 @@ impl<R: Room> Scheduler<R> {
     pub fn metrics(&self) -> SchedulerMetrics {
         self.books.metrics()
     }
+}
+
+fn not_asked(request: RequestId) -> Error {
+    let what = format!("tokens of request {}", request.0);
+    Error::invalid(what, "one that a plan has asked for, once", "another")
 }

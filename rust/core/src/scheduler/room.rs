@@ -31,9 +31,9 @@ impl Shortage {
 ///
 /// The scheduler counts tokens and never blocks, so that the room alone knows what a token costs:
 /// a group with a window takes nothing for most tokens, a shared or frozen block is paid for once,
-/// a block that a fork reads is copied before it is written. Over a `KvCache`, `admit` is its
-/// `admit` (which holds what is reused and takes the rest), `grow` is `Request::append`, `release`
-/// drops the request, and `gain` counts the blocks that the request alone owns.
+/// a block that a fork reads is copied before it is written. A room may take memory at once, as the
+/// calls of a cache of the same names do, or count it beside a cache, as
+/// [`BlockLedger`](super::BlockLedger) does.
 pub trait Room {
     /// Whether `tokens` could be held if nobody else held anything.
     ///
@@ -58,7 +58,8 @@ pub trait Room {
     /// Blocks that `release` would at least make available: not those that others read too.
     fn gain(&self, request: RequestId) -> usize;
 
-    /// Gives back all that a request holds. What is computed may stay findable.
+    /// Gives back all that a request holds, if anything: called when one gives way or ends, in
+    /// whatever state. What is computed may stay findable.
     fn release(&mut self, request: RequestId);
 
     /// Told when a request's memory could not be had after all, though `admit` or `grow` had said

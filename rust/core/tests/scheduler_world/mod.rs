@@ -66,7 +66,7 @@ impl World {
         let fits = job.prompt.div_ceil(4) <= self.scheduler.room().total();
         assert_eq!(outcome.is_ok(), fits, "{outcome:?}");
         if !fits {
-            self.scheduler.room_mut().forget(RequestId(id));
+            self.scheduler.room_mut().release(RequestId(id));
             self.refused.push(id);
             return false;
         }
@@ -79,7 +79,6 @@ impl World {
     pub fn cancel(&mut self, id: u64) {
         let live = self.jobs.remove(&id).is_some();
         assert_eq!(self.scheduler.cancel(RequestId(id)), live);
-        self.scheduler.room_mut().forget(RequestId(id));
         assert_eq!(self.scheduler.state(RequestId(id)), None);
         self.check_room();
     }

@@ -149,7 +149,7 @@ impl Room for PrefixRoom<'_> {
     }
 
     fn release(&mut self, request: RequestId) {
-        let held = self.held.remove(&request).unwrap();
+        let Some(held) = self.held.remove(&request) else { return };
         self.free += held.own;
         // Back to front, so that a prefix outlives what follows it.
         for block in held.blocks.into_iter().rev() {
