@@ -9,7 +9,7 @@ use kvweave_core::scheduler::{
 use kvweave_core::{Error, KvCache as Cache};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::arguments::{count, raised};
 use crate::cache::KvCache;
@@ -49,7 +49,7 @@ fn nanos(what: &str, number: Number) -> Result<u64, Failure> {
     Ok(count(what, number)? as u64)
 }
 
-/// The numbers of requests: int64 [N], or any Python sequence of ints.
+/// The numbers of requests: int64 [N], or a list or tuple of ints.
 enum Requests<'py> {
     Array(Borrowed<'py>),
     List(Vec<Number>),
@@ -57,10 +57,10 @@ enum Requests<'py> {
 
 impl<'py> Requests<'py> {
     fn of(what: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        match object.extract() {
-            Ok(list) => Ok(Self::List(list)),
-            Err(_) => Ok(Self::Array(borrow(what, object)?)),
+        if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
+            return Ok(Self::List(object.extract()?));
         }
+        Ok(Self::Array(borrow(what, object)?))
     }
 
     fn ids(&self, what: &str) -> Result<Vec<RequestId>, Failure> {
@@ -253,7 +253,7 @@ impl Scheduler {
         let finished = Requests::maybe("finished", finished)?;
         self.with(py, |scheduler| {
             let now = nanos("now", now)?;
-            scheduler.advance_to(now)?;
+            scheduler.check_time(now)?;
             scheduler.answered(&answered)?;
             for request in finished {
                 scheduler.finish(request);

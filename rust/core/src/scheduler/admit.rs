@@ -106,17 +106,17 @@ fn take_room(
 ) -> Result<usize, Shortage> {
     let Some(request) = books.get(slot) else { return Ok(0) };
     let (id, known) = (request.id, request.known);
-    let lower = lower(books, request, plan.step);
     let full = books.running.len() >= books.config.max_running;
-    if full && lower.is_empty() {
+    if full && lower(books, request, plan.step).next().is_none() {
         return Err(Shortage { needed: 1, free: 0 });
     }
     let spare = books.config.headroom * books.running.len();
     let mut outcome = room.admit(id, known, spare);
-    let victims = match outcome {
-        Ok(_) if full => lower[..1].to_vec(),
+    let lower = || lower(books, request, plan.step);
+    let victims: Vec<u32> = match outcome {
+        Ok(_) if full => lower().take(1).collect(),
         Ok(_) => Vec::new(),
-        Err(shortage) => sufficing(books, room, &lower, shortage),
+        Err(shortage) => sufficing(books, room, lower(), shortage),
     };
     for victim in victims {
         take_back(books, plan, victim);
@@ -131,25 +131,32 @@ fn take_room(
 
 /// Running requests of lower priority and the same kind, the last first. What earlier plans gave
 /// must be answered before, and what this one admitted stays.
-fn lower(books: &Books, request: &Tracked, step: u64) -> Vec<u32> {
-    let gives_way = |slot: &u32| {
+fn lower<'a>(books: &'a Books, request: &'a Tracked, step: u64) -> impl Iterator<Item = u32> + 'a {
+    let gives_way = move |slot: &u32| {
         let other = books.get(*slot);
         other.is_some_and(|other| {
             other.priority < request.priority
-                && other.key > request.key
                 && other.kind == request.kind
                 && !other.in_flight_before(step)
                 && other.admitted < step
         })
     };
-    books.running.iter().rev().copied().filter(gives_way).collect()
+    // Whoever runs stands in the order of keys: those with a greater one are few or none.
+    let behind = |slot: &u32| books.get(*slot).is_some_and(|other| other.key > request.key);
+    let last_first = books.running.iter().rev().copied();
+    last_first.take_while(behind).filter(gives_way)
 }
 
 /// The first of these whose room makes up for what is missing; none if all of it would not.
-fn sufficing(books: &Books, room: &impl Room, lower: &[u32], shortage: Shortage) -> Vec<u32> {
+fn sufficing(
+    books: &Books,
+    room: &impl Room,
+    lower: impl Iterator<Item = u32>,
+    shortage: Shortage,
+) -> Vec<u32> {
     let mut missing = shortage.missing();
     let mut victims = Vec::new();
-    for &slot in lower {
+    for slot in lower {
         let gain = books.get(slot).map_or(0, |other| room.gain(other.id));
         if gain > 0 {
             victims.push(slot);

@@ -56,14 +56,21 @@ impl Books {
         }
     }
 
+    /// # Errors
+    /// `InvalidArgument` for a time before the last.
+    pub(super) fn check_time(&self, now: u64) -> Result<(), Error> {
+        if now < self.now {
+            return Err(Error::invalid("now", format!("at least {}", self.now), now));
+        }
+        Ok(())
+    }
+
     /// Moves time on.
     ///
     /// # Errors
     /// `InvalidArgument` for a time before the last. Nothing has changed then.
     pub(super) fn at(&mut self, now: u64) -> Result<(), Error> {
-        if now < self.now {
-            return Err(Error::invalid("now", format!("at least {}", self.now), now));
-        }
+        self.check_time(now)?;
         self.now = now;
         Ok(())
     }

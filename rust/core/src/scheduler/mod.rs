@@ -87,12 +87,10 @@ impl<R: Room> Scheduler<R> {
         Ok(())
     }
 
-    /// Moves time on.
-    ///
     /// # Errors
-    /// `InvalidArgument` for a time before the last. Nothing has changed then.
-    pub fn advance_to(&mut self, now: u64) -> Result<(), Error> {
-        self.books.at(now)
+    /// `InvalidArgument` for a time before the last.
+    pub fn check_time(&self, now: u64) -> Result<(), Error> {
+        self.books.check_time(now)
     }
 
     /// A request comes and waits.

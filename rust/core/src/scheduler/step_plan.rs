@@ -72,7 +72,8 @@ pub struct StepPlan {
     pub decode: Vec<RequestId>,
     /// Which parts of which prompts are computed, at most one of each.
     pub prefill: Vec<Chunk>,
-    /// The first who found no room, and what was missing.
+    /// The first who found no room, and what was missing: one of none where all places among those
+    /// who run are taken.
     pub blocked: Option<(RequestId, Shortage)>,
 }
 
