@@ -32,7 +32,7 @@ PYTHON_LAYERS = [
     {"_native"},
     {"errors"},
     {"device_memory"},
-    {"cache", "ops"},
+    {"cache", "ops", "scheduler"},
     {"plan", "models", "payload"},
     {"policies", "drawing", "bench"},
     {"runner"},
@@ -45,7 +45,7 @@ PYTHON_LAYERS = [
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm"}
-HEAVY_FREE = {"__init__", "errors", "cache"}
+HEAVY_FREE = {"__init__", "errors", "cache", "scheduler"}
 FRAMEWORKS = {"transformers": {"runner", "adapters", "models", "demo"}, "vllm": {"adapters"}}
 
 

@@ -18,6 +18,8 @@ __all__ = [
     "Reach",
     "ReusePlan",
     "RopeTable",
+    "Scheduler",
+    "StepPlan",
     "VirtualPages",
     "__version__",
     "attend_cuda",
@@ -295,6 +297,80 @@ class Reach:
     def tables(self) -> int: ...
     @property
     def heads(self) -> _Rows: ...
+
+@final
+class Scheduler:
+    """Which requests of a cache the next step computes; `kvweave.scheduler` says how it is used.
+
+    Times are nanoseconds from any start and never go back; requests are numbers from 0 on, of one
+    live request at a time. Use it from any thread. `cancel`, `finish`, `produced` and `not_done`
+    say whether the request was live, `expect` whether it waits. Errors: `InvalidArgument`, and for
+    a prompt that the whole arena could not hold `PoolFull`; nothing has changed then.
+    """
+
+    def __new__(
+        cls,
+        cache: KvCache,
+        *,
+        token_budget: int = 8192,
+        chunk_tokens: int = 8192,
+        max_running: int = 256,
+        partial_prefills: int = 4,
+        lead_share: float = 0.5,
+        ageing_ns: int = 10_000_000_000,
+        patience_ns: int = 2_000_000_000,
+        headroom: int = 1,
+        quantum: int = 65_536,
+        kind_patience: int = 8,
+        order: str = "arrival",
+        doubling_ns: int = 10_000_000_000,
+    ) -> Scheduler: ...
+    def arrive(
+        self,
+        request: int,
+        tokens: int,
+        now: int,
+        *,
+        cached: int = 0,
+        shared_pages: int = 0,
+        priority: int = 0,
+        namespace: str = "",
+        kind: int = 0,
+        whole: bool = False,
+    ) -> None: ...
+    def expect(self, request: int, *, cached: int, shared_pages: int = 0) -> bool: ...
+    def set_weight(self, namespace: str, weight: int) -> None: ...
+    def cancel(self, request: int) -> bool: ...
+    def finish(self, request: int) -> bool: ...
+    def produced(self, request: int, count: int = 1) -> bool: ...
+    def not_done(self, request: int, *, no_room: bool = False) -> bool: ...
+    def plan(
+        self, now: int, *, answered: _Array | None = None, finished: _Array | None = None
+    ) -> StepPlan: ...
+    def state(self, request: int) -> str | None: ...
+    def metrics(self) -> dict[str, int]: ...
+
+@final
+class StepPlan:
+    """One step of the whole batch, its parts in the order in which they are carried out."""
+
+    step: int
+    kind: int
+    refused: list[tuple[int, str]]
+    """(request, why)"""
+    preempted: npt.NDArray[np.int64]
+    """[N, 2]: request, for whom"""
+    admitted: npt.NDArray[np.int64]
+    """[N, 3]: request, known tokens, cached tokens"""
+    prefill: npt.NDArray[np.int64]
+    """[N, 4]: request, first token, count, 1 if these are the last"""
+    decode: npt.NDArray[np.int64]
+    """[N]: requests"""
+    blocked: tuple[int, int, int] | None
+    """the first who found no room, pages needed, pages that could be had"""
+    tokens: int
+    is_idle: bool
+    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class VirtualPages:

@@ -13,6 +13,7 @@ pub mod ops;
 pub mod plan;
 pub mod pool;
 mod reserve;
+pub mod scheduler;
 pub mod segment;
 pub mod shape;
 

@@ -24,6 +24,12 @@ pub struct KvCache {
     arena: Option<Py<PyAny>>,
 }
 
+impl KvCache {
+    pub fn core(&self) -> &core::KvCache {
+        &self.cache
+    }
+}
+
 /// A knowledge-base entry.
 #[pyclass(frozen, get_all, module = "kvweave._native")]
 pub struct FrozenSegment {

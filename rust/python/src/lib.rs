@@ -14,6 +14,7 @@ mod reach;
 mod request;
 mod rope;
 mod scalars;
+mod scheduler;
 mod shape;
 mod stats;
 mod step_tables;
@@ -48,6 +49,8 @@ mod _native {
     use super::request::KvRequest;
     #[pymodule_export]
     use super::rope::RopeTable;
+    #[pymodule_export]
+    use super::scheduler::{Scheduler, StepPlan};
     #[pymodule_export]
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
     #[pymodule_export]

@@ -37,6 +37,12 @@ impl From<i32> for Number {
     }
 }
 
+impl From<i64> for Number {
+    fn from(number: i64) -> Number {
+        Number(number)
+    }
+}
+
 /// The fingerprint of RoPE parameters: an int from 0 to 2^64 − 1.
 #[derive(Clone, Copy, Default)]
 pub struct Regime(pub u64);

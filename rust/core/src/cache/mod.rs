@@ -12,6 +12,7 @@ mod copy_on_write;
 mod found;
 mod freeze;
 mod holding;
+mod ledger;
 mod promote;
 mod request;
 mod stats;

@@ -1,0 +1,179 @@
+//! A room that counts: for an engine whose cache is asked elsewhere, and for simulations.
+
+use hashbrown::HashMap;
+
+use crate::error::Error;
+use crate::heads::LocalWindow;
+
+use super::request::RequestId;
+use super::room::{Room, Shortage};
+
+/// What a head group takes of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LedgerGroup {
+    /// Pages of one block.
+    pub block_pages: usize,
+    /// What the group keeps; `None` for all tokens.
+    pub window: Option<LocalWindow>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Account {
+    /// Pages that are counted as this request's.
+    held: usize,
+    /// Tokens that are there already, and pages of them that are paid for by others.
+    cached: usize,
+    shared: usize,
+}
+
+/// Counts pages: each request pays for all its tokens, but for pages that others were said to
+/// hold. Never counts less than a cache takes, so that what it promises can be had: but for what
+/// the cache holds beside, which [`Self::tell_free`] says.
+#[derive(Clone, Debug)]
+pub struct BlockLedger {
+    page_tokens: usize,
+    chunk_tokens: usize,
+    groups: Vec<LedgerGroup>,
+    total: usize,
+    free: usize,
+    /// Whether memory has fallen short of what was promised: the next that is asked for is refused.
+    exhausted: bool,
+    accounts: HashMap<RequestId, Account>,
+}
+
+impl BlockLedger {
+    /// A room of `pages` pages for blocks of `page_tokens` tokens, of one page for a full group or
+    /// as `groups` say; prompts are computed in chunks of at most `chunk_tokens`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for nothing of anything.
+    pub fn new(
+        pages: usize,
+        page_tokens: usize,
+        chunk_tokens: usize,
+        groups: &[LedgerGroup],
+    ) -> Result<BlockLedger, Error> {
+        let full = [LedgerGroup { block_pages: 1, window: None }];
+        let groups = if groups.is_empty() { full.to_vec() } else { groups.to_vec() };
+        let smallest = groups.iter().map(|group| group.block_pages).min().unwrap_or(0);
+        let given = [("pages", pages), ("page_tokens", page_tokens), ("block_pages", smallest)];
+        for (name, value) in given.into_iter().chain([("chunk_tokens", chunk_tokens)]) {
+            if value == 0 || i32::try_from(value).is_err() {
+                return Err(Error::invalid(name, "1 <= number <= 2147483647", value));
+            }
+        }
+        let (total, free) = (pages, pages);
+        let accounts = HashMap::new();
+        let exhausted = false;
+        Ok(BlockLedger { page_tokens, chunk_tokens, groups, total, free, exhausted, accounts })
+    }
+
+    /// Pages that could be had now, as the cache says: free, or cached and held by nobody. From
+    /// here on the ledger counts.
+    pub fn tell_free(&mut self, pages: usize) {
+        self.free = pages.min(self.total);
+        self.exhausted = false;
+    }
+
+    /// Says of a request that has not been admitted how many of its tokens are cached, and how
+    /// many pages of these are held by others already.
+    pub fn expect(&mut self, request: RequestId, cached: usize, shared: usize) {
+        let account = self.accounts.entry(request).or_default();
+        (account.cached, account.shared) = (cached, shared);
+    }
+
+    /// Pages that could be had, as far as is counted.
+    #[must_use]
+    pub fn free(&self) -> usize {
+        if self.exhausted { 0 } else { self.free }
+    }
+
+    /// Pages in all.
+    #[must_use]
+    pub fn total(&self) -> usize {
+        self.total
+    }
+
+    /// Pages that a request is counted to hold.
+    #[must_use]
+    pub fn held(&self, request: RequestId) -> usize {
+        self.accounts.get(&request).map_or(0, |account| account.held)
+    }
+
+    /// Requests that are spoken of.
+    #[must_use]
+    pub fn accounts(&self) -> usize {
+        self.accounts.len()
+    }
+
+    /// Pages of `tokens` tokens.
+    #[must_use]
+    pub fn pages_of(&self, tokens: usize) -> usize {
+        let all = tokens.div_ceil(self.page_tokens);
+        let blocks = |group: &LedgerGroup| match group.window {
+            Some(window) => all.min(window.blocks(self.page_tokens, self.chunk_tokens)),
+            None => all,
+        };
+        self.groups.iter().map(|group| group.block_pages * blocks(group)).sum()
+    }
+
+    fn take(&mut self, pages: usize, spare: usize) -> Result<(), Shortage> {
+        let (needed, free) = (pages + spare, self.free());
+        if pages > 0 && needed > free {
+            self.exhausted = false;
+            return Err(Shortage { needed, free });
+        }
+        self.free -= pages;
+        Ok(())
+    }
+}
+
+impl Room for BlockLedger {
+    fn fits(&self, tokens: usize) -> Result<(), Shortage> {
+        let needed = self.pages_of(tokens);
+        if needed > self.total { Err(Shortage { needed, free: self.total }) } else { Ok(()) }
+    }
+
+    fn admit(
+        &mut self,
+        request: RequestId,
+        tokens: usize,
+        spare: usize,
+    ) -> Result<usize, Shortage> {
+        let account = self.accounts.get(&request).copied().unwrap_or_default();
+        let pages = self.pages_of(tokens).saturating_sub(account.shared);
+        self.take(pages, spare)?;
+        self.accounts.insert(request, Account { held: pages, ..account });
+        Ok(account.cached)
+    }
+
+    fn grow(&mut self, request: RequestId, tokens: usize) -> Result<(), Shortage> {
+        let Some(account) = self.accounts.get(&request).copied() else { return Ok(()) };
+        let needed = self.pages_of(tokens).saturating_sub(account.shared);
+        if needed > account.held {
+            self.take(needed - account.held, 0)?;
+            self.accounts.insert(request, Account { held: needed, ..account });
+        }
+        Ok(())
+    }
+
+    fn gain(&self, request: RequestId) -> usize {
+        self.held(request)
+    }
+
+    fn release(&mut self, request: RequestId) {
+        if let Some(account) = self.accounts.remove(&request) {
+            self.free = (self.free + account.held).min(self.total);
+        }
+    }
+
+    fn retract(&mut self, request: RequestId, tokens: usize) {
+        let pages = self.pages_of(tokens);
+        if let Some(account) = self.accounts.get_mut(&request) {
+            let held = account.held.min(pages.saturating_sub(account.shared));
+            self.free += account.held - held;
+            account.held = held;
+        }
+        self.exhausted = true;
+    }
+}
