@@ -2,7 +2,7 @@
 
 The model has no layer, so that a step is all that is done around one: tokens appended in the cache,
 tables brought up to date, a patch written and sent, tokens chosen. *steady*: the same batch in
-every step. *joins*: in every step one request leaves and another joins (of a batch of one, the one).
+every step. *joins*: in every step one request leaves and another joins (where there is one, it).
 On a GPU what is launched is captured and replayed; on the CPU the same few operations on tables run
 one by one, and count. *in the cache* is the one call of a step that goes there, without the rest.
 """

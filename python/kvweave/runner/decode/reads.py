@@ -24,10 +24,9 @@ _MOST_KEPT = 256
 class StepReach:
     """The tables of a step of requests that promoted these heads, or some of them.
 
-    `tables` of a request. `reads` of each layer: over twice as many, of which every other one is
-    room. `writes` of each layer. `sights` i32 [N, 4]: of each
-    promoted head its layer, number, and the window and sink of what it sees where it was not
-    promoted.
+    `tables` of a request. `writes` of each layer. `reads` of each layer: over twice as many tables,
+    of which every other one is room. `sights` i32 [N, 4]: of each promoted head its layer, number,
+    and the window and sink of what it sees where it was not promoted.
     """
 
     tables: int

@@ -124,7 +124,7 @@ impl Lane {
     /// The newest entry at the end; false where there is no room for it.
     fn grow(&mut self, newest: [i32; 5], segment: Segment, moves: &mut EntryMoves) -> bool {
         let newest = shifted(newest, self.shift());
-        if self.last[3] != newest[3] {
+        if self.count == 0 || self.last[3] != newest[3] {
             if self.first + self.count == segment.end() {
                 return false;
             }
