@@ -69,8 +69,8 @@ class Decoder:
             logits = self._logits(slots, step, watched)
             chosen = choose_all(slots.batch, logits, slots.greedy)
         spent = time.perf_counter() - start
-        for sequence in slots.batch:
-            sequence.timings.decode_s += spent
+        for timings in slots.timings:
+            timings.decode_s += spent
         return chosen
 
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:

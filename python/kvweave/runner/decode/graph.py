@@ -67,6 +67,8 @@ class StepSize:
         self._ids, self._places = parts[0].view(np.int64), parts[1].view(np.int64)
         self._positions, self._slots = parts[2], parts[3].reshape(tables, rows, 2)
         self._offsets, self._moved = parts[4], parts[5].reshape(moves, 5)
+        # Rows and moves of the step before; at first all are to be emptied.
+        self._filled = (rows + 1, moves + 1)
         self.queries: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
@@ -79,14 +81,18 @@ class StepSize:
         patch has no room for, as those of requests that have just joined, go over by themselves.
         """
         made, count = step.made, len(step.tokens)
-        self._ids[:count], self._ids[count:] = step.tokens, 0
-        self._positions[:count], self._positions[count:] = made.positions, 0
-        self._slots[:, :count], self._slots[:, count:] = made.slots, -1
-        self._offsets[:] = step.offsets(self.offsets)
         moved = min(len(made.places), self.moves)
-        # What moves nothing is written to the last entry, which is nobody's.
-        self._places[:moved], self._places[moved:] = made.places[:moved], len(self.entries) - 1
-        self._moved[:moved], self._moved[moved:] = made.moved[:moved], NO_ENTRY
+        self._ids[:count], self._positions[:count] = step.tokens, made.positions
+        self._slots[:, :count] = made.slots
+        self._offsets[: made.spans.size] = made.spans.reshape(-1)
+        self._places[:moved], self._moved[:moved] = made.places[:moved], made.moved[:moved]
+        before, self._filled = self._filled, (count, moved)
+        if count < before[0]:
+            self._ids[count:], self._positions[count:], self._slots[:, count:] = 0, 0, -1
+            self._offsets[made.spans.size :] = 0
+        if moved < before[1]:
+            # What moves nothing is written to the last entry, which is nobody's.
+            self._places[moved:], self._moved[moved:] = len(self.entries) - 1, NO_ENTRY
         slots.write(made.places[moved:], made.moved[moved:])
         self.patch.copy_(self.sent, non_blocking=True)
 

@@ -21,6 +21,7 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import is_greedy
 from kvweave.runner.heads import HeadReads, Promoted
+from kvweave.runner.report import Timings
 from kvweave.runner.tables import Int32, send
 
 NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
@@ -34,25 +35,14 @@ class Step:
     tokens: Int32
     made: DecodeStep
 
-    def offsets(self, count: int) -> Int32:
-        """Where tables begin and end, flat, up to `count` of them: i32 [count], 0 behind the last.
-
-        Of each table two numbers; as offsets of tables and the room behind each they end with one
-        more.
-        """
-        spans = self.made.spans.reshape(-1)
-        offsets: Int32 = np.zeros(count, np.int32)
-        offsets[: len(spans)] = spans
-        return offsets
-
 
 class DecodeSlots:
     """The tables of requests that decode together.
 
-    `members`: the row of each. `batch`, in the order of the step, and its `rope`. `greedy`: whether
-    all of them choose the likeliest token. `longest`: tokens of the longest when it ends. `lanes`:
-    the most tables that any of them keeps up by itself. `entries` i32 [N + 1, 5] on the device: the
-    last one is nobody's.
+    `members`: the row of each. `batch`, in the order of the step, its `timings` and its `rope`.
+    `greedy`: whether all of them choose the likeliest token. `longest`: tokens of the longest when
+    it ends. `lanes`: the most tables that any of them keeps up by itself. `entries` i32 [N + 1, 5]
+    on the device: the last one is nobody's.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -66,6 +56,7 @@ class DecodeSlots:
         self.batch: list[Decoding] = []
         self.greedy = True
         self.longest = 0
+        self.timings: list[Timings] = []
         self.promoted: Promoted = ()
         self.lanes = 1
         self._requests: list[KvRequest] = []
@@ -105,6 +96,7 @@ class DecodeSlots:
         for sequence in joining:
             self.members[sequence] = self.rows.join()
         self.greedy, self.longest = is_greedy(batch), longest
+        self.timings = [s.timings for s in batch]
         self._requests = [s.request for s in batch]
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
         self.batch = list(batch)
@@ -128,7 +120,7 @@ class DecodeSlots:
 
     def _leave(self, sequence: Decoding) -> None:
         self.rows.leave(self.members.pop(sequence))
-        self.batch, self._requests = [], []
+        self.batch, self.timings, self._requests = [], [], []
 
     # ---- a step ---------------------------------------------------------------------------
 
@@ -140,7 +132,7 @@ class DecodeSlots:
         # Errors
         As `Decoder.step`.
         """
-        tokens = np.fromiter((s.tokens[-1] for s in self.batch), np.int32, len(self.batch))
+        tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
         made = self.rows.step(self._requests, self._numbers, tokens)
         self.lanes = made.lanes
         if made.entries >= len(self.entries):

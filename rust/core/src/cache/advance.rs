@@ -33,6 +33,24 @@ struct Change {
     needs: [usize; 2],
 }
 
+/// Owners and holders that blocks lose through earlier requests of the same step: each request moves
+/// on as if those before it had.
+#[derive(Default)]
+pub(super) struct Left {
+    owners: HashMap<BlockId, u32>,
+    holders: HashMap<BlockId, u32>,
+}
+
+impl Left {
+    fn owners(&self, state: &State, block: BlockId) -> u32 {
+        state.pool.owners(block) - self.owners.get(&block).copied().unwrap_or(0)
+    }
+
+    fn holders(&self, state: &State, block: BlockId) -> u32 {
+        state.pool.references(block) - self.holders.get(&block).copied().unwrap_or(0)
+    }
+}
+
 /// How one request moves on to some rows, decided before anything has changed.
 pub(super) struct Slide {
     rows: Range<usize>,
@@ -158,27 +176,27 @@ impl Request {
         rows: Range<usize>,
         len: usize,
     ) -> Result<(), Error> {
-        let slide = self.slide_to(state, rows, len, &mut HashMap::new());
+        let slide = self.slide_to(state, rows, len, &mut Left::default());
         let mut given = exchange(shared, state, &[&slide]).map_err(|(_, error)| error)?;
         self.carry_out(shared, state, slide, &mut given);
         Ok(())
     }
 
     /// How this request moves on: rows before `rows` are done, `rows` come next, the length becomes
-    /// `len`. `left` counts owners of blocks that leave them in the same step, before this one.
+    /// `len`.
     pub(super) fn slide_to(
         &self,
         state: &State,
         rows: Range<usize>,
         len: usize,
-        left: &mut HashMap<BlockId, u32>,
+        left: &mut Left,
     ) -> Slide {
         let appended = self.len()..len;
         let ends = self.in_chunks && rows.start >= self.plan.tokens;
         let in_chunks = self.in_chunks && !ends;
         let reserve = self.reserve_left(len);
         let mut change = |held: &Holding| {
-            let mut change = held.change(state, &rows, self.read_only, len);
+            let mut change = held.change(state, &rows, (self.read_only, len), left);
             change.forked = held.forked(state, &appended, left);
             change.keep = held.spare_wanted(&change, in_chunks, reserve);
             change.needs = [change.keep, 0].map(|keep| held.need(&change, keep));
@@ -255,16 +273,28 @@ impl Request {
 
 impl Holding {
     /// What changes when `rows` come next, of a request of `len` tokens.
-    fn change(&self, state: &State, rows: &Range<usize>, read_only: usize, len: usize) -> Change {
+    fn change(
+        &self,
+        state: &State,
+        rows: &Range<usize>,
+        (read_only, len): (usize, usize),
+        left: &mut Left,
+    ) -> Change {
         let passed = self.passing(rows.start);
         let (mut again, mut private, mut prefix) = (Vec::new(), Vec::new(), Vec::new());
         for &b in &passed {
             let Some(block) = self.table.block(b) else { continue };
-            let alone = state.pool.references(block) == 1 && !state.pool.is_indexed(block);
+            let alone = left.holders(state, block) == 1 && !state.pool.is_indexed(block);
             match (b < read_only, alone) {
                 (true, _) => prefix.push(block),
                 (false, true) => again.push(block),
-                (false, false) => private.push(block),
+                (false, false) => {
+                    private.push(block);
+                    *left.owners.entry(block).or_default() += 1;
+                }
+            }
+            if b < read_only || !alone {
+                *left.holders.entry(block).or_default() += 1;
             }
         }
         let lacking = self.lacking(rows, read_only, len);
@@ -280,24 +310,20 @@ impl Holding {
     }
 
     /// Grid blocks that a fork may write too, of positions that are appended: reserved ones also.
-    fn forked(
-        &self,
-        state: &State,
-        appended: &Range<usize>,
-        left: &mut HashMap<BlockId, u32>,
-    ) -> Vec<usize> {
+    fn forked(&self, state: &State, appended: &Range<usize>, left: &mut Left) -> Vec<usize> {
         if appended.is_empty() {
             return Vec::new();
         }
         let page = self.table.span(0).len();
         let written = appended.start / page..appended.end.div_ceil(page);
-        let mut forked: Vec<usize> = written.filter(|&b| self.is_forked(state, b)).collect();
-        forked.retain(|&b| {
-            let Some(block) = self.table.block(b) else { return false };
-            let left = left.entry(block).or_insert(0);
-            *left += 1;
-            state.pool.owners(block) > *left
-        });
+        let mut forked = Vec::new();
+        for b in written {
+            let Some(block) = self.table.block(b) else { continue };
+            if left.owners(state, block) > 1 {
+                forked.push(b);
+                *left.owners.entry(block).or_default() += 1;
+            }
+        }
         forked
     }
 

@@ -3,11 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use hashbrown::HashMap;
-
 use crate::error::Error;
 
-use super::advance::{Slide, exchange};
+use super::advance::{Left, Slide, exchange};
 use super::{KvCache, Request};
 
 /// Why a step was refused, and because of which request of the batch, where it is one.
@@ -47,7 +45,8 @@ impl KvCache {
     /// asks for are to be taken and executed before anything is written.
     ///
     /// # Errors
-    /// `PoolFull` because of the first request for which, after those before it, there is no room;
+    /// `PoolFull` because of the first request for which, after those before it, there is no room,
+    /// whatever window groups of the whole batch let go of;
     /// `InvalidArgument` for a request of another cache, one with 2^31 − 1 tokens or with copies
     /// that were not taken, or another number of tokens than of requests. No request has changed
     /// then, so that the same step may be tried again.
@@ -67,7 +66,7 @@ impl KvCache {
         let shared = &self.0;
         let mut stored = shared.store.lock();
         let state = &mut *stored;
-        let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), HashMap::new());
+        let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), Left::default());
         let mut within = Vec::with_capacity(batch);
         for (number, request) in requests.iter_mut().enumerate() {
             let len = request.len();
