@@ -16,6 +16,7 @@ from benchmarks.cases import (
     attention,
     block_manager,
     copy_rerotate,
+    decode_host,
     head_memory,
     ttft,
     ttft_cuda,
@@ -27,6 +28,7 @@ Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {
     "block_manager": block_manager.run,
     "copy_rerotate": copy_rerotate.run,
+    "decode_host": decode_host.run,
     "attention": attention.run,
     "ttft": ttft.run,
     "ttft_cuda": ttft_cuda.run,

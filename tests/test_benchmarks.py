@@ -19,7 +19,14 @@ from benchmarks import (
     record,
     results,
 )
-from benchmarks.cases import attention, block_manager, copy_rerotate, head_memory, ttft_cuda
+from benchmarks.cases import (
+    attention,
+    block_manager,
+    copy_rerotate,
+    decode_host,
+    head_memory,
+    ttft_cuda,
+)
 from benchmarks.device_profile import class_of
 from benchmarks.run import CASES, main
 from kvweave.adapters.vllm.serving import engine_options
@@ -73,7 +80,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
-    assert set(CASES) == timed | {"ttft_heads", "head_memory"}
+    assert set(CASES) == timed | {"ttft_heads", "head_memory", "decode_host"}
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
@@ -86,6 +93,12 @@ def test_copy_case_checks_and_measures() -> None:
     rows = copy_rerotate.run(quick=True)
     assert len(rows) == 4
     assert all(row.of["MiB"] >= 16 for row in rows)
+
+
+def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
+    rows = decode_host.run(quick=True)
+    assert [row.unit for row in rows] == ["µs"] * 7
+    assert all(0 < row.value <= row.p95 for row in rows)
 
 
 def test_head_memory_case_counts_what_is_admitted() -> None:

@@ -15,7 +15,7 @@ from head_maps import CLASSES, classes_of, head_map, masked_greedy, masked_refer
 from kvweave.policies import CacheBlend, Epic, SparseX
 from kvweave.runner import Runner, Sampling
 from kvweave.runner.clock import Clock
-from kvweave.runner.decode_graph import entries_for, rows_for
+from kvweave.runner.decode.graph import moves_for, rows_for
 from plan_policies import Planned, Restoring
 from scarce_memory import room_on_gpu
 
@@ -340,7 +340,7 @@ def test_a_prefill_with_local_heads_waits_only_at_its_end(monkeypatch) -> None:
 
 def test_sizes_of_graphs() -> None:
     assert [rows_for(n) for n in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
-    assert [entries_for(n) for n in (0, 1, 256, 257, 5000)] == [256, 256, 256, 512, 8192]
+    assert [moves_for(8, n) for n in (1, 2, 3, 4, 5)] == [16, 32, 64, 64, 128]
 
 
 # ---- what must not happen -----------------------------------------------------------------

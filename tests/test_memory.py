@@ -11,7 +11,7 @@ import torch
 
 from kvweave import OutOfMemory, ops
 from kvweave.device_memory import arena_pages, is_shortage, needs_memory
-from kvweave.runner.decode_graph import StepGraphs
+from kvweave.runner.decode.graph import StepGraphs
 
 
 def test_a_result_beyond_the_hosts_memory_is_refused() -> None:

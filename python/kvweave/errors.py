@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class KvweaveError(Exception):
-    """Base of all errors. `expected` and `got` are the two sides of the text, when known."""
+    """Base of all errors. `expected` and `got` are the two sides of the text, when known.
+
+    `request`: which request of a batch it is about, counted from 0, where it is about one.
+    """
+
+    request: int | None = None
 
     def __init__(
         self, message: str = "", *, expected: str | None = None, got: str | None = None

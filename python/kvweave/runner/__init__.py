@@ -2,6 +2,7 @@
 
 from kvweave.runner.canary import Canary, CanaryState
 from kvweave.runner.conversation import Conversation
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healing
 from kvweave.runner.prefill import Prefill
 from kvweave.runner.prompt import (
@@ -21,7 +22,6 @@ from kvweave.runner.report import (
     Timings,
 )
 from kvweave.runner.runner import Runner
-from kvweave.runner.sampling import Sampling
 
 __all__ = [
     "Canary",

@@ -12,13 +12,13 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
-from kvweave.runner.decoding import Decoding, by_regime
+from kvweave.runner.decode.decoding import Decoding, by_regime
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch
 from kvweave.runner.lossy import LossyPrefiller
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import PromptTokenizer, TokenizedPrompt
 from kvweave.runner.report import Generation
-from kvweave.runner.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,6 @@ class Answering:
             device=self.prefiller.spec.device,
             stop=ask.stop,
             timings=done.report.timings,
-            forked=done.kv if done.forked else None,
         )
         watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
         sequence.choose(done.logits[-1])
@@ -131,9 +130,8 @@ class Answering:
                 assert self.decoder.queries is not None
                 queries = self.decoder.queries.clone()
                 for column, watch in watched.items():
-                    if watch.keep(queries[:, column]) and self.healer.look(watch):
-                        # Its blocks may be others now.
-                        self.decoder.forget()
+                    if watch.keep(queries[:, column]):
+                        self.healer.look(watch)
 
     def run(self, answers: Sequence[Answer]) -> None:
         """Decodes all answers to their ends, together."""

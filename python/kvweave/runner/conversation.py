@@ -11,11 +11,11 @@ import numpy as np
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.answering import Answering, Ask
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healing
 from kvweave.runner.prefill import Lookup, Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.report import Generation, Report
-from kvweave.runner.sampling import Sampling
 from kvweave.runner.turns import follow
 
 

@@ -12,9 +12,9 @@ from kvweave.errors import PoolFull
 from kvweave.plan import Draft
 from kvweave.runner import probes
 from kvweave.runner.decode import Decoder
-from kvweave.runner.decoding import Decoding
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.request_kv import RequestKv
-from kvweave.runner.sampling import Sampling
 from kvweave.runner.trace import PassTrace
 
 
@@ -40,7 +40,6 @@ class Drafter:
                 Sampling(),
                 limit=step.tokens + 1,
                 device=logits.device,
-                forked=fork,
             )
             sequence.choose(logits)
             mass = self._decode(kv, sequence, step)
@@ -48,7 +47,7 @@ class Drafter:
             done.tokens = 0 if mass is None else step.tokens
             return mass
         finally:
-            self.decoder.forget()
+            self.decoder.forget(request)
             request.release()
 
     def _decode(self, kv: RequestKv, sequence: Decoding, step: Draft) -> torch.Tensor | None:

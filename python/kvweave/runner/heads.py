@@ -105,7 +105,8 @@ class HeadReads:
             _make_room(self._made, _MOST_PROMOTED)
             layers = range(len(self.spec.layers))
             self._made[promoted] = [
-                Reach(request.tables, self._narrowed(request, layer)) for layer in layers
+                Reach(request.tables, self.narrowed(request.head_rows(layer), layer))
+                for layer in layers
             ]
         return self._made[promoted]
 
@@ -141,9 +142,8 @@ class HeadReads:
         own = seen = self.seen_by_model(layer)
         local = list[int]()
         if not self.uniform:
-            seen = [
-                (window, sink) for _, _, window, sink in self._narrowed(request, layer).tolist()
-            ]
+            rows = self.narrowed(request.head_rows(layer), layer)
+            seen = [(window, sink) for _, _, window, sink in rows.tolist()]
             tables = request.head_rows(layer)[:, 0].tolist()
             local = [head for head, table in enumerate(tables) if self.is_window(table)]
         device = self.spec.device
@@ -158,12 +158,11 @@ class HeadReads:
         """Whether a table of a request is of a window group: tables of promoted heads are not."""
         return table < len(self.windows) and self.windows[table] is not None
 
-    def _narrowed(self, request: KvRequest, layer: int) -> Int32:
-        """The head rows of a layer; where the model itself has a window, the narrower counts.
+    def narrowed(self, rows: Int32, layer: int) -> Int32:
+        """The head rows of a layer, changed in place: where the model has a window, the narrower.
 
         A layer with a sliding window of its own keeps no sink: the model never saw one there.
         """
-        rows: Int32 = request.head_rows(layer)
         own = self.spec.layers[layer].window
         if own is not None:
             rows[:, 2] = np.where(rows[:, 2] == 0, own, np.minimum(rows[:, 2], own))

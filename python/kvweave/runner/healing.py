@@ -21,7 +21,7 @@ from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.plan import Rows, one_pass
 from kvweave.policies.row_sets import averaged, highest, scores_of, union
 from kvweave.runner import probes
-from kvweave.runner.decoding import Decoding
+from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.flops import FlopCount
 from kvweave.runner.prefill import Prefill, Prefiller
 from kvweave.runner.report import HealingReport

@@ -16,11 +16,11 @@ from kvweave.policies.policy_text import title_of
 from kvweave.runner.caller import caller_level
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.decode import Decoder
-from kvweave.runner.decoding import Decoding
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import TokenizedPrompt
-from kvweave.runner.sampling import Sampling
 
 
 def check_profile(
@@ -152,14 +152,13 @@ def _continued(decoder: Decoder, full: Prefill, tokens: int) -> list[int]:
             device=decoder.spec.device,
             stop=frozenset(),
             timings=fork.report.timings,
-            forked=fork.kv,
         )
         try:
             sequence.choose(full.logits[-1])
             while not sequence.done:
                 decoder.step([sequence])
         finally:
-            decoder.forget()
+            decoder.forget(fork.request)
         return sequence.tokens
 
 

@@ -18,6 +18,7 @@ from kvweave.runner.answering import Answer, Answering
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
+from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
@@ -31,7 +32,6 @@ from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.rope import Rotary
-from kvweave.runner.sampling import Sampling
 from kvweave.runner.verify import verify
 
 

@@ -18,8 +18,8 @@ pub mod segment;
 pub mod shape;
 
 pub use cache::{
-    Admission, CacheConfig, CacheStats, Counters, GroupStats, KvCache, MarkedSegment, Mode,
-    Request, Reuse,
+    Admission, CacheConfig, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats, KvCache,
+    MarkedSegment, Mode, Request, Reuse, StepHead, StepRefused, StepRows,
 };
 pub use error::{Error, ErrorKind};
 pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow};

@@ -32,10 +32,9 @@ pub fn attend_decode<T: Element, C: Element>(
 ) -> Result<(), OpError> {
     params.validate()?;
     let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
-    let needed = kv.entries.iter().map(|row| (kv.layer, row[4]));
-    let turns = Turns::new(scoring.rope, needed);
-    let call = Call { queries, kv, scoring, turns: &turns };
     let pieces = Pieces::new(&kv, &scoring, entry_offsets);
+    let turns = Turns::new(scoring.rope, pieces.deltas().map(|delta| (kv.layer, delta)));
+    let call = Call { queries, kv, scoring, turns: &turns };
     let mut tasks = Vec::new();
     let mut ends = Vec::new();
     for (row, &position) in queries.positions.iter().enumerate() {

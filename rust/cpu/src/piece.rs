@@ -85,6 +85,11 @@ impl Pieces {
         Self { cut, kinds: kinds.len(), kind_of }
     }
 
+    /// The delta of every piece.
+    pub(crate) fn deltas(&self) -> impl Iterator<Item = i32> + '_ {
+        self.cut.iter().flatten().map(|piece| piece.delta)
+    }
+
     pub(crate) fn of(&self, request: usize, kv_head: usize) -> &[Piece] {
         &self.cut[request * self.kinds + self.kind_of[kv_head]]
     }

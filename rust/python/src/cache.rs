@@ -10,7 +10,7 @@ use crate::arguments::{count, raised};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
-use crate::request::{KvRequest, Rows, group_id, rows, saturating_u32};
+use crate::request::{KvRequest, Rows, group_id, rows, saturating_u32, with_all};
 use crate::scalars::{Number, Regime, Text};
 use crate::shape::{HeadClassMap, HeadGroup, KvShape, pages_for_blocks};
 use crate::tokens::Tokens;
@@ -18,7 +18,7 @@ use crate::tokens::Tokens;
 /// A cache of KV blocks over one arena of pages. Use it from any thread.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct KvCache {
-    cache: core::KvCache,
+    pub cache: core::KvCache,
     shape: Py<KvShape>,
     /// None for a cache without memory.
     arena: Option<Py<PyAny>>,
@@ -213,6 +213,23 @@ impl KvCache {
             })
         })?;
         Ok(KvRequest::new(request))
+    }
+
+    /// Appends one generated token (i32 [B]) to each request and makes room for its KV: all of them
+    /// or none.
+    fn append_step(
+        &self,
+        py: Python<'_>,
+        requests: Vec<Py<KvRequest>>,
+        tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        entry(py, || {
+            with_all(&requests, |requests| {
+                self.cache.append_step(requests, &ids).map_err(Failure::from)
+            })
+        })
     }
 
     /// Tokens of the longest exact prefix that is cached in a namespace.

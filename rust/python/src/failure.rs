@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kvweave_core::ops::{OpError, OpErrorKind};
-use kvweave_core::{Error, ErrorKind};
+use kvweave_core::{Error, ErrorKind, StepRefused};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyModule};
@@ -17,6 +17,8 @@ pub struct Failure {
     what: String,
     expected: String,
     got: String,
+    /// Of a batch, the one that it is about.
+    request: Option<usize>,
 }
 
 impl Failure {
@@ -26,7 +28,8 @@ impl Failure {
         expected: impl Display,
         got: impl Display,
     ) -> Self {
-        Self { class, what: brief(what.into()), expected: expected.to_string(), got: brief(got) }
+        let (what, expected, got) = (brief(what.into()), expected.to_string(), brief(got));
+        Self { class, what, expected, got, request: None }
     }
 
     pub fn invalid(what: impl Into<String>, expected: impl Display, got: impl Display) -> Self {
@@ -63,6 +66,9 @@ impl Failure {
         parts.set_item("got", &self.got)?;
         let text = format!("{}: expected {}, got {}", self.what, self.expected, self.got);
         let raised = module.bind(py).getattr(self.class)?.call((text,), Some(&parts))?;
+        if self.request.is_some() {
+            raised.setattr("request", self.request)?;
+        }
         Ok(PyErr::from_value(raised))
     }
 }
@@ -91,6 +97,12 @@ impl From<Error> for Failure {
             _ => "KvweaveError",
         };
         Self::new(class, error.what(), error.expected(), error.got())
+    }
+}
+
+impl From<StepRefused> for Failure {
+    fn from(refused: StepRefused) -> Self {
+        Self { request: refused.request, ..refused.error.into() }
     }
 }
 

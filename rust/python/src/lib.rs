@@ -5,6 +5,7 @@ mod arguments;
 mod attention;
 mod cache;
 mod cuda;
+mod decode_rows;
 mod dlpack;
 mod dtype;
 mod failure;
@@ -39,6 +40,8 @@ mod _native {
     use super::cuda::{attend_cuda, copy_rerotate_cuda, cuda_status};
     #[pymodule_export]
     use super::cuda::{merge_states_cuda, score_tokens_cuda, step_tables_cuda, write_pages_cuda};
+    #[pymodule_export]
+    use super::decode_rows::{DecodeRows, DecodeStep};
     #[pymodule_export]
     use super::ops::{copy_rerotate, merge_states, write_pages};
     #[pymodule_export]

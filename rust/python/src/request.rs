@@ -247,6 +247,40 @@ impl KvRequest {
     }
 }
 
+/// Runs `work` on all requests of a batch, in their order.
+///
+/// They are locked in the order of their addresses, so that two batches that share some never wait
+/// for one another.
+pub fn with_all<T>(
+    requests: &[Py<KvRequest>],
+    work: impl FnOnce(&mut [&mut core::Request]) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let about = |number: usize, what: &str| format!("{what} {number} of {}", requests.len());
+    let mut order: Vec<usize> = (0..requests.len()).collect();
+    let address = |&number: &usize| std::ptr::from_ref(requests[number].get()).addr();
+    order.sort_unstable_by_key(address);
+    if let Some(pair) = order.windows(2).find(|pair| address(&pair[0]) == address(&pair[1])) {
+        let got = format!("the same as request {}", pair[0].min(pair[1]));
+        let what = about(pair[0].max(pair[1]), "request");
+        return Err(Failure::invalid(what, "each request once", got));
+    }
+    let mut held: Vec<_> = requests.iter().map(|_| None).collect();
+    for number in order {
+        held[number] = Some(requests[number].get().lock());
+    }
+    let mut live = Vec::with_capacity(requests.len());
+    for (number, guard) in held.iter_mut().enumerate() {
+        match guard.as_mut().and_then(|guard| guard.as_mut()) {
+            Some(request) => live.push(request),
+            None => {
+                let what = about(number, "request");
+                return Err(Failure::invalid(what, "a live request", "a released one"));
+            }
+        }
+    }
+    work(&mut live)
+}
+
 /// A layer or head: whatever does not fit is one that no model has.
 pub fn saturating_u32(what: &str, number: impl Into<i64>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, number)?).unwrap_or(u32::MAX))

@@ -93,6 +93,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         promoted: Vec::new(),
         read_only: found.prefix.len(),
         front: 0,
+        revision: 0,
         reserved: request.tokens.len() + request.reserve_tokens,
         committed: found.whole,
         exact: found.whole,

@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use hashbrown::HashMap;
+
 use crate::error::Error;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, GroupId};
 
 use super::books::{Shared, State};
 use super::freeze;
@@ -12,6 +14,7 @@ use super::request::Request;
 
 /// What is to change in one table.
 struct Change {
+    group: GroupId,
     /// Grid blocks that no coming row sees.
     passed: Vec<usize>,
     /// Their blocks: those that this request can use again at once, other private ones, those of
@@ -23,14 +26,103 @@ struct Change {
     lacking: Vec<usize>,
     /// Grid blocks that a fork may write too, and that are written.
     forked: Vec<usize>,
+    /// Blocks to be at hand afterwards beside those in the table.
+    keep: usize,
+    /// Blocks that the pool must give for these to be left over, and those that it must give at
+    /// least.
+    needs: [usize; 2],
 }
 
-impl Change {
-    /// Blocks that the pool must give for `keep` to be left over.
-    fn need(&self, held: &Holding, keep: usize) -> usize {
-        let wanted = self.lacking.len() + self.forked.len() + keep;
-        wanted.saturating_sub(self.again.len() + held.spare.blocks().len())
+/// Owners and holders that blocks lose through earlier requests of the same step: each request moves
+/// on as if those before it had.
+#[derive(Default)]
+pub(super) struct Left {
+    owners: HashMap<BlockId, u32>,
+    holders: HashMap<BlockId, u32>,
+}
+
+impl Left {
+    fn owners(&self, state: &State, block: BlockId) -> u32 {
+        state.pool.owners(block) - self.owners.get(&block).copied().unwrap_or(0)
     }
+
+    fn holders(&self, state: &State, block: BlockId) -> u32 {
+        state.pool.references(block) - self.holders.get(&block).copied().unwrap_or(0)
+    }
+}
+
+/// How one request moves on to some rows, decided before anything has changed.
+pub(super) struct Slide {
+    rows: Range<usize>,
+    appended: Range<usize>,
+    /// Whether the prompt is still being computed in chunks, and whether that ends now.
+    in_chunks: bool,
+    ends: bool,
+    changes: Vec<Change>,
+}
+
+/// Blocks that the pool has given for some slides, by group.
+pub(super) struct Given {
+    blocks: Vec<std::vec::IntoIter<BlockId>>,
+    /// Which of a change's `needs` they meet.
+    which: usize,
+}
+
+impl Slide {
+    fn add_needs(&self, which: usize, needs: &mut [usize]) {
+        for change in &self.changes {
+            needs[change.group.index()] += change.needs[which];
+        }
+    }
+}
+
+/// Takes from the pool what all slides need: as many blocks as they want, or else as many as they
+/// must have. What they give up counts, so that it suffices.
+///
+/// # Errors
+/// `PoolFull` with the number of the first slide whose blocks, with those of the slides before it,
+/// are not to be had. Nothing has changed then.
+pub(super) fn exchange(
+    shared: &Shared,
+    state: &mut State,
+    slides: &[&Slide],
+) -> Result<Given, (usize, Error)> {
+    let changes = || slides.iter().flat_map(|slide| &slide.changes);
+    for change in changes() {
+        state.pool.disown(&change.private);
+        state.pool.release(&change.private);
+        state.pool.release(&change.prefix);
+    }
+    let groups = state.pool.group_count();
+    let needs_of = |which: usize, slides: &[&Slide]| {
+        let mut needs = vec![0; groups];
+        slides.iter().for_each(|slide| slide.add_needs(which, &mut needs));
+        needs
+    };
+    let mut refused = None;
+    for which in [0, 1] {
+        let (needs, mut fresh) = (needs_of(which, slides), Vec::new());
+        match freeze::allocate(shared, state, &needs, &mut fresh) {
+            Ok(()) => {
+                let mut fresh = fresh.into_iter();
+                let group = |need| fresh.by_ref().take(need).collect::<Vec<_>>().into_iter();
+                return Ok(Given { blocks: needs.into_iter().map(group).collect(), which });
+            }
+            Err(error) => refused = Some(error),
+        }
+    }
+    let (mut fit, mut short) = (0, slides.len());
+    while fit + 1 < short {
+        let middle = usize::midpoint(fit, short);
+        let fits = freeze::fits(shared, state, &needs_of(1, &slides[..middle]));
+        *(if fits { &mut fit } else { &mut short }) = middle;
+    }
+    for change in changes() {
+        state.pool.hold_as_owner(&change.private);
+        state.pool.hold(&change.prefix);
+    }
+    let unknown = || Error::inconsistent("blocks", "a refusal", "none");
+    Err((short.saturating_sub(1), refused.unwrap_or_else(unknown)))
 }
 
 impl Request {
@@ -84,115 +176,155 @@ impl Request {
         rows: Range<usize>,
         len: usize,
     ) -> Result<(), Error> {
+        let slide = self.slide_to(state, rows, len, &mut Left::default());
+        let mut given = exchange(shared, state, &[&slide]).map_err(|(_, error)| error)?;
+        self.carry_out(shared, state, slide, &mut given);
+        Ok(())
+    }
+
+    /// How this request moves on: rows before `rows` are done, `rows` come next, the length becomes
+    /// `len`.
+    pub(super) fn slide_to(
+        &self,
+        state: &State,
+        rows: Range<usize>,
+        len: usize,
+        left: &mut Left,
+    ) -> Slide {
         let appended = self.len()..len;
-        let change = |held: &Holding| {
-            let mut change = held.change(state, &rows, self.read_only, len);
-            change.forked = held.forked(state, &appended);
-            change
-        };
-        let changes: Vec<Change> = self.holdings.iter().map(change).collect();
         let ends = self.in_chunks && rows.start >= self.plan.tokens;
         let in_chunks = self.in_chunks && !ends;
-        let page = shared.page_tokens();
-        let reserve = self.reserved.div_ceil(page).saturating_sub(len.div_ceil(page));
-        let both = || self.holdings.iter().zip(&changes);
-        let keeps: Vec<usize> =
-            both().map(|(held, change)| held.spare_wanted(change, in_chunks, reserve)).collect();
-        let with = both().zip(&keeps).map(|((held, change), &keep)| change.need(held, keep));
-        let without = both().map(|(held, change)| change.need(held, 0));
-        let (fresh, needs) =
-            self.exchange(shared, state, &changes, [with.collect(), without.collect()])?;
+        let reserve = self.reserve_left(len);
+        let mut change = |held: &Holding| {
+            let mut change = held.change(state, &rows, (self.read_only, len), left);
+            change.forked = held.forked(state, &appended, left);
+            change.keep = held.spare_wanted(&change, in_chunks, reserve);
+            change.needs = [change.keep, 0].map(|keep| held.need(&change, keep));
+            change
+        };
+        let changes = self.holdings.iter().map(&mut change).collect();
+        Slide { rows, appended, in_chunks, ends, changes }
+    }
+
+    /// Does what was decided, with the blocks that the pool has given.
+    pub(super) fn carry_out(
+        &mut self,
+        shared: &Shared,
+        state: &mut State,
+        slide: Slide,
+        given: &mut Given,
+    ) {
+        let Slide { rows, appended, in_chunks, ends, changes } = slide;
         self.front = rows.start;
         self.in_chunks = in_chunks;
-        let mut fresh = fresh.into_iter();
-        for (at, change) in changes.into_iter().enumerate() {
-            let given = fresh.by_ref().take(needs[at]).collect();
-            let held = &mut self.holdings[at];
-            held.apply(shared, state, (change, given), &appended);
-            held.placed(rows.end.div_ceil(page));
+        self.revision += 1;
+        for (held, change) in self.holdings.iter_mut().zip(changes) {
+            let keep = change.keep;
+            let blocks = &mut given.blocks[held.group.index()];
+            let fresh = blocks.take(change.needs[given.which]).collect();
+            held.apply(shared, state, (change, fresh), &appended);
+            held.placed(rows.end.div_ceil(shared.page_tokens()));
             if held.window.is_some() {
                 held.let_donors_go(state, rows.start);
-                held.trim(state, keeps[at]);
+                held.trim(state, keep);
             }
             if ends && held.window.is_some() {
                 let private = held.private.blocks().iter();
                 private.for_each(|&block| state.index.withhold(block, false));
             }
         }
-        Ok(())
     }
 
-    /// Gives up what the changes say and takes blocks from the pool: as many for each table as the
-    /// first of `needs` has, or else the second. What is given up counts, so that it suffices.
-    fn exchange(
-        &self,
-        shared: &Shared,
-        state: &mut State,
-        changes: &[Change],
-        needs: [Vec<usize>; 2],
-    ) -> Result<(Vec<BlockId>, Vec<usize>), Error> {
-        for change in changes {
-            state.pool.disown(&change.private);
-            state.pool.release(&change.private);
-            state.pool.release(&change.prefix);
+    /// Whether one more token, at position `at`, asks for nothing: its blocks are there, nobody else
+    /// owns them, and no window moves past a block. [`Self::slide_to`] would find the same, at the
+    /// price of a longer look.
+    pub(super) fn rests_at(&self, state: &State, at: usize) -> bool {
+        let page = self.shared.page_tokens();
+        if self.in_chunks || at.is_multiple_of(page) {
+            return false;
         }
-        let [wanted, least] = needs;
-        let fresh = match self.allocate(shared, state, &wanted) {
-            Ok(fresh) => return Ok((fresh, wanted)),
-            Err(_) => self.allocate(shared, state, &least),
-        };
-        if fresh.is_err() {
-            for change in changes {
-                state.pool.hold_as_owner(&change.private);
-                state.pool.hold(&change.prefix);
-            }
-        }
-        Ok((fresh?, least))
+        // All that the row before saw is there, if that was the one asked for last.
+        let follows = self.front + 1 == at;
+        let reserve = self.reserve_left(at + 1);
+        self.holdings.iter().all(|held| {
+            let own = held.table.block(at / page).is_some_and(|b| state.pool.owners(b) == 1);
+            own && held.pieces.is_empty()
+                && held.window.is_none_or(|window| {
+                    follows
+                        && held.table.windows().is_empty()
+                        && held.spare.blocks().len() == reserve.min(window.blocks(page, 1))
+                        && held.passing(at).is_empty()
+                })
+        })
     }
 
-    /// Blocks of each table's group, `needs` one a table; table by table.
-    fn allocate(
-        &self,
-        shared: &Shared,
-        state: &mut State,
-        needs: &[usize],
-    ) -> Result<Vec<BlockId>, Error> {
-        let mut groups = vec![0; state.pool.group_count()];
-        for (held, need) in self.holdings.iter().zip(needs) {
-            groups[held.group.index()] += need;
-        }
-        let mut fresh = Vec::new();
-        freeze::allocate(shared, state, &groups, &mut fresh)?;
-        Ok(fresh)
+    /// Moves on by one row that asks for nothing.
+    pub(super) fn rest(&mut self) {
+        self.front = self.len();
+        self.revision += 1;
+    }
+
+    /// Blocks that were promised and are still to come when there are `len` tokens.
+    fn reserve_left(&self, len: usize) -> usize {
+        let page = self.shared.page_tokens();
+        self.reserved.div_ceil(page).saturating_sub(len.div_ceil(page))
     }
 }
 
 impl Holding {
     /// What changes when `rows` come next, of a request of `len` tokens.
-    fn change(&self, state: &State, rows: &Range<usize>, read_only: usize, len: usize) -> Change {
+    fn change(
+        &self,
+        state: &State,
+        rows: &Range<usize>,
+        (read_only, len): (usize, usize),
+        left: &mut Left,
+    ) -> Change {
         let passed = self.passing(rows.start);
         let (mut again, mut private, mut prefix) = (Vec::new(), Vec::new(), Vec::new());
         for &b in &passed {
             let Some(block) = self.table.block(b) else { continue };
-            let alone = state.pool.references(block) == 1 && !state.pool.is_indexed(block);
+            let alone = left.holders(state, block) == 1 && !state.pool.is_indexed(block);
             match (b < read_only, alone) {
                 (true, _) => prefix.push(block),
                 (false, true) => again.push(block),
-                (false, false) => private.push(block),
+                (false, false) => {
+                    private.push(block);
+                    *left.owners.entry(block).or_default() += 1;
+                }
+            }
+            if b < read_only || !alone {
+                *left.holders.entry(block).or_default() += 1;
             }
         }
         let lacking = self.lacking(rows, read_only, len);
-        Change { passed, again, private, prefix, lacking, forked: Vec::new() }
+        let (group, forked) = (self.group, Vec::new());
+        let (keep, needs) = (0, [0; 2]);
+        Change { group, passed, again, private, prefix, lacking, forked, keep, needs }
+    }
+
+    /// Blocks that the pool must give for `keep` to be left over.
+    fn need(&self, change: &Change, keep: usize) -> usize {
+        let wanted = change.lacking.len() + change.forked.len() + keep;
+        wanted.saturating_sub(change.again.len() + self.spare.blocks().len())
     }
 
     /// Grid blocks that a fork may write too, of positions that are appended: reserved ones also.
-    fn forked(&self, state: &State, appended: &Range<usize>) -> Vec<usize> {
+    fn forked(&self, state: &State, appended: &Range<usize>, left: &mut Left) -> Vec<usize> {
         if appended.is_empty() {
             return Vec::new();
         }
         let page = self.table.span(0).len();
         let written = appended.start / page..appended.end.div_ceil(page);
-        written.filter(|&b| self.is_forked(state, b)).collect()
+        let mut forked = Vec::new();
+        for b in written {
+            let Some(block) = self.table.block(b) else { continue };
+            if left.owners(state, block) > 1 {
+                forked.push(b);
+                *left.owners.entry(block).or_default() += 1;
+            }
+        }
+        forked
     }
 
     /// Grid blocks that are kept and that rows from `row` on do not see.

@@ -60,6 +60,7 @@ impl Request {
         let state = &mut *stored;
         freeze::allocate(&shared, state, &needs, &mut fresh)?;
         let (mut fresh, len) = (fresh.into_iter(), self.len());
+        self.revision += 1;
         for (group, blocks) in changes {
             let held = &mut self.holdings[group];
             held.quota += needs[group];

@@ -58,12 +58,26 @@ pub(super) fn allocate(
     let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
     let outcome = state.pool.allocate(needs, &mut state.index, out);
     if outcome.is_err() {
-        for (anchor, place) in given {
-            pin(state, anchor, place);
-            state.index.frozen.come_back(place, anchor);
-        }
+        pin_again(state, given);
     }
     outcome
+}
+
+/// Whether [`allocate`] would find so many blocks now. Changes nothing.
+pub(super) fn fits(shared: &Shared, state: &mut State, needs: &[usize]) -> bool {
+    let needed = state.pool.pages_of(needs);
+    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let fits = state.pool.fits(needs);
+    pin_again(state, given);
+    fits
+}
+
+/// Undoes [`shrink`].
+fn pin_again(state: &mut State, given: Vec<(BlockId, Place)>) {
+    for (anchor, place) in given {
+        pin(state, anchor, place);
+        state.index.frozen.come_back(place, anchor);
+    }
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay

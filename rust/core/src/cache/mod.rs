@@ -5,10 +5,14 @@
 mod admission;
 mod admit;
 mod advance;
+mod append_step;
 mod books;
 mod commit;
 mod config;
 mod copy_on_write;
+mod decode_rows;
+mod entry_lane;
+mod entry_room;
 mod found;
 mod freeze;
 mod holding;
@@ -20,7 +24,10 @@ mod stats;
 use std::sync::Arc;
 
 pub use admission::{Admission, MarkedSegment, Mode, Reuse};
+pub use append_step::StepRefused;
 pub use config::CacheConfig;
+pub use decode_rows::{DecodeRows, StepHead, StepRows};
+pub use entry_lane::EntryMoves;
 pub use request::Request;
 pub use stats::{CacheStats, Counters, GroupStats};
 

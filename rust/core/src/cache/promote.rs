@@ -48,6 +48,7 @@ impl Request {
         self.holdings[group.index()].promoted_from = true;
         self.holdings.push(held);
         self.promoted.push((layer, head));
+        self.revision += 1;
         Ok(copies)
     }
 

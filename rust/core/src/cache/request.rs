@@ -49,6 +49,8 @@ pub struct Request {
     pub(super) read_only: usize,
     /// Rows before this one are done.
     pub(super) front: usize,
+    /// Goes up whenever a table may have changed, so that copies of tables know when they are old.
+    pub(super) revision: u64,
     /// Whether the prompt is still being computed chunk by chunk: until then nobody else may hold
     /// the blocks of window groups, so that giving them up always makes room.
     pub(super) in_chunks: bool,
@@ -310,6 +312,7 @@ impl Request {
             promoted: Vec::new(),
             read_only: self.read_only,
             front: self.front,
+            revision: 0,
             in_chunks: false,
             brought_in: self.brought_in,
             reserved: 0,

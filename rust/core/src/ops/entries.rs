@@ -128,8 +128,9 @@ impl<'a, T> KvView<'a, T> {
     }
 
     /// Checks geometry, entries and reach; `offsets` [B·R+1] splits the entries by request and
-    /// table. Only the cache's length is looked at, so `T` may be `()` where the memory is
-    /// elsewhere, such as on a device.
+    /// table. With a reach, what is of tables that no head of the layer reads is not looked at:
+    /// there may be anything, and their offsets may fall. Only the cache's length is looked at, so
+    /// `T` may be `()` where the memory is elsewhere, such as on a device.
     ///
     /// # Errors
     /// An [`OpError`] that names the argument.
@@ -138,20 +139,44 @@ impl<'a, T> KvView<'a, T> {
         ensure(self.layer < self.geometry.layers, OpErrorKind::OutOfRange, "layer", || {
             (format!("a layer below {}", self.geometry.layers), self.layer)
         })?;
-        if let Some(reach) = &self.reach {
-            reach.validate(self.geometry.kv_heads)?;
+        let tables = self.tables();
+        match &self.reach {
+            None => check_offsets("entry_offsets", offsets, self.entries.len())?,
+            Some(reach) => {
+                reach.validate(self.geometry.kv_heads)?;
+                let whole = offsets.len() % tables == 1 % tables && !offsets.is_empty();
+                ensure(whole, OpErrorKind::Shape, "entry_offsets", || {
+                    (format!("one more than a multiple of {tables} (tables)"), offsets.len())
+                })?;
+            }
         }
-        check_offsets("entry_offsets", offsets, self.entries.len())?;
-        let (spans, tables) = (offsets.len() - 1, self.tables());
-        ensure(spans.is_multiple_of(tables), OpErrorKind::Shape, "entry_offsets", || {
-            (format!("one more than a multiple of {tables} (tables)"), offsets.len())
-        })?;
-        self.entries.iter().try_for_each(|row| self.check_row(row))?;
-        self.check_pages(offsets)?;
-        for span in offsets.windows(2) {
-            check_order(&self.entries[span[0] as usize..span[1] as usize])?;
+        for table in self.tables_read() {
+            for span in offsets.windows(2).skip(table).step_by(tables) {
+                let entries = self.entries_in(span)?;
+                entries.iter().try_for_each(|row| self.check_row(row))?;
+                check_order(entries)?;
+            }
         }
-        Ok(())
+        self.check_pages(offsets)
+    }
+
+    /// The tables that some head reads, each once.
+    fn tables_read(&self) -> Vec<usize> {
+        let Some(reach) = self.reach else { return vec![0] };
+        let mut read: Vec<usize> =
+            reach.heads.iter().map(|&row| HeadReach::new(row).table).collect();
+        read.sort_unstable();
+        read.dedup();
+        read
+    }
+
+    fn entries_in(&self, span: &[i32]) -> Result<&[[i32; 5]], OpError> {
+        let ends = usize::try_from(span[0]).ok().zip(usize::try_from(span[1]).ok());
+        let found = ends.and_then(|(start, end)| self.entries.get(start..end));
+        found.ok_or_else(|| {
+            let expected = format!("offsets that rise, up to {}", self.entries.len());
+            OpError::new(OpErrorKind::Shape, "entry_offsets", expected, format!("{span:?}"))
+        })
     }
 
     /// Checks that the pages which heads reach through their tables lie in the cache.

@@ -155,6 +155,17 @@ impl BlockTable {
         entries
     }
 
+    /// The entry of position `len` − 1, which no donor covers, as [`Self::entries`] has it last; none
+    /// where its block is absent.
+    pub(crate) fn newest(&self, len: usize) -> Option<[i32; 5]> {
+        let b = len.checked_sub(1)? / self.page_tokens;
+        self.block(b)?;
+        let first = b * self.page_tokens;
+        let start = self.windows.last().map_or(first, |window| window.end.max(first));
+        let [begin, end] = [start - first, len - first].map(|slot| slot as i32);
+        Some([self.page(b), begin, end, start as i32, 0])
+    }
+
     fn grid_entries(&self, range: Range<usize>, entries: &mut Vec<[i32; 5]>) {
         let mut at = range.start;
         while at < range.end {
@@ -207,6 +218,10 @@ mod tests {
         assert_eq!(table().entries(11), expected);
         assert_eq!(table().entries(3), [[100, 0, 2, 0, 0], [50, 1, 2, 2, -7]]);
         assert!(table().entries(0).is_empty());
+        assert_eq!(table().newest(11), Some([102, 1, 3, 9, 0]));
+        assert_eq!(table().newest(12), Some([102, 1, 4, 9, 0]));
+        assert_eq!(table().newest(13), None);
+        assert_eq!(table().newest(0), None);
     }
 
     #[test]

@@ -45,6 +45,14 @@ impl Pool {
         Ok(())
     }
 
+    /// Whether [`Pool::allocate`] would find so many blocks of each group.
+    #[must_use]
+    pub fn fits(&self, needs: &[usize]) -> bool {
+        self.slabs_wanted(needs) <= self.arena.unclaimed()
+            || self.each(needs).all(|(g, need)| g.free + g.lru.len() >= need)
+            || self.feasible(needs).is_ok()
+    }
+
     fn each<'a>(&'a self, needs: &'a [usize]) -> impl Iterator<Item = (&'a Group, usize)> {
         self.groups.iter().zip(needs.iter().copied())
     }

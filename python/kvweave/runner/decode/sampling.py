@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -52,3 +54,32 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     ordered, order = probabilities.sort(descending=True)
     kept = (ordered.cumsum(0) - ordered) < top_p
     return torch.zeros_like(probabilities).scatter(0, order, ordered * kept)
+
+
+class Chooser(Protocol):
+    """A sequence whose next token is chosen: its settings, draws, and tokens so far."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    tokens: list[int]
+
+
+def is_greedy(batch: Sequence[Chooser]) -> bool:
+    """Whether every one of them takes the likeliest token."""
+    return all(type(s.sampling) is Sampling and s.sampling.temperature == 0.0 for s in batch)
+
+
+def choose_all(batch: Sequence[Chooser], logits: torch.Tensor, greedy: bool) -> list[int]:
+    """The next token of each row of logits [B, V]: one wait for the device, whatever B.
+
+    `greedy`: as `is_greedy` says of the batch.
+    """
+    if greedy:
+        picked = logits.argmax(-1)
+    else:
+        rows = zip(batch, logits, strict=True)
+        picked = torch.stack([s.sampling.pick(row, s.generator) for s, row in rows])
+    chosen: list[int] = picked.tolist()
+    for sequence, token in zip(batch, chosen, strict=True):
+        sequence.tokens.append(token)
+    return chosen

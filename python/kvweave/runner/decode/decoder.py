@@ -1,0 +1,104 @@
+"""Decode steps: the tables of a batch, the forward over them, and the next tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvweave.cache import KvRequest
+from kvweave.device_memory import needs_memory
+from kvweave.ops import Workspace
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.graph import StepGraphs
+from kvweave.runner.decode.reads import StepReads
+from kvweave.runner.decode.sampling import choose_all
+from kvweave.runner.decode.slots import DecodeSlots, Step
+from kvweave.runner.decode.step import StepTables, forward, query_room
+from kvweave.runner.heads import HeadReads
+from kvweave.runner.rope import Rotary
+
+_MOST_SLOTS = 4
+
+
+class Decoder:
+    """Decode steps of one model over one arena.
+
+    On a GPU a step is captured once for each size of batch and replayed from then on, where the
+    frequencies of RoPE are fixed and the model itself waits for nothing.
+
+    A step takes any batch of one kind: requests that were in the last one keep their tables, others
+    join with theirs. One thread at a time may call a decoder.
+    """
+
+    def __init__(self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor) -> None:
+        self.spec = heads.spec
+        self.heads = heads
+        self.rotary = rotary
+        self.pages = pages
+        self.reads = StepReads(heads)
+        on_gpu = self.spec.device.type == "cuda"
+        self.workspace = Workspace(self.spec.device) if on_gpu else None
+        captured = self.workspace is not None and rotary.is_fixed
+        self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
+        self.queries: torch.Tensor | None = None
+        # Latest used last: a draft that comes between two steps of a batch has its own.
+        self._slots: list[DecodeSlots] = []
+
+    @needs_memory("decode step")
+    def step(self, batch: Sequence[Decoding], *, watched: bool = False) -> list[int]:
+        """Feeds each sequence's last token through the model and chooses its next: B ids.
+
+        The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
+        [L, B, H, D], until the next one.
+
+        # Errors
+        `PoolFull` when the batch needs blocks and there are none; no request has changed then, and
+        the error's `request` says for which of them there was no room. `InvalidArgument` for a
+        request that was released or comes twice, no request having changed either.
+        `OutOfMemory` when the step finds no room: the requests are to be released.
+        """
+        start = time.perf_counter()
+        if not batch:
+            return []
+        slots = self._slots_of(batch)
+        slots.seat(batch)
+        with self.spec.current():
+            step = slots.step()
+            logits = self._logits(slots, step, watched)
+            chosen = choose_all(slots.batch, logits, slots.greedy)
+        spent = time.perf_counter() - start
+        for timings in slots.timings:
+            timings.decode_s += spent
+        return chosen
+
+    def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:
+        """Those that members of the batch sit in already; or else those that are left by all."""
+        last = self._slots[-1] if self._slots else None
+        if last is not None and last.is_seated(batch):
+            return last
+        known = [s for s in self._slots if not s.members.keys().isdisjoint(batch)]
+        empty = [s for s in self._slots if not s.members]
+        if known or empty:
+            found = (known or empty)[-1]
+        elif len(self._slots) < _MOST_SLOTS:
+            found = DecodeSlots(self.heads, self.pages, self.reads)
+        else:
+            found = self._slots[0]
+        self._slots = [*(s for s in self._slots if s is not found), found]
+        return found
+
+    def _logits(self, slots: DecodeSlots, step: Step, watched: bool) -> torch.Tensor:
+        """Logits f32 [B, V] of each request's newest token."""
+        if self.graphs is not None:
+            logits, self.queries = self.graphs.logits(slots, step, watched)
+            return logits
+        tables = StepTables.of(self.rotary, slots, step)
+        self.queries = query_room(self.spec, len(slots.batch)) if watched else None
+        return forward(self.spec, self.pages, tables, slots.rope, self.workspace, self.queries)
+
+    def forget(self, request: KvRequest | None = None) -> None:
+        """Lets go of a request, or of all that took part in steps."""
+        for slots in self._slots:
+            slots.forget(request)

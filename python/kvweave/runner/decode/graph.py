@@ -1,0 +1,217 @@
+"""Decode steps on a GPU: what changes from step to step in one patch, and one graph a size.
+
+A step changes little: each request has a new token, position and slot, and the last entries of its
+tables grow by one or new ones begin. So a step sends one small patch over, and what it launches is
+always the same: it is captured once for each size of batch and then replayed, whoever is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.device_memory import is_shortage
+from kvweave.ops import RopeTable, Workspace
+from kvweave.runner.decode.reads import StepReach
+from kvweave.runner.decode.slots import NO_ENTRY, DecodeSlots, Step
+from kvweave.runner.decode.step import StepTables, forward, query_room
+from kvweave.runner.heads import HeadReads
+from kvweave.runner.rope import PositionTable, Rotary
+
+_log = logging.getLogger(__name__)
+
+_MOST_SIZES = 32
+
+
+def rows_for(requests: int) -> int:
+    """Rows of the smallest graph that serves so many requests."""
+    return 1 << (requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
+
+
+def moves_for(rows: int, lanes: int) -> int:
+    """Entries that a patch has room for: of each row, two of every table that it keeps up."""
+    return 2 * rows * (1 << max(0, lanes - 1).bit_length())
+
+
+class StepSize:
+    """The patch of steps of one size at one address, and the graph that reads it.
+
+    `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows.
+    """
+
+    def __init__(
+        self,
+        entries: torch.Tensor,
+        reach: StepReach,
+        positions: PositionTable,
+        rows: int,
+        moves: int,
+    ) -> None:
+        self.entries, self.reach, self.positions = entries, reach, positions
+        self.rows, self.moves = rows, moves
+        device, tables = entries.device, reach.tables
+        self.offsets = 2 * rows * tables + 1
+        # Numbers of 64 bits come first, where they are aligned.
+        widths = (2 * rows, 2 * moves, rows, 2 * tables * rows, self.offsets, 5 * moves)
+        self.patch = torch.zeros(sum(widths), dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.sent = torch.zeros(sum(widths), dtype=torch.int32, pin_memory=pinned)
+        ids, places, positions_of, slots, offsets, moved = torch.split(self.patch, list(widths))
+        self.ids, self.places = ids.view(torch.int64), places.view(torch.int64)
+        self.slots = slots.view(tables, rows, 2)
+        self.positions_of, self.splits, self.moved = positions_of, offsets, moved.view(moves, 5)
+        parts = np.split(self.sent.numpy(), np.cumsum(widths)[:-1])
+        self._ids, self._places = parts[0].view(np.int64), parts[1].view(np.int64)
+        self._positions, self._slots = parts[2], parts[3].reshape(tables, rows, 2)
+        self._offsets, self._moved = parts[4], parts[5].reshape(moves, 5)
+        # Rows and moves of the step before; at first all are to be emptied.
+        self._filled = (rows + 1, moves + 1)
+        self.queries: torch.Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: torch.Tensor | None = None
+        self.tried = False
+
+    def write(self, slots: DecodeSlots, step: Step) -> None:
+        """Sends the patch of one step. The step before must have ended: it read the same memory.
+
+        Rows without a request are at position 0, see nothing and write nowhere. Entries that the
+        patch has no room for, as those of requests that have just joined, go over by themselves.
+        """
+        made, count = step.made, len(step.tokens)
+        moved = min(len(made.places), self.moves)
+        self._ids[:count], self._positions[:count] = step.tokens, made.positions
+        self._slots[:, :count] = made.slots
+        self._offsets[: made.spans.size] = made.spans.reshape(-1)
+        self._places[:moved], self._moved[:moved] = made.places[:moved], made.moved[:moved]
+        before, self._filled = self._filled, (count, moved)
+        if count < before[0]:
+            self._ids[count:], self._positions[count:], self._slots[:, count:] = 0, 0, -1
+            self._offsets[made.spans.size :] = 0
+        if moved < before[1]:
+            # What moves nothing is written to the last entry, which is nobody's.
+            self._places[moved:], self._moved[moved:] = len(self.entries) - 1, NO_ENTRY
+        slots.write(made.places[moved:], made.moved[moved:])
+        self.patch.copy_(self.sent, non_blocking=True)
+
+    def tables(self) -> StepTables:
+        """The tables of the step, views of the patch on the device."""
+        self.entries.index_copy_(0, self.places, self.moved)
+        return StepTables(
+            ids=self.ids,
+            positions=self.positions_of,
+            slots=self.slots,
+            entries=self.entries,
+            offsets=self.splits,
+            turns=self.positions.turns(self.positions_of),
+            reach=self.reach,
+        )
+
+
+class StepGraphs:
+    """Decode steps of one model over one arena on a GPU; the frequencies of RoPE are fixed."""
+
+    def __init__(
+        self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor, workspace: Workspace | None
+    ) -> None:
+        self.spec = heads.spec
+        self.heads = heads
+        self.rotary = rotary
+        self.pages = pages
+        self.workspace = workspace
+        self.capturable = True
+        self._sizes: dict[Any, StepSize] = {}
+        self._pool: Any = None
+
+    def logits(
+        self, slots: DecodeSlots, step: Step, watched: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits f32 [B, V] of each request's newest token; they hold until the next step.
+
+        `watched`: so do the queries [L, B, H, D], which come with them.
+        """
+        size, count = self._size_of(slots, watched), len(step.tokens)
+        size.write(slots, step)
+        logits = self._run(size, slots.rope)[:count]
+        return logits, None if size.queries is None else size.queries[:, :count]
+
+    def _size_of(self, slots: DecodeSlots, watched: bool) -> StepSize:
+        """The size that serves a batch; made anew where what a graph knows has moved."""
+        rows = rows_for(len(slots.batch))
+        moves = moves_for(rows, slots.lanes)
+        regime = slots.batch[0].positions.regime
+        key = (id(slots), rows, moves, regime, slots.promoted, watched)
+        size = self._sizes.get(key)
+        # A longer request than ever moves the table of positions.
+        positions, reach = self.rotary.fixed(slots.longest), slots.reach
+        same = (
+            size is not None
+            and size.entries is slots.entries
+            and size.positions is positions
+            and size.reach is reach
+        )
+        if size is None or not same:
+            self._sizes.pop(key, None)
+            if len(self._sizes) >= _MOST_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            size = self._sizes[key] = StepSize(slots.entries, reach, positions, rows, moves)
+            size.queries = query_room(self.spec, rows) if watched else None
+        return size
+
+    def _run(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
+        if not self.capturable:
+            return self._forward(size, rope)
+        if not size.tried:
+            return self._try(size, rope)
+        if size.graph is None:
+            self._capture(size, rope)
+        if size.graph is None or size.logits is None:
+            return self._forward(size, rope)
+        size.graph.replay()
+        return size.logits
+
+    def _forward(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
+        tables = size.tables()
+        return forward(self.spec, self.pages, tables, rope, self.workspace, size.queries)
+
+    def _try(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
+        """The first step of a size runs launch by launch, and shows whether the model waits.
+
+        It also makes what a capture may not: handles of libraries, uploaded frequencies.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = self._forward(size, rope)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self._give_up(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        if not self.capturable:
+            return self._forward(size, rope)
+        size.tried = True
+        return logits
+
+    def _capture(self, size: StepSize, rope: RopeTable) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on allocating meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                size.logits = self._forward(size, rope)
+        except RuntimeError as error:
+            if is_shortage(error):
+                # There may be room another time: once more from a first step on.
+                size.tried = False
+            else:
+                self._give_up(error)
+            return
+        self._pool = graph.pool()
+        size.graph = graph
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.capturable = False
+        _log.warning("decode steps are launched one kernel at a time: %s", error)

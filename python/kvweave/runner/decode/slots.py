@@ -1,0 +1,166 @@
+"""Who takes part in decode steps, and where the entries of their tables lie on the device.
+
+A request that joins a batch sends its entries over, once; from then on a step changes one or two of
+them. One that leaves sends nothing. Nobody else's tables are touched, whoever comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave._native import DecodeRows, DecodeStep
+from kvweave.cache import KvRequest
+from kvweave.ops import RopeTable
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.reads import StepReach, StepReads
+from kvweave.runner.decode.sampling import is_greedy
+from kvweave.runner.heads import HeadReads, Promoted
+from kvweave.runner.report import Timings
+from kvweave.runner.tables import Int32, send
+
+NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
+"""An entry outside the cache: it covers no token."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens i32 [B] that a step feeds, and what it reads and writes: see `DecodeRows.step`."""
+
+    tokens: Int32
+    made: DecodeStep
+
+
+class DecodeSlots:
+    """The tables of requests that decode together.
+
+    `members`: the row of each. `batch`, in the order of the step, its `timings` and its `rope`.
+    `greedy`: whether all of them choose the likeliest token. `longest`: tokens of the longest when
+    it ends. `lanes`: the most tables that any of them keeps up by itself. `entries` i32 [N + 1, 5]
+    on the device: the last one is nobody's.
+    """
+
+    def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
+        self.heads = heads
+        self.spec = heads.spec
+        self.pages = pages
+        self.reads = reads
+        self.rows = DecodeRows(heads.cache)
+        self.entries = self._room(self.rows.entries)
+        self.members: dict[Decoding, int] = {}
+        self.batch: list[Decoding] = []
+        self.greedy = True
+        self.longest = 0
+        self.timings: list[Timings] = []
+        self.promoted: Promoted = ()
+        self.lanes = 1
+        self._requests: list[KvRequest] = []
+        self._numbers = np.zeros(0, np.int32)
+
+    def _room(self, entries: int) -> torch.Tensor:
+        empty = torch.tensor(NO_ENTRY, dtype=torch.int32, device=self.spec.device)
+        return empty.repeat(entries + 1, 1)
+
+    @property
+    def rope(self) -> RopeTable:
+        """Frequencies that the batch's keys were rotated by."""
+        return self.batch[0].positions.rope
+
+    @property
+    def reach(self) -> StepReach:
+        """What heads read and write in a step."""
+        return self.reads.of(self.promoted)
+
+    # ---- who takes part -------------------------------------------------------------------
+
+    def is_seated(self, batch: Sequence[Decoding]) -> bool:
+        """Whether the last step was of this very batch."""
+        # Lists compare their members by identity first.
+        return self.batch == (batch if isinstance(batch, list) else list(batch))
+
+    def seat(self, batch: Sequence[Decoding]) -> None:
+        """Makes these the batch of the next step, in this order: others leave, new ones join."""
+        if self.is_seated(batch):
+            return
+        coming = dict.fromkeys(batch)
+        for sequence in [s for s in self.members if s not in coming]:
+            self._leave(sequence)
+        joining = [s for s in coming if s not in self.members]
+        self._take_heads(joining)
+        longest = max(s.request.length + s.remaining for s in coming)
+        for sequence in joining:
+            self.members[sequence] = self.rows.join()
+        self.greedy, self.longest = is_greedy(batch), longest
+        self.timings = [s.timings for s in batch]
+        self._requests = [s.request for s in batch]
+        self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
+        self.batch = list(batch)
+
+    def _take_heads(self, joining: Sequence[Decoding]) -> None:
+        """Sees to tables for all heads that the coming requests have promoted.
+
+        While anybody is left, tables that there are stay: their requests read them.
+        """
+        promoted = dict.fromkeys(self.promoted if self.members else ())
+        for sequence in joining:
+            promoted.update(dict.fromkeys(sequence.request.promoted))
+        if tuple(promoted) != self.promoted:
+            self.promoted = tuple(promoted)
+            self.rows.set_heads(self.reach.sights)
+
+    def forget(self, request: KvRequest | None = None) -> None:
+        """Lets one of the requests go, or all."""
+        for sequence in [s for s in self.members if request is None or s.request is request]:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Decoding) -> None:
+        self.rows.leave(self.members.pop(sequence))
+        self.batch, self.timings, self._requests = [], [], []
+
+    # ---- a step ---------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """Appends each sequence's last token to its request, all or none, and says what to read.
+
+        Copies that writing asks for are made; the entries are not brought up to date yet.
+
+        # Errors
+        As `Decoder.step`.
+        """
+        tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
+        made = self.rows.step(self._requests, self._numbers, tokens)
+        self.lanes = made.lanes
+        if made.entries >= len(self.entries):
+            old, self.entries = self.entries, self._room(made.entries)
+            self.entries[: len(old) - 1] = old[:-1]
+        if len(made.copies):
+            self._copy(made.copies)
+        return Step(tokens, made)
+
+    def _copy(self, copies: Int32) -> None:
+        """Copies what others share of the blocks that are to be written: i32 [C, 8]."""
+        for group in np.unique(copies[:, 1]).tolist():
+            ops.copy_rerotate(
+                self.pages,
+                np.ascontiguousarray(copies[copies[:, 1] == group, 2:]),
+                self.rope,
+                kv_heads=self.spec.kv_heads,
+                layers=self.heads.page_layers(group),
+            )
+        for number in np.unique(copies[:, 0]).tolist():
+            self._requests[number].finish_copies()
+
+    def write(self, places: npt.NDArray[np.int64], moved: Int32) -> None:
+        """Brings entries up to date: rows i32 [M, 5] at places [M]."""
+        if not len(places):
+            return
+        if self.entries.is_cuda:
+            at, rows = send(self.spec.device, places.astype(np.int32), moved)
+            self.entries.index_copy_(0, torch.as_tensor(at).long(), torch.as_tensor(rows))
+        else:
+            self.entries.numpy()[places] = moved
