@@ -34,6 +34,7 @@ PYTHON_LAYERS = [
     {"device_memory"},
     {"cache", "ops"},
     {"plan", "models", "payload"},
+    {"plan_walk"},
     {"policies", "drawing", "bench"},
     {"runner"},
     {"adapters"},
