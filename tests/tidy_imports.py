@@ -34,7 +34,7 @@ PYTHON_LAYERS = [
     {"device_memory"},
     {"cache", "ops"},
     {"plan", "models", "payload"},
-    {"plan_walk"},
+    {"plan_walk", "question"},
     {"policies", "drawing", "bench"},
     {"runner"},
     {"adapters"},

@@ -16,7 +16,9 @@ from kvweave import ops
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Draft, LayerPlan, Plans, Probe, ProbeResult, Rows, Salience
 from kvweave.plan_walk import Begin, Further, PlanWalk, Task
+from kvweave.question import ASKED, context_of
 from kvweave.runner import chunks, probes
+from kvweave.runner.asked_layer import AskedLayer
 from kvweave.runner.clock import Clock
 from kvweave.runner.draft import Drafter
 from kvweave.runner.flops import ModelWeights
@@ -24,7 +26,6 @@ from kvweave.runner.heads import SomeHeads
 from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.question import ASKED, context_of
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.spared import Spared, may_spare, project_heads, project_sparing
 from kvweave.runner.tables import RowTable, same_rows, send_index
@@ -402,4 +403,4 @@ class _Run:
         self.probed = self.clock.mark()
         places = context_of(plan.score_rows) if plan.probe is Probe.CONTEXT else plan.score_rows
         self.trace.current.flops.score(places, self.kv.layer_heads(plan.layer).seen)
-        return ASKED[plan.probe](self.kv, plan.layer, q, plan.score_rows)
+        return ASKED[plan.probe](AskedLayer(self.kv, plan.layer), q, plan.score_rows)
