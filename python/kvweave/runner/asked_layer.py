@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,11 +42,11 @@ class AskedLayer:
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""
-        reading = self.kv.reading(self.layer)
+        paged = self.kv.paged(self.layer)
         if head is not None:
             reach = ops.Reach(self.kv.request.tables, self._head_rows()[head : head + 1])
-            reading |= {"kv_heads": 1, "window": None, "reach": reach}
-        return mass_from(self.kv, self.layer, q, positions, reading)
+            paged = replace(paged, kv_heads=1, window=None, reach=reach)
+        return mass_from(self.kv, paged, q, positions)
 
     def value_norms(self, head: int) -> torch.Tensor:
         """The norm of each token's value in one KV head, f32 [T]; 0 where nothing is kept."""

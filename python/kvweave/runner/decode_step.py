@@ -101,19 +101,14 @@ def forward(
             queries[index].copy_(q)
         reach = None if tables.reaches is None else tables.reaches[index]
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach)
+        window = layer.window if reach is None else None
+        heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
         attended, _ = ops.attend_decode(
             q,
             tables.positions,
             tables.entries,
-            pages,
-            index,
-            kv_heads=spec.kv_heads,
-            scale=layer.scale,
-            rope=rope,
+            ops.PagedKv(pages, index, heads, scale, rope, window, softcap, reach),
             entry_offsets=tables.offsets,
-            window=layer.window if reach is None else None,
-            softcap=layer.softcap,
-            reach=reach,
             workspace=workspace,
         )
         add_attention(layer, grid, hidden, attended)

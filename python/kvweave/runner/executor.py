@@ -362,11 +362,9 @@ class _Run:
             q,
             table.positions,
             kv.entries,
-            self.kv.pages,
-            plan.layer,
+            self.kv.paged(plan.layer),
             row_offsets=table.offsets,
             entry_offsets=kv.offsets,
-            **self.kv.reading(plan.layer),
         )
         return attended
 

@@ -124,18 +124,24 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             q,
             tables.positions,
             tables.entries.rows,
-            pages,
-            0,
-            kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            rope=self.rope,
-            window=self.window,
-            reach=self.reach,
-            softcap=self.softcap,
+            self.paged(pages),
             entry_offsets=tables.entries.offsets,
             out=out,
             workspace=tables.workspace,
             **split,
+        )
+
+    def paged(self, pages: torch.Tensor) -> ops.PagedKv:
+        """A layer's pages, as its heads read them."""
+        return ops.PagedKv(
+            pages,
+            0,
+            self.num_kv_heads,
+            self.scale,
+            self.rope,
+            self.window,
+            self.softcap,
+            self.reach,
         )
 
     def pages_of_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
@@ -48,20 +48,11 @@ class AskedChunk:
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""
-        first, heads = (0, self.kv_heads) if head is None else (head, 1)
-        return ops.score_tokens(
-            q,
-            positions,
-            self.entries,
+        paged = self.attends.paged(self.pages)
+        if head is not None:
             # Blocks hold the pages of all KV heads; seen from its first page, a head is the first.
-            self.pages[first:],
-            0,
-            kv_heads=heads,
-            scale=self.attends.scale,
-            rope=self.attends.rope,
-            softcap=self.attends.softcap,
-            tokens=self.tokens,
-        )
+            paged = replace(paged, cache=self.pages[head:], kv_heads=1)
+        return ops.score_tokens(q, positions, self.entries, paged, tokens=self.tokens)
 
     def value_norms(self, head: int) -> torch.Tensor:
         """The norm of each token's value in one KV head, f32 [T]."""
