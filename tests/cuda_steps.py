@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvweave import ops
-from paged import paged, rope_table
+from paged import paged, reads, rope_table
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 90, 4, 2, 64, 16
 
@@ -86,7 +86,8 @@ def attend_decode(dtype: torch.dtype) -> Step:
         return {**made, "entries": made["entries"].repeat(3, 1), "offsets": offsets}
 
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return ops.attend_decode(
+        return reads(
+            ops.attend_decode,
             t["q"],
             t["positions"],
             t["entries"],
@@ -103,8 +104,8 @@ def attend_prefill(dtype: torch.dtype) -> Step:
     rope = rope_table(1, DIM)
 
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        return ops.attend_prefill(
-            t["q"], t["positions"], t["entries"], t["pages"], 0, **scoring(rope)
+        return reads(
+            ops.attend_prefill, t["q"], t["positions"], t["entries"], t["pages"], 0, **scoring(rope)
         )
 
     return Step(call, lambda generator: attended(generator, 70, dtype))
@@ -117,7 +118,8 @@ def score_tokens(dtype: torch.dtype) -> Step:
         return {**attended(generator, 20, dtype), "share": torch.full((20, HEADS), torch.nan)}
 
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        mass = ops.score_tokens(
+        mass = reads(
+            ops.score_tokens,
             t["q"],
             t["positions"],
             t["entries"],

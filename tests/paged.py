@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,28 @@ import torch
 import kvweave
 from kvweave import ops
 
+READS = (ops.attend_prefill, ops.attend_decode, ops.score_tokens)
+"""Ops that read pages."""
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def as_read(given: tuple, named: dict) -> tuple[tuple, dict]:
+    """Arguments of an op that reads pages, its `PagedKv` made of those that such a one holds.
+
+    In order they are q, positions, entries, cache and layer.
+    """
+    order = ("q", "positions", "entries", "cache", "layer")
+    named = {**dict(zip(order, given, strict=False)), **named}
+    held = {field.name for field in fields(ops.PagedKv)} & named.keys()
+    kv = ops.PagedKv(**{name: named.pop(name) for name in held})
+    rows = [named.pop(name) for name in order[:3]]
+    return (*rows, kv), named
+
+
+def reads(op: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Calls an op that reads pages: see `as_read`."""
+    given, named = as_read(given, named)
+    return op(*given, **named)
 
 
 def rope_table(layers: int, rotary_dim: int, pairing: str = "half", theta: float = 1e4):

@@ -9,7 +9,7 @@ import torch
 import kvweave
 from cuda_steps import NAMES, steps
 from kvweave import InvalidArgument, ops
-from paged import paged, rope_table
+from paged import paged, reads, rope_table
 from scarce_memory import no_room_on_gpu
 from versions import needs_cuda
 
@@ -73,7 +73,7 @@ BAD: list[tuple[str, object, str]] = [
 def test_attention_refuses(generator, name, value, words) -> None:
     call = world(generator)
     with pytest.raises(InvalidArgument, match=words) as told:
-        ops.attend_prefill(**{**call, name: value(call)})
+        reads(ops.attend_prefill, **{**call, name: value(call)})
     assert told.value.expected
 
 
@@ -84,16 +84,16 @@ def test_host_tables_are_checked_like_those_of_the_cpu(generator) -> None:
         bad = host.copy()
         bad[1, column] = number
         with pytest.raises(InvalidArgument) as there:
-            ops.attend_prefill(**{**call, "entries": bad})
+            reads(ops.attend_prefill, **{**call, "entries": bad})
         with pytest.raises(InvalidArgument) as here:
-            ops.attend_prefill(**{**on_host(call), "entries": bad})
+            reads(ops.attend_prefill, **{**on_host(call), "entries": bad})
         assert str(there.value) == str(here.value)
 
 
 def test_head_dims_beyond_the_kernels_are_named(generator) -> None:
     call = world(generator, head_dim=264)
     with pytest.raises(kvweave.Unsupported, match="head_dim: expected a multiple of 8 up to 256"):
-        ops.attend_prefill(**call)
+        reads(ops.attend_prefill, **call)
 
 
 HOSTILE = [
@@ -120,9 +120,9 @@ def test_entries_outside_the_cache_hold_no_token(generator, dtype, decode) -> No
     mixed = torch.cat((hostile, entries[1:])).cuda()
     offsets = torch.tensor([0, len(mixed)], dtype=torch.int32, device="cuda")
     op = ops.attend_decode if decode else ops.attend_prefill
-    got = op(**{**call, "entries": mixed, "entry_offsets": offsets})
+    got = reads(op, **{**call, "entries": mixed, "entry_offsets": offsets})
     torch.cuda.synchronize()
-    wanted = ops.attend_prefill(**{**on_host(call), "entries": entries[1:]})
+    wanted = reads(ops.attend_prefill, **{**on_host(call), "entries": entries[1:]})
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=2e-2, atol=2e-2)
 
@@ -133,9 +133,9 @@ def test_scores_of_entries_outside_the_cache_are_0(generator, dtype) -> None:
     entries = call["entries"].cpu()
     bad = entries.clone()
     bad[1, 0] = HUGE
-    mass = ops.score_tokens(**{**call, "entries": bad.cuda()}, tokens=60).cpu()
+    mass = reads(ops.score_tokens, **{**call, "entries": bad.cuda()}, tokens=60).cpu()
     kept = torch.cat((entries[:1], entries[2:]))
-    wanted = ops.score_tokens(**{**on_host(call), "entries": kept})
+    wanted = reads(ops.score_tokens, **{**on_host(call), "entries": kept})
     torch.testing.assert_close(mass, wanted, rtol=2e-2, atol=1e-3)
     assert (mass[16:32] == 0).all()
 
@@ -143,11 +143,11 @@ def test_scores_of_entries_outside_the_cache_are_0(generator, dtype) -> None:
 def test_the_length_of_scores_is_asked_for(generator) -> None:
     call = world(generator)
     with pytest.raises(InvalidArgument, match="tokens: expected the largest end of an entry"):
-        ops.score_tokens(**call)
+        reads(ops.score_tokens, **call)
     host = {**call, "entries": call["entries"].cpu()}
     with pytest.raises(InvalidArgument, match=r"mass: expected shape \[T=60\], got \[59\]"):
-        ops.score_tokens(**host, tokens=59)
-    assert ops.score_tokens(**host).shape == (60,)
+        reads(ops.score_tokens, **host, tokens=59)
+    assert reads(ops.score_tokens, **host).shape == (60,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,13 +210,15 @@ def test_merge_states_refuses() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_in_nothing_out(generator, dtype) -> None:
     call = world(generator, dtype, rows=0)
-    out, lse = ops.attend_prefill(**call)
+    out, lse = reads(ops.attend_prefill, **call)
     assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
     none = torch.zeros(1, dtype=torch.int32, device="cuda")
-    out, lse = ops.attend_decode(**{**call, "entries": call["entries"][:0]}, entry_offsets=none)
+    out, lse = reads(
+        ops.attend_decode, **{**call, "entries": call["entries"][:0]}, entry_offsets=none
+    )
     assert len(out) == 0
     share = torch.full((0, 4), torch.nan, device="cuda")
-    mass = ops.score_tokens(**call, edge=ops.EdgeMass(share, 4), tokens=60)
+    mass = reads(ops.score_tokens, **call, edge=ops.EdgeMass(share, 4), tokens=60)
     assert mass.shape == (60,)
     assert (mass == 0).all()
     pages = call["cache"].clone()
@@ -227,7 +229,7 @@ def test_nothing_in_nothing_out(generator, dtype) -> None:
     assert (out.shape, lse.shape) == ((0, 2, 64), (0, 2))
     alone = {**world(generator, dtype, rows=2), "entries": torch.zeros(0, 5).int().cuda()}
     share = torch.full((2, 4), torch.nan, device="cuda")
-    assert ops.score_tokens(**alone, edge=ops.EdgeMass(share, 4), tokens=0).shape == (0,)
+    assert reads(ops.score_tokens, **alone, edge=ops.EdgeMass(share, 4), tokens=0).shape == (0,)
     assert (share == 0).all()
 
 
@@ -242,11 +244,11 @@ def test_odd_addresses(generator, dtype, shift) -> None:
 
     call = world(generator, dtype)
     moved = {k: shifted(v) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    wanted = ops.attend_prefill(**on_host(call))
-    for a, b in zip(ops.attend_prefill(**moved), wanted, strict=True):
+    wanted = reads(ops.attend_prefill, **on_host(call))
+    for a, b in zip(reads(ops.attend_prefill, **moved), wanted, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=2e-2, atol=2e-2)
-    mass = ops.score_tokens(**moved, tokens=60).cpu()
-    torch.testing.assert_close(mass, ops.score_tokens(**on_host(call)), rtol=2e-2, atol=1e-3)
+    mass = reads(ops.score_tokens, **moved, tokens=60).cpu()
+    torch.testing.assert_close(mass, reads(ops.score_tokens, **on_host(call)), rtol=2e-2, atol=1e-3)
     k, v = torch.randn(2, 9, 2, 64, generator=generator).to(dtype)
     slots = torch.stack((torch.full((9,), 4), torch.arange(9)), 1).int()
     ops.write_pages(moved["cache"], 0, shifted(k), shifted(v), shifted(slots))
@@ -271,8 +273,8 @@ def test_results_do_not_depend_on_what_memory_held(generator, dtype) -> None:
         rooms = [torch.full((n,), poison, device="cuda") for n in (28, 60, 7 * 4 * 64, 2**16)]
         rooms += [torch.full((7, 4, 64), poison, dtype=dtype, device="cuda")]
         del rooms
-        out, lse = ops.attend_prefill(**call)
-        mass = ops.score_tokens(**call, tokens=60)
+        out, lse = reads(ops.attend_prefill, **call)
+        mass = reads(ops.score_tokens, **call, tokens=60)
         results.append((out.cpu(), lse.cpu(), mass.cpu()))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)

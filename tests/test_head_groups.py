@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import InvalidArgument, ops
-from paged import causal_mask, dense_attention, rope_table
+from paged import causal_mask, dense_attention, reads, rope_table
 from versions import CPU, REFERENCE, RUNNABLE, VERSIONS
 
 P, D, GROUP = 8, 16, 2
@@ -217,4 +217,4 @@ def test_an_edge_is_written_to_memory_of_its_own(generator) -> None:
     given = case.given(generator)
     edge = ops.EdgeMass(given[0].view(-1)[:8].view(2, 4), 4, 0)
     with pytest.raises(InvalidArgument, match="edge: expected memory of its own"):
-        ops.score_tokens(*given, **case.named(edge=edge))
+        reads(ops.score_tokens, *given, **case.named(edge=edge))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvweave
 from kvweave import CorruptPayload, InvalidArgument, KvCache, KvShape, KvweaveError, ops
 from kvweave.payload import KvPayload
-from paged import rope_table
+from paged import reads, rope_table
 
 HALF = "\ud800"
 """Half of a character, which Python's str may hold and UTF-8 may not."""
@@ -53,9 +53,9 @@ def test_rows_that_are_no_tensors_of_torch_are_refused_by_name(wrong) -> None:
     offsets = np.zeros(2, np.int32)
     expected = "expected a tensor of torch, got an object of type"
     for name, call in [
-        ("q", lambda: ops.attend_prefill(**reading(q=wrong))),
-        ("q", lambda: ops.attend_decode(**reading(q=wrong), entry_offsets=offsets)),
-        ("q", lambda: ops.score_tokens(**reading(q=wrong))),
+        ("q", lambda: reads(ops.attend_prefill, **reading(q=wrong))),
+        ("q", lambda: reads(ops.attend_decode, **reading(q=wrong), entry_offsets=offsets)),
+        ("q", lambda: reads(ops.score_tokens, **reading(q=wrong))),
         ("k", lambda: ops.write_pages(**writing(k=wrong))),
         ("v", lambda: ops.write_pages(**writing(v=wrong))),
         ("outs", lambda: ops.merge_states(wrong, torch.zeros(1, 1, 2))),
@@ -68,13 +68,13 @@ def test_rows_that_are_no_tensors_of_torch_are_refused_by_name(wrong) -> None:
 @pytest.mark.parametrize("wrong", [-1, 2**31, 2**70, 1.5, "3"])
 def test_a_count_of_tokens_is_one(wrong) -> None:
     with pytest.raises(InvalidArgument, match=r"tokens: expected a number from 0 to 2\^31 − 1"):
-        ops.score_tokens(**reading(), tokens=wrong)
+        reads(ops.score_tokens, **reading(), tokens=wrong)
 
 
 def test_entries_that_are_no_table_are_refused_by_name() -> None:
     for wrong in (None, [[1, 0, 1, 0, 0]], "entries"):
         with pytest.raises(InvalidArgument, match="entries: expected a tensor"):
-            ops.score_tokens(**reading(entries=wrong))
+            reads(ops.score_tokens, **reading(entries=wrong))
 
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -93,13 +93,23 @@ NUMBERS: list[Callable[[int], object]] = [
     lambda n: small_cache().admit(TOKENS).advance(0, n),
     lambda n: small_cache().admit(TOKENS).freeze("x", 0, n),
     lambda n: ops.Reach(n, np.zeros((2, 4), np.int32)) if n < 0 else KvShape(1, n, 8),
-    lambda n: ops.attend_prefill(**reading(layer=n)),
-    lambda n: ops.attend_prefill(**reading(kv_heads=n)),
+    lambda n: reads(ops.attend_prefill, **reading(layer=n)),
+    lambda n: reads(ops.attend_prefill, **reading(kv_heads=n)),
     lambda n: ops.write_pages(**writing(layer=n)),
     lambda n: ops.copy_rerotate(
         torch.zeros(20, 2, 4, 8), np.zeros((0, 6), np.int32), rope_table(1, 8), kv_heads=n
     ),
 ]
+
+
+@pytest.mark.parametrize("op", [ops.attend_prefill, ops.attend_decode, ops.score_tokens])
+@pytest.mark.parametrize("wrong", [None, 3, torch.zeros(20, 2, 4, 8), {"layer": 0}])
+def test_what_is_read_is_a_paged_kv(op, wrong) -> None:
+    call = reading()
+    rows = [call[name] for name in ("q", "positions", "entries")]
+    offsets = {"entry_offsets": np.zeros(2, np.int32)}
+    with pytest.raises(InvalidArgument, match="kv: expected a PagedKv, got"):
+        op(*rows, wrong, **offsets)
 
 
 @pytest.mark.parametrize("call", range(len(NUMBERS)))
@@ -123,8 +133,8 @@ def test_a_regime_is_64_bits(number) -> None:
 
 
 def test_a_window_beyond_all_positions_is_none() -> None:
-    out, _ = ops.attend_prefill(**reading(window=2**64))
-    assert torch.equal(out, ops.attend_prefill(**reading())[0])
+    out, _ = reads(ops.attend_prefill, **reading(window=2**64))
+    assert torch.equal(out, reads(ops.attend_prefill, **reading())[0])
 
 
 @pytest.mark.parametrize("name", [HALF, "a" + HALF, HALF * 3])

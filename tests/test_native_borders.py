@@ -17,7 +17,7 @@ import torch
 import kvweave
 from kvweave import InvalidArgument, ops
 from kvweave.ops.reading import Reading
-from paged import NAMES, Paged, paged, rope_table
+from paged import NAMES, Paged, paged, reads, rope_table
 
 DTYPES = list(NAMES)
 
@@ -348,7 +348,7 @@ BAD_ATTENTION: list[tuple[str, Callable[[Paged], object], str]] = [
 def test_attention_refuses(case, name, value, words) -> None:
     before = case.pages.clone()
     with torch.enable_grad(), pytest.raises(InvalidArgument, match=words) as told:
-        ops.attend_prefill(**{**arguments(case), name: value(case)})
+        reads(ops.attend_prefill, **{**arguments(case), name: value(case)})
     assert told.value.expected
     assert told.value.got
     assert torch.equal(case.pages, before)
@@ -359,7 +359,7 @@ def test_overlapping_results_are_refused(case) -> None:
     call = arguments(case)
     room = call["q"]
     with pytest.raises(InvalidArgument, match="out: expected memory of its own, apart from q"):
-        ops.attend_prefill(**call, out=room)
+        reads(ops.attend_prefill, **call, out=room)
 
 
 BAD_WRITES: list[tuple[str, object, str]] = [
@@ -470,7 +470,7 @@ def test_rope_tables_refuse(inv_freq, pairing, words) -> None:
 def test_cuda_is_refused_by_name_where_it_is_not(case) -> None:
     words = "cache: expected a tensor on cuda, got one on cpu"
     with pytest.raises(InvalidArgument, match=words):
-        ops.attend_prefill(**arguments(case), backend="cuda")
+        reads(ops.attend_prefill, **arguments(case), backend="cuda")
     copies = np.zeros((0, 6), np.int32)
     with pytest.raises(InvalidArgument, match=words):
         ops.copy_rerotate(case.pages, copies, rope_table(2, 64), kv_heads=2, backend="cuda")
@@ -484,7 +484,7 @@ def test_ops_let_other_threads_run(case) -> None:
 
     def work() -> None:
         spans.append(time.perf_counter())
-        ops.attend_prefill(**call)
+        reads(ops.attend_prefill, **call)
         spans.append(time.perf_counter())
 
     thread = threading.Thread(target=work)

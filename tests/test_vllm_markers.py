@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,22 @@ from hypothesis import strategies as st
 from kvweave.adapters.vllm.segments.accepted import accepted
 from kvweave.adapters.vllm.segments.markers import (
     MOST_SEGMENTS,
-    POLICIES,
     Markers,
     Span,
     markers_of,
     parse,
 )
 from kvweave.errors import InvalidArgument
-from kvweave.policies import POLICIES as KNOWN
-from kvweave.policies import Naive, SparseX
+from kvweave.policies import (
+    POLICIES,
+    Foresight,
+    InfoFlow,
+    Naive,
+    RedKnot,
+    SparseX,
+    Weave,
+    policy_of,
+)
 
 WHOLE: dict[str, Any] = {
     "segments": [[3, 9], [9, 20, "handbook"]],
@@ -59,18 +68,32 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "namespace": ({"namespace": None}, "kvweave.namespace: expected a string.*got None"),
     "surrogate": ('{"namespace": "\\ud800"}', "kvweave.namespace: expected a string"),
     "long": ({"namespace": "a" * 257}, "kvweave.namespace: expected a string of up to 256"),
-    "policy": ({"policy": "cacheblend"}, "kvweave.policy: expected one of sparsex, naive, full"),
-    "two passes": (
-        {"policy": "foresight"},
-        "one of sparsex, naive, full, got 'foresight', which goes through the layers up to 2 times",
-    ),
-    "set two passes": ({"policy": {"name": "weave", "x": 1}}, "got 'weave', which goes through"),
-    "other probe": ({"policy": "redknot"}, "full, got 'redknot', whose plans are not carried out"),
+    "policy": ({"policy": "blend"}, "kvweave.policy: expected one of full, .*, weave, got 'blend'"),
     "deep": ("[" * 100_000, "kvweave: expected a JSON object"),
     "setting": ({"policy": {"name": "sparsex", "k": 1}}, "expected boundary, .* got k of sparsex"),
-    "of naive": ({"policy": {"name": "naive", "tail": 1}}, "got tail of naive"),
-    "no name": ({"policy": {"tail": 1}}, "kvweave.policy: expected one of sparsex, .*got None"),
-    "kind": ({"policy": {"name": "sparsex", "tail": 1.5}}, "policy.tail: expected a number"),
+    "of naive": (
+        {"policy": {"name": "naive", "tail": 1}},
+        "delta_rope of naive, got tail of naive",
+    ),
+    "of full": ({"policy": {"name": "full", "tail": 1}}, "no settings of full, got tail of full"),
+    "of a part": (
+        {"policy": {"name": "weave", "foresight": {"shares": 0.1}}},
+        "expected foresight.share, .* of weave, got foresight.shares of weave",
+    ),
+    "a part": ({"policy": {"name": "weave", "redknot": 1}}, "of weave, got redknot of weave"),
+    "a path that is none": ({"policy": {"name": "naive", 3: 1}}, "got 3 of naive"),
+    "no name": ({"policy": {"tail": 1}}, "kvweave.policy: expected one of full, .*got None"),
+    "kind": ({"policy": {"name": "sparsex", "tail": 1.5}}, "policy.tail: expected a whole number"),
+    "flag": ({"policy": {"name": "naive", "delta_rope": 1}}, "delta_rope: expected true or false"),
+    "true": ({"policy": {"name": "epic", "first": True}}, "policy.first: expected a whole number"),
+    "huge": ({"policy": {"name": "epic", "first": 2**40}}, "policy.first: expected a whole number"),
+    "no number": ({"policy": {"name": "prophet", "share": math.nan}}, "share: expected a number"),
+    "word": ({"policy": {"name": "infoflow", "score": "max"}}, "expected norm or sum or value"),
+    "layers": (
+        {"policy": {"name": "infoflow", "layers": [1.5]}},
+        "layers: expected a whole number",
+    ),
+    "layer": ({"policy": {"name": "infoflow", "layers": 3}}, "expected a list of whole numbers or"),
     "range": ({"policy": {"name": "sparsex", "top_k": 1.5}}, "policy: expected settings in range"),
     "list policy": ({"policy": ["naive"]}, "kvweave.policy: expected one of"),
     "discover": ({"discover": 1}, "kvweave.discover: expected true or false, got 1"),
@@ -112,14 +135,42 @@ def test_settings_of_the_policy() -> None:
     assert parse({"policy": "naive"}).recovery() == Naive()
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_what_the_engine_cannot_carry_out_is_refused(name: str) -> None:
-    if name in POLICIES:
-        assert parse({"policy": name}).recovery().passes == 1
-        return
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_may_be_asked_for(name: str) -> None:
     for policy in (name, {"name": name}):
-        with pytest.raises(InvalidArgument, match="expected one of sparsex, naive, full, got "):
-            parse({"policy": policy})
+        assert parse({"policy": policy}).recovery() == policy_of(name)
+    marked = parse({"policy": name, "segments": [[3, 9]]})
+    assert marked.approximates == (name not in ("full", "prefix"))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Foresight(share=0.2, draft=0),
+        Foresight(mass=0.5),
+        InfoFlow(layers=(1, 2), score="value"),
+        Naive(delta_rope=False),
+        RedKnot(repair=3, restore_edge=1),
+        Weave(Foresight(count=9), RedKnot(ffn_share=0.25)),
+    ],
+)
+def test_settings_are_those_of_any_policy(policy: Any) -> None:
+    """As JSON has them, with a part's settings as an object or behind a dot."""
+    name = policy.name.removesuffix("-no-rope")
+    given = {"name": name, **asdict(policy)}
+    dotted = {"name": name, **dict(flat(asdict(policy)))}
+    for one in (given, json.loads(json.dumps(given)), dotted):
+        marked = parse({"policy": one})
+        assert marked.recovery() == policy
+        assert hash(marked) == hash(parse({"policy": given}))
+
+
+def flat(settings: dict[str, Any]) -> Any:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{inner}", found) for inner, found in value.items())
+        else:
+            yield key, value
 
 
 def test_spans_beyond_the_prompt_are_refused() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvweave import Unsupported, ops
 from kvweave.adapters.vllm import versions as vllm_versions
 from kvweave.adapters.vllm.tables import Entries, KeptTables, Span, StepBatch, StepLayout
-from paged import dense_attention, rope_table
+from paged import dense_attention, reads, rope_table
 from versions import needs_cuda
 
 
@@ -198,7 +198,8 @@ def attended(batch: Batch, span: Span, device: str) -> tuple[torch.Tensor, torch
     tables, entries = batch.tables(span, device)
     seen = [[0, head, span.window or 0, span.sink] for head in range(heads)]
     reach = ops.Reach(1, np.array(seen, np.int32))
-    out, _ = ops.attend_prefill(
+    out, _ = reads(
+        ops.attend_prefill,
         torch.cat(queries).to(device),
         tables.positions,
         entries.rows,

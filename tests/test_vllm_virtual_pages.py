@@ -17,7 +17,7 @@ from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
 from kvweave.errors import KvweaveError, PoolFull
-from paged import dense_attention, rope_table
+from paged import dense_attention, reads, rope_table
 from versions import needs_cuda
 
 FULL = {"kind": "full"}
@@ -288,7 +288,8 @@ def test_attention_through_virtual_pages_is_dense(rows: list[int], device: str) 
             new = [x[layer][of_rows].to(device) for x in (k, v)]
             ops.write_pages(memory.arena, 0, *new, tables.slots, reach=reach)
             q = torch.randn((len(of_rows), 6, dim), generator=generator)
-            out, _ = ops.attend_prefill(
+            out, _ = reads(
+                ops.attend_prefill,
                 q.to(device),
                 tables.positions,
                 tables.entries,

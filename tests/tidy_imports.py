@@ -34,6 +34,7 @@ PYTHON_LAYERS = [
     {"device_memory"},
     {"cache", "ops", "scheduler"},
     {"plan", "models", "payload"},
+    {"plan_walk", "question"},
     {"policies", "drawing", "bench"},
     {"runner"},
     {"adapters"},

@@ -16,6 +16,7 @@ import torch
 
 import kvweave
 from kvweave import ops
+from paged import READS, as_read
 
 STATUS = kvweave.cuda_status()
 if not torch.cuda.is_available():
@@ -43,6 +44,8 @@ class Version:
         return lambda *given, **named: self._call(getattr(ops, op), given, named)
 
     def _call(self, op: Callable[..., Any], given: tuple, named: dict) -> Any:
+        if op in READS:
+            given, named = as_read(given, named)
         if self.device == "cpu":
             return op(*given, backend=self.backend, **named)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ def stock(model: Path, tokens: Tokens, count: int = 6) -> Answer:
 
 def named(policy: str | Policy) -> str | dict[str, Any]:
     """A policy as a request names it."""
-    return policy if isinstance(policy, str) else {"name": policy.name, **vars(policy)}
+    if isinstance(policy, str):
+        return policy
+    return {"name": policy.name.removesuffix("-no-rope"), **asdict(policy)}
 
 
 def asked(given: Marked, count: int, **markers: Any) -> tuple[dict[str, Tokens], Any]:

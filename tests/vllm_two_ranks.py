@@ -52,11 +52,12 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         tiny("llama", **SIZES).save_pretrained(Path(folder))
         with engine(Path(folder), settings(), max_num_batched_tokens=512, **changes) as llm:
-            for given in prompts:
-                wanted = beside.ask(given, "sparsex")
-                got = ask(llm, given)
-                apart = abs(got.logprobs[0] - wanted.logprobs[0])
-                say(got=got.tokens, wanted=wanted.tokens, apart=apart)
+            for policy in ("sparsex", "foresight"):
+                for given in prompts:
+                    wanted = beside.ask(given, policy, namespace=policy)
+                    got = ask(llm, given, policy=policy, namespace=policy)
+                    apart = abs(got.logprobs[0] - wanted.logprobs[0])
+                    say(got=got.tokens, wanted=wanted.tokens, apart=apart)
             base = KnowledgeBase(llm.collective_rpc)
             base.insert("handbook", text(90, 77), "acme")
             say(store=base.store(), names=[entry["name"] for entry in base.entries()])

@@ -50,14 +50,12 @@ class Work:
 
     def ours(self) -> torch.Tensor:
         s = self.shape
-        settings = {"kv_heads": s.kv_heads, "scale": s.head_dim**-0.5, "rope": s.rope()}
+        kv = ops.PagedKv(self.pages, 0, s.kv_heads, s.head_dim**-0.5, s.rope())
         q, positions, entries = self.q, self.positions, self.entries
         if len(positions) == 1:
             offsets = np.array([0, len(entries)], np.int32)
-            return ops.attend_decode(
-                q, positions, entries, self.pages, 0, entry_offsets=offsets, **settings
-            )[0]
-        return ops.attend_prefill(q, positions, entries, self.pages, 0, **settings)[0]
+            return ops.attend_decode(q, positions, entries, kv, entry_offsets=offsets)[0]
+        return ops.attend_prefill(q, positions, entries, kv)[0]
 
     def torch_call(self) -> Callable[[], torch.Tensor]:
         q, k, v = (x.transpose(0, 1)[None] for x in (self.q, self.k, self.v))

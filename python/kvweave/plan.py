@@ -1,9 +1,9 @@
-"""What a recovery policy says, step by step: plain data that the executor carries out.
+"""What a recovery policy says, step by step: plain data, handed out by a `PlanWalk`.
 
 A policy is a generator. It yields a `LayerPlan` for each layer, in order; a plan for layer 0 behind
 one for a later layer begins another pass over the same pages, in which rows are written again. The
 last pass goes through all layers. Behind a pass that does, a policy may yield a `Draft`. What a
-step measured is sent back to it.
+step measured is sent back to it. `plan_walk` holds a policy to this, whoever carries it out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LayerPlan:
     `rows` i32 [R], sorted positions: those that are computed and whose K, V are written. They
     must be a subset of the rows of the layer before. Layer 0 alone may be planned twice in a row,
     the second time with further rows: their hidden states are the embeddings, known for every
-    token.
+    token. What the second plan says is of these rows, and it measures nothing.
     `score_rows` i32 [S]: the rows whose queries are scored (a subset of `rows`).
     `local_rows`, a subset of `rows`: those whose K, V of window heads are written; the others'
     stay as they were reused. Full heads always write all `rows`. None: all.
@@ -93,7 +93,7 @@ class Draft:
 
     `tokens` n ≥ 1 are fed one by one, and their queries are kept. What comes back is the attention
     mass that they give to each token of the prompt, f32 [T], summed over query heads and the layers
-    from `since` on; None when the cache has no room for n more tokens. Nothing of a draft stays:
+    from `since` < L on; None when there is no room for n more tokens. Nothing of a draft stays:
     neither its tokens nor their KV.
     """
 

@@ -12,7 +12,7 @@ import vllm_two_ranks
 
 
 def test_two_ranks_are_the_runner() -> None:
-    """Scores are summed over the ranks' heads, so that both choose the same rows."""
+    """What is measured is summed over the ranks' heads, so that both choose the same rows."""
     script = Path(vllm_two_ranks.__file__)
     paths = [str(script.parent), *sys.path]
     found = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
@@ -25,12 +25,13 @@ def test_two_ranks_are_the_runner() -> None:
         check=True,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    first, second, store, unknown, malformed, alive = lines
-    for said in (first, second):
+    *answers, store, unknown, malformed, alive = lines
+    assert len(answers) == 2 * 2
+    for said in answers:
         assert said["got"] == said["wanted"]
         assert said["apart"] < 2e-3
     assert store["names"] == ["handbook"]
-    assert store["store"]["request_hits"] == 100
+    assert store["store"]["request_hits"] == 2 * 100
     assert unknown["error"][0] == "UnknownSegment"
     assert malformed["error"][0] == "InvalidArgument"
     assert "kvweave.segments" in malformed["error"][1]

@@ -27,6 +27,7 @@ from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
 from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
+from kvweave.ops.reading import PagedKv
 from kvweave.ops.scores import EdgeMass, score_tokens
 from kvweave.ops.step_tables import StepTables, step_tables
 from kvweave.ops.workspace import Workspace
@@ -35,6 +36,7 @@ __all__ = [
     "Backend",
     "EdgeMass",
     "PageBounds",
+    "PagedKv",
     "Pages",
     "Reach",
     "RopeTable",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvweave import _native
-from kvweave._native import Reach, RopeTable
 from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
-    Pages,
     Table,
     cuda_device,
     expect_tensors,
@@ -17,7 +15,7 @@ from kvweave.ops.dispatch import (
     stream_of,
     whole,
 )
-from kvweave.ops.reading import Reading
+from kvweave.ops.reading import PagedKv, expect_paged
 from kvweave.ops.workspace import Workspace
 
 
@@ -26,16 +24,8 @@ def attend_prefill(
     q: torch.Tensor,
     positions: Table,
     entries: Table,
-    cache: Pages,
-    layer: int,
+    kv: PagedKv,
     *,
-    kv_heads: int,
-    scale: float,
-    rope: RopeTable,
-    window: int | None = None,
-    softcap: float | None = None,
-    reach: Reach | None = None,
-    kv_scales: tuple[float, float] | None = None,
     row_offsets: Table | None = None,
     entry_offsets: Table | None = None,
     out: torch.Tensor | None = None,
@@ -45,13 +35,9 @@ def attend_prefill(
     """Attention of rows at arbitrary positions over paged KV, causal by position.
 
     q [R, H, D], rotated to its positions i32 [R]; rows in any order. A row sees the keys at
-    positions up to its own and, with `window` w, only those above its position − w. Keys of an
-    entry with delta ≠ 0 are read where they are, q turned back by delta (zero-copy `share`).
-    `softcap` c maps a score s to c · tanh(s / c). For B requests, row_offsets and entry_offsets
-    i32 [B + 1] split rows and entries; without them there is one request. With a `reach` each KV
-    head has a table, page, window and sink of its own, entry_offsets has B · tables + 1 numbers,
-    and `window` stays None. Over a float8_e4m3fn cache q is f32, bf16 or f16, and `kv_scales` (key,
-    value) are what the layer's stored keys and values are multiplied by; None is (1, 1).
+    positions up to its own, as `kv` says. For B requests, row_offsets and entry_offsets i32 [B + 1]
+    split rows and entries; without them there is one request. With a `reach` entry_offsets has
+    B · tables + 1 numbers. Over a float8_e4m3fn cache q is f32, bf16 or f16.
 
     Returns out [R, H, D] (written to `out` if given) and lse f32 [R, H], natural logarithm. A row
     that sees no key gets 0 and −∞. The bits of a row do not depend on the other rows, except on
@@ -60,9 +46,9 @@ def attend_prefill(
     rows of the same request that do not see its key but stand next to one that does.
     """
     expect_tensors(q=q)
-    scoring = (scale, rope, window, softcap)
-    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
-    device = cuda_device("cache", cache, backend)
+    expect_paged(kv)
+    call = kv.read(q, positions, entries)
+    device = cuda_device("cache", kv.cache, backend)
     out, lse = _results(q, out)
     if device is None:
         reference = backend == "reference"
@@ -88,17 +74,9 @@ def attend_decode(
     q: torch.Tensor,
     positions: Table,
     entries: Table,
-    cache: Pages,
-    layer: int,
+    kv: PagedKv,
     *,
-    kv_heads: int,
-    scale: float,
-    rope: RopeTable,
     entry_offsets: Table,
-    window: int | None = None,
-    softcap: float | None = None,
-    reach: Reach | None = None,
-    kv_scales: tuple[float, float] | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     backend: Backend = None,
@@ -110,9 +88,9 @@ def attend_decode(
     the zeros that split keys need.
     """
     expect_tensors(q=q)
-    scoring = (scale, rope, window, softcap)
-    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
-    device = cuda_device("cache", cache, backend)
+    expect_paged(kv)
+    call = kv.read(q, positions, entries)
+    device = cuda_device("cache", kv.cache, backend)
     out, lse = _results(q, out)
     if device is None:
         _native.attend_decode(call, entry_offsets, out, lse, backend == "reference")

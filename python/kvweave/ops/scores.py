@@ -8,11 +8,9 @@ import numpy as np
 import torch
 
 from kvweave import _native
-from kvweave._native import Reach, RopeTable
 from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
-    Pages,
     Table,
     cuda_device,
     expect_tensors,
@@ -21,7 +19,7 @@ from kvweave.ops.dispatch import (
     stream_of,
     whole,
 )
-from kvweave.ops.reading import Reading
+from kvweave.ops.reading import PagedKv, expect_paged
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,8 @@ def score_tokens(
     q: torch.Tensor,
     positions: Table,
     entries: Table,
-    cache: Pages,
-    layer: int,
+    kv: PagedKv,
     *,
-    kv_heads: int,
-    scale: float,
-    rope: RopeTable,
-    window: int | None = None,
-    softcap: float | None = None,
-    reach: Reach | None = None,
-    kv_scales: tuple[float, float] | None = None,
     entry_offsets: Table | None = None,
     edge: EdgeMass | None = None,
     tokens: int | None = None,
@@ -60,16 +50,15 @@ def score_tokens(
 ) -> torch.Tensor:
     """Attention mass of every key of one request: Sparse-Q (SparseX, section 3, Algorithm 1).
 
-    q [R, H, D] are the probing rows. With a `reach`, entry_offsets i32 [tables + 1] splits the
-    entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads of
-    the softmax weight of each key. The score matrix is never stored. `edge` is written in the
+    q [R, H, D] are the probing rows. With a `reach` of `kv`, entry_offsets i32 [tables + 1] splits
+    the entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads
+    of the softmax weight of each key. The score matrix is never stored. `edge` is written in the
     same passes. `tokens` says T where entries lie on a CUDA device: nothing waits to look there.
-    Over a float8_e4m3fn cache `kv_scales` are those of `attend_prefill`.
     """
     expect_tensors(q=q)
-    scoring = (scale, rope, window, softcap)
-    call = Reading(q, positions, entries, cache, layer, kv_heads, *scoring, reach, kv_scales)
-    device = cuda_device("cache", cache, backend)
+    expect_paged(kv)
+    call = kv.read(q, positions, entries)
+    device = cuda_device("cache", kv.cache, backend)
     length = _end_of(entries) if tokens is None else _counted(tokens)
     mass = torch.empty(length, dtype=torch.float32, device=device)
     far = None if edge is None else (edge.share, edge.window, edge.sink)

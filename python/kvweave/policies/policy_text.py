@@ -35,15 +35,15 @@ def read_policy(text: str) -> Policy:
     changes: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = (part.strip() for part in setting.partition("="))
-        known = [path for path, _ in _settings(policy)]
+        known = [path for path, _ in settings_of(policy)]
         if not equals or key not in known:
             wanted = f"setting=value with one of {', '.join(known)}" if known else "no settings"
             raise InvalidArgument(f"policy {name}: expected {wanted}, got {setting!r}")
         if key in seen:
             raise InvalidArgument(f"policy {name}: expected {key} once, got {setting!r} too")
         seen.add(key)
-        changes[key] = _value(f"policy {name}: {key}", value, dict(_settings(policy))[key])
-    return cast(Policy, _changed(policy, changes))
+        changes[key] = _value(f"policy {name}: {key}", value, dict(settings_of(policy))[key])
+    return cast(Policy, with_settings(policy, changes))
 
 
 def title_of(policy: str | Policy) -> str:
@@ -91,7 +91,7 @@ def titled(policies: Sequence[str | Policy]) -> dict[str, Policy]:
     return given
 
 
-def _settings(policy: object, before: str = "") -> Iterator[tuple[str, Any]]:
+def settings_of(policy: object, before: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting's path and type, those of parts behind the part's name."""
     if not is_dataclass(policy):
         return
@@ -99,12 +99,12 @@ def _settings(policy: object, before: str = "") -> Iterator[tuple[str, Any]]:
     for field in fields(policy):
         value = getattr(policy, field.name)
         if is_dataclass(value):
-            yield from _settings(value, f"{before}{field.name}.")
+            yield from settings_of(value, f"{before}{field.name}.")
         else:
             yield before + field.name, types[field.name]
 
 
-def _changed(policy: Any, changes: dict[str, Any]) -> Any:
+def with_settings(policy: Any, changes: dict[str, Any]) -> Any:
     """The policy with other settings, made at once: a check may look at several of them."""
     own: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -114,7 +114,7 @@ def _changed(policy: Any, changes: dict[str, Any]) -> Any:
             parts.setdefault(part, {})[rest] = value
         else:
             own[path] = value
-    own |= {part: _changed(getattr(policy, part), inner) for part, inner in parts.items()}
+    own |= {part: with_settings(getattr(policy, part), inner) for part, inner in parts.items()}
     return replace(policy, **own) if own else policy
 
 
@@ -127,17 +127,22 @@ def _differing(policy: Any, default: Any, before: str = "") -> Iterator[tuple[st
             yield before + field.name, mine
 
 
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """The types that a setting may have, in the order in which it names them."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def _value(what: str, text: str, kind: Any) -> Any:
     """The text as a value of a type: bool, int, float, str, None, some literals, or one of these.
 
     Types are tried in the order in which the setting names them.
     """
-    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    choices = kinds_of(kind)
     for choice in choices:
         found = list(_read(text, choice))
         if found:
             return found[0]
-    raise InvalidArgument(f"{what}: expected {' or '.join(map(_told, choices))}, got {text!r}")
+    raise InvalidArgument(f"{what}: expected {' or '.join(map(told, choices))}, got {text!r}")
 
 
 def _read(text: str, kind: Any) -> Iterator[Any]:
@@ -159,7 +164,8 @@ def _read(text: str, kind: Any) -> Iterator[Any]:
             yield number
 
 
-def _told(kind: Any) -> str:
+def told(kind: Any) -> str:
+    """What values a type has, in words."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if kind is NoneType:

@@ -101,13 +101,15 @@ class _Pages:
             q,
             rows,
             self.entries,
-            self.pages,
-            layer,
-            kv_heads=self.spec.kv_heads,
-            scale=spec.scale,
-            rope=self.rope,
-            window=spec.window,
-            softcap=spec.softcap,
+            ops.PagedKv(
+                self.pages,
+                layer,
+                self.spec.kv_heads,
+                spec.scale,
+                self.rope,
+                spec.window,
+                spec.softcap,
+            ),
             edge=ops.EdgeMass(share, recent, sink),
         )
         return share.cpu().double().numpy()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from kvweave.errors import InvalidArgument
-from kvweave.plan import Draft, LayerPlan, Plans, ProbeResult, Rows
+from kvweave.plan import Draft, LayerPlan, Rows
+from kvweave.plan_walk import Begin, Further, PlanWalk
 
 
 def spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -18,20 +19,21 @@ def spans(start: int, end: int, chunk_tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def collected(policy: Plans) -> list[LayerPlan]:
+def collected(walk: PlanWalk) -> list[LayerPlan]:
     """All plans of a policy that measures nothing.
 
     # Errors
     `InvalidArgument` for a plan that has a probe or restores a head, which needs all of its keys;
-    for a draft or a second pass, which need all rows of the first.
+    for a draft or a second pass, which need all rows of the first; for what the walk refuses.
     """
     plans: list[LayerPlan] = []
-    for plan in policy:
-        if isinstance(plan, Draft) or (plan.layer == 0 and plans):
-            got = "a draft" if isinstance(plan, Draft) else "a second pass"
+    while (task := walk.advance()) is not None:
+        if isinstance(task, (Draft, Further)) or (isinstance(task, Begin) and plans):
+            got = "a draft" if isinstance(task, Draft) else "a second pass"
             raise InvalidArgument(
                 f"layer plan: expected one pass of a policy that measures nothing, got {got}"
             )
+        plan = task.plan
         if plan.restore:
             raise InvalidArgument(
                 f"layer plan: expected one of a policy that measures nothing and restores no head, "
@@ -46,19 +48,7 @@ def collected(policy: Plans) -> list[LayerPlan]:
     return plans
 
 
-def among(plan: LayerPlan, rows: Rows) -> LayerPlan:
-    """A plan of some of its rows: nothing is measured, nothing restored."""
-
-    def kept(some: Rows | None) -> Rows | None:
-        return None if some is None else np.intersect1d(some, rows, assume_unique=True)
-
-    local, ffn = kept(plan.local_rows), kept(plan.ffn_rows)
-    return LayerPlan(plan.layer, rows, local_rows=local, ffn_rows=ffn)
-
-
-def cut(
-    plans: Sequence[LayerPlan], start: int, end: int
-) -> Generator[LayerPlan, ProbeResult, None]:
+def cut(plans: Sequence[LayerPlan], start: int, end: int) -> Iterator[LayerPlan]:
     """The plans' rows in [start, end); layers without any are left out."""
 
     def part(rows: Rows) -> Rows:

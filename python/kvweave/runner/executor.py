@@ -1,22 +1,24 @@
-"""Runs any policy's plans over a request's pages: the one executor of prefill.
+"""Carries out what a walk hands out over a request's pages: the runner's prefill.
 
 For each layer: project the plan's rows → write K, V → attend by position → finish the rows. What
 the policy asked to measure goes back to it before it says what comes next. Behind the last layer
-it may ask for a draft, or begin another pass.
+it may ask for a draft, or begin another pass: see `PlanWalk`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.errors import InvalidArgument
-from kvweave.plan import Draft, LayerPlan, Plans, PlanStep, Probe, ProbeResult, Rows
+from kvweave.plan import Draft, LayerPlan, Plans, Probe, ProbeResult, Rows, Salience
+from kvweave.plan_walk import Begin, Further, PlanWalk, Task
+from kvweave.question import ASKED, context_of
 from kvweave.runner import chunks, probes
+from kvweave.runner.asked_layer import AskedLayer
 from kvweave.runner.clock import Clock
 from kvweave.runner.draft import Drafter
 from kvweave.runner.flops import ModelWeights
@@ -24,7 +26,6 @@ from kvweave.runner.heads import SomeHeads
 from kvweave.runner.hidden import Hidden
 from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, dense_attention, project
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.question import ASKED, context_of
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.spared import Spared, may_spare, project_heads, project_sparing
 from kvweave.runner.tables import RowTable, same_rows, send_index
@@ -41,20 +42,27 @@ class Executor:
         self.weights = ModelWeights(spec)
 
     def prefill(
-        self, kv: RequestKv, tokens: torch.Tensor, policy: Plans, logits_from: int
+        self,
+        kv: RequestKv,
+        tokens: torch.Tensor,
+        policy: Plans,
+        logits_from: int,
+        done: int = 0,
     ) -> tuple[torch.Tensor, Trace]:
         """Carries out a policy; returns the logits f32 [n, V] from a position on, and the trace.
 
-        tokens i64 [T]. The last layer computes K, V of all its rows, and the rest of those alone
-        that are at or after `logits_from`. The logits are those of the last pass.
+        tokens i64 [T]; plans name none of the first `done`. The last layer computes K, V of all its
+        rows, and the rest of those alone that are at or after `logits_from`. The logits are those
+        of the last pass.
 
         # Errors
-        `InvalidArgument` for a plan that skips a layer, names rows without hidden states or
-        restores a full head; or when a position whose logits are wanted was not computed.
-        `PoolFull` when copy-on-write of a shared block finds no room.
+        `InvalidArgument` for what `PlanWalk` refuses, such as a plan that skips a layer, names rows
+        without hidden states or leaves out a position whose logits are wanted; for a plan that
+        restores a full head. `PoolFull` when copy-on-write of a shared block finds no room.
         """
-        run = _Run(self, kv, tokens, logits_from)
-        run.carry_out(policy, len(tokens))
+        with self._walk(policy, len(tokens), logits_from, done) as walk:
+            run = _Run(self, kv, tokens, logits_from, walk)
+            run.carry_out()
         return run.logits(), run.trace
 
     def prefill_in_chunks(
@@ -74,22 +82,33 @@ class Executor:
         # Errors
         As for `prefill`; `InvalidArgument` for a plan with a probe.
         """
-        run = _Run(self, kv, tokens, logits_from)
-        run.in_chunks = True
-        plans = chunks.collected(policy)
+        with self._walk(policy, len(tokens), logits_from, spans[0][0]) as walk:
+            plans = chunks.collected(walk)
+        run = _Run(self, kv, tokens, logits_from, walk)
         for index, (start, end) in enumerate(spans):
             if index:
                 computed(start, min(start, run.trace.exact))
                 kv.advance(start, end)
-            run.carry_out(chunks.cut(plans, start, end), end)
+            run.chunk(list(chunks.cut(plans, start, end)), end)
         return run.logits(), run.trace
+
+    def _walk(self, policy: Plans, tokens: int, logits_from: int, done: int) -> PlanWalk:
+        if logits_from >= tokens:
+            raise InvalidArgument(f"logits: expected a position below {tokens}, got {logits_from}")
+        layers = len(self.spec.layers)
+        return PlanWalk(policy, layers, tokens, done=done, logits_from=logits_from)
 
 
 class _Run:
     """The state of one prefill."""
 
     def __init__(
-        self, executor: Executor, kv: RequestKv, tokens: torch.Tensor, logits_from: int
+        self,
+        executor: Executor,
+        kv: RequestKv,
+        tokens: torch.Tensor,
+        logits_from: int,
+        walk: PlanWalk,
     ) -> None:
         self.spec = executor.spec
         self.tiled = executor.tiled
@@ -97,73 +116,63 @@ class _Run:
         self.kv = kv
         self.tokens = tokens
         self.logits_from = logits_from
+        self.walk = walk
         self.trace = Trace(executor.weights, len(tokens))
         self.clock = Clock(executor.spec.device)
         self.probed = self.clock.mark()
         self.end = len(tokens)
-        self.in_chunks = False
         self.logits_parts: list[torch.Tensor] = []
 
-    def carry_out(self, policy: Plans, end: int) -> None:
-        """All passes over rows before `end`, and the logits that are wanted of the last."""
-        self.end = end
-        step, hidden = self.ask(policy, None), None
-        while step is not None:
-            if isinstance(step, Draft):
-                step = self.ask(policy, self.draft(step, hidden))
-            else:
+    def carry_out(self) -> None:
+        """All tasks of the walk, and the logits that are wanted of the last pass."""
+        task, hidden, result = self.advance(None), None, None
+        while task is not None:
+            if isinstance(task, Draft):
+                result = self.draft(task, hidden)
+                task = self.advance(result)
+                continue
+            if isinstance(task, Begin):
                 # The states of the pass before are given back before this one needs its own.
                 hidden = None
-                hidden, step = self.one_pass(step, policy)
-        if hidden is not None:
+                self.trace.begin("layers", self.clock.mark())
+                hidden, result, rows = self.layer(self.embed(task.plan.rows), task.plan)
+            elif isinstance(task, Further):
+                assert hidden is not None
+                hidden, result, rows = self.further(hidden, task.plan)
+            else:
+                assert hidden is not None
+                hidden, result, rows = self.layer(hidden, task.plan)
+            task = self.advance(result)
+            if task is None or isinstance(task, (Begin, Draft)):
+                self.trace.current.ended = self.clock.mark()
+                self.trace.recomputed = rows
+        assert hidden is not None
+        self.score(hidden)
+
+    def further(self, hidden: Hidden, plan: LayerPlan) -> tuple[Hidden, torch.Tensor | None, Rows]:
+        """The first layer once more for further rows: their input is the embedding, too."""
+        more, result, rows = self.layer(self.embed(plan.rows), plan)
+        return hidden.merge(more), result, rows
+
+    def chunk(self, plans: list[LayerPlan], end: int) -> None:
+        """One span of positions before `end`, by plans that the walk has passed."""
+        self.end, hidden = end, None
+        if not self.trace.passes:
+            self.trace.begin("layers", self.clock.mark())
+        for plan in plans:
+            states = self.embed(plan.rows) if hidden is None else hidden
+            hidden, _, rows = self.layer(states, plan)
+        self.trace.current.ended = self.clock.mark()
+        if hidden is not None and plans[-1].layer + 1 == len(self.spec.layers):
+            self.trace.recomputed = np.concatenate((self.trace.recomputed, rows))
             self.score(hidden)
-
-    def one_pass(self, plan: LayerPlan, policy: Plans) -> tuple[Hidden | None, PlanStep | None]:
-        """All layers once, from a plan for the first on.
-
-        Returns the states behind the last layer and the step that follows; None for the states of
-        a chunk's rows that do not run to the last layer.
-        """
-        if plan.layer != 0:
-            raise InvalidArgument(f"layer plan: expected layer 0 first, got {plan.layer}")
-        layers, goes_on = len(self.spec.layers), self.in_chunks and self.trace.passes
-        done = self.trace.current if goes_on else self.trace.begin("layers", self.clock.mark())
-        hidden = self.embed(plan.rows)
-        while True:
-            hidden, result, plan = self.layer(hidden, plan, policy)
-            following = self.ask(policy, result)
-            if isinstance(following, LayerPlan) and following.layer == plan.layer == 0 < layers - 1:
-                hidden, following = self.extend(hidden, following, policy)
-            begins_again = isinstance(following, LayerPlan) and following.layer == 0 < plan.layer
-            if plan.layer + 1 == layers or begins_again:
-                break
-            if following is None:
-                if self.end == len(self.tokens):
-                    raise InvalidArgument(
-                        f"layer plan: expected {layers} layers, got {plan.layer + 1}"
-                    )
-                return None, None
-            if not isinstance(following, LayerPlan):
-                raise InvalidArgument(
-                    f"draft: expected all {layers} layers before it, got {plan.layer + 1}"
-                )
-            if following.layer != plan.layer + 1:
-                raise InvalidArgument(
-                    f"layer plan: expected layer {plan.layer + 1}, got {following.layer}"
-                )
-            plan = following
-        done.ended = self.clock.mark()
-        before = self.trace.recomputed if goes_on else plan.rows[:0]
-        self.trace.recomputed = np.concatenate((before, plan.rows))
-        return hidden, following
 
     def draft(self, step: Draft, hidden: Hidden | None) -> torch.Tensor | None:
         """What the queries of the likeliest next tokens look at, mass f32 [T]."""
-        last = None if hidden is None else hidden.since(len(self.tokens) - 1)
-        if last is None or not len(last.rows):
-            raise InvalidArgument("draft: expected a pass with the last token before it, got none")
+        assert hidden is not None
         if self.drafter is None:
             raise InvalidArgument("draft: expected an executor with a drafter, got one without")
+        last = hidden.since(len(self.tokens) - 1)
         done = self.trace.begin("draft", self.clock.mark())
         logits = self.head(last, done)
         self.probed = self.clock.mark()
@@ -172,14 +181,11 @@ class _Run:
         return mass
 
     def score(self, hidden: Hidden) -> None:
-        """Logits of the rows at or after `logits_from`, the first of which must be there."""
+        """Logits of the rows at or after `logits_from`."""
         wanted = hidden.since(self.logits_from)
-        if not len(wanted.rows):
-            return
-        if not self.logits_parts and int(wanted.rows[0]) != self.logits_from:
-            raise self.missing()
-        self.logits_parts.append(self.head(wanted, self.trace.current))
-        self.trace.current.ended = self.clock.mark()
+        if len(wanted.rows):
+            self.logits_parts.append(self.head(wanted, self.trace.current))
+            self.trace.current.ended = self.clock.mark()
 
     def head(self, hidden: Hidden, done: PassTrace) -> torch.Tensor:
         """The logits f32 [R, V] of some rows."""
@@ -189,22 +195,10 @@ class _Run:
 
     def logits(self) -> torch.Tensor:
         """All of them, f32 [n, V]."""
-        if not self.logits_parts:
-            raise self.missing()
         return self.logits_parts[0] if len(self.logits_parts) == 1 else torch.cat(self.logits_parts)
-
-    def missing(self) -> InvalidArgument:
-        """The refusal of logits that were not computed."""
-        rows = self.trace.rows_per_layer[-1] if self.trace.passes else 0
-        return InvalidArgument(
-            f"logits: expected position {self.logits_from} among the computed rows, "
-            f"got {rows} rows without it"
-        )
 
     def embed(self, rows: Rows) -> Hidden:
         """The embeddings of some positions: layer 0's input."""
-        if len(rows) == 0:
-            raise InvalidArgument("layer plan: expected at least one row, got none")
         first, end = int(rows[0]), self.end
         if first + len(rows) != end:
             tokens = self.tokens.index_select(0, send_index(self.tokens.device, rows))
@@ -215,33 +209,29 @@ class _Run:
         grid = RowGrid.aligned(first, len(rows), self.tiled)
         return Hidden(rows, grid, grid.pad(states))
 
-    def ask(self, policy: Plans, result: ProbeResult) -> PlanStep | None:
-        """The policy's next step, or None when it has no more."""
+    def advance(self, result: ProbeResult) -> Task | None:
+        """What comes next, and how long the policy took to choose if something was measured."""
         try:
-            return policy.send(result)
-        except StopIteration:
-            return None
+            return self.walk.advance(result)
         finally:
-            if result is not None:
-                self.trace.selections.append((self.probed, self.clock.mark()))
+            self.chosen(result)
 
-    def extend(
-        self, hidden: Hidden, plan: LayerPlan, policy: Plans
-    ) -> tuple[Hidden, PlanStep | None]:
-        """Layer 0 once more for further rows: their input is the embedding, known for all."""
-        further = np.setdiff1d(plan.rows, hidden.rows)
-        if len(further):
-            some = chunks.among(plan, further)
-            more, _, _ = self.layer(self.embed(further), some, policy)
-            hidden = hidden.merge(more)
-        return hidden, self.ask(policy, None)
+    def measured(self, result: torch.Tensor | Salience) -> LayerPlan:
+        """The same once more for what is measured before a layer's attention."""
+        try:
+            return self.walk.measured(result)
+        finally:
+            self.chosen(result)
 
-    def layer(
-        self, hidden: Hidden, plan: LayerPlan, policy: Plans
-    ) -> tuple[Hidden, ProbeResult, LayerPlan]:
-        """One layer over the plan's rows; returns the probe's result, if one was asked for."""
+    def chosen(self, result: ProbeResult) -> None:
+        """Takes the time of a choice by what was measured."""
+        if result is not None:
+            self.trace.selections.append((self.probed, self.clock.mark()))
+
+    def layer(self, hidden: Hidden, plan: LayerPlan) -> tuple[Hidden, torch.Tensor | None, Rows]:
+        """One layer over the plan's rows; the probe's result, if any, and the rows written."""
         layer = self.spec.layers[plan.layer]
-        hidden, plan, attended, probing = self.attention(hidden.narrow(plan.rows), plan, policy)
+        hidden, plan, attended, probing = self.attention(hidden.narrow(plan.rows), plan)
         if attended is not None:
             seen = self.kv.layer_heads(plan.layer).seen
             self.trace.current.flops.attend(plan.layer, hidden.rows, seen)
@@ -251,10 +241,10 @@ class _Run:
             self.feed_forward(hidden, plan)
         self.trace.current.rows_per_layer[plan.layer] += len(plan.rows)
         self.trace.most_rows = max(self.trace.most_rows, len(plan.rows))
-        return hidden, None if probing is None else self.scores(plan, probing), plan
+        return hidden, None if probing is None else self.scores(plan, probing), plan.rows
 
     def attention(
-        self, hidden: Hidden, plan: LayerPlan, policy: Plans
+        self, hidden: Hidden, plan: LayerPlan
     ) -> tuple[Hidden, LayerPlan, torch.Tensor | None, torch.Tensor | None]:
         """Projects rows, writes their K, V, measures, and attends: [R, H, D] of the rows left.
 
@@ -276,7 +266,7 @@ class _Run:
             self.trace.current.flops.project(plan.layer, len(plan.rows), fewer)
         if plan.probe is Probe.DEVIATION:
             self.probed = self.clock.mark()
-            plan = self.narrowed(plan, policy, probes.deviation(kv, plan.layer, table, k, v))
+            plan = self.measured(probes.deviation(kv, plan.layer, table, k, v))
             kept = hidden.index_of(plan.rows)
             q, k, v = (x.index_select(0, kept) for x in (q, k, v))
             hidden = hidden.narrow(plan.rows, kept)
@@ -286,7 +276,7 @@ class _Run:
             self.leave_out(plan.rows, plan.local_rows)
         kv.write(plan.layer, k, v, table)
         if plan.probe is Probe.SALIENCE:
-            plan = self.salient(hidden, plan, policy, q)
+            plan = self.salient(hidden, plan, q)
         restored = self.restore(plan)
         if restored:
             if spared is not None:
@@ -349,30 +339,12 @@ class _Run:
         if first < len(rows):
             self.trace.exact = min(self.trace.exact, int(rows[first]))
 
-    def narrowed(self, plan: LayerPlan, policy: Plans, moved: torch.Tensor) -> LayerPlan:
-        """The same layer with the rows that the policy keeps once it knows how far KV moved."""
-        narrowed = self.ask(policy, moved)
-        if not isinstance(narrowed, LayerPlan) or narrowed.layer != plan.layer:
-            raise InvalidArgument("layer plan: expected the same layer after a deviation probe")
-        return narrowed
-
-    def salient(self, hidden: Hidden, plan: LayerPlan, policy: Plans, q: torch.Tensor) -> LayerPlan:
+    def salient(self, hidden: Hidden, plan: LayerPlan, q: torch.Tensor) -> LayerPlan:
         """The same layer and rows, with what the policy chose once it knows the salience."""
         self.probed = self.clock.mark()
         probing = self.queries(hidden, plan, q)
         self.trace.current.flops.score(plan.score_rows, self.kv.heads.seen_by_model(plan.layer))
-        result = probes.salience(self.kv, plan.layer, probing, plan.score_rows)
-        chosen = self.ask(policy, result)
-        lawful = isinstance(chosen, LayerPlan) and chosen.layer == plan.layer
-        if not isinstance(chosen, LayerPlan) or not lawful or not same_rows(chosen.rows, plan.rows):
-            raise InvalidArgument(
-                "layer plan: expected the same layer and rows after a salience probe"
-            )
-        if chosen.probe in (Probe.DEVIATION, Probe.SALIENCE):
-            raise InvalidArgument(
-                f"layer plan: expected no further probe before attention, got {chosen.probe.value}"
-            )
-        return replace(chosen, local_rows=plan.local_rows)
+        return self.measured(probes.salience(self.kv, plan.layer, probing, plan.score_rows))
 
     def restore(self, plan: LayerPlan) -> list[int]:
         """Makes heads of the layer full for the request where there is room: which."""
@@ -390,11 +362,9 @@ class _Run:
             q,
             table.positions,
             kv.entries,
-            self.kv.pages,
-            plan.layer,
+            self.kv.paged(plan.layer),
             row_offsets=table.offsets,
             entry_offsets=kv.offsets,
-            **self.kv.reading(plan.layer),
         )
         return attended
 
@@ -420,11 +390,7 @@ class _Run:
         return all(not window or window >= length for window, _ in heads.seen)
 
     def queries(self, hidden: Hidden, plan: LayerPlan, q: torch.Tensor) -> torch.Tensor:
-        """The queries [S, H, D] that are to be scored.
-
-        # Errors
-        `InvalidArgument` for a row to be scored that the plan does not compute.
-        """
+        """The queries [S, H, D] that are to be scored."""
         if same_rows(plan.rows, plan.score_rows):
             return q
         return q.index_select(0, hidden.index_of(plan.score_rows))
@@ -435,4 +401,4 @@ class _Run:
         self.probed = self.clock.mark()
         places = context_of(plan.score_rows) if plan.probe is Probe.CONTEXT else plan.score_rows
         self.trace.current.flops.score(places, self.kv.layer_heads(plan.layer).seen)
-        return ASKED[plan.probe](self.kv, plan.layer, q, plan.score_rows)
+        return ASKED[plan.probe](AskedLayer(self.kv, plan.layer), q, plan.score_rows)

@@ -312,7 +312,8 @@ class Prefiller:
         request, length = kv.request, len(prompt.tokens)
         tokens = send_index(self.spec.device, prompt.tokens).long()
         if not 0 < chunk < length - request.plan.reused_prefix:
-            return self.executor.prefill(kv, tokens, policy, logits_from)
+            prefix = request.plan.reused_prefix
+            return self.executor.prefill(kv, tokens, policy, logits_from, prefix)
 
         def computed(count: int, exact: int) -> None:
             if remembered is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ _COMPARED_ROWS = 4096
 
 def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows."""
-    return mass_from(kv, layer, q, kv.probe_positions(rows), kv.reading(layer))
+    return mass_from(kv, kv.paged(layer), q, kv.probe_positions(rows))
 
 
 def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Tensor:
@@ -35,17 +35,15 @@ def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Te
 
 def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience:
     """Mass and edge of a layer from the queries [S, H, D] of some rows: see `Salience`."""
-    reading = kv.reading(layer) | {"reach": kv.heads.whole(kv.request, layer)}
+    whole = replace(kv.paged(layer), reach=kv.heads.whole(kv.request, layer))
     heads = kv.layer_heads(layer)
     edge = torch.zeros(len(heads.seen), device=q.device)
     if not heads.narrowed or not len(rows):
-        return Salience(mass_from(kv, layer, q, kv.probe_positions(rows), reading), edge)
+        return Salience(mass_from(kv, whole, q, kv.probe_positions(rows)), edge)
     group = q.shape[1] // len(heads.seen)
     for (window, sink), alike in heads.narrowed:
         share = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        mass = mass_from(
-            kv, layer, q, kv.probe_positions(rows), reading, ops.EdgeMass(share, window, sink)
-        )
+        mass = mass_from(kv, whole, q, kv.probe_positions(rows), ops.EdgeMass(share, window, sink))
         far = share.view(len(rows), len(heads.seen), group).mean((0, 2))
         edge = torch.where(alike, far, edge)
     return Salience(mass, edge)
@@ -53,27 +51,24 @@ def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience
 
 def mass_from(
     kv: RequestKv,
-    layer: int,
+    paged: ops.PagedKv,
     q: torch.Tensor,
     positions: ops.Table,
-    reading: dict[str, Any],
     edge: ops.EdgeMass | None = None,
 ) -> torch.Tensor:
     """Mass of every token, f32 [T], from queries [S, H, D] that see what is up to their positions.
 
-    `reading` is what the op takes by name.
+    `paged` is a layer of the request, all of its heads or some.
     """
     table = kv.table
     return ops.score_tokens(
         q,
         positions,
         table.entries,
-        kv.pages,
-        layer,
+        paged,
         entry_offsets=table.offsets,
         edge=edge,
         tokens=kv.request.length,
-        **reading,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -187,17 +185,19 @@ class RequestKv:
         """What the heads of a layer see, and which of them lie in a window group."""
         return self.heads.of_layer(self.request, layer)
 
-    def reading(self, layer: int) -> dict[str, Any]:
-        """What the reading ops take by name in a layer."""
+    def paged(self, layer: int) -> ops.PagedKv:
+        """A layer's KV as rows of the request read it."""
         spec, reach = self.spec.layers[layer], self.reach(layer)
-        return {
-            "kv_heads": self.spec.kv_heads,
-            "scale": spec.scale,
-            "rope": self.positions.rope,
-            "window": spec.window if reach is None else None,
-            "softcap": spec.softcap,
-            "reach": reach,
-        }
+        return ops.PagedKv(
+            self.pages,
+            layer,
+            self.spec.kv_heads,
+            spec.scale,
+            self.positions.rope,
+            spec.window if reach is None else None,
+            spec.softcap,
+            reach,
+        )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""

@@ -88,15 +88,34 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         tables, rows = attn_metadata, attn_metadata.rows
         pages = self.pages_of_step(layer, kv_cache, tables)
         q, out = first(query, rows), first(output, rows)
-        if tables.tap is not None:
-            tables.tap.append(q)
+        k, v = key, value
         if self.kv_sharing_target_layer_name is None:
-            kv = first(key, rows), first(value, rows)
-            ops.write_pages(pages, 0, *kv, tables.slots, reach=self.written)
+            k, v = first(key, rows), first(value, rows)
+        fewer = None if tables.tap is None else tables.tap(q, k, v)
+        if fewer is None:
+            self._attend(q, k, v, pages, tables, out)
+            return output
+        q, k, v, some = (x.index_select(0, fewer.index) for x in (q, k, v, out))
+        self._attend(q, k, v, pages, fewer.metadata, some)
+        out.zero_().index_copy_(0, fewer.index, some)
+        return output
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: torch.Tensor,
+        tables: PagedMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes keys and values [R, G, D] of a step's rows and attends into [R, H, D]."""
+        if self.kv_sharing_target_layer_name is None and tables.writes:
+            ops.write_pages(pages, 0, k, v, tables.slots, reach=self.written)
         # A layer with a window may share its tables with others that have none.
         if tables.runs is not None and self.window is None and self.reach is None:
             self.dense.attend(q, pages, tables.row_offsets, tables.runs, out)
-            return output
+            return
         attend: Any = ops.attend_decode
         split = {}
         if not tables.decode:
@@ -105,20 +124,25 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             q,
             tables.positions,
             tables.entries.rows,
-            pages,
-            0,
-            kv_heads=self.num_kv_heads,
-            scale=self.scale,
-            rope=self.rope,
-            window=self.window,
-            reach=self.reach,
-            softcap=self.softcap,
+            self.paged(pages),
             entry_offsets=tables.entries.offsets,
             out=out,
             workspace=tables.workspace,
             **split,
         )
-        return output
+
+    def paged(self, pages: torch.Tensor) -> ops.PagedKv:
+        """A layer's pages, as its heads read them."""
+        return ops.PagedKv(
+            pages,
+            0,
+            self.num_kv_heads,
+            self.scale,
+            self.rope,
+            self.window,
+            self.softcap,
+            self.reach,
+        )
 
     def pages_of_step(
         self, layer: Any, kv_cache: torch.Tensor, tables: PagedMetadata

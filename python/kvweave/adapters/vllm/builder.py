@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from vllm.config import VllmConfig
@@ -25,9 +26,11 @@ class PagedMetadata(AttentionMetadata):
     """Tables of one step: B requests, R rows (tokens that are computed), as `kvweave.ops` has them.
 
     `decode`: every request has one row. Rows of the batch beyond R are padding. `tap`, if any,
-    is given the queries [R, H, D] of a layer. `arena`: the pages of all layers, where KV is not
-    in the tensors that vLLM allocated. `runs`: the same once more for a dense kernel, where rows
-    are runs that see every key and such a kernel is there.
+    is given the queries [R, H, D], keys and values [R, G, D] of a layer before they are written,
+    and may say that only some of the rows are. `writes`: whether they are written, or are there
+    already. `arena`: the pages of all layers, where KV is not in the tensors that vLLM allocated.
+    `runs`: the same once more for a dense kernel, where rows are runs that see every key and such a
+    kernel is there.
     """
 
     rows: int
@@ -37,9 +40,21 @@ class PagedMetadata(AttentionMetadata):
     slots: torch.Tensor
     entries: Entries
     workspace: ops.Workspace
-    tap: list[torch.Tensor] | None = None
+    tap: Tap | None = None
+    writes: bool = True
     arena: torch.Tensor | None = None
     runs: Runs | None = None
+
+
+@dataclass
+class Fewer:
+    """Rows of a step that are written and attend, i64 `index`, with the tables of these alone."""
+
+    index: torch.Tensor
+    metadata: PagedMetadata
+
+
+Tap: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Fewer | None]
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):

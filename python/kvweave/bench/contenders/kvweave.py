@@ -56,7 +56,8 @@ def _attend(
     positions = pool.put(problem.positions)
     # What is not written stays NaN, which no check lets pass.
     out = torch.full_like(problem.q, torch.nan)
-    scale, workspace = s.head_dim**-0.5, workspace or ops.Workspace(pool.device)
+    kv = ops.PagedKv(pool.pages, 0, s.kv_heads, s.head_dim**-0.5, rope, reach=reach)
+    workspace = workspace or ops.Workspace(pool.device)
     if isinstance(problem.work, Decode):
 
         def decode() -> torch.Tensor:
@@ -64,13 +65,8 @@ def _attend(
                 problem.q,
                 positions,
                 entries,
-                pool.pages,
-                0,
-                kv_heads=s.kv_heads,
-                scale=scale,
-                rope=rope,
+                kv,
                 entry_offsets=offsets,
-                reach=reach,
                 out=out,
                 workspace=workspace,
             )[0]
@@ -83,14 +79,9 @@ def _attend(
             problem.q,
             positions,
             entries,
-            pool.pages,
-            0,
-            kv_heads=s.kv_heads,
-            scale=scale,
-            rope=rope,
+            kv,
             row_offsets=rows,
             entry_offsets=offsets,
-            reach=reach,
             out=out,
             workspace=workspace,
         )[0]
@@ -100,7 +91,8 @@ def _attend(
 
 def _score(problem: Scores) -> Call:
     pool = problem.pool
-    s, rope = pool.shape, pool.shape.rope()
+    s = pool.shape
+    kv = ops.PagedKv(pool.pages, 0, s.kv_heads, s.head_dim**-0.5, s.rope())
     entries, offsets = pool.entries()
     positions = pool.put(problem.positions)
 
@@ -109,11 +101,7 @@ def _score(problem: Scores) -> Call:
             problem.q,
             positions,
             entries,
-            pool.pages,
-            0,
-            kv_heads=s.kv_heads,
-            scale=s.head_dim**-0.5,
-            rope=rope,
+            kv,
             entry_offsets=offsets,
             tokens=pool.tokens,
         )

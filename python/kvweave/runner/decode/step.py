@@ -83,18 +83,13 @@ def forward(
         if queries is not None:
             queries[index].copy_(q)
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
+        heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
         attended, _ = ops.attend_decode(
             q,
             tables.positions,
             tables.entries,
-            pages,
-            index,
-            kv_heads=spec.kv_heads,
-            scale=layer.scale,
-            rope=rope,
+            ops.PagedKv(pages, index, heads, scale, rope, None, softcap, reach.reads[index]),
             entry_offsets=tables.offsets,
-            softcap=layer.softcap,
-            reach=reach.reads[index],
             workspace=workspace,
         )
         add_attention(layer, grid, hidden, attended)

@@ -5,28 +5,29 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.segments.store import Held, Rows
+from kvweave.adapters.vllm.segments.store import Held
 from kvweave.errors import InvalidArgument
-from kvweave.plan import Draft, LayerPlan, Plans, Probe, ProbeResult, PromptView, one_pass
+from kvweave.plan import LayerPlan, Plans, ProbeResult, PromptView, Rows, Salience, one_pass
+from kvweave.plan_walk import LayerTask, PlanWalk, Task
 
 
-class ChunkPlan:
-    """What each layer computes of tokens [start, end) of a prompt: a policy, asked layer by layer.
+class ChunkWalk:
+    """The walk of a policy over tokens [start, end) of a prompt, and what is next of it.
 
-    `rows` are positions, sorted; `plan` is the current layer's. Tokens before `start` are done, so
-    they count as the chunk's exact prefix. A chunk of which the store has nothing is all rows.
+    Tokens before `start` are done, so they count as the chunk's exact prefix. A chunk that is exact
+    in the store has no row to compute. Logits are wanted of the prompt's last token alone, and a
+    chunk before it may leave its layers without rows. `task`: what comes next, None at the end.
     """
 
     def __init__(self, held: Held, start: int, end: int, layers: int, kv_heads: int) -> None:
         self.held = held
         self.start, self.end = start, end
-        self.layers = layers
-        self.reused = np.flatnonzero(held.reused[start:end]).astype(np.int32) + np.int32(start)
+        at = np.flatnonzero(held.reused[start:end]).astype(np.int32)
+        self.reused: Rows = at + np.int32(start)
         prefix = min(max(start, held.prefix), end)
         fresh = held.fresh
         inside = fresh[np.searchsorted(fresh, prefix) : np.searchsorted(fresh, end)]
         clipped = [(max(a, prefix), min(b, end)) for a, b in held.segments]
-        self._spared: tuple[Rows, Rows] | None = None
         view = PromptView(
             tokens=end,
             layers=layers,
@@ -36,39 +37,43 @@ class ChunkPlan:
             segments=tuple((a, b) for a, b in clipped if a < b),
             heads=np.zeros((layers, kv_heads, 2), np.int32),
         )
-        # All of the chunk may be exact in the store: then no layer computes a row.
         nothing = one_pass(layers, np.zeros(0, np.int32))
-        self._policy: Plans = nothing if prefix == end else held.policy.plan(view)
-        self.plan = self._next(None)
+        policy: Plans = nothing if prefix == end else held.policy.plan(view)
+        wanted = end - 1 if self.ends_prompt else end
+        self.walk = PlanWalk(policy, layers, end, done=prefix, logits_from=wanted)
+        self.task: Task | None = self._expected(self.walk.advance())
 
     @property
-    def rows(self) -> Rows:
-        """Positions that the current layer computes."""
-        return self.plan.rows
+    def ends_prompt(self) -> bool:
+        """Whether the prompt's last token is the chunk's."""
+        return self.end == self.held.tokens
 
     @property
-    def spared(self) -> Rows:
-        """Reused positions of the chunk that the current layer does not compute.
+    def plan(self) -> LayerPlan:
+        """The plan of the layer that is being computed."""
+        assert isinstance(self.task, LayerTask)
+        return self.task.plan
 
-        The same array for layers with the same rows.
-        """
-        if self._spared is None or self._spared[0] is not self.plan.rows:
-            missing = np.setdiff1d(self.reused, self.plan.rows, assume_unique=True)
-            self._spared = self.plan.rows, missing.astype(np.int32)
-        return self._spared[1]
+    def advance(self, result: ProbeResult) -> None:
+        """The current task is carried out; `result` is what it measured, if anything."""
+        self.task = self._expected(self.walk.advance(result))
 
-    def advance(self, result: torch.Tensor | None) -> bool:
-        """The next plan; false where it is the first layer's once more, with further rows."""
-        layer = self.plan.layer
-        if layer + 1 == self.layers:
-            return True
-        self.plan = self._next(result)
-        return self.plan.layer == layer + 1
+    def measured(self, result: torch.Tensor | Salience) -> None:
+        """The same layer goes on by what was measured before its attention."""
+        assert isinstance(self.task, LayerTask)
+        self.task = type(self.task)(self.walk.measured(result))
+        self._expected(self.task)
 
-    def _next(self, result: ProbeResult) -> LayerPlan:
-        plan = self._policy.send(result)
-        if isinstance(plan, Draft):
-            raise InvalidArgument("policy: expected one pass and no draft, got a draft")
-        if plan.probe not in (None, Probe.SCORES):
-            raise InvalidArgument(f"policy: expected no probe but scores, got {plan.probe}")
-        return plan
+    def close(self) -> None:
+        """Ends the policy."""
+        self.walk.close()
+
+    def _expected(self, task: Task | None) -> Task | None:
+        """Refuses what only a head map has: all heads of the store are full."""
+        if isinstance(task, LayerTask) and task.plan.restore:
+            self.close()
+            raise InvalidArgument(
+                "restore: expected a head of a window group, got one that is full: "
+                f"{task.plan.restore[0]} in layer {task.plan.layer}"
+            )
+        return task

@@ -6,20 +6,21 @@ Through the OpenAI server the same stands in `vllm_xargs`, as a JSON string.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from kvweave.errors import InvalidArgument
-from kvweave.policies import POLICIES as KNOWN
-from kvweave.policies import Policy, SparseX, policy_of
+from kvweave.policies import POLICIES, Policy, is_exact
+from kvweave.policies.policy_text import kinds_of, settings_of, told, with_settings
 
 SECTION = "kvweave"
 FIELDS = ("segments", "namespace", "policy", "discover")
-POLICIES = ("sparsex", "naive", "full")
-"""What the engine carries out: one pass through the layers, at most one of them scored."""
-SETTINGS = ("boundary", "top_k", "overflow", "tail")
+DEFAULT_POLICY = "sparsex"
+"""What recovers a request that names no policy."""
 MOST_SEGMENTS = 4096
 LONGEST = 256
 
@@ -37,22 +38,22 @@ class Span:
 class Markers:
     """A request's segments, sorted and apart, and how they may be reused.
 
-    `namespace`: segments of different namespaces never match. `policy`: "sparsex" computes some
-    rows of a reused segment again, "naive" none, "full" reuses nothing (its segments are kept for
-    later prompts). `discover`: known text is found without marks too. `settings` are those of
-    `SparseX` that differ from its own.
+    `namespace`: segments of different namespaces never match. `policy`: which rows of a reused
+    segment are computed again, one of `POLICIES`; "full" reuses nothing (its segments are kept for
+    later prompts). `discover`: known text is found without marks too. `settings` are those of the
+    policy that the request names, a part's behind the part's name and a dot.
     """
 
     segments: tuple[Span, ...] = ()
     namespace: str = ""
-    policy: str = "sparsex"
+    policy: str = DEFAULT_POLICY
     discover: bool = False
-    settings: tuple[tuple[str, int | float], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def approximates(self) -> bool:
         """Whether some KV of the request may have been computed in another context."""
-        return self.policy != "full" and (self.discover or bool(self.segments))
+        return not is_exact(self.recovery()) and (self.discover or bool(self.segments))
 
     def exact_tokens(self, length: int) -> int:
         """Leading tokens whose KV is that of a full prefill, whatever the store holds."""
@@ -64,10 +65,8 @@ class Markers:
 
     def recovery(self) -> Policy:
         """The policy."""
-        if not self.settings:
-            return policy_of(self.policy)
-        settings: dict[str, Any] = dict(self.settings)
-        return SparseX(**settings)
+        policy: Policy = with_settings(POLICIES[self.policy](), dict(self.settings))
+        return policy
 
     def check_within(self, tokens: int) -> None:
         """Refuses segments that reach beyond a prompt of that many tokens.
@@ -108,40 +107,64 @@ def parse(given: Any) -> Markers:
     namespace = given.get("namespace", "")
     if not is_text(namespace):
         raise _invalid("namespace", f"a string of up to {LONGEST} characters", _shown(namespace))
-    policy, settings = _policy(given.get("policy", "sparsex"))
+    policy, settings = _policy(given.get("policy", DEFAULT_POLICY))
     discover = given.get("discover", False)
     if not isinstance(discover, bool):
         raise _invalid("discover", "true or false", _shown(discover))
     return Markers(_spans(given.get("segments", [])), namespace, policy, discover, settings)
 
 
-def _policy(given: Any) -> tuple[str, tuple[tuple[str, int | float], ...]]:
-    """Its name, or an object {"name": …} with settings of SparseX."""
+def _policy(given: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Its name, or an object {"name": …} with settings of it; those of a part are an object too."""
     settings = dict(given) if isinstance(given, Mapping) else {}
     name = settings.pop("name", None) if isinstance(given, Mapping) else given
     if not isinstance(name, str) or name not in POLICIES:
-        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _unable(name))
-    for field, value in settings.items():
-        if name != "sparsex" or field not in SETTINGS:
-            raise _invalid("policy", f"{', '.join(SETTINGS)} of sparsex", f"{field} of {name}")
-        kinds: tuple[type, ...] = (int, float) if field == "top_k" else (int,)
-        if type(value) not in kinds:
-            raise _invalid(f"policy.{field}", "a number", _shown(value))
+        raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(name))
+    policy = POLICIES[name]()
+    known = dict(settings_of(policy))
+    chosen: dict[str, Any] = {}
+    for path, value in _flat(settings, known):
+        if path not in known:
+            expected = f"{', '.join(known)} of {name}" if known else f"no settings of {name}"
+            raise _invalid("policy", expected, f"{_shown(path)[1:-1]} of {name}")
+        chosen[path] = _setting(path, value, kinds_of(known[path]))
     try:
-        SparseX(**settings)
+        with_settings(policy, chosen)
     except InvalidArgument as error:
         raise _invalid("policy", "settings in range", str(error)) from error
-    return name, tuple(sorted(settings.items()))
+    return name, tuple(sorted(chosen.items()))
 
 
-def _unable(name: Any) -> str:
-    """What was named, and why the engine does not carry it out where it is a policy's name."""
-    if not isinstance(name, str) or name not in KNOWN:
-        return _shown(name)
-    passes = KNOWN[name]().passes
-    if passes > 1:
-        return f"{name!r}, which goes through the layers up to {passes} times"
-    return f"{name!r}, whose plans are not carried out here"
+def _flat(settings: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings by their path: `{"foresight": {"share": 0.1}}` is `foresight.share`."""
+    for key, value in settings.items():
+        path = str(key)
+        part = any(one.startswith(f"{path}.") for one in known)
+        if part and isinstance(value, Mapping):
+            yield from ((f"{path}.{inner}", found) for inner, found in value.items())
+        else:
+            yield path, value
+
+
+def _setting(path: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A value of one of some types, as JSON has it: whole numbers are numbers, lists tuples."""
+    for kind in kinds:
+        if get_origin(kind) is Literal and type(value) is str and value in get_args(kind):
+            return value
+        whole = type(value) is int and -(2**31) <= value < 2**31
+        if kind is float and (whole or (type(value) is float and math.isfinite(value))):
+            return value
+        if (kind is int and whole) or (kind in (bool, NoneType) and type(value) is kind):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+            inner = get_args(kind)[:1]
+            return tuple(_setting(path, one, inner) for one in value[:MOST_SEGMENTS])
+    expected = " or ".join(map(_kind, kinds))
+    raise _invalid(f"policy.{path}", expected, _shown(value))
+
+
+def _kind(kind: Any) -> str:
+    return "a list of whole numbers" if get_origin(kind) is tuple else told(kind)
 
 
 def is_text(given: Any, longest: int = LONGEST) -> bool:

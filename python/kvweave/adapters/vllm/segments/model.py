@@ -56,8 +56,15 @@ def forward_of_step(
         return None
     connector: Any = get_kv_transfer_group()
     worker = connector.worker if isinstance(connector, KvweaveSegments) else None
-    step = None if worker is None else worker.step()
-    if step is None:
+    if worker is None:
         return None
-    hidden = model.model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-    return step.run(model.model, hidden, positions)
+    try:
+        step = worker.step()
+        if step is None:
+            return None
+        if inputs_embeds is None:
+            inputs_embeds = model.model.embed_input_ids(input_ids)
+        return step.run(model, inputs_embeds, positions)
+    except BaseException:
+        worker.abandon()
+        raise

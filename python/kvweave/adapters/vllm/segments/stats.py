@@ -17,10 +17,10 @@ class SegmentStats:
     `hits` by kind: tokens that the store had, "prefix" (exact, of any request), "request" and
     "frozen" (segments of an earlier request, of a knowledge base). `reused_tokens`: those of them
     that were scheduled, which vLLM's own prefix cache did not have; `recomputed_rows`, those of
-    these that the policy had computed again. `rows` and `rows_spared`: (row, layer) pairs of
-    chunks with reuse that were computed, and that were not. `copied_keys`: (token, layer) pairs
-    copied from the store; `moved_keys`, those rotated to
-    another position (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
+    these that the policy had computed again. `rows`: (row, layer) pairs of chunks with reuse that
+    were computed, by each pass anew; `rows_spared`, those that no pass computed. `copied_keys`:
+    (token, layer) pairs copied from the store; `moved_keys`, those rotated to another position
+    (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
     "refused" for prompts that the store had no room for or could not take. `store_bytes`: how
     much more of the store is "free", "held", "cached" and (of these) "frozen" than at the last
     report.

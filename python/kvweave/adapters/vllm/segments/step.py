@@ -1,54 +1,38 @@
 """One forward of a batch in which some requests reuse segments: every layer computes fewer rows.
 
 The layers are the model's own. Before each the KV of the rows that it spares is copied from the
-store into vLLM's pages; rows of other requests go through as they are.
+store into vLLM's pages; rows of other requests go through as they are, in the first pass. Requests
+whose policies pass more than once then go on without them: the last states of a row are its states.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
-from kvweave import ops
-from kvweave.adapters.vllm.attention import PagedAttention
-from kvweave.adapters.vllm.builder import PagedMetadata
+from kvweave.adapters.vllm.builder import Fewer
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.chunk import ChunkPlan
+from kvweave.adapters.vllm.segments.draft import Drafter
+from kvweave.adapters.vllm.segments.layers import Layers
+from kvweave.adapters.vllm.segments.probes import Probes
+from kvweave.adapters.vllm.segments.rows import ChosenRows, States
 from kvweave.adapters.vllm.segments.stats import SegmentStats
-from kvweave.adapters.vllm.segments.store import Copies, Rows, SegmentStore
-
-
-@dataclass
-class Layers:
-    """vLLM's attention of each layer: its name, what attends, its pages [pages, 2, P, D]."""
-
-    names: list[str]
-    attends: list[PagedAttention]
-    pages: list[torch.Tensor]
-
-
-@dataclass
-class Work:
-    """A chunk of which something is reused; `request` is its number in the batch."""
-
-    chunk: ChunkPlan
-    request: int
-    copied: Rows | None = None
-    copies: Copies | None = None
-
-    def asks(self, layer: int) -> bool:
-        """Whether the policy wants something measured in a layer."""
-        return self.chunk.plan.layer == layer and self.chunk.plan.probe is not None
+from kvweave.adapters.vllm.segments.store import SegmentStore
+from kvweave.adapters.vllm.segments.work import Work
+from kvweave.plan import Draft, Probe
+from kvweave.plan_walk import EARLY, Begin, Deeper, Further
 
 
 class Step:
-    """Carries out the plans of a step's chunks; made once a step, before the forward."""
+    """Carries out the walks of a step's chunks; made once a step, before the forward.
+
+    `longest`: tokens of a sequence that the model is run for, at most.
+    """
 
     def __init__(
         self,
@@ -57,181 +41,207 @@ class Step:
         stats: SegmentStats,
         works: list[Work],
         batch: Batch,
+        longest: int,
     ) -> None:
         self.store = store
         self.layers = layers
         self.stats = stats
         self.works = works
         self.batch = batch
+        self.longest = longest
+        self.probes = Probes(layers, batch)
+        named = {work.request for work in works}
+        self.others = set(range(len(batch.row_offsets) - 1)) - named
 
     def run(self, model: Any, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The decoder `model` over hidden states [N, ·] of a batch: its last states [N, ·].
+        """A causal language model's layers over states [N, ·] of a batch: their last states [N, ·].
 
         Rows that no layer computed to the end are zero: nothing asks for their logits.
         """
         context = get_forward_context()
         known: Any = context.attn_metadata
         try:
-            return self._run(model, hidden, positions, context)
+            return self._run(model, hidden, positions)
         finally:
             context.attn_metadata = known
+            for work in self.works:
+                work.chunk.close()
 
-    def _run(
-        self, model: Any, embedded: torch.Tensor, positions: torch.Tensor, context: Any
-    ) -> torch.Tensor:
-        batch = self.batch
-        everything = torch.arange(batch.metadata.rows, device=embedded.device)
-        state = _States(embedded, None, positions, everything)
-        chosen: _Chosen | None = None
-        number = 0
-        while number < len(self.layers.names):
-            if number == 0:
-                # Layers add in place, and the first may be run again.
-                state = _States(embedded.clone(), None, positions, everything)
-            if chosen is None or not chosen.stands(self.works):
-                chosen = _Chosen.of(self.works, batch, embedded.device)
-                state = state.narrowed(chosen.index)
-            self._copy(number)
-            queries: list[torch.Tensor] = []
-            if chosen.rows:
-                asked = any(work.asks(number) for work in self.works)
-                metadata = replace(chosen.metadata, tap=queries if asked else None)
-                context.attn_metadata = dict.fromkeys(self.layers.names, metadata)
-                state = state.through(model.layers[number])
-            self._count(number)
-            if not self._advance(number, chosen.counts, queries):
-                chosen = None
-                continue
-            number += 1
+    def _run(self, model: Any, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = torch.zeros_like(embedded)
-        if len(state.index):
-            last, _ = model.norm(state.hidden, state.residual)
-            output.index_copy_(0, state.index, last)
+        drafter = Drafter(model, self.layers, self.batch, self.longest)
+        others, passes = self.others, 0
+        while True:
+            begun = [work for work in self.works if isinstance(work.chunk.task, Begin)]
+            if not begun and passes:
+                break
+            self._pass(model.model, begun, others, embedded, positions, output)
+            others, passes = set(), passes + 1
+            for work in self.works:
+                self._draft(work, drafter, output)
+        for work in self.works:
+            work.count(self.stats)
         return output
 
-    def _copy(self, number: int) -> None:
-        """Brings the KV of spared rows of a layer from the store."""
-        for work in self.works:
-            spared = work.chunk.spared
-            if not len(spared) or work.chunk.plan.layer != number:
-                continue
-            if work.copies is None or work.copied is not spared:
-                held, batch = work.chunk.held, self.batch
-                blocks = batch.blocks(work.request)
-                work.copies = self.store.copies(held, spared, blocks, batch.page_tokens)
-                work.copied = spared
-            self.store.copy(work.copies, number, self.layers.pages[number])
-            self.stats.copied_keys += work.copies.tokens
-            self.stats.moved_keys += work.copies.moved
+    def _pass(
+        self,
+        model: Any,
+        works: list[Work],
+        others: Set[int],
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Once through the layers, with all rows of some `others`; what comes out goes to `output`.
 
-    def _advance(self, number: int, counts: list[int], queries: list[torch.Tensor]) -> bool:
-        """Asks every policy for its next plan; false where the first layer is to be run again."""
-        starts = np.cumsum([0, *counts])
-        done = True
-        for work in self.works:
-            chunk, scores = work.chunk, None
-            if chunk.plan.layer != number:
-                continue
-            if chunk.plan.probe is not None:
-                own = queries[0][int(starts[work.request]) : int(starts[work.request + 1])]
-                scores = self._scores(work, own)
-            done &= chunk.advance(scores)
-        return done
+        A pass before a request's last one may end above any layer but the first.
+        """
+        everything = torch.arange(self.batch.metadata.rows, device=embedded.device)
 
-    def _scores(self, work: Work, q: torch.Tensor) -> torch.Tensor:
-        """Sparse-Q mass of every token up to the chunk's end, f32, over all heads of all ranks."""
-        chunk, number = work.chunk, work.chunk.plan.layer
-        asking = chunk.plan.score_rows
-        index = torch.from_numpy(np.searchsorted(chunk.rows, asking)).to(q.device)
-        attend = self.layers.attends[number]
-        mass = ops.score_tokens(
-            q.index_select(0, index),
-            torch.from_numpy(asking).to(q.device),
-            self.batch.entries(work.request),
-            self.layers.pages[number],
-            0,
-            kv_heads=attend.num_kv_heads,
-            scale=attend.scale,
-            rope=attend.rope,
-            softcap=attend.softcap,
-            tokens=chunk.end,
-        )
-        if get_tensor_model_parallel_world_size() > 1:
-            mass = tensor_model_parallel_all_reduce(mass)
-        return mass
+        def inputs() -> States:
+            # Layers add in place, and embeddings may be needed again.
+            return States(embedded.clone(), None, positions, everything)
 
-    def _count(self, number: int) -> None:
-        last = number + 1 == len(self.layers.names)
-        for work in self.works:
-            chunk = work.chunk
-            if chunk.plan.layer != number:
-                continue
-            computed = len(chunk.rows)
-            self.stats.rows += computed
-            self.stats.rows_spared += chunk.end - chunk.start - computed
-            if last:
-                self.stats.reused_tokens += len(chunk.reused)
-                self.stats.recomputed_rows += len(chunk.reused) - len(chunk.spared)
+        state = inputs()
+        chosen: ChosenRows | None = None
+        for number, layer in enumerate(model.layers):
+            chosen, state = self._layer(layer, works, others, chosen, state)
+            further = [work for work in works if isinstance(work.chunk.task, Further)]
+            if further:
+                _, more = self._layer(layer, further, set(), None, inputs())
+                state, chosen = state.merged(more), None
+            if number + 1 == len(self.layers.names):
+                break
+            works = [work for work in works if isinstance(work.chunk.task, Deeper)]
+            if not works and not others:
+                return
+        if len(state.index):
+            last, _ = model.norm(state.hidden, state.residual)
+            output.index_copy_(0, state.index, last[: len(state.index)])
+
+    def _layer(
+        self,
+        layer: Any,
+        works: list[Work],
+        others: Set[int],
+        before: ChosenRows | None,
+        state: States,
+    ) -> tuple[ChosenRows, States]:
+        """One layer over the rows of the works' plans; each work then knows what it does next."""
+        plans = {work.request: (work.chunk.plan.rows, work.chunk.start) for work in works}
+        if before is not None and before.are(plans):
+            chosen = before
+        else:
+            chosen = ChosenRows.of(self.batch, plans, others, state.index.device)
+            state = state.narrowed(chosen.index)
+        for work in works:
+            self._copy(work)
+        tap = _Tap(self, works, others, chosen)
+        probes = {work.chunk.plan.probe for work in works} - {None}
+        early = not probes.isdisjoint(EARLY)
+        if chosen.rows:
+            metadata = replace(chosen.metadata, tap=tap if probes else None)
+            get_forward_context().attn_metadata = dict.fromkeys(self.layers.names, metadata)
+            state = state.attended(layer) if early else state.through(layer)
+        elif works:
+            tap.deviations(None, None)
+        if early:
+            chosen, state = self._rest(layer, works, tap.chosen, state, tap.queries)
+        for work in works:
+            work.computed(work.chunk.plan)
+            q = None if tap.queries is None else tap.queries[chosen.part(work.request)]
+            work.chunk.advance(self.probes.asked(work, q))
+        return chosen, state
+
+    def _rest(
+        self,
+        layer: Any,
+        works: list[Work],
+        chosen: ChosenRows,
+        state: States,
+        queries: torch.Tensor | None,
+    ) -> tuple[ChosenRows, States]:
+        """The feed-forward of a layer in which something was measured before its attention.
+
+        Without a head map no head is restored, so that salience may be measured behind attention.
+        """
+        for work in works:
+            if work.chunk.plan.probe is Probe.SALIENCE:
+                q = None if queries is None else queries[chosen.part(work.request)]
+                work.chunk.measured(self.probes.salience(work, q))
+        if not chosen.rows:
+            return chosen, state
+        state = state.narrowed(chosen.index)
+        fed, spared = np.ones(chosen.rows, bool), False
+        for work in works:
+            plan, part = work.chunk.plan, chosen.part(work.request)
+            if plan.ffn_rows is not None:
+                fed[part] = np.isin(plan.rows, plan.ffn_rows, assume_unique=True)
+                work.leave_out(plan)
+                spared = spared or not bool(fed[part].all())
+        index = torch.from_numpy(np.flatnonzero(fed)).to(state.index.device) if spared else None
+        return chosen, state.fed(layer, index)
+
+    def _copy(self, work: Work) -> None:
+        """Brings the KV of spared rows of a layer from the store, the first time it is reached."""
+        number = work.chunk.plan.layer
+        if number < work.reached:
+            return
+        work.reached = number + 1
+        spared = work.spared()
+        if not len(spared):
+            return
+        if work.copies is None or work.copied is not spared:
+            blocks = self.batch.blocks(work.request)
+            work.copies = self.store.copies(work.chunk.held, spared, blocks, self.batch.page_tokens)
+            work.copied = spared
+        self.store.copy(work.copies, number, self.layers.pages[number])
+        self.stats.copied_keys += work.copies.tokens
+        self.stats.moved_keys += work.copies.moved
+
+    def _draft(self, work: Work, drafter: Drafter, output: torch.Tensor) -> None:
+        """Drafts that a policy wants behind a pass; none in the middle of a prompt."""
+        chunk = work.chunk
+        while isinstance(chunk.task, Draft):
+            found = None
+            if chunk.ends_prompt:
+                end = int(self.batch.row_offsets[work.request + 1])
+                last = output[end - 1 : end]
+                found = drafter.mass(work.request, chunk.end, chunk.task, last)
+            chunk.advance(found)
 
 
-@dataclass
-class _Chosen:
-    """Rows of a batch that layers compute: the plans' own, and all of the other requests."""
+class _Tap:
+    """Hears the queries, keys and values of a layer before they are written.
 
-    plans: list[Rows]
-    counts: list[int]
-    index: torch.Tensor
-    metadata: PagedMetadata
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-        return len(self.index)
-
-    @classmethod
-    def of(cls, works: list[Work], batch: Batch, device: torch.device) -> _Chosen:
-        """Those of the plans' current layer."""
-        by_request = {work.request: work.chunk for work in works}
-        parts = []
-        for request, (first, end) in enumerate(pairwise(batch.row_offsets)):
-            chunk = by_request.get(request)
-            if chunk is None:
-                parts.append(np.arange(first, end))
-            else:
-                parts.append(chunk.rows.astype(np.int64) - chunk.start + first)
-        index = torch.from_numpy(np.concatenate(parts)).to(device)
-        counts = [len(part) for part in parts]
-        plans = [work.chunk.rows for work in works]
-        return cls(plans, counts, index, batch.narrowed(index, counts))
-
-    def stands(self, works: list[Work]) -> bool:
-        """Whether the current layer has the same rows."""
-        pairs = zip(self.plans, works, strict=True)
-        return all(rows is work.chunk.rows for rows, work in pairs)
-
-
-@dataclass
-class _States:
-    """Hidden states and residual of some rows of a batch, i64 `index`, with their positions.
-
-    States may have more rows than the index: padding behind the batch's own.
+    Where a policy measures how far they moved, it then says which rows are written and attend.
     """
 
-    hidden: torch.Tensor
-    residual: torch.Tensor | None
-    positions: torch.Tensor
-    index: torch.Tensor
+    def __init__(self, step: Step, works: list[Work], others: Set[int], chosen: ChosenRows) -> None:
+        self.step = step
+        self.works = works
+        self.others = others
+        self.chosen = chosen
+        self.queries: torch.Tensor | None = None
 
-    def narrowed(self, index: torch.Tensor) -> _States:
-        """Some of these rows, `index` in the batch."""
-        if len(index) == len(self.index) == len(self.hidden):
-            return self
-        kept = torch.searchsorted(self.index, index)
-        residual = None if self.residual is None else self.residual.index_select(0, kept)
-        hidden, positions = (x.index_select(0, kept) for x in (self.hidden, self.positions))
-        return _States(hidden, residual, positions, index)
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fewer | None:
+        self.queries = q
+        before = self.chosen
+        if not self.deviations(k, v):
+            return None
+        kept = torch.searchsorted(before.index, self.chosen.index)
+        self.queries = q.index_select(0, kept)
+        return Fewer(kept, self.chosen.metadata)
 
-    def through(self, layer: Any) -> _States:
-        """What a layer of the model makes of them."""
-        hidden, residual = layer(self.positions, self.hidden, self.residual)
-        return _States(hidden, residual, self.positions, self.index)
+    def deviations(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+        """Asks the policies that measure how far K, V [R, G, D] moved; whether there are any."""
+        asking = [work for work in self.works if work.chunk.plan.probe is Probe.DEVIATION]
+        for work in asking:
+            part = self.chosen.part(work.request)
+            own = None if k is None or v is None else (k[part], v[part])
+            work.chunk.measured(self.step.probes.deviation(work, own))
+        if asking:
+            plans = {work.request: (work.chunk.plan.rows, work.chunk.start) for work in self.works}
+            batch, device = self.step.batch, self.chosen.index.device
+            self.chosen = ChosenRows.of(batch, plans, self.others, device)
+        return bool(asking)

@@ -72,7 +72,7 @@ class Held:
 
     @cached_property
     def places(self) -> Rows:
-        """Block, slot and delta of every token, i32 [T, 3]."""
+        """Block, slot and delta of every token, i32 [T, 3]; no delta where keys stay unturned."""
         entries = self.request.entries()
         block, begin, end, position, delta = entries.T
         places = np.zeros((self.tokens, 3), np.int32)
@@ -80,7 +80,8 @@ class Held:
         at = np.repeat(position, counts) + _counted(counts)
         places[at, 0] = np.repeat(block, counts)
         places[at, 1] = np.repeat(begin, counts) + _counted(counts)
-        places[at, 2] = np.repeat(delta, counts)
+        if self.policy.delta_rope:
+            places[at, 2] = np.repeat(delta, counts)
         return places
 
     def release(self) -> None:

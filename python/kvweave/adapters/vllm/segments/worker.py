@@ -13,22 +13,25 @@ from vllm.forward_context import get_forward_context
 from kvweave.adapters.vllm.attention import pages_of
 from kvweave.adapters.vllm.segments.attention import SegmentAttention
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.chunk import ChunkPlan
+from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.encode import encode
+from kvweave.adapters.vllm.segments.layers import Layers
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
-from kvweave.adapters.vllm.segments.step import Layers, Step, Work
+from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import Held, SegmentStore
+from kvweave.adapters.vllm.segments.work import Work
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, Unsupported
 from kvweave.policies import Full
 
 
 class SegmentWorker:
-    """Segments on one rank."""
+    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most."""
 
-    def __init__(self, layers: list[SegmentAttention], store: SegmentStore) -> None:
+    def __init__(self, layers: list[SegmentAttention], store: SegmentStore, longest: int) -> None:
         self.attention = layers
         self.store = store
+        self.longest = longest
         self.stats = SegmentStats()
         self._held: dict[str, Held] = {}
         self._chunks: list[Chunk] = []
@@ -49,7 +52,7 @@ class SegmentWorker:
             got = str(config.model_config.architecture)
             text = f"segments: expected {expected}, got {got}"
             raise Unsupported(text, expected=expected, got=got)
-        return cls(layers, layers[0].store)
+        return cls(layers, layers[0].store, int(config.model_config.max_model_len))
 
     def begin(self, message: SegmentMessage) -> None:
         """Before a forward: what ended is let go of, new prompts are looked up."""
@@ -72,16 +75,40 @@ class SegmentWorker:
         """
         if not self._chunks:
             return None
-        batch, works = self._batch_of_step(), []
+        batch = self._batch_of_step()
+        works: list[Work] = []
+        refused: list[Chunk] = []
         if not any(self._held[c.request_id].reused[c.start : c.end].any() for c in self._chunks):
             return None
+        sizes = len(self.attention), self.store.geometry.kv_heads
+        try:
+            for chunk in self._chunks:
+                held, request = self._held[chunk.request_id], batch.find(chunk.first_slot)
+                if request is None or not held.reused[chunk.start : chunk.end].any():
+                    continue
+                try:
+                    walk = ChunkWalk(held, chunk.start, chunk.end, *sizes)
+                except InvalidArgument:
+                    refused.append(chunk)
+                    continue
+                works.append(Work(walk, request))
+        except BaseException:
+            for work in works:
+                work.chunk.close()
+            raise
+        for chunk in refused:
+            # As a layer to ask that this model does not have: the prompt is computed whole.
+            self.stats.misses["refused"] += chunk.end - chunk.start
+            self._chunks.remove(chunk)
+            self._let_go(chunk.request_id)
+        layers = self._layers()
+        return Step(self.store, layers, self.stats, works, batch, self.longest) if works else None
+
+    def abandon(self) -> None:
+        """A forward has failed: its prompts are let go of, and nothing of them is kept."""
         for chunk in self._chunks:
-            held, request = self._held[chunk.request_id], batch.find(chunk.first_slot)
-            if request is None or not held.reused[chunk.start : chunk.end].any():
-                continue
-            sizes = len(self.attention), self.store.geometry.kv_heads
-            works.append(Work(ChunkPlan(held, chunk.start, chunk.end, *sizes), request))
-        return Step(self.store, self._layers(), self.stats, works, batch) if works else None
+            self._let_go(chunk.request_id)
+        self._chunks, self._batch = [], None
 
     def finish(self) -> None:
         """After a forward: what the chunks computed is kept, and found from now on.

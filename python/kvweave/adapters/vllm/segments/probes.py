@@ -1,0 +1,61 @@
+"""What policies measure in vLLM's layers, in the words of the runner's probes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave.adapters.vllm.segments.asked_chunk import AskedChunk
+from kvweave.adapters.vllm.segments.batch import Batch
+from kvweave.adapters.vllm.segments.layers import Layers
+from kvweave.adapters.vllm.segments.work import Work
+from kvweave.plan import Salience
+from kvweave.question import ASKED, scores
+
+
+class Probes:
+    """Measures in the layers of one step. Queries, keys and values are those of a work's rows."""
+
+    def __init__(self, layers: Layers, batch: Batch) -> None:
+        self.layers = layers
+        self.batch = batch
+
+    def asked(self, work: Work, q: torch.Tensor | None) -> torch.Tensor | None:
+        """What the plan's probe measures behind attention, f32 [T]; None without a probe."""
+        plan = work.chunk.plan
+        if plan.probe is None:
+            return None
+        kv, asking = self._kv(work), self._asking(work, q)
+        if asking is None:
+            return torch.zeros(kv.tokens, device=kv.pages.device)
+        return ASKED[plan.probe](kv, asking, plan.score_rows)
+
+    def salience(self, work: Work, q: torch.Tensor | None) -> Salience:
+        """Mass that each token gets; all heads are full, so that none misses anything."""
+        kv, asking = self._kv(work), self._asking(work, q)
+        edge = torch.zeros(kv.kv_heads, device=kv.pages.device)
+        if asking is None:
+            return Salience(torch.zeros(kv.tokens, device=kv.pages.device), edge)
+        return Salience(scores(kv, asking, work.chunk.plan.score_rows), edge)
+
+    def deviation(
+        self, work: Work, fresh: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """How far fresh K, V [R, G, D] are from those in the pages, f32 [R]."""
+        kv, rows = self._kv(work), work.chunk.plan.rows
+        if fresh is None or not len(rows):
+            return torch.zeros(len(rows), device=kv.pages.device)
+        return kv.moved(*fresh, rows)
+
+    def _kv(self, work: Work) -> AskedChunk:
+        number = work.chunk.plan.layer
+        attends, pages = self.layers.attends[number], self.layers.pages[number]
+        return AskedChunk(attends, pages, self.batch.entries(work.request), work.chunk.end)
+
+    def _asking(self, work: Work, q: torch.Tensor | None) -> torch.Tensor | None:
+        """The queries that ask; None where there are none."""
+        plan = work.chunk.plan
+        if q is None or not len(plan.score_rows):
+            return None
+        index = torch.from_numpy(np.searchsorted(plan.rows, plan.score_rows))
+        return q.index_select(0, index.to(q.device))
