@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import TypedDict
 
@@ -16,6 +15,7 @@ from kvweave.runner.prefill import Lookup, Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.report import Generation, Report
 from kvweave.runner.sampling import Sampling
+from kvweave.runner.stop import Stops
 from kvweave.runner.turns import follow
 
 
@@ -64,13 +64,13 @@ class Conversation:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
     ) -> Generation:
         """Appends a turn and answers it: parts as for `Runner.generate`.
 
-        What a turn says goes on where the last answer ended, its stop token left out: see
-        `chat_turn_parts` for the text that a chat template puts between. The report tells of this
-        turn alone; `reports` has all of them.
+        What a turn says goes on where the last answer ended, the token left out by which it did:
+        its stop token, or the last one of a stop string. See `chat_turn_parts` for the text that a
+        chat template puts between. The report tells of this turn alone; `reports` has all of them.
 
         # Errors
         `InvalidArgument` for an empty turn, a closed conversation, or RoPE frequencies that change
@@ -85,8 +85,6 @@ class Conversation:
         except BaseException:
             done.release()
             raise
-        finally:
-            self._answering.decoder.forget()
         self._go_on(done, marks)
         return generation
 

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from kvweave.arguments import shown
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument, PolicySwitchedOff, UncertifiedPolicy
 from kvweave.policies import DEFAULT_POLICY, Policy, is_exact, policy_of
@@ -16,6 +17,7 @@ from kvweave.policies.policy_text import title_of
 from kvweave.runner.caller import caller_level
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.decode import Decoder
+from kvweave.runner.decode_loop import decode_steps
 from kvweave.runner.decoding import Decoding
 from kvweave.runner.model_spec import ModelSpec
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
@@ -32,9 +34,12 @@ def check_profile(
     """Raises what a runner of this model and head map has against a profile and a canary.
 
     # Errors
-    `CorruptProfile` for a profile of another model, dtype or head map; `InvalidArgument` for a
-    canary without a bound where no profile states one of KL.
+    `CorruptProfile` for a profile of another model, dtype or head map; `InvalidArgument` for what
+    is neither, and for a canary without a bound where no profile states one of KL.
     """
+    for what, given, kind in (("profile", profile, PolicyProfile), ("canary", canary, Canary)):
+        if given is not None and not isinstance(given, kind):
+            raise InvalidArgument(f"{what}: expected a {kind.__name__}, got {shown(given)}")
     if profile is not None:
         profile.check(spec.fingerprint, str(spec.dtype).removeprefix("torch."), heads)
     if canary is not None:
@@ -150,16 +155,12 @@ def _continued(decoder: Decoder, full: Prefill, tokens: int) -> list[int]:
             sampling=Sampling(),
             limit=tokens,
             device=decoder.spec.device,
-            stop=frozenset(),
             timings=fork.report.timings,
             forked=fork.kv,
         )
-        try:
-            sequence.choose(full.logits[-1])
-            while not sequence.done:
-                decoder.step([sequence])
-        finally:
-            decoder.forget()
+        sequence.choose(full.logits[-1])
+        for _ in decode_steps(decoder, [sequence]):
+            pass
         return sequence.tokens
 
 
