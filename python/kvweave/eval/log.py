@@ -18,7 +18,7 @@ from typing import Any
 from kvweave.errors import InvalidArgument
 from kvweave.eval.measure import Measurement
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _KINDS = {
     "int": ("int",),
     "int | None": ("int", "NoneType"),

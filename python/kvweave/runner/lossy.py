@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -20,9 +21,10 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode_loop import decode_steps
 from kvweave.runner.decoding import Decoding
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill import Lookup, Prefill, Prefiller, Room
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.sampling import Sampling
+from kvweave.runner.turns import follow
 
 
 def check_profile(
@@ -99,14 +101,47 @@ class LossyPrefiller:
         reserve_tokens: int = 0,
     ) -> Prefill:
         """Like `Prefiller.prefill`; a prompt that took approximate KV may be compared with full."""
+        room = Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
+
+        def computed(chosen: Policy) -> Prefill:
+            return self._prefiller.prefill(prompt, chosen, lookup, **room)
+
+        return self._watched(prompt, policy, lookup, computed)
+
+    def follow(
+        self,
+        live: Prefill,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+    ) -> Prefill:
+        """Like `turns.follow`, watched as `prefill` is: each turn is a request of the canary's.
+
+        Where the policy was switched off and earlier turns took approximate KV, the whole
+        conversation is computed anew by full, once.
+        """
+        room = Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
+
+        def computed(chosen: Policy) -> Prefill:
+            if chosen is not policy and not live.exact:
+                return self._prefiller.prefill(prompt, chosen, lookup, **room)
+            return follow(self._prefiller, live, prompt, chosen, lookup, **room)
+
+        return self._watched(prompt, policy, lookup, computed)
+
+    def _watched(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        computed: Callable[[Policy], Prefill],
+    ) -> Prefill:
+        """What is computed by a policy, or by full where that was switched off."""
         off = "" if self.canary is None else self.canary.reason(policy)
-        done = self._prefiller.prefill(
-            prompt,
-            policy_of("full") if off else policy,
-            lookup,
-            logits_from=logits_from,
-            reserve_tokens=reserve_tokens,
-        )
+        done = computed(policy_of("full") if off else policy)
         if off:
             done.report.mode_reason = "; ".join(filter(None, (done.report.mode_reason, off)))
         elif not is_exact(policy) and not done.exact:

@@ -6,6 +6,7 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -55,6 +56,13 @@ class Lookup:
     def at_once(self) -> bool:
         """Whether others may find the prompt as soon as it is prefilled."""
         return self.remember and not self.late
+
+
+class Room(TypedDict):
+    """What is wanted of a prompt: the first position of its logits, and room behind it."""
+
+    logits_from: int | None
+    reserve_tokens: int
 
 
 class Prefill:

@@ -425,12 +425,14 @@ class Runner:
         discover: bool = False,
         remember: bool = True,
         healing: Healing | None = None,
+        watched: bool = True,
     ) -> Conversation:
         """Several turns over one live request: what one of them recomputed serves the next.
 
         Use it in a `with` block, or close it. `remember` lets later prompts of the namespace find
-        the conversation once it is closed; `healing` as for `generate`.
+        the conversation once it is closed; `healing` as for `generate`, `watched` as for `prefill`.
         """
         check_healing(healing)
         lookup = Lookup(namespace, discover, remember, late=True)
-        return Conversation(self._answering, self._lossy.policy_of(policy), lookup, healing)
+        chosen, seen = self._lossy.policy_of(policy), flag("watched", watched)
+        return Conversation(self._answering, chosen, lookup, healing, seen)
