@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from commands import call, refused
 from eval_samples import measured, without_times
 from families import tiny
-from head_maps import classes_of
+from head_maps import classes_of, head_map
 from kvweave import models
 from kvweave.errors import InvalidArgument
 from kvweave.eval import (
@@ -44,6 +44,7 @@ from kvweave.eval.measure import of_turns
 from kvweave.eval.sample import Said
 from kvweave.policies.policy_text import titled
 from kvweave.runner import Runner, Sampling
+from kvweave.runner.model_spec import describe
 
 POLICIES = read_policies("naive,epic,epic:first=32,sparsex:top_k=1.0")
 
@@ -214,7 +215,7 @@ def test_a_conversation_that_cannot_go_on_is_computed_anew(samples: list[Sample]
     """Heads that the policy made full for one prompt."""
     tokenizer = models.load_tokenizer("smollm2")
     model = tiny("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    heads = classes_of(model, (None, (24, 4)))
+    heads = head_map(describe(model), classes_of(model, (None, (24, 4))))
     runner = Runner(model, tokenizer, max_tokens=4096, heads=heads, progress=False, check=False)
     chat = replace(samples[0], turns=(Turn((Said(0), " And?"), ("17",)),) * 2)
     policies = "redknot:restore_edge=0.0,epic"
@@ -381,6 +382,45 @@ def test_logs_that_mean_different_things_are_not_put_together(tmp_path: Path) ->
 def test_shards_are_numbers_from_one(text: str) -> None:
     with pytest.raises(InvalidArgument, match="expected i/n"):
         Shard.read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrongs"),
+    [
+        ("samples", (0, -1, 1.5, "3", None, True)),
+        ("seed", (-1, 1.5, "3", None)),
+        ("max_new_tokens", (0, 1.5, "3", None)),
+        ("agreement_tokens", (-1, 1.5, "3", None)),
+        ("controlled", (-1, 1.5, "3")),
+        ("policies", ("naive", None, 5, [5], ["best"])),
+    ],
+)
+def test_evaluations_of_nothing_are_refused(name: str, wrongs: tuple, runner: Runner) -> None:
+    for wrong in wrongs:
+        with pytest.raises(InvalidArgument, match=r"^\w+: expected .*, got "):
+            evaluate(runner, task_of("needle", 256), **{name: wrong})
+    for numbers in ((1.5, 2), (1, "2"), (0, 1), (True, 1)):
+        with pytest.raises(InvalidArgument, match="^shard: expected .*, got "):
+            Shard(*numbers)
+
+
+def test_what_files_say_is_told_in_few_words(tmp_path: Path) -> None:
+    path, huge = tmp_path / "file.json", "x" * 1_000_000
+    for text in (
+        json.dumps({"jobs": [{"task": "lm", "length": 8, "samples": 1, huge: 1}]}),
+        json.dumps({"jobs": [{"task": "lm", "length": huge, "samples": 1}]}),
+        json.dumps([huge]),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidArgument) as told:
+            suite_of(str(path))
+        assert len(str(told.value)) < 1000
+    for line in ({"schema_version": huge}, {huge: 1}, [huge]):
+        path.write_text(json.dumps(line) + "\n")
+        for read in (read_log, lambda log: MeasurementLog(log, {"seed": 1})):
+            with pytest.raises(InvalidArgument) as told:
+                read(path)
+            assert len(str(told.value)) < 1000
 
 
 # ---- suites ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.arguments import several, shown, whole
 from kvweave.errors import InvalidArgument
 from kvweave.eval.corpus import corpus_of
 from kvweave.eval.encoded import KnowledgeBase
@@ -45,7 +46,9 @@ class Shard:
     of: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
+        for name in ("number", "of"):
+            whole("shard", getattr(self, name), 1, name=name)
+        if not self.number <= self.of:
             raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {self}")
 
     def __str__(self) -> str:
@@ -56,7 +59,7 @@ class Shard:
         """A shard written `i/n`; raises InvalidArgument for any other text."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
-            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {text!r}")
+            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {shown(text)}")
         return Shard(int(found[1]), int(found[2]))
 
     def holds(self, sample: int) -> bool:
@@ -81,6 +84,14 @@ class How:
     agreement_tokens: int = 0
     controlled: int | None = None
     shard: Shard = WHOLE
+
+    def __post_init__(self) -> None:
+        several("policies", self.policies, "policies")
+        whole("seed", self.seed, 0)
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        whole("agreement_tokens", self.agreement_tokens, 0)
+        if self.controlled is not None:
+            whole("controlled", self.controlled, 0)
 
     def wanted(self, sample: int) -> set[str]:
         """The names of all that a sample is measured under."""
@@ -115,8 +126,7 @@ def measure_jobs(
     named = how.named()
     defined: dict[str, dict[str, Any]] = {}
     for task, samples in jobs:
-        if samples < 1:
-            raise InvalidArgument(f"samples: expected >= 1, got {samples}")
+        whole("samples", samples, 1)
         name = job_name(task)
         if name in defined:
             raise InvalidArgument(f"jobs: expected {name} once, got it twice")

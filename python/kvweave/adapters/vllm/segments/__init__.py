@@ -1,7 +1,8 @@
 """Segments inside vLLM: documents that were computed before are reused wherever they stand.
 
-A request names its segments (`markers`), the scheduler's half of the connector tells the workers
-where it lies (`message`, `connector`), and each worker looks the prompt up in a store of its own
-(`store`), carries out the plans of a recovery policy (`step`, `forward`) and keeps what is new.
-`prefix_guard` keeps approximate KV out of vLLM's prefix cache.
+A request names its segments (`markers`). Beside vLLM's scheduler it is noted which requests have
+any (`scheduling`), and the workers are told where their next tokens go (`message`, `connector`).
+Each worker looks a prompt up in a store of its own (`worker`, `store`), asks a recovery policy for
+the plans of each chunk (`chunk`), carries them out in the model's forward (`model`, `step`) and
+keeps what is new. `prefix_guard` keeps approximate KV out of vLLM's prefix cache.
 """
