@@ -250,7 +250,7 @@ impl KvCache {
         name: Text<'_>,
         namespace: Text<'_>,
     ) -> PyResult<FrozenSegment> {
-        entry(py, || self.cache.frozen_segment(name.0, namespace.0)).map(FrozenSegment::from)
+        call_core(py, || self.cache.frozen_segment(name.0, namespace.0)).map(FrozenSegment::from)
     }
 
     /// Deletes a knowledge-base entry. What it alone owned is no longer read by other texts; for
