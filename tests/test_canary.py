@@ -236,6 +236,96 @@ def test_a_canary_changes_no_answer_and_holds_nothing(model: Any) -> None:
     runner.cache.check()
 
 
+def turns_of(count: int) -> list[Any]:
+    """A prompt with a segment, and further turns of fresh text, or with the segment once more."""
+    turns: list[Any] = [prompt_of(0)]
+    for number in range(1, count):
+        new = random_tokens(9, 200 + number).tolist()
+        turns.append(prompt_of(number) if number % 3 == 0 else new)
+    return turns
+
+
+def whole_of(runner: Runner, turns: list[Any], said: list[list[int]]) -> list[int]:
+    """The tokens of some turns with the answers between them."""
+    parts = [runner.tokenize(turn).tokens.tolist() for turn in turns]
+    answers = [*said, []]
+    return [token for pair in zip(parts, answers, strict=True) for part in pair for token in part]
+
+
+def test_a_conversation_that_drifts_goes_on_by_full(model: Any) -> None:
+    runner, turns = runner_of(model, canary=Canary(share=1.0, bound=1e-3)), turns_of(12)
+    by, said, told = [], list[list[int]](), list[str]()
+    how = {"max_new_tokens": 3, "stop": []}
+    with runner.conversation(Unrotated(), remember=False) as talk:
+        for number, turn in enumerate(turns):
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always", PolicySwitchedOff)
+                answer = talk.ask(turn, **how)
+            told += [w.filename for w in heard if w.category is PolicySwitchedOff]
+            by.append(answer.report.policy)
+            if by[-1] == "full":
+                whole = whole_of(runner, turns[: number + 1], said)
+                wanted = runner.generate(whole, "full", remember=False, **how)
+                assert answer.tokens == wanted.tokens
+                assert "canary: unrotated drifted" in answer.report.mode_reason
+                assert answer.report.canary is None
+            said.append(answer.tokens)
+        reports = talk.reports
+    on = by.index("full")
+    assert by == ["unrotated"] * on + ["full"] * (12 - on)
+    assert told == [__file__]
+    assert all(report.canary.kl is not None for report in reports[:on])
+    # All of it is computed anew once, and then only what is new.
+    assert reports[on].recomputed == reports[on].tokens
+    assert reports[on + 1].settled_before == reports[on].tokens + 2
+    state = runner.canary.state
+    assert (state.requests, state.checked) == (on, on)
+    assert 1 <= on < 10
+    runner.cache.check()
+    assert runner.cache.stats()["held"] == runner.cache.stats()["frozen"]
+
+
+def test_turns_are_compared_with_full_over_the_whole_conversation(model: Any) -> None:
+    plain = runner_of(model)
+    runner = runner_of(model, canary=Canary(share=1.0, bound=100.0, tokens=3))
+    turns, answers = turns_of(4), []
+    for one, seen in ((plain, True), (runner, True), (runner, False)):
+        with one.conversation("naive", remember=False, watched=seen) as talk:
+            answers.append([talk.ask(turn, max_new_tokens=3, stop=[]).tokens for turn in turns])
+            checks = [report.canary for report in talk.reports]
+            assert [check is not None for check in checks] == [one is runner and seen] * 4
+    assert answers[0] == answers[1] == answers[2]
+    state = runner.canary.state
+    assert (state.requests, state.checked, state.skipped) == (4, 4, 0)
+    whole = whole_of(runner, turns[:3], answers[0][:2])
+    with runner.prefill(whole, "full", remember=False) as full:
+        with runner.conversation("naive", remember=False) as talk:
+            for turn in turns[:3]:
+                talk.ask(turn, max_new_tokens=3, stop=[])
+            check = talk.reports[-1].canary
+        assert check.flops == sum(full.report.flops.values())
+        assert check.tokens == 3
+    assert set(answered(runner, Everything(), 2)) == {"everything"}
+    with runner.conversation(Everything(), remember=False) as talk:
+        for number, turn in enumerate(turns):
+            talk.ask(turn, max_new_tokens=3, stop=[])
+            assert talk.reports[number].canary.kl < 1e-6
+    assert runner.cache.stats()["held"] == runner.cache.stats()["frozen"]
+
+
+def test_a_turn_without_room_to_compare_is_answered(model: Any) -> None:
+    runner = runner_of(model, tokens=288, canary=Canary(share=1.0, bound=100.0))
+    with runner.conversation("naive", remember=False) as talk:
+        reports = [
+            talk.ask(turn, max_new_tokens=3, stop=[]).report
+            for turn in (prompt_of(), random_tokens(60, 9).tolist())
+        ]
+    assert [report.canary.kl is None for report in reports] == [False, True]
+    assert [report.policy for report in reports] == ["naive"] * 2
+    assert runner.canary.state.skipped == 1
+    assert runner.cache.stats()["held"] == runner.cache.stats()["frozen"]
+
+
 def test_the_same_seed_draws_the_same_requests(model: Any) -> None:
     drawn = [Canary(share=0.2, seed=3).draws(i) for i in range(2000)]
     assert drawn == [Canary(share=0.2, seed=3).draws(i) for i in range(2000)]
@@ -289,6 +379,7 @@ def test_a_lossy_policy_without_a_profile_says_so_once(model: Any) -> None:
         lambda: list(runner.stream(prompt_of(), "naive", max_new_tokens=2)),
         lambda: runner.prefill(prompt_of(), "naive").release(),
         lambda: runner.generate_batch([prompt_of()], "naive", max_new_tokens=2),
+        lambda: runner.conversation("naive").ask(prompt_of(), max_new_tokens=2),
     ]
     for call in calls:
         runner = runner_of(model)

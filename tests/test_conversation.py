@@ -16,7 +16,7 @@ from families import random_tokens, tiny
 from head_maps import classes_of, near
 from healed_answers import frozen_kv, kv_of, reader
 from kvweave.cache import KvCache, KvShape
-from kvweave.eval.measure import inserted
+from kvweave.eval.encoded import inserted
 from kvweave.eval.sample import Said, Sample, Turn
 from kvweave.policies import Epic, Foresight, Naive
 from kvweave.runner import Healing, Runner, Segment, chat_parts, chat_turn_parts

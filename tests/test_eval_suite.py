@@ -26,7 +26,6 @@ from kvweave.eval import (
     SampleMeasurer,
     Shard,
     Suite,
-    Turn,
     draw,
     evaluate,
     evaluate_suite,
@@ -39,8 +38,6 @@ from kvweave.eval import (
     task_of,
     tasks_of,
 )
-from kvweave.eval.measure import of_turns
-from kvweave.eval.sample import Said
 from kvweave.policies.policy_text import titled
 from kvweave.runner import Runner, Sampling
 
@@ -131,33 +128,6 @@ def test_encoding_pays_after_so_many_uses(runner: Runner) -> None:
     assert np.isinf(by_name["full"].pays_after)
     assert by_name["naive"].non_finite == 0
     assert np.isnan(by_name["naive"].peak_bytes)
-
-
-def test_turns_are_measured_as_one_sample(runner: Runner, samples: list[Sample]) -> None:
-    """Each turn is asked behind full's own answers, under every policy."""
-    chat = replace(
-        samples[0], turns=(Turn((Said(0), "\nAnd the other one?"), ("17",)),)
-    )  # fmt: skip
-
-    class Chat:
-        name, length, score_name, corpus = "chat", 256, "recall", None
-
-        def sample(self, tokenizer, rng) -> Sample:
-            return chat
-
-    found = evaluate(runner, Chat(), ["naive"], samples=1, max_new_tokens=6, controlled=0)
-    (full,), (naive,) = found.of("full").values(), found.of("naive").values()
-    with inserted(runner, chat.at_turn(0, []), "a") as ready:
-        first = SampleMeasurer(runner, ready, 0, "a", 6)
-        one, said = first.policy("naive"), first.full().answer
-    with inserted(runner, chat.at_turn(1, [said]), "b") as ready:
-        two = SampleMeasurer(runner, ready, 0, "b", 6).policy("naive")
-    assert naive.turns == 2
-    assert naive.kl == one.kl + two.kl
-    assert naive.flops == one.flops + two.flops
-    assert naive.tokens == one.tokens + two.tokens
-    assert full.answer.startswith(said)
-    assert of_turns([one]) is one
 
 
 # ---- logs ------------------------------------------------------------------------------------
@@ -311,6 +281,45 @@ def test_logs_that_mean_different_things_are_not_put_together(tmp_path: Path) ->
 def test_shards_are_numbers_from_one(text: str) -> None:
     with pytest.raises(InvalidArgument, match="expected i/n"):
         Shard.read(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrongs"),
+    [
+        ("samples", (0, -1, 1.5, "3", None, True)),
+        ("seed", (-1, 1.5, "3", None)),
+        ("max_new_tokens", (0, 1.5, "3", None)),
+        ("agreement_tokens", (-1, 1.5, "3", None)),
+        ("controlled", (-1, 1.5, "3")),
+        ("policies", ("naive", None, 5, [5], ["best"])),
+    ],
+)
+def test_evaluations_of_nothing_are_refused(name: str, wrongs: tuple, runner: Runner) -> None:
+    for wrong in wrongs:
+        with pytest.raises(InvalidArgument, match=r"^\w+: expected .*, got "):
+            evaluate(runner, task_of("needle", 256), **{name: wrong})
+    for numbers in ((1.5, 2), (1, "2"), (0, 1), (True, 1)):
+        with pytest.raises(InvalidArgument, match="^shard: expected .*, got "):
+            Shard(*numbers)
+
+
+def test_what_files_say_is_told_in_few_words(tmp_path: Path) -> None:
+    path, huge = tmp_path / "file.json", "x" * 1_000_000
+    for text in (
+        json.dumps({"jobs": [{"task": "lm", "length": 8, "samples": 1, huge: 1}]}),
+        json.dumps({"jobs": [{"task": "lm", "length": huge, "samples": 1}]}),
+        json.dumps([huge]),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidArgument) as told:
+            suite_of(str(path))
+        assert len(str(told.value)) < 1000
+    for line in ({"schema_version": huge}, {huge: 1}, [huge]):
+        path.write_text(json.dumps(line) + "\n")
+        for read in (read_log, lambda log: MeasurementLog(log, {"seed": 1})):
+            with pytest.raises(InvalidArgument) as told:
+                read(path)
+            assert len(str(told.value)) < 1000
 
 
 # ---- suites ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from head_maps import classes_of, near, runner_of
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Draft, LayerPlan, Probe
 from kvweave.policies import Foresight, Naive, policy_of
+from kvweave.policies.depth import first_layer
 from kvweave.policies.row_sets import averaged, question, tail
 from plan_emulator import Emulator
 from plan_policies import Overheard
@@ -58,12 +59,14 @@ def test_plans_are_lawful(policy, view, seed):
     if not asks:
         assert drafts == []
         return
-    assert drafts == [Draft(policy.draft, policy.since(view.layers))] * (policy.draft > 0)
+    assert drafts == [Draft(policy.draft, first_layer(policy.depth, view.layers))] * (
+        policy.draft > 0
+    )
     assert steps.index(drafts[0]) == view.layers if drafts else True
     asking = np.union1d(question(view)[-policy.ask :], tail(view, 64))
     assert np.array_equal(look[0].rows, np.union1d(view.fresh, asking))
     for plan in look:
-        measured = plan.layer >= policy.since(view.layers)
+        measured = plan.layer >= first_layer(policy.depth, view.layers)
         assert plan.probe is (Probe.SCORES if measured else None)
         assert np.array_equal(plan.score_rows, asking if measured else [])
     rows, asked = last[0].rows, question(view)

@@ -313,6 +313,32 @@ def test_more_than_the_model_is_made_for_is_said(name, most) -> None:
         runner.generate(tokens, "full", max_new_tokens=9, stop=())
 
 
+def test_warnings_are_about_the_callers_line() -> None:
+    """Whatever stands between: decorators, generators, a progress bar, the conversation's turns."""
+    runner = Runner(tiny("llama"), max_tokens=2048, progress=True, check=False)
+    long, short = random_tokens(520, 1).tolist(), random_tokens(20, 2).tolist()
+    how = {"max_new_tokens": 2, "stop": ()}
+    talk = runner.conversation("full")
+    talk.ask(short, **how)
+    calls = [
+        lambda: runner.generate(long, "full", **how),
+        lambda: runner.generate_batch([long, short], "full", **how),
+        lambda: list(runner.stream(long, "full", **how)),
+        lambda: runner.prefill(long, "full").release(),
+        lambda: runner.encode(long, "kb"),
+        lambda: runner.insert(long, "kb"),
+        lambda: runner.insert_many([("kb", long), ("kc", short)]),
+        lambda: talk.prefill(long).release(),
+        lambda: runner.conversation("full").ask(long, **how),
+    ]
+    for call in calls:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            call()
+        line = call.__code__.co_firstlineno
+        assert [(w.filename, w.lineno) for w in said] == [(__file__, line)]
+
+
 def test_a_report_is_one_line(runner) -> None:
     with runner.prefill(list(range(40)), "full", remember=False) as done:
         assert repr(done.report).startswith("Report(full: 40 tokens, 0 by prefix, 0 by segment")

@@ -31,7 +31,7 @@ SAFE_CRATES = ("core", "reference")
 PYTHON_LAYERS = [
     {"_native"},
     {"errors"},
-    {"device_memory"},
+    {"arguments", "device_memory"},
     {"cache", "ops", "scheduler"},
     {"plan", "models", "payload"},
     {"plan_walk", "question"},

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def split_prompt(text: str, names: Sequence[str]) -> list[tuple[str, bool]]:
     for name in placed:
         if name not in names:
             known = ", ".join(names) or "none"
-            raise InvalidArgument(f"prompt: expected {{{{name}}}} of {known}, got {name!r}")
+            raise InvalidArgument(f"prompt: expected {{{{name}}}} of {known}, got {shown(name)}")
     parts = [(name, True) for name in names if name not in placed]
     parts += [(piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece]
     if not parts:

@@ -1,9 +1,10 @@
 """How near a policy comes to full prefill: tasks made from seeds, KL, intervals, controls."""
 
+from kvweave.eval.encoded import Encoded, inserted
 from kvweave.eval.evaluate import POLICIES, draw, evaluate, evaluate_suite, tasks_of
 from kvweave.eval.jobs import How, Shard, job_name, measure_jobs
 from kvweave.eval.log import MeasurementLog, read_log
-from kvweave.eval.measure import FLOOR, Encoded, Measurement, SampleMeasurer, inserted
+from kvweave.eval.measure import FLOOR, Measurement, SampleMeasurer
 from kvweave.eval.sample import AnyOf, Said, Sample, Task, Turn, task_encoder
 from kvweave.eval.statistics import (
     Bootstrap,

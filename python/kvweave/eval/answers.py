@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvweave.errors import Unsupported
 from kvweave.policies import Policy
-from kvweave.runner import Prefill, Prompt, Runner
+from kvweave.runner import Conversation, Part, Prefill, Prompt, Runner
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,36 @@ class Ask:
         if done.report.restored:
             return self.prefilled(runner, None, room)
         return done.fork()
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """Parts that a conversation of `tokens` tokens goes on with, and the whole prompt by then.
+
+    Measured is a fork of the conversation's own prompt, so that the conversation does not hear what
+    is decoded. Where it cannot go on or be forked, heads having been made full, the whole prompt is
+    computed anew.
+    """
+
+    talk: Conversation
+    parts: tuple[Part, ...]
+    whole: Ask
+    tokens: int
+
+    def prefilled(self, runner: Runner, logits_from: int | None, room: int) -> Prefill:
+        """As of `Ask`; the report is that of the turn alone."""
+        if self.talk.tokens == self.tokens:
+            try:
+                live = self.talk.prefill(self.parts, logits_from=logits_from, reserve_tokens=room)
+            except Unsupported:
+                return self.whole.prefilled(runner, logits_from, room)
+            if not live.report.restored:
+                return live.fork()
+        return self.whole.prefilled(runner, logits_from, room)
+
+    def again(self, runner: Runner, done: Prefill, room: int) -> Prefill:
+        """As of `Ask`."""
+        return self.whole.again(runner, done, room)
 
 
 def forced_logits(runner: Runner, done: Prefill, tokens: Sequence[int]) -> torch.Tensor:

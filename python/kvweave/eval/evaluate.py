@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import whole
 from kvweave.eval.jobs import WHOLE, How, Shard, measure_jobs
 from kvweave.eval.measure import MAX_NEW_TOKENS
 from kvweave.eval.sample import Sample, Task
@@ -27,8 +27,8 @@ def draw(task: Task, tokenizer: Any, samples: int, seed: int) -> list[Sample]:
 
     Raises InvalidArgument for fewer than one sample.
     """
-    if samples < 1:
-        raise InvalidArgument(f"samples: expected >= 1, got {samples}")
+    whole("samples", samples, 1)
+    whole("seed", seed, 0)
     return [task.sample(tokenizer, np.random.default_rng([seed, i])) for i in range(samples)]
 
 

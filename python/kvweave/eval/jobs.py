@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvweave.arguments import several, shown, whole
 from kvweave.errors import InvalidArgument
 from kvweave.eval.corpus import corpus_of
+from kvweave.eval.encoded import KnowledgeBase
 from kvweave.eval.laid_out import LaidOut
 from kvweave.eval.log import LogContents, MeasurementLog
 from kvweave.eval.measure import (
@@ -19,15 +23,15 @@ from kvweave.eval.measure import (
     FLOOR,
     MAX_NEW_TOKENS,
     Measurement,
+    Role,
     SampleMeasurer,
-    inserted,
     of_turns,
 )
-from kvweave.eval.sample import Task
+from kvweave.eval.sample import Sample, Task
 from kvweave.eval.summary import Evaluation, evaluations_of
 from kvweave.policies import Policy
 from kvweave.policies.policy_text import titled
-from kvweave.runner import Runner
+from kvweave.runner import Conversation, Runner
 from kvweave.runner.progress import track
 
 
@@ -42,7 +46,9 @@ class Shard:
     of: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.of:
+        for name in ("number", "of"):
+            whole("shard", getattr(self, name), 1, name=name)
+        if not self.number <= self.of:
             raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {self}")
 
     def __str__(self) -> str:
@@ -53,7 +59,7 @@ class Shard:
         """A shard written `i/n`; raises InvalidArgument for any other text."""
         found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if found is None:
-            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {text!r}")
+            raise InvalidArgument(f"shard: expected i/n with 1 <= i <= n, got {shown(text)}")
         return Shard(int(found[1]), int(found[2]))
 
     def holds(self, sample: int) -> bool:
@@ -78,6 +84,14 @@ class How:
     agreement_tokens: int = 0
     controlled: int | None = None
     shard: Shard = WHOLE
+
+    def __post_init__(self) -> None:
+        several("policies", self.policies, "policies")
+        whole("seed", self.seed, 0)
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        whole("agreement_tokens", self.agreement_tokens, 0)
+        if self.controlled is not None:
+            whole("controlled", self.controlled, 0)
 
     def wanted(self, sample: int) -> set[str]:
         """The names of all that a sample is measured under."""
@@ -112,8 +126,7 @@ def measure_jobs(
     named = how.named()
     defined: dict[str, dict[str, Any]] = {}
     for task, samples in jobs:
-        if samples < 1:
-            raise InvalidArgument(f"samples: expected >= 1, got {samples}")
+        whole("samples", samples, 1)
         name = job_name(task)
         if name in defined:
             raise InvalidArgument(f"jobs: expected {name} once, got it twice")
@@ -168,16 +181,12 @@ def _measure(
     namespace = f"eval/{job_name(task)}/{how.seed}/{index}"
     turns: dict[str, list[Measurement]] = {}
     said: list[str] = []
-    for turn in range(len(sample.turns) + 1):
-        here = f"{namespace}/{turn}" if sample.turns else namespace
-        with inserted(runner, sample.at_turn(turn, said), here) as ready:
-            measurer = SampleMeasurer(
-                runner, ready, index, here, how.max_new_tokens, how.agreement_tokens
-            )
-            full = measurer.full()
-            said.append(full.answer)
-            for made in (full, *_others(measurer, how, how.wanted(index) - known.keys())):
-                turns.setdefault(made.policy, []).append(made)
+    for first, end in _conversations(sample):
+        here = f"{namespace}/{first}" if sample.turns else namespace
+        with KnowledgeBase(runner, here) as base:
+            made = _Turns(runner, sample, index, how, here, range(first, end))
+            for measured in made.measured(base, said, how.wanted(index) - known.keys()):
+                turns.setdefault(measured.policy, []).append(measured)
     found = {name: of_turns(made) for name, made in turns.items()}
     if "full" in known:
         if known["full"].answer != found["full"].answer:
@@ -186,14 +195,76 @@ def _measure(
     return list(found.values())
 
 
-def _others(measurer: SampleMeasurer, how: How, missing: set[str]) -> Iterator[Measurement]:
-    if FLOOR in missing:
-        yield measurer.floor()
-    if CONTROL.name in missing:
-        yield measurer.no_rope_control()
-    for name, policy in how.named().items():
-        if name in missing:
-            yield measurer.policy(policy, name=name)
+def _conversations(sample: Sample) -> list[tuple[int, int]]:
+    """The turns of a sample as half-open runs, each a conversation of its own."""
+    first = [0, *(n for n, turn in enumerate(sample.turns, 1) if not turn.continues)]
+    return list(pairwise([*first, len(sample.turns) + 1]))
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Turns of one sample that follow one another in a conversation, or a single prompt."""
+
+    runner: Runner
+    sample: Sample
+    index: int
+    how: How
+    namespace: str
+    turns: range
+
+    def measured(
+        self, base: KnowledgeBase, said: list[str], missing: set[str]
+    ) -> Iterator[Measurement]:
+        """Full in every turn, and then what is missing, each in a conversation of its own.
+
+        What full answers is said to all; `said` has it of earlier turns, and of these afterwards.
+        """
+        measurers: list[SampleMeasurer] = []
+        with self._talk("full") as talk:
+            for turn in self.turns:
+                measurer = SampleMeasurer(
+                    self.runner,
+                    base.holding(self.sample.at_turn(turn, said)),
+                    self.index,
+                    self.namespace,
+                    self.how.max_new_tokens,
+                    self.how.agreement_tokens,
+                    talk=talk,
+                    after=measurers[-1] if measurers else None,
+                )
+                full = measurer.full()
+                yield full
+                said.append(full.answer)
+                measurers.append(measurer)
+        if FLOOR in missing:
+            yield from (measurer.floor() for measurer in measurers)
+        if CONTROL.name in missing:
+            yield from self._by(CONTROL, CONTROL.name, "control", measurers)
+        for name, policy in self.how.named().items():
+            if name in missing:
+                yield from self._by(policy, name, "policy", measurers)
+
+    def _by(
+        self, policy: Policy, name: str, role: Role, measurers: Sequence[SampleMeasurer]
+    ) -> Iterator[Measurement]:
+        with self._talk(policy) as talk:
+            for measurer in measurers:
+                yield measurer.policy(policy, role, name, talk)
+
+    @contextmanager
+    def _talk(self, policy: str | Policy) -> Iterator[Conversation | None]:
+        """A conversation; none for a single prompt."""
+        if len(self.turns) == 1:
+            yield None
+            return
+        with self.runner.conversation(
+            policy,
+            namespace=self.namespace,
+            discover=self.sample.discover,
+            remember=False,
+            watched=False,
+        ) as talk:
+            yield talk
 
 
 def _subject(runner: Runner, how: How) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 from kvweave.eval.measure import Measurement
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _KINDS = {
     "int": ("int",),
     "int | None": ("int", "NoneType"),
@@ -149,7 +150,9 @@ def read_log(path: Path) -> LogContents:
     held = _contents(path, whole)
     version = held.subject.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise InvalidArgument(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}")
+        raise InvalidArgument(
+            f"{path}: expected schema_version {SCHEMA_VERSION}, got {shown(version)}"
+        )
     return held
 
 
@@ -168,12 +171,14 @@ def _contents(path: Path, whole: bytes) -> LogContents:
     try:
         subject, *entries = [json.loads(line) for line in whole.split(b"\n")[:-1]]
         if not isinstance(subject, dict):
-            raise TypeError(f"a first line {subject!r}")
+            raise TypeError(f"a first line {shown(subject)}")
         held = LogContents(subject=subject)
         for entry in entries:
             held.keep(entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"{path}: expected a log of measurements, got {error!r}") from error
+        raise InvalidArgument(
+            f"{path}: expected a log of measurements, got {shown(error)}"
+        ) from error
     return held
 
 
@@ -183,7 +188,8 @@ def _same(
     for key in (*wanted, *found):
         if wanted.get(key) != found.get(key):
             raise InvalidArgument(
-                f"{path}: expected {what} with {key} = {wanted.get(key)!r}, got {found.get(key)!r}"
+                f"{path}: expected {what} with {shown(key)[1:-1]} = {wanted.get(key)!r}, "
+                f"got {shown(found.get(key))}"
             )
 
 
@@ -197,7 +203,7 @@ def _measurement(plain: Mapping[str, Any]) -> Measurement:
         elif kind.startswith("tuple"):
             read[f.name] = tuple(float(number) for number in plain[f.name])
         elif type(plain[f.name]).__name__ not in _KINDS[kind]:
-            raise TypeError(f"{f.name} = {plain[f.name]!r}")
+            raise TypeError(f"{f.name} = {shown(plain[f.name])}")
     return Measurement(**read)
 
 

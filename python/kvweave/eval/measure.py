@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -11,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-from kvweave.eval.answers import Ask, forced_logits, greedy_tokens
-from kvweave.eval.sample import Sample
+from kvweave.eval.answers import Ask, NextTurn, forced_logits, greedy_tokens
+from kvweave.eval.encoded import Encoded
 from kvweave.eval.statistics import negative_log_likelihood
 from kvweave.policies import Naive, Policy, policy_of
 from kvweave.policies.policy_text import title_of
-from kvweave.runner import Prefill, Report, Runner, Segment
+from kvweave.runner import Conversation, Prefill, Report, Runner
 from kvweave.runner.divergence import kl_per_token
 
 Role = Literal["full", "policy", "floor", "control"]
@@ -41,6 +40,7 @@ class Measurement:
     generated are full's, of `compared`, which go on where full's answer ended. `encoding_flops`:
     of encoding the sample's segments alone, once. `peak_bytes`: the most that torch had allocated
     during the prefill; None off a GPU. `turns`: prompts that it is of; see `of_turns`.
+    `settled_before`: tokens whose KV earlier turns of the same conversation left.
     """
 
     sample: int
@@ -70,6 +70,7 @@ class Measurement:
     encoding_flops: int
     peak_bytes: int | None
     turns: int = 1
+    settled_before: int = 0
 
     @property
     def reused(self) -> int:
@@ -80,15 +81,15 @@ class Measurement:
 def of_turns(turns: Sequence[Measurement]) -> Measurement:
     """One measurement of a sample from those of its turns, by one policy.
 
-    Counts, times, FLOPs and tokens are sums, so that ratios to full's are
-    those of the whole chat; scores and shares are means; `kl` has the tokens of all answers, and
-    the bytes of KV and of the peak are the largest. An answer is the same when all are. Segments
-    are encoded once, so the last turn's, which knows the most of them, count.
+    Counts, times, FLOPs and tokens are sums, so that ratios to full's are those of the whole chat;
+    scores and shares are means; `kl` has the tokens of all answers, and the bytes of KV and of the
+    peak are the largest. An answer is the same when all are. Segments are encoded once, so the last
+    turn's, which knows the most of them, count.
     """
     first, last = turns[0], turns[-1]
     if first is last:
         return first
-    cached = ("reused_prefix", "reused_segment", "recomputed")
+    cached = ("reused_prefix", "reused_segment", "recomputed", "settled_before")
     summed = ("tokens", *cached, "ttft_s", "flops", "restored", "agreed", "compared")
     averaged = ("score", "top1", "top10")
     largest = ("kv_bytes", "shared_kv_bytes")
@@ -133,20 +134,15 @@ class _Outcome:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A sample whose segments are in the knowledge base; FLOPs of encoding them, each once."""
-
-    sample: Sample
-    flops: int = 0
-
-
 class SampleMeasurer:
     """Full prefill of one sample, and any policy against it.
 
     The sample's segments must be in the runner's knowledge base (see `inserted`). No measured
     prompt is remembered, so no policy finds what another one left. What is generated is compared
     with full's over `agreement_tokens` tokens, or over full's answer where that is longer.
+
+    A sample may be a turn of a conversation, `after` the one before, whose parts it begins with:
+    the others are appended to the conversation (`talk`) of full, and to that of each policy.
     """
 
     def __init__(
@@ -157,15 +153,19 @@ class SampleMeasurer:
         namespace: str,
         max_new_tokens: int,
         agreement_tokens: int = 0,
+        *,
+        talk: Conversation | None = None,
+        after: SampleMeasurer | None = None,
     ) -> None:
         self._runner = runner
+        self._after = after
         self._sample, self._encoding_flops = ready.sample, ready.flops
         self._index = index
         self._namespace = namespace
         self._max_new_tokens = max_new_tokens
         self._agreement_tokens = agreement_tokens
         self._tokens = runner.tokenize(self._sample.parts).tokens
-        self._full, self._reference = self._outcome(self._ask("full"))
+        self._full, self._reference = self._outcome(self._ask("full", talk))
 
     def full(self) -> Measurement:
         """The reference itself."""
@@ -182,15 +182,18 @@ class SampleMeasurer:
         return other
 
     def policy(
-        self, policy: str | Policy, role: Role = "policy", name: str | None = None
+        self,
+        policy: str | Policy,
+        role: Role = "policy",
+        name: str | None = None,
+        talk: Conversation | None = None,
     ) -> Measurement:
-        """One recovery policy, measured under a name (its own with its settings, unless given)."""
-        outcome, _ = self._outcome(self._ask(policy), self._reference)
-        return self._measured(outcome, title_of(policy) if name is None else name, role)
+        """One recovery policy, measured under a name (its own with its settings, unless given).
 
-    def no_rope_control(self) -> Measurement:
-        """Naive reuse with keys left at their old positions: what Δ-RoPE is worth."""
-        return self.policy(CONTROL, "control")
+        `talk`: the policy's conversation, which goes on by this turn.
+        """
+        outcome, _ = self._outcome(self._ask(policy, talk), self._reference)
+        return self._measured(outcome, title_of(policy) if name is None else name, role)
 
     def floor(self) -> Measurement:
         """Exact prefill in two chunks: how far apart two exact computations come out.
@@ -209,13 +212,15 @@ class SampleMeasurer:
         outcome, _ = self._outcome(ask, self._reference)
         return self._measured(outcome, FLOOR, "floor")
 
-    def _ask(self, policy: str | Policy) -> Ask:
-        return Ask(
-            self._sample.parts,
-            policy_of(policy),
-            self._namespace,
-            self._sample.discover,
-        )
+    def _ask(self, policy: str | Policy, talk: Conversation | None) -> Ask | NextTurn:
+        sample = self._sample
+        ask = Ask(sample.parts, policy_of(policy), self._namespace, sample.discover)
+        if talk is None:
+            return ask
+        if self._after is None:
+            return NextTurn(talk, sample.parts, ask, 0)
+        behind = len(self._after._sample.parts)
+        return NextTurn(talk, sample.parts[behind:], ask, len(self._after._tokens))
 
     def _stop(self) -> tuple[int, ...]:
         end = getattr(self._runner.prompts.tokenizer, "eos_token_id", None)
@@ -232,7 +237,7 @@ class SampleMeasurer:
         return _Reference(tokens[: max(answer, self._agreement_tokens)], answer)
 
     def _outcome(
-        self, ask: Ask, reference: _Reference | None = None
+        self, ask: Ask | NextTurn, reference: _Reference | None = None
     ) -> tuple[_Outcome, _Reference]:
         """The policy's prefill, its logits on full's answer, and its own answer.
 
@@ -303,6 +308,7 @@ class SampleMeasurer:
             compared=len(self._reference.tokens),
             encoding_flops=self._encoding_flops,
             peak_bytes=outcome.peak_bytes,
+            settled_before=report.settled_before,
         )
 
     def _score(self, outcome: _Outcome) -> float:
@@ -310,30 +316,6 @@ class SampleMeasurer:
             return self._sample.recall(outcome.text)
         scored = self._tokens[len(self._tokens) - self._sample.scored_tokens :]
         return negative_log_likelihood(outcome.logits[:-1], scored[1:])
-
-
-@contextmanager
-def inserted(runner: Runner, sample: Sample, namespace: str) -> Iterator[Encoded]:
-    """The sample with its segments in the runner's knowledge base, under a namespace of its own.
-
-    They are deleted again at the end, whatever happens.
-    """
-    names: list[str] = []
-    flops = 0
-    try:
-        for segment in sample.knowledge:
-            name = f"segment-{len(names)}"
-            report = runner.encode(_content(segment), name, namespace)
-            flops += sum(report.flops.values())
-            names.append(name)
-        parts = tuple(
-            replace(part, namespace=namespace) if isinstance(part, Segment) else part
-            for part in sample.parts
-        )
-        yield Encoded(replace(sample, parts=parts), flops)
-    finally:
-        for name in names:
-            runner.delete(name, namespace)
 
 
 def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
@@ -348,9 +330,3 @@ def _shared_top(reference: torch.Tensor, other: torch.Tensor, count: int) -> flo
         set(logits.topk(min(count, len(logits))).indices.tolist()) for logits in (reference, other)
     ]
     return len(tops[0] & tops[1]) / len(tops[0])
-
-
-def _content(segment: Segment) -> str | Sequence[int]:
-    if segment.tokens is not None:
-        return segment.tokens
-    return segment.text or ""

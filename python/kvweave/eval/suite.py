@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 
 RIVALS = (
@@ -91,7 +92,7 @@ def suite_of(name: str) -> Suite:
             return suite
     if not name.endswith(".json"):
         known = ", ".join(suite.name for suite in SUITES)
-        raise InvalidArgument(f"suite: expected one of {known}, or a .json file, got {name!r}")
+        raise InvalidArgument(f"suite: expected one of {known}, or a .json file, got {shown(name)}")
     path = Path(name)
     try:
         data = json.loads(path.read_bytes())
@@ -121,7 +122,7 @@ def _fields(what: str, kind: Any, data: Any, needed: tuple[str, ...]) -> dict[st
     known = {field.name: str(field.type) for field in fields(kind)}
     for key, value in data.items():
         if key not in known:
-            raise InvalidArgument(f"{what}: expected one of {', '.join(known)}, got {key!r}")
+            raise InvalidArgument(f"{what}: expected one of {', '.join(known)}, got {shown(key)}")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if known[key].startswith("int") and value is None and "None" in known[key]:
             continue

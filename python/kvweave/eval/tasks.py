@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 from kvweave.eval.agents import Agents, Debate
 from kvweave.eval.conversation import Conversation
@@ -87,7 +88,7 @@ def layout_of(name: str, documents: int | None = None) -> Plain:
     """
     known = {layout.name: layout for layout in LAYOUTS}
     if name not in known:
-        raise InvalidArgument(f"layout: expected one of {', '.join(known)}, got {name!r}")
+        raise InvalidArgument(f"layout: expected one of {', '.join(known)}, got {shown(name)}")
     return known[name]() if documents is None else known[name](documents)
 
 
@@ -102,7 +103,7 @@ def _family(name: str, corpus: str | None) -> Family:
             raise InvalidArgument(f"{name}: expected no corpus, as it uses no text, got {corpus!r}")
         return _TABLES[name]()
     if name not in _QUESTIONS:
-        raise InvalidArgument(f"task: expected one of {', '.join(TASK_NAMES)}, got {name!r}")
+        raise InvalidArgument(f"task: expected one of {', '.join(TASK_NAMES)}, got {shown(name)}")
     if corpus is None:
         raise InvalidArgument(
             f"{name}: expected as corpus the path of a JSON Lines file of questions, got none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 from kvweave.policies.base import Policy
 from kvweave.policies.cacheblend import CacheBlend
@@ -48,14 +49,17 @@ def policy_of(policy: str | Policy) -> Policy:
     """A policy by its name with default settings, or the policy itself.
 
     # Errors
-    `InvalidArgument` naming the known policies; also for a policy's class instead of the policy.
+    `InvalidArgument` naming the known policies; also for a policy's class instead of the policy,
+    and for what is no policy at all.
     """
     if isinstance(policy, type):
         raise InvalidArgument(f"policy: expected a name or {policy.__name__}(), got the class")
     if not isinstance(policy, str):
+        if not callable(getattr(policy, "plan", None)) or not hasattr(policy, "reuse"):
+            raise InvalidArgument(f"policy: expected a name or a policy, got {shown(policy)}")
         return policy
     if policy not in POLICIES:
-        raise InvalidArgument(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+        raise InvalidArgument(f"policy: expected one of {', '.join(POLICIES)}, got {shown(policy)}")
     return POLICIES[policy]()
 
 

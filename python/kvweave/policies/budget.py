@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import real, whole
 
 
 def check_budget(policy: str, share: float, count: int | None) -> None:
@@ -11,10 +11,9 @@ def check_budget(policy: str, share: float, count: int | None) -> None:
     # Errors
     `InvalidArgument` for a share outside 0..1 or a count below 0.
     """
-    if not 0.0 <= share <= 1.0:
-        raise InvalidArgument(f"{policy}: expected 0 <= share <= 1, got {share}")
-    if count is not None and count < 0:
-        raise InvalidArgument(f"{policy}: expected count >= 0, got {count}")
+    real(policy, share, 0.0, 1.0, name="share")
+    if count is not None:
+        whole(policy, count, 0, name="count")
 
 
 def rows_of(share: float, count: int | None, reused: int) -> int:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import real
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
 from kvweave.policies.row_sets import highest, scores_of, union
@@ -37,10 +37,8 @@ class CacheBlend:
     passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise InvalidArgument(f"cacheblend: expected 0 <= ratio <= 1, got {self.ratio}")
-        if not 1.0 <= self.spread <= 2.0:
-            raise InvalidArgument(f"cacheblend: expected 1 <= spread <= 2, got {self.spread}")
+        real("cacheblend", self.ratio, 0.0, 1.0, name="ratio")
+        real("cacheblend", self.spread, 1.0, 2.0, name="spread")
 
     def rewrites_segments(self, layers: int) -> bool:
         """The first layer writes every token."""

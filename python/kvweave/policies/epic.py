@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import whole
 from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies.base import Reuse
 from kvweave.policies.row_sets import openings, union
@@ -27,8 +27,7 @@ class Epic:
     passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.first < 0:
-            raise InvalidArgument(f"epic: expected first >= 0, got {self.first}")
+        whole("epic", self.first, 0, name="first")
 
     def rewrites_segments(self, layers: int) -> bool:
         """Only the first tokens are written."""

@@ -23,6 +23,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from kvweave.arguments import real, whole
 from kvweave.errors import InvalidArgument
 from kvweave.plan import (
     Draft,
@@ -37,6 +38,7 @@ from kvweave.plan import (
 )
 from kvweave.policies.base import Reuse
 from kvweave.policies.budget import rows_of
+from kvweave.policies.depth import first_layer
 from kvweave.policies.row_sets import (
     TAIL,
     averaged,
@@ -86,15 +88,13 @@ class Foresight:
             )
         for name in ("share", "mass", "most", "depth"):
             value = getattr(self, name)
-            if value is not None and not 0.0 <= value <= 1.0:
-                raise InvalidArgument(f"foresight: expected 0 <= {name} <= 1, got {value}")
-        if self.count is not None and self.count < 0:
-            raise InvalidArgument(f"foresight: expected count >= 0, got {self.count}")
-        if self.draft < 0 or self.ask < 1:
-            raise InvalidArgument(
-                f"foresight: expected draft >= 0 and ask >= 1, got {self.draft} and {self.ask}"
-            )
-        if self.near < 1 or self.near % 2 == 0:
+            if value is not None or name in ("most", "depth"):
+                real("foresight", value, 0.0, 1.0, name=name)
+        if self.count is not None:
+            whole("foresight", self.count, 0, name="count")
+        whole("foresight", self.draft, 0, name="draft")
+        whole("foresight", self.ask, 1, name="ask")
+        if whole("foresight", self.near, 1, name="near") % 2 == 0:
             raise InvalidArgument(f"foresight: expected an odd near >= 1, got {self.near}")
 
     def rewrites_segments(self, layers: int) -> bool:
@@ -142,7 +142,7 @@ class Foresight:
     def look(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
         """The first pass and the draft; returns the mass of each token, f32 [T], on the device."""
         asking = self.asking(prompt)
-        rows, since = union(prompt.fresh, asking), self.since(prompt.layers)
+        rows, since = union(prompt.fresh, asking), first_layer(self.depth, prompt.layers)
         mass: torch.Tensor | None = None
         for layer in range(prompt.layers):
             if layer < since:
@@ -158,10 +158,6 @@ class Foresight:
             if isinstance(drafted, torch.Tensor):
                 mass += drafted / self.draft
         return mass
-
-    def since(self, layers: int) -> int:
-        """The first layer in which attention is measured."""
-        return min(int(self.depth * layers), layers - 1)
 
     def asking(self, prompt: PromptView) -> Rows:
         """The rows whose queries ask: the question, which is the last run of fresh rows.

@@ -23,16 +23,17 @@ stands is the prompt's matter, and a policy finds it settled.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from kvweave.arguments import several, shown, whole
 from kvweave.errors import InvalidArgument
-from kvweave.plan import LayerPlan, Plans, Probe, PromptView, one_pass
-from kvweave.policies.base import Reuse
-from kvweave.policies.budget import check_budget, rows_of
-from kvweave.policies.row_sets import highest, question, scores_of, union
+from kvweave.plan import LayerPlan, PlanStep, Probe, ProbeResult, PromptView
+from kvweave.policies.by_question import ByQuestion
+from kvweave.policies.row_sets import question
 
 Score = Literal["norm", "sum", "value"]
 
@@ -46,7 +47,7 @@ _FIRST, _ASKED, _DEPTH = 22, 4, 36
 
 
 @dataclass(frozen=True)
-class InfoFlow:
+class InfoFlow(ByQuestion):
     """Recomputes a share of the reused tokens, or `count` of them, by the question's attention.
 
     `layers`: those that are asked; None: the paper's, see above. `score`: what a token gets in one.
@@ -54,23 +55,23 @@ class InfoFlow:
     """
 
     share: float = 0.15
-    count: int | None = None
     layers: tuple[int, ...] | None = None
     score: Score = "norm"
     name: ClassVar[str] = "infoflow"
-    reuse: ClassVar[Reuse] = "segments"
-    delta_rope: ClassVar[bool] = True
-    measures: ClassVar[bool] = True
-    passes: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        check_budget(self.name, self.share, self.count)
-        if self.score not in _PROBES:
+        super().__post_init__()
+        score: Any = self.score
+        if not isinstance(score, str) or score not in _PROBES:
             raise InvalidArgument(
-                f"infoflow: expected a score among {', '.join(_PROBES)}, got {self.score!r}"
+                f"infoflow: expected a score among {', '.join(_PROBES)}, got {shown(score)}"
             )
-        if self.layers is not None and (not self.layers or min(self.layers) < 0):
-            raise InvalidArgument(f"infoflow: expected layers >= 0, got {self.layers}")
+        if self.layers is None:
+            return
+        for layer in several("infoflow layers", self.layers, "layers"):
+            whole("infoflow", layer, 0, name="layers")
+        if not self.layers:
+            raise InvalidArgument("infoflow: expected at least one of layers, got none")
 
     def asked(self, layers: int) -> tuple[int, ...]:
         """The layers that are asked in a model of that many, sorted.
@@ -88,23 +89,15 @@ class InfoFlow:
         first = _FIRST if has_them else min(round(layers * _FIRST / _DEPTH), layers - 1)
         return tuple(range(first, min(first + _ASKED, layers)))
 
-    def rewrites_segments(self, layers: int) -> bool:
-        """Only the chosen tokens are written."""
-        return False
-
-    def plan(self, prompt: PromptView) -> Plans:
-        """The fresh rows up to the last layer that is asked, then these and the chosen ones."""
-        reused, asked = prompt.reused, self.asked(prompt.layers)
-        count = rows_of(self.share, self.count, len(reused))
-        chosen = reused[:count]
-        if 0 < count < len(reused):
-            scores, asking = torch.zeros(()), question(prompt)
-            for layer in range(asked[-1] + 1):
-                if layer not in asked:
-                    yield LayerPlan(layer, prompt.fresh)
-                    continue
-                found = yield LayerPlan(layer, prompt.fresh, _PROBES[self.score], asking)
-                assert isinstance(found, torch.Tensor)
-                scores = found if layer == asked[0] else scores + found
-            chosen = highest(scores_of(scores, reused), reused, count)
-        yield from one_pass(prompt.layers, union(prompt.fresh, chosen))
+    def weights(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
+        """What each token gets in the layers that are asked; the last of them ends the pass."""
+        asked, asking = self.asked(prompt.layers), question(prompt)
+        scores = torch.zeros(())
+        for layer in range(asked[-1] + 1):
+            if layer not in asked:
+                yield LayerPlan(layer, prompt.fresh)
+                continue
+            found = yield LayerPlan(layer, prompt.fresh, _PROBES[self.score], asking)
+            assert isinstance(found, torch.Tensor)
+            scores = found if layer == asked[0] else scores + found
+        return scores

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 from kvweave.policies import POLICIES, Policy, policy_of
 
@@ -38,9 +39,9 @@ def read_policy(text: str) -> Policy:
         known = [path for path, _ in settings_of(policy)]
         if not equals or key not in known:
             wanted = f"setting=value with one of {', '.join(known)}" if known else "no settings"
-            raise InvalidArgument(f"policy {name}: expected {wanted}, got {setting!r}")
+            raise InvalidArgument(f"policy {name}: expected {wanted}, got {shown(setting)}")
         if key in seen:
-            raise InvalidArgument(f"policy {name}: expected {key} once, got {setting!r} too")
+            raise InvalidArgument(f"policy {name}: expected {key} once, got {shown(setting)} too")
         seen.add(key)
         changes[key] = _value(f"policy {name}: {key}", value, dict(settings_of(policy))[key])
     return cast(Policy, with_settings(policy, changes))
@@ -142,7 +143,7 @@ def _value(what: str, text: str, kind: Any) -> Any:
         found = list(_read(text, choice))
         if found:
             return found[0]
-    raise InvalidArgument(f"{what}: expected {' or '.join(map(told, choices))}, got {text!r}")
+    raise InvalidArgument(f"{what}: expected {' or '.join(map(told, choices))}, got {shown(text)}")
 
 
 def _read(text: str, kind: Any) -> Iterator[Any]:

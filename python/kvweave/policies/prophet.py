@@ -18,50 +18,32 @@ Where the paper leaves room:
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from kvweave.plan import LayerPlan, Plans, Probe, PromptView, one_pass
-from kvweave.policies.base import Reuse
-from kvweave.policies.budget import check_budget, rows_of
-from kvweave.policies.row_sets import highest, question, scores_of, union
+from kvweave.plan import LayerPlan, PlanStep, Probe, ProbeResult, PromptView
+from kvweave.policies.by_question import ByQuestion
+from kvweave.policies.row_sets import question
 
 
 @dataclass(frozen=True)
-class Prophet:
+class Prophet(ByQuestion):
     """Recomputes a share of the reused tokens, or `count` of them, by the question's attention.
 
     Nothing is measured where that is none or all of them.
     """
 
     share: float = 0.2
-    count: int | None = None
     name: ClassVar[str] = "prophet"
-    reuse: ClassVar[Reuse] = "segments"
-    delta_rope: ClassVar[bool] = True
-    measures: ClassVar[bool] = True
-    passes: ClassVar[int] = 2
 
-    def __post_init__(self) -> None:
-        check_budget(self.name, self.share, self.count)
-
-    def rewrites_segments(self, layers: int) -> bool:
-        """Only the chosen tokens are written."""
-        return False
-
-    def plan(self, prompt: PromptView) -> Plans:
-        """The fresh rows through all layers to ask, then these and the chosen ones."""
-        reused = prompt.reused
-        count = rows_of(self.share, self.count, len(reused))
-        chosen = reused[:count]
-        if 0 < count < len(reused):
-            weights = torch.zeros(())
-            asking = question(prompt)
-            for layer in range(prompt.layers):
-                found = yield LayerPlan(layer, prompt.fresh, Probe.CONTEXT, asking)
-                assert isinstance(found, torch.Tensor)
-                weights = found if layer == 0 else weights + found
-            chosen = highest(scores_of(weights, reused), reused, count)
-        yield from one_pass(prompt.layers, union(prompt.fresh, chosen))
+    def weights(self, prompt: PromptView) -> Generator[PlanStep, ProbeResult, torch.Tensor]:
+        """The mass that the question gives to each token, summed over all layers."""
+        weights, asking = torch.zeros(()), question(prompt)
+        for layer in range(prompt.layers):
+            found = yield LayerPlan(layer, prompt.fresh, Probe.CONTEXT, asking)
+            assert isinstance(found, torch.Tensor)
+            weights = found if layer == 0 else weights + found
+        return weights

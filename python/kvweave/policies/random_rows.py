@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import whole
 from kvweave.plan import Plans, PromptView, Rows, one_pass
 from kvweave.policies.base import Reuse
 from kvweave.policies.budget import check_budget, rows_of
@@ -34,8 +34,7 @@ class RandomRows:
 
     def __post_init__(self) -> None:
         check_budget(self.name, self.share, self.count)
-        if self.seed < 0:
-            raise InvalidArgument(f"random: expected seed >= 0, got {self.seed}")
+        whole(self.name, self.seed, 0, name="seed")
 
     def rewrites_segments(self, layers: int) -> bool:
         """Only the drawn tokens are written."""

@@ -28,7 +28,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import real, whole
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView, Rows, Salience
 from kvweave.policies.base import Reuse
 from kvweave.policies.row_sets import TAIL, heaviest, index_at, openings, tail, union
@@ -61,15 +61,10 @@ class RedKnot:
 
     def __post_init__(self) -> None:
         for field in ("dense_until", "mass_thresh", "ffn_share", "restore_edge"):
-            if not 0.0 <= getattr(self, field) <= 1.0:
-                raise InvalidArgument(
-                    f"redknot: expected 0 <= {field} <= 1, got {getattr(self, field)}"
-                )
-        if self.recent_n < 1 or (self.repair is not None and self.repair < 0):
-            raise InvalidArgument(
-                "redknot: expected recent_n >= 1 and repair >= 0, got "
-                f"{self.recent_n}, {self.repair}"
-            )
+            real("redknot", getattr(self, field), 0.0, 1.0, name=field)
+        whole("redknot", self.recent_n, 1, name="recent_n")
+        if self.repair is not None:
+            whole("redknot", self.repair, 0, name="repair")
 
     @property
     def measures(self) -> bool:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from kvweave.errors import InvalidArgument
+from kvweave.arguments import real, whole
 from kvweave.plan import LayerPlan, Probe, ProbeResult, PromptView
 from kvweave.policies.base import Reuse
 from kvweave.policies.row_sets import highest, overflow, scores_of, seams, tail, union
@@ -44,15 +44,14 @@ class SparseX:
     passes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.boundary is not None and self.boundary < 0:
-            raise InvalidArgument(f"sparsex: expected boundary >= 0, got {self.boundary}")
-        if isinstance(self.top_k, float) and not 0.0 <= self.top_k <= 1.0:
-            raise InvalidArgument(f"sparsex: expected a top_k share in 0..1, got {self.top_k}")
-        if self.top_k < 0 or self.overflow < 0 or self.tail < 1:
-            raise InvalidArgument(
-                "sparsex: expected top_k >= 0, overflow >= 0 and tail >= 1, got "
-                f"{self.top_k}, {self.overflow}, {self.tail}"
-            )
+        if self.boundary is not None:
+            whole("sparsex", self.boundary, 0, name="boundary")
+        if isinstance(self.top_k, float):
+            real("sparsex", self.top_k, 0.0, 1.0, name="top_k")
+        else:
+            whole("sparsex", self.top_k, 0, name="top_k")
+        whole("sparsex", self.overflow, 0, name="overflow")
+        whole("sparsex", self.tail, 1, name="tail")
 
     def depth(self, layers: int) -> int:
         """ℓ* for a model of that many layers."""

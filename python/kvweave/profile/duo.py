@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvweave.arguments import shown
 from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 from kvweave.profile.head_profile import head_map
@@ -134,7 +135,7 @@ def _window(path: Path) -> tuple[int, int]:
         value = config.get(key) if isinstance(config, dict) else None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise CorruptHeadMap(
-                f"{path.name}: expected {key} to be an integer >= {least}, got {value!r}"
+                f"{path.name}: expected {key} to be an integer >= {least}, got {shown(value)}"
             )
         found.append(value)
     return found[0], found[1]

@@ -2,51 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvweave.arguments import shown, whole
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
-from kvweave.runner.decode.decoding import Decoding, by_regime
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
-from kvweave.runner.healing import Healer, Healing, Watch
+from kvweave.runner.healing import Healer, Healing, Watch, check_healing
 from kvweave.runner.lossy import LossyPrefiller
 from kvweave.runner.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import PromptTokenizer, TokenizedPrompt
-from kvweave.runner.report import Generation
+from kvweave.runner.report import Generation, StreamedToken
+from kvweave.runner.spoken_text import SpokenText
+from kvweave.runner.stop import Stop, Stops
 
 
 @dataclass(frozen=True)
 class Ask:
-    """How one prompt is to be answered."""
+    """How one prompt is to be answered; `streamed`: its text is wanted token by token."""
 
     policy: Policy
     lookup: Lookup
     max_new_tokens: int
     sampling: Sampling
-    stop: frozenset[int]
+    stop: Stop
     healing: Healing | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prefilled prompt and what is decoded from it."""
+    """A prefilled prompt and what is decoded from it.
+
+    `text`: kept while it is decoded, where strings may end it or it is streamed.
+    """
 
     done: Prefill
     sequence: Decoding
     watch: Watch | None = None
+    text: SpokenText | None = None
 
     @property
     def spoken(self) -> list[int]:
-        """The tokens to show: all but a closing stop token."""
+        """The tokens to show: all but one that ends the answer, by its id or with a string.
+
+        Earlier tokens of such a string are among them, though their text is not shown.
+        """
         tokens = self.sequence.tokens
-        ended = bool(tokens) and tokens[-1] in self.sequence.stop
+        ended = self._says_nothing or (self.text is not None and self.text.ended)
         return tokens[:-1] if ended else tokens
+
+    def hear(self) -> None:
+        """Reads the newest token, where the text is kept; behind a string that ends it no more."""
+        if self.text is None:
+            return
+        sequence = self.sequence
+        token = None if self._says_nothing else sequence.tokens[-1]
+        self.text.hear(token, sequence.done)
+        if self.text.ended:
+            sequence.limit = len(sequence.tokens)
+
+    @property
+    def streamed(self) -> StreamedToken:
+        """The newest token with what it adds to the text."""
+        return StreamedToken(
+            self.sequence.tokens[-1], "" if self.text is None else self.text.newest
+        )
+
+    @property
+    def _says_nothing(self) -> bool:
+        """Whether the newest token ends the answer by its id."""
+        tokens = self.sequence.tokens
+        return bool(tokens) and tokens[-1] in self.sequence.stop
 
 
 class Answering:
@@ -71,21 +107,19 @@ class Answering:
         lookup: Lookup,
         max_new_tokens: int,
         sampling: Sampling | None,
-        stop: Sequence[int] | None,
+        stop: Stops | None,
         healing: Healing | None = None,
+        streamed: bool = False,
     ) -> Ask:
-        """How a prompt is to be answered; `stop` None: at the tokenizer's end of sequence."""
-        if max_new_tokens < 1:
-            raise InvalidArgument(f"max_new_tokens: expected >= 1, got {max_new_tokens}")
-        given: Any = healing
-        if given is not None and not isinstance(given, Healing):
-            raise InvalidArgument(f"healing: expected a Healing or None, got {given!r}")
-        if stop is None:
-            end = getattr(self.prompts.tokenizer, "eos_token_id", None)
-            stop = [] if end is None else [int(end)]
-        chosen = sampling or Sampling()
+        """How a prompt is to be answered; see `Stop.of` for what ends the answer."""
+        whole("max_new_tokens", max_new_tokens, 1)
+        check_healing(healing)
+        chosen: Any = Sampling() if sampling is None else sampling
+        if not isinstance(chosen, Sampling):
+            raise InvalidArgument(f"sampling: expected a Sampling or None, got {shown(chosen)}")
+        ends = Stop.of(stop, self.prompts.tokenizer, self.prompts.vocabulary)
         wanted = self.lossy.policy_of(policy)
-        return Ask(wanted, lookup, max_new_tokens, chosen, frozenset(stop), healing)
+        return Ask(wanted, lookup, int(max_new_tokens), chosen, ends, healing, streamed)
 
     def start(self, prompt: TokenizedPrompt, ask: Ask) -> Answer:
         """Prefills a prompt and chooses the first token of its answer."""
@@ -107,38 +141,49 @@ class Answering:
             sampling=ask.sampling,
             limit=ask.max_new_tokens,
             device=self.prefiller.spec.device,
-            stop=ask.stop,
+            stop=ask.stop.ids,
             timings=done.report.timings,
         )
         watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
         sequence.choose(done.logits[-1])
-        return Answer(done, sequence, watch)
+        kept = ask.streamed or ask.stop.texts
+        text = SpokenText(self.prompts.decode, ask.stop.texts) if kept else None
+        answer = Answer(done, sequence, watch, text)
+        answer.hear()
+        return answer
 
-    @torch.inference_mode()
-    def step(self, answers: Sequence[Answer]) -> None:
-        """One more token for each answer; those that are watched may be healed behind it."""
+    def steps(self, answers: Sequence[Answer]) -> Generator[None, None, None]:
+        """One more token for each answer that is not done, again and again.
+
+        Those that are watched may be healed behind a step.
+        """
         by_sequence = {answer.sequence: answer for answer in answers}
-        for group in by_regime(list(by_sequence)):
-            watches = [by_sequence[sequence].watch for sequence in group]
-            watched = {
-                column: watch
-                for column, watch in enumerate(watches)
-                if watch is not None and watch.goes_on
-            }
-            self.decoder.step(group, watched=bool(watched))
-            if watched:
-                assert self.decoder.queries is not None
-                queries = self.decoder.queries.clone()
-                for column, watch in watched.items():
-                    if watch.keep(queries[:, column]):
-                        self.healer.look(watch)
+
+        def watched(sequence: Decoding) -> bool:
+            watch = by_sequence[sequence].watch
+            return watch is not None and watch.goes_on
+
+        with closing(decode_steps(self.decoder, list(by_sequence), watched)) as steps:
+            for group, queries in steps:
+                for column, sequence in enumerate(group):
+                    answer = by_sequence[sequence]
+                    answer.hear()
+                    if queries is not None and watched(sequence):
+                        self._look(answer.watch, queries[:, column])
+                yield
 
     def run(self, answers: Sequence[Answer]) -> None:
         """Decodes all answers to their ends, together."""
-        while active := [answer for answer in answers if not answer.sequence.done]:
-            self.step(active)
+        for _ in self.steps(answers):
+            pass
 
     def finished(self, answer: Answer) -> Generation:
         """An answer that was decoded to its end."""
-        text = self.prompts.decode(answer.spoken)
+        text = self.prompts.decode(answer.spoken) if answer.text is None else str(answer.text)
         return Generation(text, answer.sequence.tokens, answer.done.report)
+
+    @torch.inference_mode()
+    def _look(self, watch: Watch | None, queries: torch.Tensor) -> None:
+        """Keeps the queries of one step; the blocks of what is healed may be others then."""
+        if watch is not None and watch.keep(queries) and self.healer.look(watch):
+            self.decoder.forget()

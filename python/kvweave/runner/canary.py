@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvweave.arguments import real, whole
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull
 from kvweave.policies import Policy
 from kvweave.policies.policy_text import title_of
@@ -50,17 +51,14 @@ class Canary:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise InvalidArgument(f"canary: expected 0 <= share <= 1, got {self.share}")
-        if self.bound is not None and not 0.0 < self.bound < float("inf"):
+        real("canary", self.share, 0.0, 1.0, name="share")
+        if self.bound is not None and real("canary", self.bound, name="bound") <= 0.0:
             raise InvalidArgument(f"canary: expected a bound above 0, got {self.bound}")
-        if not 0.0 < self.level < 1.0:
+        if not 0.0 < real("canary", self.level, name="level") < 1.0:
             raise InvalidArgument(f"canary: expected 0 < level < 1, got {self.level}")
         for name in ("window", "tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"canary: expected {name} >= 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise InvalidArgument(f"canary: expected a seed >= 0, got {self.seed}")
+            whole("canary", getattr(self, name), 1, name=name)
+        whole("canary", self.seed, 0, name="seed")
 
     def draws(self, request: int) -> bool:
         """Whether the request of that number is checked; the same for the same seed."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
-from typing import TypedDict
 
 import numpy as np
 
@@ -13,17 +11,11 @@ from kvweave.policies import Policy
 from kvweave.runner.answering import Answering, Ask
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healing
-from kvweave.runner.prefill import Lookup, Prefill
+from kvweave.runner.prefill import Lookup, Prefill, Room
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.report import Generation, Report
+from kvweave.runner.stop import Stops
 from kvweave.runner.turns import follow
-
-
-class _Room(TypedDict):
-    """What is wanted of a turn: the first position of its logits, and room behind it."""
-
-    logits_from: int | None
-    reserve_tokens: int
 
 
 class Conversation:
@@ -35,18 +27,27 @@ class Conversation:
     that no turn did. Shared segments are never changed, and conversations over the same documents
     do not see each other's KV.
 
+    Each turn that takes approximate KV is a request of the runner's canary, if it has one. Once
+    that has switched the policy off, the next turn computes the conversation anew by full.
+
     A turn that fails, for want of room or otherwise, leaves the conversation as it was before.
     While one is computed the conversation's blocks are held twice as far as they are written: a
     turn with fresh text alone copies what it writes, one with segments copies all.
     """
 
     def __init__(
-        self, answering: Answering, policy: Policy, lookup: Lookup, healing: Healing | None
+        self,
+        answering: Answering,
+        policy: Policy,
+        lookup: Lookup,
+        healing: Healing | None,
+        watched: bool = True,
     ) -> None:
         self._answering = answering
         self._policy = policy
         self._lookup = lookup
         self._healing = healing
+        self._watched = watched
         self._live: Prefill | None = None
         self._marks: tuple[tuple[int, int, str], ...] = ()
         self._closed = False
@@ -64,13 +65,13 @@ class Conversation:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
     ) -> Generation:
         """Appends a turn and answers it: parts as for `Runner.generate`.
 
-        What a turn says goes on where the last answer ended, its stop token left out: see
-        `chat_turn_parts` for the text that a chat template puts between. The report tells of this
-        turn alone; `reports` has all of them.
+        What a turn says goes on where the last answer ended, the token left out by which it did:
+        its stop token, or the last one of a stop string. See `chat_turn_parts` for the text that a
+        chat template puts between. The report tells of this turn alone; `reports` has all of them.
 
         # Errors
         `InvalidArgument` for an empty turn, a closed conversation, or RoPE frequencies that change
@@ -85,8 +86,6 @@ class Conversation:
         except BaseException:
             done.release()
             raise
-        finally:
-            self._answering.decoder.forget()
         self._go_on(done, marks)
         return generation
 
@@ -134,18 +133,22 @@ class Conversation:
         """The conversation with a turn more, and its marks; what was before is still there."""
         if self._closed:
             raise InvalidArgument("conversation: expected an open one, got one that was closed")
-        prompts, prefiller = self._answering.prompts, self._answering.prefiller
-        room = _Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
+        prompts, policy, lookup = self._answering.prompts, self._policy, self._lookup
+        lossy, prefiller = self._answering.lossy, self._answering.prefiller
+        room = Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
         live = self._live
         new = prompts.tokenize(parts, begins=live is None)
         if live is None:
-            return prefiller.prefill(new, self._policy, self._lookup, **room), new.segments
+            first = lossy if self._watched else prefiller
+            return first.prefill(new, policy, lookup, **room), new.segments
         said = np.asarray(live.pending, np.int32)
         tokens = np.concatenate((live.request.tokens, said, new.tokens)).astype(np.int32)
         moved = len(tokens) - len(new.tokens)
         marks = (*self._marks, *((a + moved, b + moved, name) for a, b, name in new.segments))
         whole = TokenizedPrompt(tokens, marks)
-        return follow(prefiller, live, whole, self._policy, self._lookup, **room), marks
+        if self._watched:
+            return lossy.follow(live, whole, policy, lookup, **room), marks
+        return follow(prefiller, live, whole, policy, lookup, **room), marks
 
     def _answered(self, done: Prefill, ask: Ask) -> Generation:
         answer = self._answering.begin(done, ask)

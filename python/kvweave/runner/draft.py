@@ -13,6 +13,7 @@ from kvweave.plan import Draft
 from kvweave.runner import probes
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.trace import PassTrace
@@ -47,25 +48,23 @@ class Drafter:
             done.tokens = 0 if mass is None else step.tokens
             return mass
         finally:
-            self.decoder.forget(request)
             request.release()
 
     def _decode(self, kv: RequestKv, sequence: Decoding, step: Draft) -> torch.Tensor | None:
         """What the queries of so many tokens look at, f32 [T]; None without room for them."""
         length = kv.request.length
-        mass, queries = torch.zeros(length, device=sequence.device), []
-        for left in reversed(range(step.tokens)):
-            try:
-                self.decoder.step([sequence], watched=True)
-            except PoolFull:
-                return None
-            assert self.decoder.queries is not None
-            queries.append(self.decoder.queries.clone())
-            # Window groups let go of what later tokens do not see, so there each token asks alone.
-            if left == 0 or not kv.heads.uniform:
-                fork = kv.forked(sequence.request)
-                mass += probes.mass_of_layers(fork, torch.cat(queries, 1), step.since)[:length]
-                queries.clear()
+        mass, kept = torch.zeros(length, device=sequence.device), []
+        try:
+            for _, queries in decode_steps(self.decoder, [sequence], lambda _: True):
+                assert queries is not None
+                kept.append(queries)
+                # Window groups let go of what later tokens do not see: there each token asks alone.
+                if sequence.done or not kv.heads.uniform:
+                    fork = kv.forked(sequence.request)
+                    mass += probes.mass_of_layers(fork, torch.cat(kept, 1), step.since)[:length]
+                    kept.clear()
+        except PoolFull:
+            return None
         return mass
 
     def _count(self, fork: RequestKv, step: Draft, tokens: int, done: PassTrace) -> None:

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvweave.arguments import real, shown, whole
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.plan import Rows, one_pass
+from kvweave.policies.depth import first_layer
 from kvweave.policies.row_sets import averaged, highest, scores_of, union
 from kvweave.runner import probes
 from kvweave.runner.decode.decoding import Decoding
@@ -56,18 +59,17 @@ class Healing:
     near: int = 3
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise InvalidArgument(f"healing: expected every >= 1, got {self.every}")
+        whole("healing", self.every, 1, name="every")
         for name in ("bound", "rise", "share", "most", "depth"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise InvalidArgument(f"healing: expected 0 <= {name} <= 1, got {value}")
-        if self.near < 1 or self.near % 2 == 0:
+            real("healing", getattr(self, name), 0.0, 1.0, name=name)
+        if whole("healing", self.near, 1, name="near") % 2 == 0:
             raise InvalidArgument(f"healing: expected an odd near >= 1, got {self.near}")
 
-    def since(self, layers: int) -> int:
-        """The first layer in which attention is measured."""
-        return min(int(self.depth * layers), layers - 1)
+
+def check_healing(healing: Any) -> None:
+    """Raises InvalidArgument for what is neither None nor a `Healing`."""
+    if healing is not None and not isinstance(healing, Healing):
+        raise InvalidArgument(f"healing: expected a Healing or None, got {shown(healing)}")
 
 
 class Watch:
@@ -190,7 +192,7 @@ class Healer:
     ) -> tuple[Rows, float, float]:
         """The candidates most looked at, the share that they hold, and how much more it is now."""
         settings, reused = watch.settings, positions_of(watch.done.reused.segments)
-        since = settings.since(len(queries))
+        since = first_layer(settings.depth, len(queries))
         # A window group no longer has all that the older queries saw just before them; what they
         # look at in reused text is there or was not kept for them either.
         mass = probes.mass_of_layers(kv, queries, since)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
+from kvweave.arguments import shown
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument, PolicySwitchedOff, UncertifiedPolicy
 from kvweave.policies import DEFAULT_POLICY, Policy, is_exact, policy_of
@@ -17,10 +19,12 @@ from kvweave.runner.caller import caller_level
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill import Lookup, Prefill, Prefiller, Room
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.turns import follow
 
 
 def check_profile(
@@ -32,9 +36,12 @@ def check_profile(
     """Raises what a runner of this model and head map has against a profile and a canary.
 
     # Errors
-    `CorruptProfile` for a profile of another model, dtype or head map; `InvalidArgument` for a
-    canary without a bound where no profile states one of KL.
+    `CorruptProfile` for a profile of another model, dtype or head map; `InvalidArgument` for what
+    is neither, and for a canary without a bound where no profile states one of KL.
     """
+    for what, given, kind in (("profile", profile, PolicyProfile), ("canary", canary, Canary)):
+        if given is not None and not isinstance(given, kind):
+            raise InvalidArgument(f"{what}: expected a {kind.__name__}, got {shown(given)}")
     if profile is not None:
         profile.check(spec.fingerprint, str(spec.dtype).removeprefix("torch."), heads)
     if canary is not None:
@@ -94,14 +101,47 @@ class LossyPrefiller:
         reserve_tokens: int = 0,
     ) -> Prefill:
         """Like `Prefiller.prefill`; a prompt that took approximate KV may be compared with full."""
+        room = Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
+
+        def computed(chosen: Policy) -> Prefill:
+            return self._prefiller.prefill(prompt, chosen, lookup, **room)
+
+        return self._watched(prompt, policy, lookup, computed)
+
+    def follow(
+        self,
+        live: Prefill,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+    ) -> Prefill:
+        """Like `turns.follow`, watched as `prefill` is: each turn is a request of the canary's.
+
+        Where the policy was switched off and earlier turns took approximate KV, the whole
+        conversation is computed anew by full, once.
+        """
+        room = Room(logits_from=logits_from, reserve_tokens=reserve_tokens)
+
+        def computed(chosen: Policy) -> Prefill:
+            if chosen is not policy and not live.exact:
+                return self._prefiller.prefill(prompt, chosen, lookup, **room)
+            return follow(self._prefiller, live, prompt, chosen, lookup, **room)
+
+        return self._watched(prompt, policy, lookup, computed)
+
+    def _watched(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        computed: Callable[[Policy], Prefill],
+    ) -> Prefill:
+        """What is computed by a policy, or by full where that was switched off."""
         off = "" if self.canary is None else self.canary.reason(policy)
-        done = self._prefiller.prefill(
-            prompt,
-            policy_of("full") if off else policy,
-            lookup,
-            logits_from=logits_from,
-            reserve_tokens=reserve_tokens,
-        )
+        done = computed(policy_of("full") if off else policy)
         if off:
             done.report.mode_reason = "; ".join(filter(None, (done.report.mode_reason, off)))
         elif not is_exact(policy) and not done.exact:
@@ -150,15 +190,11 @@ def _continued(decoder: Decoder, full: Prefill, tokens: int) -> list[int]:
             sampling=Sampling(),
             limit=tokens,
             device=decoder.spec.device,
-            stop=frozenset(),
             timings=fork.report.timings,
         )
-        try:
-            sequence.choose(full.logits[-1])
-            while not sequence.done:
-                decoder.step([sequence])
-        finally:
-            decoder.forget(fork.request)
+        sequence.choose(full.logits[-1])
+        for _ in decode_steps(decoder, [sequence]):
+            pass
         return sequence.tokens
 
 

@@ -2,8 +2,8 @@
 
 The model's own modules do the arithmetic (projections, norms, MLP, rotary embedding), so biases,
 q/k norms, tied embeddings, Gemma's scaled embeddings and mixtures of experts come for free. A
-family whose layer does something else is caught by `executor.verify`, which compares our forward
-with the model's own.
+family whose layer does something else is caught by `verify`, which a `Runner` calls at its start
+unless told not to: it compares our forward with the model's own on a short random prompt.
 """
 
 from __future__ import annotations

@@ -6,10 +6,12 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypedDict
 
 import numpy as np
 import torch
 
+from kvweave.arguments import flag, whole, word
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
@@ -45,10 +47,22 @@ class Lookup:
     remember: bool = True
     late: bool = False
 
+    def __post_init__(self) -> None:
+        word("namespace", self.namespace)
+        flag("discover", self.discover)
+        flag("remember", self.remember)
+
     @property
     def at_once(self) -> bool:
         """Whether others may find the prompt as soon as it is prefilled."""
         return self.remember and not self.late
+
+
+class Room(TypedDict):
+    """What is wanted of a prompt: the first position of its logits, and room behind it."""
+
+    logits_from: int | None
+    reserve_tokens: int
 
 
 class Prefill:
@@ -133,6 +147,17 @@ class Prefill:
         self.release()
 
 
+def first_of(logits_from: int | None, length: int) -> int:
+    """The first of a prompt's positions whose logits are wanted: the last unless one is named.
+
+    # Errors
+    `InvalidArgument` for a position that the prompt has not.
+    """
+    if logits_from is None:
+        return length - 1
+    return whole("logits_from", logits_from, 0, length - 1)
+
+
 class Prefiller:
     """Prefills prompts of one model into one cache; drafts are made by its decoder.
 
@@ -191,7 +216,7 @@ class Prefiller:
     ) -> Prefill:
         start = time.perf_counter()
         length = len(prompt.tokens)
-        first = length - 1 if logits_from is None else logits_from
+        first = first_of(logits_from, length)
         positions = self.rotary.table(length)
         mode, mode_reason = self.mode_for(policy)
         chunk = 0 if keep or policy.measures else self.chunk_tokens or 0

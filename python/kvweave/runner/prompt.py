@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.arguments import several, shown, word
 from kvweave.errors import InvalidArgument
 
 Tokens = npt.NDArray[np.int32]
@@ -37,6 +38,16 @@ class Segment:
                 "segment: expected exactly one of text and tokens, got "
                 + ("neither" if self.text is None else "both")
             )
+        if self.text is not None:
+            word("segment text", self.text)
+        word("segment namespace", self.namespace)
+
+    @staticmethod
+    def of(content: str | Sequence[int], namespace: str = "") -> Segment:
+        """Text or tokens as a segment."""
+        if isinstance(content, str):
+            return Segment(text=content, namespace=namespace)
+        return Segment(tokens=content, namespace=namespace)
 
 
 Part = str | Segment
@@ -57,8 +68,14 @@ def token_array(tokens: Any, vocabulary: int) -> Tokens:
     # Errors
     `InvalidArgument` for a wrong rank or dtype, or an id outside [0, vocabulary).
     """
-    array = np.asarray(tokens)
-    if array.size == 0:
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        # Sequences of uneven lengths, or a tensor that numpy cannot read where it lies.
+        raise InvalidArgument(
+            f"token ids: expected a 1-D integer array, got {shown(tokens)}"
+        ) from error
+    if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidArgument(
@@ -74,6 +91,10 @@ class PromptTokenizer:
     """Turns parts into tokens; holds the tokenizer (or none) and the vocabulary size."""
 
     def __init__(self, tokenizer: Any | None, vocabulary: int) -> None:
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise InvalidArgument(
+                f"tokenizer: expected one of transformers or None, got {shown(tokenizer)}"
+            )
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self._prefix = [] if tokenizer is None else self._special_prefix(tokenizer)
@@ -87,7 +108,8 @@ class PromptTokenizer:
         """The ids of a text alone, without special tokens."""
         if self.tokenizer is None:
             raise InvalidArgument("text prompt: expected a runner with a tokenizer, got none")
-        return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
+        told = self.tokenizer(word("text", text), add_special_tokens=False)
+        return [int(i) for i in told.input_ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some ids; the empty string when there is no tokenizer."""
@@ -98,7 +120,9 @@ class PromptTokenizer:
     def segment_tokens(self, segment: Segment) -> list[int]:
         """The ids of a segment, given as text or as tokens."""
         if segment.tokens is not None:
-            return [int(i) for i in segment.tokens]
+            ids: Any = segment.tokens
+            ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+            return [int(i) for i in token_array(ids, self.vocabulary)]
         return self.encode(segment.text or "")
 
     def tokenize(self, prompt: Prompt, *, begins: bool = True) -> TokenizedPrompt:
@@ -112,6 +136,8 @@ class PromptTokenizer:
         """
         if isinstance(prompt, (np.ndarray, torch.Tensor)):
             return self._checked(prompt.tolist(), [])
+        if not isinstance(prompt, str):
+            several("prompt", prompt, "parts or token ids")
         if not isinstance(prompt, str) and len(prompt) and _is_token_list(prompt):
             return self._checked(list(prompt), [])
         parts: Sequence[Any] = [prompt] if isinstance(prompt, str) else list(prompt)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvweave.arguments import flag, real, several, shown, whole, word
 from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
 from kvweave.policies.policy_profile import PolicyProfile
-from kvweave.runner.answering import Answer, Answering
+from kvweave.runner.answering import Answer, Answering, Ask
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
@@ -22,7 +24,7 @@ from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
-from kvweave.runner.healing import Healing
+from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.layer import needs_tiling
 from kvweave.runner.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model_spec import KV_DTYPES, describe
@@ -32,6 +34,7 @@ from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.rope import Rotary
+from kvweave.runner.stop import Stops
 from kvweave.runner.verify import verify
 
 
@@ -40,12 +43,19 @@ def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -
     if arena_bytes is not None and max_tokens is not None:
         raise InvalidArgument("arena: expected arena_bytes or max_tokens, got both")
     if arena_bytes is not None:
+        whole("arena_bytes", arena_bytes)
         return None
-    tokens = 32768 if max_tokens is None else max_tokens
-    if tokens < 1:
-        raise InvalidArgument(f"max_tokens: expected >= 1, got {tokens}")
+    tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
     # A page without tokens is refused with the shape.
     return -(-tokens // max(page_tokens, 1)) + 1
+
+
+def _prefilled(what: str, done: Any) -> Prefill:
+    if not isinstance(done, Prefill):
+        raise InvalidArgument(f"{what}: expected a prefilled prompt, got {shown(done)}")
+    if done.request.released:
+        raise InvalidArgument(f"{what}: expected a live prompt, got one that was released")
+    return done
 
 
 class Runner:
@@ -97,18 +107,21 @@ class Runner:
             status = cuda_status()
             if not status.startswith("available"):
                 raise DeviceUnavailable(f"model on {self.spec.device}: {status}")
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise InvalidArgument(f"chunk_tokens: expected >= 1 or None, got {chunk_tokens}")
+        whole("page_tokens", page_tokens)
+        if chunk_tokens is not None:
+            whole("chunk_tokens", chunk_tokens, 1)
         if mode not in ("materialise", "share"):
-            raise InvalidArgument(f"mode: expected materialise or share, got {mode!r}")
+            raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
+        if heads is not None and not isinstance(heads, HeadClassMap):
+            raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
         check_profile(profile, canary, self.spec, heads)
         self.cache, pages = make_cache(
             self.spec,
             page_tokens,
             arena_bytes=arena_bytes,
             blocks=_blocks(arena_bytes, max_tokens, page_tokens),
-            hash=hash,
-            frozen_share=frozen_share,
+            hash=word("hash", hash),
+            frozen_share=real("frozen_share", frozen_share),
             fingerprint=self.spec.fingerprint,
             heads=heads,
         )
@@ -143,18 +156,17 @@ class Runner:
         `PoolFull` when it does not fit the arena or the share of it that may be frozen.
         """
         self.encode(content, name, namespace)
-        return next(s for s in self.cache.frozen(namespace) if s.name == name)
+        return self.cache.frozen_segment(name, namespace)
 
     def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
         """Like `insert`, and returns what it cost."""
-        segment = (
-            Segment(text=content, namespace=namespace)
-            if isinstance(content, str)
-            else Segment(tokens=content, namespace=namespace)
-        )
-        tokens = self.prompts.segment_tokens(segment)
+        lookup = Lookup(namespace)
+        # Told before anything is computed for it.
+        if not word("name", name):
+            raise InvalidArgument("name: expected at least one character, got ''")
+        tokens = self.prompts.segment_tokens(Segment.of(content, namespace))
         with self._prefiller.prefill(
-            self.prompts.tokenize(tokens), policy_of("full"), Lookup(namespace), keep=True
+            self.prompts.tokenize(tokens), policy_of("full"), lookup, keep=True
         ) as done:
             done.request.freeze(name, 0, len(tokens))
             return done.report
@@ -163,6 +175,9 @@ class Runner:
         self, contents: Sequence[tuple[str, str | Sequence[int]]], namespace: str = ""
     ) -> list[FrozenSegment]:
         """Inserts (name, content) pairs, with a progress bar."""
+        for pair in several("contents", contents, "(name, content)"):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InvalidArgument(f"contents: expected (name, content), got {shown(pair)}")
         named = track(contents, "encoding segments", self.progress)
         return [self.insert(content, name, namespace) for name, content in named]
 
@@ -172,11 +187,11 @@ class Runner:
         # Errors
         `UnknownSegment` when there is none of that name in that namespace.
         """
-        self.cache.delete(name, namespace)
+        self.cache.delete(word("name", name), word("namespace", namespace))
 
     def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
         """The frozen segments of a namespace, or all of them."""
-        return self.cache.frozen(namespace)
+        return self.cache.frozen(None if namespace is None else word("namespace", namespace))
 
     # ---- prefill --------------------------------------------------------------------------
 
@@ -208,13 +223,13 @@ class Runner:
         `InvalidArgument` for an empty prompt or ids out of range; `PoolFull` when it does not
         fit, nothing having been taken.
         """
-        prefiller = self._lossy if watched else self._prefiller
+        prefiller = self._lossy if flag("watched", watched) else self._prefiller
         return prefiller.prefill(
             self.tokenize(prompt),
             self._lossy.policy_of(policy),
             Lookup(namespace, discover, remember),
             logits_from=logits_from,
-            reserve_tokens=reserve_tokens,
+            reserve_tokens=whole("reserve_tokens", reserve_tokens, 0),
         )
 
     def extend(self, done: Prefill, tokens: Sequence[int]) -> torch.Tensor:
@@ -227,6 +242,7 @@ class Runner:
         `InvalidArgument` for no tokens, ids out of range, or a model whose RoPE frequencies change
         with the length; `PoolFull` when they do not fit, the prompt being as before.
         """
+        _prefilled("extend", done)
         return self._prefiller.extend(done, token_array(tokens, self.spec.vocabulary))
 
     # ---- hand-off -------------------------------------------------------------------------
@@ -237,7 +253,7 @@ class Runner:
         # Errors
         `InvalidArgument` for a prompt that was released or has been decoded from.
         """
-        return hand_over(self._prefiller, done)
+        return hand_over(self._prefiller, _prefilled("export", done))
 
     def resume(
         self,
@@ -245,7 +261,7 @@ class Runner:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
         namespace: str | None = None,
     ) -> Generation:
         """Decodes a prompt that another runner prefilled; its KV is not kept for later prompts.
@@ -257,6 +273,9 @@ class Runner:
         `InvalidArgument` for a payload of another model, map or vocabulary, `NamespaceConflict`
         for one of another namespace, `PoolFull` when it does not fit; nothing is held then.
         """
+        given: Any = payload
+        if not isinstance(given, KvPayload):
+            raise InvalidArgument(f"payload: expected a KvPayload, got {shown(given)}")
         lookup = Lookup(payload.header.namespace, remember=False)
         ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop)
         done = take_over(self._prefiller, payload, namespace, max_new_tokens - 1)
@@ -265,7 +284,6 @@ class Runner:
             self._answering.run([answer])
             return self._answering.finished(answer)
         finally:
-            self._decoder.forget()
             done.release()
 
     # ---- generation -----------------------------------------------------------------------
@@ -277,7 +295,7 @@ class Runner:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
@@ -285,9 +303,11 @@ class Runner:
     ) -> Generation:
         """Prefills a prompt by a policy and decodes up to `max_new_tokens`.
 
-        `stop`: token ids that end the answer (default: the tokenizer's end-of-sequence). `healing`:
-        reused tokens that the answer comes to look at are recomputed while it is decoded; what is
-        to be remembered of the prompt then is so from its end on.
+        `stop`: strings and token ids that end the answer. Its text ends before them; `tokens` has
+        them. Strings may stand across the borders of tokens. By default, and where strings alone
+        are named, the tokenizer's end of sequence ends it too. `healing`: reused tokens that the
+        answer comes to look at are recomputed while it is decoded; what is to be remembered of the
+        prompt then is so from its end on.
         """
         return self.generate_batch(
             [prompt],
@@ -307,7 +327,7 @@ class Runner:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
         healing: Healing | None = None,
     ) -> Generation:
         """Decodes on from a prefilled prompt, which stays: `extend` and `decode` may follow.
@@ -318,8 +338,7 @@ class Runner:
         `InvalidArgument` for a prompt that was released, or one to be healed that others may find;
         `PoolFull` when the answer does not fit, what was decoded so far being kept.
         """
-        if done.request.released:
-            raise InvalidArgument("decode: expected a live prompt, got one that was released")
+        _prefilled("decode", done)
         if done.pending:
             self._prefiller.extend(done, np.zeros(0, np.int32))
         ask = self._answering.ask("full", Lookup(), max_new_tokens, sampling, stop, healing)
@@ -327,7 +346,6 @@ class Runner:
         try:
             self._answering.run([answer])
         finally:
-            self._decoder.forget()
             done.pending = answer.sequence.tokens[-1:]
         done.commit()
         return self._answering.finished(answer)
@@ -339,7 +357,7 @@ class Runner:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
@@ -350,6 +368,7 @@ class Runner:
         # Errors
         `PoolFull` when they do not fit at once; everything taken is given back.
         """
+        several("prompts", prompts, "prompts")
         lookup = Lookup(namespace, discover, remember, late=healing is not None)
         ask = self._answering.ask(policy, lookup, max_new_tokens, sampling, stop, healing)
         answers: list[Answer] = []
@@ -361,7 +380,6 @@ class Runner:
                 answer.done.commit()
             return [self._answering.finished(answer) for answer in answers]
         finally:
-            self._decoder.forget()
             for answer in answers:
                 answer.done.release()
 
@@ -372,30 +390,31 @@ class Runner:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | None = None,
+        stop: Stops | None = None,
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
         healing: Healing | None = None,
     ) -> Iterator[StreamedToken]:
-        """Like `generate`, token by token; closing the iterator gives the blocks back."""
+        """Like `generate`, token by token; closing the iterator gives the blocks back.
+
+        The texts of all tokens together are the answer's. What may be half a character, or the
+        beginning of a string that ends the answer, is held back until that is known.
+        """
         lookup = Lookup(namespace, discover, remember, late=healing is not None)
-        ask = self._answering.ask(policy, lookup, max_new_tokens, sampling, stop, healing)
-        answer = self._answering.start(self.tokenize(prompt), ask)
-        sequence = answer.sequence
+        named = (policy, lookup, max_new_tokens, sampling, stop, healing)
+        ask = self._answering.ask(*named, streamed=True)
+        return self._streamed(self.tokenize(prompt), ask)
+
+    def _streamed(self, prompt: TokenizedPrompt, ask: Ask) -> Iterator[StreamedToken]:
+        answer = self._answering.start(prompt, ask)
         try:
-            said = ""
-            while True:
-                text = self.prompts.decode(answer.spoken)
-                whole = text if not text.endswith("\ufffd") else said
-                yield StreamedToken(sequence.tokens[-1], whole[len(said) :])
-                said = whole
-                if sequence.done:
-                    break
-                self._answering.step([answer])
+            yield answer.streamed
+            with closing(self._answering.steps([answer])) as steps:
+                for _ in steps:
+                    yield answer.streamed
             answer.done.commit()
         finally:
-            self._decoder.forget()
             answer.done.release()
 
     def conversation(
@@ -406,11 +425,14 @@ class Runner:
         discover: bool = False,
         remember: bool = True,
         healing: Healing | None = None,
+        watched: bool = True,
     ) -> Conversation:
         """Several turns over one live request: what one of them recomputed serves the next.
 
         Use it in a `with` block, or close it. `remember` lets later prompts of the namespace find
-        the conversation once it is closed; `healing` as for `generate`.
+        the conversation once it is closed; `healing` as for `generate`, `watched` as for `prefill`.
         """
+        check_healing(healing)
         lookup = Lookup(namespace, discover, remember, late=True)
-        return Conversation(self._answering, self._lossy.policy_of(policy), lookup, healing)
+        chosen, seen = self._lossy.policy_of(policy), flag("watched", watched)
+        return Conversation(self._answering, chosen, lookup, healing, seen)

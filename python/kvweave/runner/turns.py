@@ -20,7 +20,7 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.plan import Plans, PromptView, Rows, one_pass
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill import Lookup, Prefill, Prefiller, first_of
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
 from kvweave.runner.request_kv import RequestKv
@@ -92,7 +92,7 @@ class _Turn:
     def computed(self, logits_from: int | None, reserve_tokens: int) -> Prefill:
         """The prompt with the turn's KV."""
         pre, policy = self.prefiller, self.policy
-        first = self.length - 1 if logits_from is None else logits_from
+        first = first_of(logits_from, self.length)
         start = time.perf_counter()
         anew = self._brings_segments()
         request = self._admitted(reserve_tokens) if anew else self._forked()

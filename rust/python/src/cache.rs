@@ -265,6 +265,17 @@ impl KvCache {
         Ok(segments.into_iter().map(FrozenSegment::from).collect())
     }
 
+    /// One knowledge-base entry, whatever the number of others.
+    #[pyo3(signature = (name, namespace=Text("")))]
+    fn frozen_segment(
+        &self,
+        py: Python<'_>,
+        name: Text<'_>,
+        namespace: Text<'_>,
+    ) -> PyResult<FrozenSegment> {
+        call_core(py, || self.cache.frozen_segment(name.0, namespace.0)).map(FrozenSegment::from)
+    }
+
     /// Deletes a knowledge-base entry. What it alone owned is no longer read by other texts; for
     /// its own text it stays cached until it is evicted.
     #[pyo3(signature = (name, namespace=Text("")))]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from kvweave.arguments import real, whole
 from kvweave.errors import InvalidArgument
 
 
@@ -21,12 +22,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise InvalidArgument(f"temperature: expected >= 0, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
+        real("temperature", self.temperature, 0.0)
+        if not 0.0 < real("top_p", self.top_p) <= 1.0:
             raise InvalidArgument(f"top_p: expected 0 < top_p <= 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise InvalidArgument(f"top_k: expected >= 0, got {self.top_k}")
+        whole("top_k", self.top_k, 0)
+        whole("seed", self.seed, -(2**63), 2**64 - 1)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A generator of this request's own, so that batching does not change its draws.
@@ -39,7 +39,10 @@ class Sampling:
         """The next token id, i64 [], from logits [V]; nothing waits for the device."""
         if self.temperature == 0.0:
             return logits.argmax()
-        scaled = logits.float() / self.temperature
+        # From the highest down, so that no temperature turns it into infinity; what is colder than
+        # the least normal number tells apart no more.
+        below = logits.float() - logits.float().max()
+        scaled = below / max(self.temperature, torch.finfo(torch.float32).tiny)
         if self.top_k:
             kth = torch.topk(scaled, min(self.top_k, scaled.numel())).values[-1]
             scaled = scaled.masked_fill(scaled < kth, -torch.inf)

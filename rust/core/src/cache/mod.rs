@@ -142,6 +142,16 @@ impl KvCache {
         stored.index.frozen.list(namespace, |block| stored.index.uses(block))
     }
 
+    /// One knowledge-base entry. What that costs does not grow with the others.
+    ///
+    /// # Errors
+    /// `UnknownSegment` if the namespace has no entry of this name.
+    pub fn frozen_segment(&self, name: &str, namespace: &str) -> Result<FrozenSegment, Error> {
+        let stored = self.0.store.lock();
+        let found = stored.index.frozen.find(namespace, name, |block| stored.index.uses(block));
+        found.ok_or_else(|| unknown_segment(name, namespace))
+    }
+
     /// Deletes a knowledge-base entry. Blocks that it alone owned are no longer found as segments
     /// of other texts; as prefixes, and for the same text, they stay cached until they are evicted.
     ///
@@ -151,8 +161,7 @@ impl KvCache {
         let mut stored = self.0.store.lock();
         let stored = &mut *stored;
         let Some(removed) = stored.index.frozen.remove(namespace, name) else {
-            let expected = format!("a frozen segment of namespace {namespace:?}");
-            return Err(Error::new(ErrorKind::UnknownSegment, "segment", expected, name));
+            return Err(unknown_segment(name, namespace));
         };
         freeze::forget(stored, removed);
         Ok(())
@@ -182,4 +191,9 @@ impl KvCache {
         stored.index.check()?;
         freeze::check(&stored)
     }
+}
+
+fn unknown_segment(name: &str, namespace: &str) -> Error {
+    let expected = format!("a frozen segment of namespace {namespace:?}");
+    Error::new(ErrorKind::UnknownSegment, "segment", expected, name)
 }

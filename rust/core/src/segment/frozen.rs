@@ -299,21 +299,35 @@ impl FrozenPool {
     ) -> Vec<FrozenSegment> {
         let entries = self.numbers.values().map(|number| &self.entries[number]);
         let wanted = |entry: &&Entry| namespace.is_none_or(|wanted| entry.namespace == wanted);
-        let segment = |entry: &Entry| {
-            let pinned = |frozen: &Frozen| match frozen.residence {
-                Residence::Pinned(block) => Some(block),
-                _ => None,
-            };
-            let pinned: Vec<_> = entry.blocks.iter().filter_map(pinned).collect();
-            FrozenSegment {
-                name: entry.name.to_string(),
-                namespace: entry.namespace.clone(),
-                tokens: entry.tokens,
-                blocks: entry.blocks.len(),
-                resident_blocks: pinned.len(),
-                references: pinned.iter().map(|&block| u64::from(uses(block))).sum(),
-            }
+        entries.filter(wanted).map(|entry| entry.listed(&uses)).collect()
+    }
+
+    /// One segment by its name.
+    pub(crate) fn find(
+        &self,
+        namespace: &str,
+        name: &str,
+        uses: impl Fn(BlockId) -> u32,
+    ) -> Option<FrozenSegment> {
+        let number = self.numbers.get(&(namespace.to_owned(), name.to_owned()))?;
+        Some(self.entries[number].listed(&uses))
+    }
+}
+
+impl Entry {
+    fn listed(&self, uses: &impl Fn(BlockId) -> u32) -> FrozenSegment {
+        let pinned = |frozen: &Frozen| match frozen.residence {
+            Residence::Pinned(block) => Some(block),
+            _ => None,
         };
-        entries.filter(wanted).map(segment).collect()
+        let pinned: Vec<_> = self.blocks.iter().filter_map(pinned).collect();
+        FrozenSegment {
+            name: self.name.to_string(),
+            namespace: self.namespace.clone(),
+            tokens: self.tokens,
+            blocks: self.blocks.len(),
+            resident_blocks: pinned.len(),
+            references: pinned.iter().map(|&block| u64::from(uses(block))).sum(),
+        }
     }
 }
