@@ -120,7 +120,6 @@ class _Turn:
             request.release()
             raise
         turned = Prefill(kv, logits, report, self.lookup, exact, reused)
-        turned.forked = not anew
         return turned
 
     def _brings_segments(self) -> bool:
