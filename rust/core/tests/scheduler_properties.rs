@@ -41,12 +41,14 @@ fn event() -> impl Strategy<Value = Event> {
     let arrive = (prompt, 1usize..20, -1i32..3, 0u8..3, 0u32..6, any::<u8>());
     prop_oneof![
         6 => arrive.prop_map(|(prompt, limit, priority, namespace, kind, traits)| {
-            Event::Arrive { prompt, limit, priority, namespace, kind: kind.saturating_sub(3), traits }
+            let kind = kind.saturating_sub(3);
+            Event::Arrive { prompt, limit, priority, namespace, kind, traits }
         }),
         1 => any::<u8>().prop_map(|which| Event::Cancel { which }),
         10 => (0u64..3000).prop_map(|wait| Event::Step { wait }),
         2 => (0u64..3000).prop_map(|wait| Event::Overlap { wait }),
-        1 => (any::<u8>(), any::<bool>()).prop_map(|(which, no_room)| Event::Fail { which, no_room }),
+        1 => (any::<u8>(), any::<bool>())
+            .prop_map(|(which, no_room)| Event::Fail { which, no_room }),
     ]
 }
 

@@ -15,7 +15,7 @@ use crate::arguments::{count, raised};
 use crate::cache::KvCache;
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, entry};
+use crate::failure::{Failure, call_core};
 use crate::scalars::{Number, Text};
 
 /// Plans steps for the requests of one cache. Use it from any thread.
@@ -36,7 +36,7 @@ impl Scheduler {
         py: Python<'_>,
         work: impl FnOnce(&mut core::Scheduler<BlockLedger>) -> Result<T, E> + Send,
     ) -> PyResult<T> {
-        entry(py, || work(&mut self.lock()).map_err(Into::into))
+        call_core(py, || work(&mut self.lock()).map_err(Into::into))
     }
 }
 
@@ -111,7 +111,7 @@ impl Scheduler {
         doubling_ns: Number,
     ) -> PyResult<Self> {
         let cache = cache.get().core().clone();
-        entry(py, || {
+        call_core(py, || {
             let order = match order.0 {
                 "arrival" => PrefillOrder::Arrival,
                 "short-first" => {
