@@ -4,7 +4,7 @@
 
 mod scheduler_world;
 
-use kvweave_core::scheduler::{PrefillOrder, RequestId, SchedulerConfig, StepPlan};
+use kvweave_core::scheduler::{PrefillOrder, SchedulerConfig, StepPlan};
 use proptest::prelude::*;
 use scheduler_world::{Job, World, job, small};
 
@@ -145,11 +145,6 @@ impl Drive {
                 job.stored = stored;
                 job.asked = false;
             }
-            // The memory was short only for a moment: afterwards what is counted is true again.
-            let held =
-                self.world.jobs.keys().map(|&id| self.world.scheduler.room().held(RequestId(id)));
-            let free = self.world.scheduler.room().total() - held.sum::<usize>();
-            self.world.scheduler.room_mut().tell_free(free);
         }
         self.world.answer(&plan);
     }
