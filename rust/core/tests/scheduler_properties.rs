@@ -4,7 +4,7 @@
 
 mod scheduler_world;
 
-use kvweave_core::scheduler::{PrefillOrder, RequestId, SchedulerConfig, StepPlan};
+use kvweave_core::scheduler::{PrefillOrder, SchedulerConfig, StepPlan};
 use proptest::prelude::*;
 use scheduler_world::{Job, World, job, small};
 
@@ -41,12 +41,14 @@ fn event() -> impl Strategy<Value = Event> {
     let arrive = (prompt, 1usize..20, -1i32..3, 0u8..3, 0u32..6, any::<u8>());
     prop_oneof![
         6 => arrive.prop_map(|(prompt, limit, priority, namespace, kind, traits)| {
-            Event::Arrive { prompt, limit, priority, namespace, kind: kind.saturating_sub(3), traits }
+            let kind = kind.saturating_sub(3);
+            Event::Arrive { prompt, limit, priority, namespace, kind, traits }
         }),
         1 => any::<u8>().prop_map(|which| Event::Cancel { which }),
         10 => (0u64..3000).prop_map(|wait| Event::Step { wait }),
         2 => (0u64..3000).prop_map(|wait| Event::Overlap { wait }),
-        1 => (any::<u8>(), any::<bool>()).prop_map(|(which, no_room)| Event::Fail { which, no_room }),
+        1 => (any::<u8>(), any::<bool>())
+            .prop_map(|(which, no_room)| Event::Fail { which, no_room }),
     ]
 }
 
@@ -143,11 +145,6 @@ impl Drive {
                 job.stored = stored;
                 job.asked = false;
             }
-            // The memory was short only for a moment: afterwards what is counted is true again.
-            let held =
-                self.world.jobs.keys().map(|&id| self.world.scheduler.room().held(RequestId(id)));
-            let free = self.world.scheduler.room().total() - held.sum::<usize>();
-            self.world.scheduler.room_mut().tell_free(free);
         }
         self.world.answer(&plan);
     }

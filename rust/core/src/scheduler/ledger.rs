@@ -72,7 +72,6 @@ impl BlockLedger {
     /// here on the ledger counts.
     pub fn tell_free(&mut self, pages: usize) {
         self.free = pages.min(self.total);
-        self.exhausted = false;
     }
 
     /// Says of a request that has not been admitted how many of its tokens are cached, and how
@@ -85,7 +84,7 @@ impl BlockLedger {
     /// Pages that could be had, as far as is counted.
     #[must_use]
     pub fn free(&self) -> usize {
-        if self.exhausted { 0 } else { self.free }
+        self.free
     }
 
     /// Pages in all.
@@ -118,7 +117,8 @@ impl BlockLedger {
     }
 
     fn take(&mut self, pages: usize, spare: usize) -> Result<(), Shortage> {
-        let (needed, free) = (pages + spare, self.free());
+        let needed = pages + spare;
+        let free = if self.exhausted { 0 } else { self.free };
         if pages > 0 && needed > free {
             self.exhausted = false;
             return Err(Shortage { needed, free });
