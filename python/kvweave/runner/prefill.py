@@ -58,7 +58,7 @@ class Prefill:
     `exact_tokens`: leading tokens whose KV is that of a full prefill; `exact` says that all are,
     no segment having been reused. `kv` are the request's tables; `lookup` says whether later
     prompts may find its blocks; `reused` are the tokens that segments brought. `pending`: a token
-    that was decoded last and has no KV yet. `forked`: it may share blocks with a fork.
+    that was decoded last and has no KV yet.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Prefill:
         self.exact = exact_tokens == report.tokens
         self.reused = reused
         self.pending: list[int] = []
-        self.forked = False
 
     @property
     def request(self) -> KvRequest:
@@ -108,7 +107,6 @@ class Prefill:
             self.reused.copy(),
         )
         fork.pending = list(self.pending)
-        self.forked = fork.forked = True
         return fork
 
     def commit(self) -> None:

@@ -1,5 +1,5 @@
-//! A step of a whole batch is as many single appends, or nothing; and what it says of tables is what
-//! the requests' own tables say.
+//! A step of a whole batch is as many single appends, or nothing; and what it says of tables is
+//! what the requests' own tables say.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -289,7 +289,7 @@ struct Rows {
 
 impl Rows {
     fn new(cache: &KvCache) -> Rows {
-        let rows = DecodeRows::new(cache);
+        let rows = cache.decode_rows();
         Rows { rows, heads: Vec::new(), array: Vec::new(), of: Vec::new() }
     }
 
@@ -420,7 +420,7 @@ fn bad_steps_are_refused_and_change_nothing() {
         world.run(&Event::Admit { tokens: 9, text, reserve: 0, promotes, share });
     }
     let before = world.told();
-    let mut rows = DecodeRows::new(&cache);
+    let mut rows = cache.decode_rows();
     let of: Vec<usize> = (0..3).map(|_| rows.join()).collect();
     let mut refused = |numbers: &[usize], tokens: &[u32], what: &str| {
         let mut requests: Vec<&mut Request> = world.live.iter_mut().collect();

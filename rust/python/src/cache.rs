@@ -219,7 +219,7 @@ impl KvCache {
     ) -> PyResult<()> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
-        entry(py, || {
+        call_core(py, || {
             with_all(&requests, |requests| {
                 self.cache.append_step(requests, &ids).map_err(Failure::from)
             })

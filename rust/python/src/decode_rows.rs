@@ -8,17 +8,18 @@ use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, raised};
 use crate::cache::KvCache;
-use crate::failure::{Failure, entry};
-use crate::request::{KvRequest, rows as table, small, with_all};
+use crate::failure::{Failure, call_core};
+use crate::request::{KvRequest, rows as table, saturating_u32, with_all};
 use crate::scalars::Number;
 use crate::tokens::Tokens;
 
 /// The tables of requests that decode together, their entries in one array of the caller's.
 ///
 /// A request joins with its tables and leaves them behind; nobody else's are touched. A step has a
-/// table for each head group of the cache, then one for each head of `set_heads`. A request that has
-/// not promoted such a head lists in that table what the head sees, slot by slot; block numbers there
-/// are such that the head's page is `block + rank`, its rank in its group, whoever has promoted it.
+/// table for each head group of the cache, then one for each head of `set_heads`. A request that
+/// has not promoted such a head lists in that table what the head sees, slot by slot; block numbers
+/// there are such that the head's page is `block + rank`, its rank in its group, whoever has
+/// promoted it.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct DecodeRows(Mutex<core::DecodeRows>);
 
@@ -73,7 +74,7 @@ impl DecodeStep {
 impl DecodeRows {
     #[new]
     fn new(cache: &Bound<'_, KvCache>) -> Self {
-        Self(Mutex::new(core::DecodeRows::new(&cache.get().cache)))
+        Self(Mutex::new(cache.get().cache.decode_rows()))
     }
 
     /// T: tables of a request in a step.
@@ -90,21 +91,21 @@ impl DecodeRows {
 
     /// Says which heads have tables of their own from the next step on: i32 [N, 4] of layer, KV
     /// head, and the window and sink of what the head sees where it was not promoted. They are all
-    /// that any request of the batch has promoted; while there are rows, those that were said before
-    /// stay first.
+    /// that any request of the batch has promoted; while there are rows, those that were said
+    /// before stay first.
     fn set_heads(&self, py: Python<'_>, heads: &Bound<'_, PyAny>) -> PyResult<()> {
         let heads = Table::of("heads", heads)?;
         let head = |&[layer, head, window, sink]: &[i32; 4]| {
             Ok::<_, Failure>(StepHead {
-                layer: small("layer", layer)?,
-                head: small("head", head)?,
+                layer: saturating_u32("layer", layer)?,
+                head: saturating_u32("head", head)?,
                 window: count("window", window)?,
                 sink: count("sink", sink)?,
             })
         };
         let all = || heads.rows::<4>("heads")?.iter().map(head).collect::<Result<Vec<_>, _>>();
         let all = raised(py, all())?;
-        entry(py, || self.lock().set_heads(&all))
+        call_core(py, || self.lock().set_heads(&all))
     }
 
     /// A row for one more request.
@@ -115,7 +116,7 @@ impl DecodeRows {
     /// Gives a row up.
     fn leave(&self, py: Python<'_>, row: Number) -> PyResult<()> {
         let row = raised(py, count("row", row))?;
-        entry(py, || self.lock().leave(row))
+        call_core(py, || self.lock().leave(row))
     }
 
     /// Appends a token (i32 [B]) to each request, all or none, and says what the step reads and
@@ -134,7 +135,7 @@ impl DecodeRows {
         };
         let numbers = raised(py, numbers())?;
         let ids = raised(py, tokens.ids())?;
-        let (step, sizes) = entry(py, || {
+        let (step, sizes) = call_core(py, || {
             with_all(&requests, |requests| {
                 let mut rows = self.lock();
                 let step = rows.step(requests, &numbers, &ids)?;

@@ -33,8 +33,8 @@ struct Change {
     needs: [usize; 2],
 }
 
-/// Owners and holders that blocks lose through earlier requests of the same step: each request moves
-/// on as if those before it had.
+/// Owners and holders that blocks lose through earlier requests of the same step: each request
+/// moves on as if those before it had.
 #[derive(Default)]
 pub(super) struct Left {
     owners: HashMap<BlockId, u32>,
@@ -235,9 +235,9 @@ impl Request {
         }
     }
 
-    /// Whether one more token, at position `at`, asks for nothing: its blocks are there, nobody else
-    /// owns them, and no window moves past a block. [`Self::slide_to`] would find the same, at the
-    /// price of a longer look.
+    /// Whether one more token, at position `at`, asks for nothing: its blocks are there, nobody
+    /// else owns them, and no window moves past a block. [`Self::slide_to`] would find the same, at
+    /// the price of a longer look.
     pub(super) fn rests_at(&self, state: &State, at: usize) -> bool {
         let page = self.shared.page_tokens();
         if self.in_chunks || at.is_multiple_of(page) {
@@ -251,7 +251,7 @@ impl Request {
             own && held.pieces.is_empty()
                 && held.window.is_none_or(|window| {
                     follows
-                        && held.table.windows().is_empty()
+                        && held.table.donors().is_empty()
                         && held.spare.blocks().len() == reserve.min(window.blocks(page, 1))
                         && held.passing(at).is_empty()
                 })

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use crate::error::Error;
 
 use super::advance::{Left, Slide, exchange};
-use super::{KvCache, Request};
+use super::books::Shared;
+use super::request::Request;
 
 /// Why a step was refused, and because of which request of the batch, where it is one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,77 +40,61 @@ impl fmt::Display for StepRefused {
 
 impl std::error::Error for StepRefused {}
 
-impl KvCache {
-    /// Appends one generated token to each request and makes room for its KV, as
-    /// [`Request::append`] would one by one: all or nothing over the whole batch. Copies that this
-    /// asks for are to be taken and executed before anything is written.
-    ///
-    /// # Errors
-    /// `PoolFull` because of the first request for which, after those before it, there is no room,
-    /// whatever window groups of the whole batch let go of;
-    /// `InvalidArgument` for a request of another cache, one with 2^31 − 1 tokens or with copies
-    /// that were not taken, or another number of tokens than of requests. No request has changed
-    /// then, so that the same step may be tried again.
-    pub fn append_step(
-        &self,
-        requests: &mut [&mut Request],
-        tokens: &[u32],
-    ) -> Result<(), StepRefused> {
-        let batch = requests.len();
-        if tokens.len() != batch {
-            return Err(Error::invalid("tokens", format!("{batch} of them"), tokens.len()).into());
+/// See [`super::KvCache::append_step`].
+pub(super) fn append_step(
+    shared: &Arc<Shared>,
+    requests: &mut [&mut Request],
+    tokens: &[u32],
+) -> Result<(), StepRefused> {
+    let batch = requests.len();
+    if tokens.len() != batch {
+        return Err(Error::invalid("tokens", format!("{batch} of them"), tokens.len()).into());
+    }
+    for (number, request) in requests.iter().enumerate() {
+        let refused = |error| StepRefused::of(number, batch, &error);
+        may_append(shared, request).map_err(refused)?;
+    }
+    let mut stored = shared.store.lock();
+    let state = &mut *stored;
+    let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), Left::default());
+    let mut within = Vec::with_capacity(batch);
+    for (number, request) in requests.iter_mut().enumerate() {
+        let len = request.len();
+        within.push(request.rests_at(state, len));
+        if !within[number] {
+            slides.push((number, request.slide_to(state, len..len + 1, len + 1, &mut left)));
         }
-        for (number, request) in requests.iter().enumerate() {
-            let refused = |error| StepRefused::of(number, batch, &error);
-            self.may_append(request).map_err(refused)?;
-        }
-        let shared = &self.0;
-        let mut stored = shared.store.lock();
-        let state = &mut *stored;
-        let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), Left::default());
-        let mut within = Vec::with_capacity(batch);
-        for (number, request) in requests.iter_mut().enumerate() {
-            let len = request.len();
-            within.push(request.rests_at(state, len));
-            if !within[number] {
-                slides.push((number, request.slide_to(state, len..len + 1, len + 1, &mut left)));
-            }
-        }
-        let parts: Vec<&Slide> = slides.iter().map(|(_, slide)| slide).collect();
-        let mut given = if parts.is_empty() {
-            None
-        } else {
-            let refused = |(part, error): (usize, Error)| {
-                StepRefused::of(slides.get(part).map_or(0, |slide| slide.0), batch, &error)
-            };
-            Some(exchange(shared, state, &parts).map_err(refused)?)
+    }
+    let parts: Vec<&Slide> = slides.iter().map(|(_, slide)| slide).collect();
+    let mut given = if parts.is_empty() {
+        None
+    } else {
+        let refused = |(part, error): (usize, Error)| {
+            StepRefused::of(slides.get(part).map_or(0, |slide| slide.0), batch, &error)
         };
-        for (number, slide) in slides {
-            if let Some(given) = &mut given {
-                requests[number].carry_out(shared, state, slide, given);
-            }
+        Some(exchange(shared, state, &parts).map_err(refused)?)
+    };
+    for (number, slide) in slides {
+        if let Some(given) = &mut given {
+            requests[number].carry_out(shared, state, slide, given);
         }
-        drop(stored);
-        for ((request, &token), within) in requests.iter_mut().zip(tokens).zip(within) {
-            if within {
-                request.rest();
-            }
-            request.tokens.push(token);
-        }
-        Ok(())
     }
+    drop(stored);
+    for ((request, &token), within) in requests.iter_mut().zip(tokens).zip(within) {
+        if within {
+            request.rest();
+        }
+        request.tokens.push(token);
+    }
+    Ok(())
+}
 
-    fn may_append(&self, request: &Request) -> Result<(), Error> {
-        if !Arc::ptr_eq(&request.shared, &self.0) {
-            return Err(Error::invalid("cache", "that of the step", "another"));
-        }
-        if i32::try_from(request.len() + 1).is_err() {
-            return Err(Error::invalid(
-                "append",
-                "at most 2147483647 positions",
-                request.len() + 1,
-            ));
-        }
-        request.copies_taken("append")
+fn may_append(shared: &Arc<Shared>, request: &Request) -> Result<(), Error> {
+    if !Arc::ptr_eq(&request.shared, shared) {
+        return Err(Error::invalid("cache", "that of the step", "another"));
     }
+    if i32::try_from(request.len() + 1).is_err() {
+        return Err(Error::invalid("append", "at most 2147483647 positions", request.len() + 1));
+    }
+    request.copies_taken("append")
 }

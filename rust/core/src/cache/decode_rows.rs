@@ -1,19 +1,23 @@
 //! What decode steps must know of the requests that take part, kept up from step to step.
 //!
-//! A request joins with its tables and leaves them behind; nobody else's are touched. Requests whose
-//! heads were promoted differently share a step: its tables are those of the groups and one for each
-//! head that any of them has promoted. A request that has not promoted such a head lists for it what
-//! the head sees, cut to the slot, so that one window, none, holds for all.
+//! A request joins with its tables and leaves them behind; nobody else's are touched. Requests
+//! whose heads were promoted differently share a step: its tables are those of the groups and one
+//! for each head that any of them has promoted. A request that has not promoted such a head lists
+//! for it what the head sees, cut to the slot, so that one window, none, holds for all.
+
+use std::sync::Arc;
 
 use crate::error::Error;
+use crate::ids::GroupId;
 
-use super::append_step::StepRefused;
+use super::append_step::{StepRefused, append_step};
+use super::books::Shared;
 use super::entry_lane::{EntryMoves, Lane, Source};
 use super::entry_room::EntryRoom;
-use super::{KvCache, Request};
+use super::request::Request;
 
-/// A head that has a table of its own in a step, and what it sees in requests that have not promoted
-/// it: the latest `window` tokens and the first `sink`.
+/// A head that has a table of its own in a step, and what it sees in requests that have not
+/// promoted it: the latest `window` tokens and the first `sink`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepHead {
     /// Its layer.
@@ -53,7 +57,7 @@ struct Row {
 
 /// The tables of requests that decode together, in one array of entries.
 pub struct DecodeRows {
-    cache: KvCache,
+    shared: Arc<Shared>,
     heads: Vec<StepHead>,
     /// Group, rank of each.
     places: Vec<(usize, i32)>,
@@ -63,16 +67,15 @@ pub struct DecodeRows {
 
 impl DecodeRows {
     /// No rows yet, of requests of one cache.
-    #[must_use]
-    pub fn new(cache: &KvCache) -> DecodeRows {
-        let (cache, room) = (cache.clone(), EntryRoom::new());
-        DecodeRows { cache, heads: Vec::new(), places: Vec::new(), rows: Vec::new(), room }
+    pub(super) fn of(shared: &Arc<Shared>) -> DecodeRows {
+        let (shared, room) = (Arc::clone(shared), EntryRoom::new());
+        DecodeRows { shared, heads: Vec::new(), places: Vec::new(), rows: Vec::new(), room }
     }
 
     /// Tables of a request in a step.
     #[must_use]
     pub fn tables(&self) -> usize {
-        self.cache.groups().len() + self.heads.len()
+        self.shared.groups.len() + self.heads.len()
     }
 
     /// Entries of the array. It doubles when a step needs more; what lies in it stays where it is.
@@ -103,9 +106,9 @@ impl DecodeRows {
         let mut places = Vec::with_capacity(heads.len());
         for (number, step_head) in heads.iter().enumerate() {
             let StepHead { layer, head, window, sink } = *step_head;
-            let (group, rank) = self.cache.groups().rank(layer, head)?;
+            let (group, rank) = self.shared.groups.rank(layer, head)?;
             let name = format!("head ({layer}, {head})");
-            let Some(kept) = self.cache.groups().window(group) else {
+            let Some(kept) = self.shared.groups.window(group) else {
                 return Err(Error::invalid(name, "a head of a window group", "a full one"));
             };
             if heads[..number].iter().any(|other| (other.layer, other.head) == (layer, head)) {
@@ -150,14 +153,14 @@ impl DecodeRows {
         Error::out_of_range("row", format!("one of the {held} that were joined"), row)
     }
 
-    /// Appends a token to each request, as [`KvCache::append_step`] does, and says what the step
-    /// needs. `rows`: the row of each request, any order; a request that changed otherwise since its
-    /// last step is looked at anew.
+    /// Appends a token to each request, as [`super::KvCache::append_step`] does, and says what the
+    /// step needs. `rows`: the row of each request, any order; a request that changed otherwise
+    /// since its last step is looked at anew.
     ///
     /// # Errors
-    /// As [`KvCache::append_step`]; `OutOfRange` for a row that nobody has, `InvalidArgument` for
-    /// one that comes twice and for a request with a promoted head that has no table. Nothing has
-    /// changed then.
+    /// As [`super::KvCache::append_step`]; `OutOfRange` for a row that nobody has,
+    /// `InvalidArgument` for one that comes twice and for a request with a promoted head that has
+    /// no table. Nothing has changed then.
     pub fn step(
         &mut self,
         requests: &mut [&mut Request],
@@ -171,7 +174,7 @@ impl DecodeRows {
             row.is_some_and(|row| row.revision == Some(request.revision))
         };
         let known: Vec<bool> = requests.iter().zip(rows).map(known).collect();
-        self.cache.append_step(requests, tokens)?;
+        append_step(&self.shared, requests, tokens)?;
         let tables = self.tables();
         let mut step = StepRows {
             positions: requests.iter().map(|request| request.len() as i32 - 1).collect(),
@@ -240,7 +243,7 @@ impl Row {
                     let (group, rank) = places[number];
                     let own = request.promoted.iter().position(|&at| at == (layer, head));
                     own.map_or(
-                        Source::Seen { group: crate::ids::GroupId(group as u8), window, sink },
+                        Source::Seen { group: GroupId(group as u8), window, sink },
                         // Readers add the head's rank in its group, whoever has promoted it.
                         |own| Source::Table { table: groups + own, shift: rank },
                     )

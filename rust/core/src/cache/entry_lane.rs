@@ -1,16 +1,16 @@
 //! The entries of one table of one request as it decodes, in a segment of an array that they share
 //! with those of other requests.
 //!
-//! A new token lengthens the last entry or begins one behind it, and what a window leaves goes at the
-//! front. So a lane that is loaded once is kept up by an entry or two a step.
+//! A new token lengthens the last entry or begins one behind it, and what a window leaves goes at
+//! the front. So a lane that is loaded once is kept up by an entry or two a step.
 
 use std::collections::VecDeque;
 
 use crate::ids::GroupId;
 
-use super::Request;
 use super::entry_room::{EntryRoom, Segment};
 use super::holding::Holding;
+use super::request::Request;
 
 /// What a lane lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ impl Lane {
         moves: &mut EntryMoves,
     ) {
         let held = self.held(request);
-        let (moving, donors) = (self.moves_on(held), !held.table.windows().is_empty());
+        let (moving, donors) = (self.moves_on(held), !held.table.donors().is_empty());
         let newest = held.table.newest(request.len());
         match (self.segment, newest) {
             // Where donors lie in a window, what goes at its front need not be whole entries.
@@ -189,8 +189,8 @@ impl Lane {
         i32::try_from(sink).unwrap_or(i32::MAX)
     }
 
-    /// Drops the entries behind the sink that a request of `len` tokens no longer lists. Returns how
-    /// many, and whether the first of those that are left was cut.
+    /// Drops the entries behind the sink that a request of `len` tokens no longer lists. Returns
+    /// how many, and whether the first of those that are left was cut.
     fn leave_behind(&mut self, held: &Holding, len: i32) -> (usize, bool) {
         let page = held.table.span(0).len();
         let (mut gone, mut cut) = (0, false);

@@ -95,6 +95,30 @@ impl KvCache {
         admit::admit(&self.0, admission)
     }
 
+    /// Appends one generated token to each request and makes room for its KV, as
+    /// [`Request::append`] would one by one: all or nothing over the whole batch. Copies that this
+    /// asks for are to be taken and executed before anything is written.
+    ///
+    /// # Errors
+    /// `PoolFull` because of the first request for which, after those before it, there is no room,
+    /// whatever window groups of the whole batch let go of;
+    /// `InvalidArgument` for a request of another cache, one with 2^31 − 1 tokens or with copies
+    /// that were not taken, or another number of tokens than of requests. No request has changed
+    /// then, so that the same step may be tried again.
+    pub fn append_step(
+        &self,
+        requests: &mut [&mut Request],
+        tokens: &[u32],
+    ) -> Result<(), StepRefused> {
+        append_step::append_step(&self.0, requests, tokens)
+    }
+
+    /// What decode steps of requests of this cache are to know of them; no rows yet.
+    #[must_use]
+    pub fn decode_rows(&self) -> DecodeRows {
+        DecodeRows::of(&self.0)
+    }
+
     /// Tokens of the longest exact prefix cached in a namespace, for RoPE regime 0.
     #[must_use]
     pub fn lookup_prefix(&self, tokens: &[u32], namespace: &str) -> usize {

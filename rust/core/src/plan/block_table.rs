@@ -155,13 +155,13 @@ impl BlockTable {
         entries
     }
 
-    /// The entry of position `len` − 1, which no donor covers, as [`Self::entries`] has it last; none
-    /// where its block is absent.
+    /// The entry of position `len` − 1, which no donor covers, as [`Self::entries`] has it last;
+    /// none where its block is absent.
     pub(crate) fn newest(&self, len: usize) -> Option<[i32; 5]> {
         let b = len.checked_sub(1)? / self.page_tokens;
         self.block(b)?;
         let first = b * self.page_tokens;
-        let start = self.windows.last().map_or(first, |window| window.end.max(first));
+        let start = self.donors.last().map_or(first, |donor| donor.end.max(first));
         let [begin, end] = [start - first, len - first].map(|slot| slot as i32);
         Some([self.page(b), begin, end, start as i32, 0])
     }
