@@ -119,8 +119,7 @@ class _Turn:
         except BaseException:
             request.release()
             raise
-        turned = Prefill(kv, logits, report, self.lookup, exact, reused)
-        return turned
+        return Prefill(kv, logits, report, self.lookup, exact, reused)
 
     def _brings_segments(self) -> bool:
         """Whether there is anything to be looked up."""
