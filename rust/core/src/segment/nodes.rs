@@ -1,34 +1,13 @@
-//! What is known of each block's content: its tokens in one flat array, its place in the indexes.
+//! What is known of each content: its tokens in one flat array, its place in the indexes.
 //!
-//! A node is numbered by the block of the first head group ("anchor"), and goes when that goes. A
-//! block of another group can go before: window groups let go of what no row sees any more.
+//! A node has a number of its own; where its KV lies is said in [`places`](super::places).
 
 use crate::error::Error;
-use crate::heads::LocalWindow;
-use crate::ids::{BlockId, ScopeId};
-use crate::reserve::{filled, zeroed};
+use crate::ids::ScopeId;
+use crate::reserve::{filled, refused, zeroed};
 
 use super::hash::Digest;
-
-/// What precedes a block in the prefix tree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Parent {
-    /// Nothing: the block starts a prompt.
-    Root,
-    /// This block.
-    Block(BlockId),
-}
-
-/// A reference to a node that outlives it: void once the generation has moved on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Link {
-    pub(crate) block: BlockId,
-    pub(crate) generation: u32,
-}
-
-impl Link {
-    pub(super) const NONE: Link = Link { block: BlockId::NONE, generation: 0 };
-}
+use super::ids::{ContentId, Link, Parent};
 
 #[derive(Clone, Copy)]
 pub(super) struct Node {
@@ -39,12 +18,12 @@ pub(super) struct Node {
     pub(super) parent: Parent,
     pub(super) prefix_scope: ScopeId,
     pub(super) content_scope: ScopeId,
-    pub(super) first_child: BlockId,
-    pub(super) next_sibling: BlockId,
-    pub(super) prev_sibling: BlockId,
+    pub(super) first_child: ContentId,
+    pub(super) next_sibling: ContentId,
+    pub(super) prev_sibling: ContentId,
     /// Other nodes of the same content, which stand in other texts. The first is in the tables.
-    pub(super) next_alike: BlockId,
-    pub(super) prev_alike: BlockId,
+    pub(super) next_alike: ContentId,
+    pub(super) prev_alike: ContentId,
     /// The blocks before and after in the donor's text.
     pub(super) before: Link,
     pub(super) after: Link,
@@ -68,11 +47,11 @@ const VOID: Node = Node {
     parent: Parent::Root,
     prefix_scope: ScopeId(0),
     content_scope: ScopeId(0),
-    first_child: BlockId::NONE,
-    next_sibling: BlockId::NONE,
-    prev_sibling: BlockId::NONE,
-    next_alike: BlockId::NONE,
-    prev_alike: BlockId::NONE,
+    first_child: ContentId::NONE,
+    next_sibling: ContentId::NONE,
+    prev_sibling: ContentId::NONE,
+    next_alike: ContentId::NONE,
+    prev_alike: ContentId::NONE,
     before: Link::NONE,
     after: Link::NONE,
     generation: 0,
@@ -85,163 +64,99 @@ const VOID: Node = Node {
     exact: false,
 };
 
-/// All nodes, their tokens and their blocks in every group.
+/// All nodes and their tokens.
 pub(super) struct Nodes {
     page_tokens: usize,
-    /// What each group keeps of a sequence; `None` for all of it.
-    windows: Vec<Option<LocalWindow>>,
-    /// Blocks that nobody else may hold yet, by number; empty if every group keeps all.
-    withheld: Vec<bool>,
     nodes: Vec<Node>,
     tokens: Vec<u32>,
-    rows: Vec<BlockId>,
-    anchors: Vec<BlockId>,
+    /// Numbers from here on were never given; those that came back are in `free`.
+    fresh: u32,
+    free: Vec<ContentId>,
 }
 
 impl Nodes {
-    pub(super) fn new(
-        capacity: usize,
-        page_tokens: usize,
-        windows: Vec<Option<LocalWindow>>,
-    ) -> Result<Nodes, Error> {
-        let windowed = windows.iter().any(Option::is_some);
-        let (tokens, rows) =
-            (capacity.saturating_mul(page_tokens), capacity.saturating_mul(windows.len()));
+    pub(super) fn new(capacity: usize, page_tokens: usize) -> Result<Nodes, Error> {
+        let mut free = Vec::new();
+        let room = free.try_reserve_exact(capacity);
+        room.map_err(|_| refused::<ContentId>("numbers of contents", capacity))?;
         Ok(Nodes {
             page_tokens,
-            tokens: zeroed("tokens of blocks", tokens)?,
-            withheld: filled("withheld blocks", false, if windowed { capacity } else { 0 })?,
+            tokens: zeroed("tokens of blocks", capacity.saturating_mul(page_tokens))?,
             nodes: filled("contents of blocks", VOID, capacity)?,
-            rows: filled("rows of blocks", BlockId::NONE, rows)?,
-            anchors: filled("rows of blocks", BlockId::NONE, capacity)?,
-            windows,
+            fresh: 0,
+            free,
         })
-    }
-
-    pub(super) fn windows(&self) -> &[Option<LocalWindow>] {
-        &self.windows
     }
 
     pub(super) fn page_tokens(&self) -> usize {
         self.page_tokens
     }
 
-    pub(super) fn get(&self, block: BlockId) -> &Node {
-        &self.nodes[block.index()]
+    /// A number for content that is new. There is one for each block of the first head group, and
+    /// no content without such a block.
+    pub(super) fn allocate(&mut self) -> ContentId {
+        self.free.pop().unwrap_or_else(|| {
+            self.fresh += 1;
+            ContentId::new(self.fresh - 1)
+        })
     }
 
-    pub(super) fn get_mut(&mut self, block: BlockId) -> &mut Node {
-        &mut self.nodes[block.index()]
+    pub(super) fn get(&self, content: ContentId) -> &Node {
+        &self.nodes[content.index()]
     }
 
-    pub(super) fn tokens(&self, block: BlockId) -> &[u32] {
-        let at = block.index() * self.page_tokens;
-        &self.tokens[at..at + usize::from(self.nodes[block.index()].len)]
+    pub(super) fn get_mut(&mut self, content: ContentId) -> &mut Node {
+        &mut self.nodes[content.index()]
     }
 
-    /// The blocks of a node in every group; none where a window group's is gone.
-    pub(super) fn row(&self, anchor: BlockId) -> &[BlockId] {
-        let groups = self.windows.len();
-        &self.rows[anchor.index() * groups..][..groups]
+    pub(super) fn tokens(&self, content: ContentId) -> &[u32] {
+        let at = content.index() * self.page_tokens;
+        &self.tokens[at..at + usize::from(self.nodes[content.index()].len)]
     }
 
-    fn row_mut(&mut self, anchor: BlockId) -> &mut [BlockId] {
-        let groups = self.windows.len();
-        &mut self.rows[anchor.index() * groups..][..groups]
-    }
-
-    /// Whether a node's block of a group is there for others to hold.
-    pub(super) fn offers(&self, anchor: BlockId, group: usize) -> bool {
-        let block = self.row(anchor)[group];
-        block.is_some() && !self.is_withheld(block)
-    }
-
-    /// Whether a node's blocks of all groups are there for others to hold.
-    pub(super) fn is_whole(&self, anchor: BlockId) -> bool {
-        let all = 0..self.windows.len();
-        self.withheld.is_empty() || all.into_iter().all(|group| self.offers(anchor, group))
-    }
-
-    fn is_withheld(&self, block: BlockId) -> bool {
-        self.withheld.get(block.index()).is_some_and(|&withheld| withheld)
-    }
-
-    pub(super) fn withhold(&mut self, block: BlockId, withheld: bool) {
-        self.withheld[block.index()] = withheld;
-    }
-
-    /// Puts blocks that no node names in the places of a node that are empty.
-    pub(super) fn fill(&mut self, anchor: BlockId, row: &[BlockId]) {
-        for (group, &block) in row.iter().enumerate() {
-            let empty = !self.row(anchor)[group].is_some();
-            if empty && block.is_some() && !self.anchor(block).is_some() {
-                self.row_mut(anchor)[group] = block;
-                self.anchors[block.index()] = anchor;
-            }
-        }
-    }
-
-    /// Takes a block that is not the anchor out of its node.
-    pub(super) fn detach(&mut self, block: BlockId) {
-        let anchor = self.anchor(block);
-        self.anchors[block.index()] = BlockId::NONE;
-        for entry in self.row_mut(anchor) {
-            if *entry == block {
-                *entry = BlockId::NONE;
-            }
-        }
-    }
-
-    /// The node that a block of any group belongs to.
-    pub(super) fn anchor(&self, block: BlockId) -> BlockId {
-        self.anchors[block.index()]
-    }
-
-    pub(super) fn is_member(&self, anchor: BlockId) -> bool {
-        let node = self.get(anchor);
+    pub(super) fn is_member(&self, content: ContentId) -> bool {
+        let node = self.get(content);
         node.in_prefix || node.in_content
     }
 
-    /// Notes the content of a row of blocks. What it contained before may only have been a head
-    /// of the same tokens; blocks that the node has already stay.
-    pub(super) fn write(&mut self, row: &[BlockId], tokens: &[u32], position: u32) {
-        let anchor = row[0];
-        if self.is_member(anchor) && self.tokens(anchor).len() == tokens.len() {
-            return;
+    /// Notes what content is, of which a head may have been known. False if nothing is new.
+    pub(super) fn write(&mut self, content: ContentId, tokens: &[u32], position: u32) -> bool {
+        if self.is_member(content) && self.tokens(content).len() == tokens.len() {
+            return false;
         }
-        let at = anchor.index() * self.page_tokens;
+        let at = content.index() * self.page_tokens;
         self.tokens[at..at + tokens.len()].copy_from_slice(tokens);
-        // A block of a window group may have gone to another node, which had lost its own.
-        self.fill(anchor, row);
-        let node = self.get_mut(anchor);
+        let node = self.get_mut(content);
         node.len = tokens.len() as u16;
         node.position = position;
+        true
     }
 
-    /// Forgets a node; links to it become void.
-    pub(super) fn clear(&mut self, anchor: BlockId) {
-        for group in 0..self.windows.len() {
-            let block = std::mem::replace(&mut self.row_mut(anchor)[group], BlockId::NONE);
-            if block.is_some() {
-                self.anchors[block.index()] = BlockId::NONE;
-            }
-        }
-        let node = self.get_mut(anchor);
+    /// Forgets a node and gives its number back; links to it become void.
+    pub(super) fn clear(&mut self, content: ContentId) {
+        let node = self.get_mut(content);
         *node = Node { generation: node.generation.wrapping_add(1), ..VOID };
+        self.free.push(content);
     }
 
-    pub(super) fn link(&self, anchor: BlockId) -> Link {
-        Link { block: anchor, generation: self.get(anchor).generation }
+    pub(super) fn link(&self, content: ContentId) -> Link {
+        Link { content, generation: self.get(content).generation }
     }
 
     /// The node a link leads to, if it still stands.
-    pub(super) fn follow(&self, link: Link) -> Option<BlockId> {
-        let stands = link.block.is_some() && self.get(link.block).generation == link.generation;
-        stands.then_some(link.block)
+    pub(super) fn follow(&self, link: Link) -> Option<ContentId> {
+        let content = link.content.some()?;
+        (self.get(content).generation == link.generation).then_some(content)
     }
 
-    pub(super) fn capacity(&self) -> usize {
-        self.nodes.len()
+    /// All numbers that were ever given.
+    pub(super) fn ids(&self) -> impl Iterator<Item = ContentId> {
+        (0..self.fresh).map(ContentId::new)
+    }
+
+    /// How many numbers are in use.
+    pub(super) fn len(&self) -> usize {
+        self.fresh as usize - self.free.len()
     }
 }
 
