@@ -24,5 +24,6 @@ pub use error::{Error, ErrorKind};
 pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow};
 pub use ids::{BlockId, GroupId};
 pub use plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
+pub use pool::{Advice, Eviction, Hint};
 pub use segment::{FrozenSegment, HashKind, MissReason};
 pub use shape::{KvDtype, KvShape};

@@ -5,6 +5,7 @@
 mod admission;
 mod admit;
 mod advance;
+mod advise;
 mod books;
 mod commit;
 mod config;
@@ -45,10 +46,11 @@ impl KvCache {
     pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
         let groups = config.validated_groups()?;
         let windows = groups.windows();
-        let pool = Pool::of_groups(
+        let pool = Pool::of_ordered_groups(
             config.arena_pages,
             config.slab_pages,
             &block_groups(groups.pages(), &windows),
+            config.eviction,
         )?;
         let shape = &config.shape;
         let seed = seed_of(&[
@@ -148,6 +150,12 @@ impl KvCache {
         };
         freeze::forget(stored, removed);
         Ok(())
+    }
+
+    /// Says what time it is, in the unit of [`Advice::until`](crate::pool::Advice); it never goes
+    /// back. Without it no cached block is past its time.
+    pub fn set_time(&self, now: u64) {
+        self.0.store.lock().pool.set_time(now);
     }
 
     /// Shrinks the frozen pool above the watermark, lets it grow back below.

@@ -9,17 +9,21 @@
 mod arena;
 mod block;
 mod check;
+mod cost_aware;
 mod lru;
+mod order;
 mod pins;
 mod pool;
 mod reclaim;
 mod slab;
 mod states;
 mod store;
+mod victims;
 mod virtual_pages;
 
 pub use block::{SharedBlocks, WritableBlocks};
 pub use pool::Pool;
 pub use states::{BlockGroup, BlockState, Evict, GroupCounts, GroupKind};
 pub use store::{Store, Stored};
+pub use victims::{Advice, Eviction, Hint};
 pub use virtual_pages::{ClassPage, VirtualPages};
