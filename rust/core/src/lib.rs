@@ -15,6 +15,7 @@ pub mod pool;
 mod reserve;
 pub mod segment;
 pub mod shape;
+pub mod tier;
 
 pub use cache::{
     Admission, CacheConfig, CacheStats, Counters, GroupStats, KvCache, MarkedSegment, Mode,

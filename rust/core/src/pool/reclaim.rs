@@ -1,5 +1,6 @@
 //! Making room: own free blocks, then unclaimed slabs, then slabs of other groups in which
-//! nothing is stored, then cached blocks in their order, then other groups' slabs in which nothing is held.
+//! nothing is stored, then cached blocks in their order, then other groups' slabs in which nothing
+//! is held.
 //!
 //! Feasibility is decided before the first change, so a refused call leaves everything as it was.
 
