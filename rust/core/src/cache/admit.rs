@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::content::{ContentId, Index, Piece};
 use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
 use crate::plan::DonorRange;
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
-use crate::segment::{ContentId, Index, Piece};
 
 use super::admission::{Admission, Mode};
 use super::books::Shared;

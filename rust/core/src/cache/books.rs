@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::content::{ContentId, Index, Place};
 use crate::heads::{HeadGroups, LocalWindow};
 use crate::ids::BlockId;
 use crate::pool::{Store, Stored};
-use crate::segment::{ContentId, Index, Place};
 
 use super::config::CacheConfig;
 use super::stats::Tally;

@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
+use crate::content::{ContentEntry, ContentId, Parent};
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::segment::{ContentEntry, ContentId, Parent};
 
 use super::books::{State, release_pins, settle};
 use super::freeze;

@@ -1,9 +1,9 @@
 //! What a cache is built from.
 
+use crate::content::HashKind;
 use crate::error::{Error, ErrorKind};
 use crate::heads::{HeadClassMap, HeadGroups, LocalWindow};
 use crate::pool::{BlockGroup, Eviction, GroupKind, Pool};
-use crate::segment::HashKind;
 use crate::shape::KvShape;
 
 /// Geometry, memory and policy of a cache.

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::content::{ContentId, Index, Matches, MissReason, Parent, Piece, PrefixMatch};
 use crate::ids::ScopeId;
 use crate::plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
-use crate::segment::{ContentId, Index, Matches, MissReason, Parent, Piece, PrefixMatch};
 
 use super::admission::{Admission, MarkedSegment, Mode, Reuse};
 

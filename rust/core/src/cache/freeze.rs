@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
+use crate::content::{ContentEntry, ContentId, Place, Removed};
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::segment::{ContentEntry, ContentId, Place, Removed};
 
 use super::books::{Shared, State, release_pins, settle};
 use super::request::Request;

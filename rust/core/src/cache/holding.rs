@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::content::Index;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
 use crate::plan::{BlockTable, DonorRange, donors_in};
 use crate::pool::{SharedBlocks, Store, WritableBlocks};
-use crate::segment::Index;
 use crate::tier::{Transfer, TransferPlan};
 
 use super::books::State;

@@ -24,11 +24,11 @@ pub use config::CacheConfig;
 pub use request::Request;
 pub use stats::{CacheStats, Counters, GroupStats};
 
+use crate::content::hash::seed_of;
+use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
 use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
-use crate::segment::hash::seed_of;
-use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 
 use books::Shared;
 use config::block_groups;

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::content::{Digest, Link, Parent};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
-use crate::segment::{Digest, Link, Parent};
 
 use super::books::Shared;
 use super::holding::Holding;
