@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::content::{ContentId, Index, Place};
+use crate::content::{ContentId, DocumentBlock, Index};
 use crate::heads::{HeadGroups, LocalWindow};
 use crate::ids::BlockId;
 use crate::pool::{Store, Stored};
@@ -35,7 +35,7 @@ impl Shared {
 }
 
 /// Gives up the pins of a node, if it has any; it may come back.
-pub(super) fn release_pins(state: &mut State, content: ContentId) -> Vec<Place> {
+pub(super) fn release_pins(state: &mut State, content: ContentId) -> Vec<DocumentBlock> {
     let places = state.index.frozen.give_up(content);
     for _ in &places {
         state.pool.unpin(state.index.row(content));

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::content::{ContentEntry, ContentId, Place, Removed};
+use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
 use crate::error::Error;
 use crate::ids::BlockId;
 
@@ -31,14 +31,14 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
 }
 
 /// Undoes [`regrow`].
-pub(super) fn let_go(state: &mut State, grown: &[(ContentId, Place)]) {
+pub(super) fn let_go(state: &mut State, grown: &[(ContentId, DocumentBlock)]) {
     for &(content, place) in grown {
         state.index.frozen.let_go(place, content);
         state.pool.unpin(state.index.row(content));
     }
 }
 
-fn pin(state: &mut State, content: ContentId, place: Place) {
+fn pin(state: &mut State, content: ContentId, place: DocumentBlock) {
     state.pool.pin(state.index.row(content), state.index.uses(content), place);
 }
 
@@ -69,7 +69,11 @@ pub(super) fn allocate(
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
 /// below the watermark with `needed` more pages; none where all of them would not make the room.
 /// Returns which, and where they were.
-pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(ContentId, Place)> {
+pub(super) fn shrink(
+    shared: &Shared,
+    state: &mut State,
+    needed: u64,
+) -> Vec<(ContentId, DocumentBlock)> {
     let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
@@ -93,7 +97,7 @@ pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(Co
 
 /// Pins blocks again that were given up and are cached, while utilisation is low. Returns which,
 /// and where they are.
-pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, Place)> {
+pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
     let mut grown = Vec::new();
     let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;

@@ -69,7 +69,7 @@ struct Entry {
 }
 
 /// A block of an entry: the entry's number, which grows with time, and the place in it.
-pub(crate) type Place = (u64, u32);
+pub(crate) type DocumentBlock = (u64, u32);
 
 /// What is to be done after an entry was removed.
 #[derive(Default)]
@@ -90,9 +90,9 @@ pub(crate) struct FrozenPool {
     numbers: BTreeMap<(String, String), u64>,
     entries: BTreeMap<u64, Entry>,
     next: u64,
-    pins: HashMap<ContentId, Vec<Place>>,
-    waiting: BTreeSet<Place>,
-    lost: HashMap<u64, Vec<Place>>,
+    pins: HashMap<ContentId, Vec<DocumentBlock>>,
+    waiting: BTreeSet<DocumentBlock>,
+    lost: HashMap<u64, Vec<DocumentBlock>>,
     absent: usize,
 }
 
@@ -187,7 +187,7 @@ impl FrozenPool {
     }
 
     /// Removes one pin; whether it was the last of the block.
-    fn drop_pin(&mut self, block: ContentId, place: Place) -> bool {
+    fn drop_pin(&mut self, block: ContentId, place: DocumentBlock) -> bool {
         let Some(places) = self.pins.get_mut(&block) else { return false };
         places.retain(|&other| other != place);
         let last = places.is_empty();
@@ -197,7 +197,7 @@ impl FrozenPool {
         last
     }
 
-    fn stop_looking(&mut self, digest: u64, place: Place) {
+    fn stop_looking(&mut self, digest: u64, place: DocumentBlock) {
         if let Some(places) = self.lost.get_mut(&digest) {
             places.retain(|&other| other != place);
             if places.is_empty() {
@@ -206,7 +206,7 @@ impl FrozenPool {
         }
     }
 
-    fn at(&mut self, (number, at): Place) -> Option<&mut Frozen> {
+    fn at(&mut self, (number, at): DocumentBlock) -> Option<&mut Frozen> {
         self.entries.get_mut(&number)?.blocks.get_mut(at as usize)
     }
 
@@ -221,7 +221,7 @@ impl FrozenPool {
     }
 
     /// Gives a block up in every segment that has it; says where. It waits to come back.
-    pub(crate) fn give_up(&mut self, block: ContentId) -> Vec<Place> {
+    pub(crate) fn give_up(&mut self, block: ContentId) -> Vec<DocumentBlock> {
         let places = self.pins.remove(&block).unwrap_or_default();
         for &place in &places {
             if let Some(frozen) = self.at(place) {
@@ -234,7 +234,7 @@ impl FrozenPool {
     }
 
     /// Undoes [`Self::come_back`].
-    pub(crate) fn let_go(&mut self, place: Place, block: ContentId) {
+    pub(crate) fn let_go(&mut self, place: DocumentBlock, block: ContentId) {
         self.drop_pin(block, place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Waiting;
@@ -244,13 +244,13 @@ impl FrozenPool {
     }
 
     /// The next block that should come back: by age of the segment, then by place.
-    pub(crate) fn next_waiting(&self) -> Option<(Place, &BlockText)> {
+    pub(crate) fn next_waiting(&self) -> Option<(DocumentBlock, &BlockText)> {
         let &(number, at) = self.waiting.first()?;
         Some(((number, at), &self.entries[&number].blocks[at as usize].text))
     }
 
     /// Notes that a waiting block is pinned again.
-    pub(crate) fn come_back(&mut self, place: Place, block: ContentId) {
+    pub(crate) fn come_back(&mut self, place: DocumentBlock, block: ContentId) {
         self.waiting.remove(&place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Pinned(block);
@@ -260,7 +260,7 @@ impl FrozenPool {
     }
 
     /// Notes that a waiting block is nowhere.
-    pub(crate) fn lose(&mut self, place: Place) {
+    pub(crate) fn lose(&mut self, place: DocumentBlock) {
         self.waiting.remove(&place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Lost;

@@ -22,7 +22,7 @@ mod texts;
 mod virtual_index;
 
 pub use frozen::FrozenSegment;
-pub(crate) use frozen::{Place, Removed};
+pub(crate) use frozen::{DocumentBlock, Removed};
 pub use hash::{BlockHasher, Digest, HashKind};
 pub(crate) use ids::{ContentId, Link, Parent};
 pub(crate) use index::ContentEntry;
