@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{BlockState, Group};
 use super::victims::Victims;
 

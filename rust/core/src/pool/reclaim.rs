@@ -7,7 +7,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{BlockState, Evict, Group, GroupKind, Slab};
 
 /// What one group could free, seen slab by slab.

@@ -8,7 +8,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 
 /// A pool and the index over its blocks, behind the one lock.
 pub struct Store<I> {
