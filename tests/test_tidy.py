@@ -63,7 +63,7 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (tidy_imports.crate_direction, "rust/cpu/src/a.rs", "kvweave_reference::f()", "reference"),
     (tidy_imports.crate_direction, "rust/extra/src/lib.rs", "", "`extra` has no place"),
     (tidy_imports.core_layers, "rust/core/src/pool/a.rs", "use crate::cache::C;", "`cache`"),
-    (tidy_imports.core_layers, "rust/core/src/segment.rs", "use crate::plan::P;", "`plan`"),
+    (tidy_imports.core_layers, "rust/core/src/content.rs", "use crate::plan::P;", "`plan`"),
     (tidy_imports.core_layers, "rust/core/src/extra.rs", "", "`extra` has no layer"),
     (tidy_imports.safe_crates, "rust/core/src/lib.rs", "//! Core.", "forbid(unsafe_code)"),
     (tidy_imports.kernel_includes, "csrc/a.cu", "#include <torch/all.h>", "`torch`"),

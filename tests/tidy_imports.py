@@ -22,7 +22,7 @@ CORE_LAYERS = [
     {"shape", "reserve"},
     {"heads", "ops"},
     {"pool"},
-    {"segment"},
+    {"content"},
     {"plan", "tier", "scheduler"},
     {"cache"},
 ]

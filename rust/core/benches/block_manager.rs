@@ -7,8 +7,8 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use kvweave_core::content::{BlockHasher, HashKind};
 use kvweave_core::pool::{Pool, Store, WritableBlocks};
-use kvweave_core::segment::{BlockHasher, HashKind};
 use kvweave_core::{Admission, CacheConfig, KvCache, KvDtype, KvShape, Mode, Reuse};
 
 const PAGE: usize = 16;

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 
 const GROUP_PAGES: [u32; 3] = [3, 2, 1];
 /// Blocks that last, blocks that pass, and single_page pages, which no index names.
-const USES: [Use; 3] = [GroupKind::Full, GroupKind::Window, GroupKind::SinglePage];
+const KINDS: [GroupKind; 3] = [GroupKind::Full, GroupKind::Window, GroupKind::SinglePage];
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -139,7 +139,7 @@ impl Model {
 
 fn run(ops: &[Op], pages: u64, slab: Option<u32>) {
     let group = |(pages, kind)| BlockGroup { pages, kind };
-    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(USES).map(group).collect();
+    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(KINDS).map(group).collect();
     let pool = Pool::of_groups(pages, slab, &groups).unwrap();
     let store = Arc::new(Store::new(pool, ()));
     let mut model = Model::default();
@@ -204,7 +204,7 @@ fn slabs_cached_by_some_groups_serve_another() {
 #[test]
 fn freed_blocks_serve_every_group_at_once() {
     let group = |(pages, kind)| BlockGroup { pages, kind };
-    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(USES).map(group).collect();
+    let groups: Vec<BlockGroup> = GROUP_PAGES.into_iter().zip(KINDS).map(group).collect();
     let store = Arc::new(Store::new(Pool::of_groups(3 + 60, Some(6), &groups).unwrap(), ()));
     for needs in [[20, 0, 0], [0, 30, 0], [0, 0, 60], [10, 0, 30], [0, 15, 30], [20, 0, 0]] {
         let all = WritableBlocks::allocate(&store, &needs).unwrap();

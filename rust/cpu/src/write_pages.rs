@@ -14,7 +14,7 @@ const CHUNK: usize = 64;
 /// What [`WritePages::validate`] refuses.
 pub fn write_pages<T: Element, C: Cached<T>>(params: WritePages<'_, T, C>) -> Result<(), OpError> {
     params.validate()?;
-    let places = params.places();
+    let places = params.write_slots();
     let WritePages { cache, geometry, layer, scales, keys, values, bounds, .. } = params;
     let dim = geometry.head_dim;
     let pages = Disjoint::new(cache);

@@ -8,7 +8,7 @@ use kvweave_core::ops::{Cached, Element, OpError, PageBounds, PageGeometry, Writ
 /// What [`WritePages::validate`] refuses.
 pub fn write_pages<T: Element, C: Cached<T>>(params: WritePages<'_, T, C>) -> Result<(), OpError> {
     params.validate()?;
-    let places = params.places();
+    let places = params.write_slots();
     let WritePages { cache, geometry, layer, scales, keys, values, bounds, .. } = params;
     let dim = geometry.head_dim;
     for row in 0..keys.rows {

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use crate::content::{ContentId, Index, Piece};
 use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
 use crate::plan::DonorRange;
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
-use crate::segment::{Index, Piece};
 
 use super::admission::{Admission, Mode};
 use super::books::Shared;
@@ -64,9 +64,9 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         freeze::let_go(state, &grown);
         return Err(error);
     }
-    for anchor in found.prefix.iter().copied().chain(found.donors()) {
-        let hits = state.index.count_use(anchor);
-        state.pool.note_hits(anchor, hits);
+    for content in found.prefix.iter().copied().chain(found.donors()) {
+        let hits = state.index.count_use(content);
+        state.pool.note_hits(state.index.row(content)[0], hits);
     }
     let mut holdings = Vec::with_capacity(group_needs.len());
     for (group, need) in group_needs.into_iter().enumerate() {
@@ -74,7 +74,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         holdings.push(hold(shared, state, &found, (group, need, private), request.mode));
         private = rest;
     }
-    let last = found.prefix.last().map(|&block| state.index.link(block));
+    let last = found.prefix.last().map(|&content| state.index.link(content));
     let chain = Chain::new(found.chain.parent, last, found.chain.digest, found.prefix.len());
     drop(stored);
     shared.counters.add(&plan);
@@ -112,20 +112,17 @@ fn group_needs(
     let page = shared.page_tokens();
     let total = request.tokens.len();
     let end = total + request.reserve_tokens;
-    let several = shared.windows.len() > 1;
-    let of = |group: usize, anchor: BlockId| {
-        if several { index.row(anchor)[group] } else { anchor }
-    };
+    let of = |group: usize, content: ContentId| index.row(content)[group];
     let need = |(group, window): (usize, &Option<LocalWindow>)| {
-        let donors = found.donors().map(|anchor| of(group, anchor)).collect();
+        let donors = found.donors().map(|content| of(group, content)).collect();
         let Some(window) = *window else {
-            let prefix = found.prefix.iter().map(|&anchor| of(group, anchor)).collect();
+            let prefix = found.prefix.iter().map(|&content| of(group, content)).collect();
             let grid = found.private_grid(request.mode, page, end);
             return GroupNeed { prefix, donors, grid, until: end.div_ceil(page), spare: 0 };
         };
-        let block = |(b, &anchor): (usize, &BlockId)| {
+        let block = |(b, &content): (usize, &ContentId)| {
             let seen = window.sees(found.prefix_end, &(b * page..(b + 1) * page));
-            if seen { of(group, anchor) } else { BlockId::NONE }
+            if seen { of(group, content) } else { BlockId::NONE }
         };
         let prefix = found.prefix.iter().enumerate().map(block).collect();
         let grid = found.private_grid(request.mode, page, total);

@@ -6,6 +6,7 @@ use hashbrown::HashMap;
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
+use crate::tier::Place;
 
 use super::books::{Shared, State};
 use super::freeze;
@@ -346,7 +347,7 @@ impl Holding {
         for &b in &change.passed {
             let page = self.table.page(b);
             self.table.take(b);
-            self.copies.retain(|copy| copy[2] != page);
+            self.copies.give_up_into(Place::Device(page));
         }
         self.passed = self.passed.max(change.passed.last().map_or(0, |b| b + 1));
         self.lost |= !change.passed.is_empty();

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::content::{ContentId, DocumentBlock, Index};
 use crate::heads::{HeadGroups, LocalWindow};
 use crate::ids::BlockId;
 use crate::pool::{Store, Stored};
-use crate::segment::{Index, Place};
 
 use super::config::CacheConfig;
 use super::stats::Tally;
@@ -35,20 +35,21 @@ impl Shared {
 }
 
 /// Gives up the pins of a node, if it has any; it may come back.
-pub(super) fn release_pins(state: &mut State, anchor: BlockId) -> Vec<Place> {
-    let places = state.index.frozen.give_up(anchor);
+pub(super) fn release_pins(state: &mut State, content: ContentId) -> Vec<DocumentBlock> {
+    let places = state.index.frozen.give_up(content);
     for _ in &places {
-        state.pool.unpin(state.index.row(anchor));
+        state.pool.unpin(state.index.row(content));
     }
     places
 }
 
 /// Tells the pool whether the index names these blocks.
 pub(super) fn settle(state: &mut State, row: &[BlockId]) {
-    if !state.index.is_member(row[0]) {
+    let content = state.index.content_of(row[0]);
+    if let Some(content) = content.filter(|&content| !state.index.is_member(content)) {
         // A frozen tail that grew into content another block stands for: that one may be pinned.
-        release_pins(state, row[0]);
-        state.index.release_void(row[0]);
+        release_pins(state, content);
+        state.index.release_void(content);
     }
     for &block in row.iter().filter(|block| block.is_some()) {
         if state.index.names(block) {

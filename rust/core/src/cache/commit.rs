@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
+use crate::content::{ContentEntry, ContentId, Parent};
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::segment::{ContentEntry, Parent};
 
 use super::books::{State, release_pins, settle};
 use super::freeze;
@@ -127,11 +127,12 @@ impl Request {
     /// Takes a block whose content has grown out of the indexes. Blocks of window groups that this
     /// request has let go of did not grow with it.
     fn regrow(&self, state: &mut State, row: &[BlockId]) {
-        state.index.withdraw(row[0]);
-        if state.index.row(row[0]) == row {
+        let Some(content) = state.index.content_of(row[0]) else { return };
+        state.index.withdraw(content);
+        if state.index.row(content) == row {
             return;
         }
-        release_pins(state, row[0]);
+        release_pins(state, content);
         let mut gone = Vec::new();
         state.index.detach_others(row, &mut gone);
         gone.into_iter().for_each(|block| state.pool.unindex(block));
@@ -156,7 +157,7 @@ impl Request {
         tokens: &[u32],
         b: usize,
         row: &[BlockId],
-    ) -> Option<BlockId> {
+    ) -> Option<ContentId> {
         let page = self.shared.page_tokens();
         let span = b * page..(b + 1) * page;
         let tokens = &tokens[span.clone()];
@@ -165,7 +166,7 @@ impl Request {
         let node = state.index.register_prefix(row, scope, parent, digest, tokens, at);
         if let Some(node) = node {
             let link = Some(state.index.link(node));
-            self.chain = Chain::new(Parent::Block(node), link, digest, b + 1);
+            self.chain = Chain::new(Parent::Content(node), link, digest, b + 1);
         }
         node
     }

@@ -1,9 +1,9 @@
 //! What a cache is built from.
 
+use crate::content::HashKind;
 use crate::error::{Error, ErrorKind};
 use crate::heads::{HeadClassMap, HeadGroups, LocalWindow};
-use crate::pool::{BlockGroup, GroupKind, Pool};
-use crate::segment::HashKind;
+use crate::pool::{BlockGroup, Eviction, GroupKind, Pool};
 use crate::shape::KvShape;
 
 /// Geometry, memory and policy of a cache.
@@ -21,6 +21,8 @@ pub struct CacheConfig {
     pub hash: HashKind,
     /// Share of the arena that knowledge bases may pin, in percent.
     pub frozen_share: u8,
+    /// Which cached blocks go first where room is wanted.
+    pub eviction: Eviction,
     /// Share of the arena in use above which knowledge bases shrink, in percent.
     pub watermark: u8,
 }
@@ -37,6 +39,7 @@ impl CacheConfig {
             hash: HashKind::default(),
             frozen_share: 50,
             watermark: 90,
+            eviction: Eviction::default(),
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::pool::SharedBlocks;
+use crate::tier::Transfer;
 
 use super::books::{Shared, State};
 use super::freeze;
@@ -106,8 +107,9 @@ impl Holding {
         let span = self.table.span(b);
         if old.is_some() {
             for run in self.stored_runs(span.start..len.min(span.end)) {
-                let (slot, count) = ((run.start - span.start) as i32, run.len() as i32);
-                self.copies.push([self.table.page(b), slot, page, slot, count, 0]);
+                let (slot, count) = ((run.start - span.start) as u32, run.len() as u32);
+                let old = (self.table.page(b), slot);
+                self.copies.push(Transfer::on_device(old, (page, slot), count, 0));
             }
         }
         self.table.set(b, block, page);

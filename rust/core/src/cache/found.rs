@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::ids::{BlockId, ScopeId};
+use crate::content::{ContentId, Index, Matches, MissReason, Parent, Piece, PrefixMatch};
+use crate::ids::ScopeId;
 use crate::plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
-use crate::segment::{Index, Matches, MissReason, Parent, Piece, PrefixMatch};
 
 use super::admission::{Admission, MarkedSegment, Mode, Reuse};
 
@@ -13,7 +13,7 @@ use super::admission::{Admission, MarkedSegment, Mode, Reuse};
 pub(super) struct Found {
     pub(super) scope: ScopeId,
     pub(super) marks: Vec<(Range<usize>, ScopeId)>,
-    pub(super) prefix: Vec<BlockId>,
+    pub(super) prefix: Vec<ContentId>,
     pub(super) chain: PrefixMatch,
     /// Positions [whole, prefix_end) continue the prefix inside a block.
     pub(super) whole: usize,
@@ -128,7 +128,7 @@ impl Found {
     }
 
     /// The donors of copies and windows: the block a prefix ends inside, then the segments'.
-    pub(super) fn donors(&self) -> impl Iterator<Item = BlockId> + '_ {
+    pub(super) fn donors(&self) -> impl Iterator<Item = ContentId> + '_ {
         let partial = self.chain.partial.map(|(block, _)| block);
         partial.into_iter().chain(self.matches.pieces.iter().map(|piece| piece.donor))
     }

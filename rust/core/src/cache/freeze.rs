@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
+use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
 use crate::error::Error;
 use crate::ids::BlockId;
-use crate::segment::{ContentEntry, Place, Removed};
 
 use super::books::{Shared, State, release_pins, settle};
 use super::request::Request;
@@ -15,31 +15,31 @@ const HYSTERESIS: u64 = 10;
 /// Releases the pins of an entry that was removed. What it alone owned is found no longer by its
 /// content: its text may have been replaced, and the KV of a block says what stood before it.
 pub(super) fn forget(state: &mut State, removed: Removed) {
-    for &anchor in &removed.released {
-        state.pool.unpin(state.index.row(anchor));
+    for &content in &removed.released {
+        state.pool.unpin(state.index.row(content));
     }
     let absent = removed.absent.iter().filter_map(|text| state.index.find_text(text));
-    let absent = absent.filter(|&anchor| !state.index.frozen.is_pinned(anchor));
-    let mut anchors: Vec<BlockId> = absent.collect();
-    anchors.extend(removed.unpinned);
+    let absent = absent.filter(|&content| !state.index.frozen.is_pinned(content));
+    let mut contents: Vec<ContentId> = absent.collect();
+    contents.extend(removed.unpinned);
     let mut forgotten = Vec::new();
-    for anchor in anchors {
-        state.index.forget_content(anchor, &mut forgotten);
+    for content in contents {
+        state.index.forget_content(content, &mut forgotten);
     }
     forgotten.into_iter().for_each(|block| state.pool.unindex(block));
     removed.scopes.into_iter().for_each(|scope| state.index.release_scope(scope));
 }
 
 /// Undoes [`regrow`].
-pub(super) fn let_go(state: &mut State, grown: &[(BlockId, Place)]) {
-    for &(anchor, place) in grown {
-        state.index.frozen.let_go(place, anchor);
-        state.pool.unpin(state.index.row(anchor));
+pub(super) fn let_go(state: &mut State, grown: &[(ContentId, DocumentBlock)]) {
+    for &(content, place) in grown {
+        state.index.frozen.let_go(place, content);
+        state.pool.unpin(state.index.row(content));
     }
 }
 
-fn pin(state: &mut State, anchor: BlockId, place: Place) {
-    state.pool.pin(state.index.row(anchor), state.index.uses(anchor), place);
+fn pin(state: &mut State, content: ContentId, place: DocumentBlock) {
+    state.pool.pin(state.index.row(content), state.index.uses(content), place);
 }
 
 fn rows_total(shared: &Shared, state: &State) -> u64 {
@@ -73,17 +73,21 @@ pub(super) fn fits(shared: &Shared, state: &mut State, needs: &[usize]) -> bool 
 }
 
 /// Undoes [`shrink`].
-fn pin_again(state: &mut State, given: Vec<(BlockId, Place)>) {
-    for (anchor, place) in given {
-        pin(state, anchor, place);
-        state.index.frozen.come_back(place, anchor);
+fn pin_again(state: &mut State, given: Vec<(ContentId, DocumentBlock)>) {
+    for (content, place) in given {
+        pin(state, content, place);
+        state.index.frozen.come_back(place, content);
     }
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
 /// below the watermark with `needed` more pages; none where all of them would not make the room.
 /// Returns which, and where they were.
-pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(BlockId, Place)> {
+pub(super) fn shrink(
+    shared: &Shared,
+    state: &mut State,
+    needed: u64,
+) -> Vec<(ContentId, DocumentBlock)> {
     let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
     let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
@@ -95,17 +99,19 @@ pub(super) fn shrink(shared: &Shared, state: &mut State, needed: u64) -> Vec<(Bl
     if least + needed > state.pool.slab_pages_total() {
         return Vec::new();
     }
-    let yielding: Vec<BlockId> = state.pool.idle_pins().take(excess).collect();
+    let yielding = state.pool.idle_pins().take(excess);
+    let yielding: Vec<ContentId> =
+        yielding.filter_map(|block| state.index.content_of(block)).collect();
     let mut given = Vec::with_capacity(yielding.len());
-    for block in yielding {
-        given.extend(release_pins(state, block).into_iter().map(|place| (block, place)));
+    for content in yielding {
+        given.extend(release_pins(state, content).into_iter().map(|place| (content, place)));
     }
     given
 }
 
 /// Pins blocks again that were given up and are cached, while utilisation is low. Returns which,
 /// and where they are.
-pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(BlockId, Place)> {
+pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
     let mut grown = Vec::new();
     let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;
@@ -133,11 +139,12 @@ fn quota(shared: &Shared, state: &State) -> u64 {
 
 /// Every pinned node must be in the index and held.
 pub(super) fn check(state: &State) -> Result<(), Error> {
-    for block in state.index.frozen.pinned_blocks() {
-        let (pins, holders) = (state.index.frozen.pins(block), state.pool.references(block));
-        if !state.index.is_member(block) {
-            return Err(Error::inconsistent("frozen block", "an indexed block", block.index()));
+    for content in state.index.frozen.pinned() {
+        let block = state.index.row(content)[0];
+        if !block.is_some() || !state.index.is_member(content) {
+            return Err(Error::inconsistent("frozen content", "an indexed one", content.index()));
         }
+        let (pins, holders) = (state.index.frozen.pins(content), state.pool.references(block));
         if holders < pins {
             return Err(Error::inconsistent("frozen block holders", pins, holders));
         }
@@ -173,7 +180,7 @@ impl Request {
             let block = self.frozen_block(state, b, chain.get(b).copied())?;
             blocks.push((state.index.text_of(block), block));
         }
-        let mut pinned: Vec<BlockId> = blocks.iter().map(|&(_, block)| block).collect();
+        let mut pinned: Vec<ContentId> = blocks.iter().map(|&(_, block)| block).collect();
         let frozen = &state.index.frozen;
         let held = frozen.resident() - frozen.alone(&self.namespace, name, &pinned);
         pinned.retain(|&block| !frozen.is_pinned(block));
@@ -202,18 +209,19 @@ impl Request {
         &self,
         state: &mut State,
         b: usize,
-        exact_text: Option<BlockId>,
-    ) -> Result<BlockId, Error> {
+        exact_text: Option<ContentId>,
+    ) -> Result<ContentId, Error> {
         let page = self.shared.page_tokens();
         let span = b * page..self.committed.min((b + 1) * page);
         let scope = self.content_scope(&span);
         let tokens = &self.tokens[span.clone()];
         let index = &state.index;
-        let is_it = |node: &BlockId| index.is_whole(*node) && index.holds(*node, scope, tokens);
+        let is_it = |node: &ContentId| index.is_whole(*node) && index.holds(*node, scope, tokens);
         let mut row = Vec::new();
         let own = self.own_row(b, &mut row);
         let node = exact_text.filter(is_it);
-        let mine = Some(row[0]).filter(|block| block.is_some() && index.is_member(*block));
+        let mine = row.first().filter(|block| block.is_some());
+        let mine = mine.and_then(|&block| index.content_of(block)).filter(|&c| index.is_member(c));
         let found = node.or_else(|| mine.filter(is_it)).or_else(|| index.find_whole(scope, tokens));
         let entry = ContentEntry {
             scope,

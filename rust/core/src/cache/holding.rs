@@ -3,11 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::content::Index;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
 use crate::plan::{BlockTable, DonorRange, donors_in};
 use crate::pool::{SharedBlocks, Store, WritableBlocks};
-use crate::segment::Index;
+use crate::tier::{Transfer, TransferPlan};
 
 use super::books::State;
 
@@ -18,7 +19,8 @@ pub(super) struct Holding {
     /// What the group keeps; `None` for all tokens.
     pub(super) window: Option<LocalWindow>,
     pub(super) table: BlockTable,
-    pub(super) copies: Vec<[i32; 6]>,
+    /// What is to be copied before the table is read.
+    pub(super) copies: TransferPlan,
     /// Reused positions whose blocks have no memory yet, in order.
     pub(super) pieces: Vec<DonorRange>,
     /// Grid blocks before this one are only kept for the sink.
@@ -51,7 +53,7 @@ impl Holding {
             group,
             window,
             table: BlockTable::new(page_tokens),
-            copies: Vec::new(),
+            copies: TransferPlan::default(),
             pieces: Vec::new(),
             passed: 0,
             quota: 0,
@@ -71,7 +73,7 @@ impl Holding {
             group: self.group,
             window: self.window,
             table: self.table.clone(),
-            copies: Vec::new(),
+            copies: TransferPlan::default(),
             pieces: self.pieces.clone(),
             passed: self.passed,
             quota: 0,
@@ -156,13 +158,8 @@ impl Holding {
 }
 
 /// The copy of a donor's slots, all inside one grid block, to the page of that block.
-pub(super) fn copy_of(from: &DonorRange, span: &Range<usize>, page: i32) -> [i32; 6] {
-    [
-        from.page,
-        from.begin as i32,
-        page,
-        (from.start - span.start) as i32,
-        (from.end - from.start) as i32,
-        from.delta,
-    ]
+pub(super) fn copy_of(from: &DonorRange, span: &Range<usize>, page: i32) -> Transfer {
+    let tokens = (from.end - from.start) as u32;
+    let slot = (from.start - span.start) as u32;
+    Transfer::on_device((from.page, from.begin), (page, slot), tokens, from.delta)
 }

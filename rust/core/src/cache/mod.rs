@@ -6,6 +6,7 @@ mod admission;
 mod admit;
 mod advance;
 mod append_step;
+mod advise;
 mod books;
 mod commit;
 mod config;
@@ -31,11 +32,11 @@ pub use entry_lane::EntryMoves;
 pub use request::Request;
 pub use stats::{CacheStats, Counters, GroupStats};
 
+use crate::content::hash::seed_of;
+use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
 use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
-use crate::segment::hash::seed_of;
-use crate::segment::{BlockHasher, Digest, FrozenSegment, Index};
 
 use books::Shared;
 use config::block_groups;
@@ -53,10 +54,11 @@ impl KvCache {
     pub fn new(config: CacheConfig) -> Result<KvCache, Error> {
         let groups = config.validated_groups()?;
         let windows = groups.windows();
-        let pool = Pool::of_groups(
+        let pool = Pool::of_ordered_groups(
             config.arena_pages,
             config.slab_pages,
             &block_groups(groups.pages(), &windows),
+            config.eviction,
         )?;
         let shape = &config.shape;
         let seed = seed_of(&[
@@ -189,6 +191,12 @@ impl KvCache {
         };
         freeze::forget(stored, removed);
         Ok(())
+    }
+
+    /// Says what time it is, in the unit of [`Advice::until`](crate::pool::Advice); it never goes
+    /// back. Without it no cached block is past its time.
+    pub fn set_time(&self, now: u64) {
+        self.0.store.lock().pool.set_time(now);
     }
 
     /// Shrinks the frozen pool above the watermark, lets it grow back below.

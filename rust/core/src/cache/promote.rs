@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::pool::WritableBlocks;
+use crate::tier::{Transfer, TransferPlan};
 
 use super::freeze;
 use super::holding::Holding;
@@ -44,12 +45,12 @@ impl Request {
         }
         let own = fresh.into_iter().map(|(block, _)| block).collect();
         held.private = WritableBlocks::adopt(&shared.store, own);
-        let copies = copies_into(&held, &stored, rank as i32, page as i32);
+        let mut copies = copies_into(&held, &stored, rank as i32, page as i32);
         self.holdings[group.index()].promoted_from = true;
         self.holdings.push(held);
         self.promoted.push((layer, head));
         self.revision += 1;
-        Ok(copies)
+        Ok(copies.take_device_rows())
     }
 
     fn single_pages(&self, group: GroupId, count: usize) -> Result<Vec<(BlockId, i32)>, Error> {
@@ -64,14 +65,15 @@ impl Request {
 }
 
 /// The copies of one page of each entry's block to the table of `held`, cut at its grid.
-fn copies_into(held: &Holding, entries: &[[i32; 5]], rank: i32, page: i32) -> Vec<[i32; 6]> {
-    let mut copies = Vec::with_capacity(entries.len());
+fn copies_into(held: &Holding, entries: &[[i32; 5]], rank: i32, page: i32) -> TransferPlan {
+    let mut copies = TransferPlan::with_capacity(entries.len());
     for &[block, begin, end, position, delta] in entries {
         let (mut slot, mut at) = (begin, position);
         while slot < end {
             let count = (end - slot).min(page - at % page);
             let to = held.table.page((at / page) as usize);
-            copies.push([block + rank, slot, to, at % page, count, delta]);
+            let (from, into) = ((block + rank, slot as u32), (to, (at % page) as u32));
+            copies.push(Transfer::on_device(from, into, count as u32, delta));
             (slot, at) = (slot + count, at + count);
         }
     }

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::content::{Digest, Link, Parent};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
-use crate::segment::{Digest, Link, Parent};
 
 use super::books::Shared;
 use super::holding::Holding;
@@ -163,7 +163,7 @@ impl Request {
     /// `[src_block, src_slot, dst_block, dst_slot, count, delta]`. Their sources stay held until
     /// [`Self::finish_copies`]. A second call returns what has come up since.
     pub fn take_copies(&mut self) -> Vec<[i32; 6]> {
-        std::mem::take(&mut self.holdings[0].copies)
+        self.holdings[0].copies.take_device_rows()
     }
 
     /// The copies of one head group.
@@ -172,7 +172,7 @@ impl Request {
     /// `OutOfRange` if there is no such group.
     pub fn take_copies_of(&mut self, group: GroupId) -> Result<Vec<[i32; 6]>, Error> {
         self.check_table(group.index())?;
-        Ok(std::mem::take(&mut self.holdings[group.index()].copies))
+        Ok(self.holdings[group.index()].copies.take_device_rows())
     }
 
     /// Says that all copies that were taken have been executed; lets go of their sources. In

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 
+use crate::content::{Index, MissReason};
 use crate::ids::GroupId;
 use crate::plan::{Outcome, ReusePlan, SegmentSource};
 use crate::pool::Stored;
-use crate::segment::{Index, MissReason};
 
 /// Blocks of one head group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

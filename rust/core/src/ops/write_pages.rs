@@ -4,10 +4,10 @@ use super::element::Element;
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::geometry::PageGeometry;
 use super::page_bounds::{PageBounds, validate_bounds};
-use super::places::Places;
 use super::queries::HeadRows;
 use super::reach::Reach;
 use super::scales::KvScales;
+use super::write_slots::WriteSlots;
 
 /// Scatters new keys and values of one layer into pages: row r goes to `slots[r]`. Then brings the
 /// bounds of pages up to date, where they are wanted.
@@ -49,7 +49,7 @@ impl<'a, T, C: Element> WritePages<'a, T, C> {
         validate_rows(&self.geometry, self.layer, vectors, (self.slots.len(), self.reach))?;
         self.scales.validate(C::QUANTISED)?;
         let len = self.cache.len();
-        self.places().validate(len)?;
+        self.write_slots().validate(len)?;
         let Some(bounds) = &self.bounds else { return Ok(()) };
         refuse_bounds(self.reach)?;
         validate_bounds(bounds.held, &self.geometry, self.layer, len, bounds.values.len())
@@ -57,9 +57,9 @@ impl<'a, T, C: Element> WritePages<'a, T, C> {
 
     /// Where each row and head goes.
     #[must_use]
-    pub fn places(&self) -> Places<'a> {
+    pub fn write_slots(&self) -> WriteSlots<'a> {
         let Self { geometry, layer, slots, reach, .. } = *self;
-        Places { geometry, layer, slots, rows: self.keys.rows, reach }
+        WriteSlots { geometry, layer, slots, rows: self.keys.rows, reach }
     }
 }
 

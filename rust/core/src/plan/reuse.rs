@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::segment::MissReason;
+use crate::content::MissReason;
 
 /// Where a reused segment's KV comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

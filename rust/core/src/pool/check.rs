@@ -3,8 +3,9 @@
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{BlockState, Group};
+use super::victims::Victims;
 
 impl Pool {
     /// Recounts every block and compares with the books.
@@ -60,7 +61,7 @@ impl Pool {
         }
         agree(&name("free"), free, group.free)?;
         agree(&name("held"), held, group.held)?;
-        agree(&name("cached"), cached, group.lru.len())?;
+        agree(&name("cached"), cached, group.cached)?;
         agree(&name("total"), group.total, free + held + cached)?;
         agree(&name("total"), group.total, slabs * group.slab_blocks as usize)?;
         self.check_lists(id, group)?;
@@ -73,16 +74,17 @@ impl Pool {
                 return Err(Error::inconsistent("free list", "a free block", block.index()));
             }
         }
-        let (mut block, mut length) = (group.lru.oldest(), 0);
-        while block.is_some() && length <= group.total {
+        let order = self.order.in_order(id);
+        for &block in &order {
             let entry = &self.blocks[block.index()];
             if entry.state != BlockState::Cached || entry.group != id {
-                return Err(Error::inconsistent("lru list", "a cached block", block.index()));
+                return Err(Error::inconsistent("order", "a cached block", block.index()));
             }
-            length += 1;
-            block = self.links.newer(BlockId::new(block.index() as u32));
         }
-        agree("lru list", group.lru.len(), length)
+        if self.order.next(id) != order.first().copied() {
+            return Err(Error::inconsistent("order", "its first block next", "another"));
+        }
+        agree("order", group.cached, order.len())
     }
 }
 

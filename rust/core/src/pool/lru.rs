@@ -1,8 +1,11 @@
-//! Lists threaded through one flat array: every operation touches at most three links.
+//! The least recently used block goes first: lists threaded through one flat array, in which every
+//! operation touches at most three links.
 
 use crate::error::Error;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, GroupId};
 use crate::reserve::filled;
+
+use super::victims::{Advice, Victims};
 
 #[derive(Clone, Copy)]
 struct Link {
@@ -11,41 +14,19 @@ struct Link {
 }
 
 /// The links of every block of an arena; any number of [`LruList`]s share them.
-pub(super) struct Links(Vec<Link>);
+struct Links(Vec<Link>);
 
 /// One list, from the block that was used longest ago to the one used last.
 #[derive(Clone, Copy)]
-pub(super) struct LruList {
+struct LruList {
     oldest: BlockId,
     newest: BlockId,
-    len: usize,
-}
-
-impl Links {
-    pub(super) fn new(blocks: usize) -> Result<Links, Error> {
-        let none = Link { older: BlockId::NONE, newer: BlockId::NONE };
-        filled("order of use of blocks", none, blocks).map(Links)
-    }
-
-    /// The block that follows in time, for a walk over a list.
-    pub(super) fn newer(&self, block: BlockId) -> BlockId {
-        self.0[block.index()].newer
-    }
 }
 
 impl LruList {
-    pub(super) const EMPTY: LruList =
-        LruList { oldest: BlockId::NONE, newest: BlockId::NONE, len: 0 };
+    const EMPTY: LruList = LruList { oldest: BlockId::NONE, newest: BlockId::NONE };
 
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(super) fn oldest(&self) -> BlockId {
-        self.oldest
-    }
-
-    pub(super) fn push_newest(&mut self, links: &mut Links, block: BlockId) {
+    fn push_newest(&mut self, links: &mut Links, block: BlockId) {
         links.0[block.index()] = Link { older: self.newest, newer: BlockId::NONE };
         if self.newest.is_some() {
             links.0[self.newest.index()].newer = block;
@@ -53,10 +34,9 @@ impl LruList {
             self.oldest = block;
         }
         self.newest = block;
-        self.len += 1;
     }
 
-    pub(super) fn remove(&mut self, links: &mut Links, block: BlockId) {
+    fn remove(&mut self, links: &mut Links, block: BlockId) {
         let Link { older, newer } = links.0[block.index()];
         if older.is_some() {
             links.0[older.index()].newer = newer;
@@ -68,6 +48,51 @@ impl LruList {
         } else {
             self.newest = older;
         }
-        self.len -= 1;
+    }
+}
+
+/// A list for each group. It has no use for advice.
+pub(super) struct Lru {
+    links: Links,
+    lists: Vec<LruList>,
+}
+
+impl Lru {
+    pub(super) fn new(blocks: usize, groups: usize) -> Result<Lru, Error> {
+        let none = Link { older: BlockId::NONE, newer: BlockId::NONE };
+        let links = filled("order of use of blocks", none, blocks).map(Links)?;
+        Ok(Lru { links, lists: vec![LruList::EMPTY; groups] })
+    }
+}
+
+impl Victims for Lru {
+    fn enter(&mut self, group: GroupId, block: BlockId) {
+        self.lists[group.index()].push_newest(&mut self.links, block);
+    }
+
+    fn leave(&mut self, group: GroupId, block: BlockId) {
+        self.lists[group.index()].remove(&mut self.links, block);
+    }
+
+    fn give_up(&mut self, _group: GroupId, _block: BlockId) {}
+
+    fn forget(&mut self, _block: BlockId) {}
+
+    fn next(&self, group: GroupId) -> Option<BlockId> {
+        let oldest = self.lists[group.index()].oldest;
+        oldest.is_some().then_some(oldest)
+    }
+
+    fn advise(&mut self, _group: GroupId, _block: BlockId, _advice: Advice) {}
+
+    fn set_time(&mut self, _now: u64) {}
+
+    fn in_order(&self, group: GroupId) -> Vec<BlockId> {
+        let newer = |block: &BlockId| {
+            let newer = self.links.0[block.index()].newer;
+            newer.is_some().then_some(newer)
+        };
+        // A list that bites its tail is no longer than all blocks are many.
+        std::iter::successors(self.next(group), newer).take(self.links.0.len() + 1).collect()
     }
 }

@@ -8,18 +8,22 @@
 
 mod arena;
 mod block;
+mod blocks;
 mod check;
+mod cost_aware;
 mod lru;
+mod order;
 mod pins;
-mod pool;
 mod reclaim;
 mod slab;
 mod states;
 mod store;
+mod victims;
 mod virtual_pages;
 
 pub use block::{SharedBlocks, WritableBlocks};
-pub use pool::Pool;
+pub use blocks::Pool;
 pub use states::{BlockGroup, BlockState, Evict, GroupCounts, GroupKind};
 pub use store::{Store, Stored};
+pub use victims::{Advice, Eviction, Hint};
 pub use virtual_pages::{ClassPage, VirtualPages};

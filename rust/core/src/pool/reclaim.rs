@@ -1,12 +1,13 @@
 //! Making room: own free blocks, then unclaimed slabs, then slabs of other groups in which
-//! nothing is stored, then the LRU list, then other groups' slabs in which nothing is held.
+//! nothing is stored, then cached blocks in their order, then other groups' slabs in which nothing
+//! is held.
 //!
 //! Feasibility is decided before the first change, so a refused call leaves everything as it was.
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{BlockState, Evict, Group, GroupKind, Slab};
 
 /// What one group could free, seen slab by slab.
@@ -26,7 +27,7 @@ impl Pool {
         index: &mut E,
     ) -> Result<(), Error> {
         if self.slabs_wanted(needs) > self.arena.unclaimed() {
-            let local = self.each(needs).all(|(g, need)| g.free + g.lru.len() >= need);
+            let local = self.each(needs).all(|(g, need)| g.free + g.cached >= need);
             if !local {
                 self.feasible(needs)?;
             }
@@ -49,7 +50,7 @@ impl Pool {
     #[must_use]
     pub fn fits(&self, needs: &[usize]) -> bool {
         self.slabs_wanted(needs) <= self.arena.unclaimed()
-            || self.each(needs).all(|(g, need)| g.free + g.lru.len() >= need)
+            || self.each(needs).all(|(g, need)| g.free + g.cached >= need)
             || self.feasible(needs).is_ok()
     }
 
@@ -68,7 +69,7 @@ impl Pool {
 
     fn make_room_anywhere<E: Evict>(&mut self, group: GroupId, need: usize, index: &mut E) {
         while self.short_of(group, need) && self.claim_slab(group) {}
-        while self.short_of(group, need) && self.evict_oldest(group, index) {}
+        while self.short_of(group, need) && self.evict_next(group, index) {}
     }
 
     /// The same for blocks of which most are soon given up: what is held for long then lies in

@@ -2,7 +2,7 @@
 
 use crate::ids::{BlockId, GroupId};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{Block, BlockState, GroupKind, Slab};
 
 impl Pool {

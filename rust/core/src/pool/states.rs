@@ -2,8 +2,6 @@
 
 use crate::ids::{BlockId, GroupId};
 
-use super::lru::LruList;
-
 /// What the pool tells an index: a block's content is about to be overwritten.
 pub trait Evict {
     /// Forgets a block. Other blocks that thereby lose their last index entry are appended to
@@ -24,7 +22,7 @@ pub enum BlockState {
     Free,
     /// Named by this many guards and pins.
     Held(u32),
-    /// Named by nobody, content indexed, in its group's LRU list.
+    /// Named by nobody, content indexed, in its group's order of victims.
     Cached,
 }
 
@@ -78,7 +76,8 @@ pub(super) struct Group {
     pub(super) kind: GroupKind,
     pub(super) slab_blocks: u32,
     pub(super) free: usize,
-    pub(super) lru: LruList,
+    /// Blocks that are cached, in the order of the pool.
+    pub(super) cached: usize,
     pub(super) held: usize,
     pub(super) total: usize,
 }

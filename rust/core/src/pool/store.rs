@@ -1,13 +1,14 @@
 //! The one lock.
 //!
-//! It protects the states of all blocks, the free lists and LRU lists of all groups, the slab
+//! It protects the states of all blocks, the free lists of all groups and
+//! the order of their victims, the slab
 //! owners, and whatever index names the blocks: content can only be found while it is there, so
 //! the two change together. There is no second lock, hence no lock order. It is taken once a bulk
 //! call, never a block.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 
 /// A pool and the index over its blocks, behind the one lock.
 pub struct Store<I> {

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::reserve::{filled, zeroed};
 
-use super::pool::Pool;
+use super::blocks::Pool;
 use super::states::{BlockState, Evict, GroupCounts};
 
 /// What a class of heads keeps of a virtual page.

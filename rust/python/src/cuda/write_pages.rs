@@ -1,6 +1,6 @@
 //! `write_pages` on CUDA.
 
-use kvweave_core::ops::{Places, refuse_bounds, validate_bounds, validate_rows};
+use kvweave_core::ops::{WriteSlots, refuse_bounds, validate_bounds, validate_rows};
 use kvweave_cuda::{BoundsLaunch, DeviceReach, WritePagesLaunch};
 use pyo3::prelude::*;
 
@@ -75,7 +75,7 @@ pub fn write_pages_cuda(
         let WritePagesLaunch { cache, geometry, layer, rows, bounds, .. } = launch;
         launch.scales.validate(place.dtype.is_quantised())?;
         if let Some(slots) = slots {
-            Places { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
+            WriteSlots { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
         }
         if let (Some(held), Some(bounds)) = (held, bounds) {
             validate_bounds(held, &geometry, layer, cache.len, bounds.values.len)?;

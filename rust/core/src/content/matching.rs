@@ -11,8 +11,9 @@
 use std::ops::Range;
 
 use super::miss::MissReason;
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
+use super::ids::ContentId;
 use super::index::Index;
 
 /// A run of prompt tokens whose KV lies in one donor block.
@@ -23,7 +24,7 @@ pub(crate) struct Piece {
     /// One past the last.
     pub(crate) end: usize,
     /// The donor's node.
-    pub(crate) donor: BlockId,
+    pub(crate) donor: ContentId,
     /// The donor slot of `start`.
     pub(crate) begin: u32,
     /// Prompt position − position at which the donor's K was rotated.
@@ -172,7 +173,7 @@ impl Index {
         scope: ScopeId,
         tokens: &[u32],
         gap: Range<usize>,
-        right: Option<BlockId>,
+        right: Option<ContentId>,
         found: &mut Vec<Piece>,
     ) {
         if gap.is_empty() {

@@ -5,13 +5,16 @@
 //! whole prefix is then equal, and a collision can never serve foreign KV.
 
 mod alike;
+mod check;
 mod discover;
 mod frozen;
 pub mod hash;
+mod ids;
 mod index;
 mod matching;
 mod miss;
 mod nodes;
+mod places;
 mod prefix_index;
 mod scopes;
 mod table;
@@ -19,11 +22,11 @@ mod texts;
 mod virtual_index;
 
 pub use frozen::FrozenSegment;
-pub(crate) use frozen::{Place, Removed};
+pub(crate) use frozen::{DocumentBlock, Removed};
 pub use hash::{BlockHasher, Digest, HashKind};
+pub(crate) use ids::{ContentId, Link, Parent};
 pub(crate) use index::ContentEntry;
 pub use index::Index;
 pub(crate) use matching::{Matches, Piece};
 pub use miss::MissReason;
-pub(crate) use nodes::{Link, Parent};
 pub(crate) use prefix_index::PrefixMatch;

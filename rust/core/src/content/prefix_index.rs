@@ -4,11 +4,12 @@
 //! same way, by chained digest where it branches. Where the next block is not cached whole, the
 //! list of children gives the longest common head, so a prefix may end inside a block.
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
 use super::hash::Digest;
+use super::ids::{ContentId, Parent};
 use super::index::Index;
-use super::nodes::{Parent, common_head};
+use super::nodes::common_head;
 
 /// Children looked at for a match inside a block: bounds the time under the lock where very many
 /// texts share a prefix. The latest are looked at first.
@@ -22,7 +23,7 @@ pub(crate) struct PrefixMatch {
     /// The digest of the whole blocks.
     pub(crate) digest: Digest,
     /// A block whose first tokens continue the prefix, and how many.
-    pub(crate) partial: Option<(BlockId, usize)>,
+    pub(crate) partial: Option<(ContentId, usize)>,
 }
 
 impl Index {
@@ -32,18 +33,18 @@ impl Index {
         &self,
         scope: ScopeId,
         tokens: &[u32],
-        out: &mut Vec<BlockId>,
+        out: &mut Vec<ContentId>,
     ) -> PrefixMatch {
         let page = self.nodes.page_tokens();
         let root = self.scopes.get(scope).prefix;
         let (mut parent, mut partial) = self.walk_prefix(scope, tokens, out);
         let matched = out.len() * page;
         let end = matched + partial.map_or(0, |(_, tokens)| tokens);
-        let whole = partial.is_none_or(|(block, _)| self.nodes.is_whole(block));
+        let whole = partial.is_none_or(|(block, _)| self.places.is_whole(block));
         if !whole || self.usable_blocks(out, end) < out.len() {
             partial = None;
             out.truncate(self.usable_blocks(out, matched));
-            parent = out.last().map_or(Parent::Root, |&block| Parent::Block(block));
+            parent = out.last().map_or(Parent::Root, |&block| Parent::Content(block));
         }
         PrefixMatch { parent, digest: self.digest_of(parent, root), partial }
     }
@@ -54,8 +55,8 @@ impl Index {
         &self,
         scope: ScopeId,
         tokens: &[u32],
-        out: &mut Vec<BlockId>,
-    ) -> (Parent, Option<(BlockId, usize)>) {
+        out: &mut Vec<ContentId>,
+    ) -> (Parent, Option<(ContentId, usize)>) {
         let page = self.nodes.page_tokens();
         let root = self.scopes.get(scope).prefix;
         let mut parent = Parent::Root;
@@ -67,7 +68,7 @@ impl Index {
             });
             let Some(block) = block else { break };
             out.push(block);
-            parent = Parent::Block(block);
+            parent = Parent::Content(block);
             matched += page;
         }
         (parent, self.longest_child(scope, parent, &tokens[matched..]))
@@ -75,19 +76,19 @@ impl Index {
 
     /// How many blocks of a prefix that ends at `end` can be used: all, or as many as the longest
     /// prefix of whole blocks has of which the window groups still store what the next row sees.
-    fn usable_blocks(&self, blocks: &[BlockId], end: usize) -> usize {
+    fn usable_blocks(&self, blocks: &[ContentId], end: usize) -> usize {
         let page = self.nodes.page_tokens();
         let (mut usable, mut end) = (blocks.len(), end);
-        let windows = || self.nodes.windows().iter().enumerate();
+        let windows = || self.places.windows().iter().enumerate();
         // The first block that is gone cuts the prefix; a shorter one needs earlier blocks.
-        let gone = |blocks: &[BlockId], end: usize| {
+        let gone = |blocks: &[ContentId], end: usize| {
             let needed = windows().filter_map(|(group, window)| {
                 let window = (*window)?;
                 let seen = |b: &usize| window.sees(end, &(b * page..(b + 1) * page));
                 let late = window.first(end) / page..blocks.len();
                 let sink = 0..window.sink.div_ceil(page).min(blocks.len());
                 let all = sink.chain(late).filter(seen);
-                all.filter(|&b| !self.nodes.offers(blocks[b], group)).min()
+                all.filter(|&b| !self.places.offers(blocks[b], group)).min()
             });
             needed.min()
         };
@@ -124,7 +125,7 @@ impl Index {
                 .latest_child(scope, parent, tokens)
                 .or_else(|| self.find_child(digest.low(), scope, parent, tokens));
             let Some(block) = block else { break };
-            parent = Parent::Block(block);
+            parent = Parent::Content(block);
             blocks.push(block);
         }
         self.usable_blocks(&blocks, blocks.len() * page)
@@ -132,7 +133,7 @@ impl Index {
 
     /// The child entered last, if it has these tokens. Most blocks have one child, and then a
     /// prefix is walked without hashing: what counts is token equality below the same parent.
-    fn latest_child(&self, scope: ScopeId, parent: Parent, tokens: &[u32]) -> Option<BlockId> {
+    fn latest_child(&self, scope: ScopeId, parent: Parent, tokens: &[u32]) -> Option<ContentId> {
         let child = self.first_child(scope, parent);
         let same = child.is_some()
             && usize::from(self.nodes.get(child).prefix_len) == tokens.len()
@@ -143,7 +144,7 @@ impl Index {
     pub(super) fn digest_of(&self, parent: Parent, root: Digest) -> Digest {
         match parent {
             Parent::Root => root,
-            Parent::Block(block) => self.nodes.get(block).digest,
+            Parent::Content(block) => self.nodes.get(block).digest,
         }
     }
 
@@ -154,7 +155,7 @@ impl Index {
         scope: ScopeId,
         parent: Parent,
         tokens: &[u32],
-    ) -> Option<BlockId> {
+    ) -> Option<ContentId> {
         self.prefix.find(digest, |block| {
             let node = self.nodes.get(block);
             node.parent == parent
@@ -163,10 +164,10 @@ impl Index {
         })
     }
 
-    fn first_child(&self, scope: ScopeId, parent: Parent) -> BlockId {
+    fn first_child(&self, scope: ScopeId, parent: Parent) -> ContentId {
         match parent {
             Parent::Root => self.scopes.get(scope).first_child,
-            Parent::Block(block) => self.nodes.get(block).first_child,
+            Parent::Content(block) => self.nodes.get(block).first_child,
         }
     }
 
@@ -175,8 +176,8 @@ impl Index {
         scope: ScopeId,
         parent: Parent,
         tokens: &[u32],
-    ) -> Option<(BlockId, usize)> {
-        let mut best: Option<(BlockId, usize)> = None;
+    ) -> Option<(ContentId, usize)> {
+        let mut best: Option<(ContentId, usize)> = None;
         let mut child = self.first_child(scope, parent);
         for _ in 0..CHILDREN {
             if !child.is_some() || best.is_some_and(|(_, n)| n == tokens.len()) {
@@ -195,7 +196,7 @@ impl Index {
     /// Puts a node under its parent; a whole block also into the table.
     pub(super) fn insert_child(
         &mut self,
-        block: BlockId,
+        block: ContentId,
         scope: ScopeId,
         parent: Parent,
         digest: Option<Digest>,
@@ -210,7 +211,7 @@ impl Index {
         node.prefix_scope = scope;
         node.parent = parent;
         node.prefix_len = prefix_len as u16;
-        node.prev_sibling = BlockId::NONE;
+        node.prev_sibling = ContentId::NONE;
         node.next_sibling = head;
         if let Some(digest) = digest {
             node.digest = digest;
@@ -220,15 +221,15 @@ impl Index {
         self.scopes.hold(scope);
     }
 
-    fn set_first_child(&mut self, scope: ScopeId, parent: Parent, child: BlockId) {
+    fn set_first_child(&mut self, scope: ScopeId, parent: Parent, child: ContentId) {
         match parent {
             Parent::Root => self.scopes.get_mut(scope).first_child = child,
-            Parent::Block(block) => self.nodes.get_mut(block).first_child = child,
+            Parent::Content(block) => self.nodes.get_mut(block).first_child = child,
         }
     }
 
     /// Takes a node out of the prefix tree. Its children stay behind; see `forget_children`.
-    pub(super) fn remove_child(&mut self, block: BlockId) {
+    pub(super) fn remove_child(&mut self, block: ContentId) {
         let node = *self.nodes.get(block);
         if !node.in_prefix {
             return;

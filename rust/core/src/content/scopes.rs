@@ -3,9 +3,10 @@
 
 use hashbrown::{Equivalent, HashMap};
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
 use super::hash::{BlockHasher, Digest};
+use super::ids::ContentId;
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Name(String, u64);
@@ -26,7 +27,7 @@ pub(super) struct Scope {
     /// Parent digest of every virtual block.
     pub(super) content: Digest,
     /// The first block of every cached prompt: head of the children list of the root.
-    pub(super) first_child: BlockId,
+    pub(super) first_child: ContentId,
     name: Name,
     /// What is of it; at 0 the number goes to the next namespace that is new.
     holders: usize,
@@ -68,7 +69,7 @@ impl Scopes {
         let scope = Scope {
             prefix: self.hasher.root(&name.0, name.1, &self.model),
             content: self.hasher.root(&name.0, name.1, &content_domain),
-            first_child: BlockId::NONE,
+            first_child: ContentId::NONE,
             name: name.clone(),
             holders: 0,
         };

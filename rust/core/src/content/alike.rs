@@ -4,8 +4,9 @@
 //! encodings of it. Nodes of one content in one namespace form a list; its first node stands in the
 //! tables. A lookup prefers the node whose text agrees longest with the prompt before the block.
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
+use super::ids::ContentId;
 use super::index::Index;
 use super::nodes::common_tail;
 
@@ -16,8 +17,8 @@ const BEFORE: usize = 64;
 
 impl Index {
     /// The nodes of a list from one of them on.
-    fn alike_from(&self, first: BlockId) -> impl Iterator<Item = BlockId> + '_ {
-        let next = |block: &BlockId| {
+    fn alike_from(&self, first: ContentId) -> impl Iterator<Item = ContentId> + '_ {
+        let next = |block: &ContentId| {
             let next = self.nodes.get(*block).next_alike;
             next.is_some().then_some(next)
         };
@@ -25,7 +26,7 @@ impl Index {
     }
 
     /// The nodes of one content that others may hold, the first ones of the list.
-    pub(super) fn whole_alike(&self, first: BlockId) -> impl Iterator<Item = BlockId> + '_ {
+    pub(super) fn whole_alike(&self, first: ContentId) -> impl Iterator<Item = ContentId> + '_ {
         self.alike_from(first).take(COMPARED).filter(|&block| self.is_whole(block))
     }
 
@@ -35,16 +36,16 @@ impl Index {
     pub(super) fn nearest(
         &self,
         scope: ScopeId,
-        first: BlockId,
+        first: ContentId,
         before: &[u32],
-        left: Option<BlockId>,
-    ) -> Option<BlockId> {
+        left: Option<ContentId>,
+    ) -> Option<ContentId> {
         let all = || self.whole_alike(first);
         let mut nearest = all().next()?;
         if all().nth(1).is_none() {
             return Some(nearest);
         }
-        let follows = |&block: &BlockId| left.is_some() && self.before(block, scope) == left;
+        let follows = |&block: &ContentId| left.is_some() && self.before(block, scope) == left;
         if let Some(block) = all().find(follows) {
             return Some(block);
         }
@@ -59,7 +60,7 @@ impl Index {
     }
 
     /// How many tokens before a block are those that its own text has there, as far as is looked.
-    pub(super) fn run_before(&self, scope: ScopeId, block: BlockId, before: &[u32]) -> usize {
+    pub(super) fn run_before(&self, scope: ScopeId, block: ContentId, before: &[u32]) -> usize {
         let (mut block, mut end) = (block, before.len());
         for _ in 0..BEFORE {
             let Some(previous) = self.before(block, scope) else { break };
@@ -75,13 +76,13 @@ impl Index {
     }
 
     /// The whole block that stands before another in its text.
-    pub(super) fn before(&self, block: BlockId, scope: ScopeId) -> Option<BlockId> {
+    pub(super) fn before(&self, block: ContentId, scope: ScopeId) -> Option<ContentId> {
         let before = self.neighbour(self.nodes.get(block).before, Some(scope));
         before.filter(|&before| self.nodes.tokens(before).len() == self.nodes.page_tokens())
     }
 
     /// Puts a node behind the first of its content.
-    pub(super) fn join_alike(&mut self, first: BlockId, block: BlockId) {
+    pub(super) fn join_alike(&mut self, first: ContentId, block: ContentId) {
         let next = std::mem::replace(&mut self.nodes.get_mut(first).next_alike, block);
         let node = self.nodes.get_mut(block);
         (node.prev_alike, node.next_alike) = (first, next);
@@ -92,10 +93,10 @@ impl Index {
 
     /// Takes a node out of its list; returns the one that is first now if this one was, and there
     /// is another.
-    pub(super) fn leave_alike(&mut self, block: BlockId) -> Option<BlockId> {
+    pub(super) fn leave_alike(&mut self, block: ContentId) -> Option<ContentId> {
         let node = self.nodes.get_mut(block);
-        let prev = std::mem::replace(&mut node.prev_alike, BlockId::NONE);
-        let next = std::mem::replace(&mut node.next_alike, BlockId::NONE);
+        let prev = std::mem::replace(&mut node.prev_alike, ContentId::NONE);
+        let next = std::mem::replace(&mut node.next_alike, ContentId::NONE);
         if next.is_some() {
             self.nodes.get_mut(next).prev_alike = prev;
         }

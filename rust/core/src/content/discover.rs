@@ -8,8 +8,9 @@
 
 use std::ops::Range;
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
+use super::ids::ContentId;
 use super::index::Index;
 use super::matching::Piece;
 use super::nodes::{common_head, common_tail};
@@ -54,7 +55,7 @@ impl Index {
         scope: ScopeId,
         tokens: &[u32],
         range: Range<usize>,
-        block: BlockId,
+        block: ContentId,
         out: &mut Vec<Piece>,
     ) -> usize {
         let first = out.len();
@@ -87,7 +88,7 @@ impl Index {
         scope: ScopeId,
         tokens: &[u32],
         range: Range<usize>,
-        block: BlockId,
+        block: ContentId,
         slot: usize,
         out: &mut Vec<Piece>,
     ) -> usize {
@@ -109,7 +110,7 @@ impl Index {
         at
     }
 
-    pub(super) fn piece(&self, donor: BlockId, slot: usize, start: usize, len: usize) -> Piece {
+    pub(super) fn piece(&self, donor: ContentId, slot: usize, start: usize, len: usize) -> Piece {
         let node = self.nodes.get(donor);
         let cached = i64::from(node.position) + slot as i64;
         Piece {

@@ -1,15 +1,16 @@
 //! Which node a block of a document is, found by all of its text.
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
 use super::frozen::BlockText;
 use super::hash::Digest;
+use super::ids::ContentId;
 use super::index::Index;
 
 impl Index {
     /// The nodes of an exact text from its first token on, block by block, the incomplete last one
     /// included; fewer where they are no longer cached.
-    pub(crate) fn exact_chain(&self, scope: ScopeId, tokens: &[u32]) -> Vec<BlockId> {
+    pub(crate) fn exact_chain(&self, scope: ScopeId, tokens: &[u32]) -> Vec<ContentId> {
         let mut blocks = Vec::with_capacity(tokens.len() / self.nodes.page_tokens() + 1);
         let (_, partial) = self.walk_prefix(scope, tokens, &mut blocks);
         blocks.extend(partial.map(|(block, _)| block));
@@ -17,16 +18,16 @@ impl Index {
     }
 
     /// What a node of the virtual index is known by.
-    pub(crate) fn text_of(&self, anchor: BlockId) -> BlockText {
-        let content = self.nodes.tokens(anchor);
-        let before = self.text_before(anchor);
-        let scope = self.nodes.get(anchor).content_scope;
-        BlockText { scope, content: content.into(), before, digest: self.text_digest(anchor) }
+    pub(crate) fn text_of(&self, content: ContentId) -> BlockText {
+        let tokens = self.nodes.tokens(content);
+        let before = self.text_before(content);
+        let scope = self.nodes.get(content).content_scope;
+        BlockText { scope, content: tokens.into(), before, digest: self.text_digest(content) }
     }
 
     /// The node of a text; none if it is not cached.
-    pub(crate) fn find_text(&self, text: &BlockText) -> Option<BlockId> {
-        let is_it = |&block: &BlockId| self.is_text(block, text);
+    pub(crate) fn find_text(&self, text: &BlockText) -> Option<ContentId> {
+        let is_it = |&block: &ContentId| self.is_text(block, text);
         // A whole block of an exact text is in the prefix tree by this digest.
         let whole = text.before.is_some() && text.content.len() == self.nodes.page_tokens();
         let found = if whole { self.prefix.find(text.digest, |block| is_it(&block)) } else { None };
@@ -38,35 +39,35 @@ impl Index {
 
     /// Says that a node has been entered, for a document of which it is a block and that looks for
     /// it.
-    pub(crate) fn announce(&mut self, anchor: BlockId) {
-        if !self.frozen.is_looking() || !self.nodes.get(anchor).in_content {
+    pub(crate) fn announce(&mut self, content: ContentId) {
+        if !self.frozen.is_looking() || !self.nodes.get(content).in_content {
             return;
         }
-        let content = self.nodes.get(anchor).content_key;
+        let by_content = self.nodes.get(content).content_key;
         let mut frozen = std::mem::take(&mut self.frozen);
-        for digest in [self.text_digest(anchor), content] {
-            frozen.entered(digest, |text| self.is_text(anchor, text));
+        for digest in [self.text_digest(content), by_content] {
+            frozen.entered(digest, |text| self.is_text(content, text));
         }
         self.frozen = frozen;
     }
 
-    fn is_text(&self, anchor: BlockId, text: &BlockText) -> bool {
-        let node = self.nodes.get(anchor);
+    fn is_text(&self, content: ContentId, text: &BlockText) -> bool {
+        let node = self.nodes.get(content);
         let foreign = node.in_content && node.content_scope != text.scope;
-        let before = text.before.is_none() || self.text_before(anchor) == text.before;
-        !foreign && before && self.nodes.tokens(anchor) == &*text.content
+        let before = text.before.is_none() || self.text_before(content) == text.before;
+        !foreign && before && self.nodes.tokens(content) == &*text.content
     }
 
     /// The digest of the exact text before a node.
-    fn text_before(&self, anchor: BlockId) -> Option<Digest> {
-        let node = self.nodes.get(anchor);
+    fn text_before(&self, content: ContentId) -> Option<Digest> {
+        let node = self.nodes.get(content);
         let root = self.scopes.get(node.prefix_scope).prefix;
         node.in_prefix.then(|| self.digest_of(node.parent, root))
     }
 
-    fn text_digest(&self, anchor: BlockId) -> u64 {
-        let before = self.text_before(anchor);
-        let chained = |before| self.hasher.chain(before, self.nodes.tokens(anchor)).low();
-        before.map_or(self.nodes.get(anchor).content_key, chained)
+    fn text_digest(&self, content: ContentId) -> u64 {
+        let before = self.text_before(content);
+        let chained = |before| self.hasher.chain(before, self.nodes.tokens(content)).low();
+        before.map_or(self.nodes.get(content).content_key, chained)
     }
 }

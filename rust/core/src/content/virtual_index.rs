@@ -3,19 +3,20 @@
 //! They own no memory and no reference: evicting the block removes them. Links lead to the blocks
 //! that stood before and after in the donor's text.
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
+use super::ids::{ContentId, Link};
 use super::index::Index;
-use super::nodes::{Link, common_head};
+use super::nodes::common_head;
 
 impl Index {
     /// The first of the blocks with exactly these tokens in this namespace.
-    pub(crate) fn find_content(&self, scope: ScopeId, tokens: &[u32]) -> Option<BlockId> {
+    pub(crate) fn find_content(&self, scope: ScopeId, tokens: &[u32]) -> Option<ContentId> {
         self.find_content_at(self.content_digest(scope, tokens), scope, tokens)
     }
 
     /// The same, if there is one whose blocks are all there for others to hold.
-    pub(crate) fn find_whole(&self, scope: ScopeId, tokens: &[u32]) -> Option<BlockId> {
+    pub(crate) fn find_whole(&self, scope: ScopeId, tokens: &[u32]) -> Option<ContentId> {
         let first = self.find_content(scope, tokens)?;
         self.whole_alike(first).next()
     }
@@ -30,28 +31,28 @@ impl Index {
         digest: u64,
         scope: ScopeId,
         tokens: &[u32],
-    ) -> Option<BlockId> {
+    ) -> Option<ContentId> {
         self.content.find(digest, |block| self.is_content(block, scope, tokens))
     }
 
     /// Whether another text of the same namespace has the digest of these tokens.
     pub(super) fn content_collides(&self, scope: ScopeId, tokens: &[u32]) -> bool {
         let digest = self.content_digest(scope, tokens);
-        let foreign = |block: BlockId| {
+        let foreign = |block: ContentId| {
             let node = self.nodes.get(block);
             node.content_scope == scope && self.nodes.tokens(block) != tokens
         };
         self.content.find(digest, foreign).is_some()
     }
 
-    pub(super) fn is_content(&self, block: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
+    pub(super) fn is_content(&self, block: ContentId, scope: ScopeId, tokens: &[u32]) -> bool {
         self.nodes.get(block).content_scope == scope && self.nodes.tokens(block) == tokens
     }
 
     /// Enters a node by its content, behind the first of the same content where there is one.
     pub(super) fn insert_content(
         &mut self,
-        block: BlockId,
+        block: ContentId,
         scope: ScopeId,
         digest: u64,
         exact: bool,
@@ -73,7 +74,7 @@ impl Index {
         }
     }
 
-    fn enter_tables(&mut self, block: BlockId) {
+    fn enter_tables(&mut self, block: ContentId) {
         let node = self.nodes.get(block);
         self.content.insert(node.content_key, block);
         if usize::from(node.len) == self.nodes.page_tokens() {
@@ -82,12 +83,12 @@ impl Index {
     }
 
     /// Whether a node stands in the tables for those of its content.
-    pub(super) fn is_first_alike(&self, block: BlockId) -> bool {
+    pub(super) fn is_first_alike(&self, block: ContentId) -> bool {
         let node = self.nodes.get(block);
         node.in_content && !node.prev_alike.is_some()
     }
 
-    pub(super) fn remove_content(&mut self, block: BlockId) {
+    pub(super) fn remove_content(&mut self, block: ContentId) {
         let node = *self.nodes.get(block);
         if !node.in_content {
             return;
@@ -107,7 +108,7 @@ impl Index {
 
     /// Notes that `after` follows `before` in some text. A link that stands is kept, unless it
     /// leads to a shorter head of the same continuation.
-    pub(super) fn link_content(&mut self, before: BlockId, after: BlockId) {
+    pub(super) fn link_content(&mut self, before: ContentId, after: ContentId) {
         let before_link = self.nodes.link(before);
         let after_link = self.nodes.link(after);
         if self.neighbour(self.nodes.get(after).before, None).is_none() {
@@ -126,7 +127,7 @@ impl Index {
     }
 
     /// The virtual block that a link leads to, if it stands and is of this namespace.
-    pub(super) fn neighbour(&self, link: Link, scope: Option<ScopeId>) -> Option<BlockId> {
+    pub(super) fn neighbour(&self, link: Link, scope: Option<ScopeId>) -> Option<ContentId> {
         self.nodes.follow(link).filter(|&block| {
             let node = self.nodes.get(block);
             node.in_content && scope.is_none_or(|scope| node.content_scope == scope)

@@ -9,7 +9,7 @@ const NOT_KEPT: i32 = -1;
 
 /// The slots of new tokens, as each head of a layer finds them.
 #[derive(Clone, Copy, Debug)]
-pub struct Places<'a> {
+pub struct WriteSlots<'a> {
     /// Strides of the paged tensor.
     pub geometry: PageGeometry,
     /// The layer written.
@@ -22,7 +22,7 @@ pub struct Places<'a> {
     pub reach: Option<Reach<'a>>,
 }
 
-impl Places<'_> {
+impl WriteSlots<'_> {
     /// First element of the key of (row, head), or `None` where it is not kept. Valid for what
     /// `validate()` accepted.
     #[must_use]

@@ -5,9 +5,10 @@ use crate::ids::{BlockId, GroupId};
 use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
-use super::lru::{Links, LruList};
+use super::order::Order;
 use super::pins::Pins;
 use super::states::{Block, BlockGroup, BlockState, Evict, Group, GroupCounts, GroupKind, Slab};
+use super::victims::{Advice, Eviction, Victims};
 
 /// One arena shared by the pools of all head groups.
 pub struct Pool {
@@ -17,7 +18,7 @@ pub struct Pool {
     pub(super) slabs: Vec<Slab>,
     pub(super) groups: Vec<Group>,
     pub(super) blocks: Vec<Block>,
-    pub(super) links: Links,
+    pub(super) order: Order,
     pub(super) pages: Vec<i32>,
     pub(super) pins: Pins,
     /// First numbers of ranges of single pages that are not in use.
@@ -52,13 +53,26 @@ impl Pool {
         slab_pages: Option<u32>,
         groups: &[BlockGroup],
     ) -> Result<Pool, Error> {
+        Pool::of_ordered_groups(arena_pages, slab_pages, groups, Eviction::default())
+    }
+
+    /// The same, with a say in which cached blocks go first.
+    ///
+    /// # Errors
+    /// As [`Self::of_groups`].
+    pub fn of_ordered_groups(
+        arena_pages: u64,
+        slab_pages: Option<u32>,
+        groups: &[BlockGroup],
+        eviction: Eviction,
+    ) -> Result<Pool, Error> {
         let arena = Arena::new(arena_pages, slab_pages, groups)?;
         let group = |&BlockGroup { pages, kind }: &BlockGroup| Group {
             pages,
             kind,
             slab_blocks: arena.slab_pages() / pages,
             free: 0,
-            lru: LruList::EMPTY,
+            cached: 0,
             held: 0,
             total: 0,
         };
@@ -69,9 +83,9 @@ impl Pool {
         let mut pool = Pool {
             stride,
             slabs: (0..arena.slabs()).map(|_| Slab::default()).collect(),
-            groups,
             blocks: filled("states of blocks", Block::UNCLAIMED, capacity)?,
-            links: Links::new(capacity)?,
+            order: Order::new(eviction, capacity, groups.len())?,
+            groups,
             pages: zeroed("pages of blocks", capacity)?,
             pins: Pins::default(),
             single_page_numbers: Vec::new(),
@@ -176,7 +190,7 @@ impl Pool {
             total: pool.total,
             free: pool.free,
             held: pool.held,
-            cached: pool.lru.len(),
+            cached: pool.cached,
             claimable: self.arena.unclaimed() * pool.slab_blocks as usize,
             block_pages: pool.pages,
         }
@@ -210,20 +224,21 @@ impl Pool {
         self.groups.iter().zip(needs).map(pages).sum()
     }
 
-    /// Evicts the least recently used cached block of a group, with everything the index forgets
-    /// along with it. False if nothing is cached.
-    pub(super) fn evict_oldest<E: Evict>(&mut self, group: GroupId, index: &mut E) -> bool {
-        let oldest = self.groups[group.index()].lru.oldest();
-        if oldest.is_some() {
-            self.evict(oldest, index);
+    /// Evicts the cached block of a group that goes first, with everything the index forgets along
+    /// with it. False if nothing is cached.
+    pub(super) fn evict_next<E: Evict>(&mut self, group: GroupId, index: &mut E) -> bool {
+        let next = self.order.next(group);
+        if let Some(block) = next {
+            self.evict(block, index);
         }
-        oldest.is_some()
+        next.is_some()
     }
 
     pub(super) fn evict<E: Evict>(&mut self, block: BlockId, index: &mut E) {
         let mut forgotten = std::mem::take(&mut self.forgotten);
         index.evicted(block, &mut forgotten);
         self.evictions += 1;
+        self.order.give_up(self.group(block), block);
         self.unindex(block);
         for other in forgotten.drain(..) {
             self.unindex(other);
@@ -231,7 +246,19 @@ impl Pool {
         self.forgotten = forgotten;
     }
 
-    /// Adds a reader to each block; a cached one leaves the LRU list.
+    /// Takes note of what is known of blocks, for the order in which they are given up.
+    pub fn advise(&mut self, blocks: &[BlockId], advice: Advice) {
+        for &block in blocks {
+            self.order.advise(self.group(block), block, advice);
+        }
+    }
+
+    /// Says what time it is, in the unit of [`Advice::until`]; it never goes back.
+    pub fn set_time(&mut self, now: u64) {
+        self.order.set_time(now);
+    }
+
+    /// Adds a reader to each block; a cached one leaves the order of victims.
     pub fn hold(&mut self, blocks: &[BlockId]) {
         for &block in blocks {
             let entry = &mut self.blocks[block.index()];
@@ -239,7 +266,8 @@ impl Pool {
                 BlockState::Held(n) => BlockState::Held(n + 1),
                 BlockState::Cached => {
                     let pool = &mut self.groups[entry.group.index()];
-                    pool.lru.remove(&mut self.links, block);
+                    self.order.leave(entry.group, block);
+                    pool.cached -= 1;
                     pool.held += 1;
                     self.slabs[usize::from(entry.slab)].cached -= 1;
                     BlockState::Held(1)
@@ -293,7 +321,8 @@ impl Pool {
                     pool.held -= 1;
                     if entry.indexed {
                         entry.state = BlockState::Cached;
-                        pool.lru.push_newest(&mut self.links, block);
+                        self.order.enter(entry.group, block);
+                        pool.cached += 1;
                         slab.cached += 1;
                     } else {
                         entry.state = BlockState::Free;
@@ -326,12 +355,14 @@ impl Pool {
         if entry.state == BlockState::Cached {
             let pool = &mut self.groups[entry.group.index()];
             let slab = &mut self.slabs[usize::from(entry.slab)];
-            pool.lru.remove(&mut self.links, block);
+            self.order.leave(entry.group, block);
+            pool.cached -= 1;
             slab.cached -= 1;
             entry.state = BlockState::Free;
             slab.free.push(block);
             pool.free += 1;
         }
+        self.order.forget(block);
     }
 
     /// Adds a pin, which is a holder of every block of a row, and a count of its first block. That

@@ -13,9 +13,10 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 use serde::Serialize;
 
-use crate::ids::{BlockId, ScopeId};
+use crate::ids::ScopeId;
 
 use super::hash::Digest;
+use super::ids::ContentId;
 
 /// A knowledge-base entry, as listed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -48,7 +49,7 @@ pub(crate) struct BlockText {
 /// Where the KV of a document's block is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Residence {
-    Pinned(BlockId),
+    Pinned(ContentId),
     /// Given up or entered again: cached, as far as is known.
     Waiting,
     /// Looked for and not found: it has to be computed again.
@@ -68,15 +69,15 @@ struct Entry {
 }
 
 /// A block of an entry: the entry's number, which grows with time, and the place in it.
-pub(crate) type Place = (u64, u32);
+pub(crate) type DocumentBlock = (u64, u32);
 
 /// What is to be done after an entry was removed.
 #[derive(Default)]
 pub(crate) struct Removed {
     /// Blocks to be released, once per pin.
-    pub(crate) released: Vec<BlockId>,
+    pub(crate) released: Vec<ContentId>,
     /// Of these, blocks that nobody pins any more.
-    pub(crate) unpinned: Vec<BlockId>,
+    pub(crate) unpinned: Vec<ContentId>,
     /// Blocks that were given up: what they were known by.
     pub(crate) absent: Vec<BlockText>,
     /// The namespace of each block.
@@ -89,23 +90,23 @@ pub(crate) struct FrozenPool {
     numbers: BTreeMap<(String, String), u64>,
     entries: BTreeMap<u64, Entry>,
     next: u64,
-    pins: HashMap<BlockId, Vec<Place>>,
-    waiting: BTreeSet<Place>,
-    lost: HashMap<u64, Vec<Place>>,
+    pins: HashMap<ContentId, Vec<DocumentBlock>>,
+    waiting: BTreeSet<DocumentBlock>,
+    lost: HashMap<u64, Vec<DocumentBlock>>,
     absent: usize,
 }
 
 impl FrozenPool {
-    pub(crate) fn is_pinned(&self, block: BlockId) -> bool {
+    pub(crate) fn is_pinned(&self, block: ContentId) -> bool {
         self.pins.contains_key(&block)
     }
 
-    pub(crate) fn pins(&self, block: BlockId) -> u32 {
+    pub(crate) fn pins(&self, block: ContentId) -> u32 {
         self.pins.get(&block).map_or(0, |places| places.len() as u32)
     }
 
     /// The segments that a pinned block belongs to, the oldest pin first.
-    pub(crate) fn names_of(&self, block: BlockId) -> impl Iterator<Item = &Arc<str>> {
+    pub(crate) fn names_of(&self, block: ContentId) -> impl Iterator<Item = &Arc<str>> {
         let places = self.pins.get(&block).map_or(&[][..], Vec::as_slice);
         places.iter().map(|(number, _)| &self.entries[number].name)
     }
@@ -121,7 +122,7 @@ impl FrozenPool {
     }
 
     /// Pinned blocks that nobody but this segment pins, other than those in `kept`.
-    pub(crate) fn alone(&self, namespace: &str, name: &str, kept: &[BlockId]) -> usize {
+    pub(crate) fn alone(&self, namespace: &str, name: &str, kept: &[ContentId]) -> usize {
         let named = (namespace.to_owned(), name.to_owned());
         let Some(&number) = self.numbers.get(&named) else { return 0 };
         let mut kept = kept.to_vec();
@@ -135,7 +136,7 @@ impl FrozenPool {
         &mut self,
         (namespace, name): (&str, &str),
         tokens: usize,
-        blocks: Vec<(BlockText, BlockId)>,
+        blocks: Vec<(BlockText, ContentId)>,
     ) -> Removed {
         let number = self.next;
         self.next += 1;
@@ -186,7 +187,7 @@ impl FrozenPool {
     }
 
     /// Removes one pin; whether it was the last of the block.
-    fn drop_pin(&mut self, block: BlockId, place: Place) -> bool {
+    fn drop_pin(&mut self, block: ContentId, place: DocumentBlock) -> bool {
         let Some(places) = self.pins.get_mut(&block) else { return false };
         places.retain(|&other| other != place);
         let last = places.is_empty();
@@ -196,7 +197,7 @@ impl FrozenPool {
         last
     }
 
-    fn stop_looking(&mut self, digest: u64, place: Place) {
+    fn stop_looking(&mut self, digest: u64, place: DocumentBlock) {
         if let Some(places) = self.lost.get_mut(&digest) {
             places.retain(|&other| other != place);
             if places.is_empty() {
@@ -205,12 +206,12 @@ impl FrozenPool {
         }
     }
 
-    fn at(&mut self, (number, at): Place) -> Option<&mut Frozen> {
+    fn at(&mut self, (number, at): DocumentBlock) -> Option<&mut Frozen> {
         self.entries.get_mut(&number)?.blocks.get_mut(at as usize)
     }
 
-    /// All pinned blocks, in no particular order.
-    pub(crate) fn pinned_blocks(&self) -> impl Iterator<Item = BlockId> {
+    /// All pinned contents, in no particular order.
+    pub(crate) fn pinned(&self) -> impl Iterator<Item = ContentId> {
         self.pins.keys().copied()
     }
 
@@ -220,7 +221,7 @@ impl FrozenPool {
     }
 
     /// Gives a block up in every segment that has it; says where. It waits to come back.
-    pub(crate) fn give_up(&mut self, block: BlockId) -> Vec<Place> {
+    pub(crate) fn give_up(&mut self, block: ContentId) -> Vec<DocumentBlock> {
         let places = self.pins.remove(&block).unwrap_or_default();
         for &place in &places {
             if let Some(frozen) = self.at(place) {
@@ -233,7 +234,7 @@ impl FrozenPool {
     }
 
     /// Undoes [`Self::come_back`].
-    pub(crate) fn let_go(&mut self, place: Place, block: BlockId) {
+    pub(crate) fn let_go(&mut self, place: DocumentBlock, block: ContentId) {
         self.drop_pin(block, place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Waiting;
@@ -243,13 +244,13 @@ impl FrozenPool {
     }
 
     /// The next block that should come back: by age of the segment, then by place.
-    pub(crate) fn next_waiting(&self) -> Option<(Place, &BlockText)> {
+    pub(crate) fn next_waiting(&self) -> Option<(DocumentBlock, &BlockText)> {
         let &(number, at) = self.waiting.first()?;
         Some(((number, at), &self.entries[&number].blocks[at as usize].text))
     }
 
     /// Notes that a waiting block is pinned again.
-    pub(crate) fn come_back(&mut self, place: Place, block: BlockId) {
+    pub(crate) fn come_back(&mut self, place: DocumentBlock, block: ContentId) {
         self.waiting.remove(&place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Pinned(block);
@@ -259,7 +260,7 @@ impl FrozenPool {
     }
 
     /// Notes that a waiting block is nowhere.
-    pub(crate) fn lose(&mut self, place: Place) {
+    pub(crate) fn lose(&mut self, place: DocumentBlock) {
         self.waiting.remove(&place);
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Lost;
@@ -295,7 +296,7 @@ impl FrozenPool {
     pub(crate) fn list(
         &self,
         namespace: Option<&str>,
-        uses: impl Fn(BlockId) -> u32,
+        uses: impl Fn(ContentId) -> u32,
     ) -> Vec<FrozenSegment> {
         let entries = self.numbers.values().map(|number| &self.entries[number]);
         let wanted = |entry: &&Entry| namespace.is_none_or(|wanted| entry.namespace == wanted);
@@ -307,7 +308,7 @@ impl FrozenPool {
         &self,
         namespace: &str,
         name: &str,
-        uses: impl Fn(BlockId) -> u32,
+        uses: impl Fn(ContentId) -> u32,
     ) -> Option<FrozenSegment> {
         let number = self.numbers.get(&(namespace.to_owned(), name.to_owned()))?;
         Some(self.entries[number].listed(&uses))
@@ -315,7 +316,7 @@ impl FrozenPool {
 }
 
 impl Entry {
-    fn listed(&self, uses: &impl Fn(BlockId) -> u32) -> FrozenSegment {
+    fn listed(&self, uses: &impl Fn(ContentId) -> u32) -> FrozenSegment {
         let pinned = |frozen: &Frozen| match frozen.residence {
             Residence::Pinned(block) => Some(block),
             _ => None,
@@ -327,7 +328,7 @@ impl Entry {
             tokens: self.tokens,
             blocks: self.blocks.len(),
             resident_blocks: pinned.len(),
-            references: pinned.iter().map(|&block| u64::from(uses(block))).sum(),
+            references: pinned.iter().map(|&content| u64::from(uses(content))).sum(),
         }
     }
 }

@@ -7,7 +7,9 @@ use crate::pool::Evict;
 
 use super::frozen::FrozenPool;
 use super::hash::{BlockHasher, Digest};
-use super::nodes::{Link, Nodes, Parent};
+use super::ids::{ContentId, Link, Parent};
+use super::nodes::Nodes;
+use super::places::Places;
 use super::scopes::Scopes;
 use super::table::Table;
 
@@ -16,6 +18,7 @@ pub struct Index {
     pub(super) hasher: BlockHasher,
     pub(super) scopes: Scopes,
     pub(super) nodes: Nodes,
+    pub(super) places: Places,
     pub(super) prefix: Table,
     pub(super) content: Table,
     pub(super) rolling: Table,
@@ -38,7 +41,8 @@ impl Index {
         Ok(Index {
             hasher,
             scopes: Scopes::new(hasher, model),
-            nodes: Nodes::new(capacity, page_tokens, windows)?,
+            nodes: Nodes::new(capacity, page_tokens)?,
+            places: Places::new(capacity, windows)?,
             prefix: Table::new(capacity)?,
             content: Table::new(capacity)?,
             rolling: Table::new(capacity)?,
@@ -74,29 +78,32 @@ impl Index {
         self.scopes.get(scope).prefix
     }
 
-    /// The blocks of a node, one a group; none where a window group's is gone.
-    pub(crate) fn row(&self, anchor: BlockId) -> &[BlockId] {
-        self.nodes.row(anchor)
+    /// The blocks of a content, one a group; none where a window group's is gone.
+    pub(crate) fn row(&self, content: ContentId) -> &[BlockId] {
+        self.places.row(content)
     }
 
-    /// Whether a node's blocks of all groups are there for others to hold.
-    pub(crate) fn is_whole(&self, anchor: BlockId) -> bool {
-        self.nodes.is_whole(anchor)
+    /// The content that lies in a block, entered or being entered.
+    pub(crate) fn content_of(&self, block: BlockId) -> Option<ContentId> {
+        self.places.content(block).some()
+    }
+
+    /// Whether a content's blocks of all groups are there for others to hold.
+    pub(crate) fn is_whole(&self, content: ContentId) -> bool {
+        self.places.is_whole(content)
     }
 
     /// Whether the index names a block.
     pub(crate) fn names(&self, block: BlockId) -> bool {
-        let anchor = self.nodes.anchor(block);
-        anchor.is_some() && self.nodes.is_member(anchor)
+        self.content_of(block).is_some_and(|content| self.nodes.is_member(content))
     }
 
     /// Says whether a block is kept from others, who would make it last longer than its request
     /// has reckoned with.
     pub(crate) fn withhold(&mut self, block: BlockId, withheld: bool) {
-        self.nodes.withhold(block, withheld);
-        let anchor = self.nodes.anchor(block);
-        if !withheld && anchor.is_some() {
-            self.announce(anchor);
+        self.places.withhold(block, withheld);
+        if let Some(content) = self.content_of(block).filter(|_| !withheld) {
+            self.announce(content);
         }
     }
 
@@ -111,49 +118,51 @@ impl Index {
         tokens: &[u32],
     ) {
         let known = self.find_child(digest.low(), scope, parent, tokens);
-        if let Some(known) = known.filter(|&known| known != row[0]) {
-            self.nodes.fill(known, row);
+        if let Some(known) = known.filter(|&known| known != self.places.content(row[0])) {
+            self.places.fill(known, row);
         }
     }
 
-    /// Takes those blocks out of a node that are not in `row`; appends them to `out`.
+    /// Takes those blocks out of the content of a row that are not in the row; appends them to
+    /// `out`.
     pub(crate) fn detach_others(&mut self, row: &[BlockId], out: &mut Vec<BlockId>) {
-        let stored = self.nodes.row(row[0]).to_vec();
+        let Some(content) = self.content_of(row[0]) else { return };
+        let stored = self.places.row(content).to_vec();
         for block in stored.into_iter().filter(|block| block.is_some() && !row.contains(block)) {
-            self.nodes.detach(block);
+            self.places.detach(block);
             out.push(block);
         }
     }
 
-    pub(crate) fn link(&self, anchor: BlockId) -> Link {
-        self.nodes.link(anchor)
+    pub(crate) fn link(&self, content: ContentId) -> Link {
+        self.nodes.link(content)
     }
 
-    pub(crate) fn follow(&self, link: Link) -> Option<BlockId> {
+    pub(crate) fn follow(&self, link: Link) -> Option<ContentId> {
         self.nodes.follow(link)
     }
 
-    pub(crate) fn is_member(&self, anchor: BlockId) -> bool {
-        self.nodes.is_member(anchor)
+    pub(crate) fn is_member(&self, content: ContentId) -> bool {
+        self.nodes.is_member(content)
     }
 
-    /// Hits of a node since it was indexed.
-    pub(crate) fn uses(&self, anchor: BlockId) -> u32 {
-        self.nodes.get(anchor).uses
+    /// Hits of a content since it was indexed.
+    pub(crate) fn uses(&self, content: ContentId) -> u32 {
+        self.nodes.get(content).uses
     }
 
-    /// Counts a hit of a node; returns how many it has had.
-    pub(crate) fn count_use(&mut self, anchor: BlockId) -> u32 {
-        let node = self.nodes.get_mut(anchor);
+    /// Counts a hit of a content; returns how many it has had.
+    pub(crate) fn count_use(&mut self, content: ContentId) -> u32 {
+        let node = self.nodes.get_mut(content);
         node.uses = node.uses.saturating_add(1);
         node.uses
     }
 
     /// Takes a node out of the virtual index and the prefix tree while its content grows; it
     /// keeps its identity, so links to it stand.
-    pub(crate) fn withdraw(&mut self, anchor: BlockId) {
-        self.remove_content(anchor);
-        self.remove_child(anchor);
+    pub(crate) fn withdraw(&mut self, content: ContentId) {
+        self.remove_content(content);
+        self.remove_child(content);
     }
 
     /// Enters a row of blocks as a virtual block, or the node that stands for its text in the
@@ -168,21 +177,22 @@ impl Index {
         &mut self,
         row: &[BlockId],
         entry: &ContentEntry<'_>,
-        exact_text: Option<BlockId>,
+        exact_text: Option<ContentId>,
         forgotten: &mut Vec<BlockId>,
-    ) -> BlockId {
+    ) -> ContentId {
         let digest = self.content_digest(entry.scope, entry.tokens);
         let known = self.find_content_at(digest, entry.scope, entry.tokens);
-        let mine = self.is_entered(row[0], entry.scope, entry.tokens);
+        let here = self.content_of(row[0]);
+        let mine = here.filter(|&here| self.is_entered(here, entry.scope, entry.tokens));
         let own = exact_text.filter(|&node| self.is_enterable(node, entry.scope));
-        let stands = match (own, known) {
-            (None, _) if mine => {
+        let stands = match (own, mine, known) {
+            (None, Some(mine), _) => {
                 // A fork has entered it, and may have let go of more.
-                self.nodes.fill(row[0], row);
-                row[0]
+                self.places.fill(mine, row);
+                mine
             }
-            (Some(own), _) if self.nodes.get(own).in_content => own,
-            (_, Some(old)) => {
+            (Some(own), ..) if self.nodes.get(own).in_content => own,
+            (_, _, Some(old)) => {
                 let all = |row: &[BlockId]| row.iter().all(|block| block.is_some());
                 let (whole, exact) = match own {
                     Some(own) => (self.is_whole(own), true),
@@ -201,13 +211,13 @@ impl Index {
                 }
                 self.enter_content(row, entry, own, digest)
             }
-            (_, None) => self.enter_content(row, entry, own, digest),
+            (_, _, None) => self.enter_content(row, entry, own, digest),
         };
         self.follow_up(entry, stands)
     }
 
     /// Notes that a node comes after the one before it in a text.
-    fn follow_up(&mut self, entry: &ContentEntry<'_>, stands: BlockId) -> BlockId {
+    fn follow_up(&mut self, entry: &ContentEntry<'_>, stands: ContentId) -> ContentId {
         let before = entry.before.and_then(|link| self.neighbour(link, None));
         if let Some(before) = before.filter(|&before| before != stands) {
             self.link_content(before, stands);
@@ -216,13 +226,13 @@ impl Index {
     }
 
     /// Whether a node stands in the virtual index for these tokens in this namespace.
-    fn is_entered(&self, anchor: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
-        self.nodes.get(anchor).in_content && self.is_content(anchor, scope, tokens)
+    fn is_entered(&self, content: ContentId, scope: ScopeId, tokens: &[u32]) -> bool {
+        self.nodes.get(content).in_content && self.is_content(content, scope, tokens)
     }
 
     /// Whether a node may stand in the virtual index of a namespace, or does: it stands in one.
-    fn is_enterable(&self, anchor: BlockId, scope: ScopeId) -> bool {
-        let node = self.nodes.get(anchor);
+    fn is_enterable(&self, content: ContentId, scope: ScopeId) -> bool {
+        let node = self.nodes.get(content);
         !node.in_content || node.content_scope == scope
     }
 
@@ -230,16 +240,28 @@ impl Index {
         &mut self,
         row: &[BlockId],
         entry: &ContentEntry<'_>,
-        own: Option<BlockId>,
+        own: Option<ContentId>,
         digest: u64,
-    ) -> BlockId {
+    ) -> ContentId {
         let Some(own) = own else {
-            self.nodes.write(row, entry.tokens, entry.position);
-            self.insert_content(row[0], entry.scope, digest, entry.exact);
-            return row[0];
+            let content = self.write(row, entry.tokens, entry.position);
+            self.insert_content(content, entry.scope, digest, entry.exact);
+            return content;
         };
         self.insert_content(own, entry.scope, digest, true);
         own
+    }
+
+    /// Notes what lies in a row of blocks: its content, new or grown. Blocks that the content has
+    /// already stay.
+    fn write(&mut self, row: &[BlockId], tokens: &[u32], position: u32) -> ContentId {
+        let known = self.content_of(row[0]);
+        let content = known.unwrap_or_else(|| self.nodes.allocate());
+        if self.nodes.write(content, tokens, position) {
+            // A block of a window group may have gone to another content, which had lost its own.
+            self.places.fill(content, row);
+        }
+        content
     }
 
     /// Enters a whole block into the prefix tree, unless the same prefix is there already.
@@ -253,24 +275,24 @@ impl Index {
         digest: Digest,
         tokens: &[u32],
         position: u32,
-    ) -> Option<BlockId> {
+    ) -> Option<ContentId> {
         let known = self.find_child(digest.low(), scope, parent, tokens);
         if let Some(known) = known {
-            if known == row[0] {
-                self.nodes.fill(known, row);
+            if known == self.places.content(row[0]) {
+                self.places.fill(known, row);
             }
             return Some(known);
         }
-        let node = self.nodes.get(row[0]);
-        if node.in_prefix {
-            if usize::from(node.prefix_len) == self.nodes.page_tokens() {
+        if let Some(here) = self.content_of(row[0]) {
+            let node = self.nodes.get(here);
+            if node.in_prefix && usize::from(node.prefix_len) == self.nodes.page_tokens() {
                 return None;
             }
-            self.remove_child(row[0]);
+            self.remove_child(here);
         }
-        self.nodes.write(row, tokens, position);
-        self.insert_child(row[0], scope, parent, Some(digest), tokens.len());
-        Some(row[0])
+        let content = self.write(row, tokens, position);
+        self.insert_child(content, scope, parent, Some(digest), tokens.len());
+        Some(content)
     }
 
     /// Enters the exact head (`exact` of `tokens`) of an incomplete block below its parent, for
@@ -284,15 +306,17 @@ impl Index {
         tokens: &[u32],
         exact: usize,
         position: u32,
-    ) -> Option<BlockId> {
+    ) -> Option<ContentId> {
         let known = self.longest_child(scope, parent, &tokens[..exact]);
         let node = match known {
             Some((known, common)) if common == exact => known,
             _ => {
-                self.remove_child(row[0]);
-                self.nodes.write(row, tokens, position);
-                self.insert_child(row[0], scope, parent, None, exact);
-                row[0]
+                if let Some(here) = self.content_of(row[0]) {
+                    self.remove_child(here);
+                }
+                let content = self.write(row, tokens, position);
+                self.insert_child(content, scope, parent, None, exact);
+                content
             }
         };
         let all = self.nodes.tokens(node) == tokens && exact == tokens.len();
@@ -301,124 +325,64 @@ impl Index {
 
     /// Whether a node has exactly these tokens, and stands in the virtual index of this namespace
     /// or may be entered there.
-    pub(crate) fn holds(&self, anchor: BlockId, scope: ScopeId, tokens: &[u32]) -> bool {
-        self.nodes.tokens(anchor) == tokens && self.is_enterable(anchor, scope)
+    pub(crate) fn holds(&self, content: ContentId, scope: ScopeId, tokens: &[u32]) -> bool {
+        self.nodes.tokens(content) == tokens && self.is_enterable(content, scope)
     }
 
     /// Enters a node that holds the tokens of `entry` by its content, if it is not.
-    pub(crate) fn ensure_content(&mut self, anchor: BlockId, entry: &ContentEntry<'_>) {
-        if !self.nodes.get(anchor).in_content {
+    pub(crate) fn ensure_content(&mut self, content: ContentId, entry: &ContentEntry<'_>) {
+        if !self.nodes.get(content).in_content {
             let digest = self.content_digest(entry.scope, entry.tokens);
-            self.insert_content(anchor, entry.scope, digest, entry.exact);
+            self.insert_content(content, entry.scope, digest, entry.exact);
         }
     }
 
     /// Takes a node out of the virtual index. Blocks that lost their last entry are appended to
     /// `forgotten`.
-    pub(crate) fn forget_content(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
-        self.remove_content(anchor);
-        self.forget_if_void(anchor, forgotten);
+    pub(crate) fn forget_content(&mut self, content: ContentId, forgotten: &mut Vec<BlockId>) {
+        self.remove_content(content);
+        self.forget_if_void(content, forgotten);
     }
 
     /// Takes everything below a node out of the prefix tree: without it they cannot be reached.
-    fn forget_children(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
-        let mut heads = vec![self.nodes.get(anchor).first_child];
-        self.nodes.get_mut(anchor).first_child = BlockId::NONE;
+    fn forget_children(&mut self, content: ContentId, forgotten: &mut Vec<BlockId>) {
+        let mut heads = vec![self.nodes.get(content).first_child];
+        self.nodes.get_mut(content).first_child = ContentId::NONE;
         while let Some(mut child) = heads.pop() {
             while child.is_some() {
                 let node = *self.nodes.get(child);
                 heads.push(node.first_child);
                 self.remove_child(child);
-                self.nodes.get_mut(child).first_child = BlockId::NONE;
+                self.nodes.get_mut(child).first_child = ContentId::NONE;
                 self.forget_if_void(child, forgotten);
                 child = node.next_sibling;
             }
         }
     }
 
-    fn forget_if_void(&mut self, anchor: BlockId, forgotten: &mut Vec<BlockId>) {
-        if !self.nodes.is_member(anchor) {
-            if self.nodes.get(anchor).first_child.is_some() {
-                self.forget_children(anchor, forgotten);
+    fn forget_if_void(&mut self, content: ContentId, forgotten: &mut Vec<BlockId>) {
+        if !self.nodes.is_member(content) {
+            if self.nodes.get(content).first_child.is_some() {
+                self.forget_children(content, forgotten);
             }
-            forgotten.extend(self.nodes.row(anchor).iter().filter(|block| block.is_some()));
-            self.nodes.clear(anchor);
+            forgotten.extend(self.places.row(content).iter().filter(|block| block.is_some()));
+            self.clear(content);
         }
     }
 
-    /// Checks that tables, tree and nodes agree.
-    ///
-    /// # Errors
-    /// `Inconsistent` naming what does not.
-    pub fn check(&self) -> Result<(), Error> {
-        let (mut prefix, mut content, mut rolling) = (0, 0, 0);
-        let mut of_scope = vec![0; self.scopes.ids().count()];
-        let page = self.nodes.page_tokens();
-        for block in (0..self.nodes.capacity() as u32).map(BlockId::new) {
-            let (node, anchor) = (self.nodes.get(block), self.nodes.anchor(block));
-            if anchor.is_some() && !self.nodes.row(anchor).contains(&block) {
-                return Err(Error::inconsistent("row", "a block of it", block.index()));
-            }
-            if !self.nodes.is_member(block) {
-                continue;
-            }
-            let tokens = self.nodes.tokens(block);
-            let whole = tokens.len() == page;
-            for (there, scope) in
-                [(node.in_prefix, node.prefix_scope), (node.in_content, node.content_scope)]
-            {
-                of_scope[scope.0 as usize] += usize::from(there);
-            }
-            prefix += usize::from(node.in_prefix && usize::from(node.prefix_len) == page);
-            if self.is_first_alike(block) {
-                content += 1;
-                rolling += usize::from(whole);
-                if self.find_content(node.content_scope, tokens) != Some(block) {
-                    let got = "another block";
-                    return Err(Error::inconsistent("virtual index", block.index(), got));
-                }
-            } else if node.in_content {
-                let first = self.nodes.get(node.prev_alike);
-                let joined = first.in_content && first.next_alike == block;
-                if !joined || !self.is_content(node.prev_alike, node.content_scope, tokens) {
-                    return Err(Error::inconsistent("list of alike", block.index(), "others"));
-                }
-            }
-            if let (true, Parent::Block(parent)) = (node.in_prefix, node.parent)
-                && !self.nodes.get(parent).in_prefix
-            {
-                return Err(Error::inconsistent("prefix tree", "a parent", block.index()));
-            }
-            for &member in self.nodes.row(block).iter().filter(|block| block.is_some()) {
-                if self.nodes.anchor(member) != block {
-                    return Err(Error::inconsistent("anchor", block.index(), member.index()));
-                }
-            }
-        }
-        for (scope, &least) in self.scopes.ids().zip(&of_scope) {
-            if self.scopes.holders(scope) < least {
-                return Err(Error::inconsistent("namespace", least, self.scopes.holders(scope)));
-            }
-        }
-        for (what, want, got) in [
-            ("prefix table", prefix, self.prefix.len()),
-            ("virtual table", content, self.content.len()),
-            ("rolling table", rolling, self.rolling.len()),
-        ] {
-            if want != got {
-                return Err(Error::inconsistent(what, want, got));
-            }
-        }
-        Ok(())
+    fn clear(&mut self, content: ContentId) {
+        self.places.clear(content);
+        self.nodes.clear(content);
     }
 
-    /// Tokens that a node has.
-    pub(crate) fn known_tokens(&self, anchor: BlockId) -> usize {
-        if self.is_member(anchor) { self.nodes.tokens(anchor).len() } else { 0 }
+    /// Tokens that are known of a block.
+    pub(crate) fn known_tokens(&self, block: BlockId) -> usize {
+        let content = self.content_of(block).filter(|&content| self.is_member(content));
+        content.map_or(0, |content| self.nodes.tokens(content).len())
     }
 
-    pub(crate) fn in_prefix(&self, anchor: BlockId) -> bool {
-        self.nodes.get(anchor).in_prefix
+    pub(crate) fn in_prefix(&self, content: ContentId) -> bool {
+        self.nodes.get(content).in_prefix
     }
 
     /// The digest of a block after `parent`.
@@ -427,11 +391,9 @@ impl Index {
         self.hasher.chain(parent, tokens)
     }
 
-    /// Clears a node that was withdrawn and whose content another block stands for.
-    pub(crate) fn release_void(&mut self, anchor: BlockId) {
-        if self.nodes.anchor(anchor).is_some() {
-            self.nodes.clear(anchor);
-        }
+    /// Clears a node that was withdrawn and for which another content stands.
+    pub(crate) fn release_void(&mut self, content: ContentId) {
+        self.clear(content);
     }
 }
 
@@ -449,15 +411,12 @@ pub(crate) struct ContentEntry<'a> {
 
 impl Evict for Index {
     fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>) {
-        let anchor = self.nodes.anchor(block);
-        if !anchor.is_some() {
+        let Some(content) = self.content_of(block) else { return };
+        if self.places.row(content)[0] != block {
+            self.places.detach(block);
             return;
         }
-        if anchor != block {
-            self.nodes.detach(block);
-            return;
-        }
-        self.withdraw(anchor);
-        self.forget_if_void(anchor, forgotten);
+        self.withdraw(content);
+        self.forget_if_void(content, forgotten);
     }
 }

@@ -1,0 +1,75 @@
+//! Which cached block goes first where room is wanted.
+
+use crate::ids::{BlockId, GroupId};
+
+/// The order in which cached blocks of each group are given up.
+///
+/// The pool says which blocks are cached: findable, and held by nobody. An order says which of them
+/// goes next, and nothing else: it never holds a block.
+pub(super) trait Victims {
+    /// A block of a group is cached from now on.
+    fn enter(&mut self, group: GroupId, block: BlockId);
+
+    /// A block of a group is cached no longer: it is held again, or its content goes.
+    fn leave(&mut self, group: GroupId, block: BlockId);
+
+    /// A block of a group, which is cached, is about to be given up for another.
+    fn give_up(&mut self, group: GroupId, block: BlockId);
+
+    /// What was known of a block is void: its content is gone.
+    fn forget(&mut self, block: BlockId);
+
+    /// The cached block of a group that goes next.
+    fn next(&self, group: GroupId) -> Option<BlockId>;
+
+    /// Takes note of what is known of a block, cached or not.
+    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice);
+
+    /// Notes what time it is, in the unit of [`Advice::until`].
+    fn set_time(&mut self, now: u64);
+
+    /// The cached blocks of a group, the next to go first.
+    fn in_order(&self, group: GroupId) -> Vec<BlockId>;
+}
+
+/// What is known of a block beside that it is cached; an order may make use of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Advice {
+    /// A block goes before those of a higher priority.
+    pub priority: u8,
+    /// What it costs to have the block again, in any unit that is the same for all.
+    pub cost: u32,
+    /// The time from which on the block goes before those that last longer.
+    pub until: u64,
+    /// What its user expects.
+    pub hint: Hint,
+}
+
+/// What the user of a block expects of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Hint {
+    /// Nothing.
+    #[default]
+    None,
+    /// It is read again soon: this counts as a use.
+    Soon,
+    /// It is not read again.
+    Done,
+}
+
+impl Default for Advice {
+    fn default() -> Advice {
+        Advice { priority: 0, cost: 1, until: u64::MAX, hint: Hint::None }
+    }
+}
+
+/// The orders that there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Eviction {
+    /// The block that was used longest ago.
+    #[default]
+    Lru,
+    /// What is past its time, then by priority, then what is cheap to have again and seldom used,
+    /// see [`CostAware`](super::cost_aware::CostAware).
+    CostAware,
+}

@@ -1,0 +1,91 @@
+//! Which cached blocks are given up first, seen from a cache.
+
+use kvweave_core::{
+    Admission, Advice, CacheConfig, ErrorKind, Eviction, Hint, KvCache, KvDtype, KvShape,
+};
+
+const PAGE: usize = 4;
+const ROOM: u64 = 8;
+
+fn cache(eviction: Eviction) -> KvCache {
+    let shape = KvShape::new(1, 1, 8, PAGE as u32, KvDtype::F32).unwrap();
+    let config = CacheConfig::new(shape, 0).sized_for(ROOM).unwrap();
+    KvCache::new(CacheConfig { eviction, ..config }).unwrap()
+}
+
+fn text(from: u32, blocks: usize) -> Vec<u32> {
+    (from..from + (blocks * PAGE) as u32).collect()
+}
+
+fn learn(cache: &KvCache, tokens: &[u32], advice: Option<Advice>) {
+    let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+    request.take_copies();
+    request.commit(tokens.len(), tokens.len()).unwrap();
+    if let Some(advice) = advice {
+        request.advise(0..tokens.len(), advice).unwrap();
+    }
+}
+
+/// Which of three texts of two blocks are left, after text for four more blocks has come.
+fn left(eviction: Eviction, advice: [Option<Advice>; 3], now: u64) -> [bool; 3] {
+    let cache = cache(eviction);
+    let texts = [text(100, 2), text(200, 2), text(300, 2)];
+    for (text, advice) in texts.iter().zip(advice) {
+        learn(&cache, text, advice);
+    }
+    cache.set_time(now);
+    learn(&cache, &text(1000, 4), None);
+    cache.check().unwrap();
+    texts.map(|text| cache.lookup_prefix(&text, "") == text.len())
+}
+
+#[test]
+fn without_advice_both_orders_give_up_what_was_used_longest_ago() {
+    for eviction in [Eviction::Lru, Eviction::CostAware] {
+        assert_eq!(left(eviction, [None; 3], 0), [false, true, true], "{eviction:?}");
+    }
+}
+
+#[test]
+fn least_recently_used_has_no_use_for_advice() {
+    let dear = Advice { priority: 9, cost: 1000, ..Advice::default() };
+    assert_eq!(left(Eviction::Lru, [Some(dear), None, None], 0), [false, true, true]);
+}
+
+#[test]
+fn advice_is_followed() {
+    let plain = Advice::default();
+    let of = |advice: Advice| left(Eviction::CostAware, [Some(advice), None, None], 0);
+    assert_eq!(of(Advice { priority: 1, ..plain }), [true, false, true]);
+    assert_eq!(of(Advice { cost: 50, ..plain }), [true, false, true]);
+    assert_eq!(of(Advice { hint: Hint::Soon, ..plain }), [true, false, true]);
+    let last = |advice, now| left(Eviction::CostAware, [None, None, Some(advice)], now);
+    assert_eq!(last(Advice { hint: Hint::Done, priority: 9, ..plain }, 0), [true, true, false]);
+    let timed = Advice { until: 10, priority: 9, ..plain };
+    assert_eq!(last(timed, 9), [false, true, true]);
+    assert_eq!(last(timed, 10), [true, true, false]);
+}
+
+#[test]
+fn advice_goes_with_the_content() {
+    let cache = cache(Eviction::CostAware);
+    learn(&cache, &text(100, 8), Some(Advice { priority: 9, ..Advice::default() }));
+    // It takes all blocks, and what was said of them must not stay.
+    learn(&cache, &text(200, 8), None);
+    learn(&cache, &text(300, 4), Some(Advice { priority: 1, ..Advice::default() }));
+    learn(&cache, &text(400, 4), None);
+    assert_eq!(cache.lookup_prefix(&text(300, 4), ""), 4 * PAGE);
+    assert_eq!(cache.lookup_prefix(&text(200, 8), ""), 0);
+    cache.check().unwrap();
+}
+
+#[test]
+fn advice_is_of_positions_that_there_are() {
+    let cache = cache(Eviction::CostAware);
+    let request = cache.admit(&Admission::new(&text(1, 1))).unwrap();
+    assert!(request.advise(0..0, Advice::default()).is_ok());
+    for range in [0..PAGE + 1, 3..usize::MAX] {
+        let refused = request.advise(range, Advice::default()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::OutOfRange);
+    }
+}
