@@ -266,7 +266,9 @@ proptest! {
                     let at = refused.request.expect("a request");
                     assert!(refused.to_string().contains(&format!("request {at} of")));
                     prop_assert_eq!(&before, &world.told());
-                    prop_assert!(single.is_err(), "single appends found room, the step did not");
+                    // Of several groups the twin's blocks may lie in other slabs by now, with
+                    // more of them empty.
+                    prop_assert!(windows || single.is_err(), "single appends found room");
                     // Tried again, it is refused again.
                     let mut requests = picked(&mut world.live, &batch);
                     let again = cache.append_step(&mut requests, &vec![3; batch.len()]);
