@@ -5,8 +5,8 @@
 mod admission;
 mod admit;
 mod advance;
-mod append_step;
 mod advise;
+mod append_step;
 mod books;
 mod commit;
 mod config;
