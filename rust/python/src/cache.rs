@@ -217,6 +217,7 @@ impl KvCache {
 
     /// Appends one generated token (i32 [B]) to each request and makes room for its KV: all of them
     /// or none.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn append_step(
         &self,
         py: Python<'_>,

@@ -121,6 +121,7 @@ impl DecodeRows {
 
     /// Appends a token (i32 [B]) to each request, all or none, and says what the step reads and
     /// writes. `rows` (i32 [B]): the row of each request.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn step(
         &self,
         py: Python<'_>,
