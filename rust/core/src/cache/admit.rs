@@ -64,9 +64,13 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         freeze::let_go(state, &grown);
         return Err(error);
     }
+    // Only blocks of knowledge bases are ranked by their hits.
+    let ranked = state.index.frozen.resident() > 0;
     for content in found.prefix.iter().copied().chain(found.donors()) {
         let hits = state.index.count_use(content);
-        state.pool.note_hits(state.index.row(content)[0], hits);
+        if ranked {
+            state.pool.note_hits(state.index.block(content, 0), hits);
+        }
     }
     let mut holdings = Vec::with_capacity(group_needs.len());
     for (group, need) in group_needs.into_iter().enumerate() {
@@ -112,7 +116,7 @@ fn group_needs(
     let page = shared.page_tokens();
     let total = request.tokens.len();
     let end = total + request.reserve_tokens;
-    let of = |group: usize, content: ContentId| index.row(content)[group];
+    let of = |group: usize, content: ContentId| index.block(content, group);
     let need = |(group, window): (usize, &Option<LocalWindow>)| {
         let donors = found.donors().map(|content| of(group, content)).collect();
         let Some(window) = *window else {

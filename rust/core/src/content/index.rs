@@ -83,6 +83,11 @@ impl Index {
         self.places.row(content)
     }
 
+    /// The block of a content in one group; none where a window group's is gone.
+    pub(crate) fn block(&self, content: ContentId, group: usize) -> BlockId {
+        self.places.block(content, group)
+    }
+
     /// The content that lies in a block, entered or being entered.
     pub(crate) fn content_of(&self, block: BlockId) -> Option<ContentId> {
         self.places.content(block).some()

@@ -44,6 +44,12 @@ impl Places {
         &self.rows[content.index() * groups..][..groups]
     }
 
+    /// The block of a content in one group.
+    #[inline]
+    pub(super) fn block(&self, content: ContentId, group: usize) -> BlockId {
+        self.rows[content.index() * self.windows.len() + group]
+    }
+
     fn row_mut(&mut self, content: ContentId) -> &mut [BlockId] {
         let groups = self.windows.len();
         &mut self.rows[content.index() * groups..][..groups]

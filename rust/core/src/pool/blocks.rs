@@ -385,7 +385,9 @@ impl Pool {
 
     /// Notes how often a block has been hit, if it is pinned.
     pub fn note_hits(&mut self, block: BlockId, hits: u32) {
-        self.pins.note_hits(block, hits, self.references(block));
+        if self.blocks[block.index()].pinned {
+            self.pins.note_hits(block, hits, self.references(block));
+        }
     }
 
     /// Pinned blocks that nobody reads, the first to be given up first.
