@@ -47,6 +47,8 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
     let found = find(&mut state.index, request, &marks, shared.page_tokens());
     let plan = found.plan(&state.index, request.tokens.len());
 
+    // Before anything is evicted: a link to what goes then leads nowhere.
+    let last = found.prefix.last().map(|&content| state.index.link(content));
     let group_needs = group_needs(shared, &state.index, &found, request);
     let mut needs: Vec<usize> = group_needs.iter().map(|need| need.placed() + need.spare).collect();
     needs.resize(state.pool.group_count(), 0);
@@ -64,11 +66,11 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         freeze::let_go(state, &grown);
         return Err(error);
     }
-    // Only blocks of knowledge bases are ranked by their hits.
+    // Only blocks of knowledge bases are ranked by their hits. What no row sees of the prefix is not
+    // held, and may have had to make room.
     let ranked = state.index.frozen.resident() > 0;
     for content in found.prefix.iter().copied().chain(found.donors()) {
-        let hits = state.index.count_use(content);
-        if ranked {
+        if let Some(hits) = state.index.count_use(content).filter(|_| ranked) {
             state.pool.note_hits(state.index.block(content, 0), hits);
         }
     }
@@ -78,7 +80,6 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         holdings.push(hold(shared, state, &found, (group, need, private), request.mode));
         private = rest;
     }
-    let last = found.prefix.last().map(|&content| state.index.link(content));
     let chain = Chain::new(found.chain.parent, last, found.chain.digest, found.prefix.len());
     drop(stored);
     shared.counters.add(&plan);

@@ -156,11 +156,14 @@ impl Index {
         self.nodes.get(content).uses
     }
 
-    /// Counts a hit of a content; returns how many it has had.
-    pub(crate) fn count_use(&mut self, content: ContentId) -> u32 {
+    /// Counts a hit of a content; returns how many it has had. None if it is gone.
+    pub(crate) fn count_use(&mut self, content: ContentId) -> Option<u32> {
+        if !self.nodes.is_member(content) {
+            return None;
+        }
         let node = self.nodes.get_mut(content);
         node.uses = node.uses.saturating_add(1);
-        node.uses
+        Some(node.uses)
     }
 
     /// Takes a node out of the virtual index and the prefix tree while its content grows; it

@@ -95,10 +95,14 @@ impl Nodes {
     /// A number for content that is new. There is one for each block of the first head group, and
     /// no content without such a block.
     pub(super) fn allocate(&mut self) -> ContentId {
-        self.free.pop().unwrap_or_else(|| {
+        let content = self.free.pop().unwrap_or_else(|| {
             self.fresh += 1;
             ContentId::new(self.fresh - 1)
-        })
+        });
+        // Who took a link to the number while it was nobody's must not be led to new content.
+        let node = self.get_mut(content);
+        node.generation = node.generation.wrapping_add(1);
+        content
     }
 
     pub(super) fn get(&self, content: ContentId) -> &Node {
