@@ -66,8 +66,8 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         freeze::let_go(state, &grown);
         return Err(error);
     }
-    // Only blocks of knowledge bases are ranked by their hits. What no row sees of the prefix is not
-    // held, and may have had to make room.
+    // Only blocks of knowledge bases are ranked by their hits. What no row sees of the prefix is
+    // not held, and may have had to make room.
     let ranked = state.index.frozen.resident() > 0;
     for content in found.prefix.iter().copied().chain(found.donors()) {
         if let Some(hits) = state.index.count_use(content).filter(|_| ranked) {
