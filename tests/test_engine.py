@@ -24,7 +24,7 @@ P = 16
 
 
 def runner_of(model: Any, blocks: int = 64, **given: Any) -> Runner:
-    """A runner whose arena holds that many blocks of tokens."""
+    """A runner whose arena holds that many blocks of tokens, and one more."""
     return Runner(model, max_tokens=blocks * P, page_tokens=P, check=False, progress=False, **given)
 
 
@@ -120,7 +120,7 @@ def test_who_gives_way_says_no_token_twice(model: Any, alone: Runner) -> None:
         for p in prompts
     ]
     engine.run()
-    assert engine.metrics()["preemptions"] > 0
+    assert engine.metrics()["preempted"] > 0
     for prompt, request in zip(prompts, requests, strict=True):
         expected = alone.generate(
             prompt, "full", max_new_tokens=60, remember=False, sampling=Sampling(0.8, seed=5)
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_at_once(model: Any) -> None:
     runner = runner_of(model, 8)
     engine = small(runner)
     with pytest.raises(PoolFull):
-        engine.submit(random_tokens(8 * P + 1, 1))
+        engine.submit(random_tokens(9 * P + 1, 1))
     for options in (
         {"max_new_tokens": 0},
         {"sampling": 3},
@@ -422,4 +422,44 @@ def test_reused_segments_by_policies_that_measure(model: Any) -> None:
         expected = other.generate(prompt, policy, **options)
         assert [one.result().tokens for one in requests] == [expected.tokens] * 2
         assert requests[0].result().report.reused_segment == expected.report.reused_segment > 0
+    assert held(runner) == before
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "qwen2-sliding"])
+def test_other_frequencies_and_windows(family: str) -> None:
+    other = tiny(family)
+    runner, by_itself = runner_of(other, 64), runner_of(other, 64)
+    engine = small(runner)
+    lengths = (20, 80, 100, 20)
+    requests = [
+        engine.submit(random_tokens(n, n), "full", max_new_tokens=6, remember=False)
+        for n in lengths
+    ]
+    engine.run()
+    for length, request in zip(lengths, requests, strict=True):
+        expected = by_itself.generate(
+            random_tokens(length, length), "full", max_new_tokens=6, remember=False
+        )
+        assert request.result().tokens == expected.tokens
+    assert held(runner) == 0
+
+
+@pytest.mark.parametrize("policy", ["naive", "cacheblend"])
+def test_who_approximates_and_gives_way_goes_on_as_before(model: Any, policy: str) -> None:
+    document = random_tokens(48, 30).tolist()
+    runner, by_itself = runner_of(model, 12), runner_of(model, 64)
+    for one in (runner, by_itself):
+        one.insert(document, "document")
+    before = held(runner)
+    engine = small(runner, token_budget=128, chunk_tokens=64)
+    options: dict[str, Any] = {"max_new_tokens": 50, "discover": True, "remember": False}
+    prompts = [[*random_tokens(4, seed), *document, 7] for seed in (31, 32)]
+    # Whoever holds the document keeps it from giving way to the answers.
+    with runner.prefill([*document, 1], "prefix", remember=False):
+        requests = [engine.submit(prompt, policy, **options) for prompt in prompts]
+        engine.run()
+    assert engine.metrics()["preempted"] > 0
+    assert runner.cache.stats()["frozen_absent"] == 0
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.result().tokens == by_itself.generate(prompt, policy, **options).tokens
     assert held(runner) == before
