@@ -67,9 +67,9 @@ class Engine:
 
     A request for which there is no room any more gives its blocks back and is computed again later,
     with what it has said: no token is said twice. What it says then is what it would have said, as
-    far as arithmetic is the same: its KV may differ in the last bits, and by a policy that
-    approximates it is that of its prompt with what the cache has then; where RoPE's frequencies change with
-    the length, those of the longer prompt are used.
+    far as arithmetic is the same: its KV may differ in the last bits; by a policy that approximates
+    it is that of its prompt with what the cache has then; where RoPE's frequencies change with the
+    length, those of the longer prompt are used.
 
     A request that raises ends alone; what goes wrong in a decode step and is nobody's own ends all
     that took part in it. `clock` says nanoseconds that never go back.
