@@ -62,6 +62,14 @@ class DeviceUnavailable(KvweaveError, RuntimeError):
     """A device that cannot be used; the text says why."""
 
 
+class Cancelled(KvweaveError):
+    """The answer of a request that was cancelled: there is none."""
+
+
+class AlreadyStepping(KvweaveError, RuntimeError):
+    """An engine that is in a step already: one step goes on at a time."""
+
+
 class Unsupported(KvweaveError, TypeError):
     """A model, device or combination that this version does not know."""
 

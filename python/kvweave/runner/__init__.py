@@ -3,6 +3,8 @@
 from kvweave.runner.canary import Canary, CanaryState
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.engine import Engine
+from kvweave.runner.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
 from kvweave.runner.prefill import Prefill
 from kvweave.runner.prompt import (
@@ -28,6 +30,8 @@ __all__ = [
     "CanaryCheck",
     "CanaryState",
     "Conversation",
+    "Engine",
+    "EngineRequest",
     "Generation",
     "Healing",
     "HealingReport",

@@ -82,15 +82,21 @@ class Executor:
         # Errors
         As for `prefill`; `InvalidArgument` for a plan with a probe.
         """
-        with self._walk(policy, len(tokens), logits_from, spans[0][0]) as walk:
-            plans = chunks.collected(walk)
-        run = _Run(self, kv, tokens, logits_from, walk)
+        run = self.in_chunks(kv, tokens, policy, logits_from, spans[0][0])
         for index, (start, end) in enumerate(spans):
             if index:
                 computed(start, min(start, run.trace.exact))
                 kv.advance(start, end)
-            run.chunk(list(chunks.cut(plans, start, end)), end)
+            run.compute(start, end)
         return run.logits(), run.trace
+
+    def in_chunks(
+        self, kv: RequestKv, tokens: torch.Tensor, policy: Plans, logits_from: int, done: int
+    ) -> ChunkedRun:
+        """The same for whoever says when each span is computed; the first begins at `done`."""
+        with self._walk(policy, len(tokens), logits_from, done) as walk:
+            plans = chunks.collected(walk)
+        return ChunkedRun(_Run(self, kv, tokens, logits_from, walk), plans)
 
     def _walk(self, policy: Plans, tokens: int, logits_from: int, done: int) -> PlanWalk:
         if logits_from >= tokens:
@@ -402,3 +408,27 @@ class _Run:
         places = context_of(plan.score_rows) if plan.probe is Probe.CONTEXT else plan.score_rows
         self.trace.current.flops.score(places, self.kv.layer_heads(plan.layer).seen)
         return ASKED[plan.probe](AskedLayer(self.kv, plan.layer), q, plan.score_rows)
+
+
+class ChunkedRun:
+    """A prefill between two of its spans, by the plans of a policy that measures nothing.
+
+    Spans follow one another; before each but the first windows have to be moved on.
+    """
+
+    def __init__(self, run: _Run, plans: list[LayerPlan]) -> None:
+        self._run = run
+        self._plans = plans
+
+    @property
+    def trace(self) -> Trace:
+        """What was done so far."""
+        return self._run.trace
+
+    def compute(self, start: int, end: int) -> None:
+        """The rows of positions [start, end)."""
+        self._run.chunk(list(chunks.cut(self._plans, start, end)), end)
+
+    def logits(self) -> torch.Tensor:
+        """The logits f32 [n, V] that are wanted, behind the last span."""
+        return self._run.logits()

@@ -235,7 +235,7 @@ class Prefiller:
             copying = self.clock.mark()
             kv.copy()
             copied = self.clock.mark()
-            view = self._view(request)
+            view = self.view(request)
             exact = view.segments[0][0] if view.segments else length
             remembered = exact if lookup.at_once else None
             logits, trace = self._run(kv, prompt, policy.plan(view), first, chunk, remembered)
@@ -310,7 +310,8 @@ class Prefiller:
             return "materialise", f"{policy.name} leaves keys at their old positions"
         return self.mode, ""
 
-    def _view(self, request: KvRequest) -> PromptView:
+    def view(self, request: KvRequest) -> PromptView:
+        """An admitted prompt as its policy sees it."""
         plan = request.plan
         return PromptView(
             tokens=plan.tokens,

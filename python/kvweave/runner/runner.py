@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.engine import Engine
 from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
@@ -416,6 +418,25 @@ class Runner:
             answer.done.commit()
         finally:
             answer.done.release()
+
+    def engine(
+        self,
+        *,
+        token_budget: int = 8192,
+        chunk_tokens: int = 2048,
+        max_running: int = 256,
+        order: str = "arrival",
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> Engine:
+        """An engine that answers many requests by this runner, step by step: see `Engine`."""
+        return Engine(
+            self._answering,
+            token_budget=token_budget,
+            chunk_tokens=chunk_tokens,
+            max_running=max_running,
+            order=order,
+            clock=clock,
+        )
 
     def conversation(
         self,

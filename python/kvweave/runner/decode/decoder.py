@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,8 +47,16 @@ class Decoder:
         self._slots: list[DecodeSlots] = []
 
     @needs_memory("decode step")
-    def step(self, batch: Sequence[Decoding], *, watched: bool = False) -> list[int]:
+    def step(
+        self,
+        batch: Sequence[Decoding],
+        *,
+        watched: bool = False,
+        choose: Callable[[Sequence[Decoding], torch.Tensor, bool], list[int]] = choose_all,
+    ) -> list[int]:
         """Feeds each sequence's last token through the model and chooses its next: B ids.
+
+        `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`.
 
         The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
         [L, B, H, D], until the next one.
@@ -67,7 +75,7 @@ class Decoder:
         with self.spec.current():
             step = slots.step()
             logits = self._logits(slots, step, watched)
-            chosen = choose_all(slots.batch, logits, slots.greedy)
+            chosen = choose(slots.batch, logits, slots.greedy)
         spent = time.perf_counter() - start
         for timings in slots.timings:
             timings.decode_s += spent
