@@ -193,7 +193,7 @@ impl Twins {
     }
 
     fn compare(&mut self, one: &Told, other: &Told) {
-        assert_eq!((&one.tokens, one.bytes), (&other.tokens, other.bytes));
+        assert_eq!(one.tokens, other.tokens);
         assert_eq!(one.entries.len(), other.entries.len());
         for (table, (ours, theirs)) in one.entries.iter().zip(&other.entries).enumerate() {
             assert_eq!(ours.len(), theirs.len(), "table {table}: {ours:?}, {theirs:?}");
@@ -203,6 +203,17 @@ impl Twins {
             }
         }
     }
+}
+
+/// Whether two caches hold the same, if in other blocks.
+fn are_twins(world: &World, twin: &World) -> bool {
+    let shape = |told: &Told| -> Vec<Vec<[i32; 4]>> {
+        let parts = |&[_, begin, end, position, delta]: &[i32; 5]| [begin, end, position, delta];
+        told.entries.iter().map(|table| table.iter().map(parts).collect()).collect()
+    };
+    let (ours, theirs) = (world.told().0, twin.told().0);
+    let same = |(a, b): (&Told, &Told)| a.bytes == b.bytes && shape(a) == shape(b);
+    ours.len() == theirs.len() && ours.iter().zip(&theirs).all(same)
 }
 
 proptest! {
@@ -221,8 +232,10 @@ proptest! {
             let Event::Step { mask, turned, .. } = event else {
                 world.run(event);
                 twin.run(event);
-                if world.live.len() != twin.live.len() {
-                    // Blocks lie elsewhere, so other slabs are full: no twins any more.
+                if !are_twins(&world, &twin) {
+                    // Of several groups blocks may lie elsewhere, so that other slabs are full and
+                    // other content was evicted.
+                    prop_assert!(windows, "no twins after {event:?}");
                     return Ok(());
                 }
                 continue;
@@ -255,8 +268,16 @@ proptest! {
                         one.finish_copies();
                         other.finish_copies();
                     }
+                    let mut same_bytes = true;
                     for (one, other) in world.told().0.iter().zip(&twin.told().0) {
                         twins.compare(one, other);
+                        same_bytes &= one.bytes == other.bytes;
+                    }
+                    prop_assert!(windows || same_bytes, "bytes differ");
+                    if !same_bytes {
+                        // Blocks that a window group only wishes for came for none of the step
+                        // and for some of the appends: what is cached may differ from now on.
+                        return Ok(());
                     }
                 }
                 (Ok(()), Err(_)) => return Ok(()),

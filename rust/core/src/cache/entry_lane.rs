@@ -144,17 +144,16 @@ impl Lane {
         segment: Segment,
         moves: &mut EntryMoves,
     ) -> bool {
-        self.append(held, newest);
+        let moved = self.append(held, newest);
         let (gone, cut) = self.leave_behind(held, newest[3] + newest[2] - newest[1]);
         let (first, count) = (self.first + gone, self.listed.len());
         if first + count > segment.end() {
             return false;
         }
         (self.first, self.count) = (first, count);
-        if gone > 0 {
-            for (place, &entry) in (first..).zip(self.listed.iter().take(self.sinks)) {
-                moves.put(place, entry);
-            }
+        let kept = if gone > 0 { 0 } else { self.sinks - usize::from(moved) };
+        for (place, &entry) in (first..).zip(&self.listed).take(self.sinks).skip(kept) {
+            moves.put(place, entry);
         }
         if cut && self.sinks + 1 < count {
             moves.put(first + self.sinks, self.listed[self.sinks]);
@@ -163,8 +162,9 @@ impl Lane {
         true
     }
 
-    /// Lists the newest token.
-    fn append(&mut self, held: &Holding, newest: [i32; 5]) {
+    /// Lists the newest token. Returns whether the sink ends in its block and that block is
+    /// another now: the one before was shared with a fork.
+    fn append(&mut self, held: &Holding, newest: [i32; 5]) -> bool {
         let [block, begin, end, position, delta] = newest;
         let page = held.table.span(0).len() as i32;
         let at = position + end - begin - 1;
@@ -179,6 +179,14 @@ impl Lane {
                 self.sinks += usize::from(at < sink);
             }
         }
+        // Where the sink ends within a block, two entries list that block.
+        let behind_sink = self.sinks > 0 && self.sinks < self.listed.len();
+        let Some(last) = self.listed.get_mut(self.sinks.wrapping_sub(1)) else { return false };
+        let moved = behind_sink && last[3] / page == at / page && last[0] != block;
+        if moved {
+            last[0] = block;
+        }
+        moved
     }
 
     fn sink(&self, held: &Holding) -> i32 {
