@@ -7,7 +7,7 @@ import numpy as np
 from families import random_tokens
 from kvweave.runner import Runner, Sampling
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.prefill import Prefill
+from kvweave.runner.prefilled import Prefill
 from plan_policies import Restoring
 
 

@@ -13,7 +13,7 @@ from families import random_tokens, tiny
 from head_maps import classes_of, masked_greedy, masked_reference, near, runner_of
 from kvweave.plan import LayerPlan
 from kvweave.runner import Runner, Segment
-from kvweave.runner.prefill import Lookup
+from kvweave.runner.lookup import Lookup
 from plan_policies import Planned, Restoring, every
 
 TOKENS = 150

@@ -14,7 +14,7 @@ from head_maps import classes_of, near, runner_of
 from kvweave import InvalidArgument, PoolFull
 from kvweave.policies import policy_of
 from kvweave.runner import Runner
-from kvweave.runner.prefill import Lookup
+from kvweave.runner.lookup import Lookup
 from kvweave.runner.prefill_job import PrefillJob
 
 

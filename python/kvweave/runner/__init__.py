@@ -6,7 +6,7 @@ from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine import Engine
 from kvweave.runner.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
-from kvweave.runner.prefill import Prefill
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import (
     Part,
     Prompt,

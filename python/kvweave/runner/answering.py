@@ -18,8 +18,10 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
+from kvweave.runner.lookup import Lookup
 from kvweave.runner.lossy import LossyPrefiller
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill import Prefiller
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import PromptTokenizer, TokenizedPrompt
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.spoken_text import SpokenText

@@ -26,7 +26,7 @@ from kvweave.runner.mean_bound import mean_at_least, surely_above
 from kvweave.runner.report import CanaryCheck
 
 if TYPE_CHECKING:
-    from kvweave.runner.prefill import Prefill
+    from kvweave.runner.prefilled import Prefill
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from kvweave.policies import Policy
 from kvweave.runner.answering import Answering, Ask
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healing
-from kvweave.runner.prefill import Lookup, Prefill, Room
+from kvweave.runner.lookup import Lookup, Room
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.report import Generation, Report
 from kvweave.runner.stop import Stops

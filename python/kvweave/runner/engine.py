@@ -17,8 +17,9 @@ from kvweave.runner.answering import Answer, Answering, Ask
 from kvweave.runner.decode.decoding import Decoding, by_regime
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine_request import EngineRequest
-from kvweave.runner.prefill import Lookup, Prefill
+from kvweave.runner.lookup import Lookup
 from kvweave.runner.prefill_job import PrefillJob
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.stop import Stops
 from kvweave.scheduler import Scheduler, StepPlan
@@ -210,6 +211,8 @@ class Engine:
                 plan = self._plan()
             with torch.inference_mode():
                 self._carry_out(plan)
+            # A step that only prefills has waited for nothing: the next plan would come too soon.
+            self._prefiller.clock.wait()
             return not plan.is_idle
         finally:
             self._stepping.release()

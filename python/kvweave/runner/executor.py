@@ -7,8 +7,6 @@ it may ask for a draft, or begin another pass: see `PlanWalk`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -65,35 +63,16 @@ class Executor:
             run.carry_out()
         return run.logits(), run.trace
 
-    def prefill_in_chunks(
-        self,
-        kv: RequestKv,
-        tokens: torch.Tensor,
-        policy: Plans,
-        logits_from: int,
-        spans: list[tuple[int, int]],
-        computed: Callable[[int, int], None],
-    ) -> tuple[torch.Tensor, Trace]:
+    def in_chunks(
+        self, kv: RequestKv, tokens: torch.Tensor, policy: Plans, logits_from: int, done: int
+    ) -> ChunkedRun:
         """The same for a policy that measures nothing, one span of positions after the other.
 
-        Between two of them `computed` hears how many tokens are done and how many of these are
-        exact, and windows move on.
+        Whoever goes on with it says when each span is computed; the first begins at `done`.
 
         # Errors
         As for `prefill`; `InvalidArgument` for a plan with a probe.
         """
-        run = self.in_chunks(kv, tokens, policy, logits_from, spans[0][0])
-        for index, (start, end) in enumerate(spans):
-            if index:
-                computed(start, min(start, run.trace.exact))
-                kv.advance(start, end)
-            run.compute(start, end)
-        return run.logits(), run.trace
-
-    def in_chunks(
-        self, kv: RequestKv, tokens: torch.Tensor, policy: Plans, logits_from: int, done: int
-    ) -> ChunkedRun:
-        """The same for whoever says when each span is computed; the first begins at `done`."""
         with self._walk(policy, len(tokens), logits_from, done) as walk:
             plans = chunks.collected(walk)
         return ChunkedRun(_Run(self, kv, tokens, logits_from, walk), plans)

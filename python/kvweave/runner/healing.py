@@ -26,7 +26,8 @@ from kvweave.policies.row_sets import averaged, highest, scores_of, union
 from kvweave.runner import probes
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.flops import FlopCount
-from kvweave.runner.prefill import Prefill, Prefiller
+from kvweave.runner.prefill import Prefiller
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.report import HealingReport
 from kvweave.runner.request_kv import RequestKv
 from kvweave.runner.reused_tokens import positions_of

@@ -21,8 +21,10 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.lookup import Lookup, Room
 from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller, Room
+from kvweave.runner.prefill import Prefiller
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.turns import follow
 

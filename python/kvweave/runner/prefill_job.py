@@ -1,4 +1,7 @@
-"""`PrefillJob`: the prefill of one prompt that stops between two chunks and goes on later."""
+"""`PrefillJob`, a prompt's way into the pages: look up → admit → copy → run the plans → remember.
+
+It may stop between two chunks and go on later.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.chunks import spans
-from kvweave.runner.clock import Clock
+from kvweave.runner.clock import Clock, Mark
 from kvweave.runner.executor import ChunkedRun
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.lookup import Lookup, first_of
+from kvweave.runner.prefill_context import PrefillContext
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
 from kvweave.runner.request_kv import RequestKv
@@ -24,10 +29,13 @@ from kvweave.runner.trace import Trace
 class PrefillJob:
     """A prompt that has its blocks, and of which rows before `computed` have their KV.
 
-    `advance` computes up to a position, in spans of at most `chunk_tokens`; `finish` gives the
-    prefilled prompt once all T `tokens` are done. What is computed in one call, and by policies
-    that measure in any case, is what `Prefiller.prefill` computes. One thread uses a job, that of
-    the prefiller. After any error, and `release`, the request holds nothing.
+    `advance` computes up to a position, in spans of at most `chunk_tokens` (0: at once); `finish`
+    gives the prefilled prompt once all T `tokens` are done. What is computed in one call, and by
+    policies that measure in any case, is the same bits whenever it stops. One thread uses a job,
+    that of the prefiller. After any error, and `release`, the request holds nothing.
+
+    `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
+    also what lies behind the windows of its heads; it is computed at once then.
 
     # Errors
     `PoolFull` when the prompt does not fit; whatever its policy raises.
@@ -37,48 +45,55 @@ class PrefillJob:
     @torch.inference_mode()
     def __init__(
         self,
-        prefiller: Prefiller,
+        context: PrefillContext,
         prompt: TokenizedPrompt,
         policy: Policy,
         lookup: Lookup,
         chunk_tokens: int,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+        keep: bool = False,
     ) -> None:
         start = time.perf_counter()
-        self._prefiller = prefiller
+        self.tokens = len(prompt.tokens)
+        self._context = context
         self._policy = policy
         self._lookup = lookup
-        self.tokens = len(prompt.tokens)
-        self._chunk = 0 if policy.measures else chunk_tokens
-        self._mode = prefiller.mode_for(policy)
-        positions = prefiller.rotary.table(self.tokens)
+        self._first = first_of(logits_from, self.tokens)
+        self._chunk = 0 if keep or policy.measures else chunk_tokens
+        self._keep = keep
+        self._mode = context.mode_for(policy)
+        positions = context.rotary.table(self.tokens)
         segments = policy.reuse == "segments"
-        self.request = prefiller.cache.admit(
+        self.request = context.cache.admit(
             prompt.tokens,
             namespace=lookup.namespace,
             segments=prompt.segments if segments else (),
             discover=lookup.discover and segments,
             reuse=policy.reuse,
             mode=self._mode[0],
+            reserve_tokens=reserve_tokens,
             regime=positions.regime,
             chunk_tokens=self._chunk,
         )
         self._timings = Timings(lookup_s=time.perf_counter() - start)
+        self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None
         self._whole: tuple[torch.Tensor, Trace] | None = None
-        start = time.perf_counter()
         try:
-            with prefiller.spec.current():
-                kv = RequestKv(
-                    prefiller.heads, prefiller.pages, self.request, positions, policy.delta_rope
+            with context.spec.current():
+                self._kv = RequestKv(
+                    context.heads, context.pages, self.request, positions, policy.delta_rope
                 )
-                kv.copy()
-                prefiller.clock.wait()
-                self._kv, self._view = kv, prefiller.view(self.request)
-                self._ids = send_index(prefiller.spec.device, prompt.tokens).long()
+                copying = context.clock.mark()
+                self._kv.copy()
+                self._copying = copying, context.clock.mark()
+                self._view = context.view(self.request)
+                self._ids = send_index(context.spec.device, prompt.tokens).long()
         except BaseException:
             self.release()
             raise
-        self._timings.copy_s = time.perf_counter() - start
         found = self._view.segments
         self._exact = found[0][0] if found else self.tokens
         self.computed = self._view.prefix
@@ -88,7 +103,7 @@ class PrefillJob:
     def advance(self, to: int) -> None:
         """Computes the rows before position `to` ≤ T that are not computed yet.
 
-        A policy that measures computes all of the prompt at once, whatever `to`.
+        What cannot be cut is computed to its end, whatever `to`. Nothing waits for the device.
 
         # Errors
         `InvalidArgument` for a position behind the end; as for the job otherwise.
@@ -97,27 +112,25 @@ class PrefillJob:
             raise InvalidArgument(f"prefill: expected a position up to {self.tokens}, got {to}")
         if to <= self.computed:
             return
-        start = time.perf_counter()
         try:
-            with self._prefiller.spec.current():
+            with self._context.spec.current():
+                begun = self._context.clock.mark()
                 self._advance(to)
-                self._prefiller.clock.wait()
+                self._computing.append((begun, self._context.clock.mark()))
         except BaseException:
             self.release()
             raise
-        self._timings.prefill_s += time.perf_counter() - start
 
     def _advance(self, to: int) -> None:
-        prefix, executor = self._view.prefix, self._prefiller.executor
+        prefix, executor = self._view.prefix, self._context.executor
         if self._run is None:
             at_once = to == self.tokens and to - prefix <= self._chunk
             plans = self._policy.plan(self._view)
             if at_once or not self._chunk:
-                last = self.tokens - 1
-                self._whole = executor.prefill(self._kv, self._ids, plans, last, prefix)
+                self._whole = executor.prefill(self._kv, self._ids, plans, self._first, prefix)
                 self.computed = self.tokens
                 return
-            self._run = executor.in_chunks(self._kv, self._ids, plans, self.tokens - 1, prefix)
+            self._run = executor.in_chunks(self._kv, self._ids, plans, self._first, prefix)
         for first, end in spans(self.computed, to, self._chunk):
             if first > prefix:
                 if self._lookup.at_once:
@@ -138,7 +151,7 @@ class PrefillJob:
                 f"prefill: expected all {self.tokens} tokens computed, got {self.computed}"
             )
         try:
-            with self._prefiller.spec.current():
+            with self._context.spec.current():
                 return self._finished()
         except BaseException:
             self.release()
@@ -149,19 +162,27 @@ class PrefillJob:
             self._whole = self._run.logits(), self._run.trace
         assert self._whole is not None
         logits, trace = self._whole
-        request, view, length = self.request, self._view, self.tokens
+        context, request, length = self._context, self.request, self.tokens
+        self._take_times(trace)
         exact = min(self._exact, trace.exact)
-        self._prefiller.clock.wait()
-        self._timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
         if self._lookup.at_once:
             request.commit(length, exact)
-        self._kv.advance(length, length)
-        report = self._prefiller.report(request, self._policy, trace, self._timings, view)
+        if not self._keep:
+            self._kv.advance(length, length)
+        report = context.report(request, self._policy, trace, self._timings, self._view)
         report.mode, report.mode_reason = self._mode
-        report.device_bytes = self._prefiller.device_bytes(report, trace, len(logits))
-        reused = ReusedTokens.of(view.segments)
+        report.device_bytes = context.device_bytes(report, trace, len(logits))
+        reused = ReusedTokens.of(self._view.segments)
         report.settled_now = reused.settle(trace.recomputed)
         return Prefill(self._kv, logits, report, self._lookup, exact, reused)
+
+    def _take_times(self, trace: Trace) -> None:
+        """How long the device took for each part; waits for it."""
+        self._context.clock.wait()
+        times = self._timings
+        times.copy_s = Clock.seconds(*self._copying)
+        times.prefill_s = sum(Clock.seconds(*span) for span in self._computing)
+        times.select_s = sum(Clock.seconds(*span) for span in trace.selections)
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""

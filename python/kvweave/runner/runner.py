@@ -28,10 +28,12 @@ from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.heads import HeadReads
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.layer import needs_tiling
+from kvweave.runner.lookup import Lookup
 from kvweave.runner.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill import Prefiller
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken

@@ -20,7 +20,9 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.plan import Plans, PromptView, Rows, one_pass
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller, first_of
+from kvweave.runner.lookup import Lookup, first_of
+from kvweave.runner.prefill import Prefiller
+from kvweave.runner.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
 from kvweave.runner.request_kv import RequestKv
