@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from families import VOCABULARY, random_tokens, tiny
 from kvweave import InvalidArgument, PoolFull
-from kvweave.errors import AlreadyStepping, Cancelled, KvweaveError, Unsupported
+from kvweave.errors import AlreadyStepping, Cancelled, KvweaveError
 from kvweave.plan import Plans, PromptView, one_pass
 from kvweave.policies import policy_of
-from kvweave.runner import Canary, Engine, EngineRequest, Runner, Sampling
+from kvweave.runner import Engine, EngineRequest, Runner, Sampling
 
 P = 16
 
@@ -269,8 +269,6 @@ def test_what_cannot_be_is_refused_at_once(model: Any) -> None:
     with pytest.raises(InvalidArgument, match="request of this engine"):
         engine.cancel(theirs)
     assert engine.state(mine) == "waiting"
-    with pytest.raises(Unsupported, match="canary"):
-        runner_of(model, canary=Canary(bound=1.0)).engine()
 
 
 def test_an_answer_that_outgrows_the_arena_ends_alone(model: Any) -> None:

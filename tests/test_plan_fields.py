@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from families import random_tokens, tiny
 from head_maps import classes_of, masked_greedy, masked_reference, near, runner_of
 from kvweave.plan import LayerPlan
 from kvweave.runner import Runner, Segment
-from kvweave.runner.lookup import Lookup
 from plan_policies import Planned, Restoring, every
 
 TOKENS = 150
@@ -127,13 +127,10 @@ def test_requests_with_unlike_restored_heads_decode_side_by_side(llama) -> None:
         restored = classes.copy()
         restored[layer, head] = 0
         wanted.append(masked_greedy(llama, restored, tokens, 12))
-    answering = runner._answering
-    asks = [answering.ask(policy, Lookup(), 12, None, ()) for policy in policies]
-    answers = [answering.start(runner.tokenize(tokens), ask) for ask in asks]
-    answering.run(answers)
-    assert [answer.sequence.tokens for answer in answers] == wanted
-    for answer in answers:
-        answer.done.release()
+    with closing(runner.engine()) as engine:
+        asked = [engine.submit(tokens, policy, max_new_tokens=12, stop=()) for policy in policies]
+        engine.run()
+    assert [request.result().tokens for request in asked] == wanted
     runner.cache.check()
 
 

@@ -22,11 +22,13 @@ of a cancelled request is nobody's: numbers that are not live are passed over. `
 
 Memory. A plan promises room by counting, from what the cache says is available at that moment: a
 request pays for all its tokens when it is admitted, then for each page that it grows into. Of
-these, `shared_pages` (of the arena) are left out, which others hold already and it will read. When
-the cache raises `PoolFull` all the same (other users of it took the room, or free pages lie in
-slabs of another head group), `not_done(request, no_room=True)` says so: a prompt waits again and
-must hold nothing; for a request that decodes, the next plan makes room. A step that failed for
-another reason is `not_done(request)`, and is planned again.
+these, `shared_pages` (of the arena) are left out, which others hold already and it will read;
+`pages_of` counts what some tokens take. Who comes with `reserve` takes room for so many tokens
+more when it is admitted, and needs none while it says them (`expect` names all of them together:
+`reserved`). When the cache raises `PoolFull` all the same (other users of it took the room, or free
+pages lie in slabs of another head group), `not_done(request, no_room=True)` says so: a prompt waits
+again and must hold nothing; for a request that decodes, the next plan makes room. A step that
+failed for another reason is `not_done(request)`, and is planned again.
 
 Rules. `priority` (more is sooner) makes a request as old as if it had come `ageing_ns` earlier for
 each level, so nobody is passed for longer than its difference in levels times that. Decoding goes
@@ -37,7 +39,8 @@ for a waiting one those of lower priority and the same kind. Who finds no room l
 `patience_ns`, then nobody is admitted before it. Namespaces share tokens by weight, in rounds of
 `quantum`. Requests of different `kind` (a RoPE regime, a shape of step) never share a step, take
 turns, and never evict one another for it. `whole` is for prompts whose policy cannot be cut.
-`order="short-first"` is PREFLOW's: 2^(age / doubling_ns) / (total work × work left).
+`order="short-first"` is PREFLOW's: 2^(age / doubling_ns) / (total work × work left). A chunk may be
+computed in spans of at most `span_tokens`, between which windows move on.
 """
 
 from kvweave._native import Scheduler, StepPlan

@@ -1,5 +1,6 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.async_runner import AsyncRunner
 from kvweave.runner.canary import Canary, CanaryState
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
@@ -24,8 +25,11 @@ from kvweave.runner.report import (
     Timings,
 )
 from kvweave.runner.runner import Runner
+from kvweave.runner.served_request import ServedRequest
+from kvweave.runner.server import Server
 
 __all__ = [
+    "AsyncRunner",
     "Canary",
     "CanaryCheck",
     "CanaryState",
@@ -42,6 +46,8 @@ __all__ = [
     "Runner",
     "Sampling",
     "Segment",
+    "ServedRequest",
+    "Server",
     "StreamedToken",
     "Timings",
     "TokenizedPrompt",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +13,13 @@ from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.decode.loop import decode_steps
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
 from kvweave.runner.lookup import Lookup
 from kvweave.runner.lossy import LossyPrefiller
 from kvweave.runner.prefill import Prefiller
 from kvweave.runner.prefilled import Prefill
-from kvweave.runner.prompt import PromptTokenizer, TokenizedPrompt
+from kvweave.runner.prompt import PromptTokenizer
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.spoken_text import SpokenText
 from kvweave.runner.stop import Stop, Stops
@@ -30,7 +27,11 @@ from kvweave.runner.stop import Stop, Stops
 
 @dataclass(frozen=True)
 class Ask:
-    """How one prompt is to be answered; `streamed`: its text is wanted token by token."""
+    """How one prompt is to be answered.
+
+    `streamed`: its text is wanted token by token. `reserve`: room for all of the answer is taken
+    before its first token, instead of as it grows.
+    """
 
     policy: Policy
     lookup: Lookup
@@ -39,6 +40,7 @@ class Ask:
     stop: Stop
     healing: Healing | None = None
     streamed: bool = False
+    reserve: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,17 @@ class Answer:
         Earlier tokens of such a string are among them, though their text is not shown.
         """
         tokens = self.sequence.tokens
-        ended = self._says_nothing or (self.text is not None and self.text.ended)
-        return tokens[:-1] if ended else tokens
+        return tokens[:-1] if self.stopped else tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the newest token ends the answer, by its id or with a string."""
+        return self._says_nothing or (self.text is not None and self.text.ended)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the queries of its next step are wanted."""
+        return self.watch is not None and self.watch.goes_on
 
     def hear(self) -> None:
         """Reads the newest token, where the text is kept; behind a string that ends it no more."""
@@ -111,7 +122,9 @@ class Answering:
         sampling: Sampling | None,
         stop: Stops | None,
         healing: Healing | None = None,
+        *,
         streamed: bool = False,
+        reserve: bool = False,
     ) -> Ask:
         """How a prompt is to be answered; see `Stop.of` for what ends the answer."""
         whole("max_new_tokens", max_new_tokens, 1)
@@ -121,18 +134,8 @@ class Answering:
             raise InvalidArgument(f"sampling: expected a Sampling or None, got {shown(chosen)}")
         ends = Stop.of(stop, self.prompts.tokenizer, self.prompts.vocabulary)
         wanted = self.lossy.policy_of(policy)
-        return Ask(wanted, lookup, int(max_new_tokens), chosen, ends, healing, streamed)
-
-    def start(self, prompt: TokenizedPrompt, ask: Ask) -> Answer:
-        """Prefills a prompt and chooses the first token of its answer."""
-        done = self.lossy.prefill(
-            prompt, ask.policy, ask.lookup, reserve_tokens=ask.max_new_tokens - 1
-        )
-        try:
-            return self.begin(done, ask)
-        except BaseException:
-            done.release()
-            raise
+        most = int(max_new_tokens)
+        return Ask(wanted, lookup, most, chosen, ends, healing, streamed, reserve)
 
     @needs_memory("sampling")
     def begin(self, done: Prefill, ask: Ask) -> Answer:
@@ -154,38 +157,23 @@ class Answering:
         answer.hear()
         return answer
 
-    def steps(self, answers: Sequence[Answer]) -> Generator[None, None, None]:
-        """One more token for each answer that is not done, again and again.
+    def go_on(self, answer: Answer, done: Prefill) -> None:
+        """Chooses what an answer says next, now that its KV is there again."""
+        sequence = answer.sequence
+        sequence.request, sequence.positions = done.request, done.positions
+        if answer.watch is not None:
+            answer.watch.go_on(done)
+        sequence.choose(done.logits[-1])
+        answer.hear()
 
-        Those that are watched may be healed behind a step.
-        """
-        by_sequence = {answer.sequence: answer for answer in answers}
-
-        def watched(sequence: Decoding) -> bool:
-            watch = by_sequence[sequence].watch
-            return watch is not None and watch.goes_on
-
-        with closing(decode_steps(self.decoder, list(by_sequence), watched)) as steps:
-            for group, queries in steps:
-                for column, sequence in enumerate(group):
-                    answer = by_sequence[sequence]
-                    answer.hear()
-                    if queries is not None and watched(sequence):
-                        self._look(answer.watch, queries[:, column])
-                yield
-
-    def run(self, answers: Sequence[Answer]) -> None:
-        """Decodes all answers to their ends, together."""
-        for _ in self.steps(answers):
-            pass
+    def look(self, answer: Answer, queries: torch.Tensor) -> None:
+        """Keeps the queries [L, H, D] of a watched answer's step, and heals it if they say so."""
+        watch = answer.watch
+        # The blocks of what is healed may be others then.
+        if watch is not None and watch.keep(queries) and self.healer.look(watch):
+            self.decoder.forget(watch.done.request)
 
     def finished(self, answer: Answer) -> Generation:
         """An answer that was decoded to its end."""
         text = self.prompts.decode(answer.spoken) if answer.text is None else str(answer.text)
-        return Generation(text, answer.sequence.tokens, answer.done.report)
-
-    @torch.inference_mode()
-    def _look(self, watch: Watch | None, queries: torch.Tensor) -> None:
-        """Keeps the queries of one step; the blocks of what is healed may be others then."""
-        if watch is not None and watch.keep(queries) and self.healer.look(watch):
-            self.decoder.forget()
+        return Generation(text, answer.sequence.tokens, answer.done.report, answer.stopped)

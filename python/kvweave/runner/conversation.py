@@ -9,6 +9,7 @@ import numpy as np
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.answering import Answering, Ask
+from kvweave.runner.calls import Calls
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healing
 from kvweave.runner.lookup import Lookup, Room
@@ -81,13 +82,14 @@ class Conversation:
         """
         named = (self._policy, self._lookup, max_new_tokens, sampling, stop, self._healing)
         ask = self._answering.ask(*named)
-        done, marks = self._computed(parts, None, max_new_tokens - 1)
-        try:
-            generation = self._answered(done, ask)
-        except BaseException:
-            done.release()
-            raise
-        self._go_on(done, marks)
+        with self._answering.prefiller.computing:
+            done, marks = self._computed(parts, None, max_new_tokens - 1)
+            try:
+                generation = self._answered(done, ask)
+            except BaseException:
+                done.release()
+                raise
+            self._go_on(done, marks)
         return generation
 
     def prefill(
@@ -101,8 +103,9 @@ class Conversation:
         # Errors
         As for `ask`.
         """
-        done, marks = self._computed(parts, logits_from, reserve_tokens)
-        self._go_on(done, marks)
+        with self._answering.prefiller.computing:
+            done, marks = self._computed(parts, logits_from, reserve_tokens)
+            self._go_on(done, marks)
         return done
 
     def close(self) -> None:
@@ -152,11 +155,11 @@ class Conversation:
         return follow(prefiller, live, whole, policy, lookup, **room), marks
 
     def _answered(self, done: Prefill, ask: Ask) -> Generation:
-        answer = self._answering.begin(done, ask)
-        self._answering.run([answer])
-        # The last token has no KV yet; a stop token is none of the conversation's.
-        done.pending = answer.spoken[len(answer.sequence.tokens) - 1 :]
-        return self._answering.finished(answer)
+        generation = Calls(self._answering).answer(done, ask)
+        # The last token has no KV yet; one that ended the answer is none of the conversation's.
+        if generation.stopped:
+            done.pending = []
+        return generation
 
     def _go_on(self, done: Prefill, marks: tuple[tuple[int, int, str], ...]) -> None:
         """From now on the conversation is what a turn made of it."""

@@ -5,66 +5,43 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from kvweave.arguments import flag, whole
-from kvweave.errors import AlreadyStepping, InvalidArgument, KvweaveError, PoolFull, Unsupported
-from kvweave.policies import Policy, is_exact
+from kvweave.errors import AlreadyStepping, InvalidArgument, PoolFull
+from kvweave.policies import Policy
 from kvweave.runner.answering import Answer, Answering, Ask
-from kvweave.runner.decode.decoding import Decoding, by_regime
+from kvweave.runner.checked_choice import CheckedChoice, check_token
+from kvweave.runner.decode.decoding import by_regime
 from kvweave.runner.decode.sampling import Sampling
-from kvweave.runner.engine_request import EngineRequest
+from kvweave.runner.engine_request import EngineRequest, Outcome
+from kvweave.runner.engine_room import EngineRoom
+from kvweave.runner.healing import Healing
+from kvweave.runner.live_request import LiveRequest
 from kvweave.runner.lookup import Lookup
 from kvweave.runner.prefill_job import PrefillJob
-from kvweave.runner.prefilled import Prefill
+from kvweave.runner.prefilled import Prefill, live_prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.stop import Stops
 from kvweave.scheduler import Scheduler, StepPlan
 
-
-@dataclass(eq=False)
-class _Live:
-    """A request that has not ended: what it holds and how far its answer is.
-
-    `job` while it is prefilled, `done` while it decodes; neither while it waits. `answer` from its
-    first token on, also while it waits for room to go on.
-    """
-
-    handle: EngineRequest
-    prompt: TokenizedPrompt
-    ask: Ask
-    job: PrefillJob | None = None
-    done: Prefill | None = None
-    answer: Answer | None = None
-
-    @property
-    def said(self) -> list[int]:
-        return [] if self.answer is None else self.answer.sequence.tokens
-
-    @property
-    def holds(self) -> bool:
-        return self.job is not None or self.done is not None
-
-    @property
-    def resumed_as(self) -> TokenizedPrompt:
-        """The prompt to prefill: what was said stands behind it where that changes nothing else."""
-        if not self.said or not is_exact(self.ask.policy):
-            return self.prompt
-        tokens = np.concatenate((self.prompt.tokens, np.asarray(self.said, np.int32)))
-        return replace(self.prompt, tokens=tokens)
+_NO_LIMIT = 2**31 - 1
+_MOST_RUNNING = 2**20
 
 
 class Engine:
     """Answers requests that come and go, in steps: chunks of prompts beside one decode step.
 
-    `submit`, `cancel` and the handles are for any thread. `step` is for one thread at a time, and
-    for no other that uses the same runner meanwhile: a runner's own calls may come between steps.
+    `submit`, `cancel` and the handles are for any thread. `step` is for one thread at a time; while
+    it computes, no other thread computes with the same runner: `AlreadyStepping` there or here. A
+    runner's own calls may come between two steps.
+
     A step prefills at most `token_budget` tokens less those that decode, `chunk_tokens` of a prompt
     at once; policies that measure are prefilled in one piece. At most `max_running` requests run;
-    `order` as for `kvweave.scheduler`, which says which requests a step computes.
+    None is no limit, for each of them. `order` as for `kvweave.scheduler`, which says which
+    requests a step computes.
 
     A request for which there is no room any more gives its blocks back and is computed again later,
     with what it has said: no token is said twice. What it says then is what it would have said, as
@@ -73,41 +50,41 @@ class Engine:
     length, those of the longer prompt are used.
 
     A request that raises ends alone; what goes wrong in a decode step and is nobody's own ends all
-    that took part in it. `clock` says nanoseconds that never go back.
-
-    # Errors
-    `Unsupported` for a runner with a canary, which looks at prompts one by one.
+    that took part in it. A runner's canary looks at prompts once they are prefilled, in the same
+    step. `clock` says nanoseconds that never go back.
     """
 
     def __init__(
         self,
         answering: Answering,
         *,
-        token_budget: int = 8192,
-        chunk_tokens: int = 2048,
-        max_running: int = 256,
+        token_budget: int | None = 8192,
+        chunk_tokens: int | None = 2048,
+        max_running: int | None = 256,
         order: str = "arrival",
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        if answering.lossy.canary is not None:
-            raise Unsupported("engine: expected a runner without a canary, got one with it")
         self._answering = answering
         self._prefiller = answering.prefiller
         self._decoder = answering.decoder
         self._clock = clock
-        self._chunk_tokens = whole("chunk_tokens", chunk_tokens, 1)
+        own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
+        # Whoever made the runner may have wanted shorter ones.
+        self._chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
         self._scheduler = Scheduler(
             self._prefiller.cache,
-            token_budget=token_budget,
-            chunk_tokens=chunk_tokens,
-            max_running=max_running,
+            token_budget=_NO_LIMIT if token_budget is None else token_budget,
+            chunk_tokens=_NO_LIMIT if own is None else own,
+            max_running=_MOST_RUNNING if max_running is None else max_running,
             order=order,
+            span_tokens=self._chunk or _NO_LIMIT,
         )
-        # Held by whoever steps or releases; the other lock guards what follows it, and is short.
-        self._stepping = threading.Lock()
+        self._room = EngineRoom(self._scheduler, self._prefiller)
+        self._in_step = False
+        # Guards what follows it, and is short.
         self._lock = threading.Lock()
-        self._live: dict[int, _Live] = {}
-        self._leaving: list[_Live] = []
+        self._live: dict[int, LiveRequest] = {}
+        self._leaving: list[LiveRequest] = []
         self._kinds: dict[int, int] = {}
         self._submitted = 0
         # What the next plan is told of the last.
@@ -127,46 +104,111 @@ class Engine:
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
+        healing: Healing | None = None,
         priority: int = 0,
         streamed: bool = False,
+        reserve: bool = False,
+        unread: int | None = None,
     ) -> EngineRequest:
         """A request that waits from now on; the arguments of `Runner.generate` mean the same.
 
-        `priority`: more is sooner. `streamed`: text is wanted token by token. From any thread.
+        `priority`: more is sooner. `streamed`: text is wanted token by token. `reserve`: room for
+        the whole answer is taken with that of the prompt, so that it never gives way for want of
+        it. `unread`: tokens that may wait for their reader; who falls further behind is cancelled
+        (None: all of the answer may). From any thread.
 
         # Errors
-        `InvalidArgument` as for `generate`; `PoolFull` for a prompt that the empty arena could not
-        hold. Nothing waits then.
+        `InvalidArgument` as for `generate`; `PoolFull` for a prompt, with `reserve` also for an
+        answer, that the empty arena could not hold. Nothing waits then.
         """
-        lookup = Lookup(namespace, discover, remember)
+        lookup = Lookup(namespace, discover, remember, late=healing is not None)
         ask = self._answering.ask(
-            policy, lookup, max_new_tokens, sampling, stop, streamed=flag("streamed", streamed)
+            policy,
+            lookup,
+            max_new_tokens,
+            sampling,
+            stop,
+            healing,
+            streamed=flag("streamed", streamed),
+            reserve=flag("reserve", reserve),
         )
         tokenized = self._answering.prompts.tokenize(prompt)
-        length = len(tokenized.tokens)
-        self._prefiller.warn_of_length(length + ask.max_new_tokens)
-        regime = self._prefiller.rotary.table(length).regime
+        return self.enter(tokenized, ask, priority=priority, unread=unread)
+
+    def submit_prefilled(
+        self,
+        done: Prefill,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Stops | None = None,
+        healing: Healing | None = None,
+        priority: int = 0,
+        streamed: bool = False,
+        unread: int | None = None,
+    ) -> EngineRequest:
+        """Decodes on from a prompt that `Runner.prefill` of the same runner has prefilled.
+
+        It stays the caller's, who leaves it alone until the request has ended, and releases it: it
+        holds its blocks and what was said then, and `Runner.decode` or another request may follow.
+        Where room is short it pauses, and gives nothing back. From any thread.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released, or is being decoded from; the request
+        fails with it for one to be healed that others may find, or that is released meanwhile.
+        """
+        live_prefill("submit", done)
+        ask = self._answering.ask(
+            "full", done.lookup, max_new_tokens, sampling, stop, healing, streamed=streamed
+        )
+        return self.enter(None, ask, done, priority=priority, unread=unread)
+
+    def enter(
+        self,
+        prompt: TokenizedPrompt | None,
+        ask: Ask,
+        done: Prefill | None = None,
+        *,
+        priority: int = 0,
+        unread: int | None = None,
+    ) -> EngineRequest:
+        """Like `submit`, for what was tokenized, or prefilled, and asked before."""
         whole("priority", priority, -(2**31), 2**31 - 1)
+        if unread is not None:
+            whole("unread", unread, 1)
+        if done is not None:
+            known = np.concatenate((done.request.tokens, np.asarray(done.pending, np.int32)))
+            prompt = TokenizedPrompt(known.astype(np.int32), ())
+        assert prompt is not None
+        length = len(prompt.tokens)
+        if done is None:
+            self._prefiller.warn_of_length(length + ask.max_new_tokens - 1)
+            regime = self._prefiller.rotary.regime(length)
+        else:
+            regime = done.positions.regime
         with self._lock:
-            live = _Live(EngineRequest(self._submitted), tokenized, ask)
+            if done is not None and any(live.done is done for live in self._live.values()):
+                raise InvalidArgument("submit: expected a prompt that nobody decodes from")
+            handle = EngineRequest(self._submitted, unread)
+            live = LiveRequest(handle, prompt, ask, given=done is not None, done=done)
             self._scheduler.arrive(
                 self._submitted,
                 length,
                 self._clock(),
-                cached=self._cached(live, regime),
+                **self._room.of_arrival(live, regime),
                 priority=priority,
-                namespace=namespace,
+                namespace=ask.lookup.namespace,
                 kind=self._kinds.setdefault(regime, len(self._kinds)),
                 whole=ask.policy.measures,
             )
             self._live[self._submitted] = live
             self._submitted += 1
-        return live.handle
+        return handle
 
     def cancel(self, request: EngineRequest) -> bool:
         """Ends a request in whatever state it is; whether it had not ended yet. From any thread.
 
-        Its blocks are given back at once, or at the end of the step that is going on; no token
+        Its blocks are given back at once, or when whoever computes is done with its step; no token
         comes after this returns.
 
         # Errors
@@ -180,7 +222,7 @@ class Engine:
         if live is None or not request.end("cancelled"):
             return False
         self._leave(live)
-        self._release_leaving()
+        self._prefiller.computing.soon(self._let_leaving_go)
         return True
 
     @property
@@ -202,21 +244,24 @@ class Engine:
         """Carries out one plan; False if there was nothing to do.
 
         # Errors
-        `AlreadyStepping` while a step goes on, in this thread or another; nothing is done then.
+        `AlreadyStepping` while a step goes on, or another thread computes with the same runner;
+        nothing is done then.
         """
-        if not self._stepping.acquire(blocking=False):
-            raise AlreadyStepping("step: expected an engine between two steps, got one in a step")
-        try:
-            with self._lock:
-                plan = self._plan()
-            with torch.inference_mode():
-                self._carry_out(plan)
-            # A step that only prefills has waited for nothing: the next plan would come too soon.
-            self._prefiller.clock.wait()
-            return not plan.is_idle
-        finally:
-            self._stepping.release()
-            self._release_leaving()
+        with self._prefiller.computing:
+            if self._in_step:
+                raise AlreadyStepping("step: expected an engine between two steps, got one in one")
+            self._in_step = True
+            try:
+                with self._lock:
+                    plan = self._plan()
+                with torch.inference_mode():
+                    self._carry_out(plan)
+                # A step that only prefills has waited for nothing: the next would come too soon.
+                self._prefiller.clock.wait()
+            finally:
+                self._in_step = False
+                self._let_leaving_go()
+        return not plan.is_idle
 
     def run(self) -> None:
         """Steps until every request has ended.
@@ -228,12 +273,14 @@ class Engine:
             if not self.step() and self._live:
                 raise PoolFull(f"engine: expected room for {self.live} requests, got none")
 
-    def close(self) -> None:
-        """Cancels whatever has not ended. From any thread; safe to call twice."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
         with self._lock:
-            left = [live.handle for live in self._live.values()]
-        for handle in left:
-            self.cancel(handle)
+            left = list(self._live.values())
+        for live in left:
+            if live.handle.end("failed" if error else "cancelled", error):
+                self._leave(live)
+        self._prefiller.computing.soon(self._let_leaving_go)
 
     def _plan(self) -> StepPlan:
         answered, finished = self._answered, self._finished
@@ -255,56 +302,79 @@ class Engine:
 
     # ---- prompts --------------------------------------------------------------------------
 
-    def _prefill(self, live: _Live, to: int, last: bool) -> None:
+    def _prefill(self, live: LiveRequest, to: int, last: bool) -> None:
         try:
-            if live.job is None:
-                self._let_go(live)
-                live.job = PrefillJob(
-                    self._prefiller,
-                    live.resumed_as,
-                    live.ask.policy,
-                    live.ask.lookup,
-                    self._chunk_tokens,
-                )
-            live.job.advance(min(to, live.job.tokens))
+            if not live.given:
+                self._advance(live, to)
             if last:
-                self._begin(live, live.job)
+                self._begin(live)
         except PoolFull as error:
-            self._no_room([live], error, 0)
+            self._no_room_to_prefill(live, error)
         except Exception as error:
             self._fail(live, error)
         except BaseException as error:
             self._fail(live, error)
             raise
 
-    def _begin(self, live: _Live, job: PrefillJob) -> None:
+    def _advance(self, live: LiveRequest, to: int) -> None:
+        if live.job is None:
+            self._let_go(live)
+            if live.policy is None:
+                live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
+            prompt = live.resumed_as
+            live.job = PrefillJob(
+                self._prefiller,
+                prompt,
+                live.policy,
+                live.ask.lookup,
+                self._chunk,
+                reserve_tokens=max(0, live.room - len(prompt.tokens)),
+            )
+        live.job.advance(min(to, live.job.tokens))
+
+    def _begin(self, live: LiveRequest) -> None:
         """Chooses the token behind a prompt that is done, and behind what was said before."""
-        live.done, live.job = job.finish(), None
-        said = len(live.prompt.tokens) + len(live.said) - live.done.request.length
-        if said:
-            self._prefiller.extend(live.done, np.asarray(live.said[-said:], np.int32))
+        if live.job is not None:
+            live.done, live.job = live.job.finish(), None
+            if live.answer is None:
+                self._answering.lossy.look_after(
+                    live.prompt, live.ask.policy, live.ask.lookup, live.done, live.off
+                )
+        done = live_prefill("decode", live.done)
+        live.settle_pending()
+        if done.pending:
+            self._prefiller.extend(done, np.zeros(0, np.int32))
         if live.answer is None:
-            live.answer = self._answering.begin(live.done, live.ask)
+            live.answer = self._answering.begin(done, live.ask)
         else:
-            sequence = live.answer.sequence
-            sequence.request, sequence.positions = live.done.request, live.done.positions
-            sequence.choose(live.done.logits[-1])
-            live.answer.hear()
-        self._check_token(live.said[-1])
+            self._answering.go_on(live.answer, done)
+        check_token(live.said[-1], self._prefiller.spec.vocabulary)
         self._said(live, live.answer)
 
     # ---- decoding -------------------------------------------------------------------------
 
-    def _decode(self, going: Sequence[_Live]) -> None:
+    def _decode(self, going: Sequence[LiveRequest]) -> None:
         """One more token for each, in one step for those that can share it: all or none."""
-        answering = {live.answer.sequence: live for live in going if live.answer is not None}
+        answering = {}
+        for live in going:
+            # A prompt that its caller has released would fail the step of all.
+            try:
+                live_prefill("decode", live.done)
+            except InvalidArgument as error:
+                self._fail(live, error)
+                continue
+            assert live.answer is not None
+            answering[live.answer.sequence] = live
         for group in by_regime(list(answering)):
             lives = [answering[sequence] for sequence in group]
-            choice = _Choice(self._check_token)
+            choice = CheckedChoice(self._prefiller.spec.vocabulary)
+            watched = any(live.answer is not None and live.answer.is_watched for live in lives)
             try:
-                self._decoder.step(group, choose=choice)
+                self._decoder.step(group, watched=watched, choose=choice)
+                queries = self._decoder.queries if watched else None
+                queries = None if queries is None else queries.clone()
             except PoolFull as error:
-                self._no_room(lives, error, error.request)
+                self._no_room_to_decode(lives, error)
                 continue
             except Exception as error:
                 for live in lives:
@@ -314,27 +384,26 @@ class Engine:
                 for live in lives:
                     self._fail(live, error)
                 raise
-            for sequence, live in zip(group, lives, strict=True):
-                self._hear(live, choice.failed.get(sequence))
+            for column, (sequence, live) in enumerate(zip(group, lives, strict=True)):
+                seen = None if queries is None else queries[:, column]
+                self._hear(live, choice.failed.get(sequence), seen)
 
-    def _hear(self, live: _Live, failure: Exception | None) -> None:
+    def _hear(
+        self, live: LiveRequest, failure: Exception | None, queries: torch.Tensor | None
+    ) -> None:
         answer = live.answer
         assert answer is not None
         try:
             if failure is not None:
                 raise failure
             answer.hear()
+            if queries is not None and answer.is_watched:
+                self._answering.look(answer, queries)
             self._said(live, answer)
         except Exception as error:
             self._fail(live, error)
 
-    def _check_token(self, token: int) -> None:
-        """Raises InvalidArgument for a token that is none: it would fail the step of all."""
-        most = self._prefiller.spec.vocabulary
-        if not 0 <= token < most:
-            raise InvalidArgument(f"sampling: expected a token below {most}, got {token}")
-
-    def _said(self, live: _Live, answer: Answer) -> None:
+    def _said(self, live: LiveRequest, answer: Answer) -> None:
         """Delivers the newest token; the last one ends the request."""
         assert live.done is not None
         number = live.handle.number
@@ -343,10 +412,14 @@ class Engine:
         with self._lock:
             self._answered.append(number)
         if not answer.sequence.done:
+            if (behind := live.handle.behind) is not None:
+                self._fail(live, behind, "cancelled")
             return
-        live.done.commit()
+        # What a conversation, which keeps its prompt, is remembered by it says itself.
+        if not (live.given and live.done.lookup.late):
+            live.done.commit()
         generation = self._answering.finished(answer)
-        self._let_go(live)
+        self._part(live)
         with self._lock:
             self._finished.append(number)
             del self._live[number]
@@ -354,103 +427,70 @@ class Engine:
 
     # ---- room -----------------------------------------------------------------------------
 
-    def _cached(self, live: _Live, regime: int) -> int:
-        """How many tokens of what is to be prefilled the cache has now, as a beginning."""
-        if live.ask.policy.reuse == "none":
-            return 0
-        tokens = live.resumed_as.tokens
-        found = self._prefiller.cache.match_prefix(tokens, live.ask.lookup.namespace, regime=regime)
-        return min(found, len(tokens) - 1)
-
-    def _give_way(self, live: _Live) -> None:
+    def _give_way(self, live: LiveRequest) -> None:
         """Gives a request's blocks back; what it has KV of may be found again, if it may be."""
-        if live.done is not None:
+        if live.done is not None and not live.given and not live.done.request.released:
             live.done.commit()
         self._let_go(live)
-        regime = self._prefiller.rotary.table(len(live.resumed_as.tokens)).regime
-        cached = self._cached(live, regime)
-        self._scheduler.expect(live.handle.number, cached=cached)
+        self._room.expect(live)
 
-    def _no_room(self, lives: Sequence[_Live], error: PoolFull, who: int | None) -> None:
-        """The step of these found no room for one of them: it is planned again.
+    def _no_room_to_prefill(self, live: LiveRequest, error: PoolFull) -> None:
+        """A prompt found no room that was promised: it waits again, and holds nothing.
 
-        Where nobody else of the engine holds anything there is nobody to wait for.
+        Where nobody else of the engine computes anything there is nobody to wait for.
         """
-        others = [live for live in self._live.values() if live.holds and live not in lives]
-        if not others and len(lives) == 1:
+        self._let_go(live)
+        if not self._room.anybody_besides([live], self._live.values()):
+            self._fail(live, error)
+            return
+        self._scheduler.not_done(live.handle.number, no_room=True)
+        self._room.expect(live)
+
+    def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
+        """A step found no room for one of these: it is planned again, and room is made."""
+        if len(lives) == 1 and not self._room.anybody_besides(lives, self._live.values()):
             self._fail(lives[0], error)
             return
         for place, live in enumerate(lives):
-            lacks = who is None or place == who
-            if live.job is not None:
-                self._let_go(live)
+            lacks = error.request is None or place == error.request
             self._scheduler.not_done(live.handle.number, no_room=lacks)
 
-    def _let_go(self, live: _Live) -> None:
-        """Gives back all that a request holds."""
+    def _let_go(self, live: LiveRequest) -> None:
+        """Gives back all that a request holds, but for a prompt that is its caller's."""
         if live.job is not None:
             live.job.release()
-        if live.done is not None:
-            self._decoder.forget(live.done.request)
+            live.job = None
+        if live.done is None:
+            return
+        self._decoder.forget(live.done.request)
+        if live.given:
+            live.settle_pending()
+        else:
             live.done.release()
-        live.job = live.done = None
+            live.done = None
+
+    def _part(self, live: LiveRequest) -> None:
+        """Gives all back for good; what is its caller's is no longer looked at."""
+        self._let_go(live)
+        live.done = None
 
     # ---- ends -----------------------------------------------------------------------------
 
-    def _fail(self, live: _Live, error: BaseException) -> None:
+    def _fail(self, live: LiveRequest, error: BaseException, outcome: Outcome = "failed") -> None:
         """Ends a request by what it raised."""
-        self._let_go(live)
-        if live.handle.end("failed", error):
+        self._part(live)
+        if live.handle.end(outcome, error):
             self._leave(live)
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: LiveRequest) -> None:
         self._scheduler.cancel(live.handle.number)
         with self._lock:
             self._live.pop(live.handle.number, None)
             self._leaving.append(live)
 
-    def _release_leaving(self) -> None:
-        """Gives back what cancelled requests hold, unless a step goes on: its end does so then."""
-        while self._leaving and self._stepping.acquire(blocking=False):
-            try:
-                with self._lock:
-                    leaving, self._leaving = self._leaving, []
-                for live in leaving:
-                    self._let_go(live)
-            finally:
-                self._stepping.release()
-
-
-class _Choice:
-    """Chooses the tokens of a step; whose choice raises is in `failed`, and says nothing."""
-
-    def __init__(self, check: Callable[[int], None]) -> None:
-        self._check = check
-        self.failed: dict[Decoding, Exception] = {}
-
-    def __call__(self, batch: Sequence[Decoding], logits: torch.Tensor, greedy: bool) -> list[int]:
-        picked = logits.argmax(-1) if greedy else self._picked(batch, logits)
-        chosen: list[int] = picked.tolist()
-        for sequence, token in zip(batch, chosen, strict=True):
-            if sequence in self.failed:
-                continue
-            try:
-                self._check(token)
-            except KvweaveError as error:
-                self.failed[sequence] = error
-                continue
-            sequence.tokens.append(token)
-        return chosen
-
-    def _picked(self, batch: Sequence[Decoding], logits: torch.Tensor) -> torch.Tensor:
-        """The choice of each row, i64 [B]; −1 where it raised."""
-        nothing = torch.full((), -1, dtype=torch.int64, device=logits.device)
-        picked = []
-        for sequence, row in zip(batch, logits, strict=True):
-            try:
-                token = sequence.sampling.pick(row, sequence.generator)
-                picked.append(torch.as_tensor(token, device=logits.device).to(torch.int64).view(()))
-            except Exception as error:
-                self.failed[sequence] = error
-                picked.append(nothing)
-        return torch.stack(picked)
+    def _let_leaving_go(self) -> None:
+        """Gives back what cancelled requests hold. For whoever computes, between two steps."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        for live in leaving:
+            self._part(live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 from kvweave.errors import Cancelled, KvweaveError
@@ -16,30 +17,32 @@ class EngineRequest:
     """A request of an engine: its tokens as they come, and its answer once it has ended.
 
     All of it may be called from any thread. Tokens that nobody takes wait here, at most
-    `max_new_tokens` of them: a consumer that stops reading stops nobody else, and memory is bounded
-    by what it has asked for. `outcome` is None until the request has ended. `number` is the
-    engine's name for it.
+    `max_new_tokens` of them, or `unread` where that was said: a consumer that stops reading stops
+    nobody else, and memory is bounded by what it has asked for. `outcome` is None until the request
+    has ended. `number` is the engine's name for it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, unread: int | None = None) -> None:
         self.number = number
         self.outcome: Outcome | None = None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._most_unread = unread
+        self._changed = threading.Condition()
         self._unread: deque[StreamedToken] = deque()
         self._said: list[int] = []
         self._answer: Generation | None = None
         self._error: BaseException | None = None
+        self._listener: Callable[[], None] | None = None
+        self._tells_tokens = False
 
     @property
     def ended(self) -> bool:
         """Whether it has finished, failed or been cancelled."""
-        return self._ended.is_set()
+        return self.outcome is not None
 
     @property
     def tokens(self) -> list[int]:
         """All tokens said so far, taken or not."""
-        with self._lock:
+        with self._changed:
             return list(self._said)
 
     def take(self) -> list[StreamedToken]:
@@ -47,17 +50,27 @@ class EngineRequest:
 
         Their texts are empty unless the request was submitted with `streamed`.
         """
-        with self._lock:
+        with self._changed:
             new = list(self._unread)
             self._unread.clear()
             return new
+
+    def take_next(self, timeout: float | None = None) -> StreamedToken | None:
+        """The next token, waited for at most `timeout` seconds; None if none came, or the end did.
+
+        Somebody else has to step the engine meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._unread or self.outcome is not None, timeout)
+            return self._unread.popleft() if self._unread else None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end, at most `timeout` seconds: whether it has come.
 
         Somebody else has to step the engine meanwhile.
         """
-        return self._ended.wait(timeout)
+        with self._changed:
+            return self._changed.wait_for(lambda: self.outcome is not None, timeout)
 
     def result(self) -> Generation:
         """The whole answer.
@@ -75,20 +88,41 @@ class EngineRequest:
             )
         return self._answer
 
+    def listen(self, listener: Callable[[], None], *, tokens: bool) -> None:
+        """Has something called when it ends, with `tokens` at each token as well, and once now.
+
+        It is called by the thread that steps, or cancels, and must neither wait nor raise.
+        """
+        self._listener, self._tells_tokens = listener, tokens
+        listener()
+
     # ---- the engine's side ----------------------------------------------------------------
 
     def deliver(self, token: StreamedToken) -> bool:
         """Adds a token, unless the request has ended: whether it was added."""
-        with self._lock:
+        with self._changed:
             if self.outcome is not None:
                 return False
             self._said.append(token.token)
             self._unread.append(token)
-            return True
+            self._changed.notify_all()
+        if self._tells_tokens:
+            self._tell()
+        return True
+
+    @property
+    def behind(self) -> Cancelled | None:
+        """What is said of a reader that lets more tokens wait than may; None of others."""
+        most, waiting = self._most_unread, len(self._unread)
+        if most is None or waiting <= most:
+            return None
+        return Cancelled(
+            f"request {self.number}: expected a reader at most {most} tokens behind, got {waiting}"
+        )
 
     def end(self, outcome: Outcome, got: Generation | BaseException | None = None) -> bool:
         """Ends it once: whether this was the call that did."""
-        with self._lock:
+        with self._changed:
             if self.outcome is not None:
                 return False
             if isinstance(got, Generation):
@@ -96,5 +130,10 @@ class EngineRequest:
             else:
                 self._error = got or Cancelled(f"request {self.number}: was cancelled")
             self.outcome = outcome
-            self._ended.set()
-            return True
+            self._changed.notify_all()
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        if (listener := self._listener) is not None:
+            listener()

@@ -107,6 +107,15 @@ class Watch:
         """Whether the queries of the next step are wanted."""
         return not self.stopped and self.budget > 0
 
+    def go_on(self, done: Prefill) -> None:
+        """Watches the same answer behind its prompt that was prefilled anew.
+
+        What was healed has to be found again, within what is left of `most`.
+        """
+        self.done, self.stopped = done, False
+        self._kept, self._shares = [], None
+        done.report.healing = self.report
+
     def keep(self, queries: torch.Tensor) -> bool:
         """Keeps the queries [L, H, D] of one step; whether it is time to look at them."""
         self._kept.append(queries)

@@ -142,17 +142,31 @@ class LossyPrefiller:
         computed: Callable[[Policy], Prefill],
     ) -> Prefill:
         """What is computed by a policy, or by full where that was switched off."""
+        chosen, off = self.chosen(policy)
+        done = computed(chosen)
+        try:
+            self.look_after(prompt, policy, lookup, done, off)
+        except BaseException:
+            done.release()
+            raise
+        return done
+
+    def chosen(self, policy: Policy) -> tuple[Policy, str]:
+        """The policy to compute by: full where the canary has switched it off, and why then."""
         off = "" if self.canary is None else self.canary.reason(policy)
-        done = computed(policy_of("full") if off else policy)
+        return (policy_of("full") if off else policy), off
+
+    def look_after(
+        self, prompt: TokenizedPrompt, policy: Policy, lookup: Lookup, done: Prefill, off: str
+    ) -> None:
+        """What follows a prefill by what was `chosen`: it may be compared with full.
+
+        Where that was switched off the report says so. On errors the prompt is to be released.
+        """
         if off:
             done.report.mode_reason = "; ".join(filter(None, (done.report.mode_reason, off)))
         elif not is_exact(policy) and not done.exact:
-            try:
-                self._look_after(prompt, policy, lookup, done)
-            except BaseException:
-                done.release()
-                raise
-        return done
+            self._look_after(prompt, policy, lookup, done)
 
     def _look_after(
         self, prompt: TokenizedPrompt, policy: Policy, lookup: Lookup, done: Prefill

@@ -13,6 +13,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.draft import Drafter
 from kvweave.runner.executor import Executor
 from kvweave.runner.memory import resident_bytes, working_bytes
+from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.trace import Trace
 
@@ -20,7 +21,7 @@ from kvweave.runner.trace import Trace
 class PrefillContext:
     """The model, its cache, and who computes; drafts are made by its decoder.
 
-    `mode` is "materialise" or "share".
+    `mode` is "materialise" or "share". Whoever computes does so within `computing`.
     """
 
     def __init__(self, decoder: Decoder, tiled: bool, mode: str) -> None:
@@ -31,6 +32,7 @@ class PrefillContext:
         self.pages = decoder.pages
         self.mode = mode
         self.clock = Clock(decoder.spec.device)
+        self.computing = OneThread()
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
 
     def warn_of_length(self, tokens: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import torch
 
+from kvweave.arguments import shown
 from kvweave.cache import KvRequest
+from kvweave.errors import InvalidArgument
 from kvweave.runner.lookup import Lookup
 from kvweave.runner.report import Report
 from kvweave.runner.request_kv import RequestKv
@@ -93,3 +96,16 @@ class Prefill:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def live_prefill(what: str, done: Any) -> Prefill:
+    """What a caller gave as a prefilled prompt, for `what`.
+
+    # Errors
+    `InvalidArgument` for what is none, and for one that was released.
+    """
+    if not isinstance(done, Prefill):
+        raise InvalidArgument(f"{what}: expected a prefilled prompt, got {shown(done)}")
+    if done.request.released:
+        raise InvalidArgument(f"{what}: expected a live prompt, got one that was released")
+    return done

@@ -159,11 +159,15 @@ class Report:
 
 @dataclass
 class Generation:
-    """A finished answer: text (empty without a tokenizer), token ids, and the report."""
+    """A finished answer: text (empty without a tokenizer), token ids, and the report.
+
+    `stopped`: its last token ended it, by its id or with a string, before all that were allowed.
+    """
 
     text: str
     tokens: list[int]
     report: Report
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

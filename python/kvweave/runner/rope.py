@@ -9,6 +9,7 @@ give are the request's *regime*, part of every cache key, so KV of another regim
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,7 +54,8 @@ class Rotary:
 
     Fixed frequencies are tabulated once, for as many positions as were ever asked for: their
     tables keep their address until a longer request comes. Frequencies that depend on the length
-    are asked for anew by each request.
+    are asked for anew by each request. The module remembers what it was asked last, so that one
+    thread asks at a time.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -62,6 +64,7 @@ class Rotary:
         self._fixed: PositionTable | None = None
         self._positions = 0
         self._ropes: dict[bytes, RopeTable] = {}
+        self._asking = threading.RLock()
 
     @property
     def is_fixed(self) -> bool:
@@ -84,12 +87,17 @@ class Rotary:
             return self._tabulated(length)
         return self.fixed(length).until(length)
 
+    def regime(self, length: int) -> int:
+        """The regime of a request that is `length` tokens long. From any thread."""
+        return (self.fixed(1) if self.is_fixed else self._tabulated(length)).regime
+
     def fixed(self, length: int) -> PositionTable:
         """The table of at least `length` positions, where the frequencies are fixed."""
-        if self._fixed is None or length > self._positions:
-            self._positions = max(_FEWEST_POSITIONS, 1 << (length - 1).bit_length())
-            self._fixed = self._tabulated(self._positions)
-        return self._fixed
+        with self._asking:
+            if self._fixed is None or length > self._positions:
+                self._positions = max(_FEWEST_POSITIONS, 1 << (length - 1).bit_length())
+                self._fixed = self._tabulated(self._positions)
+            return self._fixed
 
     def lone_turns(self, positions: npt.NDArray[np.int32]) -> Turns:
         """Turns of one decode row of each of R requests, each asked for alone.
@@ -99,7 +107,8 @@ class Rotary:
         asked = torch.from_numpy(positions).to(self.spec.device).long()
         turns: Turns = {}
         for key in self.keys:
-            pairs = [self._ask(part, key) for part in torch.split(asked, 1)]
+            with self._asking:
+                pairs = [self._ask(part, key) for part in torch.split(asked, 1)]
             turns[key] = (
                 torch.cat([cos for cos, _ in pairs]),
                 torch.cat([sin for _, sin in pairs]),
@@ -115,9 +124,10 @@ class Rotary:
     def _tabulated(self, length: int) -> PositionTable:
         positions = torch.arange(length, device=self.spec.device)
         cos, sin = {}, {}
-        for key in self.keys:
-            cos[key], sin[key] = self._ask(positions, key)
-        tables = {key: self._inv_freq(key) for key in self.keys}
+        with self._asking:
+            for key in self.keys:
+                cos[key], sin[key] = self._ask(positions, key)
+            tables = {key: self._inv_freq(key) for key in self.keys}
         width = max(table.numel() for table in tables.values())
         inv_freq = np.zeros((len(self.spec.layers), width), np.float32)
         for index, layer in enumerate(self.spec.layers):
@@ -134,12 +144,13 @@ class Rotary:
     def _rope(self, inv_freq: npt.NDArray[np.float32]) -> RopeTable:
         """One object for equal frequencies, so that each device gets one copy of them."""
         name = inv_freq.tobytes()
-        if name not in self._ropes:
-            if len(self._ropes) == _MOST_REGIMES:
-                del self._ropes[next(iter(self._ropes))]
-            pairing = "interleaved" if self.spec.interleaved else "half"
-            self._ropes[name] = RopeTable(inv_freq, pairing)
-        return self._ropes[name]
+        with self._asking:
+            if name not in self._ropes:
+                if len(self._ropes) == _MOST_REGIMES:
+                    del self._ropes[next(iter(self._ropes))]
+                pairing = "interleaved" if self.spec.interleaved else "half"
+                self._ropes[name] = RopeTable(inv_freq, pairing)
+            return self._ropes[name]
 
 
 def rotate(

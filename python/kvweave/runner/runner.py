@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvweave.arguments import flag, real, several, shown, whole, word
@@ -17,7 +15,8 @@ from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
 from kvweave.policies.policy_profile import PolicyProfile
-from kvweave.runner.answering import Answer, Answering, Ask
+from kvweave.runner.answering import Answering
+from kvweave.runner.calls import Calls
 from kvweave.runner.canary import Canary, CanaryWatch
 from kvweave.runner.conversation import Conversation
 from kvweave.runner.decode import Decoder
@@ -33,11 +32,12 @@ from kvweave.runner.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model_spec import KV_DTYPES, describe
 from kvweave.runner.pages import make_cache
 from kvweave.runner.prefill import Prefiller
-from kvweave.runner.prefilled import Prefill
+from kvweave.runner.prefilled import Prefill, live_prefill
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.rope import Rotary
+from kvweave.runner.server import Server
 from kvweave.runner.stop import Stops
 from kvweave.runner.verify import verify
 
@@ -52,14 +52,6 @@ def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -
     tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
     # A page without tokens is refused with the shape.
     return -(-tokens // max(page_tokens, 1)) + 1
-
-
-def _prefilled(what: str, done: Any) -> Prefill:
-    if not isinstance(done, Prefill):
-        raise InvalidArgument(f"{what}: expected a prefilled prompt, got {shown(done)}")
-    if done.request.released:
-        raise InvalidArgument(f"{what}: expected a live prompt, got one that was released")
-    return done
 
 
 class Runner:
@@ -145,6 +137,7 @@ class Runner:
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
+        self._calls = Calls(self._answering)
 
     @property
     def canary(self) -> CanaryWatch | None:
@@ -169,9 +162,12 @@ class Runner:
         if not word("name", name):
             raise InvalidArgument("name: expected at least one character, got ''")
         tokens = self.prompts.segment_tokens(Segment.of(content, namespace))
-        with self._prefiller.prefill(
-            self.prompts.tokenize(tokens), policy_of("full"), lookup, keep=True
-        ) as done:
+        with (
+            self._prefiller.computing,
+            self._prefiller.prefill(
+                self.prompts.tokenize(tokens), policy_of("full"), lookup, keep=True
+            ) as done,
+        ):
             done.request.freeze(name, 0, len(tokens))
             return done.report
 
@@ -228,13 +224,14 @@ class Runner:
         fit, nothing having been taken.
         """
         prefiller = self._lossy if flag("watched", watched) else self._prefiller
-        return prefiller.prefill(
-            self.tokenize(prompt),
-            self._lossy.policy_of(policy),
-            Lookup(namespace, discover, remember),
-            logits_from=logits_from,
-            reserve_tokens=whole("reserve_tokens", reserve_tokens, 0),
-        )
+        with self._prefiller.computing:
+            return prefiller.prefill(
+                self.tokenize(prompt),
+                self._lossy.policy_of(policy),
+                Lookup(namespace, discover, remember),
+                logits_from=logits_from,
+                reserve_tokens=whole("reserve_tokens", reserve_tokens, 0),
+            )
 
     def extend(self, done: Prefill, tokens: Sequence[int]) -> torch.Tensor:
         """Appends tokens to a prefilled prompt and computes them in one pass: logits f32 [n, V].
@@ -246,8 +243,9 @@ class Runner:
         `InvalidArgument` for no tokens, ids out of range, or a model whose RoPE frequencies change
         with the length; `PoolFull` when they do not fit, the prompt being as before.
         """
-        _prefilled("extend", done)
-        return self._prefiller.extend(done, token_array(tokens, self.spec.vocabulary))
+        live_prefill("extend", done)
+        with self._prefiller.computing:
+            return self._prefiller.extend(done, token_array(tokens, self.spec.vocabulary))
 
     # ---- hand-off -------------------------------------------------------------------------
 
@@ -257,7 +255,8 @@ class Runner:
         # Errors
         `InvalidArgument` for a prompt that was released or has been decoded from.
         """
-        return hand_over(self._prefiller, _prefilled("export", done))
+        with self._prefiller.computing:
+            return hand_over(self._prefiller, live_prefill("export", done))
 
     def resume(
         self,
@@ -282,13 +281,11 @@ class Runner:
             raise InvalidArgument(f"payload: expected a KvPayload, got {shown(given)}")
         lookup = Lookup(payload.header.namespace, remember=False)
         ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop)
-        done = take_over(self._prefiller, payload, namespace, max_new_tokens - 1)
-        try:
-            answer = self._answering.begin(done, ask)
-            self._answering.run([answer])
-            return self._answering.finished(answer)
-        finally:
-            done.release()
+        with (
+            self._prefiller.computing,
+            take_over(self._prefiller, payload, namespace, max_new_tokens - 1) as done,
+        ):
+            return self._calls.answer(done, ask)
 
     # ---- generation -----------------------------------------------------------------------
 
@@ -342,17 +339,11 @@ class Runner:
         `InvalidArgument` for a prompt that was released, or one to be healed that others may find;
         `PoolFull` when the answer does not fit, what was decoded so far being kept.
         """
-        _prefilled("decode", done)
-        if done.pending:
-            self._prefiller.extend(done, np.zeros(0, np.int32))
-        ask = self._answering.ask("full", Lookup(), max_new_tokens, sampling, stop, healing)
-        answer = self._answering.begin(done, ask)
-        try:
-            self._answering.run([answer])
-        finally:
-            done.pending = answer.sequence.tokens[-1:]
+        lookup = live_prefill("decode", done).lookup
+        ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop, healing)
+        generation = self._calls.answer(done, ask)
         done.commit()
-        return self._answering.finished(answer)
+        return generation
 
     def generate_batch(
         self,
@@ -369,23 +360,17 @@ class Runner:
     ) -> list[Generation]:
         """Prefills the prompts one by one, then decodes them together.
 
+        Those that find no room beside the others are answered when these have ended.
+
         # Errors
-        `PoolFull` when they do not fit at once; everything taken is given back.
+        `PoolFull` when one of them does not fit; everything taken is given back.
         """
         several("prompts", prompts, "prompts")
         lookup = Lookup(namespace, discover, remember, late=healing is not None)
-        ask = self._answering.ask(policy, lookup, max_new_tokens, sampling, stop, healing)
-        answers: list[Answer] = []
-        try:
-            for prompt in track(prompts, "prefill", self.progress and len(prompts) > 1):
-                answers.append(self._answering.start(self.tokenize(prompt), ask))
-            self._answering.run(answers)
-            for answer in answers:
-                answer.done.commit()
-            return [self._answering.finished(answer) for answer in answers]
-        finally:
-            for answer in answers:
-                answer.done.release()
+        named = (policy, lookup, max_new_tokens, sampling, stop, healing)
+        ask = self._answering.ask(*named, reserve=True)
+        tokenized = [self.tokenize(prompt) for prompt in prompts]
+        return self._calls.answers(tokenized, ask, progress=self.progress)
 
     def stream(
         self,
@@ -407,26 +392,15 @@ class Runner:
         """
         lookup = Lookup(namespace, discover, remember, late=healing is not None)
         named = (policy, lookup, max_new_tokens, sampling, stop, healing)
-        ask = self._answering.ask(*named, streamed=True)
-        return self._streamed(self.tokenize(prompt), ask)
-
-    def _streamed(self, prompt: TokenizedPrompt, ask: Ask) -> Iterator[StreamedToken]:
-        answer = self._answering.start(prompt, ask)
-        try:
-            yield answer.streamed
-            with closing(self._answering.steps([answer])) as steps:
-                for _ in steps:
-                    yield answer.streamed
-            answer.done.commit()
-        finally:
-            answer.done.release()
+        ask = self._answering.ask(*named, streamed=True, reserve=True)
+        return self._calls.streamed(self.tokenize(prompt), ask)
 
     def engine(
         self,
         *,
-        token_budget: int = 8192,
-        chunk_tokens: int = 2048,
-        max_running: int = 256,
+        token_budget: int | None = 8192,
+        chunk_tokens: int | None = 2048,
+        max_running: int | None = 256,
         order: str = "arrival",
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Engine:
@@ -439,6 +413,28 @@ class Runner:
             order=order,
             clock=clock,
         )
+
+    def serve(
+        self,
+        *,
+        token_budget: int | None = 8192,
+        chunk_tokens: int | None = 2048,
+        max_running: int | None = 256,
+        order: str = "arrival",
+    ) -> Server:
+        """A thread that steps an engine for callers in any thread, until closed: see `Server`.
+
+        # Errors
+        As for `engine`; `AlreadyStepping` while another thread computes with this runner, or
+        another server serves it.
+        """
+        engine = self.engine(
+            token_budget=token_budget,
+            chunk_tokens=chunk_tokens,
+            max_running=max_running,
+            order=order,
+        )
+        return Server(engine, self._prefiller.computing)
 
     def conversation(
         self,

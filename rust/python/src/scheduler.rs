@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::scheduler::{
-    self as core, Arrival, BlockLedger, PrefillOrder, Refusal, RequestId, RequestState,
+    self as core, Arrival, BlockLedger, PrefillOrder, Refusal, RequestId, RequestState, Room as _,
     SchedulerConfig,
 };
 use kvweave_core::{Error, KvCache as Cache};
@@ -91,7 +91,7 @@ impl Scheduler {
         max_running=Number::from(256), partial_prefills=Number::from(4), lead_share=0.5,
         ageing_ns=Number::from(10_000_000_000_i64), patience_ns=Number::from(2_000_000_000_i64),
         headroom=Number::from(1), quantum=Number::from(65_536), kind_patience=Number::from(8),
-        order=Text("arrival"), doubling_ns=Number::from(10_000_000_000_i64)
+        order=Text("arrival"), doubling_ns=Number::from(10_000_000_000_i64), span_tokens=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn new(
@@ -109,6 +109,7 @@ impl Scheduler {
         kind_patience: Number,
         order: Text<'_>,
         doubling_ns: Number,
+        span_tokens: Option<Number>,
     ) -> PyResult<Self> {
         let cache = cache.get().core().clone();
         call_core(py, || {
@@ -139,7 +140,8 @@ impl Scheduler {
                 kind_patience: nanos("kind_patience", kind_patience)?,
                 order,
             };
-            let ledger = cache.ledger(config.chunk_tokens)?;
+            let span = span_tokens.map(|number| count("span_tokens", number)).transpose()?;
+            let ledger = cache.ledger(span.unwrap_or(config.chunk_tokens))?;
             let scheduler = core::Scheduler::new(config, ledger)?;
             Ok(Self { scheduler: Mutex::new(scheduler), cache })
         })
@@ -148,7 +150,8 @@ impl Scheduler {
     /// A request comes and waits.
     #[pyo3(signature = (
         request, tokens, now, *, cached=Number::from(0), shared_pages=Number::from(0),
-        priority=Number::from(0), namespace=Text(""), kind=Number::from(0), whole=false
+        reserve=Number::from(0), priority=Number::from(0), namespace=Text(""),
+        kind=Number::from(0), whole=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn arrive(
@@ -159,6 +162,7 @@ impl Scheduler {
         now: Number,
         cached: Number,
         shared_pages: Number,
+        reserve: Number,
         priority: Number,
         namespace: Text<'_>,
         kind: Number,
@@ -179,29 +183,48 @@ impl Scheduler {
                 whole,
             };
             let shared = count("shared_pages", shared_pages)?;
+            let reserve = count("reserve", reserve)?;
+            let reserved = arrival.tokens.saturating_add(reserve);
+            if reserve > 0 {
+                let fits = scheduler.room().fits(reserved);
+                fits.map_err(|short| short.as_error("prompt and answer"))?;
+            }
             scheduler.arrive(nanos("now", now)?, &arrival)?;
             scheduler.room_mut().expect(request, arrival.cached, shared);
+            scheduler.room_mut().reserve(request, reserved);
             Ok::<_, Failure>(())
         })
     }
 
     /// Says of a waiting request what a look-up has found since.
-    #[pyo3(signature = (request, *, cached, shared_pages=Number::from(0)))]
+    #[pyo3(signature = (
+        request, *, cached, shared_pages=Number::from(0), reserved=Number::from(0)
+    ))]
     fn expect(
         &self,
         py: Python<'_>,
         request: Number,
         cached: Number,
         shared_pages: Number,
+        reserved: Number,
     ) -> PyResult<bool> {
         self.with(py, |scheduler| {
             let request = request_id(request)?;
             let (cached, shared) = (count("cached", cached)?, count("shared_pages", shared_pages)?);
+            let reserved = count("reserved", reserved)?;
             let waits = scheduler.state(request) == Some(RequestState::Waiting);
             if waits {
                 scheduler.room_mut().expect(request, cached, shared);
+                scheduler.room_mut().reserve(request, reserved);
             }
             Ok::<_, Failure>(waits)
+        })
+    }
+
+    /// Pages that some tokens are counted as.
+    fn pages_of(&self, py: Python<'_>, tokens: Number) -> PyResult<usize> {
+        self.with(py, |scheduler| {
+            Ok::<_, Failure>(scheduler.room().pages_of(count("tokens", tokens)?))
         })
     }
 

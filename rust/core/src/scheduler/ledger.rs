@@ -24,6 +24,8 @@ struct Account {
     /// Tokens that are there already, and pages of them that are paid for by others.
     cached: usize,
     shared: usize,
+    /// Tokens that room is taken for at admission, where these are more than are known then.
+    reserved: usize,
 }
 
 /// Counts pages: each request pays for all its tokens, but for pages that others were said to
@@ -79,6 +81,12 @@ impl BlockLedger {
     pub fn expect(&mut self, request: RequestId, cached: usize, shared: usize) {
         let account = self.accounts.entry(request).or_default();
         (account.cached, account.shared) = (cached, shared);
+    }
+
+    /// Says of a request that has not been admitted that room for `tokens` in all is to be taken
+    /// when it is, so that it needs none later.
+    pub fn reserve(&mut self, request: RequestId, tokens: usize) {
+        self.accounts.entry(request).or_default().reserved = tokens;
     }
 
     /// Pages that could be had, as far as is counted.
@@ -141,6 +149,7 @@ impl Room for BlockLedger {
         spare: usize,
     ) -> Result<usize, Shortage> {
         let account = self.accounts.get(&request).copied().unwrap_or_default();
+        let tokens = tokens.max(account.reserved);
         let pages = self.pages_of(tokens).saturating_sub(account.shared);
         self.take(pages, spare)?;
         self.accounts.insert(request, Account { held: pages, ..account });

@@ -21,7 +21,9 @@ impl Shortage {
         self.needed.saturating_sub(self.free)
     }
 
-    pub(super) fn as_error(&self, what: &str) -> Error {
+    /// The same as an error about `what`.
+    #[must_use]
+    pub fn as_error(&self, what: &str) -> Error {
         Error::pool_full(what, self.needed, self.free)
     }
 }
