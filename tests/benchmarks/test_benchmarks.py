@@ -52,8 +52,9 @@ def test_contenders_take_turns_at_being_first() -> None:
 
 def test_short_calls_are_repeated_inside_a_sample() -> None:
     calls: list[int] = []
-    compare({"a": lambda: calls.append(1)}, rounds=2, at_least_s=1e-3)
-    assert len(calls) > 100
+    # Even where a busy machine lets the call that is timed first wait for 10 ms.
+    compare({"a": lambda: calls.append(1)}, rounds=2, at_least_s=0.1)
+    assert len(calls) > 10
 
 
 def test_median_and_95th_percentile() -> None:
