@@ -1,13 +1,12 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
-from kvweave.runner.async_runner import AsyncRunner
-from kvweave.runner.canary import Canary, CanaryState
-from kvweave.runner.conversation import Conversation
+from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
-from kvweave.runner.engine import Engine
-from kvweave.runner.engine_request import EngineRequest
+from kvweave.runner.engine.engine import Engine
+from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
-from kvweave.runner.prefilled import Prefill
+from kvweave.runner.lossy.canary import Canary, CanaryState
+from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import (
     Part,
     Prompt,
@@ -25,8 +24,9 @@ from kvweave.runner.report import (
     Timings,
 )
 from kvweave.runner.runner import Runner
-from kvweave.runner.served_request import ServedRequest
-from kvweave.runner.server import Server
+from kvweave.runner.serve.async_runner import AsyncRunner
+from kvweave.runner.serve.served_request import ServedRequest
+from kvweave.runner.serve.server import Server
 
 __all__ = [
     "AsyncRunner",

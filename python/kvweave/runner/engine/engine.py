@@ -1,0 +1,496 @@
+"""`Engine`: many requests on one runner; each step computes what the scheduler plans for all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvweave.arguments import flag, whole
+from kvweave.errors import AlreadyStepping, InvalidArgument, PoolFull
+from kvweave.policies import Policy
+from kvweave.runner.answers.answering import Answer, Answering, Ask
+from kvweave.runner.answers.stop import Stops
+from kvweave.runner.decode.decoding import by_regime
+from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.engine.checked_choice import CheckedChoice, check_token
+from kvweave.runner.engine.engine_request import EngineRequest, Outcome
+from kvweave.runner.engine.engine_room import EngineRoom
+from kvweave.runner.engine.live_request import LiveRequest
+from kvweave.runner.healing import Healing
+from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.prefill.prefill_job import PrefillJob
+from kvweave.runner.prefill.prefilled import Prefill, live_prefill
+from kvweave.runner.prompt import Prompt, TokenizedPrompt
+from kvweave.scheduler import Scheduler, StepPlan
+
+_NO_LIMIT = 2**31 - 1
+_MOST_RUNNING = 2**20
+
+
+class Engine:
+    """Answers requests that come and go, in steps: chunks of prompts beside one decode step.
+
+    `submit`, `cancel` and the handles are for any thread. `step` is for one thread at a time; while
+    it computes, no other thread computes with the same runner: `AlreadyStepping` there or here. A
+    runner's own calls may come between two steps.
+
+    A step prefills at most `token_budget` tokens less those that decode, `chunk_tokens` of a prompt
+    at once; policies that measure are prefilled in one piece. At most `max_running` requests run;
+    None is no limit, for each of them. `order` as for `kvweave.scheduler`, which says which
+    requests a step computes.
+
+    A request for which there is no room any more gives its blocks back and is computed again later,
+    with what it has said: no token is said twice. What it says then is what it would have said, as
+    far as arithmetic is the same: its KV may differ in the last bits; by a policy that approximates
+    it is that of its prompt with what the cache has then; where RoPE's frequencies change with the
+    length, those of the longer prompt are used.
+
+    A request that raises ends alone; what goes wrong in a decode step and is nobody's own ends all
+    that took part in it. A runner's canary looks at prompts once they are prefilled, in the same
+    step. `clock` says nanoseconds that never go back.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        *,
+        token_budget: int | None = 8192,
+        chunk_tokens: int | None = 2048,
+        max_running: int | None = 256,
+        order: str = "arrival",
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._answering = answering
+        self._prefiller = answering.prefiller
+        self._decoder = answering.decoder
+        self._clock = clock
+        own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
+        # Whoever made the runner may have wanted shorter ones.
+        self._chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
+        self._scheduler = Scheduler(
+            self._prefiller.cache,
+            token_budget=_NO_LIMIT if token_budget is None else token_budget,
+            chunk_tokens=_NO_LIMIT if own is None else own,
+            max_running=_MOST_RUNNING if max_running is None else max_running,
+            order=order,
+            span_tokens=self._chunk or _NO_LIMIT,
+        )
+        self._room = EngineRoom(self._scheduler, self._prefiller)
+        self._in_step = False
+        # Guards what follows it, and is short.
+        self._lock = threading.Lock()
+        self._live: dict[int, LiveRequest] = {}
+        self._leaving: list[LiveRequest] = []
+        self._kinds: dict[int, int] = {}
+        self._submitted = 0
+        # What the next plan is told of the last.
+        self._answered: list[int] = []
+        self._finished: list[int] = []
+
+    # ---- from any thread ------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        policy: str | Policy | None = None,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Stops | None = None,
+        namespace: str = "",
+        discover: bool = False,
+        remember: bool = True,
+        healing: Healing | None = None,
+        priority: int = 0,
+        streamed: bool = False,
+        reserve: bool = False,
+        unread: int | None = None,
+    ) -> EngineRequest:
+        """A request that waits from now on; the arguments of `Runner.generate` mean the same.
+
+        `priority`: more is sooner. `streamed`: text is wanted token by token. `reserve`: room for
+        the whole answer is taken with that of the prompt, so that it never gives way for want of
+        it. `unread`: tokens that may wait for their reader; who falls further behind is cancelled
+        (None: all of the answer may). From any thread.
+
+        # Errors
+        `InvalidArgument` as for `generate`; `PoolFull` for a prompt, with `reserve` also for an
+        answer, that the empty arena could not hold. Nothing waits then.
+        """
+        lookup = Lookup(namespace, discover, remember, late=healing is not None)
+        ask = self._answering.ask(
+            policy,
+            lookup,
+            max_new_tokens,
+            sampling,
+            stop,
+            healing,
+            streamed=flag("streamed", streamed),
+            reserve=flag("reserve", reserve),
+        )
+        tokenized = self._answering.prompts.tokenize(prompt)
+        return self.enter(tokenized, ask, priority=priority, unread=unread)
+
+    def submit_prefilled(
+        self,
+        done: Prefill,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Stops | None = None,
+        healing: Healing | None = None,
+        priority: int = 0,
+        streamed: bool = False,
+        unread: int | None = None,
+    ) -> EngineRequest:
+        """Decodes on from a prompt that `Runner.prefill` of the same runner has prefilled.
+
+        It stays the caller's, who leaves it alone until the request has ended, and releases it: it
+        holds its blocks and what was said then, and `Runner.decode` or another request may follow.
+        Where room is short it pauses, and gives nothing back. From any thread.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released, or is being decoded from; the request
+        fails with it for one to be healed that others may find, or that is released meanwhile.
+        """
+        live_prefill("submit", done)
+        ask = self._answering.ask(
+            "full", done.lookup, max_new_tokens, sampling, stop, healing, streamed=streamed
+        )
+        return self.enter(None, ask, done, priority=priority, unread=unread)
+
+    def enter(
+        self,
+        prompt: TokenizedPrompt | None,
+        ask: Ask,
+        done: Prefill | None = None,
+        *,
+        priority: int = 0,
+        unread: int | None = None,
+    ) -> EngineRequest:
+        """Like `submit`, for what was tokenized, or prefilled, and asked before."""
+        whole("priority", priority, -(2**31), 2**31 - 1)
+        if unread is not None:
+            whole("unread", unread, 1)
+        if done is not None:
+            known = np.concatenate((done.request.tokens, np.asarray(done.pending, np.int32)))
+            prompt = TokenizedPrompt(known.astype(np.int32), ())
+        assert prompt is not None
+        length = len(prompt.tokens)
+        if done is None:
+            self._prefiller.warn_of_length(length + ask.max_new_tokens - 1)
+            regime = self._prefiller.rotary.regime(length)
+        else:
+            regime = done.positions.regime
+        with self._lock:
+            if done is not None and any(live.done is done for live in self._live.values()):
+                raise InvalidArgument("submit: expected a prompt that nobody decodes from")
+            handle = EngineRequest(self._submitted, unread)
+            live = LiveRequest(handle, prompt, ask, given=done is not None, done=done)
+            self._scheduler.arrive(
+                self._submitted,
+                length,
+                self._clock(),
+                **self._room.of_arrival(live, regime),
+                priority=priority,
+                namespace=ask.lookup.namespace,
+                kind=self._kinds.setdefault(regime, len(self._kinds)),
+                whole=ask.policy.measures,
+            )
+            self._live[self._submitted] = live
+            self._submitted += 1
+        return handle
+
+    def cancel(self, request: EngineRequest) -> bool:
+        """Ends a request in whatever state it is; whether it had not ended yet. From any thread.
+
+        Its blocks are given back at once, or when whoever computes is done with its step; no token
+        comes after this returns.
+
+        # Errors
+        `InvalidArgument` for what is no request of this engine.
+        """
+        number = getattr(request, "number", None)
+        with self._lock:
+            live = self._live.get(number) if isinstance(number, int) else None
+        if not isinstance(request, EngineRequest) or (live and live.handle is not request):
+            raise InvalidArgument("cancel: expected a request of this engine, got another")
+        if live is None or not request.end("cancelled"):
+            return False
+        self._leave(live)
+        self._prefiller.computing.soon(self._let_leaving_go)
+        return True
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def state(self, request: EngineRequest) -> str:
+        """Where a request stands: "waiting", "prefilling", "decoding", or how it has ended."""
+        return request.outcome or self._scheduler.state(request.number) or "ending"
+
+    def metrics(self) -> dict[str, int]:
+        """The scheduler's counts: queue depths, waits, preemptions."""
+        return self._scheduler.metrics()
+
+    # ---- one thread -----------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Carries out one plan; False if there was nothing to do.
+
+        # Errors
+        `AlreadyStepping` while a step goes on, or another thread computes with the same runner;
+        nothing is done then.
+        """
+        with self._prefiller.computing:
+            if self._in_step:
+                raise AlreadyStepping("step: expected an engine between two steps, got one in one")
+            self._in_step = True
+            try:
+                with self._lock:
+                    plan = self._plan()
+                with torch.inference_mode():
+                    self._carry_out(plan)
+                # A step that only prefills has waited for nothing: the next would come too soon.
+                self._prefiller.clock.wait()
+            finally:
+                self._in_step = False
+                self._let_leaving_go()
+        return not plan.is_idle
+
+    def run(self) -> None:
+        """Steps until every request has ended.
+
+        # Errors
+        As `step`; `PoolFull` when nothing can be done because others hold the arena.
+        """
+        while self._live:
+            if not self.step() and self._live:
+                raise PoolFull(f"engine: expected room for {self.live} requests, got none")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
+        with self._lock:
+            left = list(self._live.values())
+        for live in left:
+            if live.handle.end("failed" if error else "cancelled", error):
+                self._leave(live)
+        self._prefiller.computing.soon(self._let_leaving_go)
+
+    def _plan(self) -> StepPlan:
+        answered, finished = self._answered, self._finished
+        self._answered, self._finished = [], []
+        return self._scheduler.plan(self._clock(), answered=answered, finished=finished)
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        for number, why in plan.refused:
+            if live := self._live.get(number):
+                self._fail(live, PoolFull(why))
+        for number, _ in plan.preempted.tolist():
+            if live := self._live.get(number):
+                self._give_way(live)
+        for number, first, count, last in plan.prefill.tolist():
+            if (live := self._live.get(number)) and not live.handle.ended:
+                self._prefill(live, first + count, bool(last))
+        going = [self._live[n] for n in plan.decode.tolist() if n in self._live]
+        self._decode([live for live in going if not live.handle.ended])
+
+    # ---- prompts --------------------------------------------------------------------------
+
+    def _prefill(self, live: LiveRequest, to: int, last: bool) -> None:
+        try:
+            if not live.given:
+                self._advance(live, to)
+            if last:
+                self._begin(live)
+        except PoolFull as error:
+            self._no_room_to_prefill(live, error)
+        except Exception as error:
+            self._fail(live, error)
+        except BaseException as error:
+            self._fail(live, error)
+            raise
+
+    def _advance(self, live: LiveRequest, to: int) -> None:
+        if live.job is None:
+            self._let_go(live)
+            if live.policy is None:
+                live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
+            prompt = live.resumed_as
+            live.job = PrefillJob(
+                self._prefiller,
+                prompt,
+                live.policy,
+                live.ask.lookup,
+                self._chunk,
+                reserve_tokens=max(0, live.room - len(prompt.tokens)),
+            )
+        live.job.advance(min(to, live.job.tokens))
+
+    def _begin(self, live: LiveRequest) -> None:
+        """Chooses the token behind a prompt that is done, and behind what was said before."""
+        if live.job is not None:
+            live.done, live.job = live.job.finish(), None
+            if live.answer is None:
+                self._answering.lossy.look_after(
+                    live.prompt, live.ask.policy, live.ask.lookup, live.done, live.off
+                )
+        done = live_prefill("decode", live.done)
+        live.settle_pending()
+        if done.pending:
+            self._prefiller.extend(done, np.zeros(0, np.int32))
+        if live.answer is None:
+            live.answer = self._answering.begin(done, live.ask)
+        else:
+            self._answering.go_on(live.answer, done)
+        check_token(live.said[-1], self._prefiller.spec.vocabulary)
+        self._said(live, live.answer)
+
+    # ---- decoding -------------------------------------------------------------------------
+
+    def _decode(self, going: Sequence[LiveRequest]) -> None:
+        """One more token for each, in one step for those that can share it: all or none."""
+        answering = {}
+        for live in going:
+            # A prompt that its caller has released would fail the step of all.
+            try:
+                live_prefill("decode", live.done)
+            except InvalidArgument as error:
+                self._fail(live, error)
+                continue
+            assert live.answer is not None
+            answering[live.answer.sequence] = live
+        for group in by_regime(list(answering)):
+            lives = [answering[sequence] for sequence in group]
+            choice = CheckedChoice(self._prefiller.spec.vocabulary)
+            watched = any(live.answer is not None and live.answer.is_watched for live in lives)
+            try:
+                self._decoder.step(group, watched=watched, choose=choice)
+                queries = self._decoder.queries if watched else None
+                queries = None if queries is None else queries.clone()
+            except PoolFull as error:
+                self._no_room_to_decode(lives, error)
+                continue
+            except Exception as error:
+                for live in lives:
+                    self._fail(live, error)
+                continue
+            except BaseException as error:
+                for live in lives:
+                    self._fail(live, error)
+                raise
+            for column, (sequence, live) in enumerate(zip(group, lives, strict=True)):
+                seen = None if queries is None else queries[:, column]
+                self._hear(live, choice.failed.get(sequence), seen)
+
+    def _hear(
+        self, live: LiveRequest, failure: Exception | None, queries: torch.Tensor | None
+    ) -> None:
+        answer = live.answer
+        assert answer is not None
+        try:
+            if failure is not None:
+                raise failure
+            answer.hear()
+            if queries is not None and answer.is_watched:
+                self._answering.look(answer, queries)
+            self._said(live, answer)
+        except Exception as error:
+            self._fail(live, error)
+
+    def _said(self, live: LiveRequest, answer: Answer) -> None:
+        """Delivers the newest token; the last one ends the request."""
+        assert live.done is not None
+        number = live.handle.number
+        if not live.handle.deliver(answer.streamed):
+            return
+        with self._lock:
+            self._answered.append(number)
+        if not answer.sequence.done:
+            if (behind := live.handle.behind) is not None:
+                self._fail(live, behind, "cancelled")
+            return
+        # What a conversation, which keeps its prompt, is remembered by it says itself.
+        if not (live.given and live.done.lookup.late):
+            live.done.commit()
+        generation = self._answering.finished(answer)
+        self._part(live)
+        with self._lock:
+            self._finished.append(number)
+            del self._live[number]
+        live.handle.end("finished", generation)
+
+    # ---- room -----------------------------------------------------------------------------
+
+    def _give_way(self, live: LiveRequest) -> None:
+        """Gives a request's blocks back; what it has KV of may be found again, if it may be."""
+        if live.done is not None and not live.given and not live.done.request.released:
+            live.done.commit()
+        self._let_go(live)
+        self._room.expect(live)
+
+    def _no_room_to_prefill(self, live: LiveRequest, error: PoolFull) -> None:
+        """A prompt found no room that was promised: it waits again, and holds nothing.
+
+        Where nobody else of the engine computes anything there is nobody to wait for.
+        """
+        self._let_go(live)
+        if not self._room.anybody_besides([live], self._live.values()):
+            self._fail(live, error)
+            return
+        self._scheduler.not_done(live.handle.number, no_room=True)
+        self._room.expect(live)
+
+    def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
+        """A step found no room for one of these: it is planned again, and room is made."""
+        if len(lives) == 1 and not self._room.anybody_besides(lives, self._live.values()):
+            self._fail(lives[0], error)
+            return
+        for place, live in enumerate(lives):
+            lacks = error.request is None or place == error.request
+            self._scheduler.not_done(live.handle.number, no_room=lacks)
+
+    def _let_go(self, live: LiveRequest) -> None:
+        """Gives back all that a request holds, but for a prompt that is its caller's."""
+        if live.job is not None:
+            live.job.release()
+            live.job = None
+        if live.done is None:
+            return
+        self._decoder.forget(live.done.request)
+        if live.given:
+            live.settle_pending()
+        else:
+            live.done.release()
+            live.done = None
+
+    def _part(self, live: LiveRequest) -> None:
+        """Gives all back for good; what is its caller's is no longer looked at."""
+        self._let_go(live)
+        live.done = None
+
+    # ---- ends -----------------------------------------------------------------------------
+
+    def _fail(self, live: LiveRequest, error: BaseException, outcome: Outcome = "failed") -> None:
+        """Ends a request by what it raised."""
+        self._part(live)
+        if live.handle.end(outcome, error):
+            self._leave(live)
+
+    def _leave(self, live: LiveRequest) -> None:
+        self._scheduler.cancel(live.handle.number)
+        with self._lock:
+            self._live.pop(live.handle.number, None)
+            self._leaving.append(live)
+
+    def _let_leaving_go(self) -> None:
+        """Gives back what cancelled requests hold. For whoever computes, between two steps."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        for live in leaving:
+            self._part(live)

@@ -1,0 +1,103 @@
+"""`Prefiller`: brings the KV of prompts into the pages, and appends tokens to prompts there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvweave.device_memory import needs_memory
+from kvweave.errors import InvalidArgument
+from kvweave.plan import one_pass
+from kvweave.policies import Policy
+from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.tables import Int32, send_index
+from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.prefill.prefill_context import PrefillContext
+from kvweave.runner.prefill.prefill_job import PrefillJob
+from kvweave.runner.prefill.prefilled import Prefill
+from kvweave.runner.prompt import TokenizedPrompt
+
+
+class Prefiller(PrefillContext):
+    """Prefills prompts of one model into one cache.
+
+    `chunk_tokens`, if any, are computed at once for policies that measure nothing.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tiled: bool,
+        mode: str,
+        chunk_tokens: int | None,
+    ) -> None:
+        super().__init__(decoder, tiled, mode)
+        self.chunk_tokens = chunk_tokens
+
+    def prefill(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+        keep: bool = False,
+    ) -> Prefill:
+        """Brings a prompt's KV into the pages.
+
+        `keep`: all of it stays with the request, also what lies behind the windows of its heads.
+
+        # Errors
+        `PoolFull` when it does not fit. After any error the request holds nothing.
+        """
+        self.warn_of_length(len(prompt.tokens) + reserve_tokens)
+        job = PrefillJob(
+            self,
+            prompt,
+            policy,
+            lookup,
+            self.chunk_tokens or 0,
+            logits_from=logits_from,
+            reserve_tokens=reserve_tokens,
+            keep=keep,
+        )
+        job.advance(job.tokens)
+        return job.finish()
+
+    @needs_memory("extend")
+    @torch.inference_mode()
+    def extend(self, done: Prefill, tokens: Int32) -> torch.Tensor:
+        """Appends tokens to a prefilled prompt: their logits f32 [n, V], all in one pass.
+
+        A token that was decoded and has no KV yet goes before them. `done.logits` are the last
+        one's then.
+
+        # Errors
+        `InvalidArgument` without tokens, or where the frequencies of RoPE change with the length;
+        `PoolFull` when they do not fit. Nothing has changed then. After `OutOfMemory` the prompt is
+        to be released.
+        """
+        request = done.request
+        new = np.concatenate((np.asarray(done.pending, np.int32), tokens))
+        if len(new) == 0:
+            raise InvalidArgument("extend: expected at least one token, got none")
+        length = request.length + len(new)
+        positions = self.rotary.table(length)
+        if positions.regime != done.positions.regime:
+            raise InvalidArgument(
+                f"extend: expected RoPE frequencies that hold for {length} tokens too, "
+                f"got those of {done.report.tokens} alone"
+            )
+        request.append(new)
+        done.pending = []
+        with self.spec.current():
+            kv = RequestKv(self.heads, self.pages, request, positions, done.kv.rotates)
+            kv.copy()
+            rows, first = kv.newest(len(new)), length - max(1, len(tokens))
+            ids = send_index(self.spec.device, request.tokens).long()
+            plans = one_pass(len(self.spec.layers), rows)
+            logits, _ = self.executor.prefill(kv, ids, plans, first)
+        done.kv, done.logits = kv, logits[-1:]
+        return logits

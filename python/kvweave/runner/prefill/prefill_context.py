@@ -1,0 +1,96 @@
+"""`PrefillContext`: what all prefills of one model into one cache go by."""
+
+from __future__ import annotations
+
+import warnings
+
+from kvweave.cache import KvRequest
+from kvweave.plan import PromptView
+from kvweave.policies import Policy
+from kvweave.runner.caller import caller_level
+from kvweave.runner.clock import Clock
+from kvweave.runner.decode import Decoder
+from kvweave.runner.model.memory import resident_bytes, working_bytes
+from kvweave.runner.one_thread import OneThread
+from kvweave.runner.prefill.draft import Drafter
+from kvweave.runner.prefill.executor import Executor
+from kvweave.runner.prefill.trace import Trace
+from kvweave.runner.report import Report, Timings
+
+
+class PrefillContext:
+    """The model, its cache, and who computes; drafts are made by its decoder.
+
+    `mode` is "materialise" or "share". Whoever computes does so within `computing`.
+    """
+
+    def __init__(self, decoder: Decoder, tiled: bool, mode: str) -> None:
+        self.spec = decoder.spec
+        self.rotary = decoder.rotary
+        self.heads = decoder.heads
+        self.cache = decoder.heads.cache
+        self.pages = decoder.pages
+        self.mode = mode
+        self.clock = Clock(decoder.spec.device)
+        self.computing = OneThread()
+        self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
+
+    def warn_of_length(self, tokens: int) -> None:
+        """Warns of a prompt and answer longer than the model is made for."""
+        most = self.spec.positions
+        if most is not None and tokens > most:
+            text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
+            poor = f"{text}, got {tokens}: what it says may be poor"
+            warnings.warn(poor, stacklevel=caller_level())
+
+    def mode_for(self, policy: Policy) -> tuple[str, str]:
+        """How reused KV is read under a policy, and why if not as the runner says."""
+        if self.mode == "share" and policy.rewrites_segments(len(self.spec.layers)):
+            return "materialise", f"{policy.name} writes every reused token in some layer"
+        if self.mode == "share" and not policy.delta_rope:
+            return "materialise", f"{policy.name} leaves keys at their old positions"
+        return self.mode, ""
+
+    def view(self, request: KvRequest) -> PromptView:
+        """An admitted prompt as its policy sees it."""
+        plan = request.plan
+        return PromptView(
+            tokens=plan.tokens,
+            layers=len(self.spec.layers),
+            page_tokens=self.cache.shape.page_tokens,
+            prefix=plan.reused_prefix,
+            fresh=plan.rows(),
+            segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
+            heads=self.heads.classes,
+        )
+
+    def device_bytes(self, report: Report, trace: Trace, logits: int) -> int:
+        """The most that weights, pages and a prefill take where the model lies."""
+        working = working_bytes(
+            self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
+        )
+        return resident_bytes(self.spec, self.rotary, self.pages) + working
+
+    def report(
+        self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings, view: PromptView
+    ) -> Report:
+        """What was done for a prompt as the policy saw it."""
+        own, shared = request.kv_bytes()
+        return Report(
+            policy=policy.name,
+            plan=request.plan,
+            tokens=view.tokens,
+            reused_prefix=view.prefix,
+            reused_segment=len(view.reused),
+            recomputed=len(view.fresh),
+            mode=self.mode,
+            rows_per_layer=trace.rows_per_layer,
+            timings=timings,
+            kv_bytes=own,
+            shared_kv_bytes=shared,
+            flops=trace.flops,
+            passes=[one.report() for one in trace.passes],
+            restored=trace.restored,
+            refused=trace.refused,
+            settled_before=len(view.settled),
+        )

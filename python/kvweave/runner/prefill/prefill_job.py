@@ -1,0 +1,189 @@
+"""`PrefillJob`, a prompt's way into the pages: look up → admit → copy → run the plans → remember.
+
+It may stop between two chunks and go on later.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from kvweave.device_memory import needs_memory
+from kvweave.errors import InvalidArgument
+from kvweave.policies import Policy
+from kvweave.runner.clock import Clock, Mark
+from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.reused_tokens import ReusedTokens
+from kvweave.runner.kv.tables import send_index
+from kvweave.runner.prefill.chunks import spans
+from kvweave.runner.prefill.executor import ChunkedRun
+from kvweave.runner.prefill.lookup import Lookup, first_of
+from kvweave.runner.prefill.prefill_context import PrefillContext
+from kvweave.runner.prefill.prefilled import Prefill
+from kvweave.runner.prefill.trace import Trace
+from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.report import Timings
+
+
+class PrefillJob:
+    """A prompt that has its blocks, and of which rows before `computed` have their KV.
+
+    `advance` computes up to a position, in spans of at most `chunk_tokens` (0: at once); `finish`
+    gives the prefilled prompt once all T `tokens` are done. What is computed in one call, and by
+    policies that measure in any case, is the same bits whenever it stops. One thread uses a job,
+    that of the prefiller. After any error, and `release`, the request holds nothing.
+
+    `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
+    also what lies behind the windows of its heads; it is computed at once then.
+
+    # Errors
+    `PoolFull` when the prompt does not fit; whatever its policy raises.
+    """
+
+    @needs_memory("prefill")
+    @torch.inference_mode()
+    def __init__(
+        self,
+        context: PrefillContext,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        chunk_tokens: int,
+        *,
+        logits_from: int | None = None,
+        reserve_tokens: int = 0,
+        keep: bool = False,
+    ) -> None:
+        start = time.perf_counter()
+        self.tokens = len(prompt.tokens)
+        self._context = context
+        self._policy = policy
+        self._lookup = lookup
+        self._first = first_of(logits_from, self.tokens)
+        self._chunk = 0 if keep or policy.measures else chunk_tokens
+        self._keep = keep
+        self._mode = context.mode_for(policy)
+        positions = context.rotary.table(self.tokens)
+        segments = policy.reuse == "segments"
+        self.request = context.cache.admit(
+            prompt.tokens,
+            namespace=lookup.namespace,
+            segments=prompt.segments if segments else (),
+            discover=lookup.discover and segments,
+            reuse=policy.reuse,
+            mode=self._mode[0],
+            reserve_tokens=reserve_tokens,
+            regime=positions.regime,
+            chunk_tokens=self._chunk,
+        )
+        self._timings = Timings(lookup_s=time.perf_counter() - start)
+        self._computing: list[tuple[Mark, Mark]] = []
+        self._run: ChunkedRun | None = None
+        self._whole: tuple[torch.Tensor, Trace] | None = None
+        try:
+            with context.spec.current():
+                self._kv = RequestKv(
+                    context.heads, context.pages, self.request, positions, policy.delta_rope
+                )
+                copying = context.clock.mark()
+                self._kv.copy()
+                self._copying = copying, context.clock.mark()
+                self._view = context.view(self.request)
+                self._ids = send_index(context.spec.device, prompt.tokens).long()
+        except BaseException:
+            self.release()
+            raise
+        found = self._view.segments
+        self._exact = found[0][0] if found else self.tokens
+        self.computed = self._view.prefix
+
+    @needs_memory("prefill")
+    @torch.inference_mode()
+    def advance(self, to: int) -> None:
+        """Computes the rows before position `to` ≤ T that are not computed yet.
+
+        What cannot be cut is computed to its end, whatever `to`. Nothing waits for the device.
+
+        # Errors
+        `InvalidArgument` for a position behind the end; as for the job otherwise.
+        """
+        if to > self.tokens:
+            raise InvalidArgument(f"prefill: expected a position up to {self.tokens}, got {to}")
+        if to <= self.computed:
+            return
+        try:
+            with self._context.spec.current():
+                begun = self._context.clock.mark()
+                self._advance(to)
+                self._computing.append((begun, self._context.clock.mark()))
+        except BaseException:
+            self.release()
+            raise
+
+    def _advance(self, to: int) -> None:
+        prefix, executor = self._view.prefix, self._context.executor
+        if self._run is None:
+            at_once = to == self.tokens and to - prefix <= self._chunk
+            plans = self._policy.plan(self._view)
+            if at_once or not self._chunk:
+                self._whole = executor.prefill(self._kv, self._ids, plans, self._first, prefix)
+                self.computed = self.tokens
+                return
+            self._run = executor.in_chunks(self._kv, self._ids, plans, self._first, prefix)
+        for first, end in spans(self.computed, to, self._chunk):
+            if first > prefix:
+                if self._lookup.at_once:
+                    self.request.commit(first, min(first, self._run.trace.exact, self._exact))
+                self._kv.advance(first, end)
+            self._run.compute(first, end)
+            self.computed = end
+
+    @torch.inference_mode()
+    def finish(self) -> Prefill:
+        """The prefilled prompt, whose request it is from now on; its last logits are there.
+
+        # Errors
+        `InvalidArgument` while rows are to be computed yet.
+        """
+        if self.computed < self.tokens:
+            raise InvalidArgument(
+                f"prefill: expected all {self.tokens} tokens computed, got {self.computed}"
+            )
+        try:
+            with self._context.spec.current():
+                return self._finished()
+        except BaseException:
+            self.release()
+            raise
+
+    def _finished(self) -> Prefill:
+        if self._run is not None:
+            self._whole = self._run.logits(), self._run.trace
+        assert self._whole is not None
+        logits, trace = self._whole
+        context, request, length = self._context, self.request, self.tokens
+        self._take_times(trace)
+        exact = min(self._exact, trace.exact)
+        if self._lookup.at_once:
+            request.commit(length, exact)
+        if not self._keep:
+            self._kv.advance(length, length)
+        report = context.report(request, self._policy, trace, self._timings, self._view)
+        report.mode, report.mode_reason = self._mode
+        report.device_bytes = context.device_bytes(report, trace, len(logits))
+        reused = ReusedTokens.of(self._view.segments)
+        report.settled_now = reused.settle(trace.recomputed)
+        return Prefill(self._kv, logits, report, self._lookup, exact, reused)
+
+    def _take_times(self, trace: Trace) -> None:
+        """How long the device took for each part; waits for it."""
+        self._context.clock.wait()
+        times = self._timings
+        times.copy_s = Clock.seconds(*self._copying)
+        times.prefill_s = sum(Clock.seconds(*span) for span in self._computing)
+        times.select_s = sum(Clock.seconds(*span) for span in trace.selections)
+
+    def release(self) -> None:
+        """Gives the request's blocks back; safe to call twice."""
+        self.request.release()

@@ -1,0 +1,111 @@
+"""`Prefill`: a prompt whose KV is in the pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from kvweave.arguments import shown
+from kvweave.cache import KvRequest
+from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.reused_tokens import ReusedTokens
+from kvweave.runner.model.rope import PositionTable
+from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.report import Report
+
+
+class Prefill:
+    """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
+
+    A context manager; `release` gives the blocks back (they stay cached for later prompts).
+    `exact_tokens`: leading tokens whose KV is that of a full prefill; `exact` says that all are,
+    no segment having been reused. `kv` are the request's tables; `lookup` says whether later
+    prompts may find its blocks; `reused` are the tokens that segments brought. `pending`: a token
+    that was decoded last and has no KV yet.
+    """
+
+    def __init__(
+        self,
+        kv: RequestKv,
+        logits: torch.Tensor,
+        report: Report,
+        lookup: Lookup,
+        exact_tokens: int,
+        reused: ReusedTokens,
+    ) -> None:
+        self.kv = kv
+        self.logits = logits
+        self.report = report
+        self.lookup = lookup
+        self.exact_tokens = exact_tokens
+        self.exact = exact_tokens == report.tokens
+        self.reused = reused
+        self.pending: list[int] = []
+
+    @property
+    def request(self) -> KvRequest:
+        """The live request: tokens, blocks, plan."""
+        return self.kv.request
+
+    @property
+    def positions(self) -> PositionTable:
+        """Cos, sin and frequencies of its positions."""
+        return self.kv.positions
+
+    def fork(self) -> Prefill:
+        """The same prompt once more, sharing all blocks: what is written to either is copied first.
+
+        Of a prompt that is remembered from its end on, a fork is not remembered.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released, or whose local heads were made full.
+        """
+        report = replace(self.report, timings=replace(self.report.timings))
+        fork = Prefill(
+            self.kv.forked(self.request.fork()),
+            self.logits,
+            report,
+            replace(self.lookup, remember=self.lookup.at_once),
+            self.exact_tokens,
+            self.reused.copy(),
+        )
+        fork.pending = list(self.pending)
+        return fork
+
+    def commit(self) -> None:
+        """Lets later prompts find what has KV by now, where they may find the prompt."""
+        if self.lookup.remember:
+            length = self.request.length
+            self.request.commit(length, length if self.exact else self.exact_tokens)
+
+    def release(self) -> None:
+        """Gives the request's blocks back; safe to call twice."""
+        self.request.release()
+
+    def __enter__(self) -> Prefill:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def live_prefill(what: str, done: Any) -> Prefill:
+    """What a caller gave as a prefilled prompt, for `what`.
+
+    # Errors
+    `InvalidArgument` for what is none, and for one that was released.
+    """
+    if not isinstance(done, Prefill):
+        raise InvalidArgument(f"{what}: expected a prefilled prompt, got {shown(done)}")
+    if done.request.released:
+        raise InvalidArgument(f"{what}: expected a live prompt, got one that was released")
+    return done

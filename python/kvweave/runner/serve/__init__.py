@@ -1,0 +1,1 @@
+"""A thread of its own that answers for others: callers in any thread, and event loops."""
