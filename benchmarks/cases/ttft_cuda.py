@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import kvweave
-from benchmarks.device.models import MODELS, bytes_of, random_model
+from benchmarks.device.models import LARGE, bytes_of, random_model
 from benchmarks.device.profile import profile
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import Timing, summarise, turns
@@ -260,5 +260,5 @@ def run(quick: bool) -> list[Row]:
     if quick:
         return run_model("small Llama", 4096, 2)
     room = torch.cuda.get_device_properties(0).total_memory
-    names = [name for name in MODELS if name != "small Llama" and 1.5 * bytes_of(name) < room]
+    names = [name for name in LARGE if 1.5 * bytes_of(name) < room]
     return [row for name in names for row in run_model(name, TOKENS, 5)]

@@ -21,7 +21,7 @@ import torch
 
 import kvweave
 from benchmarks.cases.ttft_cuda import SEGMENTS, SHARE
-from benchmarks.device.models import MODELS, bytes_of, random_model
+from benchmarks.device.models import LARGE, bytes_of, random_model
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import Timing, summarise, turns
 from kvweave.lab.profile.head_profile import head_map
@@ -201,7 +201,7 @@ def run(quick: bool) -> list[Row]:
     if quick:
         return list(Bench("small Llama").rows(4096, 2))
     room = torch.cuda.get_device_properties(0).total_memory
-    names = [name for name in MODELS if name != "small Llama" and 1.7 * bytes_of(name) < room]
+    names = [name for name in LARGE if 1.7 * bytes_of(name) < room]
     rows = []
     for name in names:
         bench = Bench(name)

@@ -58,7 +58,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
+    "tiny Llama": (
+        "Llama",
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
 }
+LARGE = ("Llama-3.1-8B", "Qwen3-32B")
+"""Those that somebody uses; the others are there to see that a case runs."""
 
 
 def random_model(name: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -368,22 +368,16 @@ class Scheduler:
 
 @final
 class StepPlan:
-    """One step of the whole batch, its parts in the order in which they are carried out."""
+    """One step of the whole batch: rows as `kvweave.scheduler` names them, in that order."""
 
     step: int
     kind: int
     refused: list[tuple[int, str]]
-    """(request, why)"""
     preempted: npt.NDArray[np.int64]
-    """[N, 2]: request, for whom"""
     admitted: npt.NDArray[np.int64]
-    """[N, 3]: request, known tokens, cached tokens"""
     prefill: npt.NDArray[np.int64]
-    """[N, 4]: request, first token, count, 1 if these are the last"""
     decode: npt.NDArray[np.int64]
-    """[N]: requests"""
     blocked: tuple[int, int, int] | None
-    """the first who found no room, pages needed, pages that could be had"""
     tokens: int
     is_idle: bool
     def __eq__(self, other: object, /) -> bool: ...

@@ -13,6 +13,8 @@ once a step and carried out in this order; one call a step crosses the border:
     for request, first, count, last in plan.prefill: …   # rows [first, first + count) are computed
     plan.decode                             # each appends its last token and says another
 
+`plan.blocked` is the first who found no room, the pages needed and those that could be had.
+
 Who decodes, and whose chunk is the last, says a token; these are the `answered` of the next plan,
 all or some: who has not answered is left alone, so that a plan may be made while the one before is
 being computed. `finished` are those who have said all. Both are int64 [N] or lists of ints;

@@ -14,6 +14,7 @@ from benchmarks.cases import (
     block_manager,
     copy_rerotate,
     decode_host,
+    engine_load,
     head_memory,
     ttft_cuda,
 )
@@ -85,7 +86,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
-    assert set(CASES) == timed | {"ttft_heads", "head_memory", "decode_host"}
+    assert set(CASES) == timed | {"ttft_heads", "head_memory", "decode_host", "engine_load"}
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
@@ -104,6 +105,15 @@ def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
     rows = decode_host.run(quick=True)
     assert [row.unit for row in rows] == ["µs"] * 7
     assert all(0 < row.value <= row.p95 for row in rows)
+
+
+def test_engine_load_case_measures_what_is_said_and_given_back() -> None:
+    rows = engine_load.run(quick=True)
+    assert [row.unit for row in rows] == ["tokens/s", "s", "ms"] * 2 + ["ms", "ms", "s"]
+    assert all(row.value > 0 for row in rows)
+    assert all(row.value <= row.p95 <= row.of["p99"] <= row.of["worst"] for row in rows[1:3])
+    everything = rows[0]
+    assert everything.value > everything.of["out/s"] > everything.of["requests/s"]
 
 
 def test_head_memory_case_counts_what_is_admitted() -> None:
