@@ -23,6 +23,8 @@ from kvweave.cache import (
     cuda_status,
 )
 from kvweave.errors import (
+    AlreadyStepping,
+    Cancelled,
     CorruptHeadMap,
     CorruptPayload,
     CorruptProfile,
@@ -57,8 +59,11 @@ if TYPE_CHECKING:
     )
     from kvweave.policies.policy_profile import PolicyProfile
     from kvweave.runner import (
+        AsyncRunner,
         Canary,
         Conversation,
+        Engine,
+        EngineRequest,
         Generation,
         Healing,
         Prefill,
@@ -66,14 +71,19 @@ if TYPE_CHECKING:
         Runner,
         Sampling,
         Segment,
+        ServedRequest,
+        Server,
     )
 
 _MODULES = ("lab", "models", "ops", "payload", "policies", "runner")
 _LATER = {
     **dict.fromkeys(
         (
+            "AsyncRunner",
             "Canary",
             "Conversation",
+            "Engine",
+            "EngineRequest",
             "Generation",
             "Healing",
             "Prefill",
@@ -81,6 +91,8 @@ _LATER = {
             "Runner",
             "Sampling",
             "Segment",
+            "ServedRequest",
+            "Server",
         ),
         "kvweave.runner",
     ),
@@ -106,14 +118,19 @@ _LATER = {
 }
 
 __all__ = [
+    "AlreadyStepping",
     "Arena",
+    "AsyncRunner",
     "CacheBlend",
     "Canary",
+    "Cancelled",
     "Conversation",
     "CorruptHeadMap",
     "CorruptPayload",
     "CorruptProfile",
     "DeviceUnavailable",
+    "Engine",
+    "EngineRequest",
     "Epic",
     "Foresight",
     "FrozenSegment",
@@ -146,6 +163,8 @@ __all__ = [
     "Runner",
     "Sampling",
     "Segment",
+    "ServedRequest",
+    "Server",
     "SparseX",
     "UncertifiedPolicy",
     "UnknownSegment",

@@ -80,6 +80,8 @@ class Engine:
             span_tokens=self._chunk or _NO_LIMIT,
         )
         self._room = EngineRoom(self._scheduler, self._prefiller)
+        # Tables that do not change are made here, and not by a thread that submits.
+        self._prefiller.rotary.regime(1)
         self._in_step = False
         # Guards what follows it, and is short.
         self._lock = threading.Lock()
@@ -256,8 +258,6 @@ class Engine:
                     plan = self._plan()
                 with torch.inference_mode():
                     self._carry_out(plan)
-                # A step that only prefills has waited for nothing: the next would come too soon.
-                self._prefiller.clock.wait()
             finally:
                 self._in_step = False
                 self._let_leaving_go()
@@ -299,6 +299,10 @@ class Engine:
                 self._prefill(live, first + count, bool(last))
         going = [self._live[n] for n in plan.decode.tolist() if n in self._live]
         self._decode([live for live in going if not live.handle.ended])
+        if not going:
+            # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
+            # it would have whoever comes meanwhile wait for all of them.
+            self._prefiller.clock.wait()
 
     # ---- prompts --------------------------------------------------------------------------
 
