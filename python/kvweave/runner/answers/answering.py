@@ -22,7 +22,7 @@ from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import PromptTokenizer
-from kvweave.runner.report import Generation, StreamedToken
+from kvweave.runner.report import Generation
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,6 @@ class Answer:
         self.text.hear(token, sequence.done)
         if self.text.ended:
             sequence.limit = len(sequence.tokens)
-
-    @property
-    def streamed(self) -> StreamedToken:
-        """The newest token with what it adds to the text."""
-        return StreamedToken(
-            self.sequence.tokens[-1], "" if self.text is None else self.text.newest
-        )
 
     @property
     def _says_nothing(self) -> bool:

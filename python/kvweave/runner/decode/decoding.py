@@ -55,6 +55,8 @@ class Decoding:
 def by_regime(batch: Sequence[Decoding]) -> list[list[Decoding]]:
     """Sequences that can share a step: those whose keys were rotated by the same frequencies."""
     groups: dict[int, list[Decoding]] = {}
+    if len({sequence.positions.regime for sequence in batch}) == 1:
+        return [list(batch)]
     for sequence in batch:
         groups.setdefault(sequence.positions.regime, []).append(sequence)
     return list(groups.values())

@@ -16,13 +16,13 @@ from kvweave.runner.answers.answering import Answer, Answering, Ask
 from kvweave.runner.answers.stop import Stops
 from kvweave.runner.decode.decoding import by_regime
 from kvweave.runner.decode.sampling import Sampling
-from kvweave.runner.engine.checked_choice import CheckedChoice, check_token
+from kvweave.runner.engine.checked_choice import CheckedChoice
 from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
 from kvweave.runner.engine.live_request import LiveRequest
+from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.healing import Healing
 from kvweave.runner.prefill.lookup import Lookup
-from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.scheduler import Scheduler, StepPlan
@@ -70,14 +70,15 @@ class Engine:
         self._clock = clock
         own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
         # Whoever made the runner may have wanted shorter ones.
-        self._chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
+        chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
+        self._prompts = PromptWork(answering, chunk)
         self._scheduler = Scheduler(
             self._prefiller.cache,
             token_budget=_NO_LIMIT if token_budget is None else token_budget,
             chunk_tokens=_NO_LIMIT if own is None else own,
             max_running=_MOST_RUNNING if max_running is None else max_running,
             order=order,
-            span_tokens=self._chunk or _NO_LIMIT,
+            span_tokens=chunk or _NO_LIMIT,
         )
         self._room = EngineRoom(self._scheduler, self._prefiller)
         # Tables that do not change are made here, and not by a thread that submits.
@@ -297,8 +298,9 @@ class Engine:
         for number, first, count, last in plan.prefill.tolist():
             if (live := self._live.get(number)) and not live.handle.ended:
                 self._prefill(live, first + count, bool(last))
-        going = [self._live[n] for n in plan.decode.tolist() if n in self._live]
-        self._decode([live for live in going if not live.handle.ended])
+        named = map(self._live.get, plan.decode.tolist())
+        going = [live for live in named if live is not None and live.handle.outcome is None]
+        self._decode(going)
         if not going:
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
@@ -309,9 +311,11 @@ class Engine:
     def _prefill(self, live: LiveRequest, to: int, last: bool) -> None:
         try:
             if not live.given:
-                self._advance(live, to)
+                if live.job is None:
+                    self._let_go(live)
+                self._prompts.advance(live, to)
             if last:
-                self._begin(live)
+                self._said(live, self._prompts.begin(live))
         except PoolFull as error:
             self._no_room_to_prefill(live, error)
         except Exception as error:
@@ -320,52 +324,13 @@ class Engine:
             self._fail(live, error)
             raise
 
-    def _advance(self, live: LiveRequest, to: int) -> None:
-        if live.job is None:
-            self._let_go(live)
-            if live.policy is None:
-                live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
-            prompt = live.resumed_as
-            live.job = PrefillJob(
-                self._prefiller,
-                prompt,
-                live.policy,
-                live.ask.lookup,
-                self._chunk,
-                reserve_tokens=max(0, live.room - len(prompt.tokens)),
-            )
-        live.job.advance(min(to, live.job.tokens))
-
-    def _begin(self, live: LiveRequest) -> None:
-        """Chooses the token behind a prompt that is done, and behind what was said before."""
-        if live.job is not None:
-            live.done, live.job = live.job.finish(), None
-            if live.answer is None:
-                self._answering.lossy.look_after(
-                    live.prompt, live.ask.policy, live.ask.lookup, live.done, live.off
-                )
-        done = live_prefill("decode", live.done)
-        live.settle_pending()
-        if done.pending:
-            self._prefiller.extend(done, np.zeros(0, np.int32))
-        if live.answer is None:
-            live.answer = self._answering.begin(done, live.ask)
-        else:
-            self._answering.go_on(live.answer, done)
-        check_token(live.said[-1], self._prefiller.spec.vocabulary)
-        self._said(live, live.answer)
-
     # ---- decoding -------------------------------------------------------------------------
 
     def _decode(self, going: Sequence[LiveRequest]) -> None:
         """One more token for each, in one step for those that can share it: all or none."""
         answering = {}
         for live in going:
-            # A prompt that its caller has released would fail the step of all.
-            try:
-                live_prefill("decode", live.done)
-            except InvalidArgument as error:
-                self._fail(live, error)
+            if live.given and not self._is_there(live):
                 continue
             assert live.answer is not None
             answering[live.answer.sequence] = live
@@ -392,6 +357,15 @@ class Engine:
                 seen = None if queries is None else queries[:, column]
                 self._hear(live, choice.failed.get(sequence), seen)
 
+    def _is_there(self, live: LiveRequest) -> bool:
+        """Ends a request whose prompt its caller has released: it would fail the step of all."""
+        try:
+            live_prefill("decode", live.done)
+        except InvalidArgument as error:
+            self._fail(live, error)
+            return False
+        return True
+
     def _hear(
         self, live: LiveRequest, failure: Exception | None, queries: torch.Tensor | None
     ) -> None:
@@ -400,7 +374,8 @@ class Engine:
         try:
             if failure is not None:
                 raise failure
-            answer.hear()
+            if answer.text is not None:
+                answer.hear()
             if queries is not None and answer.is_watched:
                 self._answering.look(answer, queries)
             self._said(live, answer)
@@ -409,24 +384,29 @@ class Engine:
 
     def _said(self, live: LiveRequest, answer: Answer) -> None:
         """Delivers the newest token; the last one ends the request."""
-        assert live.done is not None
-        number = live.handle.number
-        if not live.handle.deliver(answer.streamed):
+        sequence, handle = answer.sequence, live.handle
+        text = None if answer.text is None else answer.text.newest
+        if not handle.deliver(sequence.tokens[-1], text):
             return
-        with self._lock:
-            self._answered.append(number)
-        if not answer.sequence.done:
-            if (behind := live.handle.behind) is not None:
+        self._answered.append(handle.number)
+        if not sequence.done:
+            if (behind := handle.behind) is not None:
                 self._fail(live, behind, "cancelled")
             return
+        self._finish(live, answer)
+
+    def _finish(self, live: LiveRequest, answer: Answer) -> None:
+        """Ends a request that has said all."""
+        assert live.done is not None
         # What a conversation, which keeps its prompt, is remembered by it says itself.
         if not (live.given and live.done.lookup.late):
             live.done.commit()
         generation = self._answering.finished(answer)
         self._part(live)
+        self._finished.append(live.handle.number)
         with self._lock:
-            self._finished.append(number)
-            del self._live[number]
+            # Who was cancelled at this moment has left already.
+            self._live.pop(live.handle.number, None)
         live.handle.end("finished", generation)
 
     # ---- room -----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -26,9 +25,13 @@ class EngineRequest:
         self.number = number
         self.outcome: Outcome | None = None
         self._most_unread = unread
-        self._changed = threading.Condition()
-        self._unread: deque[StreamedToken] = deque()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
         self._said: list[int] = []
+        # What each token added to the text, where there are any; taken are the first so many.
+        self._texts: list[str] = []
+        self._taken = 0
         self._answer: Generation | None = None
         self._error: BaseException | None = None
         self._listener: Callable[[], None] | None = None
@@ -42,7 +45,7 @@ class EngineRequest:
     @property
     def tokens(self) -> list[int]:
         """All tokens said so far, taken or not."""
-        with self._changed:
+        with self._lock:
             return list(self._said)
 
     def take(self) -> list[StreamedToken]:
@@ -50,27 +53,39 @@ class EngineRequest:
 
         Their texts are empty unless the request was submitted with `streamed`.
         """
-        with self._changed:
-            new = list(self._unread)
-            self._unread.clear()
-            return new
+        with self._lock:
+            return self._take(len(self._said) - self._taken)
 
     def take_next(self, timeout: float | None = None) -> StreamedToken | None:
         """The next token, waited for at most `timeout` seconds; None if none came, or the end did.
 
         Somebody else has to step the engine meanwhile.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._unread or self.outcome is not None, timeout)
-            return self._unread.popleft() if self._unread else None
+        with self._lock:
+            self._wait_for(lambda: len(self._said) > self._taken or self.ended, timeout)
+            new = self._take(1)
+            return new[0] if new else None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end, at most `timeout` seconds: whether it has come.
 
         Somebody else has to step the engine meanwhile.
         """
-        with self._changed:
-            return self._changed.wait_for(lambda: self.outcome is not None, timeout)
+        with self._lock:
+            return self._wait_for(lambda: self.ended, timeout)
+
+    def _take(self, most: int) -> list[StreamedToken]:
+        begin, end = self._taken, min(self._taken + most, len(self._said))
+        self._taken = end
+        texts = self._texts[begin:end] or [""] * (end - begin)
+        return list(map(StreamedToken, self._said[begin:end], texts))
+
+    def _wait_for(self, says: Callable[[], bool], timeout: float | None) -> bool:
+        self._waiting += 1
+        try:
+            return self._changed.wait_for(says, timeout)
+        finally:
+            self._waiting -= 1
 
     def result(self) -> Generation:
         """The whole answer.
@@ -98,14 +113,19 @@ class EngineRequest:
 
     # ---- the engine's side ----------------------------------------------------------------
 
-    def deliver(self, token: StreamedToken) -> bool:
-        """Adds a token, unless the request has ended: whether it was added."""
-        with self._changed:
+    def deliver(self, token: int, text: str | None) -> bool:
+        """Adds a token, and what it adds to the text, unless the request has ended: whether so.
+
+        The text is None for each token of a request whose text nobody wants.
+        """
+        with self._lock:
             if self.outcome is not None:
                 return False
-            self._said.append(token.token)
-            self._unread.append(token)
-            self._changed.notify_all()
+            self._said.append(token)
+            if text is not None:
+                self._texts.append(text)
+            if self._waiting:
+                self._changed.notify_all()
         if self._tells_tokens:
             self._tell()
         return True
@@ -113,8 +133,8 @@ class EngineRequest:
     @property
     def behind(self) -> Cancelled | None:
         """What is said of a reader that lets more tokens wait than may; None of others."""
-        most, waiting = self._most_unread, len(self._unread)
-        if most is None or waiting <= most:
+        most = self._most_unread
+        if most is None or (waiting := len(self._said) - self._taken) <= most:
             return None
         return Cancelled(
             f"request {self.number}: expected a reader at most {most} tokens behind, got {waiting}"
@@ -122,7 +142,7 @@ class EngineRequest:
 
     def end(self, outcome: Outcome, got: Generation | BaseException | None = None) -> bool:
         """Ends it once: whether this was the call that did."""
-        with self._changed:
+        with self._lock:
             if self.outcome is not None:
                 return False
             if isinstance(got, Generation):
