@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -116,19 +116,19 @@ def test_a_batch_that_stays_is_bit_for_bit_the_cache_s_own_tables(mapped, monkey
     batch = [decoding(runner, one, 60) for one in done]
     attend, calls = ops.attend_decode, []
 
-    def compare(q: Any, positions: Any, entries: Any, pages: Any, layer: int, **named: Any) -> Any:
-        out, lse = attend(q, positions, entries, pages, layer, **named)
+    def compare(q: Any, positions: Any, entries: Any, kv: ops.PagedKv, **named: Any) -> Any:
+        out, lse = attend(q, positions, entries, kv, **named)
         tables = range(batch[0].request.tables)
         own = [s.request.entries(table) for s in batch for table in tables]
         offsets = np.cumsum([0, *map(len, own)], dtype=np.int32)
         reach = decoder.heads.reaches(batch[0].request)
-        window = spec.layers[layer].window if reach is None else None
-        named |= {"entry_offsets": offsets, "window": window}
-        named["reach"] = None if reach is None else reach[layer]
-        wanted = attend(q, positions, np.concatenate(own), pages, layer, **named)
+        window = spec.layers[kv.layer].window if reach is None else None
+        as_made = replace(kv, window=window, reach=None if reach is None else reach[kv.layer])
+        named |= {"entry_offsets": offsets}
+        wanted = attend(q, positions, np.concatenate(own), as_made, **named)
         assert torch.equal(out, wanted[0])
         assert torch.equal(lse, wanted[1])
-        calls.append(layer)
+        calls.append(kv.layer)
         return out, lse
 
     monkeypatch.setattr(ops, "attend_decode", compare)
