@@ -311,3 +311,20 @@ def test_what_is_no_number_is_a_type_error(bad: Any) -> None:
 def test_importing_it_imports_no_framework() -> None:
     code = "import sys, kvweave.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_room_that_is_reserved_is_taken_at_once() -> None:
+    cache = small_cache(16)
+    scheduler = small(cache)
+    with pytest.raises(PoolFull, match="prompt and answer: expected 36 blocks"):
+        scheduler.arrive(0, 4, 0, reserve=P * 17)
+    assert scheduler.state(0) is None
+    # A block has two pages.
+    blocks = scheduler.pages_of(4 + 40) // 2
+    scheduler.arrive(1, 4, 0, reserve=40)
+    scheduler.arrive(2, P * (16 - blocks) + 1, 0)
+    plan = scheduler.plan(0)
+    assert plan.admitted[:, 0].tolist() == [1]
+    assert plan.blocked is not None
+    assert scheduler.cancel(1)
+    assert scheduler.plan(1).admitted[:, 0].tolist() == [2]

@@ -70,6 +70,9 @@ class Runner:
     `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
     that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
     finds no room beside the arena; it holds nothing then.
+
+    One thread computes with a runner at a time. Every method that computes raises
+    `AlreadyStepping` while another thread does, or a server serves the runner: see `serve`.
     """
 
     @needs_memory("runner")

@@ -186,3 +186,31 @@ impl Room for BlockLedger {
         self.exhausted = true;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{BlockLedger, RequestId, Room};
+
+    #[test]
+    fn what_is_reserved_is_taken_at_admission_and_never_asked_for_again() {
+        let mut ledger = BlockLedger::new(10, 4, 16, &[]).unwrap();
+        let (one, other) = (RequestId(1), RequestId(2));
+        ledger.reserve(one, 24);
+        assert_eq!(ledger.admit(one, 5, 0), Ok(0));
+        assert_eq!((ledger.held(one), ledger.free()), (6, 4));
+        assert!(ledger.admit(other, 17, 0).is_err());
+        assert_eq!(ledger.admit(other, 16, 0), Ok(0));
+        // Nothing is free, and the first grows all the same as far as it said.
+        for tokens in 6..=24 {
+            ledger.grow(one, tokens).unwrap();
+        }
+        assert!(ledger.grow(one, 25).is_err());
+        assert!(ledger.grow(other, 17).is_err());
+        ledger.release(one);
+        assert_eq!((ledger.free(), ledger.accounts()), (6, 1));
+        // What it knows by now may be more than was reserved.
+        ledger.reserve(one, 4);
+        assert_eq!(ledger.admit(one, 9, 0), Ok(0));
+        assert_eq!(ledger.held(one), 3);
+    }
+}
