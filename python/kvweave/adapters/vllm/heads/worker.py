@@ -40,7 +40,7 @@ class _Part(Attention):
 
 
 class SplitAttention(nn.Module):
-    """Stands where a layer's `Attention` stood; q [R, H·D], k and v [R, G·D] of one rank.
+    """Replaces a layer's `Attention`: q [R, H·D], k and v [R, G·D] of one rank.
 
     Heads lie in the order of `HeadSplit`: the global ones, then the local ones.
     """

@@ -1,7 +1,7 @@
 """One forward of a batch in which some requests reuse segments: every layer computes fewer rows.
 
 The layers are the model's own. Before each the KV of the rows that it spares is copied from the
-store into vLLM's pages; rows of other requests go through as they are, in the first pass. Requests
+store into vLLM's pages; rows of other requests are all computed, in the first pass. Requests
 whose policies pass more than once then go on without them: the last states of a row are its states.
 """
 
