@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvweave.cache import HeadClassMap
-    from kvweave.lab.profile import HeadProfile, Stability
+    from kvweave.lab.profile import DuoPattern, HeadProfile, Stability
     from kvweave.runner import Runner
 
 SINK, RECENT, SHARE = 16, 256, 0.15
@@ -72,45 +72,50 @@ def profile_heads(
     ] = None,
 ) -> None:
     """Measure where each KV head looks on real text, and class it global or local."""
-    for picture in (figure, stability_figure):
-        if picture is not None:
-            from kvweave.lab.drawing import check_suffix
-
-            check_suffix(picture)
-    if stability_figure is not None and (not steps or duo is not None):
-        raise InvalidArgument("stability-figure: expected --steps and no --duo with it, got other")
+    _check_pictures(figure, stability_figure)
     if duo is None and (duo_config is not None or threshold is not None):
         raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
-    if scores is not None and duo is not None:
-        raise InvalidArgument("scores: expected no --duo beside them, got one")
-    if kl is not None and (share is not None or duo is not None):
-        raise InvalidArgument("kl: expected no --share and no --duo beside it, got one")
+    _check_alone("duo", duo, {"scores": scores, "stability-figure": stability_figure, "kl": kl})
+    _check_alone("kl", kl, {"share": share})
     if share is not None and not 0.0 <= share <= 1.0:
         raise InvalidArgument(f"share: expected 0..1, got {share}")
-    asked = _lengths(lengths)
+    settings: dict[str, Any] = {"lengths": _lengths(lengths), "prompts": prompts, "seed": seed}
     with err().status(f"loading {model}"):
         from kvweave import models
         from kvweave.lab.profile import DuoPattern
-        from kvweave.runner.model.model_spec import describe
 
         pattern = None if duo is None else DuoPattern.read(duo, duo_config)
         loaded = models.load(model, read_dtype(dtype), device=device)
     if pattern is not None:
-        window = _window(sink, recent, pattern.sink, pattern.recent)
-        made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
+        made = _imported(pattern, loaded[0], (sink, recent), share, threshold)
     else:
         from kvweave.lab.profile import DEFAULT_TEXTS
 
-        texts = text or DEFAULT_TEXTS
-        settings = {"lengths": asked, "texts": texts, "prompts": prompts, "seed": seed}
+        settings["texts"] = text or DEFAULT_TEXTS
         made = _measured(loaded, scores, (sink, recent), (share, kl), steps, settings)
-        if stability_figure is not None:
-            from kvweave.lab.drawing import save_stability
-
-            evidence = json.loads(made.to_json())["evidence"]
-            found = evidence.get("stability", {})
-            save_stability(stability_figure, found, f"Pages that heads of {model} choose")
+    if stability_figure is not None:
+        _draw_stability(made, f"Pages that heads of {model} choose", stability_figure)
     _show(made, f"Head classes of {model}", out_file, figure)
+
+
+def _check_alone(name: str, option: object, others: dict[str, object]) -> None:
+    """Refuses options that mean nothing beside another one."""
+    for other, value in others.items():
+        if option is not None and value is not None:
+            raise InvalidArgument(f"{name}: expected no --{other} beside it, got {value}")
+
+
+def _check_pictures(*paths: Path | None) -> None:
+    from kvweave.lab.drawing import check_suffix
+
+    for path in filter(None, paths):
+        check_suffix(path)
+
+
+def _draw_stability(made: HeadClassMap, title: str, path: Path) -> None:
+    from kvweave.lab.drawing import save_stability
+
+    save_stability(path, json.loads(made.to_json())["evidence"].get("stability", {}), title)
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
@@ -139,6 +144,20 @@ def _window(
     sinks = [value for value in (sink, own_sink, SINK) if value is not None]
     recents = [value for value in (recent, own_recent, RECENT) if value is not None]
     return {"sink": sinks[0], "recent": recents[0]}
+
+
+def _imported(
+    pattern: DuoPattern,
+    model: Any,
+    window: tuple[int | None, int | None],
+    share: float | None,
+    threshold: float | None,
+) -> HeadClassMap:
+    """The map of another project's pattern."""
+    from kvweave.runner.model.model_spec import describe
+
+    kept = _window(*window, pattern.sink, pattern.recent)
+    return pattern.map(describe(model), share=share, threshold=threshold, **kept)
 
 
 def _measured(

@@ -28,7 +28,7 @@ pub enum SharedScore {
 /// How much one row of each of B requests may find in each page that its tables list, a score for
 /// each KV head.
 ///
-/// A score is that of a logit: `softcap(scale · qᵀ R(delta) x)` of the bounds x of the entry's page.
+/// A score is that of a logit, `softcap(scale · qᵀ R(delta) x)` of the bounds x of an entry's page.
 /// These are of the keys as they are stored, so an entry with `delta ≠ 0` is scored by the query
 /// turned the other way. The bounds of an entry that lists a part of a page are those of the whole
 /// of it. Windows do not matter: what is listed is scored. NaN in a bound, or in a query,
