@@ -20,7 +20,7 @@ pub mod tier;
 
 pub use cache::{
     Admission, CacheConfig, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats, KvCache,
-    MarkedSegment, Mode, Request, Reuse, StepHead, StepRefused, StepRows,
+    MarkedSegment, Mode, Quota, Request, Reuse, StepHead, StepRefused, StepRows,
 };
 pub use content::{FrozenSegment, HashKind, MissReason};
 pub use error::{Error, ErrorKind};

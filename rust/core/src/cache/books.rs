@@ -40,7 +40,15 @@ pub(super) fn release_pins(state: &mut State, content: ContentId) -> Vec<Documen
     for _ in &places {
         state.pool.unpin(state.index.row(content));
     }
+    note_quotas(state);
     places
+}
+
+/// Tells the pool what namespaces with a quota may have cached, where their pins have changed.
+pub(super) fn note_quotas(state: &mut State) {
+    for (account, allowed) in state.index.frozen.take_allowed() {
+        state.pool.set_allowed(account, allowed);
+    }
 }
 
 /// Tells the pool whether the index names these blocks.
@@ -54,6 +62,9 @@ pub(super) fn settle(state: &mut State, row: &[BlockId]) {
     for &block in row.iter().filter(|block| block.is_some()) {
         if state.index.names(block) {
             state.pool.mark_indexed(&[block]);
+            if state.index.has_accounts() {
+                state.pool.assign(block, state.index.account_of(block));
+            }
         } else {
             state.pool.unindex(block);
         }

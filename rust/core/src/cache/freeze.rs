@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
 use crate::error::Error;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, GroupId};
 
-use super::books::{Shared, State, release_pins, settle};
+use super::books::{Shared, State, note_quotas, release_pins, settle};
 use super::request::Request;
 
 /// Growth stops this far below the watermark, so that shrinking and growing do not alternate.
@@ -28,6 +28,7 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
     }
     forgotten.into_iter().for_each(|block| state.pool.unindex(block));
     removed.scopes.into_iter().for_each(|scope| state.index.release_scope(scope));
+    note_quotas(state);
 }
 
 /// Undoes [`regrow`].
@@ -36,6 +37,7 @@ pub(super) fn let_go(state: &mut State, grown: &[(ContentId, DocumentBlock)]) {
         state.index.frozen.let_go(place, content);
         state.pool.unpin(state.index.row(content));
     }
+    note_quotas(state);
 }
 
 fn pin(state: &mut State, content: ContentId, place: DocumentBlock) {
@@ -78,6 +80,7 @@ fn pin_again(state: &mut State, given: Vec<(ContentId, DocumentBlock)>) {
         pin(state, content, place);
         state.index.frozen.come_back(place, content);
     }
+    note_quotas(state);
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
@@ -117,12 +120,15 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, Docu
     let limit = state.pool.slab_pages_total() * low / 100;
     loop {
         let room = state.pool.held_pages() + shared.row_pages() <= limit;
-        if !room || state.index.frozen.resident() as u64 >= quota(shared, state) {
-            return grown;
+        if !room || state.index.frozen.resident() as u64 >= frozen_limit(shared, state) {
+            break;
         }
-        let Some((place, text)) = state.index.frozen.next_waiting() else { return grown };
+        let Some((place, text)) = state.index.frozen.next_waiting() else { break };
         let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
         match found {
+            Some(block) if !state.index.frozen.may_come_back(place, block) => {
+                state.index.frozen.park(place);
+            }
             Some(block) => {
                 pin(state, block, place);
                 state.index.frozen.come_back(place, block);
@@ -131,9 +137,12 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, Docu
             None => state.index.frozen.lose(place),
         }
     }
+    note_quotas(state);
+    grown
 }
 
-fn quota(shared: &Shared, state: &State) -> u64 {
+/// Distinct blocks that all knowledge bases together may pin.
+fn frozen_limit(shared: &Shared, state: &State) -> u64 {
     rows_total(shared, state) * u64::from(shared.config.frozen_share) / 100
 }
 
@@ -149,6 +158,23 @@ pub(super) fn check(state: &State) -> Result<(), Error> {
             return Err(Error::inconsistent("frozen block holders", pins, holders));
         }
     }
+    check_quotas(state)
+}
+
+/// No namespace pins more than its quota, and the pool knows what is left of it.
+fn check_quotas(state: &State) -> Result<(), Error> {
+    for (namespace, account) in state.index.accounts() {
+        let (blocks, frozen) = state.index.frozen.charge(account);
+        let (allowed, _) = state.pool.allowance(account, GroupId(0));
+        let pinned = state.index.frozen.charged(account).count();
+        let what = format!("quota of namespace {namespace:?}");
+        if frozen != pinned || frozen > blocks {
+            return Err(Error::inconsistent(what, format!("{pinned} of {blocks}"), frozen));
+        }
+        if allowed != blocks - frozen {
+            return Err(Error::inconsistent(what, blocks - frozen, allowed));
+        }
+    }
     Ok(())
 }
 
@@ -159,7 +185,8 @@ impl Request {
     /// # Errors
     /// `OutOfRange` if the range is empty or not committed, `InvalidArgument` if the name is empty,
     /// part of the range lies in another request's blocks, a window group has let go of it or the
-    /// prompt is still computed in chunks, `PoolFull` if the frozen share does not suffice.
+    /// prompt is still computed in chunks, `PoolFull` if the frozen share does not suffice,
+    /// `QuotaExceeded` if the namespace's quota does not.
     pub fn freeze(&mut self, name: &str, range: Range<usize>) -> Result<(), Error> {
         if range.is_empty() || range.end > self.committed {
             let expected = format!("a non-empty range inside [0, {})", self.committed);
@@ -186,9 +213,18 @@ impl Request {
         pinned.retain(|&block| !frozen.is_pinned(block));
         pinned.sort_unstable();
         pinned.dedup();
-        let free = (quota(&shared, state) as usize).saturating_sub(held);
+        let free = (frozen_limit(&shared, state) as usize).saturating_sub(held);
         if pinned.len() > free {
             return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
+        }
+        let (named, account) =
+            ((self.namespace.as_str(), name), state.index.account(&self.namespace));
+        if let Some(account) = account {
+            let blocks = blocks.iter().map(|&(_, block)| block);
+            let (free, needed) = state.index.frozen.quota_room(account, named, blocks);
+            if needed > free {
+                return Err(Error::quota_exceeded(&self.namespace, needed, free));
+            }
         }
         let number = state.index.frozen.next_number();
         for (at, &(_, block)) in (0..).zip(&blocks) {
@@ -197,8 +233,7 @@ impl Request {
         for (text, _) in &blocks {
             state.index.hold_scope(text.scope);
         }
-        let named = (self.namespace.as_str(), name);
-        let replaced = state.index.frozen.insert(named, range.len(), blocks);
+        let replaced = state.index.frozen.insert(named, account, range.len(), blocks);
         forget(state, replaced);
         Ok(())
     }

@@ -19,6 +19,7 @@ mod freeze;
 mod holding;
 mod ledger;
 mod promote;
+mod quotas;
 mod request;
 mod stats;
 
@@ -30,7 +31,7 @@ pub use config::CacheConfig;
 pub use decode_rows::{DecodeRows, StepHead, StepRows};
 pub use entry_lane::EntryMoves;
 pub use request::Request;
-pub use stats::{CacheStats, Counters, GroupStats};
+pub use stats::{CacheStats, Counters, GroupStats, Quota};
 
 use crate::content::hash::seed_of;
 use crate::content::{BlockHasher, Digest, FrozenSegment, Index};

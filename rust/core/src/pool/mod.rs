@@ -14,6 +14,7 @@ mod cost_aware;
 mod lru;
 mod order;
 mod pins;
+mod quotas;
 mod reclaim;
 mod slab;
 mod states;
