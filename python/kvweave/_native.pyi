@@ -71,12 +71,7 @@ class KvShape:
     """The KV geometry of a model."""
 
     def __new__(
-        cls,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        page_tokens: int = 16,
-        dtype: Any = None,
+        cls, layers: int, kv_heads: int, head_dim: int, page_tokens: int = 16, dtype: Any = None
     ) -> KvShape: ...
     @property
     def layers(self) -> int: ...
@@ -211,18 +206,12 @@ class KvRequest:
 class FrozenSegment:
     """A knowledge-base entry."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def resident_blocks(self) -> int: ...
-    @property
-    def references(self) -> int: ...
+    name: str
+    namespace: str
+    tokens: int
+    blocks: int
+    resident_blocks: int
+    references: int
 
 @final
 class KvCache:
@@ -238,6 +227,7 @@ class KvCache:
         hash: str = "xxh3-128",
         frozen_share: float = 0.5,
         watermark: float = 0.9,
+        eviction: str = "lru",
         external: _Array | None = None,
         fingerprint: str = "",
         memory: bool = True,
@@ -274,28 +264,35 @@ class KvCache:
     def frozen(self, namespace: str | None = None) -> list[FrozenSegment]: ...
     def frozen_segment(self, name: str, namespace: str = "") -> FrozenSegment: ...
     def delete(self, name: str, namespace: str = "") -> None: ...
+    def set_quota(
+        self, namespace: str = "", *, blocks: int | None = None, bytes: int | None = None
+    ) -> None: ...
+    def advise(
+        self,
+        tokens: _Array,
+        namespace: str = "",
+        *,
+        regime: int = 0,
+        priority: int = 0,
+        cost: int = 1,
+        until: int | None = None,
+        hint: str = "none",
+    ) -> int: ...
+    def set_time(self, now: int) -> None: ...
     def rebalance(self) -> None: ...
 
 @final
 class DecodeStep:
     """What one decode step of B requests reads and writes: see `DecodeRows.step`."""
 
-    @property
-    def positions(self) -> _Rows: ...
-    @property
-    def slots(self) -> _Rows: ...
-    @property
-    def spans(self) -> _Rows: ...
-    @property
-    def places(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def moved(self) -> _Rows: ...
-    @property
-    def copies(self) -> _Rows: ...
-    @property
-    def entries(self) -> int: ...
-    @property
-    def lanes(self) -> int: ...
+    positions: _Rows
+    slots: _Rows
+    spans: _Rows
+    places: npt.NDArray[np.int64]
+    moved: _Rows
+    copies: _Rows
+    entries: int
+    lanes: int
 
 @final
 class DecodeRows:

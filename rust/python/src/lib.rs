@@ -4,6 +4,7 @@ mod arena;
 mod arguments;
 mod attention;
 mod cache;
+mod choices;
 mod cuda;
 mod decode_rows;
 mod dlpack;
