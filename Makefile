@@ -93,7 +93,7 @@ bench: setup
 	$(PY) -m benchmarks.run $(CASE) $(if $(RECORD),--record)
 
 results: setup
-	$(PY) -m benchmarks.results
+	$(PY) -m benchmarks.report.results
 
 wheel: $(STAMPS)/wheel
 

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import record
 from benchmarks.cases import (
     attention,
     block_manager,
@@ -22,7 +21,8 @@ from benchmarks.cases import (
     ttft_cuda,
     ttft_heads,
 )
-from kvweave.bench.rows import Row
+from benchmarks.report import record
+from kvweave.lab.bench.rows import Row
 
 Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import vllm_cpu_ops
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.plugins import load_general_plugins
 
-import vllm_cpu_ops
 from families import VOCABULARY
 from kvweave.errors import KvweaveError
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from vllm import LLM
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_engines import STOCK, Answer, answer, answers, engine, prompt, sampling
 
 from kvweave.adapters.vllm.segments.check import MarkerCheck
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
@@ -21,7 +22,6 @@ from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.policies import Policy
 from kvweave.runner import Runner
 from kvweave.runner.prompt import TokenizedPrompt
-from vllm_engines import STOCK, Answer, answer, answers, engine, prompt, sampling
 
 ARENA = 1 << 24
 FAMILIES = {"llama": "Llama", "llama3-rope": "Llama", "llama-yarn": "Llama", "qwen2": "Qwen2"}

@@ -18,9 +18,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import transformers
+import vllm_cpu_ops
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import vllm_cpu_ops
 from families import VOCABULARY
 
 # The server, and what it starts.

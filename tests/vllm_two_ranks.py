@@ -26,9 +26,9 @@ def say(**found: Any) -> None:
 def tried(action: Any) -> list[str]:
     """The error of ours that an action raises: its class and text."""
     from vllm.exceptions import VLLMValidationError
+    from vllm_engines import ours
 
     from kvweave.errors import KvweaveError
-    from vllm_engines import ours
 
     try:
         action()
@@ -39,10 +39,11 @@ def tried(action: Any) -> list[str]:
 
 def main() -> None:
     """A document at two places, a knowledge base, and markers that are malformed."""
-    from families import tiny
-    from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
     from vllm_engines import engine, sampling
     from vllm_segments import SIZES, Counterpart, Marked, ask, settings, text
+
+    from families import tiny
+    from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 
     document = tuple(text(100, 9))
     prompts = [Marked([text(20, 1), document, text(15, 2)])]

@@ -15,16 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvweave import ops
-from kvweave.bench.pages import (
-    PAGE,
-    Shape,
-    empty_pages,
-    entries_of,
-    shuffled_blocks,
-    slots_of,
-)
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import Timing, compare
+from kvweave.lab.bench.pages import PAGE, Shape, empty_pages, entries_of, shuffled_blocks, slots_of
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing, compare
 
 SHAPES = (Shape("SmolLM2", 1, 9, 3, 64), Shape("Llama-8B", 1, 32, 8, 128, 5e5))
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}

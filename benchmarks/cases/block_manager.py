@@ -17,9 +17,9 @@ import numpy as np
 
 import kvweave
 from benchmarks.peers import VLLM_LOOKUP_128K_MS, VLLM_NS_PER_BLOCK
-from benchmarks.record import ROOT
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import compare
+from benchmarks.report.record import ROOT
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import compare
 
 TOKENS = 128 * 1024
 PAGE = 16

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.bench.pages import PAGE, Shape, empty_pages, shuffled_blocks
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import compare
+from kvweave.lab.bench.pages import PAGE, Shape, empty_pages, shuffled_blocks
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import compare
 
 SHAPES = (Shape("SmolLM2", 30, 9, 3, 64), Shape("Llama-8B", 32, 32, 8, 128, 5e5))
 DELTA = 1234

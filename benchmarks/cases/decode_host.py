@@ -21,14 +21,14 @@ import transformers
 from torch import nn
 
 from kvweave._native import DecodeRows
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import Timing, summarise
 from kvweave.cache import HeadClassMap, KvCache, KvRequest, KvShape
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing, summarise
 from kvweave.runner.decode import Decoder, Decoding, Sampling
 from kvweave.runner.decode.graph import StepGraphs
-from kvweave.runner.heads import HeadReads
-from kvweave.runner.model_spec import describe
-from kvweave.runner.rope import Rotary
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.model.model_spec import describe
+from kvweave.runner.model.rope import Rotary
 
 PAGE = 16
 TOKENS = 1024

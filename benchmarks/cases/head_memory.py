@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvweave.bench.rows import Row, expect
 from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.cli.capacity_count import Sessions, count_sessions
 from kvweave.cli.capacity_plan import ModelShape, capacity_of, shape_of
+from kvweave.lab.bench.rows import Row, expect
 from kvweave.payload import KvPayload, export_kv
 
 PAGE, CHUNK = 16, 512

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 import kvweave
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import compare, summarise
-from kvweave.eval.corpus import Encode, corpus_of
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import compare, summarise
+from kvweave.lab.eval.corpus import Encode, corpus_of
 from kvweave.models import load_smollm2
 
 POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")

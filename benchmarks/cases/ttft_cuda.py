@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 import kvweave
-from benchmarks.device_models import MODELS, bytes_of, random_model
-from benchmarks.device_profile import profile
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import Timing, summarise, turns
+from benchmarks.device.models import MODELS, bytes_of, random_model
+from benchmarks.device.profile import profile
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing, summarise, turns
 from kvweave.plan import Draft, Plans, PlanStep, Probe, PromptView
 from kvweave.policies import CacheBlend, Epic, Foresight, Full, Naive, Policy, SparseX
 

@@ -21,12 +21,12 @@ import torch
 
 import kvweave
 from benchmarks.cases.ttft_cuda import SEGMENTS, SHARE
-from benchmarks.device_models import MODELS, bytes_of, random_model
-from kvweave.bench.rows import Row, expect
-from kvweave.bench.timing import Timing, summarise, turns
+from benchmarks.device.models import MODELS, bytes_of, random_model
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing, summarise, turns
+from kvweave.lab.profile.head_profile import head_map
 from kvweave.policies import Foresight, Full, Naive, Policy, RedKnot, SparseX, Weave
-from kvweave.profile.head_profile import head_map
-from kvweave.runner.model_spec import describe
+from kvweave.runner.model.model_spec import describe
 
 LENGTHS = (16384, 32768)
 SINK, RECENT = 16, 256

@@ -40,7 +40,7 @@ from kvweave.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvweave import eval, models, ops, payload, policies, profile, runner
+    from kvweave import lab, models, ops, payload, policies, runner
     from kvweave.policies import (
         CacheBlend,
         Epic,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         Segment,
     )
 
-_MODULES = ("eval", "models", "ops", "payload", "policies", "profile", "runner")
+_MODULES = ("lab", "models", "ops", "payload", "policies", "runner")
 _LATER = {
     **dict.fromkeys(
         (
@@ -155,12 +155,11 @@ __all__ = [
     "Weave",
     "__version__",
     "cuda_status",
-    "eval",
+    "lab",
     "models",
     "ops",
     "payload",
     "policies",
-    "profile",
     "runner",
 ]
 

@@ -6,38 +6,6 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Arena",
-    "FrozenSegment",
-    "HeadClassMap",
-    "HeadGroup",
-    "KvCache",
-    "KvRequest",
-    "KvShape",
-    "PlanSpan",
-    "Reach",
-    "ReusePlan",
-    "RopeTable",
-    "Scheduler",
-    "StepPlan",
-    "VirtualPages",
-    "__version__",
-    "attend_cuda",
-    "attend_decode",
-    "attend_prefill",
-    "copy_rerotate",
-    "copy_rerotate_cuda",
-    "cuda_status",
-    "merge_states",
-    "merge_states_cuda",
-    "score_tokens",
-    "score_tokens_cuda",
-    "step_tables",
-    "step_tables_cuda",
-    "write_pages",
-    "write_pages_cuda",
-]
-
 __version__: str
 
 _Rows: TypeAlias = npt.NDArray[np.int32]

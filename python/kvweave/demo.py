@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvweave.eval import Encoded, Measurement, Sample, SampleMeasurer, task_encoder
-from kvweave.eval.text import passage
+from kvweave.lab.eval import Encoded, Measurement, Sample, SampleMeasurer, task_encoder
+from kvweave.lab.eval.text import passage
 from kvweave.runner import Part, Runner, Segment, chat_parts
 
 NAMESPACE = "demo"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm_engines import OURS, STOCK, answers, engine, metric, prompt, same, sampling
 
 from kvweave.adapters.vllm.attention import PagedAttention
 from kvweave.adapters.vllm.backend import PagedBackend
-from vllm_engines import OURS, STOCK, answers, engine, metric, prompt, same, sampling
 
 MIXED = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 

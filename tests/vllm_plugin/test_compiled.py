@@ -12,9 +12,9 @@ import torch._dynamo.config
 import vllm
 from test_head_split import PROMPTS, SIZES, Masked, checkpoint_of, is_split, ours, written
 from vllm.config import CompilationMode
+from vllm_engines import answers, engine, same
 
 from kvweave.adapters.vllm import versions
-from vllm_engines import answers, engine, same
 
 # Compiling takes most of a minute.
 pytestmark = pytest.mark.skipif(

@@ -18,10 +18,10 @@ import torch
 from test_head_split import Masked, is_split, ours, written
 from vllm import SamplingParams
 from vllm.platforms import current_platform
+from vllm_engines import OURS, engine, metric, prompt
 
 from families import tiny
 from kvweave.adapters.vllm.backend import PagedBackend
-from vllm_engines import OURS, engine, metric, prompt
 
 ASKED = os.environ["VLLM_TARGET_DEVICE"] == "cuda"
 pytestmark = pytest.mark.skipif(not ASKED, reason="needs a GPU and VLLM_TARGET_DEVICE=cuda")

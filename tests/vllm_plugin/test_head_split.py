@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from vllm_engines import OURS, STOCK, Answer, answers, engine, metric, prompt, same, sampling
 
 from families import tiny
 from kvweave.adapters.vllm.models import DIGEST
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.split_attention import SplitAttention
-from vllm_engines import OURS, STOCK, Answer, answers, engine, metric, prompt, same, sampling
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}

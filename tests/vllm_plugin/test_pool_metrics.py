@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from test_head_split import checkpoint_of, ours, written
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm_engines import engine, metric, prompt, sampling
 
 from kvweave import Unsupported
 from kvweave.adapters.vllm.head_connector import KvweaveHeads
 from kvweave.adapters.vllm.pool_connector import PoolConnector
 from kvweave.adapters.vllm.pool_metrics import PoolMetrics, PoolStats
-from vllm_engines import engine, metric, prompt, sampling
 
 TYPES = {kind: kind for kind in (Counter, Gauge, Histogram)}
 LAYERS, PAGE = 4, 2 * 16 * 3 * 32 * 4

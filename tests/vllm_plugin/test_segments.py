@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import pytest
 from vllm import LLM
-
-from families import tiny
-from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.errors import InvalidArgument, Unsupported
-from kvweave.policies import Policy, SparseX
 from vllm_engines import engine, same, sampling
 from vllm_segments import (
     BOTH,
@@ -32,6 +27,11 @@ from vllm_segments import (
     stock,
     text,
 )
+
+from families import tiny
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.policies import Policy, SparseX
 
 TOUCHING = Marked([text(18, 5), DOCUMENT, OTHER, text(7, 6)])
 LAST = Marked([text(33, 5), DOCUMENT])

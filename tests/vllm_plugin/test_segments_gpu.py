@@ -12,10 +12,6 @@ import pytest
 from test_gpu import MEMORY, MODES, SPREAD
 from test_segments import PROMPTS, SEEDS, compare
 from vllm import LLM
-
-from families import tiny
-from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.policies import SparseX
 from vllm_segments import (
     SIZES,
     Counterpart,
@@ -29,6 +25,10 @@ from vllm_segments import (
     settings,
     text,
 )
+
+from families import tiny
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+from kvweave.policies import SparseX
 
 ASKED = os.environ["VLLM_TARGET_DEVICE"] == "cuda"
 pytestmark = pytest.mark.skipif(not ASKED, reason="needs a GPU and VLLM_TARGET_DEVICE=cuda")

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from families import VOCABULARY, tiny
-from kvweave.adapters.vllm.segments.check import MarkerCheck
-from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.errors import InvalidArgument, PoolFull, UnknownSegment, Unsupported
 from vllm_engines import engine, ours, same, sampling
 from vllm_segments import (
     DOCUMENT,
@@ -24,6 +19,11 @@ from vllm_segments import (
     stock,
     text,
 )
+
+from families import VOCABULARY, tiny
+from kvweave.adapters.vllm.segments.check import MarkerCheck
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+from kvweave.errors import InvalidArgument, PoolFull, UnknownSegment, Unsupported
 
 
 @pytest.mark.parametrize("batched", [512, 48], ids=["whole", "chunks"])

@@ -9,6 +9,22 @@ from typing import Any
 
 import pytest
 from test_segments import compare
+from vllm_engines import answer, same, sampling
+from vllm_segments import (
+    DOCUMENT,
+    FIRST,
+    SECOND,
+    SIZES,
+    UNMARKED,
+    Counterpart,
+    ask,
+    asked,
+    close,
+    named,
+    segments,
+    settings,
+    stock,
+)
 
 from families import tiny
 from kvweave.errors import InvalidArgument
@@ -26,22 +42,6 @@ from kvweave.policies import (
     RedKnot,
     SparseX,
     Weave,
-)
-from vllm_engines import answer, same, sampling
-from vllm_segments import (
-    DOCUMENT,
-    FIRST,
-    SECOND,
-    SIZES,
-    UNMARKED,
-    Counterpart,
-    ask,
-    asked,
-    close,
-    named,
-    segments,
-    settings,
-    stock,
 )
 
 CHOSEN: dict[str, Policy | str] = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from families import tiny
-from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from vllm_engines import answer, metric, same, sampling
 from vllm_segments import (
     BEHIND,
@@ -24,6 +22,9 @@ from vllm_segments import (
     stock,
     text,
 )
+
+from families import tiny
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 
 
 def test_chunks_inside_a_segment(checkpoint) -> None:

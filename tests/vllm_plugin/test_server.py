@@ -8,11 +8,11 @@ from typing import Any
 
 import openai
 import pytest
+from vllm_segments import SIZES, settings
+from vllm_server import KEY, NAME, fetched, scraped, served, tokenizer
 
 from families import tiny
 from kvweave.adapters.vllm.server import spans
-from vllm_segments import SIZES, settings
-from vllm_server import KEY, NAME, fetched, scraped, served, tokenizer
 
 TEXT = " the hen went and the fox went; 12 cats — née Katz — and on and on and the cat went on\n"
 DOCUMENT = TEXT * 2

@@ -11,10 +11,10 @@ import pytest
 from test_head_split import EIGHT, FAMILIES, SIZES, Masked, checkpoint_of
 from test_pool_metrics import shown, states
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm_engines import OURS, answers, engine, metric, prompt, same, sampling
 
 from kvweave import Unsupported
 from kvweave.adapters.vllm.virtual_pages.connector import KvweavePages
-from vllm_engines import OURS, answers, engine, metric, prompt, same, sampling
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 FULL = {"kind": "full"}

@@ -33,7 +33,7 @@ def ops(
     missing; a target that is missed is shown and changes nothing.
     """
     with err().status("loading torch"):
-        from kvweave.bench import session, table
+        from kvweave.lab.bench import session, table
 
     bench = session.start(case or (), [name.strip() for name in peers.split(",") if name.strip()])
     results = []

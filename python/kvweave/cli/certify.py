@@ -58,9 +58,9 @@ def certify(
     with err().status(f"loading {model}"):
         from kvweave import models
         from kvweave.cache import HeadClassMap
+        from kvweave.lab.profile import certify as measure
+        from kvweave.lab.profile import effort_of
         from kvweave.policies.policy_profile import Bound
-        from kvweave.profile import certify as measure
-        from kvweave.profile import effort_of
         from kvweave.runner import Runner
 
         bound = (
@@ -97,7 +97,7 @@ def _table(made: PolicyProfile, model: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    from kvweave.profile.certify import ALL_JOBS
+    from kvweave.lab.profile.certify import ALL_JOBS
 
     table = Table(
         title=f"Policies of {model}, bound {made.bound}",

@@ -10,7 +10,7 @@ import typer
 from kvweave.cli.console import err, out, user_errors, write_json
 
 if TYPE_CHECKING:
-    from kvweave.eval import Evaluation
+    from kvweave.lab.eval import Evaluation
     from kvweave.runner import Runner
 
 QUICK = ("lm", 1024, 6)
@@ -60,15 +60,15 @@ def evaluate(
     if quick:
         task, length, samples = QUICK
     if plot is not None:
-        from kvweave.drawing import check_suffix
+        from kvweave.lab.drawing import check_suffix
 
         check_suffix(plot)
     if suite is not None:
         _evaluate_suite(suite, model, device, shard, log, json)
         return
     with err().status(f"loading {model}"):
-        from kvweave.eval import Shard, read_policies, task_of
-        from kvweave.eval import evaluate as measure
+        from kvweave.lab.eval import Shard, read_policies, task_of
+        from kvweave.lab.eval import evaluate as measure
 
         wanted, part = read_policies(policies), Shard.read(shard)
         chosen = task_of(task, length, corpus, layout)
@@ -92,7 +92,7 @@ def _show(found: Evaluation, model: str, json: Path | None, plot: Path | None) -
     if json is not None:
         write_json(json, {"model": model, **found.to_dict()})
     if plot is not None:
-        from kvweave.drawing import save_quality
+        from kvweave.lab.drawing import save_quality
 
         save_quality(plot, found.to_dict())
         out().print(f"drawn to {plot}", style="dim")
@@ -102,9 +102,9 @@ def _evaluate_suite(
     name: str, model: str, device: str, shard: str, log: Path | None, json: Path | None
 ) -> None:
     with err().status(f"loading {model}"):
-        from kvweave.eval import Shard, evaluate_suite, read_policies, suite_of, tasks_of
-        from kvweave.eval.report import report_of
-        from kvweave.eval.report_table import tables_of
+        from kvweave.lab.eval import Shard, evaluate_suite, read_policies, suite_of, tasks_of
+        from kvweave.lab.eval.report import report_of
+        from kvweave.lab.eval.report_table import tables_of
 
         chosen, part = suite_of(name), Shard.read(shard)
         # What cannot be measured is said before a model is loaded.

@@ -48,7 +48,7 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
     """Draw the reuse plan of a prompt. Without --policy no model is run, only its tokenizer."""
-    from kvweave.drawing import check_suffix, draw_plan, save_plan
+    from kvweave.lab.drawing import check_suffix, draw_plan, save_plan
 
     if out_file is not None:
         check_suffix(out_file)

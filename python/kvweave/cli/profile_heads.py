@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvweave.cache import HeadClassMap
-    from kvweave.profile import HeadProfile
+    from kvweave.lab.profile import HeadProfile
 
 SINK, RECENT, SHARE = 16, 256, 0.15
 
@@ -62,7 +62,7 @@ def profile_heads(
 ) -> None:
     """Measure where each KV head looks on real text, and class it global or local."""
     if figure is not None:
-        from kvweave.drawing import check_suffix
+        from kvweave.lab.drawing import check_suffix
 
         check_suffix(figure)
     if duo is None and (duo_config is not None or threshold is not None):
@@ -76,8 +76,8 @@ def profile_heads(
     asked = _lengths(lengths)
     with err().status(f"loading {model}"):
         from kvweave import models
-        from kvweave.profile import DuoPattern
-        from kvweave.runner.model_spec import describe
+        from kvweave.lab.profile import DuoPattern
+        from kvweave.runner.model.model_spec import describe
 
         pattern = None if duo is None else DuoPattern.read(duo, duo_config)
         loaded = models.load(model, read_dtype(dtype), device=device)
@@ -85,7 +85,7 @@ def profile_heads(
         window = _window(sink, recent, pattern.sink, pattern.recent)
         made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
     else:
-        from kvweave.profile import DEFAULT_TEXTS
+        from kvweave.lab.profile import DEFAULT_TEXTS
 
         texts = text or DEFAULT_TEXTS
         settings = {"lengths": asked, "texts": texts, "prompts": prompts, "seed": seed}
@@ -130,14 +130,14 @@ def _measured(
 ) -> HeadClassMap:
     """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
 
-    `wanted`: a share, or a bound on KL. `settings` are those of `kvweave.profile.profile_heads`.
+    `wanted`: a share, or a bound on KL. `settings`: those of `kvweave.lab.profile.profile_heads`.
     """
     from dataclasses import asdict
 
-    from kvweave.profile import EffectMeter, check_lengths, held_out, smallest_share
-    from kvweave.profile import profile_heads as measure
+    from kvweave.lab.profile import EffectMeter, check_lengths, held_out, smallest_share
+    from kvweave.lab.profile import profile_heads as measure
     from kvweave.runner import Runner
-    from kvweave.runner.model_spec import describe
+    from kvweave.runner.model.model_spec import describe
 
     def make_runner(heads: HeadClassMap | None) -> Runner:
         return Runner(*loaded, max_tokens=longest + 64, heads=heads, check=heads is None)
@@ -173,8 +173,8 @@ def _measured(
 def _earlier(path: Path, model: Any) -> HeadProfile:
     """The profile of an earlier map of the same model."""
     from kvweave.cache import HeadClassMap
-    from kvweave.profile import HeadProfile
-    from kvweave.runner.model_spec import describe
+    from kvweave.lab.profile import HeadProfile
+    from kvweave.runner.model.model_spec import describe
 
     heads = HeadClassMap.from_json(path.read_text(encoding="utf-8"))
     fingerprint = describe(model).fingerprint
@@ -187,7 +187,7 @@ def _earlier(path: Path, model: Any) -> HeadProfile:
 
 
 def _show(made: HeadClassMap, title: str, out_file: Path | None, figure: Path | None) -> None:
-    from kvweave.drawing import draw_heads, save_heads
+    from kvweave.lab.drawing import draw_heads, save_heads
 
     text = made.to_json()
     plain = json.loads(text)

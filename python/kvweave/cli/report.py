@@ -24,9 +24,9 @@ def report(
     from rich.console import Console
 
     with err().status("summing up"):
-        from kvweave.eval import evaluations_of, read_log
-        from kvweave.eval.report import report_of
-        from kvweave.eval.report_table import WIDTH, tables_of
+        from kvweave.lab.eval import evaluations_of, read_log
+        from kvweave.lab.eval.report import report_of
+        from kvweave.lab.eval.report_table import WIDTH, tables_of
 
         found = report_of(evaluations_of([read_log(path) for path in files]), against)
     console = out()
@@ -36,7 +36,7 @@ def report(
         narrow.print(table, highlight=False)
         narrow.print()
     if out_dir is not None:
-        from kvweave.drawing.front_figure import COSTS, QUALITIES, has_points, save_front
+        from kvweave.lab.drawing.front_figure import COSTS, QUALITIES, has_points, save_front
 
         data = found.to_dict()
         write_json(out_dir / "report.json", data)

@@ -1,12 +1,12 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
-from kvweave.runner.canary import Canary, CanaryState
-from kvweave.runner.conversation import Conversation
+from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine import Engine
 from kvweave.runner.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
-from kvweave.runner.prefill import Prefill
+from kvweave.runner.lossy.canary import Canary, CanaryState
+from kvweave.runner.prefill.prefill import Prefill
 from kvweave.runner.prompt import (
     Part,
     Prompt,

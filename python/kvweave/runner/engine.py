@@ -13,14 +13,14 @@ import torch
 from kvweave.arguments import flag, whole
 from kvweave.errors import AlreadyStepping, InvalidArgument, KvweaveError, PoolFull, Unsupported
 from kvweave.policies import Policy, is_exact
-from kvweave.runner.answering import Answer, Answering, Ask
+from kvweave.runner.answers.answering import Answer, Answering, Ask
+from kvweave.runner.answers.stop import Stops
 from kvweave.runner.decode.decoding import Decoding, by_regime
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine_request import EngineRequest
-from kvweave.runner.prefill import Lookup, Prefill
-from kvweave.runner.prefill_job import PrefillJob
+from kvweave.runner.prefill.prefill import Lookup, Prefill
+from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
-from kvweave.runner.stop import Stops
 from kvweave.scheduler import Scheduler, StepPlan
 
 

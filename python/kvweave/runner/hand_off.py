@@ -9,11 +9,11 @@ import torch
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.reused_tokens import ReusedTokens
+from kvweave.runner.prefill.prefill import Lookup, Prefill, Prefiller
 from kvweave.runner.prompt import token_array
 from kvweave.runner.report import Report, Timings
-from kvweave.runner.request_kv import RequestKv
-from kvweave.runner.reused_tokens import ReusedTokens
 
 
 @needs_memory("export")

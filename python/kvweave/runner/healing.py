@@ -23,14 +23,14 @@ from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.plan import Rows, one_pass
 from kvweave.policies.depth import first_layer
 from kvweave.policies.row_sets import averaged, highest, scores_of, union
-from kvweave.runner import probes
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.flops import FlopCount
-from kvweave.runner.prefill import Prefill, Prefiller
+from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.reused_tokens import positions_of
+from kvweave.runner.kv.tables import send_index
+from kvweave.runner.prefill import probes
+from kvweave.runner.prefill.flops import FlopCount
+from kvweave.runner.prefill.prefill import Prefill, Prefiller
 from kvweave.runner.report import HealingReport
-from kvweave.runner.request_kv import RequestKv
-from kvweave.runner.reused_tokens import positions_of
-from kvweave.runner.tables import send_index
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,27 @@ from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy, policy_of
 from kvweave.policies.policy_profile import PolicyProfile
-from kvweave.runner.answering import Answer, Answering, Ask
-from kvweave.runner.canary import Canary, CanaryWatch
-from kvweave.runner.conversation import Conversation
+from kvweave.runner.answers.answering import Answer, Answering, Ask
+from kvweave.runner.answers.stop import Stops
+from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine import Engine
-from kvweave.runner.fused_norms import with_fused_norms
 from kvweave.runner.hand_off import hand_over, take_over
-from kvweave.runner.heads import HeadReads
 from kvweave.runner.healing import Healing, check_healing
-from kvweave.runner.layer import needs_tiling
-from kvweave.runner.lossy import LossyPrefiller, check_profile
-from kvweave.runner.model_spec import KV_DTYPES, describe
-from kvweave.runner.pages import make_cache
-from kvweave.runner.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.pages import make_cache
+from kvweave.runner.lossy.canary import Canary, CanaryWatch
+from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
+from kvweave.runner.model.fused_norms import with_fused_norms
+from kvweave.runner.model.layer import needs_tiling
+from kvweave.runner.model.model_spec import KV_DTYPES, describe
+from kvweave.runner.model.rope import Rotary
+from kvweave.runner.prefill.prefill import Lookup, Prefill, Prefiller
+from kvweave.runner.prefill.verify import verify
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken
-from kvweave.runner.rope import Rotary
-from kvweave.runner.stop import Stops
-from kvweave.runner.verify import verify
 
 
 def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:

@@ -216,6 +216,23 @@ fn are_twins(world: &World, twin: &World) -> bool {
     ours.len() == theirs.len() && ours.iter().zip(&theirs).all(same)
 }
 
+/// Carries out what both copy, which is the same.
+fn settle_both(live: &mut [Request], twins: &mut [Request]) {
+    for (one, other) in live.iter_mut().zip(twins) {
+        for group in 0..one.tables() - one.promoted().len() {
+            let group = GroupId(group as u8);
+            let ours = one.take_copies_of(group).unwrap();
+            let theirs = other.take_copies_of(group).unwrap();
+            assert_eq!(ours.len(), theirs.len());
+            for (a, b) in ours.iter().zip(&theirs) {
+                assert_eq!((a[1], a[3], a[4], a[5]), (b[1], b[3], b[4], b[5]));
+            }
+        }
+        one.finish_copies();
+        other.finish_copies();
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -255,19 +272,7 @@ proptest! {
             match (&stepped, single) {
                 (Ok(()), Ok(())) => {
                     let mut twins = Twins::default();
-                    for (one, other) in world.live.iter_mut().zip(&mut twin.live) {
-                        for group in 0..one.tables() - one.promoted().len() {
-                            let group = GroupId(group as u8);
-                            let ours = one.take_copies_of(group).unwrap();
-                            let theirs = other.take_copies_of(group).unwrap();
-                            assert_eq!(ours.len(), theirs.len());
-                            for (a, b) in ours.iter().zip(&theirs) {
-                                assert_eq!((a[1], a[3], a[4], a[5]), (b[1], b[3], b[4], b[5]));
-                            }
-                        }
-                        one.finish_copies();
-                        other.finish_copies();
-                    }
+                    settle_both(&mut world.live, &mut twin.live);
                     let mut same_bytes = true;
                     for (one, other) in world.told().0.iter().zip(&twin.told().0) {
                         twins.compare(one, other);

@@ -16,8 +16,8 @@ from kvweave.runner.decode.reads import StepReads
 from kvweave.runner.decode.sampling import choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import StepTables, forward, query_room
-from kvweave.runner.heads import HeadReads
-from kvweave.runner.rope import Rotary
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.model.rope import Rotary
 
 _MOST_SLOTS = 4
 

@@ -9,8 +9,8 @@ import torch
 
 from kvweave.cache import KvRequest
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.model.rope import PositionTable
 from kvweave.runner.report import Timings
-from kvweave.runner.rope import PositionTable
 
 
 @dataclass(eq=False)

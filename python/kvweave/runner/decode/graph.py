@@ -18,8 +18,8 @@ from kvweave.ops import RopeTable, Workspace
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import NO_ENTRY, DecodeSlots, Step
 from kvweave.runner.decode.step import StepTables, forward, query_room
-from kvweave.runner.heads import HeadReads
-from kvweave.runner.rope import PositionTable, Rotary
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.model.rope import PositionTable, Rotary
 
 _log = logging.getLogger(__name__)
 

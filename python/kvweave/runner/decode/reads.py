@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvweave.ops import Reach
-from kvweave.runner.heads import HeadReads, Promoted
-from kvweave.runner.tables import Int32
+from kvweave.runner.kv.heads import HeadReads, Promoted
+from kvweave.runner.kv.tables import Int32
 
 _MOST_KEPT = 256
 

@@ -20,9 +20,9 @@ from kvweave.ops import RopeTable
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import is_greedy
-from kvweave.runner.heads import HeadReads, Promoted
+from kvweave.runner.kv.heads import HeadReads, Promoted
+from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.report import Timings
-from kvweave.runner.tables import Int32, send
 
 NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
 """An entry outside the cache: it covers no token."""

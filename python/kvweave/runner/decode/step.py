@@ -11,10 +11,10 @@ from kvweave import ops
 from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
-from kvweave.runner.layer import RowGrid, add_attention, add_feed_forward, project
-from kvweave.runner.model_spec import ModelSpec
-from kvweave.runner.rope import Rotary, Turns
-from kvweave.runner.tables import Int32, send
+from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.model.layer import RowGrid, add_attention, add_feed_forward, project
+from kvweave.runner.model.model_spec import ModelSpec
+from kvweave.runner.model.rope import Rotary, Turns
 
 
 @dataclass(frozen=True)

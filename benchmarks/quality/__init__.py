@@ -1,0 +1,1 @@
+"""Answers against the whole model's, on lists that were frozen before."""

@@ -1,0 +1,1 @@
+"""Records, and the tables that are made of them."""

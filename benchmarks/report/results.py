@@ -1,0 +1,383 @@
+"""Writes the newest records into the README and `docs/results.md`.
+
+`python -m benchmarks.report.results`. No figure there is typed by hand. The README has a choice of
+them, the other page every table, each under the command that prints it and the machine that
+measured it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import demo_table
+from benchmarks.report.budget_tables import budget_tables
+from benchmarks.report.record import RECORDS, ROOT
+from kvweave.errors import InvalidArgument
+
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+
+VLLM = "python -m benchmarks.vllm.serve"
+SEGMENTS = "python -m benchmarks.vllm.segments"
+TITLES = {
+    "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
+    "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
+    "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
+    "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
+    "head_memory": "Sessions that fit, and payloads: one KV head in eight full, others 256 + 16",
+    "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
+    "decode_host": "Host time of a decode step beside its model, 1024 tokens a request",
+    "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
+    "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
+    "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
+    "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
+    "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
+    "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
+    "vllm_load": "The same with many requests at once",
+    "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
+    "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
+}
+# Rows of a long case that a README has room for.
+SHOWN = {"attention": " 4096 "}
+# Commands that print a case's rows, where that is not `make bench`.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "quality": ("python -m benchmarks.quality.held_out out/quality",),
+    "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
+    "cuda_ops": ("kvweave bench ops",),
+    "counters": ("python -m benchmarks.device.counters",),
+    "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
+    "vllm_compiled": (f"{VLLM} --mode compiled --jobs latency decode",),
+    "vllm_load": (
+        f"{VLLM} --jobs throughput --engines ours stock --task '{{\"requests\": 40}}'",
+        f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
+    ),
+    "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
+}
+HIDDEN = {"elements", "tokens", "text"}
+# Columns of a case that has more than a README has room for.
+COLUMNS = {
+    "ttft_cuda": ("÷ full", "rows", "bound s", "of bound", "peak GiB", "÷ planned", "limit s"),
+    "ttft_heads": (
+        "÷ full",
+        "TFLOPs",
+        "full's FLOPs ÷",
+        "rows",
+        "select ms",
+        "working GiB",
+        "KV GiB",
+        "shared KV GiB",
+    ),
+}
+VALUE = {"quality": "KL to full", "heads_quality": "KL to full", "head_memory": "with the map"}
+Cell = tuple[str, str | None]
+"""A row's name, and the column that is shown; None: the measured value."""
+
+
+class Choice(NamedTuple):
+    """A row of the README: what it says, and cells of one case, joined by a semicolon.
+
+    `command`: what prints these cells, where it is not all that prints the case.
+    """
+
+    what: str
+    case: str
+    cells: tuple[Cell, ...]
+    command: str = ""
+
+
+REUSED = "TTFT, 32768 tokens, 97 % in documents seen before: segments"
+CHOICE = (
+    Choice(
+        "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; sparsex with "
+        "1024 rows by score; with 10 %; with 1024 and ℓ* 12 %",
+        "ttft_cuda",
+        (
+            ("Llama-3.1-8B, 32768 tokens: naive", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
+        ),
+    ),
+    Choice(
+        "the same at the shape of Qwen3-32B",
+        "ttft_cuda",
+        (
+            ("Qwen3-32B, 32768 tokens: naive", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
+        ),
+    ),
+    *(
+        Choice(
+            f"{what}, {model}, 32K, 97 % cached, one KV head in eight whole: redknot with a dense "
+            "feed-forward in 20 layers; in 3; weave with sparsex's rows",
+            "ttft_heads",
+            tuple(
+                (f"{model}, 32768 tokens: {policy}, map, materialise", column)
+                for policy in ("redknot, balanced", "redknot, speed", "weave")
+            ),
+        )
+        for model in ("Llama-3.1-8B", "Qwen3-32B")
+        for what, column in (
+            ("time to first token ÷ full", "÷ full"),
+            ("prefill FLOPs, full's ÷ theirs", "full's FLOPs ÷"),
+        )
+    ),
+    Choice(
+        "transformers' own forward ÷ our full: Llama-3.1-8B; Qwen3-32B",
+        "ttft_cuda",
+        (
+            ("Llama-3.1-8B, 32768 tokens: transformers", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: transformers", "÷ full"),
+        ),
+    ),
+    Choice(
+        "paged decode on CUDA, share of the read ceiling: 32 requests of 16K; one of 128K; of 8K",
+        "cuda_ops",
+        (
+            ("decode, B=32, 16K", "of ceiling"),
+            ("decode, B=1, 128K", "of ceiling"),
+            ("decode, B=1, 8K", "of ceiling"),
+        ),
+    ),
+    Choice(
+        "prefill of 5 % single rows of 32K on CUDA, peers' time ÷ ours",
+        "cuda_ops",
+        (("prefill, 5% of 32K in single rows", "peer ÷ ours"),),
+    ),
+    Choice(
+        "causal prefill of 32K on CUDA, peers' time ÷ ours",
+        "cuda_ops",
+        (("prefill, all of 32K", "peer ÷ ours"),),
+    ),
+    Choice(
+        "time to first token ÷ full on two CPU cores, 4K tokens: naive; sparsex",
+        "ttft",
+        (("naive, 4096 tokens", "÷ full"), ("sparsex, 4096 tokens", "÷ full")),
+    ),
+    Choice(
+        "KL to full on held-out text, Bible: naive; epic; cacheblend; sparsex",
+        "quality",
+        (
+            ("lm, kjv, 1024: naive", None),
+            ("lm, kjv, 1024: epic", None),
+            ("lm, kjv, 1024: cacheblend", None),
+            ("lm, kjv, 1024: sparsex", None),
+        ),
+    ),
+    Choice(
+        "the same on Python source",
+        "quality",
+        (
+            ("lm, python, 1024: naive", None),
+            ("lm, python, 1024: epic", None),
+            ("lm, python, 1024: cacheblend", None),
+            ("lm, python, 1024: sparsex", None),
+        ),
+    ),
+    Choice(
+        "vLLM 0.26 with the plugin ÷ stock, Llama-3.1-8B shape, torch.compile: first token of 32K; "
+        "decode step of 1, 32 requests of 8K; with one KV head in eight whole: first token of 32K; "
+        "decode step of 32 of 8K; of 8 of 120K",
+        "vllm_compiled",
+        (
+            ("TTFT, 32768 tokens, compiled: ours", "÷ stock"),
+            ("decode step, B=1, 8192 tokens, compiled: ours", "÷ stock"),
+            ("decode step, B=32, 8192 tokens, compiled: ours", "÷ stock"),
+            ("TTFT, 32768 tokens, compiled: heads", "÷ stock"),
+            ("decode step, B=32, 8192 tokens, compiled: heads", "÷ stock"),
+            ("decode step, B=8, 120000 tokens, compiled: heads", "÷ stock"),
+        ),
+    ),
+    Choice(
+        "the same under load: throughput of 40 requests; requests of 64K at once with one head in "
+        "eight whole",
+        "vllm_load",
+        (
+            ("throughput, 40 requests: ours", "÷ stock"),
+            ("requests of 65536 tokens that ran at once: heads", "÷ stock"),
+        ),
+    ),
+    Choice(
+        "throughput of 100 requests of 10 to 30K tokens with one head in eight whole ÷ stock",
+        "vllm",
+        (("throughput, 100 requests: heads", "÷ stock"),),
+        f"{VLLM} --jobs throughput",
+    ),
+    Choice(
+        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; sparsex "
+        "with ℓ* = 0 and 5 % by score; sparsex as it is",
+        "vllm",
+        (
+            (f"{REUSED}, naive", "÷ stock"),
+            (f"{REUSED}, sparsex, ℓ* = 0, 5 % by score", "÷ stock"),
+            (f"{REUSED}, sparsex", "÷ stock"),
+        ),
+        SEGMENTS,
+    ),
+    Choice(
+        "sessions of 32K tokens in 80 GB, one KV head in eight full, ÷ dense: Qwen3-32B; "
+        "Llama-3.3-70B",
+        "head_memory",
+        (
+            ("Qwen3-32B, 32768 tokens, 80 GB", "times"),
+            ("Llama-3.3-70B, 32768 tokens, 80 GB", "times"),
+        ),
+    ),
+    Choice(
+        "bytes sent from prefill to decode with that map, dense ÷ ours: 8K; 16K",
+        "head_memory",
+        (
+            ("Llama-3.3-70B, payload of 8192 tokens", "bytes ÷"),
+            ("Llama-3.3-70B, payload of 16384 tokens", "bytes ÷"),
+        ),
+    ),
+    Choice(
+        "block manager: allocate and free a block; look up 128K tokens from Python",
+        "block_manager",
+        (("allocate_and_free/4096", None), ("look up 128K tokens in Python, xxh3-128", None)),
+    ),
+    Choice(
+        "attention of 10 % single rows on two CPU cores, torch's time ÷ ours",
+        "attention",
+        (("Llama-8B 4096 float32, 10 % single rows", "torch ÷ ours"),),
+    ),
+)
+
+
+def newest(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    """The last run of each case, of the files that begin with a date."""
+    paths = folder.rglob("[0-9]*.json")  # by date; beside them stand head maps, by model
+    runs = [run for path in paths for run in json.loads(path.read_text())]
+    runs.sort(key=lambda run: run["time"])
+    return {run["case"]: run for run in runs}
+
+
+def markdown(runs: dict[str, dict[str, Any]]) -> str:
+    """One table a case, each under the command that prints it."""
+    if not runs:
+        return "Nothing was recorded yet: `make bench RECORD=1`.\n"
+    return "\n".join(_table(case, runs[case]) for case in TITLES if case in runs)
+
+
+def choice(runs: dict[str, dict[str, Any]]) -> str:
+    """The README's table; rows whose case was not recorded are left out.
+
+    Raises InvalidArgument for a case whose newest run lacks a row or a column that is shown.
+    """
+    lines = [_line(["what", "measured", "on", "command"]), "|---|---:|---|---|"]
+    for what, case, cells, command in CHOICE:
+        if case not in runs:
+            continue
+        rows = {row["name"]: row for row in runs[case]["rows"]}
+        shown = [_cell(case, name, rows.get(name), column) for name, column in cells]
+        machine = runs[case]["machine"]["processor"]
+        commands = f"`{command}`" if command else _commands(case)
+        lines.append(_line([what, "; ".join(shown), machine, commands]))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(case: str, name: str, row: dict[str, Any] | None, column: str | None) -> str:
+    if row is None or "value" not in row:
+        text = f"newest run of {case}: expected the row {name!r}, got none"
+        raise InvalidArgument(text, expected=name, got="none")
+    if column is None:
+        return f"{_figure(row['value'])} {row['unit']}".rstrip()
+    if column not in row["of"]:
+        text = f"newest run of {case}: expected {column!r} in the row {name!r}, got none"
+        raise InvalidArgument(text, expected=column, got="none")
+    return _figure(row["of"][column])
+
+
+def _commands(case: str) -> str:
+    return "; ".join(f"`{words}`" for words in COMMANDS.get(case, (f"make bench CASE={case}",)))
+
+
+def _table(case: str, run: dict[str, Any]) -> str:
+    # A row without a value is of an op that gave no right answer.
+    rows = [r for r in run["rows"] if SHOWN.get(case, "") in r["name"] and "value" in r]
+    found = dict.fromkeys(key for row in rows for key in row["of"] if key not in HIDDEN)
+    beside = [key for key in found if key in COLUMNS.get(case, found)]
+    machine = run["machine"]
+    versions = ", ".join(f"{name} {v}" for name, v in machine["packages"].items())
+    lines = [
+        f"## {TITLES[case]}",
+        "",
+        f"{_commands(case)}, {run['time'][:10]}: "
+        f"{machine['processor']}, {machine['cores']} cores; {versions}.",
+        *_ceilings(run),
+        "",
+    ]
+    if case == "heads_quality":
+        return "\n".join(lines + budget_tables(rows)) + "\n"
+    spread = ["p95"] if any(row["p95"] is not None for row in rows) else []
+    heads = ["what", VALUE.get(case, "median"), *spread, *beside]
+    lines += [_line(heads), "|---|" + "---:|" * (len(heads) - 1)]
+    for row in rows:
+        measured = f"{_figure(row['value'])} {row['unit']}".rstrip()
+        p95 = ["" if row["p95"] is None else _figure(row["p95"]) for _ in spread]
+        cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
+        lines.append(_line([row["name"], measured, *p95, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _ceilings(run: dict[str, Any]) -> list[str]:
+    """What the device did at its best in the same run, for cases that measure it."""
+    found = run.get("ceilings")
+    if found is None:
+        return []
+    parts = found if isinstance(found, list) else [found]
+
+    def span(key: str, scale: float, digits: int) -> str:
+        figures = [f"{part[key] * scale:.{digits}f}" for part in parts]
+        ends = min(figures, key=float), max(figures, key=float)
+        return " to ".join(dict.fromkeys(ends))
+
+    return [
+        f"Ceilings in the same {'processes' if len(parts) > 1 else 'run'}: "
+        f"copy {span('copy', 1e-12, 2)} TB/s (read and written), "
+        f"read {span('read', 1e-12, 2)} TB/s, bf16 matmul {span('matmul', 1e-12, 0)} TFLOP/s, "
+        f"empty launch {span('launch_s', 1e6, 1)} µs."
+    ]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_figure, value))}]"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def filled(text: str, part: str, name: str = "results") -> str:
+    """A page with `part` between the two marks of this name."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = text.split(start)
+    return before + start + "\n" + part + "\n" + end + rest.split(end)[1]
+
+
+def main() -> int:
+    """Fills both pages in; returns the exit status, 1 when a row that is shown was not recorded."""
+    runs = newest()
+    try:
+        chosen = choice(runs)
+    except InvalidArgument as error:
+        print(error, file=sys.stderr)
+        return 1
+    parts = [(README, chosen, "results"), (RESULTS, markdown(runs), "results")]
+    if demo_table.CASE in runs:
+        parts.append((README, demo_table.markdown(runs[demo_table.CASE]), "demo"))
+    for path, part, name in parts:
+        path.write_text(filled(path.read_text(encoding="utf-8"), part, name), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

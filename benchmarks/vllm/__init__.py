@@ -1,0 +1,1 @@
+"""The plugin beside stock vLLM."""

@@ -1,0 +1,177 @@
+"""The plugin over several GPUs: `python -m benchmarks.vllm.ranks [--ranks 2] [--json FILE]`.
+
+A small Llama with random weights in float32 answers the same prompts by one rank of tensor
+parallelism and by several, each engine in a process of its own: `ours` (the attention backend),
+`heads` (half of the KV heads keep a window) and `segments` (marked documents, reused). Greedy
+tokens must be the same; how far log-probabilities are apart is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report.record import of_device
+from benchmarks.vllm.model import write_heads
+from kvweave.adapters.vllm.serving import engine_options
+from kvweave.lab.bench.rows import Row
+
+ENGINES = ("ours", "heads", "segments")
+ARCHITECTURE = "LlamaForCausalLM"
+SHAPE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+WINDOW = {"sink": 16, "recent": 64}
+LENGTHS = (40, 600, 17, 333, 128, 1000)
+DOCUMENTS, ANSWER = 3, 32
+
+
+def written(folder: Path) -> None:
+    """A checkpoint of the shape, and a map in which every second KV head keeps a window."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
+    write_heads(folder, layers, kv_heads, lambda layer, head: (layer + head) % 2 == 0, **WINDOW)
+
+
+def engine(name: str, model: Path, ranks: int) -> Any:
+    """A vLLM of so many ranks."""
+    from vllm import LLM
+
+    options: dict[str, dict[str, Any]] = {
+        "ours": {},
+        "heads": {"heads": str(model / "heads.json")},
+        "segments": {"segment_bytes": 1 << 30},
+    }
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "tensor_parallel_size": ranks,
+        "skip_tokenizer_init": True,
+        "block_size": 16,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2 << 30,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": True,
+    }
+    return LLM(str(model), **{**common, **engine_options(ARCHITECTURE, **options[name])})
+
+
+def answers(name: str, model: Path, ranks: int) -> dict[str, Any]:
+    """Tokens and log-probabilities of every prompt; with segments, of documents that moved."""
+    from vllm import SamplingParams
+
+    numbers = np.random.default_rng(0)
+
+    def text(length: int) -> list[int]:
+        return [int(token) for token in numbers.integers(1, SHAPE["vocab_size"], length)]
+
+    given: list[tuple[list[int], dict[str, Any] | None]] = [(text(n), None) for n in LENGTHS]
+    if name == "segments":
+        documents = [text(200) for _ in range(DOCUMENTS)]
+        given = []
+        for policy in ("full", "naive", "sparsex"):
+            ids, spans = text(30), []
+            for number in numbers.permutation(DOCUMENTS):
+                spans.append([len(ids), len(ids) + len(documents[number])])
+                ids += documents[number] + text(20)
+            given.append((ids, {"segments": spans, "policy": policy}))
+    llm = engine(name, model, ranks)
+    tokens, logprobs = [], []
+    # One after the other: a document is there when the next prompt comes.
+    for ids, marks in given:
+        extra = None if marks is None else {"kvweave": marks}
+        params = SamplingParams(
+            temperature=0, max_tokens=ANSWER, logprobs=0, ignore_eos=True, detokenize=False
+        )
+        params.extra_args = extra
+        said = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0]
+        pairs = zip(said.token_ids, said.logprobs, strict=True)
+        tokens.append(list(said.token_ids))
+        logprobs.append([step[token].logprob for token, step in pairs])
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def rows_of(ranks: int, model: Path, engines: list[str], limit_s: float) -> Iterator[Row]:
+    """Each engine by one rank, side by side, then by several, one after the other."""
+
+    def start(name: str, count: int, gpu: int | None) -> subprocess.Popen[bytes]:
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        words = [sys.executable, "-m", "benchmarks.vllm.ranks"]
+        words += ["--child", name, "--ranks", str(count), "--model", str(model)]
+        return subprocess.Popen(
+            ["timeout", str(limit_s), *words], env={**os.environ, **seen}, stdout=sys.stderr
+        )
+
+    single = [start(name, 1, number % ranks) for number, name in enumerate(engines)]
+    for process in single:
+        process.wait()
+    for name in engines:
+        start(name, ranks, None).wait()
+        paths = [model / f"{name}-{count}.json" for count in (1, ranks)]
+        if not all(path.exists() for path in paths):
+            yield Row(f"{name}: no answer of {ranks} ranks or of one", float("nan"), "", None, {})
+            continue
+        one, many = (json.loads(path.read_text()) for path in paths)
+        same = [a == b for a, b in zip(one["tokens"], many["tokens"], strict=True)]
+        apart = [
+            abs(a - b)
+            for first, second, alike in zip(one["logprobs"], many["logprobs"], same, strict=True)
+            if alike
+            for a, b in zip(first, second, strict=True)
+        ]
+        beside = {"of": len(same), "log-probabilities apart by at most": max(apart, default=0.0)}
+        title = f"answers of {ANSWER} tokens that are the same by 1 and by {ranks} ranks: {name}"
+        yield Row(title, sum(same), "", None, beside)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns the exit status: 1 when an answer differs."""
+    parser = argparse.ArgumentParser(prog="benchmarks.vllm.ranks", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--limit", type=float, default=90, help="seconds a process may take")
+    parser.add_argument("--json", type=Path, help="where the run goes")
+    parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(words)
+    if chosen.child:
+        found = answers(chosen.child, chosen.model, chosen.ranks)
+        (chosen.model / f"{chosen.child}-{chosen.ranks}.json").write_text(json.dumps(found))
+        return 0
+    with TemporaryDirectory() as folder:
+        written(Path(folder))
+        rows = []
+        for row in rows_of(chosen.ranks, Path(folder), chosen.engines, chosen.limit):
+            print(json.dumps(asdict(row)), flush=True)
+            rows.append(row)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(of_device("vllm_ranks", rows), indent=1) + "\n")
+    return int(any(row.value != row.of.get("of") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

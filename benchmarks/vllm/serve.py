@@ -1,0 +1,150 @@
+"""vLLM with the plugin beside vLLM without it: `python -m benchmarks.vllm.serve [--json FILE]`.
+
+Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
+`ours` its model on our attention backend, `heads` one with an eighth of global KV heads. Results
+are printed as they come; FILE is a run for `python -m benchmarks.report.record FILE`, whose case
+follows from the mode and the jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report.record import of_device
+from benchmarks.vllm.engine import ENGINES, JOBS, MODES, Task
+from kvweave.errors import InvalidArgument
+from kvweave.lab.bench.rows import Row
+
+LOAD = {"capacity", "throughput"}
+"""Jobs of many requests at once."""
+MILLI = 1e3
+GIB = 2**30
+CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
+Found = dict[str, Any]
+
+
+def case_of(mode: str, jobs: list[str]) -> str:
+    """What a record calls a run: `vllm_load` where every job is of many requests at once.
+
+    Raises InvalidArgument for jobs that are not recorded in this mode.
+    """
+    if mode == "graphs":
+        return "vllm_load" if LOAD.issuperset(jobs) else "vllm"
+    if mode == "compiled" and LOAD.isdisjoint(jobs):
+        return "vllm_compiled"
+    expected = "mode graphs, or compiled with jobs of latency and decode"
+    got = f"mode {mode} with {', '.join(jobs)}"
+    text = f"json: expected a run that has a record, of {expected}, got {got}"
+    raise InvalidArgument(text, expected=expected, got=got)
+
+
+def tasks(jobs: list[str], engines: list[str], given: Found) -> Iterator[Task]:
+    """What to run: capacity has an engine of few layers and of little memory, to be filled soon."""
+    for job in jobs:
+        for engine in engines:
+            if job == "capacity" and engine == "ours":
+                continue  # Its pages are those of stock.
+            defaults = {**CAPACITY, "requests": 0} if job == "capacity" else {}
+            yield Task(engine, job, **{**defaults, **given})
+
+
+def lines(task: Task, limit_s: float) -> Iterator[Found]:
+    """What a process finds, as it comes; all else it prints goes to stderr."""
+    words = [sys.executable, "-m", "benchmarks.vllm.engine", json.dumps(asdict(task))]
+    words = ["timeout", str(limit_s), *words]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"engine"'):
+                yield json.loads(line)
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+    if process.returncode:
+        named = {"engine": task.engine, "job": task.job, "mode": task.mode}
+        yield {**named, "what": "failed", "exit": process.returncode}
+
+
+NAMES = {
+    "ttft": ("TTFT, {tokens} tokens", "seconds", MILLI, "ms"),
+    "decode": ("decode step, B={batch}, {tokens} tokens", "seconds", MILLI, "ms"),
+    "fit": ("requests of {tokens} tokens that fit", "requests", 1, ""),
+    "served": ("requests of {tokens} tokens that ran at once", "at_once", 1, ""),
+    "throughput": ("throughput, {requests} requests", "rate", 1, "tokens/s"),
+}
+BESIDE = {
+    "served": ("requests", "preempted", "seconds", "answered", "layers", "chunk"),
+    "throughput": ("read", "said", "seconds"),
+}
+
+
+def rows_of(found: list[Found]) -> list[Row]:
+    """A row for each figure, with its ratio to stock's."""
+    figures = [line for line in found if line["what"] in NAMES]
+    stock = {_title(line): _value(line) for line in figures if line["engine"] == "stock"}
+    rows = []
+    for line in figures:
+        title, value = _title(line), _value(line)
+        beside = {key: line[key] for key in BESIDE.get(line["what"], ())}
+        if title in stock and line["engine"] != "stock":
+            beside = {"÷ stock": round(value / stock[title], 4), **beside}
+        scale, unit = NAMES[line["what"]][2:]
+        p95 = line["p95"] * scale if "p95" in line else None
+        rows.append(Row(f"{title}: {line['engine']}", round(value, 4), unit, p95, beside))
+    return rows
+
+
+def _title(line: Found) -> str:
+    title = NAMES[line["what"]][0].format(**line)
+    return title if line["mode"] == "graphs" else f"{title}, {line['mode']}"
+
+
+def _value(line: Found) -> float:
+    _, key, scale, _ = NAMES[line["what"]]
+    return float(line[key]) * scale
+
+
+def parser_of_words() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="benchmarks.vllm.serve", description=__doc__)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=["latency", "capacity"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--mode", choices=MODES, default="graphs", help="how steps run")
+    parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
+    parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
+    parser.add_argument("--json", type=Path, help="where the run goes, after every process")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
+    parser = parser_of_words()
+    chosen = parser.parse_args(words)
+    found: list[Found] = []
+    given = {"mode": chosen.mode, **chosen.task}
+    try:
+        case = case_of(given["mode"], chosen.jobs) if chosen.json else ""
+    except InvalidArgument as error:
+        parser.error(str(error))
+    for task in tasks(chosen.jobs, chosen.engines, given):
+        for line in lines(task, chosen.limit):
+            found.append(line)
+            print(json.dumps(line), flush=True)
+        if chosen.json:
+            run = of_device(case, rows_of(found))
+            chosen.json.write_text(json.dumps(run, indent=1) + "\n")
+    for row in rows_of(found):
+        beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
+        p95 = "" if row.p95 is None else f" (p95 {row.p95:.4g})"
+        print(f"{row.name}: {row.value:.4g} {row.unit}{p95}; {beside}", flush=True)
+    return int(any(line["what"] == "failed" for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

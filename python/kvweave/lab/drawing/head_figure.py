@@ -1,0 +1,165 @@
+"""A head map: which (layer, KV head) reads everything, over what was measured of each.
+
+As figure by matplotlib and as lines of a terminal, both from the map's own JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvweave.errors import InvalidArgument
+from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PANELS = {
+    "score": "score",
+    "edge": "attention outside\nsink and window",
+    "retrieval": "attention on the\nhidden sentence",
+    "key_shift": "keys moved by\nanother prefix",
+    "value_shift": "values moved by\nanother prefix",
+    "overlap": "important pages\nkept",
+}
+_SHADES = " ░▒▓█"
+_CELL = 0.24
+"""Inches of one head in the figure."""
+
+Values = npt.NDArray[np.float64]
+
+
+def head_figure(head_map: Mapping[str, Any], title: str = "Head classes") -> Figure:
+    """A map (its JSON as plain data) as a figure: a strip of heat for each thing measured.
+
+    Columns are layers, rows KV heads; a frame marks each head that reads everything.
+
+    Raises InvalidArgument for data that is no head map.
+    """
+    drawn = _read(head_map)
+    layers, heads = drawn.is_global.shape
+    panels = drawn.panels or {"score": np.where(drawn.is_global, 1.0, 0.0)}
+    wide = max(6.5, 2.3 + _CELL * layers)
+    strip = _CELL * heads
+    high = 0.95 + len(panels) * (max(strip, 0.45) + 0.22) + 0.45
+    figure = new_figure(wide, high)
+    figure.text(0.02, 1 - 0.1 / high, title, va="top", size=13, weight="bold", color=INK)
+    figure.text(0.02, 1 - 0.38 / high, drawn.headline, va="top", size=9, color=MUTED)
+    grid = figure.add_gridspec(
+        len(panels),
+        1,
+        left=1.55 / wide,
+        right=1 - 0.75 / wide,
+        top=1 - 0.75 / high,
+        bottom=0.5 / high,
+        hspace=0.22 / max(strip, 0.45),
+    )
+    for index, (name, values) in enumerate(panels.items()):
+        _strip(figure, grid[index], name, values, drawn.is_global, index + 1 == len(panels))
+    return figure
+
+
+def save_heads(path: Path, head_map: Mapping[str, Any], title: str = "Head classes") -> None:
+    """Writes `head_figure` as PNG, SVG or PDF, by the suffix of the path."""
+    save_figure(head_figure(head_map, title), path)
+
+
+def draw_heads(head_map: Mapping[str, Any]) -> RenderableType:
+    """A map as something rich prints: a column a layer, a row a KV head, darker for a higher score.
+
+    Heads that read everything are green, the others grey.
+
+    Raises InvalidArgument for data that is no head map.
+    """
+    drawn = _read(head_map)
+    score = drawn.panels.get("score", drawn.is_global.astype(float))
+    most = float(score.max()) or 1.0
+    text = Text()
+    for head in range(score.shape[1]):
+        text.append(f"  head {head:<3}", style="dim")
+        for layer in range(score.shape[0]):
+            shade = _SHADES[min(4, 1 + int(4 * score[layer, head] / most))]
+            text.append(shade, style="green" if drawn.is_global[layer, head] else "bright_black")
+        text.append("\n")
+    ruler = "".join(f"{layer:<10}" for layer in range(0, score.shape[0], 10))
+    text.append(f"  layer   {ruler}", style="dim")
+    legend = Text().append("█ reads everything", style="green")
+    legend.append("   █ sink and window", style="bright_black")
+    return Group(Text(drawn.headline, style="bold"), text, legend)
+
+
+class _Drawn:
+    """What of a map is drawn: classes bool [L, G], panels [L, G] by name, one line of words."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.is_global = np.zeros((layers, heads), bool)
+        self.panels: dict[str, Values] = {}
+        self.headline = ""
+
+
+def _read(head_map: Mapping[str, Any]) -> _Drawn:
+    try:
+        drawn = _Drawn(int(head_map["layers"]), int(head_map["kv_heads"]))
+        windows = set()
+        for entry in head_map["heads"]:
+            kind = entry["class"]
+            drawn.is_global[entry["layer"], entry["head"]] = kind["kind"] != "window"
+            if kind["kind"] == "window":
+                windows.add((kind["sink"], kind["recent"]))
+        evidence = head_map.get("evidence", {})
+        lengths = evidence.get("by_length", {})
+        if "score" in evidence:
+            drawn.panels["score"] = np.asarray(evidence["score"], np.float64)
+        for name in _PANELS:
+            measured = [scores[name] for scores in lengths.values() if name in scores]
+            if measured:
+                drawn.panels[name] = np.mean(np.asarray(measured, np.float64), axis=0)
+        shapes = {values.shape for values in drawn.panels.values()} - {drawn.is_global.shape}
+        if shapes:
+            raise ValueError(f"scores of shape {shapes.pop()}")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InvalidArgument(f"head map: expected a map's JSON, got {error!r}") from error
+    kept, total = int(drawn.is_global.sum()), drawn.is_global.size
+    words = [f"{kept} of {total} KV heads read everything ({kept / max(total, 1):.0%})"]
+    if len(windows) == 1:
+        ((sink, recent),) = windows
+        words.append(f"the others {sink} first and {recent} latest tokens")
+    if lengths:
+        words.append("prompts of " + ", ".join(lengths) + " tokens")
+    drawn.headline = "; ".join(words)
+    return drawn
+
+
+def _strip(
+    figure: Figure,
+    place: Any,
+    name: str,
+    values: Values,
+    is_global: npt.NDArray[np.bool_],
+    last: bool,
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes = figure.add_subplot(place)
+    image = axes.imshow(values.T, cmap="Blues", aspect="auto", vmin=0.0)
+    for layer, head in zip(*np.nonzero(is_global), strict=True):
+        corner = (layer - 0.5, head - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#d55e00", linewidth=1.1))
+    axes.set_ylabel(_PANELS[name], size=8, color=INK, rotation=0, ha="right", va="center")
+    axes.set_yticks(range(values.shape[1]))
+    step = 1 if values.shape[0] <= 16 else 5
+    axes.set_xticks(range(0, values.shape[0], step))
+    axes.tick_params(length=0, labelsize=7, colors=MUTED, labelbottom=last)
+    if last:
+        axes.set_xlabel("layer (rows: KV heads; framed: reads everything)", size=8, color=MUTED)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.012)
+    bar.ax.tick_params(length=0, labelsize=7, colors=MUTED)
+    bar.outline.set_visible(False)

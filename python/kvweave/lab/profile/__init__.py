@@ -1,0 +1,29 @@
+"""What a model allows: heads that need no whole context, and a policy that keeps a bound."""
+
+from kvweave.lab.profile.certify import CertifyJob, Effort, certify, effort_of
+from kvweave.lab.profile.duo import DuoPattern
+from kvweave.lab.profile.effect import Effect, EffectMeter, SmallestShare, smallest_share
+from kvweave.lab.profile.head_profile import HeadProfile
+from kvweave.lab.profile.measure import DEFAULT_LENGTHS, DEFAULT_TEXTS, check_lengths, profile_heads
+from kvweave.lab.profile.scores import LengthScores
+from kvweave.lab.profile.texts import ProfileText, held_out
+
+__all__ = [
+    "DEFAULT_LENGTHS",
+    "DEFAULT_TEXTS",
+    "CertifyJob",
+    "DuoPattern",
+    "Effect",
+    "EffectMeter",
+    "Effort",
+    "HeadProfile",
+    "LengthScores",
+    "ProfileText",
+    "SmallestShare",
+    "certify",
+    "check_lengths",
+    "effort_of",
+    "held_out",
+    "profile_heads",
+    "smallest_share",
+]

@@ -1,0 +1,1 @@
+"""Prompts that go on: what one turn computed serves the next."""

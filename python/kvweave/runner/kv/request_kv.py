@@ -1,0 +1,204 @@
+"""The KV of one request while it is prefilled: its tables, and what is copied or owned first."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvRequest
+from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.ops import Reach
+from kvweave.plan import Rows
+from kvweave.runner.kv.heads import HeadReads, LayerHeads
+from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
+from kvweave.runner.model.rope import PositionTable
+
+
+class RequestKv:
+    """Tables of one request, made anew when they change and sent over once.
+
+    `rotates` False copies reused keys without turning them to their new position.
+    """
+
+    def __init__(
+        self,
+        heads: HeadReads,
+        pages: torch.Tensor,
+        request: KvRequest,
+        positions: PositionTable,
+        rotates: bool = True,
+    ) -> None:
+        self.heads = heads
+        self.pages = pages
+        self.request = request
+        self.positions = positions
+        self.rotates = rotates
+        self.spec = heads.spec
+        self._table: KvTable | None = None
+        self._rows: RowTable | None = None
+        self._asking = RowMemo[ops.Table](1)
+
+    def forked(self, fork: KvRequest) -> RequestKv:
+        """The KV of a fork of the request."""
+        return RequestKv(self.heads, self.pages, fork, self.positions, self.rotates)
+
+    def newest(self, tokens: int) -> Rows:
+        """The positions of the last tokens."""
+        length = self.request.length
+        return np.arange(length - tokens, length, dtype=np.int32)
+
+    @property
+    def table(self) -> KvTable:
+        """Where all KV of the request lies now."""
+        if self._table is None:
+            self._table = KvTable.of(self.request, self.spec.device)
+        return self._table
+
+    def copy(self) -> None:
+        """Carries out the copies that the cache asks for, turning keys on the way."""
+        copied = 0
+        for group in range(len(self.heads.windows)):
+            copies = self.request.take_copies(group)
+            if not self.rotates:
+                copies[:, 5] = 0
+            self.bring(copies, self.heads.page_layers(group))
+            copied += len(copies)
+        self.request.finish_copies()
+        if copied:
+            self._table = None
+
+    def bring(self, copies: Int32, layers: ops.Table | None) -> None:
+        """Copies i32 [C, 6] between blocks; `layers`: of each page of a block, see `HeadReads`."""
+        if len(copies):
+            ops.copy_rerotate(
+                self.pages,
+                copies,
+                self.positions.rope,
+                kv_heads=self.spec.kv_heads,
+                layers=layers,
+            )
+
+    def rows(self, rows: Rows, local_rows: Rows | None) -> RowTable:
+        """The tables of rows to be written, after `own`.
+
+        The last ones are kept, for most layers compute the same.
+        """
+        if self._rows is None or not self._rows.same(rows, local_rows):
+            slots = self._slots(rows, local_rows)
+            self._rows = RowTable.of(slots, rows, local_rows, self.positions, self.spec.device)
+        return self._rows
+
+    def probe_positions(self, rows: Rows) -> ops.Table:
+        """The positions of rows that ask what matters."""
+        return self._asking.get(rows, lambda kept: send(self.spec.device, kept)[0])
+
+    def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
+        """Where K, V of rows go: [R, 2], or [tables, R, 2] with (−1, −1) where they do not."""
+        if self.heads.uniform:
+            return self.request.slots(rows)
+        slots = np.full((self.request.tables, len(rows), 2), -1, np.int32)
+        for table, places in enumerate(slots):
+            if local_rows is None or not self.heads.is_window(table):
+                places[:] = self.request.slots(rows, table)
+            elif len(local_rows):
+                places[np.searchsorted(rows, local_rows)] = self.request.slots(local_rows, table)
+        return slots
+
+    def own(self, rows: Rows, local_rows: Rows | None) -> None:
+        """Copy-on-write of blocks that rows will be written to and that are still shared.
+
+        # Errors
+        `InvalidArgument` for local rows that are not among the rows; `PoolFull` without room.
+        """
+        if self._rows is not None and self._rows.same(rows, local_rows):
+            return
+        if local_rows is None or self.heads.uniform:
+            self.request.make_writable(rows)
+        else:
+            if not np.isin(local_rows, rows).all():
+                raise InvalidArgument("local_rows: expected some of the plan's rows, got others")
+            for group, window in enumerate(self.heads.windows):
+                self.request.make_writable(rows if window is None else local_rows, group)
+        self.copy()
+
+    def advance(self, start: int, end: int) -> None:
+        """Rows before `start` are done and [start, end) come next: windows move on."""
+        if self.heads.uniform:
+            return
+        self.request.advance(start, end)
+        self._table = self._rows = None
+        self.copy()
+
+    def promote(self, layer: int, head: int) -> bool:
+        """Makes a head full for this request from now on.
+
+        False when there is no room for it, or some of what it needs was not kept.
+
+        # Errors
+        `InvalidArgument` for a head that is full already.
+        """
+        if not self._is_whole(layer, head):
+            return False
+        try:
+            copies = self.request.promote(layer, head)
+        except PoolFull:
+            return False
+        self.bring(copies, np.asarray([layer], np.int32))
+        self._table = self._rows = None
+        return True
+
+    def _is_whole(self, layer: int, head: int) -> bool:
+        """Whether the group of a head keeps every position; true for one that does not exist."""
+        rows = self.request.head_rows(layer)
+        if not 0 <= head < len(rows):
+            return True
+        entries = self.request.entries(int(rows[head, 0]))
+        return int((entries[:, 2] - entries[:, 1]).sum()) == self.request.length
+
+    def computable(self) -> npt.NDArray[np.bool_]:
+        """For each position whether all that its row sees is still kept, bool [T].
+
+        Window groups let go of what no coming row sees; what lies behind cannot be computed again.
+        """
+        length = self.request.length
+        at, whole = np.arange(length), np.ones(length, bool)
+        for group, window in enumerate(self.heads.windows):
+            if window is None:
+                continue
+            recent, sink = window
+            gone = np.ones(length, bool)
+            for _, begin, end, position, _ in self.request.entries(group).tolist():
+                gone[position : position + end - begin] = False
+            lost = np.concatenate(([0], np.cumsum(gone)))
+            near = lost[at + 1] == lost[np.maximum(at + 1 - recent, 0)]
+            whole &= near & (lost[np.minimum(at + 1, sink)] == 0)
+        return whole
+
+    def reach(self, layer: int) -> Reach | None:
+        """What the heads of a layer read; None when they read all, or all the same."""
+        reaches = self.heads.reaches(self.request)
+        return None if reaches is None else reaches[layer]
+
+    def layer_heads(self, layer: int) -> LayerHeads:
+        """What the heads of a layer see, and which of them lie in a window group."""
+        return self.heads.of_layer(self.request, layer)
+
+    def paged(self, layer: int) -> ops.PagedKv:
+        """A layer's KV as rows of the request read it."""
+        spec, reach = self.spec.layers[layer], self.reach(layer)
+        return ops.PagedKv(
+            self.pages,
+            layer,
+            self.spec.kv_heads,
+            spec.scale,
+            self.positions.rope,
+            spec.window if reach is None else None,
+            spec.softcap,
+            reach,
+        )
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
+        """Writes K, V [R, G, D] of a layer's rows."""
+        ops.write_pages(self.pages, layer, k, v, table.slots, reach=self.reach(layer))

@@ -1,0 +1,1 @@
+"""What holds policies that lose something to what was certified of them."""

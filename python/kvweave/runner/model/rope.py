@@ -1,0 +1,181 @@
+"""Rotary positions of one request: cos and sin for its rows, frequencies for Δ-RoPE.
+
+The model's own rotary module is asked, so every RoPE kind is as the model defines it: default,
+linear, dynamic NTK, YaRN, Llama-3, LongRoPE, partial, one θ per layer type. Kinds that change
+with the length (dynamic, LongRoPE) are asked once for the whole request; the frequencies they
+give are the request's *regime*, part of every cache key, so KV of another regime never matches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.ops import RopeTable
+from kvweave.runner.model.model_spec import ModelSpec
+
+Turns: TypeAlias = dict[str | None, tuple[torch.Tensor, torch.Tensor]]
+"""Cos and sin [R, rotary_dim] of some rows, per rope key."""
+
+_FEWEST_POSITIONS = 1024
+_MOST_REGIMES = 64
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """cos and sin [T, rotary_dim] per rope key, the Δ-RoPE table, and the regime's hash."""
+
+    cos: dict[str | None, torch.Tensor]
+    sin: dict[str | None, torch.Tensor]
+    rope: RopeTable
+    regime: int
+
+    def turns(self, rows: torch.Tensor) -> Turns:
+        """Cos and sin [R, rotary_dim] of some positions, integers on the tables' device."""
+        return {
+            key: (cos.index_select(0, rows), self.sin[key].index_select(0, rows))
+            for key, cos in self.cos.items()
+        }
+
+    def until(self, length: int) -> PositionTable:
+        """The first `length` positions (views)."""
+        cut = [{key: t[:length] for key, t in table.items()} for table in (self.cos, self.sin)]
+        return PositionTable(cut[0], cut[1], self.rope, self.regime)
+
+
+class Rotary:
+    """A model's rotary module, asked as seldom as its kinds of RoPE allow.
+
+    Fixed frequencies are tabulated once, for as many positions as were ever asked for: their
+    tables keep their address until a longer request comes. Frequencies that depend on the length
+    are asked for anew by each request.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.keys = sorted({layer.rope_key for layer in spec.layers if layer.rotates}, key=str)
+        self._fixed: PositionTable | None = None
+        self._positions = 0
+        self._ropes: dict[bytes, RopeTable] = {}
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the frequencies are the same for every request."""
+        kind = getattr(self.spec.rotary, "rope_type", None)
+        kinds = [kind[key] if isinstance(kind, dict) else kind for key in self.keys]
+        return not any(k is None or "dynamic" in k or k == "longrope" for k in kinds)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that are kept."""
+        if self._fixed is None:
+            return 0
+        kept = (*self._fixed.cos.values(), *self._fixed.sin.values())
+        return sum(table.numel() * table.element_size() for table in kept)
+
+    def table(self, length: int) -> PositionTable:
+        """Positions [0, length) of a request that is `length` tokens long."""
+        if not self.is_fixed:
+            return self._tabulated(length)
+        return self.fixed(length).until(length)
+
+    def fixed(self, length: int) -> PositionTable:
+        """The table of at least `length` positions, where the frequencies are fixed."""
+        if self._fixed is None or length > self._positions:
+            self._positions = max(_FEWEST_POSITIONS, 1 << (length - 1).bit_length())
+            self._fixed = self._tabulated(self._positions)
+        return self._fixed
+
+    def lone_turns(self, positions: npt.NDArray[np.int32]) -> Turns:
+        """Turns of one decode row of each of R requests, each asked for alone.
+
+        For frequencies that depend on the request's length.
+        """
+        asked = torch.from_numpy(positions).to(self.spec.device).long()
+        turns: Turns = {}
+        for key in self.keys:
+            pairs = [self._ask(part, key) for part in torch.split(asked, 1)]
+            turns[key] = (
+                torch.cat([cos for cos, _ in pairs]),
+                torch.cat([sin for _, sin in pairs]),
+            )
+        return turns
+
+    def _ask(self, positions: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        like = torch.zeros(1, dtype=self.spec.dtype, device=self.spec.device)
+        named = () if key is None else (key,)
+        cos, sin = self.spec.rotary(like, positions[None], *named)
+        return cos[0], sin[0]
+
+    def _tabulated(self, length: int) -> PositionTable:
+        positions = torch.arange(length, device=self.spec.device)
+        cos, sin = {}, {}
+        for key in self.keys:
+            cos[key], sin[key] = self._ask(positions, key)
+        tables = {key: self._inv_freq(key) for key in self.keys}
+        width = max(table.numel() for table in tables.values())
+        inv_freq = np.zeros((len(self.spec.layers), width), np.float32)
+        for index, layer in enumerate(self.spec.layers):
+            if layer.rotates:
+                inv_freq[index] = tables[layer.rope_key].numpy()
+        regime = int.from_bytes(hashlib.sha256(inv_freq.tobytes()).digest()[:8], "little")
+        return PositionTable(cos, sin, self._rope(inv_freq), regime)
+
+    def _inv_freq(self, key: str | None) -> torch.Tensor:
+        name = "inv_freq" if key is None else f"{key}_inv_freq"
+        table: torch.Tensor = getattr(self.spec.rotary, name)
+        return table.detach().float().cpu()
+
+    def _rope(self, inv_freq: npt.NDArray[np.float32]) -> RopeTable:
+        """One object for equal frequencies, so that each device gets one copy of them."""
+        name = inv_freq.tobytes()
+        if name not in self._ropes:
+            if len(self._ropes) == _MOST_REGIMES:
+                del self._ropes[next(iter(self._ropes))]
+            pairing = "interleaved" if self.spec.interleaved else "half"
+            self._ropes[name] = RopeTable(inv_freq, pairing)
+        return self._ropes[name]
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """Rotates x [R, heads, D] by cos, sin [R, rotary_dim]; dims past rotary_dim pass through.
+
+    The tables come as transformers makes them: halves repeated (half pairing) or, for families
+    with interleaved pairs, one value a pair in the first half.
+    """
+    width = cos.shape[-1]
+    c, s = cos[:, None, :], sin[:, None, :]
+    turned = x[..., :width]
+    if interleaved:
+        half = width // 2
+        c, s = (t[..., :half].repeat_interleave(2, dim=-1) for t in (c, s))
+        pair = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+        turned = turned * c + pair * s
+    elif x.is_cuda:
+        turned = _rotate_halves(turned, c, s)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * c + torch.cat((-second, first), dim=-1) * s
+    if width == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def _rotate_halves(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Three launches and half of the bytes of the plain expression, and one rounding less.
+
+    On the CPU fused multiply-adds round differently at the end of a vector loop, so that a row's
+    bits would depend on the other rows; on a device each element is computed alone.
+    """
+    half = x.shape[-1] // 2
+    turned = x * c
+    turned[..., :half].addcmul_(x[..., half:], s[..., :half], value=-1)
+    turned[..., half:].addcmul_(x[..., :half], s[..., half:])
+    return turned

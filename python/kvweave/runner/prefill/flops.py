@@ -1,0 +1,117 @@
+"""FLOPs of the matrix products that a prefill ran, counted by part as they are asked for.
+
+A product of [m, k] and [k, n] counts 2·m·k·n. Rows that only pad a grid, norms, activations and
+rotations do not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvweave.plan import Rows
+from kvweave.runner.kv.tables import RowMemo
+from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
+
+PARTS = ("projections", "attention", "feed_forward", "logits", "scores")
+"""What is counted: q, k, v and output projections; attention over the keys that each row and head
+sees; the feed-forward; the head of the model; the query-key products of probes."""
+
+
+def visible_pairs(rows: Rows, window: int, sink: int) -> int:
+    """Keys that rows at some positions see, all together, with a window (0: all) and a sink."""
+    seen = rows.astype(np.int64) + 1
+    if window:
+        near = np.minimum(seen, window)
+        seen = near + np.minimum(seen - near, sink)
+    return int(seen.sum())
+
+
+def _elements(module: Any) -> int:
+    """Weights of a module that multiply each row; of experts only those that a row is sent to."""
+    chosen = [int(m.top_k) for m in module.modules() if isinstance(getattr(m, "top_k", None), int)]
+    weights = [p for p in module.parameters() if p.dim() >= 2]
+    if any(p.dim() == 3 for p in weights) and chosen:
+        return sum(p[0].numel() * chosen[0] if p.dim() == 3 else p.numel() for p in weights)
+    return sum(p.numel() for p in weights)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of a layer that multiply each row: of q, of k and v together, of the rest."""
+
+    query: int
+    key_value: int
+    output: int
+    feed_forward: int
+
+    @staticmethod
+    def of(layer: LayerSpec) -> LayerWeights:
+        """Counted in the layer's modules."""
+        attention = layer.attention
+        return LayerWeights(
+            _elements(attention.q_proj),
+            _elements(attention.k_proj) + _elements(attention.v_proj),
+            _elements(attention.o_proj),
+            _elements(layer.feed_forward),
+        )
+
+
+class ModelWeights:
+    """The same of every layer, and of the head of the model: counted once, it takes a while."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.layers = [LayerWeights.of(layer) for layer in spec.layers]
+        self.head = _elements(spec.head)
+
+
+class FlopCount:
+    """The running count of one prefill; `parts` has a number for each of `PARTS`."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.spec = weights.spec
+        self.weights = weights
+        self.parts = dict.fromkeys(PARTS, 0)
+        # The rows of a layer, and those that ask what matters in it.
+        self._seen = RowMemo[dict[tuple[int, int], int]](2)
+
+    def project(self, layer: int, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
+        """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
+        heads, fewer = spared
+        self.parts["projections"] += 2 * rows * self.weights.layers[layer].query
+        self.project_heads(layer, self.spec.kv_heads - heads, rows)
+        self.project_heads(layer, heads, fewer)
+
+    def project_heads(self, layer: int, heads: int, rows: int) -> None:
+        """K and v of some KV heads of some rows."""
+        both = self.weights.layers[layer].key_value
+        self.parts["projections"] += 2 * rows * heads * both // self.spec.kv_heads
+
+    def attend(self, layer: int, rows: Rows, reaches: list[tuple[int, int]]) -> None:
+        """Attention of rows and its output projection; a (window, sink) for each KV head."""
+        pairs = self._pairs(rows, reaches)
+        self.parts["attention"] += 4 * pairs * self.spec.head_dim
+        self.parts["projections"] += 2 * len(rows) * self.weights.layers[layer].output
+
+    def feed_forward(self, layer: int, rows: int) -> None:
+        """The feed-forward of some rows."""
+        self.parts["feed_forward"] += 2 * rows * self.weights.layers[layer].feed_forward
+
+    def logits(self, rows: int) -> None:
+        """The head's product of some rows."""
+        self.parts["logits"] += 2 * rows * self.weights.head
+
+    def score(self, rows: Rows, reaches: list[tuple[int, int]]) -> None:
+        """Query-key products of a probe; a (window, sink) for each KV head."""
+        self.parts["scores"] += 2 * self._pairs(rows, reaches) * self.spec.head_dim
+
+    def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
+        """Pairs of a row and a key over all query heads."""
+        seen = self._seen.get(rows, lambda _: {})
+        for reach in set(reaches) - seen.keys():
+            seen[reach] = visible_pairs(rows, *reach)
+        group = self.spec.query_heads // self.spec.kv_heads
+        return group * sum(seen[reach] for reach in reaches)

@@ -1,0 +1,377 @@
+"""The harness that measures: order, percentiles, records; and that a wrong answer is no result."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.cases import (
+    attention,
+    block_manager,
+    copy_rerotate,
+    decode_host,
+    head_memory,
+    ttft_cuda,
+)
+from benchmarks.device import counters as device_counters
+from benchmarks.device.profile import class_of
+from benchmarks.report import demo_table, record, results
+from benchmarks.run import CASES, main
+from benchmarks.vllm import (
+    engine as device_vllm_engine,
+)
+from benchmarks.vllm import (
+    ranks as device_vllm_ranks,
+)
+from benchmarks.vllm import (
+    segments as device_vllm_segments,
+)
+from benchmarks.vllm import (
+    serve as device_vllm,
+)
+from kvweave.adapters.vllm.serving import engine_options
+from kvweave.errors import InvalidArgument
+from kvweave.lab.bench.rows import Row, WrongAnswer, expect
+from kvweave.lab.bench.shapes import CASES as OPS
+from kvweave.lab.bench.timing import compare, summarise
+from kvweave.plan import LayerPlan, Probe, PromptView
+from kvweave.policies import Epic
+
+
+def test_contenders_take_turns_at_being_first() -> None:
+    calls: list[str] = []
+    names = ("a", "b", "c")
+    timed = compare({n: (lambda n=n: calls.append(n)) for n in names}, rounds=3, warm_up=0)
+    assert "".join(calls) == "abc" + "bca" + "cab"
+    assert {n: t.rounds for n, t in timed.items()} == dict.fromkeys(names, 3)
+
+
+def test_short_calls_are_repeated_inside_a_sample() -> None:
+    calls: list[int] = []
+    # Even where a busy machine lets the call that is timed first wait for 10 ms.
+    compare({"a": lambda: calls.append(1)}, rounds=2, at_least_s=0.1)
+    assert len(calls) > 10
+
+
+def test_median_and_95th_percentile() -> None:
+    timing = summarise([float(x) for x in range(1, 102)])
+    assert (timing.median_s, timing.p95_s, timing.rounds) == (51.0, 96.0, 101)
+
+
+def test_a_wrong_answer_is_refused() -> None:
+    with pytest.raises(WrongAnswer, match="expected 3, got 4"):
+        expect(3 == 4, "expected 3, got 4")
+
+
+def test_records_of_one_day_are_appended(tmp_path: Path) -> None:
+    row = Row("a", 1.5, "ms", None, {"ratio": 2.0})
+    first = record.append("case", [row], tmp_path)
+    second = record.append("case", [row], tmp_path)
+    runs = json.loads(second.read_text())
+    assert first == second
+    assert len(runs) == 2
+    assert runs[0]["rows"] == [
+        {"name": "a", "value": 1.5, "unit": "ms", "p95": None, "of": {"ratio": 2.0}}
+    ]
+    assert runs[0]["machine"]["cores"] >= 1
+
+
+def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nonsense"])
+    assert "got nonsense" in capsys.readouterr().err
+    timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
+    assert set(CASES) == timed | {"ttft_heads", "head_memory", "decode_host"}
+
+
+@pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
+def test_lookup_case_runs(hash_name: str) -> None:
+    row = block_manager.lookup(hash_name, quick=True)
+    assert row.value > 0.0
+
+
+def test_copy_case_checks_and_measures() -> None:
+    rows = copy_rerotate.run(quick=True)
+    assert len(rows) == 4
+    assert all(row.of["MiB"] >= 16 for row in rows)
+
+
+def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
+    rows = decode_host.run(quick=True)
+    assert [row.unit for row in rows] == ["µs"] * 7
+    assert all(0 < row.value <= row.p95 for row in rows)
+
+
+def test_head_memory_case_counts_what_is_admitted() -> None:
+    rows = head_memory.run(quick=True)
+    assert [row.unit for row in rows] == ["sessions", "sessions", "MB"]
+    arena, beside, sent = rows
+    assert arena.of["times"] == arena.value / arena.of["dense"] > 7
+    assert beside.value < arena.value
+    # 64 full pairs of 2048 tokens and 448 of 272, in bf16: 512 bytes a token and pair.
+    assert sent.value * 1e6 == pytest.approx(512 * (64 * 2048 + 448 * 272), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2 1024 float32, decode", "Llama-8B 1024 bfloat16, decode"])
+def test_attention_case_agrees_with_torch(name: str) -> None:
+    attention.check(name, attention.problems(quick=True)[name])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void attend_prefill_sm90<__nv_bfloat16, 128>(AttendParams)", "attention"),
+        ("pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void copy_rerotate<__nv_bfloat16>(CopyRerotateParams)", "copies"),
+        ("score_tokens_rows", "scores"),
+        ("write_pages", "writes"),
+        ("Memcpy HtoD (Pinned -> Device)", "transfers"),
+        ("void vectorized_layer_norm_kernel<c10::BFloat16, float, true>", "norms"),
+        ("void at::native::elementwise_kernel<128, 4, MulFunctor>", "elementwise"),
+    ],
+)
+def test_kernels_have_a_class(kernel: str, kind: str) -> None:
+    assert class_of(kernel) == kind
+
+
+def test_flops_are_counted_once() -> None:
+    """A model of one head, by hand; the last layer's rest is of one row."""
+    config = SimpleNamespace(
+        hidden_size=4,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+        intermediate_size=8,
+        vocab_size=10,
+        num_hidden_layers=3,
+    )
+    rows, few = np.arange(6, dtype=np.int32), np.asarray([2, 5], np.int32)
+    plans = [
+        LayerPlan(0, few),
+        LayerPlan(0, rows),
+        LayerPlan(1, rows, Probe.DEVIATION),
+        LayerPlan(1, few),
+        LayerPlan(2, few),
+    ]
+    projections, rest, head = 2 * 4 * 4 * 3, 2 * (4 * 4 + 3 * 4 * 8), 2 * 4 * 10
+    attention = 4 * 4 * (sum(range(1, 7)) + (3 + 6) + 6)
+    wanted = head + projections * (6 + 6 + 2) + rest * (6 + 2 + 1) + attention
+    assert ttft_cuda.flops(SimpleNamespace(config=config), plans, 0) == wanted
+
+
+def test_a_watched_policy_plans_as_it_would() -> None:
+    fresh, heads = np.asarray([0, 39], np.int32), np.zeros((4, 2, 2), np.int32)
+    view = PromptView(40, 4, 16, 0, fresh, ((1, 39),), heads)
+    watched = ttft_cuda.Watched(Epic())
+    assert watched.name == "epic"
+    plans = list(watched.plan(view))
+    assert [p.layer for p in watched.plans] == [p.layer for p in plans] == [0, 1, 2, 3]
+
+
+def test_both_pages_show_the_newest_records() -> None:
+    runs = results.newest()
+    readme = results.README.read_text(encoding="utf-8")
+    assert results.filled(readme, results.choice(runs)) == readme
+    page = results.RESULTS.read_text(encoding="utf-8")
+    assert results.filled(page, results.markdown(runs)) == page
+
+
+def test_the_readmes_choice_names_rows_that_exist() -> None:
+    runs = results.newest()
+    for what, case, cells, _ in results.CHOICE:
+        rows = {row["name"]: row for row in runs[case]["rows"]}
+        for name, column in cells:
+            assert name in rows, (what, name)
+            assert column is None or column in rows[name]["of"]
+
+
+def test_a_row_that_was_not_measured_is_refused_by_name() -> None:
+    (chosen,) = (c for c in results.CHOICE if c.case == "vllm_load")
+    run = results.newest()["vllm_load"]
+    (line,) = results.choice({"vllm_load": run}).splitlines()[2:]
+    figures = line.split(" | ")[1].split("; ")
+    assert len([float(figure) for figure in figures]) == len(chosen.cells) == 2
+    (name, column), _ = chosen.cells
+    without = [row for row in run["rows"] if row["name"] != name]
+    with pytest.raises(InvalidArgument, match=f"newest run of vllm_load: .* '{name}', got none"):
+        results.choice({"vllm_load": {**run, "rows": without}})
+    bare = [{**row, "of": {}} for row in run["rows"]]
+    with pytest.raises(InvalidArgument, match=f"expected '{column}' in the row '{name}'"):
+        results.choice({"vllm_load": {**run, "rows": bare}})
+
+
+@pytest.mark.parametrize("case", [c for c in results.COMMANDS if c.startswith("vllm")])
+def test_printed_commands_make_the_rows_of_their_case(case: str) -> None:
+    made = []
+    for command in results.COMMANDS[case]:
+        python, _, module, *words = shlex.split(command)
+        assert python == "python"
+        assert (results.ROOT / f"{module.replace('.', '/')}.py").exists()
+        if module == "benchmarks.vllm.serve":
+            chosen = device_vllm.parser_of_words().parse_args(words)
+            assert device_vllm.case_of(chosen.mode, chosen.jobs) == case
+            made += device_vllm.tasks(chosen.jobs, chosen.engines, chosen.task)
+    names = [row["name"] for row in results.newest()[case]["rows"]]
+    for task in made:
+        assert any(name.endswith(f": {task.engine}") for name in names)
+    counts = {task.requests for task in made if task.job == "throughput"}
+    named = {name.split()[1] for name in names if name.startswith("throughput, ")}
+    assert named == {str(count) for count in counts}
+
+
+def test_a_run_of_vllm_is_called_by_its_mode_and_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_vllm.case_of("graphs", ["latency", "throughput"]) == "vllm"
+    assert device_vllm.case_of("graphs", ["throughput"]) == "vllm_load"
+    assert device_vllm.case_of("compiled", ["decode"]) == "vllm_compiled"
+    for mode, jobs in (("compiled", ["latency", "capacity"]), ("eager", ["latency"])):
+        with pytest.raises(InvalidArgument, match=f"got mode {mode} with {', '.join(jobs)}"):
+            device_vllm.case_of(mode, jobs)
+    with pytest.raises(SystemExit):
+        device_vllm.main(["--task", '{"mode": "eager"}', "--json", "x.json"])
+    assert "got mode eager with latency, capacity" in capsys.readouterr().err
+
+
+def test_engines_of_vllm_have_the_plugins_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each of vLLM's arguments once."""
+    fake = SimpleNamespace(LLM=lambda model, **given: given)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    heads = {"heads": str(tmp_path / "heads.json")}
+    store = {"segment_bytes": 2 << 30}
+    chosen = SimpleNamespace(model="Qwen3-32B", tokens=64, arena=2)
+    qwen, llama = "Qwen3ForCausalLM", "LlamaForCausalLM"
+    for given, wanted in (
+        (started("ours", tmp_path), engine_options(qwen)),
+        (started("heads", tmp_path), engine_options(qwen, **heads)),
+        (device_vllm_segments.engine("segments", tmp_path, chosen), engine_options(qwen, **store)),
+        (device_vllm_ranks.engine("heads", tmp_path, 2), engine_options(llama, **heads)),
+        (device_vllm_ranks.engine("ours", tmp_path, 2), engine_options(llama)),
+    ):
+        assert {**given, **wanted} == given
+    plain = [started("stock", tmp_path), device_vllm_segments.engine("stock", tmp_path, chosen)]
+    assert not any({"additional_config", "attention_config"} & given.keys() for given in plain)
+
+
+def test_first_tokens_with_segments_are_rows_beside_stocks(tmp_path: Path, monkeypatch) -> None:
+    said = {
+        "stock": [{"engine": "stock", "what": "stock", "seconds": 1.188, "most": 1.2}],
+        "segments": [
+            {"engine": "segments", "what": "first", "seconds": 9.0},
+            {"engine": "segments", "what": "naive", "seconds": 0.0891, "most": 0.09},
+            {"engine": "segments", "what": "sparsex", "seconds": 0.3564, "most": 0.36},
+            {"engine": "segments", "what": "store", "requests": 3},
+        ],
+    }
+    monkeypatch.setattr(device_vllm_segments, "lines", lambda words: iter(said[words[-1]]))
+    monkeypatch.setattr(
+        device_vllm_segments, "of_device", lambda case, rows: {"case": case, "rows": rows_as(rows)}
+    )
+    assert device_vllm_segments.main(["--json", str(tmp_path / "x.json")]) == 0
+    run = json.loads((tmp_path / "x.json").read_text())
+    known = {row["name"] for row in results.newest()[run["case"]]["rows"]}
+    assert {name for name, *_ in run["rows"]} <= known
+    assert [figures for _, *figures in run["rows"]] == [
+        [1188.0, 1200.0, {}],
+        [89.1, 90.0, {"÷ stock": 0.075}],
+        [356.4, 360.0, {"÷ stock": 0.3}],
+    ]
+
+
+def rows_as(rows: list[Row]) -> list[list[object]]:
+    """Rows as plain lists."""
+    return [[row.name, row.value, row.p95, row.of] for row in rows]
+
+
+def started(engine: str, folder: Path) -> dict[str, object]:
+    """What vLLM is given for an engine of the benchmark."""
+    task = device_vllm_engine.Task(engine, "latency", model="Qwen3-32B")
+    return device_vllm_engine.started(task, folder, folder / "heads.json", 64, 4)
+
+
+def test_counters_are_of_cases_that_miss_a_target() -> None:
+    rows = [
+        {"name": "decode, B=1, 8K", "of": {"met": "yes"}},
+        {"name": "decode, B=1, 8K, graph replay", "of": {"met": "no"}},
+        {"name": "prefill, all of 8K", "of": {"met": "no"}},
+        {"name": "prefill, all of 32K", "of": {}},
+        {"name": "decode, B=1, 128K", "of": {"met": "no"}},
+        {"name": "decode, B=1, 128K, graph replay", "of": {"met": "no"}},
+    ]
+    wanted = ["decode, B=1, 8K", "prefill, all of 8K", "decode, B=1, 128K"]
+    assert device_counters.missed({"cuda_ops": {"rows": rows}}) == wanted
+    known = {case.name for case in OPS}
+    assert set(device_counters.missed(results.newest())) <= known
+    with pytest.raises(ValueError, match="expected a run of cuda_ops, got none"):
+        device_counters.missed({})
+    rows.append({"name": "no such case", "of": {"met": "no"}})
+    with pytest.raises(ValueError, match="expected known cases, got no such case"):
+        device_counters.missed({"cuda_ops": {"rows": rows}})
+
+
+@pytest.mark.parametrize(("text", "got"), [("[]", "a list"), ("3", "int"), ("null", "NoneType")])
+def test_a_file_that_is_no_run_is_refused(
+    text: str, got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(SystemExit):
+        record.main([str(tmp_path / "x.json")])
+    assert f"expected one run, an object, got {got}" in capsys.readouterr().err
+
+
+def test_results_are_the_last_run_of_the_last_machine(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        record.append("ttft", [Row("full, 9 tokens", value, "s", 3.0, {"tokens": 9})], tmp_path)
+    tables = results.markdown(results.newest(tmp_path))
+    page = "# T\n<!-- results -->\nold\n<!-- end of results -->\n"
+    shown = results.filled(page, tables)
+    assert "| full, 9 tokens | 2 s | 3 |" in shown
+    assert "old" not in shown
+
+
+def test_figures_of_vllm_stand_beside_stocks() -> None:
+    step = {"what": "decode", "batch": 1, "tokens": 8, "p95": 0.1}
+    found = [
+        {"engine": "stock", "mode": "graphs", "what": "start", "seconds": 20.0},
+        {**step, "engine": "stock", "mode": "graphs", "seconds": 0.004},
+        {**step, "engine": "heads", "mode": "graphs", "seconds": 0.003},
+        {**step, "engine": "heads", "mode": "compiled", "seconds": 0.002},
+        {"engine": "ours", "mode": "graphs", "what": "failed", "exit": 124},
+    ]
+    rows = device_vllm.rows_of(found)
+    assert [(row.name, row.value, row.p95, row.of) for row in rows] == [
+        ("decode step, B=1, 8 tokens: stock", 4.0, 100.0, {}),
+        ("decode step, B=1, 8 tokens: heads", 3.0, 100.0, {"÷ stock": 0.75}),
+        ("decode step, B=1, 8 tokens, compiled: heads", 2.0, 100.0, {}),
+    ]
+    assert [task.engine for task in device_vllm.tasks(["capacity"], ["stock", "ours"], {})] == [
+        "stock"
+    ]
+
+
+def test_the_demo_is_recorded_and_fills_its_table(tmp_path: Path, monkeypatch) -> None:
+    mean = {"policy": "naive", "tokens": 200.0, "reused_prefix": 20.0, "reused_segment": 166.0}
+    mean |= {"row_share": 0.05, "ttft_s": 0.33, "ttft_ratio": 0.093, "first_token": 1.0}
+    about = {"model": "smollm2", "device": "cpu", "mode": "share", "threads": 2}
+    document = {**about, "rows": [{"prompt": 3}], "means": [{**mean, "kl": 0.2516}]}
+    (tmp_path / "demo.json").write_text(json.dumps(document))
+    monkeypatch.setattr(record, "keep", lambda run: record.ROOT / str(kept.append(run)))
+    kept: list[dict] = []
+    assert record.main([str(tmp_path / "demo.json"), "--commit", "abc"]) == 0
+    (run,) = kept
+    assert run["commit"] == "abc"
+    shown = results.filled(
+        "a\n<!-- demo -->\nold\n<!-- end of demo -->\n", demo_table.markdown(run), "demo"
+    )
+    assert "| naive | 5 % | 330 ms | 0.09 | 100 % | 0.252 |" in shown
+    assert "3 prompts of 200 tokens, 93 % of them cached" in shown
+    assert "old" not in shown
+    with pytest.raises(ValueError, match="expected a demo of several prompts"):
+        demo_table.run_of({**document, "means": []}, {})

@@ -1,0 +1,31 @@
+"""Requests on their way, for tests of the steps that several of them share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from families import random_tokens
+from kvweave.runner import Runner, Sampling
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.prefill.prefill import Prefill
+from plan_policies import Restoring
+
+
+def decoding(runner: Runner, done: Prefill, limit: int) -> Decoding:
+    """A prefilled prompt, its first token chosen."""
+    device = runner.spec.device
+    sequence = Decoding(done.request, done.positions, Sampling(), limit, device)
+    sequence.choose(done.logits[-1])
+    return sequence
+
+
+def prefilled(runner: Runner, seed: int, restores: bool) -> Prefill:
+    """A prompt; some of its window heads are full for it, which ones the seed says."""
+    draws = np.random.default_rng(seed)
+    tokens = random_tokens(int(draws.integers(1, 70)), seed)
+    if not restores:
+        return runner.prefill(tokens, "full", remember=False)
+    local = runner._prefiller.heads.classes[..., 0] > 0
+    chosen = local & (draws.random(local.shape) < 0.4)
+    policy = Restoring(lambda layer, _: tuple(np.flatnonzero(chosen[layer])))
+    return runner.prefill(tokens, policy, remember=False)
