@@ -80,37 +80,24 @@ class HeadClassMap:
 class HeadGroup:
     """The heads of one class, whose blocks come and go together."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def sink(self) -> int: ...
-    @property
-    def recent(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
+    kind: str
+    sink: int
+    recent: int
+    pages: int
 
 @final
 class PlanSpan:
     """Tokens [start, end) of a prompt with one outcome."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def explanation(self) -> str | None: ...
-    @property
-    def delta(self) -> int | None: ...
-    @property
-    def source(self) -> str | None: ...
-    @property
-    def exact(self) -> bool | None: ...
-    @property
-    def own(self) -> bool | None: ...
+    start: int
+    end: int
+    kind: str
+    reason: str | None
+    explanation: str | None
+    delta: int | None
+    source: str | None
+    exact: bool | None
+    own: bool | None
     def to_dict(self) -> dict[str, Any]: ...
     def __eq__(self, other: object, /) -> bool: ...
 
@@ -118,16 +105,11 @@ class PlanSpan:
 class ReusePlan:
     """What happens to every token of a prompt."""
 
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def spans(self) -> list[PlanSpan]: ...
-    @property
-    def reused_prefix(self) -> int: ...
-    @property
-    def reused_segment(self) -> int: ...
-    @property
-    def recomputed(self) -> int: ...
+    tokens: int
+    spans: list[PlanSpan]
+    reused_prefix: int
+    reused_segment: int
+    recomputed: int
     def rows(self) -> _Rows: ...
     def to_dict(self) -> dict[str, Any]: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -292,14 +274,10 @@ class RopeTable:
     """Inverse frequencies of every layer and how elements pair up."""
 
     def __new__(cls, inv_freq: _Array, pairing: str = "half") -> RopeTable: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def rotary_dim(self) -> int: ...
-    @property
-    def pairing(self) -> str: ...
-    @property
-    def inv_freq(self) -> npt.NDArray[np.float32]: ...
+    layers: int
+    rotary_dim: int
+    pairing: str
+    inv_freq: npt.NDArray[np.float32]
 
 @final
 class Reach:
@@ -460,14 +438,21 @@ def attend_prefill(
 def attend_decode(
     arguments: Any, entry_offsets: _Array, out: _Array, lse: _Array, reference: bool
 ) -> None: ...
-def attend_cuda(
+def attend_prefill_cuda(
     arguments: Any,
-    row_offsets: _TablePair | None,
+    row_offsets: _TablePair,
     entry_offsets: _TablePair,
     results: tuple[_Array, _Array],
-    allocate: Callable[[int, int], tuple[_Array, _Array]],
+    workspace: tuple[_Array, _Array] | None,
     stream: int,
-) -> None: ...
+) -> tuple[int, int] | None: ...
+def attend_decode_cuda(
+    arguments: Any,
+    entry_offsets: _TablePair,
+    results: tuple[_Array, _Array],
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
 def score_tokens(
     arguments: Any,
     entry_offsets: _Array | None,
