@@ -17,6 +17,7 @@ mod reserve;
 pub mod scheduler;
 pub mod shape;
 pub mod tier;
+pub mod virtual_pages;
 
 pub use cache::{
     Admission, CacheConfig, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats, KvCache,

@@ -42,10 +42,10 @@ impl Request {
             let got = format!("[{}, {})", range.start, range.end);
             return Err(Error::out_of_range("advise", expected, got));
         }
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let blocks = range.start / page..range.end.div_ceil(page);
-        let mut stored = self.shared.store.lock();
-        for held in &self.holdings[..self.shared.groups.len()] {
+        let mut stored = self.common.store.lock();
+        for held in &self.holdings[..self.common.groups.len()] {
             let known: Vec<_> = blocks.clone().filter_map(|b| held.table.block(b)).collect();
             stored.pool.advise(&known, advice);
         }

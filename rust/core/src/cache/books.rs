@@ -1,4 +1,5 @@
-//! What the requests of one cache share, and the steps in which pool and index change together.
+//! What the requests of one cache have in common, and the steps in which pool and index change
+//! together.
 
 use std::sync::Arc;
 
@@ -13,8 +14,8 @@ use super::stats::Tally;
 /// Pool and index, under the lock.
 pub(super) type State = Stored<Index>;
 
-/// What the requests of one cache share.
-pub(super) struct Shared {
+/// What the requests of one cache have in common.
+pub(super) struct Common {
     pub(super) config: CacheConfig,
     pub(super) groups: HeadGroups,
     /// What each group keeps; `None` for all tokens.
@@ -23,7 +24,7 @@ pub(super) struct Shared {
     pub(super) counters: Tally,
 }
 
-impl Shared {
+impl Common {
     /// Pages of one block of every group.
     pub(super) fn row_pages(&self) -> u64 {
         self.groups.pages().iter().map(|&pages| u64::from(pages)).sum()

@@ -6,7 +6,7 @@ use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 
-use super::books::{Shared, State, note_quotas, release_pins, settle};
+use super::books::{Common, State, note_quotas, release_pins, settle};
 use super::request::Request;
 
 /// Growth stops this far below the watermark, so that shrinking and growing do not alternate.
@@ -44,20 +44,20 @@ fn pin(state: &mut State, content: ContentId, place: DocumentBlock) {
     state.pool.pin(state.index.row(content), state.index.uses(content), place);
 }
 
-fn rows_total(shared: &Shared, state: &State) -> u64 {
-    state.pool.slab_pages_total() / shared.row_pages()
+fn rows_total(common: &Common, state: &State) -> u64 {
+    state.pool.slab_pages_total() / common.row_pages()
 }
 
 /// Takes blocks from the pool, `needs` of each group, all or nothing. Frozen blocks yield as
 /// [`shrink`] says, and are pinned again where that did not make the room.
 pub(super) fn allocate(
-    shared: &Shared,
+    common: &Common,
     state: &mut State,
     needs: &[usize],
     out: &mut Vec<BlockId>,
 ) -> Result<(), Error> {
     let needed = state.pool.pages_of(needs);
-    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let given = if needed > 0 { shrink(common, state, needed) } else { Vec::new() };
     let outcome = state.pool.allocate(needs, &mut state.index, out);
     if outcome.is_err() {
         pin_again(state, given);
@@ -66,9 +66,9 @@ pub(super) fn allocate(
 }
 
 /// Whether [`allocate`] would find so many blocks now. Changes nothing.
-pub(super) fn fits(shared: &Shared, state: &mut State, needs: &[usize]) -> bool {
+pub(super) fn fits(common: &Common, state: &mut State, needs: &[usize]) -> bool {
     let needed = state.pool.pages_of(needs);
-    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let given = if needed > 0 { shrink(common, state, needed) } else { Vec::new() };
     let fits = state.pool.fits(needs);
     pin_again(state, given);
     fits
@@ -87,18 +87,18 @@ fn pin_again(state: &mut State, given: Vec<(ContentId, DocumentBlock)>) {
 /// below the watermark with `needed` more pages; none where all of them would not make the room.
 /// Returns which, and where they were.
 pub(super) fn shrink(
-    shared: &Shared,
+    common: &Common,
     state: &mut State,
     needed: u64,
 ) -> Vec<(ContentId, DocumentBlock)> {
-    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
+    let limit = state.pool.slab_pages_total() * u64::from(common.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
-    let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
+    let excess = used.saturating_sub(limit).div_ceil(common.row_pages()) as usize;
     if excess == 0 {
         return Vec::new();
     }
     let idle = state.pool.idle_count() as u64;
-    let least = state.pool.held_pages() - idle * shared.row_pages();
+    let least = state.pool.held_pages() - idle * common.row_pages();
     if least + needed > state.pool.slab_pages_total() {
         return Vec::new();
     }
@@ -114,13 +114,13 @@ pub(super) fn shrink(
 
 /// Pins blocks again that were given up and are cached, while utilisation is low. Returns which,
 /// and where they are.
-pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
+pub(super) fn regrow(common: &Common, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
     let mut grown = Vec::new();
-    let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
+    let low = u64::from(common.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;
     loop {
-        let room = state.pool.held_pages() + shared.row_pages() <= limit;
-        if !room || state.index.frozen.resident() as u64 >= frozen_limit(shared, state) {
+        let room = state.pool.held_pages() + common.row_pages() <= limit;
+        if !room || state.index.frozen.resident() as u64 >= frozen_limit(common, state) {
             break;
         }
         let Some((place, text)) = state.index.frozen.next_waiting() else { break };
@@ -142,8 +142,8 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, Docu
 }
 
 /// Distinct blocks that all knowledge bases together may pin.
-fn frozen_limit(shared: &Shared, state: &State) -> u64 {
-    rows_total(shared, state) * u64::from(shared.config.frozen_share) / 100
+fn frozen_limit(common: &Common, state: &State) -> u64 {
+    rows_total(common, state) * u64::from(common.config.frozen_share) / 100
 }
 
 /// Every pinned node must be in the index and held.
@@ -197,10 +197,10 @@ impl Request {
             return Err(Error::invalid("name", "at least one character", "none"));
         }
         self.chunks_done("freeze")?;
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
         let state = &mut *stored;
-        let page = shared.page_tokens();
+        let page = common.page_tokens();
         let chain = state.index.exact_chain(self.scope, &self.tokens[..self.exact]);
         let mut blocks = Vec::new();
         for b in range.start / page..range.end.div_ceil(page) {
@@ -213,7 +213,7 @@ impl Request {
         pinned.retain(|&block| !frozen.is_pinned(block));
         pinned.sort_unstable();
         pinned.dedup();
-        let free = (frozen_limit(&shared, state) as usize).saturating_sub(held);
+        let free = (frozen_limit(&common, state) as usize).saturating_sub(held);
         if pinned.len() > free {
             return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
         }
@@ -246,7 +246,7 @@ impl Request {
         b: usize,
         exact_text: Option<ContentId>,
     ) -> Result<ContentId, Error> {
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let span = b * page..self.committed.min((b + 1) * page);
         let scope = self.content_scope(&span);
         let tokens = &self.tokens[span.clone()];

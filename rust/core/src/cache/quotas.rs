@@ -23,8 +23,8 @@ impl KvCache {
     /// `InvalidArgument` for more than 65536 quotas, `OutOfMemory` where the books of the first one
     /// find no room. Nothing has changed then.
     pub fn set_quota(&self, namespace: &str, blocks: Option<usize>) -> Result<(), Error> {
-        let shared = &self.0;
-        let mut stored = shared.store.lock();
+        let common = &self.0;
+        let mut stored = common.store.lock();
         let state = &mut *stored;
         match (state.index.account(namespace), blocks) {
             (None, None) => return Ok(()),
@@ -47,7 +47,7 @@ impl KvCache {
             }
         }
         note_quotas(state);
-        freeze::regrow(shared, state);
+        freeze::regrow(common, state);
         Ok(())
     }
 }

@@ -21,7 +21,7 @@ struct Known {
 }
 
 #[derive(Default)]
-struct Order {
+struct Ranked {
     ranked: BTreeSet<(Rank, BlockId)>,
     /// Those that do not last for ever, by their time.
     timed: BTreeSet<(u64, BlockId)>,
@@ -32,7 +32,7 @@ struct Order {
 /// See the head of this file.
 pub(super) struct CostAware {
     blocks: Vec<Known>,
-    orders: Vec<Order>,
+    groups: Vec<Ranked>,
     now: u64,
     turns: u64,
 }
@@ -42,7 +42,7 @@ impl CostAware {
         let none = Known { advice: Advice::default(), uses: 0, rank: (0, 0, 0), cached: false };
         Ok(CostAware {
             blocks: filled("ranks of blocks", none, blocks)?,
-            orders: (0..groups).map(|_| Order::default()).collect(),
+            groups: (0..groups).map(|_| Ranked::default()).collect(),
             now: 0,
             turns: 0,
         })
@@ -51,7 +51,7 @@ impl CostAware {
     /// Ranks a block anew and enters it.
     fn put(&mut self, group: GroupId, block: BlockId) -> Rank {
         self.turns += 1;
-        let order = &mut self.orders[group.index()];
+        let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
         let Advice { priority, cost, until, .. } = known.advice;
         let worth = u64::from(known.uses.max(1)) * u64::from(cost);
@@ -65,7 +65,7 @@ impl CostAware {
     }
 
     fn take(&mut self, group: GroupId, block: BlockId) {
-        let order = &mut self.orders[group.index()];
+        let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
         known.cached = false;
         order.ranked.remove(&(known.rank, block));
@@ -88,7 +88,7 @@ impl Victims for CostAware {
         let known = &self.blocks[block.index()];
         // The rank of what is past its time says nothing of the others.
         if known.advice.until > self.now {
-            let order = &mut self.orders[group.index()];
+            let order = &mut self.groups[group.index()];
             order.sunk = order.sunk.max(known.rank.1);
         }
     }
@@ -99,12 +99,12 @@ impl Victims for CostAware {
     }
 
     fn next(&self, group: GroupId) -> Option<BlockId> {
-        let ranked = &self.orders[group.index()].ranked;
+        let ranked = &self.groups[group.index()].ranked;
         self.past(group).or_else(|| ranked.first().map(|&(_, block)| block))
     }
 
     fn past(&self, group: GroupId) -> Option<BlockId> {
-        let first = self.orders[group.index()].timed.first();
+        let first = self.groups[group.index()].timed.first();
         first.filter(|&&(until, _)| until <= self.now).map(|&(_, block)| block)
     }
 
@@ -128,7 +128,7 @@ impl Victims for CostAware {
     }
 
     fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
-        let order = &self.orders[group.index()];
+        let order = &self.groups[group.index()];
         let past = order.timed.iter().take_while(|&&(until, _)| until <= self.now);
         let past = past.map(|&(_, block)| (self.blocks[block.index()].rank, block));
         let lasts = |block: BlockId| self.blocks[block.index()].advice.until > self.now;
