@@ -80,7 +80,7 @@ test-vllm: $(STAMPS)/wheel vllm
 	  dist/kvweave-*.whl
 	PYTHONPATH=$(abspath $(VLLM_SITE)) OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 \
 	  $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) -n $(VLLM_JOBS) --dist loadfile \
-	  tests/vllm_plugin
+	  tests/vllm_plugin/engine
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check

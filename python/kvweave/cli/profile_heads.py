@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +16,13 @@ if TYPE_CHECKING:
     import torch
 
     from kvweave.cache import HeadClassMap
-    from kvweave.lab.profile import HeadProfile
+    from kvweave.lab.profile import DuoPattern, HeadProfile, Stability
+    from kvweave.runner import Runner
 
 SINK, RECENT, SHARE = 16, 256, 0.15
+# Pages of FlexiCache (section 5.1): 1024 tokens. Of short prompts an eighth, as nothing is left out
+# where all are chosen.
+PAGES, PART = 64, 8
 
 
 @user_errors
@@ -43,6 +48,12 @@ def profile_heads(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Of each kind, text and length.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Decode steps whose pages are compared; 0: none.")
+    ] = 128,
+    stability_figure: Annotated[
+        Path | None, typer.Option(help="Draw how pages stay to PNG, SVG or PDF.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
@@ -61,36 +72,50 @@ def profile_heads(
     ] = None,
 ) -> None:
     """Measure where each KV head looks on real text, and class it global or local."""
-    if figure is not None:
-        from kvweave.lab.drawing import check_suffix
-
-        check_suffix(figure)
+    _check_pictures(figure, stability_figure)
     if duo is None and (duo_config is not None or threshold is not None):
         raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
-    if scores is not None and duo is not None:
-        raise InvalidArgument("scores: expected no --duo beside them, got one")
-    if kl is not None and (share is not None or duo is not None):
-        raise InvalidArgument("kl: expected no --share and no --duo beside it, got one")
+    _check_alone("duo", duo, {"scores": scores, "stability-figure": stability_figure, "kl": kl})
+    _check_alone("kl", kl, {"share": share})
     if share is not None and not 0.0 <= share <= 1.0:
         raise InvalidArgument(f"share: expected 0..1, got {share}")
-    asked = _lengths(lengths)
+    settings: dict[str, Any] = {"lengths": _lengths(lengths), "prompts": prompts, "seed": seed}
     with err().status(f"loading {model}"):
         from kvweave import models
         from kvweave.lab.profile import DuoPattern
-        from kvweave.runner.model.model_spec import describe
 
         pattern = None if duo is None else DuoPattern.read(duo, duo_config)
         loaded = models.load(model, read_dtype(dtype), device=device)
     if pattern is not None:
-        window = _window(sink, recent, pattern.sink, pattern.recent)
-        made = pattern.map(describe(loaded[0]), share=share, threshold=threshold, **window)
+        made = _imported(pattern, loaded[0], (sink, recent), share, threshold)
     else:
         from kvweave.lab.profile import DEFAULT_TEXTS
 
-        texts = text or DEFAULT_TEXTS
-        settings = {"lengths": asked, "texts": texts, "prompts": prompts, "seed": seed}
-        made = _measured(loaded, scores, (sink, recent), (share, kl), settings)
+        settings["texts"] = text or DEFAULT_TEXTS
+        made = _measured(loaded, scores, (sink, recent), (share, kl), steps, settings)
+    if stability_figure is not None:
+        _draw_stability(made, f"Pages that heads of {model} choose", stability_figure)
     _show(made, f"Head classes of {model}", out_file, figure)
+
+
+def _check_alone(name: str, option: object, others: dict[str, object]) -> None:
+    """Refuses options that mean nothing beside another one."""
+    for other, value in others.items():
+        if option is not None and value is not None:
+            raise InvalidArgument(f"{name}: expected no --{other} beside it, got {value}")
+
+
+def _check_pictures(*paths: Path | None) -> None:
+    from kvweave.lab.drawing import check_suffix
+
+    for path in filter(None, paths):
+        check_suffix(path)
+
+
+def _draw_stability(made: HeadClassMap, title: str, path: Path) -> None:
+    from kvweave.lab.drawing import save_stability
+
+    save_stability(path, json.loads(made.to_json())["evidence"].get("stability", {}), title)
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
@@ -121,16 +146,32 @@ def _window(
     return {"sink": sinks[0], "recent": recents[0]}
 
 
+def _imported(
+    pattern: DuoPattern,
+    model: Any,
+    window: tuple[int | None, int | None],
+    share: float | None,
+    threshold: float | None,
+) -> HeadClassMap:
+    """The map of another project's pattern."""
+    from kvweave.runner.model.model_spec import describe
+
+    kept = _window(*window, pattern.sink, pattern.recent)
+    return pattern.map(describe(model), share=share, threshold=threshold, **kept)
+
+
 def _measured(
     loaded: tuple[Any, Any],
     scores: Path | None,
     window: tuple[int | None, int | None],
     wanted: tuple[float | None, float | None],
+    steps: int,
     settings: dict[str, Any],
 ) -> HeadClassMap:
     """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
 
-    `wanted`: a share, or a bound on KL. `settings`: those of `kvweave.lab.profile.profile_heads`.
+    `wanted`: a share, or a bound on KL. `steps`: how many decode steps tell which heads are stable.
+    `settings`: those of `kvweave.lab.profile.profile_heads`.
     """
     from dataclasses import asdict
 
@@ -140,7 +181,8 @@ def _measured(
     from kvweave.runner.model.model_spec import describe
 
     def make_runner(heads: HeadClassMap | None) -> Runner:
-        return Runner(*loaded, max_tokens=longest + 64, heads=heads, check=heads is None)
+        room = longest + max(64, steps)
+        return Runner(*loaded, max_tokens=room, heads=heads, check=heads is None)
 
     earlier = None if scores is None else _earlier(scores, loaded[0])
     if earlier is None:
@@ -157,6 +199,12 @@ def _measured(
     # Made first: text that is too short for this is said before anything is measured.
     beside = held_out(whole, texts, longest, **kept, seed=seed)
     profile = measure(whole, **kept, **settings) if earlier is None else earlier
+    if scores is not None:
+        stability = json.loads(scores.read_text(encoding="utf-8"))["evidence"].get("stability")
+    elif steps:
+        stability = _stability(whole, texts, longest, steps, {**kept, "seed": seed}).to_dict()
+    else:
+        stability = None
     del whole
     meter = EffectMeter(make_runner, beside)
     share, kl = wanted
@@ -166,8 +214,23 @@ def _measured(
     else:
         count = profile.count_of(SHARE if share is None else share)
         effect = asdict(meter.measure(profile.map(count=count, **kept)))
-    effect = {"length": longest, **effect}
-    return profile.map(count=count, **kept, evidence={"held_out_kl": effect})
+    evidence: dict[str, Any] = {"held_out_kl": {"length": longest, **effect}}
+    if stability is None:
+        return profile.map(count=count, **kept, evidence=evidence)
+    evidence["stability"] = stability
+    unstable = profile.flags("stability", stability.get("unstable"))
+    return profile.map(count=count, **kept, unstable=unstable, evidence=evidence)
+
+
+def _stability(
+    runner: Runner, texts: Sequence[str], length: int, steps: int, settings: dict[str, int]
+) -> Stability:
+    """How stable heads are behind prompts of a length, made as the profile's are."""
+    from kvweave.lab.profile import measure_stability, text_tasks
+
+    tasks = text_tasks(runner, texts, length, **settings)
+    pages = max(1, min(PAGES, length // runner.cache.shape.page_tokens // PART))
+    return measure_stability(runner, tasks, pages=pages, steps=steps)
 
 
 def _earlier(path: Path, model: Any) -> HeadProfile:
@@ -218,5 +281,14 @@ def _words(evidence: dict[str, Any]) -> list[str]:
         said.append(
             f"KL to the whole model at {effect['length']} tokens of held-out text: "
             f"{effect['text']:.4f} nats a token; on hidden numbers {effect['answers']:.4f}"
+        )
+    if "stability" in evidence:
+        found = evidence["stability"]
+        names, shared = found["tasks"], found["shared_by_tasks"]
+        pairs = [shared[i][j] for i in range(len(names)) for j in range(i)]
+        alike = f"; two tasks share {sum(pairs) / len(pairs):.0%} of them" if pairs else ""
+        said.append(
+            f"unstable: the quarter of heads whose {found['pages']} pages changed most within 16 "
+            f"of {found['steps']} decode steps{alike} (by chance {found['shared_by_chance']:.0%})"
         )
     return said

@@ -73,6 +73,16 @@ impl Turn<'_> {
         }
     }
 
+    /// Rotates one vector in place the other way round.
+    pub(crate) fn undo(&self, vector: &mut [f32]) {
+        let pairs = self.table.len();
+        for (i, &(cos, sin)) in self.table.iter().enumerate() {
+            let (first, second) = self.pairing.elements(i, pairs);
+            let (x, y) = (vector[first], vector[second]);
+            (vector[first], vector[second]) = (x * cos + y * sin, y * cos - x * sin);
+        }
+    }
+
     /// Rotates N interleaved vectors [D][N] the other way round.
     pub(crate) fn backward<const N: usize>(&self, source: &[[f32; N]], target: &mut [[f32; N]]) {
         target.copy_from_slice(source);

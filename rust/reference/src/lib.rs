@@ -10,7 +10,9 @@ mod attention;
 mod copy_rerotate;
 mod merge_states;
 mod rotate;
+mod score_pages;
 mod score_tokens;
+mod select_pages;
 mod step_tables;
 mod write_pages;
 
@@ -18,6 +20,8 @@ pub use attend_decode::attend_decode;
 pub use attend_prefill::attend_prefill;
 pub use copy_rerotate::copy_rerotate;
 pub use merge_states::merge_states;
+pub use score_pages::score_pages;
 pub use score_tokens::score_tokens;
+pub use select_pages::select_pages;
 pub use step_tables::step_tables;
 pub use write_pages::write_pages;

@@ -1,6 +1,6 @@
 """vLLM's own model classes, with the heads of each layer split or with segments reused.
 
-They stand beside the stock ones under names of their own: `--hf-overrides
+They are registered beside the stock ones, under names of their own: `--hf-overrides
 '{"architectures": ["KvweaveLlamaForCausalLM"]}'` takes one, and `additional_config` says what for:
 `heads` is the file of a head class map, `segment_bytes` the size of the store of segments.
 """
@@ -18,12 +18,12 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kvweave.adapters.vllm.head_connector import KvweaveHeads
-from kvweave.adapters.vllm.head_split import HeadSplit, in_order, read_split
+from kvweave.adapters.vllm.heads.connector import KvweaveHeads
+from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, read_split
+from kvweave.adapters.vllm.heads.worker import split_model
 from kvweave.adapters.vllm.options import Options, options_of
+from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
-from kvweave.adapters.vllm.split_attention import split_model
-from kvweave.adapters.vllm.supported import expect
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument
 
@@ -74,7 +74,7 @@ def _options_of(config: VllmConfig) -> Options:
     else:
         some = options.heads is not None or options.virtual_pages
         expected = "kvweave.heads, kvweave.segment_bytes or kvweave.virtual_pages"
-        expect("additional_config", some, expected, "none of them", InvalidArgument)
+        require("additional_config", some, expected, "none of them", InvalidArgument)
     return options
 
 
@@ -100,16 +100,16 @@ def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
         "lora_config": config.lora_config,
     }
     for name, value in refused.items():
-        expect(name, value is None, "none beside a head map", "one")
+        require(name, value is None, "none beside a head map", "one")
     parallel, model = config.parallel_config, config.model_config
     stages = parallel.pipeline_parallel_size
-    expect("pipeline_parallel_size", stages == 1, "1 beside a head map", str(stages))
+    require("pipeline_parallel_size", stages == 1, "1 beside a head map", str(stages))
     layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
     split = read_split(path, layers, heads, parallel.tensor_parallel_size)
     # Without its hybrid manager vLLM would keep every token of local heads too.
     hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
     whole = split is None or hybrid
-    expect("disable_hybrid_kv_cache_manager", whole, "false beside a head map", "true")
+    require("disable_hybrid_kv_cache_manager", whole, "false beside a head map", "true")
     return split
 
 

@@ -1,6 +1,6 @@
 """What the user sets for the plugin: `additional_config={"kvweave": {…}}` of vLLM, or `KVWEAVE_*`.
 
-An option that stands in both places is the configuration's.
+Of an option that is set in both places the configuration's value counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
@@ -54,22 +54,22 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     """
     section = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
     here = f"additional_config: {SECTION}"
-    _expect(here, isinstance(section, Mapping), "a dictionary", section)
+    _require(here, isinstance(section, Mapping), "a dictionary", section)
     for name in section:
-        _expect(here, name in TEXTS, f"the options {', '.join(TEXTS)}", name)
+        _require(here, name in TEXTS, f"the options {', '.join(TEXTS)}", name)
     given = _read(environment)
     where = {name: f"{here}.{name}" if name in section else VARIABLES[name] for name in TEXTS}
     given |= section
     heads = given.get("heads")
-    _expect(where["heads"], heads is None or _is_path(heads), "a path", heads)
+    _require(where["heads"], heads is None or _is_path(heads), "a path", heads)
     size = given.get("segment_bytes")
     counts = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
-    _expect(where["segment_bytes"], counts, "bytes, at least 1", size)
+    _require(where["segment_bytes"], counts, "bytes, at least 1", size)
     share = given.get("frozen_share", 0.5)
     in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
-    _expect(where["frozen_share"], in_range, "a share in 0..1", share)
+    _require(where["frozen_share"], in_range, "a share in 0..1", share)
     virtual = given.get("virtual_pages", False)
-    _expect(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
+    _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
     return Options(None if heads is None else Path(heads), size, float(share), virtual)
 
 
@@ -81,7 +81,7 @@ def _read(environment: Mapping[str, str]) -> dict[str, Any]:
         try:
             read |= {name: parse(text)} if text else {}
         except (ValueError, KeyError):
-            _expect(VARIABLES[name], False, expected, text)
+            _require(VARIABLES[name], False, expected, text)
     return read
 
 
@@ -90,5 +90,5 @@ def _is_path(given: Any) -> bool:
     return isinstance(given, str) and bool(given)
 
 
-def _expect(what: str, holds: bool, expected: str, got: Any) -> None:
-    expect(what, holds, expected, repr(got), InvalidArgument)
+def _require(what: str, holds: bool, expected: str, got: Any) -> None:
+    require(what, holds, expected, repr(got), InvalidArgument)

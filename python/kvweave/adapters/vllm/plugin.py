@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from kvweave.adapters.vllm import chosen, versions
+from kvweave.adapters.vllm import lazy_classes, versions
 
 
 def register() -> None:
@@ -20,9 +20,9 @@ def register() -> None:
     with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
         _register_names()
     if known:
+        from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
+        from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
         from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixManager, ExactPrefixSpec
-        from kvweave.adapters.vllm.sink_manager import SinkWindowManager
-        from kvweave.adapters.vllm.specs import SinkWindowSpec
 
         _register_manager(SinkWindowSpec, SinkWindowManager)
         _register_manager(ExactPrefixSpec, ExactPrefixManager)
@@ -38,12 +38,12 @@ def _register_names() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{chosen.__name__}.PagedBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{lazy_classes.__name__}.PagedBackend")
     if current_platform.is_cpu():
         # vLLM's CPU platform takes the class of CPU_ATTN whatever backend was asked for.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{chosen.__name__}.CpuBackend")
-    for name in chosen.MODELS:
-        ModelRegistry.register_model(name, f"{chosen.__name__}:{name}")
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{lazy_classes.__name__}.CpuBackend")
+    for name in lazy_classes.MODELS:
+        ModelRegistry.register_model(name, f"{lazy_classes.__name__}:{name}")
 
 
 def _register_manager(spec: type, manager: type) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvweave.adapters.vllm.chosen import FAMILIES
+from kvweave.adapters.vllm.lazy_classes import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
-from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.require import require
 
 PACKAGE = __package__
 BLOCK_TOKENS = 16
@@ -27,25 +27,25 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
     Errors: `InvalidArgument` for an option that is not known or of another kind; `Unsupported` for
     an architecture without a class of ours, and for options that do not go together.
     """
-    chosen = options_of({SECTION: options}, {})
-    if chosen == Options():
-        expect("metrics", not metrics, "them of a part that has some", "the backend alone")
+    read = options_of({SECTION: options}, {})
+    if read == Options():
+        require("metrics", not metrics, "them of a part that has some", "the backend alone")
         return {"attention_config": {"backend": "CUSTOM"}}
     given: dict[str, Any] = {
         "hf_overrides": {"architectures": [_ours(architecture)]},
         "additional_config": {SECTION: options},
     }
-    if chosen.segment_bytes is None:
+    if read.segment_bytes is None:
         given["block_size"] = BLOCK_TOKENS
-        if chosen.virtual_pages:
+        if read.virtual_pages:
             given["kv_transfer_config"] = _connector("KvweavePages", "virtual_pages.connector")
         elif metrics:
-            reports = _connector("KvweaveHeads", "head_connector", "kv_producer")
+            reports = _connector("KvweaveHeads", "heads.connector", "kv_producer")
             given["kv_transfer_config"] = reports
         return given
     for name in ("heads", "virtual_pages"):
-        alone = not getattr(chosen, name)
-        expect("kvweave.segment_bytes", alone, f"it without kvweave.{name}", "both")
+        alone = not getattr(read, name)
+        require("kvweave.segment_bytes", alone, f"it without kvweave.{name}", "both")
     return {
         **given,
         "kv_transfer_config": _connector("KvweaveSegments", "segments.connector"),
@@ -62,7 +62,7 @@ def server_config(architecture: str, *, metrics: bool = False, **options: Any) -
     given = engine_options(architecture, metrics=metrics, **options)
     if "segment_bytes" in options:
         given["middleware"] = [f"{PACKAGE}.server.SegmentMiddleware"]
-    # JSON is YAML, whatever stands in a path.
+    # JSON is YAML, whatever characters a path has.
     lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in given.items()]
     return "\n".join(lines) + "\n"
 
@@ -78,7 +78,7 @@ def architecture_of(model: str) -> str:
 def _ours(architecture: str) -> str:
     known = {f"{family}ForCausalLM" for family in FAMILIES}
     stock = architecture.removeprefix("Kvweave")
-    expect("architecture", stock in known, f"one of {', '.join(sorted(known))}", architecture)
+    require("architecture", stock in known, f"one of {', '.join(sorted(known))}", architecture)
     return f"Kvweave{stock}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.require import require
 
 SUPPORTED = ("0.26", "0.33")
 # Since 0.28 a backend may price what vLLM allocates.
@@ -22,7 +22,7 @@ def check(version: str, known: tuple[str, ...] = SUPPORTED) -> None:
     Errors: `Unsupported`, naming the versions that are known.
     """
     expected = " or ".join(f"{number}.x" for number in known)
-    expect("vllm", is_known(version, known), f"version {expected}", version)
+    require("vllm", is_known(version, known), f"version {expected}", version)
 
 
 def refusals() -> tuple[type[Exception], ...]:

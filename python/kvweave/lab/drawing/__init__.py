@@ -6,6 +6,7 @@ from kvweave.lab.drawing.head_figure import draw_heads, head_figure, save_heads
 from kvweave.lab.drawing.plan_figure import plan_figure, save_plan
 from kvweave.lab.drawing.quality_figure import quality_figure, save_quality
 from kvweave.lab.drawing.spans import read_plan
+from kvweave.lab.drawing.stability_figure import save_stability
 from kvweave.lab.drawing.terminal import draw_plan
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "save_heads",
     "save_plan",
     "save_quality",
+    "save_stability",
 ]

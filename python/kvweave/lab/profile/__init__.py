@@ -6,6 +6,7 @@ from kvweave.lab.profile.effect import Effect, EffectMeter, SmallestShare, small
 from kvweave.lab.profile.head_profile import HeadProfile
 from kvweave.lab.profile.measure import DEFAULT_LENGTHS, DEFAULT_TEXTS, check_lengths, profile_heads
 from kvweave.lab.profile.scores import LengthScores
+from kvweave.lab.profile.stability import Stability, measure_stability, text_tasks
 from kvweave.lab.profile.texts import ProfileText, held_out
 
 __all__ = [
@@ -20,10 +21,13 @@ __all__ = [
     "LengthScores",
     "ProfileText",
     "SmallestShare",
+    "Stability",
     "certify",
     "check_lengths",
     "effort_of",
     "held_out",
+    "measure_stability",
     "profile_heads",
     "smallest_share",
+    "text_tasks",
 ]

@@ -101,6 +101,17 @@ class HeadProfile:
         least = np.stack([top(-scores.overlap, few) for scores in self.lengths])
         return np.asarray(~least.any(0))
 
+    def flags(self, what: str, values: Any) -> Flags:
+        """Nested lists of evidence as bool [L, G]; raises CorruptHeadMap for anything else."""
+        found = np.array(values, object)
+        wanted = self.lengths[0].edge.shape
+        if found.shape != wanted or not all(isinstance(value, bool) for value in found.flat):
+            raise CorruptHeadMap(
+                f"head map evidence: expected {what} as flags of shape {wanted}, "
+                f"got {found.size} values of shape {found.shape}"
+            )
+        return found.astype(bool)
+
     def global_heads(self, count: int) -> Flags:
         """The `count` heads that need the whole context most, bool [L, G]."""
         return top(self.score(), count)
@@ -118,12 +129,14 @@ class HeadProfile:
         count: int | None = None,
         sink: int | None = None,
         recent: int | None = None,
+        unstable: Flags | None = None,
         evidence: Mapping[str, Any] | None = None,
     ) -> HeadClassMap:
         """The head map with a share (or a count) of global heads; the others keep a window.
 
-        `sink` and `recent` are those measured unless given. `evidence` is kept beside the profile's
-        own.
+        `sink` and `recent` are those measured unless given. `unstable` bool [L, G], as `Stability`
+        says it of decode steps, comes before what `stable` says of prompts. `evidence` is kept
+        beside the profile's own.
 
         # Errors
         `InvalidArgument` for a share outside 0..1, a count above L × G, both or neither of them,
@@ -137,7 +150,8 @@ class HeadProfile:
         chosen = self.global_heads(kept)
         evidence = {**self.evidence(kept), **(evidence or {})}
         window = (self.sink if sink is None else sink, self.recent if recent is None else recent)
-        return head_map(self.model_fingerprint, chosen, self.stable(), *window, evidence)
+        stable = self.stable() if unstable is None else ~unstable
+        return head_map(self.model_fingerprint, chosen, stable, *window, evidence)
 
     def evidence(self, count: int) -> dict[str, Any]:
         """Everything measured, as plain data, with how alike lengths are at that many heads."""

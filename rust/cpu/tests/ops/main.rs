@@ -3,5 +3,6 @@
 mod laws;
 mod match_reference;
 mod paged;
+mod pages;
 mod reach;
 mod row_bits;

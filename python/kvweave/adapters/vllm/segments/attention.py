@@ -10,8 +10,8 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from kvweave.adapters.vllm.backend import PagedBackend
-from kvweave.adapters.vllm.decoder_layers import attention_of_layers, expect_whole_context
+from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
+from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixSpec
 from kvweave.adapters.vllm.segments.rotation import frequencies
@@ -38,7 +38,7 @@ def guard_model(model: nn.Module, options: Options, config: VllmConfig) -> Segme
     """
     layers: list[SegmentAttention] = []
     for module, stock in attention_of_layers(model, config):
-        expect_whole_context("segments", stock)
+        require_whole_context("segments", stock)
         made = SegmentAttention(
             stock.num_heads,
             stock.head_size,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.builder import PagedMetadata
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 
 
 class Batch:

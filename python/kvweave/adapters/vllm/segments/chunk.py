@@ -1,11 +1,11 @@
-"""A chunk of a held prompt, as a recovery policy sees it: a prompt of its own."""
+"""A chunk of an admitted prompt, as a recovery policy sees it: a prompt of its own."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.segments.store import Held
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt
 from kvweave.errors import InvalidArgument
 from kvweave.plan import LayerPlan, Plans, ProbeResult, PromptView, Rows, Salience, one_pass
 from kvweave.plan_walk import LayerTask, PlanWalk, Task
@@ -19,15 +19,17 @@ class ChunkWalk:
     chunk before it may leave its layers without rows. `task`: what comes next, None at the end.
     """
 
-    def __init__(self, held: Held, start: int, end: int, layers: int, kv_heads: int) -> None:
-        self.held = held
+    def __init__(
+        self, admitted: AdmittedPrompt, start: int, end: int, layers: int, kv_heads: int
+    ) -> None:
+        self.admitted = admitted
         self.start, self.end = start, end
-        at = np.flatnonzero(held.reused[start:end]).astype(np.int32)
+        at = np.flatnonzero(admitted.reused[start:end]).astype(np.int32)
         self.reused: Rows = at + np.int32(start)
-        prefix = min(max(start, held.prefix), end)
-        fresh = held.fresh
+        prefix = min(max(start, admitted.prefix), end)
+        fresh = admitted.fresh
         inside = fresh[np.searchsorted(fresh, prefix) : np.searchsorted(fresh, end)]
-        clipped = [(max(a, prefix), min(b, end)) for a, b in held.segments]
+        clipped = [(max(a, prefix), min(b, end)) for a, b in admitted.segments]
         view = PromptView(
             tokens=end,
             layers=layers,
@@ -38,7 +40,7 @@ class ChunkWalk:
             heads=np.zeros((layers, kv_heads, 2), np.int32),
         )
         nothing = one_pass(layers, np.zeros(0, np.int32))
-        policy: Plans = nothing if prefix == end else held.policy.plan(view)
+        policy: Plans = nothing if prefix == end else admitted.policy.plan(view)
         wanted = end - 1 if self.ends_prompt else end
         self.walk = PlanWalk(policy, layers, end, done=prefix, logits_from=wanted)
         self.task: Task | None = self._expected(self.walk.advance())
@@ -46,7 +48,7 @@ class ChunkWalk:
     @property
     def ends_prompt(self) -> bool:
         """Whether the prompt's last token is the chunk's."""
-        return self.end == self.held.tokens
+        return self.end == self.admitted.tokens
 
     @property
     def plan(self) -> LayerPlan:

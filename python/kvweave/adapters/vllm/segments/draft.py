@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.builder import PagedMetadata
-from kvweave.adapters.vllm.segments.asked_chunk import AskedChunk, over_ranks
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.step_tables import Entries
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.layers import Layers
-from kvweave.adapters.vllm.tables import Entries
+from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, over_ranks
 from kvweave.plan import Draft
 
 
@@ -25,7 +25,7 @@ class Drafter:
     has one beyond the `longest` sequence that the model is run for.
     """
 
-    def __init__(self, model: Any, layers: Layers, batch: Batch, longest: int) -> None:
+    def __init__(self, model: Any, layers: AttentionLayers, batch: Batch, longest: int) -> None:
         self.model = model
         self.layers = layers
         self.batch = batch
@@ -52,7 +52,7 @@ class Drafter:
         for number in range(draft.since, len(self.layers.names)):
             q = torch.cat([asked[number] for asked in queries])
             attends, pages = self.layers.attends[number], self.layers.pages[number]
-            mass += AskedChunk(attends, pages, entries, length + count).mass(q, at)
+            mass += ChunkKv(attends, pages, entries, length + count).mass(q, at)
         for pages in self.layers.pages:
             pages[: self.batch.kv_heads].zero_()
         return over_ranks(mass)[:length]
@@ -79,7 +79,7 @@ class Drafter:
             slots=known.slots[:0],
             entries=Entries(entries, ends[1]),
             workspace=known.workspace,
-            tap=write,
+            observer=write,
             writes=False,
         )
         context: Any = get_forward_context()

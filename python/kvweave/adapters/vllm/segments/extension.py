@@ -12,11 +12,10 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvweave.adapters.vllm.segments.connector import KvweaveSegments
-from kvweave.adapters.vllm.segments.encode import checked
+from kvweave.adapters.vllm.segments.document_encoding import checked_tokens
 from kvweave.adapters.vllm.segments.knowledge_base import Reply
 from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
-from kvweave.adapters.vllm.segments.worker import SegmentWorker
+from kvweave.adapters.vllm.segments.worker import SegmentWorker, SegmentWorkerConnector
 from kvweave.cache import FrozenSegment
 from kvweave.errors import InvalidArgument, KvweaveError, Unsupported
 
@@ -33,7 +32,7 @@ class KnowledgeBaseWorker:
         def insert() -> dict[str, Any]:
             config = self.vllm_config.model_config
             _check_names(name, namespace)
-            ids = checked(tokens, config.get_vocab_size(), config.max_model_len)
+            ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
             worker = _worker()
             worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             found = worker.store.frozen(namespace)
@@ -73,7 +72,7 @@ def _reply(action: Callable[[], Any]) -> Reply:
 
 def _worker() -> SegmentWorker:
     connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
-    if isinstance(connector, KvweaveSegments) and connector.worker is not None:
+    if isinstance(connector, SegmentWorkerConnector) and connector.worker is not None:
         return connector.worker
     text = "knowledge base: expected an engine that reuses segments, got one that does not"
     raise Unsupported(text, expected="kvweave.segment_bytes", got="none")

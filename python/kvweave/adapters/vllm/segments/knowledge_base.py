@@ -3,7 +3,7 @@
     base = KnowledgeBase(llm.collective_rpc)
     base.insert("handbook", tokens, namespace="acme")
 
-An asynchronous engine's replies go through `answer`:
+`answer` reads an asynchronous engine's replies:
 
     answer(await engine.collective_rpc("kvweave_list", args=("acme",)))
 """

@@ -1,6 +1,6 @@
 """What a request says of its segments: `extra_args={"kvweave": {…}}` of its sampling parameters.
 
-Through the OpenAI server the same stands in `vllm_xargs`, as a JSON string.
+Through the OpenAI server the same comes in `vllm_xargs`, as a JSON string.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST = 256
 
 
 @dataclass(frozen=True)
-class Span:
+class MarkedSegment:
     """Tokens [start, end) of the prompt; `name`, if any, is what refusals call it."""
 
     start: int
@@ -44,7 +44,7 @@ class Markers:
     policy that the request names, a part's behind the part's name and a dot.
     """
 
-    segments: tuple[Span, ...] = ()
+    segments: tuple[MarkedSegment, ...] = ()
     namespace: str = ""
     policy: str = DEFAULT_POLICY
     discover: bool = False
@@ -122,17 +122,17 @@ def _policy(given: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
         raise _invalid("policy", f"one of {', '.join(POLICIES)}", _shown(name))
     policy = POLICIES[name]()
     known = dict(settings_of(policy))
-    chosen: dict[str, Any] = {}
+    given_settings: dict[str, Any] = {}
     for path, value in _flat(settings, known):
         if path not in known:
             expected = f"{', '.join(known)} of {name}" if known else f"no settings of {name}"
             raise _invalid("policy", expected, f"{_shown(path)[1:-1]} of {name}")
-        chosen[path] = _setting(path, value, kinds_of(known[path]))
+        given_settings[path] = _setting(path, value, kinds_of(known[path]))
     try:
-        with_settings(policy, chosen)
+        with_settings(policy, given_settings)
     except InvalidArgument as error:
         raise _invalid("policy", "settings in range", str(error)) from error
-    return name, tuple(sorted(chosen.items()))
+    return name, tuple(sorted(given_settings.items()))
 
 
 def _flat(settings: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -174,7 +174,7 @@ def is_text(given: Any, longest: int = LONGEST) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
-def _spans(given: Any) -> tuple[Span, ...]:
+def _spans(given: Any) -> tuple[MarkedSegment, ...]:
     if not isinstance(given, (list, tuple)):
         raise _invalid("segments", "a list of [start, end]", _shown(given))
     if len(given) > MOST_SEGMENTS:
@@ -187,7 +187,7 @@ def _spans(given: Any) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _span(index: int, given: Any) -> Span:
+def _span(index: int, given: Any) -> MarkedSegment:
     where, expected = f"segments[{index}]", '[start, end] or [start, end, "name"]'
     if not isinstance(given, (list, tuple)) or len(given) not in (2, 3):
         raise _invalid(where, expected, _shown(given))
@@ -199,7 +199,7 @@ def _span(index: int, given: Any) -> Span:
     name = given[2] if len(given) == 3 else None
     if name is not None and not is_text(name):
         raise _invalid(where, "a name that is a string", _shown(name))
-    return Span(start, end, name)
+    return MarkedSegment(start, end, name)
 
 
 def _shown(value: Any) -> str:

@@ -9,9 +9,10 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from kvweave.adapters.vllm.options import Options
+from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention import guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
-from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.segments.worker import SegmentWorkerConnector
 from kvweave.errors import InvalidArgument
 
 CONNECTOR = KvweaveSegments.__name__
@@ -28,7 +29,7 @@ def check_segments(config: VllmConfig, options: Options) -> None:
     connector = None if transfer is None else transfer.kv_connector
     expected = f"kv_connector {CONNECTOR}"
     there = connector == CONNECTOR
-    expect("kv_transfer_config", there, expected, str(connector), InvalidArgument)
+    require("kv_transfer_config", there, expected, str(connector), InvalidArgument)
     parallel = config.parallel_config
     refused = {
         "kvweave.heads": options.heads is not None,
@@ -40,7 +41,7 @@ def check_segments(config: VllmConfig, options: Options) -> None:
         or parallel.prefill_context_parallel_size > 1,
     }
     for name, present in refused.items():
-        expect("kvweave.segment_bytes", not present, f"it without {name}", "both")
+        require("kvweave.segment_bytes", not present, f"it without {name}", "both")
 
 
 def forward_of_step(
@@ -55,7 +56,7 @@ def forward_of_step(
     if not has_kv_transfer_group():
         return None
     connector: Any = get_kv_transfer_group()
-    worker = connector.worker if isinstance(connector, KvweaveSegments) else None
+    worker = connector.worker if isinstance(connector, SegmentWorkerConnector) else None
     if worker is None:
         return None
     try:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvweave.adapters.vllm.segments.accepted import accepted
+from kvweave.adapters.vllm.segments.eligibility import eligible_markers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ExactPrefixManager(FullAttentionManager):
     def cache_blocks(self, request: Any, num_tokens: int, *others: Any, **named: Any) -> None:
         """Lets later requests find the blocks of exact tokens alone."""
         if request.request_id not in self._exact:
-            markers = accepted(request)
+            markers = eligible_markers(request)
             approximate = markers is not None and markers.approximates
             exact = markers.exact_tokens(num_tokens) if approximate and markers else None
             self._exact[request.request_id] = exact

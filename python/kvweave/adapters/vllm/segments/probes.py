@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.segments.asked_chunk import AskedChunk
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.layers import Layers
-from kvweave.adapters.vllm.segments.work import Work
+from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv
+from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.plan import Salience
 from kvweave.question import ASKED, scores
 
@@ -16,11 +16,11 @@ from kvweave.question import ASKED, scores
 class Probes:
     """Measures in the layers of one step. Queries, keys and values are those of a work's rows."""
 
-    def __init__(self, layers: Layers, batch: Batch) -> None:
+    def __init__(self, layers: AttentionLayers, batch: Batch) -> None:
         self.layers = layers
         self.batch = batch
 
-    def asked(self, work: Work, q: torch.Tensor | None) -> torch.Tensor | None:
+    def asked(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """What the plan's probe measures behind attention, f32 [T]; None without a probe."""
         plan = work.chunk.plan
         if plan.probe is None:
@@ -30,7 +30,7 @@ class Probes:
             return torch.zeros(kv.tokens, device=kv.pages.device)
         return ASKED[plan.probe](kv, asking, plan.score_rows)
 
-    def salience(self, work: Work, q: torch.Tensor | None) -> Salience:
+    def salience(self, work: ChunkWork, q: torch.Tensor | None) -> Salience:
         """Mass that each token gets; all heads are full, so that none misses anything."""
         kv, asking = self._kv(work), self._asking(work, q)
         edge = torch.zeros(kv.kv_heads, device=kv.pages.device)
@@ -39,7 +39,7 @@ class Probes:
         return Salience(scores(kv, asking, work.chunk.plan.score_rows), edge)
 
     def deviation(
-        self, work: Work, fresh: tuple[torch.Tensor, torch.Tensor] | None
+        self, work: ChunkWork, fresh: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """How far fresh K, V [R, G, D] are from those in the pages, f32 [R]."""
         kv, rows = self._kv(work), work.chunk.plan.rows
@@ -47,12 +47,12 @@ class Probes:
             return torch.zeros(len(rows), device=kv.pages.device)
         return kv.moved(*fresh, rows)
 
-    def _kv(self, work: Work) -> AskedChunk:
+    def _kv(self, work: ChunkWork) -> ChunkKv:
         number = work.chunk.plan.layer
         attends, pages = self.layers.attends[number], self.layers.pages[number]
-        return AskedChunk(attends, pages, self.batch.entries(work.request), work.chunk.end)
+        return ChunkKv(attends, pages, self.batch.entries(work.request), work.chunk.end)
 
-    def _asking(self, work: Work, q: torch.Tensor | None) -> torch.Tensor | None:
+    def _asking(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """The queries that ask; None where there are none."""
         plan = work.chunk.plan
         if q is None or not len(plan.score_rows):

@@ -1,7 +1,7 @@
 """One forward of a batch in which some requests reuse segments: every layer computes fewer rows.
 
 The layers are the model's own. Before each the KV of the rows that it spares is copied from the
-store into vLLM's pages; rows of other requests go through as they are, in the first pass. Requests
+store into vLLM's pages; rows of other requests are all computed, in the first pass. Requests
 whose policies pass more than once then go on without them: the last states of a row are its states.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.builder import Fewer
+from kvweave.adapters.vllm.backend.metadata import RowSubset
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
+from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.draft import Drafter
-from kvweave.adapters.vllm.segments.layers import Layers
+from kvweave.adapters.vllm.segments.layer_rows import LayerRows, States
 from kvweave.adapters.vllm.segments.probes import Probes
-from kvweave.adapters.vllm.segments.rows import ChosenRows, States
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.adapters.vllm.segments.store import SegmentStore
-from kvweave.adapters.vllm.segments.work import Work
 from kvweave.plan import Draft, Probe
 from kvweave.plan_walk import EARLY, Begin, Deeper, Further
 
@@ -37,9 +37,9 @@ class Step:
     def __init__(
         self,
         store: SegmentStore,
-        layers: Layers,
+        layers: AttentionLayers,
         stats: SegmentStats,
-        works: list[Work],
+        works: list[ChunkWork],
         batch: Batch,
         longest: int,
     ) -> None:
@@ -86,7 +86,7 @@ class Step:
     def _pass(
         self,
         model: Any,
-        works: list[Work],
+        works: list[ChunkWork],
         others: Set[int],
         embedded: torch.Tensor,
         positions: torch.Tensor,
@@ -103,13 +103,13 @@ class Step:
             return States(embedded.clone(), None, positions, everything)
 
         state = inputs()
-        chosen: ChosenRows | None = None
+        rows: LayerRows | None = None
         for number, layer in enumerate(model.layers):
-            chosen, state = self._layer(layer, works, others, chosen, state)
+            rows, state = self._layer(layer, works, others, rows, state)
             further = [work for work in works if isinstance(work.chunk.task, Further)]
             if further:
                 _, more = self._layer(layer, further, set(), None, inputs())
-                state, chosen = state.merged(more), None
+                state, rows = state.merged(more), None
             if number + 1 == len(self.layers.names):
                 break
             works = [work for work in works if isinstance(work.chunk.task, Deeper)]
@@ -122,67 +122,67 @@ class Step:
     def _layer(
         self,
         layer: Any,
-        works: list[Work],
+        works: list[ChunkWork],
         others: Set[int],
-        before: ChosenRows | None,
+        before: LayerRows | None,
         state: States,
-    ) -> tuple[ChosenRows, States]:
+    ) -> tuple[LayerRows, States]:
         """One layer over the rows of the works' plans; each work then knows what it does next."""
         plans = {work.request: (work.chunk.plan.rows, work.chunk.start) for work in works}
-        if before is not None and before.are(plans):
-            chosen = before
+        if before is not None and before.match(plans):
+            rows = before
         else:
-            chosen = ChosenRows.of(self.batch, plans, others, state.index.device)
-            state = state.narrowed(chosen.index)
+            rows = LayerRows.of(self.batch, plans, others, state.index.device)
+            state = state.narrowed(rows.index)
         for work in works:
             self._copy(work)
-        tap = _Tap(self, works, others, chosen)
+        observer = _LayerObserver(self, works, others, rows)
         probes = {work.chunk.plan.probe for work in works} - {None}
         early = not probes.isdisjoint(EARLY)
-        if chosen.rows:
-            metadata = replace(chosen.metadata, tap=tap if probes else None)
+        if rows.total:
+            metadata = replace(rows.metadata, observer=observer if probes else None)
             get_forward_context().attn_metadata = dict.fromkeys(self.layers.names, metadata)
-            state = state.attended(layer) if early else state.through(layer)
+            state = state.after_attention(layer) if early else state.after_layer(layer)
         elif works:
-            tap.deviations(None, None)
+            observer.deviations(None, None)
         if early:
-            chosen, state = self._rest(layer, works, tap.chosen, state, tap.queries)
+            rows, state = self._rest(layer, works, observer.rows, state, observer.queries)
         for work in works:
             work.computed(work.chunk.plan)
-            q = None if tap.queries is None else tap.queries[chosen.part(work.request)]
+            q = None if observer.queries is None else observer.queries[rows.part(work.request)]
             work.chunk.advance(self.probes.asked(work, q))
-        return chosen, state
+        return rows, state
 
     def _rest(
         self,
         layer: Any,
-        works: list[Work],
-        chosen: ChosenRows,
+        works: list[ChunkWork],
+        rows: LayerRows,
         state: States,
         queries: torch.Tensor | None,
-    ) -> tuple[ChosenRows, States]:
+    ) -> tuple[LayerRows, States]:
         """The feed-forward of a layer in which something was measured before its attention.
 
         Without a head map no head is restored, so that salience may be measured behind attention.
         """
         for work in works:
             if work.chunk.plan.probe is Probe.SALIENCE:
-                q = None if queries is None else queries[chosen.part(work.request)]
+                q = None if queries is None else queries[rows.part(work.request)]
                 work.chunk.measured(self.probes.salience(work, q))
-        if not chosen.rows:
-            return chosen, state
-        state = state.narrowed(chosen.index)
-        fed, spared = np.ones(chosen.rows, bool), False
+        if not rows.total:
+            return rows, state
+        state = state.narrowed(rows.index)
+        fed, spared = np.ones(rows.total, bool), False
         for work in works:
-            plan, part = work.chunk.plan, chosen.part(work.request)
+            plan, part = work.chunk.plan, rows.part(work.request)
             if plan.ffn_rows is not None:
                 fed[part] = np.isin(plan.rows, plan.ffn_rows, assume_unique=True)
                 work.leave_out(plan)
                 spared = spared or not bool(fed[part].all())
         index = torch.from_numpy(np.flatnonzero(fed)).to(state.index.device) if spared else None
-        return chosen, state.fed(layer, index)
+        return rows, state.after_feed_forward(layer, index)
 
-    def _copy(self, work: Work) -> None:
+    def _copy(self, work: ChunkWork) -> None:
         """Brings the KV of spared rows of a layer from the store, the first time it is reached."""
         number = work.chunk.plan.layer
         if number < work.reached:
@@ -193,13 +193,15 @@ class Step:
             return
         if work.copies is None or work.copied is not spared:
             blocks = self.batch.blocks(work.request)
-            work.copies = self.store.copies(work.chunk.held, spared, blocks, self.batch.page_tokens)
+            work.copies = self.store.copies(
+                work.chunk.admitted, spared, blocks, self.batch.page_tokens
+            )
             work.copied = spared
         self.store.copy(work.copies, number, self.layers.pages[number])
         self.stats.copied_keys += work.copies.tokens
         self.stats.moved_keys += work.copies.moved
 
-    def _draft(self, work: Work, drafter: Drafter, output: torch.Tensor) -> None:
+    def _draft(self, work: ChunkWork, drafter: Drafter, output: torch.Tensor) -> None:
         """Drafts that a policy wants behind a pass; none in the middle of a prompt."""
         chunk = work.chunk
         while isinstance(chunk.task, Draft):
@@ -211,37 +213,39 @@ class Step:
             chunk.advance(found)
 
 
-class _Tap:
+class _LayerObserver:
     """Hears the queries, keys and values of a layer before they are written.
 
     Where a policy measures how far they moved, it then says which rows are written and attend.
     """
 
-    def __init__(self, step: Step, works: list[Work], others: Set[int], chosen: ChosenRows) -> None:
+    def __init__(
+        self, step: Step, works: list[ChunkWork], others: Set[int], rows: LayerRows
+    ) -> None:
         self.step = step
         self.works = works
         self.others = others
-        self.chosen = chosen
+        self.rows = rows
         self.queries: torch.Tensor | None = None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Fewer | None:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RowSubset | None:
         self.queries = q
-        before = self.chosen
+        before = self.rows
         if not self.deviations(k, v):
             return None
-        kept = torch.searchsorted(before.index, self.chosen.index)
+        kept = torch.searchsorted(before.index, self.rows.index)
         self.queries = q.index_select(0, kept)
-        return Fewer(kept, self.chosen.metadata)
+        return RowSubset(kept, self.rows.metadata)
 
     def deviations(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Asks the policies that measure how far K, V [R, G, D] moved; whether there are any."""
         asking = [work for work in self.works if work.chunk.plan.probe is Probe.DEVIATION]
         for work in asking:
-            part = self.chosen.part(work.request)
+            part = self.rows.part(work.request)
             own = None if k is None or v is None else (k[part], v[part])
             work.chunk.measured(self.step.probes.deviation(work, own))
         if asking:
             plans = {work.request: (work.chunk.plan.rows, work.chunk.start) for work in self.works}
-            batch, device = self.step.batch, self.chosen.index.device
-            self.chosen = ChosenRows.of(batch, plans, self.others, device)
+            batch, device = self.step.batch, self.rows.index.device
+            self.rows = LayerRows.of(batch, plans, self.others, device)
         return bool(asking)

@@ -45,7 +45,7 @@ class Geometry:
     inv_freq: npt.NDArray[np.float64]
 
 
-class Held:
+class AdmittedPrompt:
     """A prompt of T tokens in the store, until its prefill is over.
 
     `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
@@ -136,7 +136,7 @@ class SegmentStore:
         namespace: str,
         policy: Policy,
         discover: bool,
-    ) -> Held:
+    ) -> AdmittedPrompt:
         """Looks a prompt up and takes room for what the store does not have of it.
 
         Errors: `PoolFull` when there is no room, `InvalidArgument` for tokens that are none,
@@ -160,14 +160,16 @@ class SegmentStore:
         except BaseException:
             request.release()
             raise
-        return Held(request, policy)
+        return AdmittedPrompt(request, policy)
 
-    def copies(self, held: Held, positions: Rows, blocks: torch.Tensor, size: int) -> Copies:
-        """Tokens of a held prompt on their way to vLLM's pages of `size` tokens.
+    def copies(
+        self, admitted: AdmittedPrompt, positions: Rows, blocks: torch.Tensor, size: int
+    ) -> Copies:
+        """Tokens of an admitted prompt on their way to vLLM's pages of `size` tokens.
 
         `blocks` i32 [N]: the number of the first head's page, of each page of the prompt.
         """
-        places = held.places[positions]
+        places = admitted.places[positions]
         rows = self._sent(_runs(positions, places, size))
         rows[:, 2] = blocks.index_select(0, rows[:, 2])
         return Copies(rows, len(positions), int(np.count_nonzero(places[:, 2])))
@@ -184,7 +186,7 @@ class SegmentStore:
 
     def keep(
         self,
-        held: Held,
+        admitted: AdmittedPrompt,
         positions: Rows,
         layers: list[torch.Tensor],
         blocks: torch.Tensor,
@@ -192,7 +194,7 @@ class SegmentStore:
     ) -> None:
         """Stores K and V of tokens that lie in vLLM's pages, a tensor a layer: as `copies`."""
         places = np.zeros((len(positions), 3), np.int32)
-        places[:, :2] = held.request.slots(positions)
+        places[:, :2] = admitted.request.slots(positions)
         rows = self._sent(_runs(positions, places, size)[:, [2, 3, 0, 1, 4, 5]])
         rows[:, 0] = blocks.index_select(0, rows[:, 0])
         for layer, pages in enumerate(layers):
@@ -208,10 +210,10 @@ class SegmentStore:
         """The pages from a layer's first on: a block's number is that of its page there."""
         return self.pages[layer * self.geometry.kv_heads :]
 
-    def commit(self, held: Held, computed: int) -> None:
+    def commit(self, admitted: AdmittedPrompt, computed: int) -> None:
         """Says that the KV of [0, computed) is stored; later prompts may find it."""
-        held.stored = computed
-        held.request.commit(computed, min(computed, held.exact))
+        admitted.stored = computed
+        admitted.request.commit(computed, min(computed, admitted.exact))
 
     def frozen(self, namespace: str | None) -> list[FrozenSegment]:
         """The knowledge base's entries of a namespace, or of all."""
@@ -222,10 +224,10 @@ class SegmentStore:
         found, size = self.cache.stats(), self.cache.block_bytes
         return Counter({name: found[name] * size for name in ("free", "held", "cached", "frozen")})
 
-    def count(self, held: Held, stats: SegmentStats) -> None:
+    def count(self, admitted: AdmittedPrompt, stats: SegmentStats) -> None:
         """Counts what a look-up found."""
         stats.requests += 1
-        for span in held.request.plan.spans:
+        for span in admitted.request.plan.spans:
             size = span.end - span.start
             if span.kind == "prefix":
                 stats.hits["prefix"] += size

@@ -6,21 +6,24 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.attention import pages_of
+from kvweave.adapters.vllm.backend.attention import pages_of
+from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.segments.attention import SegmentAttention
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
-from kvweave.adapters.vllm.segments.encode import encode
-from kvweave.adapters.vllm.segments.layers import Layers
+from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
+from kvweave.adapters.vllm.segments.document_encoding import encode_document
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
-from kvweave.adapters.vllm.segments.store import Held, SegmentStore
-from kvweave.adapters.vllm.segments.work import Work
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, Unsupported
 from kvweave.policies import Full
 
@@ -33,7 +36,7 @@ class SegmentWorker:
         self.store = store
         self.longest = longest
         self.stats = SegmentStats()
-        self._held: dict[str, Held] = {}
+        self._admitted: dict[str, AdmittedPrompt] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
         self._reported: Counter[str] = Counter()
@@ -64,7 +67,7 @@ class SegmentWorker:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
                 self._look_up(chunk.request_id, chunk.prompt)
-            if chunk.request_id in self._held:
+            if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
 
@@ -76,22 +79,24 @@ class SegmentWorker:
         if not self._chunks:
             return None
         batch = self._batch_of_step()
-        works: list[Work] = []
+        works: list[ChunkWork] = []
         refused: list[Chunk] = []
-        if not any(self._held[c.request_id].reused[c.start : c.end].any() for c in self._chunks):
+        if not any(
+            self._admitted[c.request_id].reused[c.start : c.end].any() for c in self._chunks
+        ):
             return None
         sizes = len(self.attention), self.store.geometry.kv_heads
         try:
             for chunk in self._chunks:
-                held, request = self._held[chunk.request_id], batch.find(chunk.first_slot)
-                if request is None or not held.reused[chunk.start : chunk.end].any():
+                admitted, request = self._admitted[chunk.request_id], batch.find(chunk.first_slot)
+                if request is None or not admitted.reused[chunk.start : chunk.end].any():
                     continue
                 try:
-                    walk = ChunkWalk(held, chunk.start, chunk.end, *sizes)
+                    walk = ChunkWalk(admitted, chunk.start, chunk.end, *sizes)
                 except InvalidArgument:
                     refused.append(chunk)
                     continue
-                works.append(Work(walk, request))
+                works.append(ChunkWork(walk, request))
         except BaseException:
             for work in works:
                 work.chunk.close()
@@ -120,19 +125,19 @@ class SegmentWorker:
         self._chunks, self._batch = [], None
         layers = [pages_of(layer.kv_cache) for layer in self.attention]
         for chunk in chunks:
-            held = self._held[chunk.request_id]
+            admitted = self._admitted[chunk.request_id]
             request = None if batch is None else batch.find(chunk.first_slot)
             if batch is None or request is None:
                 self._let_go(chunk.request_id)
                 continue
-            fresh = held.fresh
-            first, end = np.searchsorted(fresh, (held.stored, chunk.end))
+            fresh = admitted.fresh
+            first, end = np.searchsorted(fresh, (admitted.stored, chunk.end))
             new = fresh[first:end]
             if len(new):
                 blocks = batch.blocks(request)
-                self.store.keep(held, new, layers, blocks, batch.page_tokens)
-            self.store.commit(held, chunk.end)
-            if chunk.end == held.tokens:
+                self.store.keep(admitted, new, layers, blocks, batch.page_tokens)
+            self.store.commit(admitted, chunk.end)
+            if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
 
     def insert(
@@ -142,15 +147,15 @@ class SegmentWorker:
 
         Errors: `PoolFull` without room, or beyond the share that may be frozen.
         """
-        held = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         self._changed = True
         try:
             names = [layer.layer_name for layer in self.attention]
-            encode(model, names, self.store, held, tokens, config)
-            self.store.commit(held, len(tokens))
-            held.request.freeze(name, 0, len(tokens))
+            encode_document(model, names, self.store, admitted, tokens, config)
+            self.store.commit(admitted, len(tokens))
+            admitted.request.freeze(name, 0, len(tokens))
         finally:
-            held.release()
+            admitted.release()
 
     def delete(self, name: str, namespace: str) -> None:
         """Takes an entry out of the store's knowledge base.
@@ -173,10 +178,10 @@ class SegmentWorker:
         if not self._changed:
             return None
         self._changed, taken, self.stats = False, self.stats, SegmentStats()
-        held = self.store.bytes_by_state()
-        changes = {state: count - self._reported[state] for state, count in held.items()}
+        now = self.store.bytes_by_state()
+        changes = {state: count - self._reported[state] for state, count in now.items()}
         taken.store_bytes.update({state: change for state, change in changes.items() if change})
-        self._reported = held
+        self._reported = now
         if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
             return None
         return SegmentConnectorStats(taken.to_dict())
@@ -185,22 +190,53 @@ class SegmentWorker:
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
         try:
-            held = self.store.admit(
+            admitted = self.store.admit(
                 prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
             )
         except (PoolFull, InvalidArgument, OutOfMemory):
             self.stats.misses["refused"] += len(prompt.tokens)
             return
-        self.store.count(held, self.stats)
-        self._held[name] = held
+        self.store.count(admitted, self.stats)
+        self._admitted[name] = admitted
 
     def _let_go(self, name: str) -> None:
-        held = self._held.pop(name, None)
-        if held is not None:
-            held.release()
+        admitted = self._admitted.pop(name, None)
+        if admitted is not None:
+            admitted.release()
 
-    def _layers(self) -> Layers:
+    def _layers(self) -> AttentionLayers:
         pages = [pages_of(layer.kv_cache) for layer in self.attention]
         names = [layer.layer_name for layer in self.attention]
         impls: list[Any] = [layer.impl for layer in self.attention]
-        return Layers(names, impls, pages)
+        return AttentionLayers(names, impls, pages)
+
+
+class SegmentWorkerConnector(IdleConnector):
+    """Tells `worker` when a step begins and ends; it is there once vLLM has allocated its tensors.
+
+    Layers copy what they need themselves, and what is new is kept after the last one.
+    """
+
+    worker: SegmentWorker | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Tensors of vLLM are there: segments may come."""
+        self.worker = SegmentWorker.of(self._vllm_config)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Looks up the prompts of a step: every vLLM says this before the forward.
+
+        `start_load_kv`, too, comes before it in 0.26, and in 0.33 after it.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker is not None and isinstance(connector_metadata, SegmentMessage):
+            self.worker.begin(connector_metadata)
+
+    def wait_for_save(self) -> None:
+        """Keeps what the step computed."""
+        if self.worker is not None:
+            self.worker.finish()
+
+    def get_kv_connector_stats(self) -> SegmentConnectorStats | None:
+        """Counts since the last step, from the first worker alone: all count the same."""
+        return None if self.worker is None else self.worker.taken_stats()

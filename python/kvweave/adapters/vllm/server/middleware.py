@@ -22,7 +22,7 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class SegmentMiddleware:
-    """Stands before vLLM's app; requests that say nothing of segments pass as they came."""
+    """Reads requests before vLLM's app does; those that say nothing of segments pass unchanged."""
 
     def __init__(self, app: App) -> None:
         self.app = app

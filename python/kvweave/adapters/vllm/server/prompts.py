@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.adapters.vllm import versions
-from kvweave.adapters.vllm.server import spans
+from kvweave.adapters.vllm.server import text_ranges
 from kvweave.adapters.vllm.server.marks import Marked, sentinels
 from kvweave.adapters.vllm.server.replies import BadRequest
 
@@ -17,7 +17,7 @@ class Rendered:
     """A prompt of T tokens: its text, and the characters [start, end) of each token."""
 
     text: str
-    offsets: list[spans.Span]
+    offsets: list[text_ranges.Range]
 
 
 async def rendered(state: Any, body: dict[str, Any]) -> Rendered | None:
@@ -63,14 +63,14 @@ async def segments(state: Any, marked: Marked) -> list[list[Any]] | None:
         raise BadRequest("messages", expected, "a chat about as long as the model takes")
     texts = [mark.text for mark in marked.marks]
     try:
-        places = spans.characters(prompt.text, template.text, stand_ins, texts)
+        places = text_ranges.character_ranges(prompt.text, template.text, stand_ins, texts)
     except ValueError as error:
         where = marked.marks[error.args[0]].where
         expected = "a text that the chat template leaves as it is"
         raise BadRequest(where, expected, "one that it changes") from None
     found = []
     for mark, place in zip(marked.marks, places, strict=True):
-        span = spans.tokens(prompt.offsets, place)
+        span = text_ranges.token_range(prompt.offsets, place)
         if span is not None:
             found.append([*span] if mark.name is None else [*span, mark.name])
     return found

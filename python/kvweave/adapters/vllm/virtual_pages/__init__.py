@@ -4,8 +4,9 @@ vLLM's scheduler hands out numbers of pages and keeps its prefix cache by them, 
 KV of such a page lies is a table of ours: for every class of heads, from page to a block of the
 memory that vLLM allocated. So heads may keep what others of the same layer give up.
 
-`layout` says which heads go together, `residency` who holds what; `manager` and `spec` put both
-behind vLLM's scheduler. `connector` carries what changed to the workers. There `memory` has the
-arena and the tables, `builder` makes each step's tables of them, and the layers that `model` sets
-up read and write through `attention` and `backend`.
+`layout` says which heads go together, `residency` which request holds which pages; `manager` and
+`spec` put both behind vLLM's scheduler. `scheduler` sends what changed to the workers (`message`,
+by way of `connector`), where `worker` brings the tables of `page_memory` up to date. `builder`
+makes each step's tables of them, and the layers that `model` sets up read and write their KV with
+`attention` and `backend`.
 """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvweave import ops
-from kvweave.adapters.vllm.attention import PagedAttention
+from kvweave.adapters.vllm.backend.attention import PagedAttention
 from kvweave.adapters.vllm.virtual_pages.builder import VirtualMetadata
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvweave.adapters.vllm.backend import PagedBackend
+from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.virtual_pages.attention import VirtualAttention
 from kvweave.adapters.vllm.virtual_pages.builder import VirtualMetadataBuilder
 

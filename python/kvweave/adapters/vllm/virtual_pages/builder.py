@@ -14,9 +14,9 @@ from vllm.v1.attention.backend import (
 )
 
 from kvweave import ops
-from kvweave.adapters.vllm.builder import PagedMetadata
-from kvweave.adapters.vllm.tables import Entries, StepBatch, StepLayout
-from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.step_tables import Entries, StepBatch, StepLayout
+from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layout = kv_cache_spec.layout
         spans = [layout.spans[number] for number in layout.tables]
-        self.layout = StepLayout(layout.page_tokens, spans, through_places=True)
+        self.layout = StepLayout(layout.page_tokens, spans, virtual=True)
         self.workspace = ops.Workspace(device)
 
     def build(

@@ -1,92 +1,17 @@
-"""How workers learn where pages lie: vLLM's scheduler sends them each step's changes.
-
-It is a KV connector because vLLM gives plugins no other way from its scheduler to its workers; it
-loads and saves nothing.
-"""
+"""How workers learn where pages lie: vLLM's scheduler sends them each step's changes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-
-from kvweave.adapters.vllm.pool_connector import PoolConnector, group_name
-from kvweave.adapters.vllm.supported import expect
-from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
-from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
+from kvweave.adapters.vllm.connector import ConnectorByRole
+from kvweave.adapters.vllm.metrics.pool import PoolMetrics, PoolStats
+from kvweave.adapters.vllm.virtual_pages.scheduler import PageSchedulerConnector
+from kvweave.adapters.vllm.virtual_pages.worker import PageWorkerConnector
 
 
-@dataclass
-class PageChanges(KVConnectorMetadata):
-    """Changes of a step: i32 [N, 3] of table, virtual page, arena page of its block (0: none)."""
+class KvweavePages(ConnectorByRole):
+    """Changes of tables, from the scheduler to the workers."""
 
-    rows: npt.NDArray[np.int32]
-
-
-class KvweavePages(PoolConnector):
-    """Sends changes of tables from the scheduler to the workers; reports what classes keep."""
-
-    manager: VirtualPagesManager | None = None
-    memory: PageMemory | None = None
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Finds the manager whose tables are sent.
-
-        Errors: `Unsupported` where there is none: the model was not told to use virtual pages.
-        """
-        super().bind_kv_cache_manager(kv_cache_manager)
-        managers = kv_cache_manager.coordinator.single_type_managers
-        ours = len(managers) == 1 and isinstance(managers[0], VirtualPagesManager)
-        expect("KvweavePages", ours, "kvweave.virtual_pages to be set", "a cache without")
-        self.manager = managers[0]
-        layout, spec = self.manager.residency.layout, self.manager.kv_cache_spec
-        self.block_bytes = layout.block_pages * spec.num_states * spec.state_content_size_bytes
-        self.names = [group_name(span) for span in layout.spans]
-
-    def build_connector_meta(self, scheduler_output: Any) -> PageChanges:
-        """What changed since the last step."""
-        assert self.manager is not None, "the scheduler binds its cache manager first"
-        self.count_stalls(scheduler_output)
-        return PageChanges(self.manager.residency.pages.take_changes())
-
-    def bytes_now(self) -> list[tuple[str, str, int]]:
-        """What each class keeps, for requests or to be found again; all else is free to any."""
-        assert self.manager is not None, "the scheduler binds its cache manager first"
-        residency = self.manager.residency
-        found = [
-            (name, "resident", blocks)
-            for name, blocks in zip(self.names, residency.resident_blocks(), strict=True)
-        ]
-        found.append(("any", "free", residency.pages.stats()["free"]))
-        return [(group, state, blocks * self.block_bytes) for group, state, blocks in found]
-
-    def given_back_now(self) -> Counter[str]:
-        """Bytes that each class's windows left behind."""
-        assert self.manager is not None, "the scheduler binds its cache manager first"
-        blocks = zip(self.names, self.manager.residency.given_back, strict=True)
-        return Counter({name: count * self.block_bytes for name, count in blocks if count})
-
-    def is_idle(self) -> bool:
-        """Whether no request holds pages."""
-        assert self.manager is not None, "the scheduler binds its cache manager first"
-        return not any(self.manager.req_to_blocks.values())
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Makes tables over what vLLM allocated, for all layers."""
-        config: VllmConfig = self._vllm_config
-        layers = [config.compilation_config.static_forward_context[name] for name in kv_caches]
-        self.memory = PageMemory(layers[0].layout, kv_caches)
-        for layer in layers:
-            layer.memory = self.memory
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Brings the tables up to date, before the step's layers run."""
-        super().bind_connector_metadata(connector_metadata)
-        assert self.memory is not None, "the worker allocates its cache first"
-        self.memory.apply(connector_metadata.rows)
+    in_scheduler = PageSchedulerConnector
+    in_worker = PageWorkerConnector
+    metrics = PoolMetrics
+    stats = PoolStats

@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.adapters.vllm.head_split import HeadClass
-from kvweave.adapters.vllm.tables import Span
+from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
+from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.errors import Unsupported
 
 # What a table costs, as a share of a page's memory: each is a gather in every step.
@@ -26,7 +26,7 @@ class PageLayout:
     """`of_head` [L, G]: the class of each head, as an index of `spans`; P = `page_tokens`."""
 
     page_tokens: int
-    spans: tuple[Span, ...]
+    spans: tuple[AttentionSpan, ...]
     of_head: tuple[tuple[int, ...], ...]
 
     @property
@@ -133,11 +133,11 @@ class PageLayout:
 
 
 def layout_of(classes: list[list[HeadClass]], page_tokens: int) -> PageLayout:
-    """The layout of a head map: `classes` [L, G] as `head_split.read_classes` has them.
+    """The layout of a head map: `classes` [L, G] as `heads.class_map.read_classes` has them.
 
     Errors: `Unsupported` for heads that are neither full nor have a window.
     """
-    spans: list[Span] = []
+    spans: list[AttentionSpan] = []
     of_head = []
     for layer in classes:
         numbers = []
@@ -150,10 +150,10 @@ def layout_of(classes: list[list[HeadClass]], page_tokens: int) -> PageLayout:
     return PageLayout(page_tokens, tuple(spans), tuple(of_head))
 
 
-def _span_of(head: HeadClass) -> Span:
+def _span_of(head: HeadClass) -> AttentionSpan:
     if head["kind"] == "full":
-        return Span()
+        return AttentionSpan()
     if head["kind"] != "window":
         text = f"heads: kinds of heads: expected full and window, got {head['kind']}"
         raise Unsupported(text, expected="full and window", got=str(head["kind"]))
-    return Span(int(head["recent"]), int(head["sink"]))
+    return AttentionSpan(int(head["recent"]), int(head["sink"]))

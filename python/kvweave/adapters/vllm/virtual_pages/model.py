@@ -11,12 +11,12 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvweave import ops
 from kvweave.adapters.vllm import versions
-from kvweave.adapters.vllm.decoder_layers import attention_of_layers, expect_whole_context
-from kvweave.adapters.vllm.head_split import read_classes
-from kvweave.adapters.vllm.supported import expect
+from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
+from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
-from kvweave.adapters.vllm.virtual_pages.memory import PageMemory
+from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
 
 CONNECTOR = "KvweavePages"
@@ -57,7 +57,7 @@ def layout_for(config: VllmConfig, heads: Path | None) -> PageLayout:
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
     ranks = config.parallel_config.tensor_parallel_size
-    expect("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
+    require("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
     return layout_of(read_classes(heads, layers, model.get_total_num_kv_heads()), page_tokens)
 
 
@@ -67,7 +67,7 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
     Errors: `Unsupported` for layers that have a window of their own.
     """
     for number, (module, stock) in enumerate(attention_of_layers(model, config)):
-        expect_whole_context("virtual pages", stock)
+        require_whole_context("virtual pages", stock)
         module.attn = _VirtualLayer(
             stock.num_heads,
             stock.head_size,
@@ -83,16 +83,16 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
 def _check(config: VllmConfig) -> None:
     size = config.cache_config.block_size
     sizes = ", ".join(map(str, BLOCK_TOKENS))
-    expect("block_size", size in BLOCK_TOKENS, f"one of {sizes} with virtual pages", str(size))
+    require("block_size", size in BLOCK_TOKENS, f"one of {sizes} with virtual pages", str(size))
     transfer = config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
-    expect("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
+    require("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
     stages = config.parallel_config.pipeline_parallel_size
-    expect("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
+    require("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
     others = {
         "quantization": config.quant_config,
         "speculative_config": config.speculative_config,
         "lora_config": config.lora_config,
     }
     for what, value in others.items():
-        expect(what, value is None, "none with virtual pages", "one")
+        require(what, value is None, "none with virtual pages", "one")

@@ -1,0 +1,63 @@
+"""A chunk of which something is reused, on its way through a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.adapters.vllm.segments.chunk import ChunkWalk
+from kvweave.adapters.vllm.segments.stats import SegmentStats
+from kvweave.adapters.vllm.segments.store import Copies
+from kvweave.plan import LayerPlan, Probe, Rows
+
+
+class ChunkWork:
+    """A chunk's walk, and what was done of it; `request` is its number in the batch.
+
+    `reached` layers hold KV of all reused rows. `copied` are the rows of `copies`, kept for layers
+    that spare the same.
+    """
+
+    def __init__(self, chunk: ChunkWalk, request: int) -> None:
+        self.chunk = chunk
+        self.request = request
+        self.reached = 0
+        self.copied: Rows | None = None
+        self.copies: Copies | None = None
+        self._spared: tuple[Rows, Rows] | None = None
+        self._rows = 0
+        self._computed = np.zeros((chunk.walk.layers, chunk.end - chunk.start), bool)
+
+    def spared(self) -> Rows:
+        """Reused rows whose KV the current layer does not write, or compares with what it computes.
+
+        The same array for layers with the same rows.
+        """
+        plan = self.chunk.plan
+        if plan.probe is Probe.DEVIATION:
+            return self.chunk.reused
+        if self._spared is None or self._spared[0] is not plan.rows:
+            spared: Rows = np.setdiff1d(self.chunk.reused, plan.rows, assume_unique=True)
+            self._spared = plan.rows, spared
+        _, spared = self._spared
+        return spared
+
+    def computed(self, plan: LayerPlan) -> None:
+        """Rows of a layer have been computed."""
+        self._rows += len(plan.rows)
+        self._computed[plan.layer, plan.rows - self.chunk.start] = True
+
+    def leave_out(self, plan: LayerPlan) -> None:
+        """Rows without feed-forward: KV from the first of them on is nobody's exact prefix."""
+        admitted = self.chunk.admitted
+        if plan.ffn_rows is not None and plan.layer + 1 < self.chunk.walk.layers:
+            left = np.setdiff1d(plan.rows, plan.ffn_rows, assume_unique=True)
+            if len(left):
+                admitted.exact = min(admitted.exact, int(left[0]))
+
+    def count(self, stats: SegmentStats) -> None:
+        """Counts what was done, once the walk is at its end."""
+        done, reused = self._computed, self.chunk.reused - self.chunk.start
+        stats.rows += self._rows
+        stats.rows_spared += int(done.size - np.count_nonzero(done))
+        stats.reused_tokens += len(reused)
+        stats.recomputed_rows += int(np.count_nonzero(done[-1, reused]))

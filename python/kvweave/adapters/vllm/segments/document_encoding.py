@@ -1,0 +1,73 @@
+"""Documents of a knowledge base, encoded alone: the model's layers over pages of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+
+from kvweave import ops
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.step_tables import Entries
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
+from kvweave.errors import InvalidArgument
+
+
+def checked_tokens(tokens: Any, vocabulary: int, longest: int) -> list[int]:
+    """Token ids of a document, at least one and at most `longest`.
+
+    Errors: `InvalidArgument` for anything else, ids outside the vocabulary included.
+    """
+    whole = isinstance(tokens, (list, tuple)) and all(type(token) is int for token in tokens)
+    if not whole or not 0 < len(tokens) <= longest:
+        got = f"{len(tokens)} of them" if whole else type(tokens).__name__
+        text = f"tokens: expected a list of 1 to {longest} token ids, got {got}"
+        raise InvalidArgument(text, expected=f"1 to {longest} token ids", got=got)
+    outside = [token for token in tokens if not 0 <= token < vocabulary]
+    if outside:
+        expected, got = f"ids in [0, {vocabulary})", str(outside[0])
+        raise InvalidArgument(f"tokens: expected {expected}, got {got}", expected=expected, got=got)
+    return list(tokens)
+
+
+@torch.inference_mode()
+def encode_document(
+    model: Any,
+    names: list[str],
+    store: SegmentStore,
+    admitted: AdmittedPrompt,
+    tokens: list[int],
+    config: VllmConfig,
+) -> None:
+    """Writes K and V of all of an admitted prompt's tokens into the store, a chunk at a time.
+
+    `model` is a causal language model of vLLM, `names` are its attention layers'.
+    """
+    device = store.geometry.device
+    whole = np.array([0, len(admitted.request.entries())], np.int32)
+    entries = Entries(
+        *(torch.from_numpy(x).to(device) for x in (admitted.request.entries(), whole))
+    )
+    workspace = ops.Workspace(device)
+    step = config.scheduler_config.max_num_batched_tokens
+    for start in range(0, len(tokens), step):
+        rows = np.arange(start, min(start + step, len(tokens)), dtype=np.int32)
+        at = torch.from_numpy(rows).to(device)
+        metadata = PagedMetadata(
+            rows=len(rows),
+            decode=False,
+            positions=at,
+            row_offsets=torch.tensor([0, len(rows)], dtype=torch.int32, device=device),
+            slots=torch.from_numpy(admitted.request.slots(rows)).to(device),
+            entries=entries,
+            workspace=workspace,
+            arena=store.pages,
+        )
+        ids = torch.tensor(tokens[start : start + step], device=device)
+        with set_forward_context(dict.fromkeys(names, metadata), config, slot_mapping={}):
+            hidden, residual = model.model.embed_input_ids(ids), None
+            for layer in model.model.layers:
+                hidden, residual = layer(at.long(), hidden, residual)

@@ -1,0 +1,109 @@
+"""The scheduler's half: which requests have markers, and where their next tokens go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+
+from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.segments.markers import Markers
+from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
+
+
+@dataclass
+class _Marked:
+    """A request with markers: its blocks, and how many tokens its prefill has (0: not begun)."""
+
+    request: Any
+    markers: Markers
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+
+class MarkedRequests:
+    """Follows requests with markers from their arrival to their end."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._marked: dict[str, _Marked] = {}
+        self._ended: list[str] = []
+
+    def arrived(self, request: Any) -> None:
+        """A new request."""
+        markers = eligible_markers(request)
+        if markers is not None:
+            self._marked[request.request_id] = _Marked(request, markers)
+
+    def finished(self, request_id: str) -> None:
+        """A request ended, or was aborted."""
+        if self._marked.pop(request_id, None) is not None:
+            self._ended.append(request_id)
+
+    def message(self, scheduled: Any) -> SegmentMessage:
+        """What the workers must know of a step, from vLLM's `SchedulerOutput`."""
+        message = SegmentMessage(ended=self._ended)
+        self._ended = []
+        for name in scheduled.preempted_req_ids or ():
+            if name in self._marked:
+                message.ended.append(name)
+                self._marked[name].tokens = 0
+        for new in scheduled.scheduled_new_reqs:
+            self._chunk(message, scheduled, new.req_id, new.num_computed_tokens, new.block_ids[0])
+        cached = scheduled.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for name, start, new_blocks in rows:
+            marked = self._marked.get(name)
+            if marked is None:
+                continue
+            given = [] if new_blocks is None else new_blocks[0]
+            if name in cached.resumed_req_ids:
+                marked.tokens, marked.blocks = 0, []
+            if start < marked.tokens or not marked.tokens:
+                self._chunk(message, scheduled, name, start, marked.blocks + given)
+        return message
+
+    def _chunk(
+        self, message: SegmentMessage, scheduled: Any, name: str, start: int, blocks: list[int]
+    ) -> None:
+        marked = self._marked.get(name)
+        if marked is None:
+            return
+        marked.blocks = list(blocks)
+        prompt = None
+        if not marked.tokens:
+            tokens = [int(token) for token in marked.request.all_token_ids]
+            prompt, marked.tokens = Prompt(tokens, marked.markers), len(tokens)
+        end = min(start + scheduled.num_scheduled_tokens[name], marked.tokens)
+        number, slot = divmod(start, self.block_size)
+        first = marked.blocks[number] * self.block_size + slot
+        message.chunks.append(Chunk(name, start, end, first, prompt))
+
+
+class SegmentSchedulerConnector(IdleConnector):
+    """Tells `requests` what vLLM's scheduler does, and the workers what follows from it."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self.requests = MarkedRequests(int(block_size))
+
+    def on_new_request(self, request: Any) -> None:
+        """Takes note of markers."""
+        self.requests.arrived(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The message of a step."""
+        return self.requests.message(scheduler_output)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once."""
+        self.requests.finished(request.request_id)
+        return False, None

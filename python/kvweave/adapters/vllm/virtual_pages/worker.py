@@ -1,0 +1,30 @@
+"""A worker's part of the connector: tables over what vLLM allocated, as the scheduler has them."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
+
+
+class PageWorkerConnector(IdleConnector):
+    """Gives the layers of a worker the memory that tables name, and keeps the tables up to date."""
+
+    memory: PageMemory | None = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Makes tables over what vLLM allocated, for all layers."""
+        config: VllmConfig = self._vllm_config
+        layers = [config.compilation_config.static_forward_context[name] for name in kv_caches]
+        self.memory = PageMemory(layers[0].layout, kv_caches)
+        for layer in layers:
+            layer.memory = self.memory
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Brings the tables up to date, before the step's layers run."""
+        super().bind_connector_metadata(connector_metadata)
+        assert self.memory is not None, "the worker allocates its cache first"
+        self.memory.apply(connector_metadata.rows)

@@ -1,0 +1,179 @@
+"""What the plugin registers, and what it refuses, in the vLLM of this environment."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from vllm import ModelRegistry
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvweave import Unsupported
+from kvweave.adapters.vllm import lazy_classes, plugin
+from kvweave.adapters.vllm.backend.attention import PagedAttention, pages_of
+from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
+from kvweave.adapters.vllm.backend.cache_specs import attention_span_of
+from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
+from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.heads.scheduler import HeadSchedulerConnector
+from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
+from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
+from kvweave.adapters.vllm.segments.scheduler import SegmentSchedulerConnector
+from kvweave.adapters.vllm.segments.worker import SegmentWorkerConnector
+from kvweave.adapters.vllm.serving import server_config
+from kvweave.adapters.vllm.virtual_pages.scheduler import PageSchedulerConnector
+from kvweave.adapters.vllm.virtual_pages.worker import PageWorkerConnector
+
+CONNECTORS = {
+    "segments": "KvweaveSegments",
+    "heads": "KvweaveHeads",
+    "virtual_pages": "KvweavePages",
+}
+SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    plugin.register()
+    plugin.register()
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = entry_points(group="vllm.general_plugins", name="kvweave")
+    assert [point.load() for point in found] == [plugin.register]
+
+
+def test_who_does_not_ask_gets_stock_vllm() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        assert ModelRegistry.models[name].load_model_cls().__module__.startswith("vllm.")
+    for spec in (FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=8)):
+        manager = KVCacheSpecRegistry.get_manager_class(spec)
+        assert manager.__module__.startswith("vllm.")
+
+
+def test_who_asks_gets_ours() -> None:
+    assert AttentionBackendEnum.CUSTOM.get_class() is PagedBackend
+    with set_current_vllm_config(VllmConfig(attention_config={"backend": "CUSTOM"})):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is PagedBackend
+    spec = SinkWindowSpec(**SHAPE, sliding_window=8, sink=4)
+    assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
+
+
+@pytest.mark.parametrize("name", ["PagedBackend", *lazy_classes.MODELS])
+def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    plugin.register()
+    with pytest.raises(Unsupported, match=r"vllm: expected version .*, got 0\.99\.0"):
+        getattr(lazy_classes, name)
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = lazy_classes.Other
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "expected a decoder's, got"),
+    "alibi": ({"alibi_slopes": [0.5] * 4}, "alibi_slopes: expected none"),
+    "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto, got fp8"),
+    "sinks": ({"sinks": torch.zeros(4)}, "expected none besides, got sinks"),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED.values(), ids=REFUSED)
+def test_attention_that_ops_do_not_know_is_refused(changes: dict[str, Any], says: str) -> None:
+    assert PagedAttention(4, 32, 0.2, 2).num_kv_heads == 2
+    with pytest.raises(Unsupported, match=says):
+        PagedAttention(4, 32, 0.2, 2, **changes)
+
+
+def test_tensors_that_are_not_pages_are_refused() -> None:
+    cache = torch.arange(3 * 2 * 16 * 64).view(3, 2, 16, 64)
+    pages = pages_of(cache)
+    assert pages.shape == (6, 2, 16, 32)
+    assert pages.data_ptr() == cache.data_ptr()
+    torch.testing.assert_close(pages[3].flatten(), cache[1, 1].flatten())
+    for other in (cache.transpose(1, 2), cache[:, :1], cache[0]):
+        with pytest.raises(Unsupported, match="kv_cache: expected a contiguous tensor"):
+            pages_of(other)
+
+
+@pytest.mark.parametrize(
+    ("feature", "halves"),
+    [
+        ("segments", (SegmentSchedulerConnector, SegmentWorkerConnector)),
+        ("heads", (HeadSchedulerConnector, IdleConnector)),
+        ("virtual_pages", (PageSchedulerConnector, PageWorkerConnector)),
+    ],
+)
+def test_a_connector_is_made_for_one_role(feature: str, halves: tuple[type, type]) -> None:
+    """What vLLM's factory finds may be asked what it supports; what it makes has one role."""
+    named = CONNECTORS[feature]
+    module = f"kvweave.adapters.vllm.{feature}.connector"
+    transfer = KVTransferConfig(
+        kv_connector=named, kv_role="kv_both", kv_connector_module_path=module
+    )
+    config = VllmConfig(kv_transfer_config=transfer)
+    group = KVCacheGroupSpec(["layer"], FullAttentionSpec(**SHAPE))
+    cache = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=[group])
+    assert KVConnectorFactory.supports_hma_config(transfer)
+    for role, half in zip((KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER), halves, strict=True):
+        made = KVConnectorFactory.create_connector(config, role, cache)
+        assert type(made) is half
+        assert made.role is role
+    known = KVConnectorFactory.get_connector_class(transfer)
+    report = known.build_kv_connector_stats()
+    assert report.is_empty()
+    assert type(known.build_kv_connector_stats(dict(report.data))) is type(report)
+
+
+def test_what_specs_keep() -> None:
+    assert attention_span_of(FullAttentionSpec(**SHAPE)) == AttentionSpan()
+    assert attention_span_of(FullAttentionSpec(**SHAPE, sliding_window=8)) == AttentionSpan()
+    assert attention_span_of(SlidingWindowSpec(**SHAPE, sliding_window=8)) == AttentionSpan(8)
+    spec = SinkWindowSpec(**SHAPE, sliding_window=40, sink=20)
+    assert attention_span_of(spec) == AttentionSpan(40, 20)
+    assert spec.sink_blocks == 2
+    stock = SlidingWindowSpec(**SHAPE, sliding_window=40)
+    most = stock.max_admission_blocks_per_request(64, 512)
+    assert spec.max_admission_blocks_per_request(64, 512) == most + 2
+    assert spec.is_uniform_with_collection({"a": spec, "b": spec})
+    other = SinkWindowSpec(**SHAPE, sliding_window=40, sink=16)
+    assert not spec.is_uniform_with_collection({"a": spec, "b": other})
+    assert not spec.is_uniform_with_collection({"a": spec, "b": stock})
+
+
+def test_the_server_reads_the_configuration_that_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "kvweave.yaml"
+    path.write_text(server_config("LlamaForCausalLM", segment_bytes=1 << 30))
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    given = parser.parse_args(["serve", "model", "--config", str(path)])
+    assert given.additional_config == {"kvweave": {"segment_bytes": 1 << 30}}
+    assert given.hf_overrides == {"architectures": ["KvweaveLlamaForCausalLM"]}
+    assert given.kv_transfer_config.kv_connector == "KvweaveSegments"
+    names = [*given.middleware, *given.logits_processors, given.worker_extension_cls]
+    for name in (entry.replace(":", ".") for entry in names):
+        module, _, member = name.rpartition(".")
+        assert hasattr(import_module(module), member)

@@ -1,0 +1,136 @@
+"""A real server of vLLM on the CPU, with a tiny model and a tiny tokenizer made on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from runpy import run_module
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import vllm_cpu_ops
+from families import VOCABULARY
+
+# The server, and what it starts.
+if __name__ in ("__main__", "__mp_main__"):
+    vllm_cpu_ops.define()
+
+NAME, KEY = "tiny", "a key"
+# Trims what it is given, as templates of well-known models do.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content | trim }}<|end|>{% endfor %}<|assistant|>"
+)
+SPECIAL = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>")
+START_S, STOP_S = 600, 20
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Byte-level BPE of as many tokens as the tiny models have, with a chat template."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the cat and the hen and the fox went on and on"] * 4, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|end|>", chat_template=TEMPLATE
+    )
+
+
+@contextmanager
+def served(model: Path, log: Path, options: list[str]) -> Iterator[str]:
+    """The address of a server, once it is ready; its output goes to `log`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    fixed = {
+        "--model": str(model),
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--served-model-name": NAME,
+        "--api-key": KEY,
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--max-num-batched-tokens": "512",
+        "--max-num-seqs": "4",
+        "--block-size": "16",
+        "--distributed-executor-backend": "uni",
+    }
+    for name, value in vllm_cpu_ops.options().items():
+        fixed[f"--{name.replace('_', '-')}"] = json.dumps(value)
+    words = [word for pair in fixed.items() for word in pair]
+    command = [sys.executable, __file__, "--enforce-eager"]
+    # Asynchronous engines are in a process of their own; what tests import, it imports.
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, *words, *options], stdout=out, stderr=out, env=env)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait(process, address, log)
+            yield address
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    for _ in range(START_S):
+        if process.poll() is not None:
+            break
+        try:
+            with urlopen(f"{address}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+def fetched(address: str, method: str, value: Any = None, key: str = KEY) -> tuple[int, Any]:
+    """Status and JSON body of an answer."""
+    data = None if value is None else json.dumps(value).encode()
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        with urlopen(Request(address, data, headers, method=method)) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def scraped(address: str) -> dict[str, float]:
+    """Samples of `/metrics` whose names are ours, by name and labels of ours."""
+    with urlopen(f"{address}/metrics") as page:
+        text = page.read().decode()
+    found = {}
+    for name, labels, value in re.findall(r"^(kvweave_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        kept = [
+            label for label in labels.split(",") if not label.startswith(("engine=", "model_name="))
+        ]
+        found[name.removeprefix("kvweave_") + f"{{{','.join(kept)}}}" * bool(kept)] = float(value)
+    return found
+
+
+if __name__ == "__main__":
+    # What `vllm serve` runs; the command itself knows the build for CPUs by another name.
+    run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,0 +1,189 @@
+"""Head maps as the vLLM plugin splits them, and its options. Needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave import CorruptHeadMap, InvalidArgument, Unsupported
+from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, read_split
+from kvweave.adapters.vllm.options import Options, options_of
+
+FULL = {"kind": "full"}
+WINDOW = {"kind": "window", "sink": 4, "recent": 32}
+TOP_K = {"kind": "top_k", "pages": 4, "rerank_every": 2}
+
+
+def written(folder: Path, classes: list[list[dict[str, Any]]]) -> Path:
+    made = {
+        "schema_version": 1,
+        "model_fingerprint": "m",
+        "layers": len(classes),
+        "kv_heads": len(classes[0]),
+        "heads": [
+            {"layer": x, "head": g, "class": kind, "reach": "global", "stability": "stable"}
+            for x, layer in enumerate(classes)
+            for g, kind in enumerate(layer)
+        ],
+    }
+    path = folder / "map.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_global_heads_come_first_in_every_layer(tmp_path) -> None:
+    path = written(tmp_path, [[WINDOW, FULL, WINDOW, WINDOW], [WINDOW, WINDOW, WINDOW, FULL]])
+    split = read_split(path, 2, 4, 1)
+    assert split == HeadSplit(((1, 0, 2, 3), (3, 0, 1, 2)), 1, 1, 4, 32)
+    assert (split.layers, split.kv_heads, split.local_heads) == (2, 4, 3)
+
+
+def test_each_rank_gets_its_share(tmp_path) -> None:
+    path = written(tmp_path, [[WINDOW, FULL, WINDOW, FULL], [FULL, FULL, WINDOW, WINDOW]])
+    split = read_split(path, 2, 4, 2)
+    assert split == HeadSplit(((1, 0, 3, 2), (0, 2, 1, 3)), 2, 1, 4, 32)
+    assert split.local_heads == 1
+
+
+def test_full_heads_are_not_split(tmp_path) -> None:
+    assert read_split(written(tmp_path, [[FULL, FULL]]), 1, 2, 1) is None
+
+
+REFUSED = {
+    "top-k": ([[TOP_K, FULL]], 1, "kinds of heads"),
+    "two windows": ([[WINDOW, FULL], [{**WINDOW, "recent": 33}, FULL]], 1, "windows"),
+    "uneven layers": ([[WINDOW, FULL], [FULL, FULL]], 1, "expected the same number"),
+    "none global": ([[WINDOW, WINDOW]], 1, "at least one in every layer"),
+    "ranks": ([[WINDOW, FULL, FULL]], 2, "numbers that 2 ranks divide"),
+}
+
+
+@pytest.mark.parametrize(("classes", "ranks", "says"), REFUSED.values(), ids=REFUSED)
+def test_what_two_parts_cannot_carry_is_refused(tmp_path, classes, ranks, says) -> None:
+    path = written(tmp_path, classes)
+    with pytest.raises(Unsupported, match=says):
+        read_split(path, len(classes), len(classes[0]), ranks)
+
+
+def test_a_map_of_another_shape_or_no_map_is_refused(tmp_path) -> None:
+    path = written(tmp_path, [[WINDOW, FULL]])
+    with pytest.raises(InvalidArgument, match="a map of 2 layers of 2 KV heads, got 1 of 2"):
+        read_split(path, 2, 2, 1)
+    with pytest.raises(InvalidArgument, match="a readable file, got .*nowhere"):
+        read_split(tmp_path / "nowhere", 1, 2, 1)
+    with pytest.raises(InvalidArgument, match="a readable file"):
+        read_split(tmp_path, 1, 2, 1)
+    for text in ("{", "[]", path.read_text().replace('"head": 1', '"head": 0')):
+        path.write_text(text)
+        with pytest.raises(CorruptHeadMap):
+            read_split(path, 1, 2, 1)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match="no text"):
+        read_split(path, 1, 2, 1)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.sampled_from([16, 128]))
+def test_pages_of_both_parts_are_equal(whole: int, local: int, unit: int) -> None:
+    split = HeadSplit((tuple(range(whole + local)),), 1, whole, 0, 1)
+    blocks = split.block_tokens(unit)
+    assert whole * blocks[0] == local * blocks[1]
+    assert all(tokens % unit == 0 for tokens in blocks)
+
+
+def test_attention_does_not_depend_on_the_order_of_heads() -> None:
+    """q, k, v and o permuted together are the same layer."""
+    heads, group, dim, hidden = 4, 2, 8, 24
+    split = HeadSplit(((2, 0, 1, 3), (3, 1, 0, 2)), 1, 1, 0, 1)
+    numbers = torch.Generator().manual_seed(1)
+    sizes = {"q": heads * group * dim, "k": heads * dim, "v": heads * dim}
+    weights = {
+        f"model.layers.1.self_attn.{name}_proj.{kind}": torch.randn(shape, generator=numbers)
+        for name, size in sizes.items()
+        for kind, shape in (("weight", (size, hidden)), ("bias", (size,)))
+    }
+    o = torch.randn((hidden, sizes["q"]), generator=numbers)
+    weights["model.layers.1.self_attn.o_proj.weight"] = o
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.randn((5, hidden), generator=numbers)
+    weights["model.layers.1.self_attn.o_proj.bias"] = torch.randn(hidden, generator=numbers)
+    x = torch.randn((6, hidden), generator=numbers)
+
+    def layer(named: dict[str, torch.Tensor]) -> torch.Tensor:
+        at = "model.layers.1.self_attn."
+        q, k, v = (x @ named[f"{at}{n}_proj.weight"].T + named[f"{at}{n}_proj.bias"] for n in "qkv")
+        q, k, v = (y.unflatten(1, (-1, dim)).transpose(0, 1) for y in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        out = out.transpose(0, 1).flatten(1)
+        return out @ named[f"{at}o_proj.weight"].T + named[f"{at}o_proj.bias"]
+
+    loaded = dict(in_order(weights.items(), split))
+    assert list(loaded) == list(weights)
+    moved = [name for name in weights if not torch.equal(loaded[name], weights[name])]
+    assert len(moved) == 7
+    torch.testing.assert_close(layer(loaded), layer(weights), rtol=1e-5, atol=1e-5)
+    k = weights["model.layers.1.self_attn.k_proj.weight"].unflatten(0, (heads, dim))
+    got = loaded["model.layers.1.self_attn.k_proj.weight"].unflatten(0, (heads, dim))
+    np.testing.assert_array_equal(got, k[[3, 1, 0, 2]])
+
+
+@pytest.mark.parametrize("name", ["qkv_proj.weight", "q_proj.weight_scale", "k_proj.qweight"])
+def test_weights_of_another_form_are_refused(name: str) -> None:
+    split = HeadSplit(((1, 0),), 1, 1, 0, 1)
+    given = [(f"model.layers.0.self_attn.{name}", torch.zeros(8, 8))]
+    with pytest.raises(Unsupported, match="weights and biases of q, k, v and o apart"):
+        list(in_order(given, split))
+
+
+def test_a_weight_that_heads_do_not_divide_is_refused() -> None:
+    split = HeadSplit(((1, 0),), 1, 1, 0, 1)
+    with pytest.raises(InvalidArgument, match="a multiple of 2"):
+        list(in_order([("model.layers.0.self_attn.k_proj.weight", torch.zeros(9, 8))], split))
+
+
+BAD: dict[str, list[Any]] = {
+    "heads": [3, ""],
+    "segment_bytes": [0, 1.5, True, "1"],
+    "frozen_share": [-0.1, 1.1, True, "1", None],
+}
+
+
+def test_options() -> None:
+    assert options_of({}) == options_of({"other": 1}) == options_of(None) == Options()
+    assert options_of({"kvweave": {"heads": "m.json"}}) == Options(Path("m.json"))
+    store = {"segment_bytes": 4096, "frozen_share": 1}
+    assert options_of({"kvweave": store}) == Options(None, 4096, 1.0)
+    outside = {"KVWEAVE_HEADS": "n.json", "KVWEAVE_VIRTUAL_PAGES": "1", "KVWEAVE_FROZEN_SHARE": ""}
+    assert options_of({}, outside) == Options(Path("n.json"), virtual_pages=True)
+    inside = {"kvweave": {"heads": "m.json", "virtual_pages": False}}
+    assert options_of(inside, outside) == Options(Path("m.json"))
+    given = {"KVWEAVE_SEGMENT_BYTES": "4096", "KVWEAVE_FROZEN_SHARE": "0.25"}
+    assert options_of(None, given) == Options(None, 4096, 0.25)
+    for name, text in (("SEGMENT_BYTES", "8GB"), ("FROZEN_SHARE", "x"), ("VIRTUAL_PAGES", "2")):
+        with pytest.raises(InvalidArgument, match=f"KVWEAVE_{name}: expected .*, got '{text}'"):
+            options_of({}, {f"KVWEAVE_{name}": text})
+    for name, text in (("SEGMENT_BYTES", "0"), ("FROZEN_SHARE", "nan")):
+        with pytest.raises(InvalidArgument, match=f"^KVWEAVE_{name}: expected .*, got {text}$"):
+            options_of({}, {f"KVWEAVE_{name}": text})
+    refused = [{name: value} for name, values in BAD.items() for value in values]
+    both = {"KVWEAVE_SEGMENT_BYTES": "4096"}
+    with pytest.raises(InvalidArgument, match=r"^additional_config: kvweave\.segment_bytes: "):
+        options_of({"kvweave": {"segment_bytes": 0}}, both)
+    for section in ({"head": "m"}, "heads", ["heads"], *refused):
+        with pytest.raises(InvalidArgument, match="additional_config: kvweave"):
+            options_of({"kvweave": section})
+
+
+def test_another_map_in_the_same_file_is_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text("one")
+    first = Options(path).digest()
+    assert first == Options(path).digest() != Options(path, virtual_pages=True).digest()
+    path.write_text("two")
+    assert first != Options(path).digest()
+    assert Options().digest() != Options(segment_bytes=1).digest()

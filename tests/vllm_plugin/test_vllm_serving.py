@@ -1,0 +1,112 @@
+"""The options that vLLM is given for a part of the plugin, and the command that writes them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvweave import InvalidArgument, Unsupported
+from kvweave.adapters.vllm.serving import engine_options, server_config
+from kvweave.cli import app
+
+LLAMA = "LlamaForCausalLM"
+
+
+def test_without_options_the_model_is_stock_on_our_backend() -> None:
+    assert engine_options("AnyForCausalLM") == {"attention_config": {"backend": "CUSTOM"}}
+
+
+def test_each_part_has_its_options() -> None:
+    heads = engine_options(LLAMA, heads="m.json")
+    assert heads["hf_overrides"] == {"architectures": ["KvweaveLlamaForCausalLM"]}
+    assert heads["additional_config"] == {"kvweave": {"heads": "m.json"}}
+    assert "kv_transfer_config" not in heads
+    virtual = engine_options("KvweaveQwen3ForCausalLM", virtual_pages=True, heads="m.json")
+    assert virtual["hf_overrides"] == {"architectures": ["KvweaveQwen3ForCausalLM"]}
+    assert virtual["kv_transfer_config"]["kv_connector"] == "KvweavePages"
+    store = engine_options(LLAMA, segment_bytes=1 << 30, frozen_share=0.25)
+    assert store["kv_transfer_config"]["kv_connector"] == "KvweaveSegments"
+    assert {"logits_processors", "worker_extension_cls"} <= store.keys()
+    assert "middleware" not in store
+
+
+def test_metrics_of_a_map_have_a_connector() -> None:
+    transfer = engine_options(LLAMA, metrics=True, heads="m.json")["kv_transfer_config"]
+    assert transfer["kv_connector"] == "KvweaveHeads"
+    assert transfer["kv_connector_module_path"] == "kvweave.adapters.vllm.heads.connector"
+    for options in ({"virtual_pages": True, "heads": "m.json"}, {"segment_bytes": 1}):
+        assert engine_options(LLAMA, metrics=True, **options) == engine_options(LLAMA, **options)
+    with pytest.raises(Unsupported, match="metrics: expected them of a part that has some"):
+        engine_options(LLAMA, metrics=True)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(Unsupported, match="one of LlamaForCausalLM, .*, got GPT2LMHeadModel"):
+        engine_options("GPT2LMHeadModel", heads="m.json")
+    with pytest.raises(InvalidArgument, match="segment_bytes: expected bytes, at least 1, got 0"):
+        engine_options(LLAMA, segment_bytes=0)
+    with pytest.raises(InvalidArgument, match="expected the options heads"):
+        engine_options(LLAMA, head="m.json")
+    for other in ({"heads": "m.json"}, {"virtual_pages": True}):
+        with pytest.raises(Unsupported, match=f"without kvweave.{next(iter(other))}, got both"):
+            engine_options(LLAMA, segment_bytes=1, **other)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = {"architectures": [LLAMA], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def ran(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["vllm-config", *map(str, words)])
+    return done.exit_code, done.output
+
+
+def test_the_command_writes_what_yaml_reads(model: Path) -> None:
+    path = model / "a map: #1.json"
+    path.write_text("{}")
+    code, text = ran(model, "--heads", path)
+    assert code == 0
+    assert yaml.safe_load(text) == yaml.safe_load(server_config(LLAMA, heads=str(path)))
+    assert yaml.safe_load(text)["additional-config"]["kvweave"]["heads"] == str(path)
+    code, text = ran(model, "--heads", path, "--metrics")
+    assert yaml.safe_load(text)["kv-transfer-config"]["kv_connector"] == "KvweaveHeads"
+    code, said = ran(model, "--segments-gib", 1.5, "--out", model / "kvweave.yaml")
+    assert code == 0
+    assert "--config" in said
+    given = yaml.safe_load((model / "kvweave.yaml").read_text())
+    assert given["additional-config"] == {"kvweave": {"segment_bytes": 3 << 29}}
+    assert given["middleware"] == ["kvweave.adapters.vllm.server.SegmentMiddleware"]
+
+
+def test_the_printed_command_is_one_for_a_shell(model: Path) -> None:
+    path = model / ("a long name; $(of a file) " * 9 + ".yml")
+    code, said = ran(model, "--out", path)
+    assert code == 0
+    assert shlex.split(said) == ["vllm", "serve", str(model), "--config", str(path)]
+    assert len(said.splitlines()) == 1
+    assert yaml.safe_load(path.read_text()) == {"attention-config": {"backend": "CUSTOM"}}
+
+
+def test_the_command_refuses_in_one_line(model: Path) -> None:
+    for words, expected in (
+        (("--segments-gib", "inf"), "expected a finite number, got inf"),
+        (("--segments-gib", "nan"), "segments-gib"),
+        (("--out", model / "x.conf"), "expected a file that ends in .yaml or .yml, got x.conf"),
+        (("--out", model / "yaml"), "got yaml"),
+        (("--heads", model / "none.json"), "none.json"),
+        (("--frozen-share", 0.5), "expected it beside segments-gib"),
+        (("--segments-gib", 1, "--virtual-pages"), "without kvweave.virtual_pages"),
+    ):
+        code, said = ran(model, *words)
+        assert code == 2
+        assert expected in " ".join(said.split())
+        assert "Traceback" not in said
+    assert not (model / "x.conf").exists()
