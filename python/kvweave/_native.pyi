@@ -80,37 +80,24 @@ class HeadClassMap:
 class HeadGroup:
     """The heads of one class, whose blocks come and go together."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def sink(self) -> int: ...
-    @property
-    def recent(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
+    kind: str
+    sink: int
+    recent: int
+    pages: int
 
 @final
 class PlanSpan:
     """Tokens [start, end) of a prompt with one outcome."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def explanation(self) -> str | None: ...
-    @property
-    def delta(self) -> int | None: ...
-    @property
-    def source(self) -> str | None: ...
-    @property
-    def exact(self) -> bool | None: ...
-    @property
-    def own(self) -> bool | None: ...
+    start: int
+    end: int
+    kind: str
+    reason: str | None
+    explanation: str | None
+    delta: int | None
+    source: str | None
+    exact: bool | None
+    own: bool | None
     def to_dict(self) -> dict[str, Any]: ...
     def __eq__(self, other: object, /) -> bool: ...
 
@@ -118,16 +105,11 @@ class PlanSpan:
 class ReusePlan:
     """What happens to every token of a prompt."""
 
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def spans(self) -> list[PlanSpan]: ...
-    @property
-    def reused_prefix(self) -> int: ...
-    @property
-    def reused_segment(self) -> int: ...
-    @property
-    def recomputed(self) -> int: ...
+    tokens: int
+    spans: list[PlanSpan]
+    reused_prefix: int
+    reused_segment: int
+    recomputed: int
     def rows(self) -> _Rows: ...
     def to_dict(self) -> dict[str, Any]: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -174,18 +156,12 @@ class KvRequest:
 class FrozenSegment:
     """A knowledge-base entry."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def resident_blocks(self) -> int: ...
-    @property
-    def references(self) -> int: ...
+    name: str
+    namespace: str
+    tokens: int
+    blocks: int
+    resident_blocks: int
+    references: int
 
 @final
 class KvCache:
@@ -201,6 +177,7 @@ class KvCache:
         hash: str = "xxh3-128",
         frozen_share: float = 0.5,
         watermark: float = 0.9,
+        eviction: str = "lru",
         external: _Array | None = None,
         fingerprint: str = "",
         memory: bool = True,
@@ -237,28 +214,35 @@ class KvCache:
     def frozen(self, namespace: str | None = None) -> list[FrozenSegment]: ...
     def frozen_segment(self, name: str, namespace: str = "") -> FrozenSegment: ...
     def delete(self, name: str, namespace: str = "") -> None: ...
+    def set_quota(
+        self, namespace: str = "", *, blocks: int | None = None, bytes: int | None = None
+    ) -> None: ...
+    def advise(
+        self,
+        tokens: _Array,
+        namespace: str = "",
+        *,
+        regime: int = 0,
+        priority: int = 0,
+        cost: int = 1,
+        until: int | None = None,
+        hint: str = "none",
+    ) -> int: ...
+    def set_time(self, now: int) -> None: ...
     def rebalance(self) -> None: ...
 
 @final
 class DecodeStep:
     """What one decode step of B requests reads and writes: see `DecodeRows.step`."""
 
-    @property
-    def positions(self) -> _Rows: ...
-    @property
-    def slots(self) -> _Rows: ...
-    @property
-    def spans(self) -> _Rows: ...
-    @property
-    def places(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def moved(self) -> _Rows: ...
-    @property
-    def copies(self) -> _Rows: ...
-    @property
-    def entries(self) -> int: ...
-    @property
-    def lanes(self) -> int: ...
+    positions: _Rows
+    slots: _Rows
+    spans: _Rows
+    places: npt.NDArray[np.int64]
+    moved: _Rows
+    copies: _Rows
+    entries: int
+    lanes: int
 
 @final
 class DecodeRows:
@@ -290,14 +274,10 @@ class RopeTable:
     """Inverse frequencies of every layer and how elements pair up."""
 
     def __new__(cls, inv_freq: _Array, pairing: str = "half") -> RopeTable: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def rotary_dim(self) -> int: ...
-    @property
-    def pairing(self) -> str: ...
-    @property
-    def inv_freq(self) -> npt.NDArray[np.float32]: ...
+    layers: int
+    rotary_dim: int
+    pairing: str
+    inv_freq: npt.NDArray[np.float32]
 
 @final
 class Reach:
@@ -457,14 +437,21 @@ def attend_prefill(
 def attend_decode(
     arguments: Any, entry_offsets: _Array, out: _Array, lse: _Array, reference: bool
 ) -> None: ...
-def attend_cuda(
+def attend_prefill_cuda(
     arguments: Any,
-    row_offsets: _TablePair | None,
+    row_offsets: _TablePair,
     entry_offsets: _TablePair,
     results: tuple[_Array, _Array],
-    allocate: Callable[[int, int], tuple[_Array, _Array]],
+    workspace: tuple[_Array, _Array] | None,
     stream: int,
-) -> None: ...
+) -> tuple[int, int] | None: ...
+def attend_decode_cuda(
+    arguments: Any,
+    entry_offsets: _TablePair,
+    results: tuple[_Array, _Array],
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
 def score_tokens(
     arguments: Any,
     entry_offsets: _Array | None,

@@ -20,6 +20,20 @@ more than these and n rows, and `advance(start, end)` moves it on.
     request.advance(2048, 4096)     # rows before 2048 are done, [2048, 4096) come next
     request.entries(table=1)        # blocks that the group keeps
     request.promote(layer, head)    # full for this request from now on, in a table of its own
+
+What nobody holds stays cached until its blocks are needed, the least recently used first. With
+`KvCache(..., eviction="cost-aware")` what is known of a text counts: first goes what is past its
+time, then the lowest priority, then what costs little to have again and is seldom used.
+
+    cache.advise(tokens, priority=1)            # before this goes all of priority 0
+    cache.advise(tokens, cost=40, until=900)    # forty times as dear, until `set_time(900)`
+    cache.advise(tokens, hint="done")           # nobody reads it again ("soon": somebody will)
+
+A namespace may have a quota of blocks, or of their bytes. Its documents never pin more, and what is
+cached of it beyond that is evicted before anything of others.
+
+    cache.set_quota("tenant", blocks=512)       # without blocks or bytes: no quota any more
+    cache.stats()["quotas"]["tenant"]           # {"blocks": 512, "frozen": 0, "cached": 17}
 """
 
 from kvweave._native import (

@@ -31,6 +31,10 @@ class PoolFull(KvweaveError):
     """Not enough blocks, even with every cached block evicted. Nothing has changed."""
 
 
+class QuotaExceeded(PoolFull):
+    """A document would pin more blocks than the quota of its namespace. Nothing has changed."""
+
+
 class OutOfMemory(KvweaveError, MemoryError, RuntimeError):
     """A host or device without the memory that a call needs. No request holds any of it.
 

@@ -22,6 +22,16 @@ def test_a_call_that_needs_less_gets_the_same_memory() -> None:
     assert [t.data_ptr() for t in again] == [t.data_ptr() for t in first]
 
 
+def test_what_it_holds_is_what_the_next_call_gets() -> None:
+    space = Workspace("cpu")
+    assert space.held is None
+    first = space.numbers(12, 5)
+    assert space.held is not None
+    assert all(a is b for a, b in zip(space.held, first, strict=True))
+    larger = space.numbers(100, 0)
+    assert all(a is b for a, b in zip(space.held, larger, strict=True))
+
+
 def test_calls_of_two_kinds_in_turns_do_not_grow() -> None:
     space = Workspace("cpu")
     for kind in ((100, 0), (3, 8)):

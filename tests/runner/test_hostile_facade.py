@@ -230,6 +230,7 @@ def test_halves_of_characters_are_no_text(text: Any, reader: Runner) -> None:
         ("frozen_share", (-0.5, 1.5, "x", None, float("nan"))),
         ("mode", ("best", LONG, None, 5, ["share"])),
         ("hash", ("md5", None, 5, HALF)),
+        ("eviction", ("LRU", "fifo", "", None, 5, HALF)),
         ("heads", ("map", 5, {}, object())),
         ("profile", ("profile.json", 5, {}, object())),
         ("canary", (0.1, True, "often", Canary)),

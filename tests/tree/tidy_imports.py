@@ -22,7 +22,7 @@ CORE_LAYERS = [
     {"shape", "reserve"},
     {"heads", "ops"},
     {"pool"},
-    {"content"},
+    {"content", "virtual_pages"},
     {"plan", "tier", "scheduler"},
     {"cache"},
 ]

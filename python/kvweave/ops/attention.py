@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvweave import _native
@@ -16,7 +18,7 @@ from kvweave.ops.dispatch import (
     whole,
 )
 from kvweave.ops.reading import PagedKv, expect_paged
-from kvweave.ops.workspace import Workspace
+from kvweave.ops.workspace import Parts, Workspace
 
 
 @needs_memory("attend_prefill")
@@ -61,10 +63,11 @@ def attend_prefill(
         row_offsets=whole(positions) if row_offsets is None else row_offsets,
         entry_offsets=whole(entries) if entry_offsets is None else entry_offsets,
     )
-    rows, spans = tables["row_offsets"], tables["entry_offsets"]
-    space = workspace or Workspace(device)
-    _native.attend_cuda(
-        call.placed(tables), rows, spans, (out, lse), space.numbers, stream_of(device)
+    call = call.placed(tables)
+    rows, spans, stream = tables["row_offsets"], tables["entry_offsets"], stream_of(device)
+    _launch(
+        workspace or Workspace(device),
+        lambda space: _native.attend_prefill_cuda(call, rows, spans, (out, lse), space, stream),
     )
     return out, lse
 
@@ -96,12 +99,19 @@ def attend_decode(
         _native.attend_decode(call, entry_offsets, out, lse, backend == "reference")
         return out, lse
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
-    spans = tables["entry_offsets"]
-    space = workspace or Workspace(device)
-    _native.attend_cuda(
-        call.placed(tables), None, spans, (out, lse), space.numbers, stream_of(device)
+    call, spans, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)
+    _launch(
+        workspace or Workspace(device),
+        lambda space: _native.attend_decode_cuda(call, spans, (out, lse), space, stream),
     )
     return out, lse
+
+
+def _launch(workspace: Workspace, call: Callable[[Parts | None], tuple[int, int] | None]) -> None:
+    """Launches a call; again with more workspace where what is at hand is too small for it."""
+    needs = call(workspace.held)
+    if needs is not None:
+        call(workspace.numbers(*needs))
 
 
 def _results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
+
+Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""f32 of any value, and i32 that are 0 between calls."""
 
 
 class Workspace:
@@ -18,7 +23,12 @@ class Workspace:
         self._values: list[torch.Tensor] = []
         self._zeros: list[torch.Tensor] = []
 
-    def numbers(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def held(self) -> Parts | None:
+        """The largest parts there are; None before the first call of `numbers`."""
+        return (self._values[-1], self._zeros[-1]) if self._values else None
+
+    def numbers(self, floats: int, counters: int) -> Parts:
         """At least so many f32 of any value, and so many i32 that are 0 between calls."""
         if not self._values or len(self._values[-1]) < floats:
             size = _size(floats, self._values)

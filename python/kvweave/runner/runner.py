@@ -59,7 +59,9 @@ class Runner:
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
-    lies, queries rotated instead). `profile` states the policy of whoever names none (see
+    lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
+    room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
+    may keep. `profile` states the policy of whoever names none (see
     `kvweave certify`); `canary` compares a share of live requests with `full`. `check` compares our
     forward with the model's own on a short random prompt before anything else. The pages lie where
     the model lies, on the CPU or a GPU; logits come back there too.
@@ -87,6 +89,7 @@ class Runner:
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
+        eviction: str = "lru",
         heads: HeadClassMap | None = None,
         chunk_tokens: int | None = None,
         profile: PolicyProfile | None = None,
@@ -121,6 +124,7 @@ class Runner:
             blocks=_blocks(arena_bytes, max_tokens, page_tokens),
             hash=word("hash", hash),
             frozen_share=real("frozen_share", frozen_share),
+            eviction=word("eviction", eviction),
             fingerprint=self.spec.fingerprint,
             heads=heads,
         )

@@ -24,6 +24,13 @@ pub enum ErrorKind {
         /// Blocks that could have been had.
         free: usize,
     },
+    /// Not enough blocks in the quota of a namespace.
+    QuotaExceeded {
+        /// Blocks that the call would have pinned.
+        needed: usize,
+        /// Blocks that the quota had left.
+        free: usize,
+    },
     /// A host without the memory that the books of a cache need.
     OutOfMemory,
     /// A frozen segment that does not exist.
@@ -78,6 +85,12 @@ impl Error {
     pub(crate) fn pool_full(what: &str, needed: usize, free: usize) -> Error {
         let kind = ErrorKind::PoolFull { needed, free };
         Error::new(kind, what, format!("{needed} blocks to be available"), free)
+    }
+
+    pub(crate) fn quota_exceeded(namespace: &str, needed: usize, free: usize) -> Error {
+        let kind = ErrorKind::QuotaExceeded { needed, free };
+        let expected = format!("{needed} blocks to be available");
+        Error::new(kind, format!("quota of namespace {namespace:?}"), expected, free)
     }
 
     /// What kind of error this is.

@@ -46,6 +46,19 @@ impl GroupId {
     }
 }
 
+/// A namespace that has a quota, in all its RoPE regimes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
+pub struct AccountId(pub u16);
+
+impl AccountId {
+    /// The index of this account in per-account arrays.
+    #[must_use]
+    pub fn index(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
 /// One pair of namespace and RoPE regime: nothing is ever matched across two of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]

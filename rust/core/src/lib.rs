@@ -17,10 +17,11 @@ mod reserve;
 pub mod scheduler;
 pub mod shape;
 pub mod tier;
+pub mod virtual_pages;
 
 pub use cache::{
     Admission, CacheConfig, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats, KvCache,
-    MarkedSegment, Mode, Request, Reuse, StepHead, StepRefused, StepRows,
+    MarkedSegment, Mode, Quota, Request, Reuse, StepHead, StepRefused, StepRows,
 };
 pub use content::{FrozenSegment, HashKind, MissReason};
 pub use error::{Error, ErrorKind};

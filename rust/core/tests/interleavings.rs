@@ -59,6 +59,10 @@ enum Step {
     Delete {
         name: u8,
     },
+    Quota {
+        ns: u8,
+        blocks: Option<u8>,
+    },
     Rebalance,
 }
 
@@ -87,6 +91,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => any::<u8>().prop_map(|which| Step::Fork { which }),
         4 => any::<u8>().prop_map(|which| Step::Drop { which }),
         1 => (0u8..3).prop_map(|name| Step::Delete { name }),
+        1 => (0u8..2, proptest::option::of(0u8..12))
+            .prop_map(|(ns, blocks)| Step::Quota { ns, blocks }),
         1 => Just(Step::Rebalance),
     ]
 }
@@ -137,6 +143,10 @@ impl World {
             Step::Delete { name } => {
                 let _ = self.cache.delete_frozen(&format!("n{name}"), "a");
                 return;
+            }
+            Step::Quota { ns, blocks } => {
+                let blocks = blocks.map(usize::from);
+                return self.cache.set_quota(NAMESPACES[usize::from(*ns)], blocks).unwrap();
             }
             Step::Rebalance => return self.cache.rebalance(),
             Step::Advance { which }

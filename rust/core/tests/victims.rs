@@ -80,6 +80,22 @@ fn advice_goes_with_the_content() {
 }
 
 #[test]
+fn advice_is_given_of_what_is_cached_of_a_text() {
+    let cache = cache(Eviction::CostAware);
+    let (kept, other) = (text(100, 3), text(200, 3));
+    learn(&cache, &kept[..10], None);
+    learn(&cache, &other, None);
+    let dear = Advice { priority: 3, ..Advice::default() };
+    assert_eq!(cache.advise(&text(900, 3), "", 0, dear), 0);
+    assert_eq!(cache.advise(&kept, "elsewhere", 0, dear), 0);
+    assert_eq!(cache.advise(&kept, "", 1, dear), 0);
+    assert_eq!(cache.advise(&kept, "", 0, dear), 10, "two blocks and a half");
+    learn(&cache, &text(1000, 5), None);
+    assert_eq!((cache.lookup_prefix(&kept, ""), cache.lookup_prefix(&other, "")), (10, 0));
+    cache.check().unwrap();
+}
+
+#[test]
 fn advice_is_of_positions_that_there_are() {
     let cache = cache(Eviction::CostAware);
     let request = cache.admit(&Admission::new(&text(1, 1))).unwrap();

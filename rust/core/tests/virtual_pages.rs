@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use kvweave_core::ErrorKind;
-use kvweave_core::pool::{ClassPage, VirtualPages};
+use kvweave_core::virtual_pages::{ClassPage, VirtualPages};
 use proptest::prelude::*;
 
 const PAGES: u32 = 12;

@@ -1,210 +1,52 @@
 //! Launch of attention over pages: which kernel does a call, and how its work is cut.
 
-use crate::attend_call::{AttendLaunch, AttendWorkspace};
-use crate::attend_plan::{BULK_TOKENS, COPIED_TOKENS, Plan, QUERIES, is_tall};
+use crate::attend_call::AttendLaunch;
+use crate::attend_plan::{AttendPlan, Plan, warps};
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
-use crate::operands::{Tiled, bytes_of, factor_of, long, name_of, narrow};
-use crate::params::{AttendParams, TiledAttendParams};
-use crate::tensor_map::TensorMap;
-
-/// Bytes of columns that a copy takes side by side.
-const BLOCK_BYTES: usize = 128;
+use crate::operands::{long, narrow};
+use crate::params::AttendParams;
 
 impl CudaBackend {
-    /// The workspace that [`CudaBackend::attend`] needs for a call, whose own is not looked at.
+    /// Which kernel does a call, whose own workspace is not looked at, and how its work is cut.
     #[must_use]
-    pub fn attend_workspace(&self, call: &AttendLaunch<'_>) -> AttendWorkspace {
-        let plan = Plan::of(call, &self.context.device);
-        AttendWorkspace { floats: plan.floats(call), counters: plan.counters() }
+    pub fn plan_attend(&self, call: &AttendLaunch<'_>) -> AttendPlan {
+        AttendPlan::of(call, &self.context.device)
     }
 
     /// Puts the attention on the stream. Nothing is waited for, nothing allocated.
     ///
     /// # Safety
     /// Addresses and sizes describe memory of this device that stays valid until the stream has
-    /// run the kernel, offsets split their tables, and `stream` is a stream of this device.
+    /// run the kernel, offsets split their tables, `plan` is that of the call, and `stream` is a
+    /// stream of this device.
     ///
     /// # Errors
     /// `InvalidArgument` for shapes that do not belong together, `Unsupported` for a head dim that
     /// no kernel takes, `Driver` when the launch fails.
-    pub unsafe fn attend(&self, call: &AttendLaunch<'_>) -> Result<(), CudaError> {
+    pub unsafe fn attend(
+        &self,
+        call: &AttendLaunch<'_>,
+        plan: &AttendPlan,
+    ) -> Result<(), CudaError> {
         if call.rows == 0 || call.query_heads == 0 {
             return Ok(());
         }
         let params = params_of(call)?;
-        let plan = Plan::of(call, &self.context.device);
-        call.floats.expect("floats of workspace", plan.floats(call))?;
-        call.counters.expect("counters of workspace", plan.counters())?;
+        let needs = plan.workspace();
+        call.floats.expect("floats of workspace", needs.floats)?;
+        call.counters.expect("counters of workspace", needs.counters)?;
         // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
         unsafe {
-            match plan {
-                Plan::Decode { kernel, grid, hopper, requests } => {
-                    let params = with_factors(call, params, grid, hopper)?;
-                    let tiled = if hopper { Some(tiled(call, params, false)?) } else { None };
-                    self.decode(call, &params, (&kernel, grid), tiled, requests)
-                }
-                Plan::Prefill { kernel, grid, hopper } => {
-                    self.prefill(call, params, (&kernel, grid), hopper)
-                }
+            match plan.plan() {
+                Plan::Decode(how) => self.attend_decode(call, params, how),
+                Plan::Prefill(how) => self.attend_prefill(call, params, how),
                 Plan::Plain { kernel } => {
-                    self.start("attend_plain", &kernel, Plan::warps(call)?, call.stream, &params)
+                    self.launch(("attend_plain", kernel), warps(call)?, call.stream, &params)
                 }
             }
         }
     }
-
-    /// # Safety
-    /// As for [`ffi::launch`].
-    unsafe fn start<P: Copy>(
-        &self,
-        source: &'static str,
-        kernel: &str,
-        grid: Grid,
-        stream: u64,
-        params: &P,
-    ) -> Result<(), CudaError> {
-        let kernel = self.kernel(source, kernel)?;
-        // SAFETY: the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, stream, params) }
-    }
-
-    /// Requests in turns of as many as a launch lays out.
-    ///
-    /// # Safety
-    /// As for [`CudaBackend::attend`].
-    unsafe fn decode(
-        &self,
-        call: &AttendLaunch<'_>,
-        params: &AttendParams,
-        (kernel, grid): (&str, Grid),
-        tiled: Option<TiledAttendParams>,
-        requests: usize,
-    ) -> Result<(), CudaError> {
-        let bytes = bytes_of(call.dtype);
-        let states = call.query_heads;
-        for first in (0..call.requests).step_by(requests) {
-            let count = requests.min(call.requests - first);
-            let at = |address: u64, size: usize| address + (first * size) as u64;
-            let mut turn = *params;
-            turn.rows = narrow("rows", count)?;
-            turn.requests = turn.rows;
-            turn.q = at(params.q, call.q.row_stride * bytes);
-            turn.positions = at(params.positions, size_of::<i32>());
-            turn.kv.entry_offsets =
-                at(params.kv.entry_offsets, call.kv.tables() * size_of::<i32>());
-            turn.out = at(params.out, states * call.kv.geometry.head_dim * bytes);
-            turn.lse = at(params.lse, states * size_of::<f32>());
-            // SAFETY: the tensors of these requests are parts of the whole ones.
-            unsafe {
-                if let Some(tiled) = tiled {
-                    let turn = TiledAttendParams { attend: turn, ..tiled };
-                    self.start("attend_decode_sm90", kernel, grid, call.stream, &turn)
-                } else {
-                    self.start("attend_decode", kernel, grid, call.stream, &turn)
-                }
-            }?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`CudaBackend::attend`].
-    unsafe fn prefill(
-        &self,
-        call: &AttendLaunch<'_>,
-        mut params: AttendParams,
-        (kernel, grid): (&str, Grid),
-        hopper: bool,
-    ) -> Result<(), CudaError> {
-        params.splits = grid.blocks[2];
-        // SAFETY: the caller's promise.
-        unsafe {
-            if hopper {
-                let params = tiled(call, params, is_tall(&call.kv.geometry))?;
-                self.start("attend_prefill_sm90", kernel, grid, call.stream, &params)?;
-            } else {
-                self.start("attend_prefill", kernel, grid, call.stream, &params)?;
-            }
-            if params.splits == 1 {
-                return Ok(());
-            }
-            let merge = format!("attend_merge_{}", name_of(call.dtype));
-            self.start("attend_prefill", &merge, Plan::warps(call)?, call.stream, &params)
-        }
-    }
-}
-
-/// What decode divides by, as factors.
-fn with_factors(
-    call: &AttendLaunch<'_>,
-    params: AttendParams,
-    grid: Grid,
-    hopper: bool,
-) -> Result<AttendParams, CudaError> {
-    let geometry = &call.kv.geometry;
-    let run = if hopper { BULK_TOKENS } else { COPIED_TOKENS };
-    Ok(AttendParams {
-        run_factor: factor_of("page_tokens", geometry.page_tokens / run)?,
-        head_factor: factor_of("kv_heads", geometry.kv_heads)?,
-        chunk_factor: factor_of("query heads", call.group().div_ceil(QUERIES))?,
-        block_factor: factor_of("thread blocks", grid.blocks[0] as usize)?,
-        ..params
-    })
-}
-
-/// The cache as the copy engine sees it, [page, 8-token group, block of columns, 8, columns] with
-/// up to 128 bytes of columns, and the elements between its pages: whatever divides all distances
-/// between pages' keys and values. A copy takes all columns of 16 tokens, or a `tall` one a block
-/// of columns of all tokens.
-fn tiled(
-    call: &AttendLaunch<'_>,
-    attend: AttendParams,
-    tall: bool,
-) -> Result<TiledAttendParams, CudaError> {
-    let geometry = &call.kv.geometry;
-    let unit = [geometry.head_stride, geometry.value_offset]
-        .into_iter()
-        .fold(geometry.block_stride, greatest_common_divisor)
-        .max(1);
-    let bytes = bytes_of(call.kv.dtype) as u64;
-    let number = |count: usize| count as u64;
-    let columns = geometry.head_dim.min(BLOCK_BYTES / bytes_of(call.kv.dtype));
-    let (groups, blocks) = (geometry.page_tokens / 8, geometry.head_dim / columns);
-    let narrow_of = |count: usize| narrow("head_dim", count);
-    let token_bytes = number(geometry.token_stride) * bytes;
-    let copied = if tall { (1, groups) } else { (blocks, 2) };
-    let pages = TensorMap::tiled(&Tiled {
-        address: call.kv.cache.address,
-        dtype: call.kv.dtype,
-        dims: &[
-            number(columns),
-            8,
-            number(blocks),
-            number(groups),
-            number(call.kv.cache.len.div_ceil(unit)),
-        ],
-        strides_bytes: &[
-            token_bytes,
-            number(columns) * bytes,
-            8 * token_bytes,
-            number(unit) * bytes,
-        ],
-        copied: &[narrow_of(columns)?, 8, narrow_of(copied.0)?, narrow_of(copied.1)?, 1],
-    })?;
-    Ok(TiledAttendParams {
-        pages,
-        attend,
-        page_unit: long("page", unit)?,
-        block_units: narrow("page", geometry.block_stride / unit)?,
-        head_units: narrow("page", geometry.head_stride / unit)?,
-        value_units: narrow("page", geometry.value_offset / unit)?,
-    })
-}
-
-fn greatest_common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
 fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {

@@ -29,10 +29,10 @@ pub struct AttendLaunch<'a> {
     pub softcap: Option<f32>,
     /// R.
     pub rows: usize,
-    /// f32, as many as `attend_workspace` says, on a 16-byte boundary; what they hold before and
+    /// f32, as many as the call's plan says, on a 16-byte boundary; what they hold before and
     /// after is no matter.
     pub floats: DeviceTensor,
-    /// i32, as many as `attend_workspace` says: all 0 before the call, and again after it.
+    /// i32, as many as the call's plan says: all 0 before the call, and again after it.
     pub counters: DeviceTensor,
     /// B.
     pub requests: usize,

@@ -4,7 +4,7 @@
 use kvweave_core::KvDtype;
 use kvweave_core::ops::PageGeometry;
 
-use crate::attend_call::AttendLaunch;
+use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
 use crate::operands::{blocks_of, bytes_of, names_of};
@@ -37,13 +37,55 @@ const ALIGNMENT: usize = 16;
 /// What is launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
-    /// `attend_decode_sm90.cu`, or without `hopper` `attend_decode.cu`: so many requests a launch.
-    Decode { kernel: String, grid: Grid, hopper: bool, requests: usize },
-    /// `attend_prefill_sm90.cu`, or without `hopper` `attend_prefill.cu`; then a merge when there
-    /// is more than one split.
-    Prefill { kernel: String, grid: Grid, hopper: bool },
+    Decode(DecodePlan),
+    Prefill(PrefillPlan),
     /// `attend_plain.cu`.
-    Plain { kernel: String },
+    Plain {
+        kernel: String,
+    },
+}
+
+/// `attend_decode_sm90.cu`, or without `hopper` `attend_decode.cu`: so many requests a launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DecodePlan {
+    pub(crate) kernel: String,
+    pub(crate) grid: Grid,
+    pub(crate) hopper: bool,
+    pub(crate) requests: usize,
+}
+
+/// `attend_prefill_sm90.cu`, or without `hopper` `attend_prefill.cu`; then a merge when there is
+/// more than one split.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PrefillPlan {
+    pub(crate) kernel: String,
+    pub(crate) grid: Grid,
+    pub(crate) hopper: bool,
+}
+
+/// How a call of attention is carried out, and the workspace that this takes.
+#[derive(Clone, Debug)]
+pub struct AttendPlan {
+    plan: Plan,
+    workspace: AttendWorkspace,
+}
+
+impl AttendPlan {
+    pub(crate) fn of(call: &AttendLaunch<'_>, device: &Description) -> Self {
+        let plan = Plan::of(call, device);
+        let workspace = AttendWorkspace { floats: plan.floats(call), counters: plan.counters() };
+        Self { plan, workspace }
+    }
+
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What the call needs of workspace.
+    #[must_use]
+    pub fn workspace(&self) -> AttendWorkspace {
+        self.workspace
+    }
 }
 
 /// A kernel of one head dim: D, threads of a thread block and its shared memory.
@@ -103,7 +145,7 @@ const FP8_PREFILL: [Tile; 5] = [
 const PREFILL_PAIRS: usize = 64;
 
 impl Plan {
-    pub(crate) fn of(call: &AttendLaunch<'_>, device: &Description) -> Self {
+    fn of(call: &AttendLaunch<'_>, device: &Description) -> Self {
         let found = if !has_tensor_core_layout(call) {
             None
         } else if call.row_offsets.is_none() {
@@ -117,16 +159,16 @@ impl Plan {
     }
 
     /// Floats of workspace.
-    pub(crate) fn floats(&self, call: &AttendLaunch<'_>) -> usize {
+    fn floats(&self, call: &AttendLaunch<'_>) -> usize {
         let head_dim = call.kv.geometry.head_dim;
         match self {
             // Two parts a thread block and a group of them, each with its values, largest scores
             // and sums.
-            Self::Decode { grid, .. } => {
+            Self::Decode(DecodePlan { grid, .. }) => {
                 let blocks = grid.blocks[0] as usize;
                 2 * (blocks + blocks.div_ceil(GROUP)) * QUERIES * (head_dim + 2)
             }
-            Self::Prefill { grid, .. } if grid.blocks[2] > 1 => {
+            Self::Prefill(PrefillPlan { grid, .. }) if grid.blocks[2] > 1 => {
                 grid.blocks[2] as usize * call.rows * call.query_heads * (head_dim + 1)
             }
             _ => 0,
@@ -134,20 +176,22 @@ impl Plan {
     }
 
     /// Counters of workspace: zero before and after.
-    pub(crate) fn counters(&self) -> usize {
+    fn counters(&self) -> usize {
         match self {
             // Of items, and two a group of thread blocks.
-            Self::Decode { grid, .. } => MAX_ITEMS + 2 * (grid.blocks[0] as usize).div_ceil(GROUP),
+            Self::Decode(DecodePlan { grid, .. }) => {
+                MAX_ITEMS + 2 * (grid.blocks[0] as usize).div_ceil(GROUP)
+            }
             _ => 0,
         }
     }
+}
 
-    /// The grid of the kernels that give each (row, query head) a warp: plain, and the merge.
-    pub(crate) fn warps(call: &AttendLaunch<'_>) -> Result<Grid, CudaError> {
-        let states = call.rows * call.query_heads;
-        let blocks = [blocks_of("rows", states.div_ceil(PLAIN_WARPS))?, 1, 1];
-        Ok(Grid { blocks, threads: PLAIN_WARPS as u32 * WARP, shared_bytes: 0 })
-    }
+/// The grid of the kernels that give each (row, query head) a warp: plain, and the merge.
+pub(crate) fn warps(call: &AttendLaunch<'_>) -> Result<Grid, CudaError> {
+    let states = call.rows * call.query_heads;
+    let blocks = [blocks_of("rows", states.div_ceil(PLAIN_WARPS))?, 1, 1];
+    Ok(Grid { blocks, threads: PLAIN_WARPS as u32 * WARP, shared_bytes: 0 })
 }
 
 /// Whether vectors lie as tensor-core kernels copy them: rows of 16 bits an element, 16-byte
@@ -202,7 +246,8 @@ fn decode(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     };
     let source = if bulk.is_some() { "attend_decode_sm90" } else { "attend_decode" };
     let kernel = format!("{source}_{}_{}", names_of(call.dtype, call.kv.dtype), geometry.head_dim);
-    (requests > 0).then_some(Plan::Decode { kernel, grid, hopper: bulk.is_some(), requests })
+    let plan = DecodePlan { kernel, grid, hopper: bulk.is_some(), requests };
+    (requests > 0).then_some(Plan::Decode(plan))
 }
 
 /// Whether Hopper's prefill copies a page's tokens at once.
@@ -222,7 +267,7 @@ fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan>
     let names = names_of(call.dtype, call.kv.dtype);
     let kernel = format!("attend_prefill_sm90_{names}_{}", geometry.head_dim);
     let kernel = if is_tall(geometry) { kernel + "_tall" } else { kernel };
-    Some(Plan::Prefill { kernel, grid, hopper: true })
+    Some(Plan::Prefill(PrefillPlan { kernel, grid, hopper: true }))
 }
 
 fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
@@ -235,7 +280,7 @@ fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     let grid = prefill_grid(call, device, tile, PREFILL_PAIRS)?;
     let names = names_of(call.dtype, call.kv.dtype);
     let kernel = format!("attend_prefill_{names}_{}", geometry.head_dim);
-    Some(Plan::Prefill { kernel, grid, hopper: false })
+    Some(Plan::Prefill(PrefillPlan { kernel, grid, hopper: false }))
 }
 
 /// One thread block for each tile of pairs and KV head, as if every request began a tile of its

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::error::{CudaError, Unavailable};
-use crate::ffi::{self, Context, DeviceBuffer, Function, Number};
+use crate::ffi::{self, Context, DeviceBuffer, Function, Grid, Number};
 use crate::images;
 use crate::kernels::Kernels;
 
@@ -56,6 +56,22 @@ impl CudaBackend {
         name: &str,
     ) -> Result<Arc<Function>, CudaError> {
         self.kernels.get(&self.context, source, name)
+    }
+
+    /// Puts the kernel `name` of `csrc/<source>.cu` on a stream.
+    ///
+    /// # Safety
+    /// As for [`ffi::launch`].
+    pub(crate) unsafe fn launch<P: Copy>(
+        &self,
+        (source, name): (&'static str, &str),
+        grid: Grid,
+        stream: u64,
+        params: &P,
+    ) -> Result<(), CudaError> {
+        let kernel = self.kernel(source, name)?;
+        // SAFETY: the caller's promise.
+        unsafe { ffi::launch(&self.context, &kernel, grid, stream, params) }
     }
 }
 

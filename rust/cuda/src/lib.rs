@@ -6,7 +6,9 @@
 
 mod attend;
 mod attend_call;
+mod attend_decode;
 mod attend_plan;
+mod attend_prefill;
 mod backend;
 mod background;
 mod copy_rerotate;
@@ -22,9 +24,11 @@ mod per_device;
 mod score_tokens;
 mod step_tables;
 mod tensor_map;
+mod tiled_pages;
 mod write_pages;
 
 pub use attend_call::{AttendLaunch, AttendWorkspace};
+pub use attend_plan::AttendPlan;
 pub use backend::{CudaBackend, status};
 pub use copy_rerotate::CopyRerotateLaunch;
 pub use error::{CudaError, Unavailable};
@@ -33,7 +37,7 @@ pub use merge_states::MergeStatesLaunch;
 pub use operands::{DeviceRows, DeviceTensor, Tiled};
 pub use paged::{DeviceKv, DeviceReach};
 pub use per_device::PerDevice;
-pub use score_tokens::{EdgeLaunch, ScoreTokensLaunch};
+pub use score_tokens::{EdgeLaunch, ScorePlan, ScoreTokensLaunch};
 pub use step_tables::StepTablesLaunch;
 pub use tensor_map::TensorMap;
 pub use write_pages::{BoundsLaunch, WritePagesLaunch};

@@ -52,8 +52,8 @@ pub struct ScoreTokensLaunch<'a> {
     pub mass: DeviceTensor,
     /// Mass far from the row, where it is wanted.
     pub edge: Option<EdgeLaunch>,
-    /// Bytes on a 16-byte boundary, as many as `score_tokens_workspace` says; what they hold
-    /// before and after is no matter.
+    /// Bytes on a 16-byte boundary, as many as the call's plan says; what they hold before and
+    /// after is no matter.
     pub workspace: DeviceTensor,
     /// Factor on qᵀk.
     pub scale: f32,
@@ -79,14 +79,13 @@ pub struct EdgeLaunch {
 }
 
 impl CudaBackend {
-    /// Bytes of workspace that [`CudaBackend::score_tokens`] needs for a call, whose own
-    /// `workspace` is not looked at.
+    /// How the work of a call is cut, whose own `workspace` is not looked at.
     ///
     /// # Errors
     /// `InvalidArgument` for query heads that KV heads do not divide.
-    pub fn score_tokens_workspace(&self, call: &ScoreTokensLaunch<'_>) -> Result<usize, CudaError> {
+    pub fn plan_score_tokens(&self, call: &ScoreTokensLaunch<'_>) -> Result<ScorePlan, CudaError> {
         let plan = self.plan(call)?;
-        Ok(Workspace::of(call, &plan).bytes)
+        Ok(ScorePlan { plan, workspace: Workspace::of(call, &plan) })
     }
 
     /// Puts the scoring on the stream: five kernels. Nothing is waited for, nothing allocated, and
@@ -94,17 +93,21 @@ impl CudaBackend {
     ///
     /// # Safety
     /// Addresses and sizes describe memory of this device that stays valid until the stream has
-    /// run the kernels, offsets split their tables, and `stream` is a stream of this device.
+    /// run the kernels, offsets split their tables, `plan` is that of the call, and `stream` is a
+    /// stream of this device.
     ///
     /// # Errors
     /// `InvalidArgument` for shapes that do not belong together, `Unsupported` for a head dim that
     /// no kernel takes, `Driver` when a launch fails.
-    pub unsafe fn score_tokens(&self, call: &ScoreTokensLaunch<'_>) -> Result<(), CudaError> {
+    pub unsafe fn score_tokens(
+        &self,
+        call: &ScoreTokensLaunch<'_>,
+        ScorePlan { plan, workspace }: &ScorePlan,
+    ) -> Result<(), CudaError> {
         if call.mass.len == 0 {
             return Ok(());
         }
-        let plan = self.plan(call)?;
-        let params = params_of(call, &plan)?;
+        let params = params_of(call, plan, workspace)?;
         for launch in plan.launches(call)? {
             let kernel = self.kernel(launch.source, &launch.kernel)?;
             // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
@@ -308,7 +311,23 @@ fn splits_of(blocks: usize, at_once: usize, most: usize) -> usize {
     enough.unwrap_or_else(|| (1..=most).rev().max_by_key(|&splits| busy(splits)).unwrap_or(1))
 }
 
+/// How a call is carried out.
+#[derive(Clone, Copy, Debug)]
+pub struct ScorePlan {
+    plan: Plan,
+    workspace: Workspace,
+}
+
+impl ScorePlan {
+    /// Bytes of workspace.
+    #[must_use]
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace.bytes
+    }
+}
+
 /// Offsets of the workspace's parts, in bytes.
+#[derive(Clone, Copy, Debug)]
 struct Workspace {
     delta_at: usize,
     partial: usize,
@@ -332,7 +351,11 @@ impl Workspace {
     }
 }
 
-fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, CudaError> {
+fn params_of(
+    call: &ScoreTokensLaunch<'_>,
+    plan: &Plan,
+    workspace: &Workspace,
+) -> Result<ScoreParams, CudaError> {
     let (rows, heads) = (call.rows, call.query_heads);
     let cap = call.softcap.unwrap_or(1.0);
     let scale = call.scale * call.kv.scales.key;
@@ -348,7 +371,6 @@ fn params_of(call: &ScoreTokensLaunch<'_>, plan: &Plan) -> Result<ScoreParams, C
             return Err(CudaError::invalid("window of edge", "at least 1", 0));
         }
     }
-    let workspace = Workspace::of(call, plan);
     call.workspace.expect("workspace", workspace.bytes)?;
     let group = heads / call.kv.geometry.kv_heads;
     // Kernels count in 32 bits, and divide by the group with one multiplication.

@@ -1,12 +1,15 @@
 //! `KvCache`: pools, indexes and the arena.
 
-use kvweave_core::{self as core, Admission, CacheConfig, HashKind, MarkedSegment, Mode, Reuse};
+use kvweave_core::{self as core, Admission, CacheConfig, MarkedSegment};
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySequence};
 
 use crate::arena::Arena;
 use crate::arguments::{count, raised};
+use crate::choices::{
+    advice, eviction_kind, hash_kind, mode_kind, percent, quota_blocks, reuse_kind,
+};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
@@ -64,7 +67,8 @@ impl KvCache {
     #[new]
     #[pyo3(signature = (
         shape, *, arena_bytes=None, blocks=None, heads=None, hash=Text("xxh3-128"),
-        frozen_share=0.5, watermark=0.9, external=None, fingerprint=Text(""), memory=true
+        frozen_share=0.5, watermark=0.9, eviction=Text("lru"), external=None,
+        fingerprint=Text(""), memory=true
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn new(
@@ -76,6 +80,7 @@ impl KvCache {
         hash: Text<'_>,
         frozen_share: f64,
         watermark: f64,
+        eviction: Text<'_>,
         external: Option<&Bound<'_, PyAny>>,
         fingerprint: Text<'_>,
         memory: bool,
@@ -91,9 +96,10 @@ impl KvCache {
                 hash_kind(hash.0)?,
                 percent("frozen_share", frozen_share)?,
                 percent("watermark", watermark)?,
+                eviction_kind(eviction.0)?,
             ))
         };
-        let (hash, frozen_share, watermark) = raised(py, settings())?;
+        let (hash, frozen_share, watermark, eviction) = raised(py, settings())?;
         let arena_pages = match external {
             Some(tensor) => external_pages(py, &geometry, tensor)?,
             None => raised(py, pages(&geometry, heads.as_ref(), arena_bytes, blocks))?,
@@ -112,6 +118,7 @@ impl KvCache {
                 hash,
                 frozen_share,
                 watermark,
+                eviction,
                 ..CacheConfig::new(geometry, arena_pages)
             })
         })?;
@@ -284,6 +291,54 @@ impl KvCache {
         call_core(py, || self.cache.delete_frozen(name.0, namespace.0))
     }
 
+    /// Gives a namespace a quota, of blocks of every head group or of their bytes; without either
+    /// it has none. Documents beyond it are refused or lose their pins, and what else is cached of
+    /// the namespace beyond it is evicted first.
+    #[pyo3(signature = (namespace=Text(""), *, blocks=None, bytes=None))]
+    fn set_quota(
+        &self,
+        py: Python<'_>,
+        namespace: Text<'_>,
+        blocks: Option<Number>,
+        bytes: Option<Number>,
+    ) -> PyResult<()> {
+        let blocks = raised(py, quota_blocks(blocks, bytes, self.block_bytes()))?;
+        call_core(py, || self.cache.set_quota(namespace.0, blocks))
+    }
+
+    /// Takes note of what is known of the longest exact prefix that is cached of a text; returns
+    /// its tokens. A cache that evicts by "lru" has no use for it.
+    #[pyo3(signature = (
+        tokens, namespace=Text(""), *, regime=Regime::default(), priority=Number::from(0),
+        cost=Number::from(1), until=None, hint=Text("none")
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    fn advise(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Text<'_>,
+        regime: Regime,
+        priority: Number,
+        cost: Number,
+        until: Option<Number>,
+        hint: Text<'_>,
+    ) -> PyResult<usize> {
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        let advice = raised(py, advice(priority, cost, until, hint.0))?;
+        call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, namespace.0, regime.0, advice)))
+    }
+
+    /// Says what time it is, in the unit of `advise`'s `until`; it never goes back.
+    fn set_time(&self, py: Python<'_>, now: Number) -> PyResult<()> {
+        let now = raised(py, count("now", now))?;
+        call_core(py, || {
+            self.cache.set_time(now as u64);
+            Ok::<_, Failure>(())
+        })
+    }
+
     /// Shrinks the frozen pool above the watermark, lets it grow back below.
     fn rebalance(&self, py: Python<'_>) -> PyResult<()> {
         call_core(py, || {
@@ -370,31 +425,6 @@ fn head_map(
     }
 }
 
-fn hash_kind(name: &str) -> Result<HashKind, Failure> {
-    match name {
-        "xxh3-128" => Ok(HashKind::Xxh3_128),
-        "sha256" => Ok(HashKind::Sha256),
-        _ => Err(Failure::invalid("hash", "xxh3-128 or sha256", format!("{name:?}"))),
-    }
-}
-
-fn reuse_kind(name: &str) -> Result<Reuse, Failure> {
-    match name {
-        "none" => Ok(Reuse::None),
-        "prefix" => Ok(Reuse::Prefix),
-        "segments" => Ok(Reuse::Segments),
-        _ => Err(Failure::invalid("reuse", "none, prefix or segments", format!("{name:?}"))),
-    }
-}
-
-fn mode_kind(name: &str) -> Result<Mode, Failure> {
-    match name {
-        "materialise" => Ok(Mode::Materialise),
-        "share" => Ok(Mode::Share),
-        _ => Err(Failure::invalid("mode", "materialise or share", format!("{name:?}"))),
-    }
-}
-
 /// A marked segment as Python gives it: start, end, namespace.
 type Mark = (Number, Number, String);
 
@@ -421,12 +451,4 @@ fn marked(segments: &[Mark]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
         Ok(MarkedSegment { start, end, namespace })
     };
     segments.iter().map(mark).collect()
-}
-
-/// A share from 0 to 1 in whole percent.
-fn percent(what: &str, share: f64) -> Result<u8, Failure> {
-    if (0.0..=1.0).contains(&share) {
-        return Ok((share * 100.0).round() as u8);
-    }
-    Err(Failure::invalid(what, "a share from 0 to 1", share))
 }

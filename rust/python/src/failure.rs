@@ -90,6 +90,7 @@ impl From<Error> for Failure {
                 "InvalidArgument"
             }
             ErrorKind::PoolFull { .. } => "PoolFull",
+            ErrorKind::QuotaExceeded { .. } => "QuotaExceeded",
             ErrorKind::OutOfMemory => "OutOfMemory",
             ErrorKind::UnknownSegment => "UnknownSegment",
             ErrorKind::NamespaceConflict => "NamespaceConflict",

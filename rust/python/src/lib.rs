@@ -2,9 +2,8 @@
 
 mod arena;
 mod arguments;
-mod attention;
 mod cache;
-mod cuda;
+mod choices;
 mod decode_rows;
 mod dlpack;
 mod dtype;
@@ -18,7 +17,6 @@ mod scalars;
 mod scheduler;
 mod shape;
 mod stats;
-mod step_tables;
 mod tensor;
 mod tokens;
 mod virtual_pages;
@@ -33,17 +31,39 @@ mod _native {
     #[pymodule_export]
     use super::arena::Arena;
     #[pymodule_export]
-    use super::attention::{attend_decode, attend_prefill, score_tokens};
-    #[pymodule_export]
     use super::cache::{FrozenSegment, KvCache};
-    #[pymodule_export]
-    use super::cuda::{attend_cuda, copy_rerotate_cuda, cuda_status};
-    #[pymodule_export]
-    use super::cuda::{merge_states_cuda, score_tokens_cuda, step_tables_cuda, write_pages_cuda};
     #[pymodule_export]
     use super::decode_rows::{DecodeRows, DecodeStep};
     #[pymodule_export]
-    use super::ops::{copy_rerotate, merge_states, write_pages};
+    use super::ops::cpu::attend_decode::attend_decode;
+    #[pymodule_export]
+    use super::ops::cpu::attend_prefill::attend_prefill;
+    #[pymodule_export]
+    use super::ops::cpu::copy_rerotate::copy_rerotate;
+    #[pymodule_export]
+    use super::ops::cpu::merge_states::merge_states;
+    #[pymodule_export]
+    use super::ops::cpu::score_tokens::score_tokens;
+    #[pymodule_export]
+    use super::ops::cpu::step_tables::step_tables;
+    #[pymodule_export]
+    use super::ops::cpu::write_pages::write_pages;
+    #[pymodule_export]
+    use super::ops::cuda::attend_decode::attend_decode_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::attend_prefill::attend_prefill_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::copy_rerotate::copy_rerotate_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::device::cuda_status;
+    #[pymodule_export]
+    use super::ops::cuda::merge_states::merge_states_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::score_tokens::score_tokens_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::step_tables::step_tables_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::write_pages::write_pages_cuda;
     #[pymodule_export]
     use super::plan::{PlanSpan, ReusePlan};
     #[pymodule_export]
@@ -56,8 +76,6 @@ mod _native {
     use super::scheduler::{Scheduler, StepPlan};
     #[pymodule_export]
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
-    #[pymodule_export]
-    use super::step_tables::step_tables;
     #[pymodule_export]
     use super::virtual_pages::VirtualPages;
 

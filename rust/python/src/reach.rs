@@ -8,8 +8,8 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, raised};
-use crate::cuda::OnDevices;
 use crate::failure::Failure;
+use crate::ops::cuda::device::OnDevices;
 use crate::scalars::Number;
 
 /// What each KV head of a layer reads: heads of one retention share an entry table, and a local

@@ -7,10 +7,10 @@ use kvweave_cuda::{CudaBackend, DeviceBuffer};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-use crate::cuda::OnDevices;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
+use crate::ops::cuda::device::OnDevices;
 use crate::tensor::Device;
 
 /// Inverse frequencies of every layer and how elements pair up: all that moving a key needs.

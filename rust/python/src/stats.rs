@@ -4,7 +4,8 @@ use kvweave_core::{CacheStats, GroupStats, MissReason};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-/// Blocks of all groups together at the top, each group under "groups", tokens under "tokens".
+/// Blocks of all groups together at the top, each group under "groups", each namespace that has a
+/// quota under "quotas".
 pub fn to_dict<'py>(py: Python<'py>, stats: &CacheStats) -> PyResult<Bound<'py, PyDict>> {
     let made = PyDict::new(py);
     for (name, of) in COUNTS {
@@ -14,6 +15,15 @@ pub fn to_dict<'py>(py: Python<'py>, stats: &CacheStats) -> PyResult<Bound<'py, 
     made.set_item("frozen_absent", stats.frozen_absent)?;
     made.set_item("arena_pages", stats.arena_pages)?;
     made.set_item("namespaces", stats.namespaces)?;
+    let quotas = PyDict::new(py);
+    for quota in &stats.quotas {
+        let of = PyDict::new(py);
+        of.set_item("blocks", quota.blocks)?;
+        of.set_item("frozen", quota.frozen)?;
+        of.set_item("cached", quota.cached)?;
+        quotas.set_item(&quota.namespace, of)?;
+    }
+    made.set_item("quotas", quotas)?;
     made.set_item("evictions", stats.evictions)?;
     let groups: PyResult<Vec<_>> = stats.groups.iter().map(|group| group_dict(py, group)).collect();
     made.set_item("groups", PyList::new(py, groups?)?)?;

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::Error;
-use kvweave_core::pool::{self, ClassPage};
+use kvweave_core::virtual_pages::{ClassPage, VirtualPages as Pages};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -15,10 +15,10 @@ use crate::scalars::Number;
 
 /// Tables from virtual page to block for classes of heads, over blocks of one size.
 #[pyclass(frozen, module = "kvweave._native")]
-pub struct VirtualPages(Mutex<pool::VirtualPages>);
+pub struct VirtualPages(Mutex<Pages>);
 
 impl VirtualPages {
-    fn lock(&self) -> MutexGuard<'_, pool::VirtualPages> {
+    fn lock(&self) -> MutexGuard<'_, Pages> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -26,7 +26,7 @@ impl VirtualPages {
     fn with<T: Send>(
         &self,
         pages: &Bound<'_, PyAny>,
-        work: impl FnOnce(&mut pool::VirtualPages, &[ClassPage]) -> Result<T, Error> + Send,
+        work: impl FnOnce(&mut Pages, &[ClassPage]) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let py = pages.py();
         let table = Table::of("pages", pages)?;
@@ -59,7 +59,7 @@ impl VirtualPages {
             let (pages, block_pages) =
                 (saturating_u32("pages", pages)?, saturating_u32("block_pages", block_pages)?);
             let arena_pages = count("arena_pages", arena_pages)? as u64;
-            pool::VirtualPages::new(pages, arena_pages, block_pages, &parts?).map_err(Failure::from)
+            Pages::new(pages, arena_pages, block_pages, &parts?).map_err(Failure::from)
         })?;
         Ok(Self(Mutex::new(made)))
     }

@@ -10,7 +10,7 @@ use crate::plan::DonorRange;
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
 
 use super::admission::{Admission, Mode};
-use super::books::Shared;
+use super::books::Common;
 use super::found::{Found, find};
 use super::freeze;
 use super::holding::Holding;
@@ -39,17 +39,17 @@ impl GroupNeed {
     }
 }
 
-pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Request, Error> {
+pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Request, Error> {
     let marks = request.sorted_marks()?;
-    let mut stored = shared.store.lock();
+    let mut stored = common.store.lock();
     let state = &mut *stored;
-    let grown = freeze::regrow(shared, state);
-    let found = find(&mut state.index, request, &marks, shared.page_tokens());
+    let grown = freeze::regrow(common, state);
+    let found = find(&mut state.index, request, &marks, common.page_tokens());
     let plan = found.plan(&state.index, request.tokens.len());
 
     // Before anything is evicted: a link to what goes then leads nowhere.
     let last = found.prefix.last().map(|&content| state.index.link(content));
-    let group_needs = group_needs(shared, &state.index, &found, request);
+    let group_needs = group_needs(common, &state.index, &found, request);
     let mut needs: Vec<usize> = group_needs.iter().map(|need| need.placed() + need.spare).collect();
     needs.resize(state.pool.group_count(), 0);
     let mut private = Vec::with_capacity(needs.iter().sum());
@@ -57,7 +57,7 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
         state.pool.hold(&need.held_prefix());
         state.pool.hold(&need.donors);
     }
-    if let Err(error) = freeze::allocate(shared, state, &needs, &mut private) {
+    if let Err(error) = freeze::allocate(common, state, &needs, &mut private) {
         for need in &group_needs {
             state.pool.release(&need.donors);
             state.pool.release(&need.held_prefix());
@@ -77,14 +77,14 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
     let mut holdings = Vec::with_capacity(group_needs.len());
     for (group, need) in group_needs.into_iter().enumerate() {
         let rest = private.split_off(needs[group]);
-        holdings.push(hold(shared, state, &found, (group, need, private), request.mode));
+        holdings.push(hold(common, state, &found, (group, need, private), request.mode));
         private = rest;
     }
     let chain = Chain::new(found.chain.parent, last, found.chain.digest, found.prefix.len());
     drop(stored);
-    shared.counters.add(&plan);
+    common.counters.add(&plan);
     Ok(Request {
-        shared: Arc::clone(shared),
+        common: Arc::clone(common),
         namespace: request.namespace.to_owned(),
         regime: request.regime,
         scope: found.scope,
@@ -109,12 +109,12 @@ pub(super) fn admit(shared: &Arc<Shared>, request: &Admission<'_>) -> Result<Req
 
 /// Divides an admission up by head group.
 fn group_needs(
-    shared: &Shared,
+    common: &Common,
     index: &Index,
     found: &Found,
     request: &Admission<'_>,
 ) -> Vec<GroupNeed> {
-    let page = shared.page_tokens();
+    let page = common.page_tokens();
     let total = request.tokens.len();
     let end = total + request.reserve_tokens;
     let of = |group: usize, content: ContentId| index.block(content, group);
@@ -143,19 +143,19 @@ fn group_needs(
         }
         need
     };
-    shared.windows.iter().enumerate().map(need).collect()
+    common.windows.iter().enumerate().map(need).collect()
 }
 
 /// Puts what a request takes of one head group into a table.
 fn hold(
-    shared: &Shared,
+    common: &Common,
     state: &Stored<Index>,
     found: &Found,
     (group, need, mut private): (usize, GroupNeed, Vec<BlockId>),
     mode: Mode,
 ) -> Holding {
-    let window = shared.windows[group];
-    let mut held = Holding::new(&shared.store, GroupId(group as u8), window, shared.page_tokens());
+    let window = common.windows[group];
+    let mut held = Holding::new(&common.store, GroupId(group as u8), window, common.page_tokens());
     let source = |piece: &Piece| {
         let donor = state.index.row(piece.donor)[group];
         let Piece { start, end, begin, delta, .. } = *piece;
@@ -169,7 +169,7 @@ fn hold(
     for &block in &need.prefix {
         held.table.push(block, page_of(block));
     }
-    held.quota = private.len();
+    held.chunk_blocks = private.len();
     held.lost = need.prefix.iter().any(|block| !block.is_some());
     let spare = private.split_off(need.placed());
     let mut blocks = private.iter();
@@ -180,9 +180,9 @@ fn hold(
         }
     }
     held.placed(need.until);
-    held.prefix = SharedBlocks::adopt(&shared.store, need.held_prefix());
-    held.donors = SharedBlocks::adopt(&shared.store, need.donors);
-    held.private = WritableBlocks::adopt(&shared.store, private);
-    held.spare = WritableBlocks::adopt(&shared.store, spare);
+    held.prefix = SharedBlocks::adopt(&common.store, need.held_prefix());
+    held.donors = SharedBlocks::adopt(&common.store, need.donors);
+    held.private = WritableBlocks::adopt(&common.store, private);
+    held.spare = WritableBlocks::adopt(&common.store, spare);
     held
 }

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::tier::Place;
 
-use super::books::{Shared, State};
+use super::books::{Common, State};
 use super::freeze;
 use super::holding::Holding;
 use super::request::Request;
@@ -84,7 +84,7 @@ impl Slide {
 /// `PoolFull` with the number of the first slide whose blocks, with those of the slides before it,
 /// are not to be had. Nothing has changed then.
 pub(super) fn exchange(
-    shared: &Shared,
+    common: &Common,
     state: &mut State,
     slides: &[&Slide],
 ) -> Result<Given, (usize, Error)> {
@@ -103,7 +103,7 @@ pub(super) fn exchange(
     let mut refused = None;
     for which in [0, 1] {
         let (needs, mut fresh) = (needs_of(which, slides), Vec::new());
-        match freeze::allocate(shared, state, &needs, &mut fresh) {
+        match freeze::allocate(common, state, &needs, &mut fresh) {
             Ok(()) => {
                 let mut fresh = fresh.into_iter();
                 let group = |need| fresh.by_ref().take(need).collect::<Vec<_>>().into_iter();
@@ -115,7 +115,7 @@ pub(super) fn exchange(
     let (mut fit, mut short) = (0, slides.len());
     while fit + 1 < short {
         let middle = usize::midpoint(fit, short);
-        let fits = freeze::fits(shared, state, &needs_of(1, &slides[..middle]));
+        let fits = freeze::fits(common, state, &needs_of(1, &slides[..middle]));
         *(if fits { &mut fit } else { &mut short }) = middle;
     }
     for change in changes() {
@@ -143,9 +143,9 @@ impl Request {
             let expected = format!("{} <= start <= end <= {}", self.front, self.len());
             return Err(Error::out_of_range("advance", expected, format!("[{start}, {end})")));
         }
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
-        self.slide(&shared, &mut stored, start..end, self.len())
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
+        self.slide(&common, &mut stored, start..end, self.len())
     }
 
     /// Appends generated tokens and makes room for their KV, all or nothing; rows before them are
@@ -161,9 +161,9 @@ impl Request {
         if tokens.is_empty() {
             return Ok(());
         }
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
-        self.slide(&shared, &mut stored, self.len()..len, len)?;
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
+        self.slide(&common, &mut stored, self.len()..len, len)?;
         drop(stored);
         self.tokens.extend_from_slice(tokens);
         Ok(())
@@ -172,14 +172,14 @@ impl Request {
     /// All or nothing: rows before `rows` are done, `rows` come next, the length becomes `len`.
     fn slide(
         &mut self,
-        shared: &Shared,
+        common: &Common,
         state: &mut State,
         rows: Range<usize>,
         len: usize,
     ) -> Result<(), Error> {
         let slide = self.slide_to(state, rows, len, &mut Left::default());
-        let mut given = exchange(shared, state, &[&slide]).map_err(|(_, error)| error)?;
-        self.carry_out(shared, state, slide, &mut given);
+        let mut given = exchange(common, state, &[&slide]).map_err(|(_, error)| error)?;
+        self.carry_out(common, state, slide, &mut given);
         Ok(())
     }
 
@@ -210,7 +210,7 @@ impl Request {
     /// Does what was decided, with the blocks that the pool has given.
     pub(super) fn carry_out(
         &mut self,
-        shared: &Shared,
+        common: &Common,
         state: &mut State,
         slide: Slide,
         given: &mut Given,
@@ -223,8 +223,8 @@ impl Request {
             let keep = change.keep;
             let blocks = &mut given.blocks[held.group.index()];
             let fresh = blocks.take(change.needs[given.which]).collect();
-            held.apply(shared, state, (change, fresh), &appended);
-            held.placed(rows.end.div_ceil(shared.page_tokens()));
+            held.apply(common, state, (change, fresh), &appended);
+            held.placed(rows.end.div_ceil(common.page_tokens()));
             if held.window.is_some() {
                 held.let_donors_go(state, rows.start);
                 held.trim(state, keep);
@@ -240,7 +240,7 @@ impl Request {
     /// else owns them, and no window moves past a block. [`Self::slide_to`] would find the same, at
     /// the price of a longer look.
     pub(super) fn rests_at(&self, state: &State, at: usize) -> bool {
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         if self.in_chunks || at.is_multiple_of(page) {
             return false;
         }
@@ -267,7 +267,7 @@ impl Request {
 
     /// Blocks that were promised and are still to come when there are `len` tokens.
     fn reserve_left(&self, len: usize) -> usize {
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         self.reserved.div_ceil(page).saturating_sub(len.div_ceil(page))
     }
 }
@@ -339,7 +339,7 @@ impl Holding {
     /// Carries a change out with the blocks that the pool has given; `appended` positions are new.
     fn apply(
         &mut self,
-        shared: &Shared,
+        common: &Common,
         state: &mut State,
         (change, given): (Change, Vec<BlockId>),
         appended: &Range<usize>,
@@ -375,7 +375,7 @@ impl Holding {
             self.private.extend(&[block]);
         }
         self.spare.extend(&supply);
-        self.retire(shared, state, &replaced);
+        self.retire(common, state, &replaced);
     }
 
     /// Stops reading donors in grid blocks of which no row from `row` on sees anything, and lets go
@@ -399,7 +399,7 @@ impl Holding {
         let Some(window) = self.window else { return 0 };
         if in_chunks {
             let left = self.private.blocks().len() - change.again.len() - change.private.len();
-            return self.quota.saturating_sub(left + change.lacking.len());
+            return self.chunk_blocks.saturating_sub(left + change.lacking.len());
         }
         reserve.min(window.blocks(self.table.span(0).len(), 1))
     }

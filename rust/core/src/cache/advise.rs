@@ -2,10 +2,32 @@
 
 use std::ops::Range;
 
+use crate::content::PrefixMatch;
 use crate::error::Error;
 use crate::pool::Advice;
 
+use super::KvCache;
 use super::request::Request;
+
+impl KvCache {
+    /// Takes note of what is known of the longest exact prefix that is cached of a text, in every
+    /// head group. Returns its tokens; of the block that it ends in, all are meant.
+    pub fn advise(&self, tokens: &[u32], namespace: &str, regime: u64, advice: Advice) -> usize {
+        let mut stored = self.0.store.lock();
+        let state = &mut *stored;
+        let Some(scope) = state.index.scope(namespace, regime) else { return 0 };
+        let mut found = Vec::with_capacity(tokens.len() / self.0.page_tokens() + 1);
+        let PrefixMatch { partial, .. } = state.index.match_prefix(scope, tokens, &mut found);
+        let whole = found.len() * self.0.page_tokens();
+        found.extend(partial.map(|(content, _)| content));
+        for content in found {
+            let row = state.index.row(content).iter().copied();
+            let known: Vec<_> = row.filter(|block| block.is_some()).collect();
+            state.pool.advise(&known, advice);
+        }
+        whole + partial.map_or(0, |(_, tokens)| tokens)
+    }
+}
 
 impl Request {
     /// Takes note of what is known of the positions of a range: in every table, of the blocks that
@@ -20,10 +42,10 @@ impl Request {
             let got = format!("[{}, {})", range.start, range.end);
             return Err(Error::out_of_range("advise", expected, got));
         }
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let blocks = range.start / page..range.end.div_ceil(page);
-        let mut stored = self.shared.store.lock();
-        for held in &self.holdings[..self.shared.groups.len()] {
+        let mut stored = self.common.store.lock();
+        for held in &self.holdings[..self.common.groups.len()] {
             let known: Vec<_> = blocks.clone().filter_map(|b| held.table.block(b)).collect();
             stored.pool.advise(&known, advice);
         }

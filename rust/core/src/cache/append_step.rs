@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::error::Error;
 
 use super::advance::{Left, Slide, exchange};
-use super::books::Shared;
+use super::books::Common;
 use super::request::Request;
 
 /// Why a step was refused, and because of which request of the batch, where it is one.
@@ -42,7 +42,7 @@ impl std::error::Error for StepRefused {}
 
 /// See [`super::KvCache::append_step`].
 pub(super) fn append_step(
-    shared: &Arc<Shared>,
+    common: &Arc<Common>,
     requests: &mut [&mut Request],
     tokens: &[u32],
 ) -> Result<(), StepRefused> {
@@ -52,9 +52,9 @@ pub(super) fn append_step(
     }
     for (number, request) in requests.iter().enumerate() {
         let refused = |error| StepRefused::of(number, batch, &error);
-        may_append(shared, request).map_err(refused)?;
+        may_append(common, request).map_err(refused)?;
     }
-    let mut stored = shared.store.lock();
+    let mut stored = common.store.lock();
     let state = &mut *stored;
     let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), Left::default());
     let mut within = Vec::with_capacity(batch);
@@ -72,11 +72,11 @@ pub(super) fn append_step(
         let refused = |(part, error): (usize, Error)| {
             StepRefused::of(slides.get(part).map_or(0, |slide| slide.0), batch, &error)
         };
-        Some(exchange(shared, state, &parts).map_err(refused)?)
+        Some(exchange(common, state, &parts).map_err(refused)?)
     };
     for (number, slide) in slides {
         if let Some(given) = &mut given {
-            requests[number].carry_out(shared, state, slide, given);
+            requests[number].carry_out(common, state, slide, given);
         }
     }
     drop(stored);
@@ -89,8 +89,8 @@ pub(super) fn append_step(
     Ok(())
 }
 
-fn may_append(shared: &Arc<Shared>, request: &Request) -> Result<(), Error> {
-    if !Arc::ptr_eq(&request.shared, shared) {
+fn may_append(common: &Arc<Common>, request: &Request) -> Result<(), Error> {
+    if !Arc::ptr_eq(&request.common, common) {
         return Err(Error::invalid("cache", "that of the step", "another"));
     }
     if i32::try_from(request.len() + 1).is_err() {

@@ -1,4 +1,5 @@
-//! What the requests of one cache share, and the steps in which pool and index change together.
+//! What the requests of one cache have in common, and the steps in which pool and index change
+//! together.
 
 use std::sync::Arc;
 
@@ -13,8 +14,8 @@ use super::stats::Tally;
 /// Pool and index, under the lock.
 pub(super) type State = Stored<Index>;
 
-/// What the requests of one cache share.
-pub(super) struct Shared {
+/// What the requests of one cache have in common.
+pub(super) struct Common {
     pub(super) config: CacheConfig,
     pub(super) groups: HeadGroups,
     /// What each group keeps; `None` for all tokens.
@@ -23,7 +24,7 @@ pub(super) struct Shared {
     pub(super) counters: Tally,
 }
 
-impl Shared {
+impl Common {
     /// Pages of one block of every group.
     pub(super) fn row_pages(&self) -> u64 {
         self.groups.pages().iter().map(|&pages| u64::from(pages)).sum()
@@ -40,7 +41,15 @@ pub(super) fn release_pins(state: &mut State, content: ContentId) -> Vec<Documen
     for _ in &places {
         state.pool.unpin(state.index.row(content));
     }
+    note_quotas(state);
     places
+}
+
+/// Tells the pool what namespaces with a quota may have cached, where their pins have changed.
+pub(super) fn note_quotas(state: &mut State) {
+    for (account, allowed) in state.index.frozen.take_allowed() {
+        state.pool.set_allowed(account, allowed);
+    }
 }
 
 /// Tells the pool whether the index names these blocks.
@@ -54,6 +63,9 @@ pub(super) fn settle(state: &mut State, row: &[BlockId]) {
     for &block in row.iter().filter(|block| block.is_some()) {
         if state.index.names(block) {
             state.pool.mark_indexed(&[block]);
+            if state.index.has_accounts() {
+                state.pool.assign(block, state.index.account_of(block));
+            }
         } else {
             state.pool.unindex(block);
         }

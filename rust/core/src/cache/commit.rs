@@ -36,12 +36,12 @@ impl Request {
         if computed <= self.committed {
             return Ok(());
         }
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
         let state = &mut *stored;
-        let page = shared.page_tokens();
+        let page = common.page_tokens();
         let tokens = std::mem::take(&mut self.tokens);
-        let mut row = Vec::with_capacity(shared.groups.len());
+        let mut row = Vec::with_capacity(common.groups.len());
         for b in self.committed / page..computed.div_ceil(page) {
             let span = b * page..computed.min((b + 1) * page);
             let own = self.own_row(b, &mut row);
@@ -52,7 +52,7 @@ impl Request {
         self.tokens = tokens;
         self.committed = computed;
         self.exact = exact;
-        freeze::regrow(&shared, state);
+        freeze::regrow(&common, state);
         Ok(())
     }
 
@@ -60,7 +60,7 @@ impl Request {
     /// nothing, or lacks a head. False if it is not stored in a block of this request.
     pub(super) fn own_row(&self, b: usize, row: &mut Vec<BlockId>) -> bool {
         row.clear();
-        let groups = &self.holdings[..self.shared.groups.len()];
+        let groups = &self.holdings[..self.common.groups.len()];
         row.extend(groups.iter().map(|held| match held.table.own(b) {
             Some(block) if !held.promoted_from => block,
             _ => BlockId::NONE,
@@ -87,7 +87,7 @@ impl Request {
             self.regrow(state, row);
         }
         let head = exact.saturating_sub(span.start).min(span.len());
-        let whole = head == self.shared.page_tokens();
+        let whole = head == self.common.page_tokens();
         let chained = b == self.chain.blocks && head > 0 && self.revive_chain(state, tokens);
         let exact_text = match (chained, whole) {
             (true, true) => {
@@ -118,7 +118,7 @@ impl Request {
         settle(state, row);
         self.withhold(state, row);
         state.index.announce(stands);
-        if span.len() == self.shared.page_tokens() {
+        if span.len() == self.common.page_tokens() {
             self.before = Some(state.index.link(stands));
         }
         true
@@ -158,7 +158,7 @@ impl Request {
         b: usize,
         row: &[BlockId],
     ) -> Option<ContentId> {
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let span = b * page..(b + 1) * page;
         let tokens = &tokens[span.clone()];
         let digest = state.index.hash(self.chain.digest, tokens);
@@ -184,7 +184,7 @@ impl Request {
         }
         let blocks = self.chain.blocks;
         self.chain = Chain::new(Parent::Root, None, state.index.root(self.scope), 0);
-        let mut row = Vec::with_capacity(self.shared.groups.len());
+        let mut row = Vec::with_capacity(self.common.groups.len());
         for b in 0..blocks {
             self.own_row(b, &mut row);
             let Some(anchor) = self.holdings[0].table.block(b) else { return false };

@@ -5,7 +5,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::pool::SharedBlocks;
 use crate::tier::Transfer;
 
-use super::books::{Shared, State};
+use super::books::{Common, State};
 use super::freeze;
 use super::holding::{Holding, copy_of};
 use super::request::Request;
@@ -29,9 +29,9 @@ impl Request {
                 self.check_group(group)?;
                 group.index()..group.index() + 1
             }
-            None => 0..self.shared.groups.len(),
+            None => 0..self.common.groups.len(),
         };
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let mut touched = Vec::with_capacity(positions.len());
         for &position in positions {
             let at = self.position(position)?;
@@ -42,8 +42,8 @@ impl Request {
         }
         touched.sort_unstable();
         touched.dedup();
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
         let mut needs = vec![0; stored.pool.group_count()];
         let mut changes = Vec::with_capacity(groups.len());
         for group in groups {
@@ -59,12 +59,12 @@ impl Request {
         }
         let mut fresh = Vec::new();
         let state = &mut *stored;
-        freeze::allocate(&shared, state, &needs, &mut fresh)?;
+        freeze::allocate(&common, state, &needs, &mut fresh)?;
         let (mut fresh, len) = (fresh.into_iter(), self.len());
         self.revision += 1;
         for (group, blocks) in changes {
             let held = &mut self.holdings[group];
-            held.quota += needs[group];
+            held.chunk_blocks += needs[group];
             let mut replaced = Vec::new();
             for b in blocks {
                 let moves = held.table.block(b).is_none() || held.is_forked(state, b);
@@ -73,13 +73,13 @@ impl Request {
                 }
                 held.copy_donors(b);
             }
-            held.retire(&shared, state, &replaced);
+            held.retire(&common, state, &replaced);
         }
         Ok(())
     }
 
     fn check_group(&self, group: GroupId) -> Result<(), Error> {
-        let groups = self.shared.groups.len();
+        let groups = self.common.groups.len();
         if group.index() >= groups {
             return Err(Error::out_of_range("head group", format!("group < {groups}"), group.0));
         }
@@ -127,11 +127,11 @@ impl Holding {
     }
 
     /// Keeps blocks that were copied away from until the copies are done.
-    pub(super) fn retire(&mut self, shared: &Shared, state: &mut State, replaced: &[BlockId]) {
+    pub(super) fn retire(&mut self, common: &Common, state: &mut State, replaced: &[BlockId]) {
         if !replaced.is_empty() {
             let held = self.private.part_with(replaced);
             state.pool.disown(&held);
-            self.replaced.push(SharedBlocks::adopt(&shared.store, held));
+            self.replaced.push(SharedBlocks::adopt(&common.store, held));
         }
     }
 }

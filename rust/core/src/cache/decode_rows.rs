@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::ids::GroupId;
 
 use super::append_step::{StepRefused, append_step};
-use super::books::Shared;
+use super::books::Common;
 use super::entry_lane::{EntryMoves, Lane, Source};
 use super::entry_room::EntryRoom;
 use super::request::Request;
@@ -57,7 +57,7 @@ struct Row {
 
 /// The tables of requests that decode together, in one array of entries.
 pub struct DecodeRows {
-    shared: Arc<Shared>,
+    common: Arc<Common>,
     heads: Vec<StepHead>,
     /// Group, rank of each.
     places: Vec<(usize, i32)>,
@@ -67,15 +67,15 @@ pub struct DecodeRows {
 
 impl DecodeRows {
     /// No rows yet, of requests of one cache.
-    pub(super) fn of(shared: &Arc<Shared>) -> DecodeRows {
-        let (shared, room) = (Arc::clone(shared), EntryRoom::new());
-        DecodeRows { shared, heads: Vec::new(), places: Vec::new(), rows: Vec::new(), room }
+    pub(super) fn of(common: &Arc<Common>) -> DecodeRows {
+        let (common, room) = (Arc::clone(common), EntryRoom::new());
+        DecodeRows { common, heads: Vec::new(), places: Vec::new(), rows: Vec::new(), room }
     }
 
     /// Tables of a request in a step.
     #[must_use]
     pub fn tables(&self) -> usize {
-        self.shared.groups.len() + self.heads.len()
+        self.common.groups.len() + self.heads.len()
     }
 
     /// Entries of the array. It doubles when a step needs more; what lies in it stays where it is.
@@ -106,9 +106,9 @@ impl DecodeRows {
         let mut places = Vec::with_capacity(heads.len());
         for (number, step_head) in heads.iter().enumerate() {
             let StepHead { layer, head, window, sink } = *step_head;
-            let (group, rank) = self.shared.groups.rank(layer, head)?;
+            let (group, rank) = self.common.groups.rank(layer, head)?;
             let name = format!("head ({layer}, {head})");
-            let Some(kept) = self.shared.groups.window(group) else {
+            let Some(kept) = self.common.groups.window(group) else {
                 return Err(Error::invalid(name, "a head of a window group", "a full one"));
             };
             if heads[..number].iter().any(|other| (other.layer, other.head) == (layer, head)) {
@@ -174,7 +174,7 @@ impl DecodeRows {
             row.is_some_and(|row| row.revision == Some(request.revision))
         };
         let known: Vec<bool> = requests.iter().zip(rows).map(known).collect();
-        append_step(&self.shared, requests, tokens)?;
+        append_step(&self.common, requests, tokens)?;
         let tables = self.tables();
         let mut step = StepRows {
             positions: requests.iter().map(|request| request.len() as i32 - 1).collect(),
@@ -234,7 +234,7 @@ impl DecodeRows {
 impl Row {
     /// Sees to a lane for each table of the step.
     fn fit(&mut self, request: &Request, heads: &[StepHead], places: &[(usize, i32)]) {
-        let groups = request.shared.groups.len();
+        let groups = request.common.groups.len();
         for table in self.of_table.len()..groups + heads.len() {
             let source = match table.checked_sub(groups) {
                 None => Source::Table { table, shift: 0 },

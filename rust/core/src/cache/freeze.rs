@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
 use crate::error::Error;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, GroupId};
 
-use super::books::{Shared, State, release_pins, settle};
+use super::books::{Common, State, note_quotas, release_pins, settle};
 use super::request::Request;
 
 /// Growth stops this far below the watermark, so that shrinking and growing do not alternate.
@@ -28,6 +28,7 @@ pub(super) fn forget(state: &mut State, removed: Removed) {
     }
     forgotten.into_iter().for_each(|block| state.pool.unindex(block));
     removed.scopes.into_iter().for_each(|scope| state.index.release_scope(scope));
+    note_quotas(state);
 }
 
 /// Undoes [`regrow`].
@@ -36,26 +37,27 @@ pub(super) fn let_go(state: &mut State, grown: &[(ContentId, DocumentBlock)]) {
         state.index.frozen.let_go(place, content);
         state.pool.unpin(state.index.row(content));
     }
+    note_quotas(state);
 }
 
 fn pin(state: &mut State, content: ContentId, place: DocumentBlock) {
     state.pool.pin(state.index.row(content), state.index.uses(content), place);
 }
 
-fn rows_total(shared: &Shared, state: &State) -> u64 {
-    state.pool.slab_pages_total() / shared.row_pages()
+fn rows_total(common: &Common, state: &State) -> u64 {
+    state.pool.slab_pages_total() / common.row_pages()
 }
 
 /// Takes blocks from the pool, `needs` of each group, all or nothing. Frozen blocks yield as
 /// [`shrink`] says, and are pinned again where that did not make the room.
 pub(super) fn allocate(
-    shared: &Shared,
+    common: &Common,
     state: &mut State,
     needs: &[usize],
     out: &mut Vec<BlockId>,
 ) -> Result<(), Error> {
     let needed = state.pool.pages_of(needs);
-    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let given = if needed > 0 { shrink(common, state, needed) } else { Vec::new() };
     let outcome = state.pool.allocate(needs, &mut state.index, out);
     if outcome.is_err() {
         pin_again(state, given);
@@ -64,9 +66,9 @@ pub(super) fn allocate(
 }
 
 /// Whether [`allocate`] would find so many blocks now. Changes nothing.
-pub(super) fn fits(shared: &Shared, state: &mut State, needs: &[usize]) -> bool {
+pub(super) fn fits(common: &Common, state: &mut State, needs: &[usize]) -> bool {
     let needed = state.pool.pages_of(needs);
-    let given = if needed > 0 { shrink(shared, state, needed) } else { Vec::new() };
+    let given = if needed > 0 { shrink(common, state, needed) } else { Vec::new() };
     let fits = state.pool.fits(needs);
     pin_again(state, given);
     fits
@@ -78,24 +80,25 @@ fn pin_again(state: &mut State, given: Vec<(ContentId, DocumentBlock)>) {
         pin(state, content, place);
         state.index.frozen.come_back(place, content);
     }
+    note_quotas(state);
 }
 
 /// Gives up the least referenced frozen blocks that nobody reads, as many as it takes to stay
 /// below the watermark with `needed` more pages; none where all of them would not make the room.
 /// Returns which, and where they were.
 pub(super) fn shrink(
-    shared: &Shared,
+    common: &Common,
     state: &mut State,
     needed: u64,
 ) -> Vec<(ContentId, DocumentBlock)> {
-    let limit = state.pool.slab_pages_total() * u64::from(shared.config.watermark) / 100;
+    let limit = state.pool.slab_pages_total() * u64::from(common.config.watermark) / 100;
     let used = state.pool.held_pages() + needed;
-    let excess = used.saturating_sub(limit).div_ceil(shared.row_pages()) as usize;
+    let excess = used.saturating_sub(limit).div_ceil(common.row_pages()) as usize;
     if excess == 0 {
         return Vec::new();
     }
     let idle = state.pool.idle_count() as u64;
-    let least = state.pool.held_pages() - idle * shared.row_pages();
+    let least = state.pool.held_pages() - idle * common.row_pages();
     if least + needed > state.pool.slab_pages_total() {
         return Vec::new();
     }
@@ -111,18 +114,21 @@ pub(super) fn shrink(
 
 /// Pins blocks again that were given up and are cached, while utilisation is low. Returns which,
 /// and where they are.
-pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
+pub(super) fn regrow(common: &Common, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
     let mut grown = Vec::new();
-    let low = u64::from(shared.config.watermark).saturating_sub(HYSTERESIS);
+    let low = u64::from(common.config.watermark).saturating_sub(HYSTERESIS);
     let limit = state.pool.slab_pages_total() * low / 100;
     loop {
-        let room = state.pool.held_pages() + shared.row_pages() <= limit;
-        if !room || state.index.frozen.resident() as u64 >= quota(shared, state) {
-            return grown;
+        let room = state.pool.held_pages() + common.row_pages() <= limit;
+        if !room || state.index.frozen.resident() as u64 >= frozen_limit(common, state) {
+            break;
         }
-        let Some((place, text)) = state.index.frozen.next_waiting() else { return grown };
+        let Some((place, text)) = state.index.frozen.next_waiting() else { break };
         let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
         match found {
+            Some(block) if !state.index.frozen.may_come_back(place, block) => {
+                state.index.frozen.park(place);
+            }
             Some(block) => {
                 pin(state, block, place);
                 state.index.frozen.come_back(place, block);
@@ -131,10 +137,13 @@ pub(super) fn regrow(shared: &Shared, state: &mut State) -> Vec<(ContentId, Docu
             None => state.index.frozen.lose(place),
         }
     }
+    note_quotas(state);
+    grown
 }
 
-fn quota(shared: &Shared, state: &State) -> u64 {
-    rows_total(shared, state) * u64::from(shared.config.frozen_share) / 100
+/// Distinct blocks that all knowledge bases together may pin.
+fn frozen_limit(common: &Common, state: &State) -> u64 {
+    rows_total(common, state) * u64::from(common.config.frozen_share) / 100
 }
 
 /// Every pinned node must be in the index and held.
@@ -149,6 +158,23 @@ pub(super) fn check(state: &State) -> Result<(), Error> {
             return Err(Error::inconsistent("frozen block holders", pins, holders));
         }
     }
+    check_quotas(state)
+}
+
+/// No namespace pins more than its quota, and the pool knows what is left of it.
+fn check_quotas(state: &State) -> Result<(), Error> {
+    for (namespace, account) in state.index.accounts() {
+        let (blocks, frozen) = state.index.frozen.charge(account);
+        let (allowed, _) = state.pool.allowance(account, GroupId(0));
+        let pinned = state.index.frozen.charged(account).count();
+        let what = format!("quota of namespace {namespace:?}");
+        if frozen != pinned || frozen > blocks {
+            return Err(Error::inconsistent(what, format!("{pinned} of {blocks}"), frozen));
+        }
+        if allowed != blocks - frozen {
+            return Err(Error::inconsistent(what, blocks - frozen, allowed));
+        }
+    }
     Ok(())
 }
 
@@ -159,7 +185,8 @@ impl Request {
     /// # Errors
     /// `OutOfRange` if the range is empty or not committed, `InvalidArgument` if the name is empty,
     /// part of the range lies in another request's blocks, a window group has let go of it or the
-    /// prompt is still computed in chunks, `PoolFull` if the frozen share does not suffice.
+    /// prompt is still computed in chunks, `PoolFull` if the frozen share does not suffice,
+    /// `QuotaExceeded` if the namespace's quota does not.
     pub fn freeze(&mut self, name: &str, range: Range<usize>) -> Result<(), Error> {
         if range.is_empty() || range.end > self.committed {
             let expected = format!("a non-empty range inside [0, {})", self.committed);
@@ -170,10 +197,10 @@ impl Request {
             return Err(Error::invalid("name", "at least one character", "none"));
         }
         self.chunks_done("freeze")?;
-        let shared = self.shared.clone();
-        let mut stored = shared.store.lock();
+        let common = self.common.clone();
+        let mut stored = common.store.lock();
         let state = &mut *stored;
-        let page = shared.page_tokens();
+        let page = common.page_tokens();
         let chain = state.index.exact_chain(self.scope, &self.tokens[..self.exact]);
         let mut blocks = Vec::new();
         for b in range.start / page..range.end.div_ceil(page) {
@@ -186,9 +213,18 @@ impl Request {
         pinned.retain(|&block| !frozen.is_pinned(block));
         pinned.sort_unstable();
         pinned.dedup();
-        let free = (quota(&shared, state) as usize).saturating_sub(held);
+        let free = (frozen_limit(&common, state) as usize).saturating_sub(held);
         if pinned.len() > free {
             return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
+        }
+        let (named, account) =
+            ((self.namespace.as_str(), name), state.index.account(&self.namespace));
+        if let Some(account) = account {
+            let blocks = blocks.iter().map(|&(_, block)| block);
+            let (free, needed) = state.index.frozen.quota_room(account, named, blocks);
+            if needed > free {
+                return Err(Error::quota_exceeded(&self.namespace, needed, free));
+            }
         }
         let number = state.index.frozen.next_number();
         for (at, &(_, block)) in (0..).zip(&blocks) {
@@ -197,8 +233,7 @@ impl Request {
         for (text, _) in &blocks {
             state.index.hold_scope(text.scope);
         }
-        let named = (self.namespace.as_str(), name);
-        let replaced = state.index.frozen.insert(named, range.len(), blocks);
+        let replaced = state.index.frozen.insert(named, account, range.len(), blocks);
         forget(state, replaced);
         Ok(())
     }
@@ -211,7 +246,7 @@ impl Request {
         b: usize,
         exact_text: Option<ContentId>,
     ) -> Result<ContentId, Error> {
-        let page = self.shared.page_tokens();
+        let page = self.common.page_tokens();
         let span = b * page..self.committed.min((b + 1) * page);
         let scope = self.content_scope(&span);
         let tokens = &self.tokens[span.clone()];

@@ -26,7 +26,7 @@ pub(super) struct Holding {
     /// Grid blocks before this one are only kept for the sink.
     pub(super) passed: usize,
     /// Blocks that a prefill in chunks may need at once.
-    pub(super) quota: usize,
+    pub(super) chunk_blocks: usize,
     /// Whether a part that was stored, or found in the prefix, is no longer in the table.
     pub(super) lost: bool,
     /// Whether the table no longer has the KV of every head of the group.
@@ -56,7 +56,7 @@ impl Holding {
             copies: TransferPlan::default(),
             pieces: Vec::new(),
             passed: 0,
-            quota: 0,
+            chunk_blocks: 0,
             lost: false,
             promoted_from: false,
             private: WritableBlocks::adopt(store, Vec::new()),
@@ -76,7 +76,7 @@ impl Holding {
             copies: TransferPlan::default(),
             pieces: self.pieces.clone(),
             passed: self.passed,
-            quota: 0,
+            chunk_blocks: 0,
             lost: self.lost,
             promoted_from: self.promoted_from,
             private: self.private.fork(),

@@ -16,14 +16,14 @@ impl KvCache {
     /// # Errors
     /// `InvalidArgument` for chunks of no tokens.
     pub fn ledger(&self, chunk_tokens: usize) -> Result<BlockLedger, Error> {
-        let shared = &self.0;
-        let pages = shared.groups.pages().iter().zip(&shared.windows);
+        let common = &self.0;
+        let pages = common.groups.pages().iter().zip(&common.windows);
         let group =
             |(&pages, &window): (&u32, &_)| LedgerGroup { block_pages: pages as usize, window };
         let groups: Vec<LedgerGroup> = pages.map(group).collect();
-        let total = shared.store.lock().pool.slab_pages_total();
+        let total = common.store.lock().pool.slab_pages_total();
         let total = usize::try_from(total).unwrap_or(usize::MAX);
-        BlockLedger::new(total, shared.page_tokens(), chunk_tokens, &groups)
+        BlockLedger::new(total, common.page_tokens(), chunk_tokens, &groups)
     }
 
     /// Pages that requests could have now: free, cached and held by nobody, or frozen and read by

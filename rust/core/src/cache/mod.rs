@@ -19,6 +19,7 @@ mod freeze;
 mod holding;
 mod ledger;
 mod promote;
+mod quotas;
 mod request;
 mod stats;
 
@@ -30,7 +31,7 @@ pub use config::CacheConfig;
 pub use decode_rows::{DecodeRows, StepHead, StepRows};
 pub use entry_lane::EntryMoves;
 pub use request::Request;
-pub use stats::{CacheStats, Counters, GroupStats};
+pub use stats::{CacheStats, Counters, GroupStats, Quota};
 
 use crate::content::hash::seed_of;
 use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
@@ -38,12 +39,12 @@ use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
 
-use books::Shared;
+use books::Common;
 use config::block_groups;
 
 /// A cache of KV blocks over one arena. Clones are handles of the same cache.
 #[derive(Clone)]
-pub struct KvCache(Arc<Shared>);
+pub struct KvCache(Arc<Common>);
 
 impl KvCache {
     /// Builds a cache; the arena itself belongs to the caller.
@@ -74,7 +75,7 @@ impl KvCache {
         let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
         let store = Arc::new(Store::new(pool, index));
         let counters = stats::Tally::default();
-        Ok(KvCache(Arc::new(Shared { config, groups, windows, store, counters })))
+        Ok(KvCache(Arc::new(Common { config, groups, windows, store, counters })))
     }
 
     /// What the cache was built from.

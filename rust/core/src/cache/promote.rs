@@ -22,10 +22,10 @@ impl Request {
     /// have not been taken, or some of what it needs is gone or comes with a later chunk;
     /// `PoolFull`. Nothing has changed then.
     pub fn promote(&mut self, layer: u32, head: u32) -> Result<Vec<[i32; 6]>, Error> {
-        let shared = self.shared.clone();
-        let (group, rank) = shared.groups.rank(layer, head)?;
+        let common = self.common.clone();
+        let (group, rank) = common.groups.rank(layer, head)?;
         let name = format!("head ({layer}, {head})");
-        if shared.groups.window(group).is_none() || self.promoted.contains(&(layer, head)) {
+        if common.groups.window(group).is_none() || self.promoted.contains(&(layer, head)) {
             return Err(Error::invalid(name, "a head of a window group", "one that is full"));
         }
         self.copies_taken("promote")?;
@@ -35,16 +35,16 @@ impl Request {
             return Err(Error::invalid(name, "a window group with all it had", got));
         }
         let stored = held.table.entries(self.len());
-        let single_page = GroupId(shared.groups.len() as u8);
-        let page = shared.page_tokens();
+        let single_page = GroupId(common.groups.len() as u8);
+        let page = common.page_tokens();
         let blocks = self.len().max(self.reserved).div_ceil(page);
         let fresh = self.single_pages(single_page, blocks)?;
-        let mut held = Holding::new(&shared.store, single_page, None, page);
+        let mut held = Holding::new(&common.store, single_page, None, page);
         for &(block, number) in &fresh {
             held.table.push(block, number);
         }
         let own = fresh.into_iter().map(|(block, _)| block).collect();
-        held.private = WritableBlocks::adopt(&shared.store, own);
+        held.private = WritableBlocks::adopt(&common.store, own);
         let mut copies = copies_into(&held, &stored, rank as i32, page as i32);
         self.holdings[group.index()].promoted_from = true;
         self.holdings.push(held);
@@ -54,12 +54,12 @@ impl Request {
     }
 
     fn single_pages(&self, group: GroupId, count: usize) -> Result<Vec<(BlockId, i32)>, Error> {
-        let mut stored = self.shared.store.lock();
+        let mut stored = self.common.store.lock();
         let state = &mut *stored;
         let mut needs = vec![0; state.pool.group_count()];
         needs[group.index()] = count;
         let mut fresh = Vec::with_capacity(count);
-        freeze::allocate(&self.shared, state, &needs, &mut fresh)?;
+        freeze::allocate(&self.common, state, &needs, &mut fresh)?;
         Ok(fresh.into_iter().map(|block| (block, state.pool.page(block))).collect())
     }
 }

@@ -8,7 +8,7 @@ use crate::error::{Error, ErrorKind};
 use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
 
-use super::books::Shared;
+use super::books::Common;
 use super::holding::Holding;
 
 /// How far the request's exact prefix has been entered into the prefix tree.
@@ -33,7 +33,7 @@ impl Chain {
 /// `Send`, not shared between threads: one runner drives it. Positions are the request's own. What
 /// it reads lies in tables: one a head group, in the groups' order, then one a promoted head.
 pub struct Request {
-    pub(super) shared: Arc<Shared>,
+    pub(super) common: Arc<Common>,
     pub(super) namespace: String,
     pub(super) regime: u64,
     pub(super) scope: ScopeId,
@@ -126,14 +126,14 @@ impl Request {
     /// may read as well, over all head groups.
     #[must_use]
     pub fn kv_bytes(&self) -> (u64, u64) {
-        let page_bytes = self.shared.config.shape.page_bytes();
+        let page_bytes = self.common.config.shape.page_bytes();
         let bytes = |held: &Holding, blocks: usize| {
-            let pages = self.shared.groups.pages().get(held.group.index()).map_or(1, |&n| n);
+            let pages = self.common.groups.pages().get(held.group.index()).map_or(1, |&n| n);
             blocks as u64 * u64::from(pages) * page_bytes
         };
         let own = self.holdings.iter().map(|held| bytes(held, held.own_blocks())).sum();
-        let shared = self.holdings.iter().map(|held| bytes(held, held.shared_blocks())).sum();
-        (own, shared)
+        let together = self.holdings.iter().map(|held| bytes(held, held.shared_blocks())).sum();
+        (own, together)
     }
 
     /// The KV view of [0, len) in the first table: `[block, begin, end, position, delta]`.
@@ -191,7 +191,7 @@ impl Request {
             }
         }
         if !gone.is_empty() {
-            self.shared.store.lock().pool.release(&gone);
+            self.common.store.lock().pool.release(&gone);
         }
     }
 
@@ -222,8 +222,8 @@ impl Request {
     pub fn slots_of(&self, table: usize, positions: &[i32]) -> Result<Vec<[i32; 2]>, Error> {
         self.check_table(table)?;
         let held = &self.holdings[table];
-        let page = self.shared.page_tokens();
-        let stored = self.shared.store.lock();
+        let page = self.common.page_tokens();
+        let stored = self.common.store.lock();
         let mut slots = Vec::with_capacity(positions.len());
         let mut writable = usize::MAX;
         for &position in positions {
@@ -231,9 +231,9 @@ impl Request {
             let b = at / page;
             let block = held.table.block(b);
             if b != writable {
-                let shared = block.is_some_and(|block| stored.pool.owners(block) != 1);
+                let forked = block.is_some_and(|block| stored.pool.owners(block) != 1);
                 let lost = block.is_none() && held.window.is_none();
-                if b < self.read_only || shared || lost {
+                if b < self.read_only || forked || lost {
                     return Err(self.not_writable(table, at));
                 }
                 writable = b;
@@ -261,7 +261,7 @@ impl Request {
     }
 
     pub(super) fn not_writable(&self, table: usize, at: usize) -> Error {
-        let b = at / self.shared.page_tokens();
+        let b = at / self.common.page_tokens();
         let got = if b < self.read_only {
             "a position of the exact prefix"
         } else if self.is_read_from_donor(table, at) {
@@ -294,13 +294,13 @@ impl Request {
             let got = format!("{} of them", self.promoted.len());
             return Err(Error::invalid("fork", "a request without promoted heads", got));
         }
-        let store = &self.shared.store;
+        let store = &self.common.store;
         {
             let mut stored = store.lock();
             self.scopes().for_each(|scope| stored.index.hold_scope(scope));
         }
         Ok(Request {
-            shared: Arc::clone(&self.shared),
+            common: Arc::clone(&self.common),
             namespace: self.namespace.clone(),
             regime: self.regime,
             scope: self.scope,
@@ -349,8 +349,8 @@ impl Request {
     /// # Errors
     /// `OutOfRange` if the model has no such layer.
     pub fn head_rows(&self, layer: u32) -> Result<Vec<[i32; 4]>, Error> {
-        let mut rows = self.shared.groups.head_rows(layer)?;
-        let first = self.shared.groups.len();
+        let mut rows = self.common.groups.head_rows(layer)?;
+        let first = self.common.groups.len();
         for (table, &(_, head)) in (first..).zip(&self.promoted).filter(|(_, at)| at.0 == layer) {
             rows[head as usize] = [table as i32, 0, 0, 0];
         }
@@ -367,7 +367,7 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        let mut stored = self.shared.store.lock();
+        let mut stored = self.common.store.lock();
         self.scopes().for_each(|scope| stored.index.release_scope(scope));
         if self.in_chunks {
             for held in self.holdings.iter().filter(|held| held.window.is_some()) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::Serialize;
 
 use crate::content::{Index, MissReason};
-use crate::ids::GroupId;
+use crate::ids::{AccountId, GroupId};
 use crate::plan::{Outcome, ReusePlan, SegmentSource};
 use crate::pool::Stored;
 
@@ -26,6 +26,19 @@ pub struct GroupStats {
     pub claimable: usize,
     /// Of the held blocks: pinned by a knowledge base.
     pub frozen: usize,
+}
+
+/// The quota of one namespace, and what is kept of it, in blocks of the first head group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Quota {
+    /// The namespace.
+    pub namespace: String,
+    /// Blocks that it may keep.
+    pub blocks: usize,
+    /// Distinct blocks that its documents pin; never more than `blocks`.
+    pub frozen: usize,
+    /// Blocks that are cached.
+    pub cached: usize,
 }
 
 /// What admissions found, in tokens unless said otherwise.
@@ -59,6 +72,8 @@ pub struct CacheStats {
     /// Pairs of namespace and RoPE regime of which there is a request, a cached block, or a
     /// document.
     pub namespaces: usize,
+    /// Of every namespace that has one.
+    pub quotas: Vec<Quota>,
     /// Blocks evicted so far.
     pub evictions: u64,
     /// Hits and misses.
@@ -124,7 +139,18 @@ pub(super) fn collect(stored: &Stored<Index>, heads: usize, counters: Counters) 
         frozen_blocks: frozen,
         frozen_absent: stored.index.frozen.absent(),
         namespaces: stored.index.namespaces(),
+        quotas: quotas(stored),
         evictions: stored.pool.evictions(),
         counters,
     }
+}
+
+/// The quotas of all namespaces that have one, by name.
+fn quotas(stored: &Stored<Index>) -> Vec<Quota> {
+    let quota = |(namespace, account): (&str, AccountId)| {
+        let (blocks, frozen) = stored.index.frozen.charge(account);
+        let (_, cached) = stored.pool.allowance(account, GroupId(0));
+        Quota { namespace: namespace.to_owned(), blocks, frozen, cached }
+    };
+    stored.index.accounts().map(quota).collect()
 }

@@ -13,10 +13,11 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 use serde::Serialize;
 
-use crate::ids::ScopeId;
+use crate::ids::{AccountId, ScopeId};
 
+use super::charges::Charges;
 use super::hash::Digest;
-use super::ids::ContentId;
+use super::ids::{ContentId, DocumentBlock};
 
 /// A knowledge-base entry, as listed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -52,6 +53,8 @@ enum Residence {
     Pinned(ContentId),
     /// Given up or entered again: cached, as far as is known.
     Waiting,
+    /// Given up, and beyond what its namespace may pin.
+    Parked,
     /// Looked for and not found: it has to be computed again.
     Lost,
 }
@@ -63,13 +66,12 @@ struct Frozen {
 
 struct Entry {
     namespace: String,
+    /// That of the namespace, if it has a quota.
+    account: Option<AccountId>,
     name: Arc<str>,
     tokens: usize,
     blocks: Vec<Frozen>,
 }
-
-/// A block of an entry: the entry's number, which grows with time, and the place in it.
-pub(crate) type DocumentBlock = (u64, u32);
 
 /// What is to be done after an entry was removed.
 #[derive(Default)]
@@ -94,6 +96,7 @@ pub(crate) struct FrozenPool {
     waiting: BTreeSet<DocumentBlock>,
     lost: HashMap<u64, Vec<DocumentBlock>>,
     absent: usize,
+    charges: Charges,
 }
 
 impl FrozenPool {
@@ -135,23 +138,25 @@ impl FrozenPool {
     pub(crate) fn insert(
         &mut self,
         (namespace, name): (&str, &str),
+        account: Option<AccountId>,
         tokens: usize,
         blocks: Vec<(BlockText, ContentId)>,
     ) -> Removed {
         let number = self.next;
         self.next += 1;
-        let mut entered = Vec::with_capacity(blocks.len());
-        for (at, (text, block)) in (0..).zip(blocks) {
-            self.pins.entry(block).or_default().push((number, at));
-            entered.push(Frozen { text, residence: Residence::Pinned(block) });
-        }
+        let pinned: Vec<ContentId> = blocks.iter().map(|&(_, block)| block).collect();
+        let entered = |(text, block)| Frozen { text, residence: Residence::Pinned(block) };
         let entry = Entry {
             namespace: namespace.to_owned(),
+            account,
             name: Arc::from(name),
             tokens,
-            blocks: entered,
+            blocks: blocks.into_iter().map(entered).collect(),
         };
         self.entries.insert(number, entry);
+        for (at, block) in (0..).zip(pinned) {
+            self.add_pin(block, (number, at));
+        }
         let named = (namespace.to_owned(), name.to_owned());
         let old = self.numbers.insert(named, number);
         old.map_or_else(Removed::default, |old| self.take_out(old))
@@ -165,8 +170,8 @@ impl FrozenPool {
 
     fn take_out(&mut self, number: u64) -> Removed {
         let mut removed = Removed::default();
-        let Some(entry) = self.entries.remove(&number) else { return removed };
-        for (at, Frozen { text, residence }) in (0..).zip(entry.blocks) {
+        let Some(entry) = self.entries.get_mut(&number) else { return removed };
+        for (at, Frozen { text, residence }) in (0..).zip(std::mem::take(&mut entry.blocks)) {
             let place = (number, at);
             removed.scopes.push(text.scope);
             match residence {
@@ -178,12 +183,22 @@ impl FrozenPool {
                     continue;
                 }
                 Residence::Waiting => drop(self.waiting.remove(&place)),
+                Residence::Parked => self.charges.forget(self.account_of(place), place),
                 Residence::Lost => self.stop_looking(text.digest, place),
             }
             self.absent -= 1;
             removed.absent.push(text);
         }
+        self.entries.remove(&number);
         removed
+    }
+
+    /// Adds one pin, for which the namespace of the entry pays unless it pins the block already.
+    fn add_pin(&mut self, block: ContentId, place: DocumentBlock) {
+        if let Some(account) = self.account_of(place).filter(|&of| !self.is_charged(block, of)) {
+            self.charges.add(account);
+        }
+        self.pins.entry(block).or_default().push(place);
     }
 
     /// Removes one pin; whether it was the last of the block.
@@ -194,7 +209,36 @@ impl FrozenPool {
         if last {
             self.pins.remove(&block);
         }
+        if let Some(account) = self.account_of(place).filter(|&of| !self.is_charged(block, of)) {
+            self.charges.take(account);
+            self.unpark(account);
+        }
         last
+    }
+
+    fn account_of(&self, (number, _): DocumentBlock) -> Option<AccountId> {
+        self.entries.get(&number)?.account
+    }
+
+    /// Whether an entry of this account's namespace pins a block.
+    fn is_charged(&self, block: ContentId, account: AccountId) -> bool {
+        let places = self.pins.get(&block).map_or(&[][..], Vec::as_slice);
+        places.iter().any(|&place| self.account_of(place) == Some(account))
+    }
+
+    /// Lets the next block of an account that was beyond its quota wait to come back, if there is
+    /// room for it.
+    fn unpark(&mut self, account: AccountId) {
+        if let Some(place) = self.charges.next_parked(account) {
+            self.wait(place);
+        }
+    }
+
+    fn wait(&mut self, place: DocumentBlock) {
+        if let Some(frozen) = self.at(place) {
+            frozen.residence = Residence::Waiting;
+            self.waiting.insert(place);
+        }
     }
 
     fn stop_looking(&mut self, digest: u64, place: DocumentBlock) {
@@ -222,24 +266,24 @@ impl FrozenPool {
 
     /// Gives a block up in every segment that has it; says where. It waits to come back.
     pub(crate) fn give_up(&mut self, block: ContentId) -> Vec<DocumentBlock> {
-        let places = self.pins.remove(&block).unwrap_or_default();
-        for &place in &places {
-            if let Some(frozen) = self.at(place) {
-                frozen.residence = Residence::Waiting;
-            }
-            self.waiting.insert(place);
-            self.absent += 1;
-        }
+        let places = self.pins.get(&block).cloned().unwrap_or_default();
+        places.iter().for_each(|&place| self.let_go(place, block));
         places
+    }
+
+    /// The same for the entries of one account, beyond whose quota the block is.
+    pub(crate) fn give_up_of(&mut self, account: AccountId, block: ContentId) -> usize {
+        let places = self.pins.get(&block).cloned().unwrap_or_default();
+        let its = |&&place: &&DocumentBlock| self.account_of(place) == Some(account);
+        let places: Vec<DocumentBlock> = places.iter().filter(its).copied().collect();
+        places.iter().for_each(|&place| self.let_go(place, block));
+        places.len()
     }
 
     /// Undoes [`Self::come_back`].
     pub(crate) fn let_go(&mut self, place: DocumentBlock, block: ContentId) {
         self.drop_pin(block, place);
-        if let Some(frozen) = self.at(place) {
-            frozen.residence = Residence::Waiting;
-        }
-        self.waiting.insert(place);
+        self.wait(place);
         self.absent += 1;
     }
 
@@ -255,8 +299,74 @@ impl FrozenPool {
         if let Some(frozen) = self.at(place) {
             frozen.residence = Residence::Pinned(block);
             self.absent -= 1;
-            self.pins.entry(block).or_default().push(place);
+            self.add_pin(block, place);
         }
+    }
+
+    /// Whether the quota of a waiting block's namespace has room for it in this content.
+    pub(crate) fn may_come_back(&self, place: DocumentBlock, block: ContentId) -> bool {
+        let of = self.account_of(place);
+        of.is_none_or(|of| self.charges.room(of) > 0 || self.is_charged(block, of))
+    }
+
+    /// Notes that a waiting block is beyond the quota of its namespace.
+    pub(crate) fn park(&mut self, place: DocumentBlock) {
+        let Some(account) = self.account_of(place) else { return };
+        self.waiting.remove(&place);
+        if let Some(frozen) = self.at(place) {
+            frozen.residence = Residence::Parked;
+            self.charges.park(account, place);
+        }
+    }
+
+    /// Gives the entries of a namespace an account with a quota, or changes the quota, or takes the
+    /// account away.
+    pub(crate) fn set_quota(&mut self, namespace: &str, account: AccountId, quota: Option<usize>) {
+        for place in self.charges.set(account, quota) {
+            self.wait(place);
+        }
+        let its = self.entries.values_mut().filter(|entry| entry.namespace == namespace);
+        its.for_each(|entry| entry.account = quota.map(|_| account));
+        let charged = self.charged(account).count();
+        self.charges.set_pinned(account, charged);
+    }
+
+    /// The distinct blocks that the entries of an account pin, in no particular order.
+    pub(crate) fn charged(&self, account: AccountId) -> impl Iterator<Item = ContentId> {
+        self.pins.keys().copied().filter(move |&block| self.is_charged(block, account))
+    }
+
+    /// How many more blocks an account may pin when an entry is replaced by one of these blocks,
+    /// and how many of them it would have to.
+    pub(crate) fn quota_room(
+        &self,
+        account: AccountId,
+        (namespace, name): (&str, &str),
+        blocks: impl Iterator<Item = ContentId>,
+    ) -> (usize, usize) {
+        let old = self.numbers.get(&(namespace.to_owned(), name.to_owned())).copied();
+        let by_others = |block: &ContentId| {
+            let places = self.pins.get(block).map_or(&[][..], Vec::as_slice);
+            let mut others = places.iter().filter(|place| Some(place.0) != old);
+            others.any(|&place| self.account_of(place) == Some(account))
+        };
+        let distinct = |blocks: &mut dyn Iterator<Item = ContentId>| -> usize {
+            blocks.filter(|block| !by_others(block)).collect::<BTreeSet<_>>().len()
+        };
+        let entry = old.and_then(|old| self.entries.get(&old));
+        let mut replaced = entry.into_iter().flat_map(Entry::pinned);
+        let room = self.charges.room(account) + distinct(&mut replaced);
+        (room, distinct(&mut { blocks }))
+    }
+
+    /// What each account whose pins have changed may have cached beside them.
+    pub(crate) fn take_allowed(&mut self) -> Vec<(AccountId, usize)> {
+        self.charges.take_allowed()
+    }
+
+    /// The quota of an account and the blocks that its namespace pins.
+    pub(crate) fn charge(&self, account: AccountId) -> (usize, usize) {
+        self.charges.get(account)
     }
 
     /// Notes that a waiting block is nowhere.
@@ -316,12 +426,15 @@ impl FrozenPool {
 }
 
 impl Entry {
-    fn listed(&self, uses: &impl Fn(ContentId) -> u32) -> FrozenSegment {
-        let pinned = |frozen: &Frozen| match frozen.residence {
+    fn pinned(&self) -> impl Iterator<Item = ContentId> {
+        self.blocks.iter().filter_map(|frozen| match frozen.residence {
             Residence::Pinned(block) => Some(block),
             _ => None,
-        };
-        let pinned: Vec<_> = self.blocks.iter().filter_map(pinned).collect();
+        })
+    }
+
+    fn listed(&self, uses: &impl Fn(ContentId) -> u32) -> FrozenSegment {
+        let pinned: Vec<ContentId> = self.pinned().collect();
         FrozenSegment {
             name: self.name.to_string(),
             namespace: self.namespace.clone(),

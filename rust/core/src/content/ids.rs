@@ -30,6 +30,9 @@ impl ContentId {
     }
 }
 
+/// A block of a document: the document's number, which grows with time, and the place in it.
+pub(crate) type DocumentBlock = (u64, u32);
+
 /// What precedes a block in the prefix tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Parent {

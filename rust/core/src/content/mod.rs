@@ -4,7 +4,9 @@
 //! prefix, when the block before it is the very block that was matched before: by induction the
 //! whole prefix is then equal, and a collision can never serve foreign KV.
 
+mod accounts;
 mod alike;
+mod charges;
 mod check;
 mod discover;
 mod frozen;
@@ -22,9 +24,9 @@ mod texts;
 mod virtual_index;
 
 pub use frozen::FrozenSegment;
-pub(crate) use frozen::{DocumentBlock, Removed};
+pub(crate) use frozen::Removed;
 pub use hash::{BlockHasher, Digest, HashKind};
-pub(crate) use ids::{ContentId, Link, Parent};
+pub(crate) use ids::{ContentId, DocumentBlock, Link, Parent};
 pub(crate) use index::ContentEntry;
 pub use index::Index;
 pub(crate) use matching::{Matches, Piece};

@@ -1,9 +1,13 @@
 //! Namespaces: each pair of namespace and RoPE regime gets a number and its root digests for as
 //! long as anything is of it: a request, a block that is cached, or one that a document waits for.
+//!
+//! A namespace with a quota has an account, in all its regimes and for as long as it has the quota.
+
+use std::collections::BTreeMap;
 
 use hashbrown::{Equivalent, HashMap};
 
-use crate::ids::ScopeId;
+use crate::ids::{AccountId, ScopeId};
 
 use super::hash::{BlockHasher, Digest};
 use super::ids::ContentId;
@@ -28,6 +32,8 @@ pub(super) struct Scope {
     pub(super) content: Digest,
     /// The first block of every cached prompt: head of the children list of the root.
     pub(super) first_child: ContentId,
+    /// That of its namespace, if it has a quota.
+    pub(super) account: Option<AccountId>,
     name: Name,
     /// What is of it; at 0 the number goes to the next namespace that is new.
     holders: usize,
@@ -40,12 +46,16 @@ pub(super) struct Scopes {
     by_name: HashMap<Name, ScopeId>,
     scopes: Vec<Scope>,
     free: Vec<ScopeId>,
+    accounts: BTreeMap<String, AccountId>,
+    free_accounts: Vec<AccountId>,
 }
 
 impl Scopes {
     pub(super) fn new(hasher: BlockHasher, model: &str) -> Scopes {
         let (model, by_name) = (model.to_owned(), HashMap::new());
-        Scopes { hasher, model, by_name, scopes: Vec::new(), free: Vec::new() }
+        let (scopes, free) = (Vec::new(), Vec::new());
+        let (accounts, free_accounts) = (BTreeMap::new(), Vec::new());
+        Scopes { hasher, model, by_name, scopes, free, accounts, free_accounts }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -70,6 +80,7 @@ impl Scopes {
             prefix: self.hasher.root(&name.0, name.1, &self.model),
             content: self.hasher.root(&name.0, name.1, &content_domain),
             first_child: ContentId::NONE,
+            account: self.account(&name.0),
             name: name.clone(),
             holders: 0,
         };
@@ -112,6 +123,35 @@ impl Scopes {
 
     pub(super) fn get_mut(&mut self, id: ScopeId) -> &mut Scope {
         &mut self.scopes[id.0 as usize]
+    }
+
+    /// The account of a namespace, if it has a quota.
+    pub(super) fn account(&self, namespace: &str) -> Option<AccountId> {
+        self.accounts.get(namespace).copied()
+    }
+
+    /// All namespaces that have a quota.
+    pub(super) fn accounts(&self) -> &BTreeMap<String, AccountId> {
+        &self.accounts
+    }
+
+    /// The number that the next account would have; none if there are as many as can be.
+    pub(super) fn free_account(&self) -> Option<AccountId> {
+        let again = self.free_accounts.last().copied();
+        again.or_else(|| u16::try_from(self.accounts.len()).ok().map(AccountId))
+    }
+
+    /// Gives a namespace that has none the account of [`Self::free_account`], or takes its account
+    /// away.
+    pub(super) fn set_account(&mut self, namespace: &str, account: Option<AccountId>) {
+        if let Some(account) = account {
+            self.accounts.insert(namespace.to_owned(), account);
+            self.free_accounts.pop();
+        } else {
+            self.free_accounts.extend(self.accounts.remove(namespace));
+        }
+        let its = self.scopes.iter_mut().filter(|scope| scope.name.0 == namespace);
+        its.for_each(|scope| scope.account = account);
     }
 
     /// All numbers, those that nothing is of included.

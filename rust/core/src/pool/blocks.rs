@@ -1,14 +1,14 @@
 //! All blocks of an arena, and every transition between their states.
 
 use crate::error::Error;
-use crate::ids::{BlockId, GroupId};
+use crate::ids::{AccountId, BlockId, GroupId};
 use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
 use super::order::Order;
 use super::pins::Pins;
 use super::states::{Block, BlockGroup, BlockState, Evict, Group, GroupCounts, GroupKind, Slab};
-use super::victims::{Advice, Eviction, Victims};
+use super::victims::{Advice, Eviction};
 
 /// One arena shared by the pools of all head groups.
 pub struct Pool {
@@ -256,6 +256,43 @@ impl Pool {
     /// Says what time it is, in the unit of [`Advice::until`]; it never goes back.
     pub fn set_time(&mut self, now: u64) {
         self.order.set_time(now);
+    }
+
+    /// Opens an account, of which at most `allowed` blocks of each group are cached where room is
+    /// wanted: what is beyond that goes before blocks of others.
+    ///
+    /// # Errors
+    /// `OutOfMemory` where the books of the first account find no room.
+    pub fn open_account(&mut self, account: AccountId, allowed: usize) -> Result<(), Error> {
+        self.order.open(account, allowed)
+    }
+
+    /// Closes an account; its blocks are nobody's.
+    pub fn close_account(&mut self, account: AccountId) {
+        if let Some(quotas) = self.order.quotas_mut() {
+            quotas.close(account);
+        }
+    }
+
+    /// Says how many blocks of each group an account may have cached.
+    pub fn set_allowed(&mut self, account: AccountId, allowed: usize) {
+        if let Some(quotas) = self.order.quotas_mut() {
+            quotas.set_allowed(account, allowed);
+        }
+    }
+
+    /// How many blocks of a group an account may have cached, and how many are.
+    #[must_use]
+    pub fn allowance(&self, account: AccountId, group: GroupId) -> (usize, usize) {
+        self.order.quotas().map_or((0, 0), |quotas| quotas.allowance(account, group))
+    }
+
+    /// Says whose an indexed block is, until its content is forgotten.
+    pub fn assign(&mut self, block: BlockId, account: Option<AccountId>) {
+        let group = self.group(block);
+        if let Some(quotas) = self.order.quotas_mut() {
+            quotas.assign(group, block, account);
+        }
     }
 
     /// Adds a reader to each block; a cached one leaves the order of victims.

@@ -5,7 +5,6 @@ use crate::ids::{BlockId, GroupId};
 
 use super::blocks::Pool;
 use super::states::{BlockState, Group};
-use super::victims::Victims;
 
 impl Pool {
     /// Recounts every block and compares with the books.
@@ -75,14 +74,19 @@ impl Pool {
             }
         }
         let order = self.order.in_order(id);
-        for &block in &order {
+        for &(_, block) in &order {
             let entry = &self.blocks[block.index()];
             if entry.state != BlockState::Cached || entry.group != id {
                 return Err(Error::inconsistent("order", "a cached block", block.index()));
             }
         }
-        if self.order.next(id) != order.first().copied() {
-            return Err(Error::inconsistent("order", "its first block next", "another"));
+        let first = order.first().map(|&(_, block)| block);
+        match self.order.quotas() {
+            Some(quotas) => quotas.check(id, &order)?,
+            None if self.order.next(id) != first => {
+                return Err(Error::inconsistent("order", "its first block next", "another"));
+            }
+            None => {}
         }
         agree("order", group.cached, order.len())
     }

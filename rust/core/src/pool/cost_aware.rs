@@ -10,10 +10,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::reserve::filled;
 
-use super::victims::{Advice, Hint, Victims};
-
-/// Priority, rank, and the turn in which the block entered: of equals the first goes.
-type Rank = (u8, u64, u64);
+use super::victims::{Advice, Hint, Rank, Victims};
 
 #[derive(Clone, Copy)]
 struct Known {
@@ -24,7 +21,7 @@ struct Known {
 }
 
 #[derive(Default)]
-struct Order {
+struct Ranked {
     ranked: BTreeSet<(Rank, BlockId)>,
     /// Those that do not last for ever, by their time.
     timed: BTreeSet<(u64, BlockId)>,
@@ -35,7 +32,7 @@ struct Order {
 /// See the head of this file.
 pub(super) struct CostAware {
     blocks: Vec<Known>,
-    orders: Vec<Order>,
+    groups: Vec<Ranked>,
     now: u64,
     turns: u64,
 }
@@ -45,16 +42,16 @@ impl CostAware {
         let none = Known { advice: Advice::default(), uses: 0, rank: (0, 0, 0), cached: false };
         Ok(CostAware {
             blocks: filled("ranks of blocks", none, blocks)?,
-            orders: (0..groups).map(|_| Order::default()).collect(),
+            groups: (0..groups).map(|_| Ranked::default()).collect(),
             now: 0,
             turns: 0,
         })
     }
 
     /// Ranks a block anew and enters it.
-    fn put(&mut self, group: GroupId, block: BlockId) {
+    fn put(&mut self, group: GroupId, block: BlockId) -> Rank {
         self.turns += 1;
-        let order = &mut self.orders[group.index()];
+        let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
         let Advice { priority, cost, until, .. } = known.advice;
         let worth = u64::from(known.uses.max(1)) * u64::from(cost);
@@ -64,10 +61,11 @@ impl CostAware {
         if until < u64::MAX {
             order.timed.insert((until, block));
         }
+        known.rank
     }
 
     fn take(&mut self, group: GroupId, block: BlockId) {
-        let order = &mut self.orders[group.index()];
+        let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
         known.cached = false;
         order.ranked.remove(&(known.rank, block));
@@ -76,10 +74,10 @@ impl CostAware {
 }
 
 impl Victims for CostAware {
-    fn enter(&mut self, group: GroupId, block: BlockId) {
+    fn enter(&mut self, group: GroupId, block: BlockId) -> Rank {
         let known = &mut self.blocks[block.index()];
         known.uses = known.uses.saturating_add(1);
-        self.put(group, block);
+        self.put(group, block)
     }
 
     fn leave(&mut self, group: GroupId, block: BlockId) {
@@ -90,7 +88,7 @@ impl Victims for CostAware {
         let known = &self.blocks[block.index()];
         // The rank of what is past its time says nothing of the others.
         if known.advice.until > self.now {
-            let order = &mut self.orders[group.index()];
+            let order = &mut self.groups[group.index()];
             order.sunk = order.sunk.max(known.rank.1);
         }
     }
@@ -101,12 +99,16 @@ impl Victims for CostAware {
     }
 
     fn next(&self, group: GroupId) -> Option<BlockId> {
-        let order = &self.orders[group.index()];
-        let past = order.timed.first().filter(|&&(until, _)| until <= self.now);
-        past.map(|&(_, block)| block).or_else(|| order.ranked.first().map(|&(_, block)| block))
+        let ranked = &self.groups[group.index()].ranked;
+        self.past(group).or_else(|| ranked.first().map(|&(_, block)| block))
     }
 
-    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) {
+    fn past(&self, group: GroupId) -> Option<BlockId> {
+        let first = self.groups[group.index()].timed.first();
+        first.filter(|&&(until, _)| until <= self.now).map(|&(_, block)| block)
+    }
+
+    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) -> Option<Rank> {
         let cached = self.blocks[block.index()].cached;
         if cached {
             self.take(group, block);
@@ -118,22 +120,19 @@ impl Victims for CostAware {
             Hint::Soon => known.uses = known.uses.saturating_add(1),
             Hint::Done => known.advice.until = 0,
         }
-        if cached {
-            self.put(group, block);
-        }
+        cached.then(|| self.put(group, block))
     }
 
     fn set_time(&mut self, now: u64) {
         self.now = self.now.max(now);
     }
 
-    fn in_order(&self, group: GroupId) -> Vec<BlockId> {
-        let order = &self.orders[group.index()];
+    fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
+        let order = &self.groups[group.index()];
         let past = order.timed.iter().take_while(|&&(until, _)| until <= self.now);
-        let first: Vec<BlockId> = past.map(|&(_, block)| block).collect();
-        let ranked = order.ranked.iter().map(|&(_, block)| block);
-        let is_past = |block: &BlockId| self.blocks[block.index()].advice.until <= self.now;
-        first.iter().copied().chain(ranked.filter(|block| !is_past(block))).collect()
+        let past = past.map(|&(_, block)| (self.blocks[block.index()].rank, block));
+        let lasts = |block: BlockId| self.blocks[block.index()].advice.until > self.now;
+        past.chain(order.ranked.iter().copied().filter(|&(_, block)| lasts(block))).collect()
     }
 }
 
@@ -180,7 +179,7 @@ mod tests {
         advised(&mut order, 3, Advice { priority: 7, cost: 100, until: 50, ..plain });
         advised(&mut order, 4, Advice { priority: 9, hint: Hint::Done, ..plain });
         let numbers = |order: &CostAware| -> Vec<usize> {
-            order.in_order(GROUP).iter().map(|block| block.index()).collect()
+            order.in_order(GROUP).iter().map(|(_, block)| block.index()).collect()
         };
         assert_eq!(numbers(&order), [4, 2, 1, 0, 3]);
         order.set_time(50);
@@ -232,7 +231,9 @@ mod tests {
                 }
                 lines.sort_by_key(key);
                 let wanted: Vec<BlockId> = lines.iter().map(|line| block(line.block)).collect();
-                prop_assert_eq!(order.in_order(GROUP), wanted);
+                let got: Vec<BlockId> =
+                    order.in_order(GROUP).into_iter().map(|(_, block)| block).collect();
+                prop_assert_eq!(got, wanted);
                 prop_assert_eq!(order.next(GROUP), lines.first().map(|line| block(line.block)));
                 if evicts && !lines.is_empty() {
                     let gone = lines.remove(0);

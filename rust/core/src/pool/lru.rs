@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::reserve::filled;
 
-use super::victims::{Advice, Victims};
+use super::victims::{Advice, Rank, Victims};
 
 #[derive(Clone, Copy)]
 struct Link {
@@ -55,19 +55,22 @@ impl LruList {
 pub(super) struct Lru {
     links: Links,
     lists: Vec<LruList>,
+    turns: u64,
 }
 
 impl Lru {
     pub(super) fn new(blocks: usize, groups: usize) -> Result<Lru, Error> {
         let none = Link { older: BlockId::NONE, newer: BlockId::NONE };
         let links = filled("order of use of blocks", none, blocks).map(Links)?;
-        Ok(Lru { links, lists: vec![LruList::EMPTY; groups] })
+        Ok(Lru { links, lists: vec![LruList::EMPTY; groups], turns: 0 })
     }
 }
 
 impl Victims for Lru {
-    fn enter(&mut self, group: GroupId, block: BlockId) {
+    fn enter(&mut self, group: GroupId, block: BlockId) -> Rank {
         self.lists[group.index()].push_newest(&mut self.links, block);
+        self.turns += 1;
+        (0, 0, self.turns)
     }
 
     fn leave(&mut self, group: GroupId, block: BlockId) {
@@ -83,16 +86,24 @@ impl Victims for Lru {
         oldest.is_some().then_some(oldest)
     }
 
-    fn advise(&mut self, _group: GroupId, _block: BlockId, _advice: Advice) {}
+    fn past(&self, _group: GroupId) -> Option<BlockId> {
+        None
+    }
+
+    fn advise(&mut self, _group: GroupId, _block: BlockId, _advice: Advice) -> Option<Rank> {
+        None
+    }
 
     fn set_time(&mut self, _now: u64) {}
 
-    fn in_order(&self, group: GroupId) -> Vec<BlockId> {
+    /// Ranks are counted from the oldest on: below those of all blocks that enter later.
+    fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
         let newer = |block: &BlockId| {
             let newer = self.links.0[block.index()].newer;
             newer.is_some().then_some(newer)
         };
         // A list that bites its tail is no longer than all blocks are many.
-        std::iter::successors(self.next(group), newer).take(self.links.0.len() + 1).collect()
+        let blocks = std::iter::successors(self.next(group), newer).take(self.links.0.len() + 1);
+        (0..).map(|at| (0, 0, at)).zip(blocks).collect()
     }
 }

@@ -14,16 +14,15 @@ mod cost_aware;
 mod lru;
 mod order;
 mod pins;
+mod quotas;
 mod reclaim;
 mod slab;
 mod states;
 mod store;
 mod victims;
-mod virtual_pages;
 
 pub use block::{SharedBlocks, WritableBlocks};
 pub use blocks::Pool;
 pub use states::{BlockGroup, BlockState, Evict, GroupCounts, GroupKind};
 pub use store::{Store, Stored};
 pub use victims::{Advice, Eviction, Hint};
-pub use virtual_pages::{ClassPage, VirtualPages};

@@ -1,84 +1,143 @@
-//! The order that a pool was made with.
+//! The order that a pool was made with, and what goes before it: blocks beyond a quota.
 
 use crate::error::Error;
-use crate::ids::{BlockId, GroupId};
+use crate::ids::{AccountId, BlockId, GroupId};
 
 use super::cost_aware::CostAware;
 use super::lru::Lru;
-use super::victims::{Advice, Eviction, Victims};
+use super::quotas::Quotas;
+use super::victims::{Advice, Eviction, Rank, Victims};
 
 /// One of the orders. A match and no table of functions: every block that is let go of passes here.
-pub(super) enum Order {
+enum Ranking {
     Lru(Lru),
     CostAware(CostAware),
 }
 
-impl Order {
-    pub(super) fn new(eviction: Eviction, blocks: usize, groups: usize) -> Result<Order, Error> {
-        Ok(match eviction {
-            Eviction::Lru => Order::Lru(Lru::new(blocks, groups)?),
-            Eviction::CostAware => Order::CostAware(CostAware::new(blocks, groups)?),
-        })
-    }
+/// Which cached block of each group goes next: what is past its time, then what is beyond a quota,
+/// then what the pool's order says.
+pub(super) struct Order {
+    ranking: Ranking,
+    blocks: usize,
+    groups: usize,
+    /// None while nobody has a quota: most pools never need the room.
+    quotas: Option<Box<Quotas>>,
 }
 
-impl Victims for Order {
-    #[inline]
-    fn enter(&mut self, group: GroupId, block: BlockId) {
-        match self {
-            Order::Lru(order) => order.enter(group, block),
-            Order::CostAware(order) => order.enter(group, block),
-        }
+impl Order {
+    pub(super) fn new(eviction: Eviction, blocks: usize, groups: usize) -> Result<Order, Error> {
+        let ranking = match eviction {
+            Eviction::Lru => Ranking::Lru(Lru::new(blocks, groups)?),
+            Eviction::CostAware => Ranking::CostAware(CostAware::new(blocks, groups)?),
+        };
+        Ok(Order { ranking, blocks, groups, quotas: None })
     }
 
     #[inline]
-    fn leave(&mut self, group: GroupId, block: BlockId) {
-        match self {
-            Order::Lru(order) => order.leave(group, block),
-            Order::CostAware(order) => order.leave(group, block),
-        }
-    }
-
-    fn give_up(&mut self, group: GroupId, block: BlockId) {
-        match self {
-            Order::Lru(order) => order.give_up(group, block),
-            Order::CostAware(order) => order.give_up(group, block),
+    pub(super) fn enter(&mut self, group: GroupId, block: BlockId) {
+        let rank = match &mut self.ranking {
+            Ranking::Lru(order) => order.enter(group, block),
+            Ranking::CostAware(order) => order.enter(group, block),
+        };
+        if let Some(quotas) = &mut self.quotas {
+            quotas.enter(group, block, rank);
         }
     }
 
     #[inline]
-    fn forget(&mut self, block: BlockId) {
-        match self {
-            Order::Lru(order) => order.forget(block),
-            Order::CostAware(order) => order.forget(block),
+    pub(super) fn leave(&mut self, group: GroupId, block: BlockId) {
+        match &mut self.ranking {
+            Ranking::Lru(order) => order.leave(group, block),
+            Ranking::CostAware(order) => order.leave(group, block),
+        }
+        if let Some(quotas) = &mut self.quotas {
+            quotas.leave(group, block);
         }
     }
 
-    fn next(&self, group: GroupId) -> Option<BlockId> {
-        match self {
-            Order::Lru(order) => order.next(group),
-            Order::CostAware(order) => order.next(group),
+    pub(super) fn give_up(&mut self, group: GroupId, block: BlockId) {
+        // The rank of what is beyond a quota says nothing of others' blocks.
+        if self.quotas.as_ref().is_some_and(|quotas| quotas.next(group) == Some(block)) {
+            return;
+        }
+        match &mut self.ranking {
+            Ranking::Lru(order) => order.give_up(group, block),
+            Ranking::CostAware(order) => order.give_up(group, block),
         }
     }
 
-    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) {
-        match self {
-            Order::Lru(order) => order.advise(group, block, advice),
-            Order::CostAware(order) => order.advise(group, block, advice),
+    #[inline]
+    pub(super) fn forget(&mut self, block: BlockId) {
+        match &mut self.ranking {
+            Ranking::Lru(order) => order.forget(block),
+            Ranking::CostAware(order) => order.forget(block),
+        }
+        if let Some(quotas) = &mut self.quotas {
+            quotas.forget(block);
         }
     }
 
-    fn set_time(&mut self, now: u64) {
-        match self {
-            Order::Lru(order) => order.set_time(now),
-            Order::CostAware(order) => order.set_time(now),
+    pub(super) fn next(&self, group: GroupId) -> Option<BlockId> {
+        let (past, next) = match &self.ranking {
+            Ranking::Lru(order) => (None, order.next(group)),
+            Ranking::CostAware(order) => (order.past(group), order.next(group)),
+        };
+        let beyond = || self.quotas.as_ref().and_then(|quotas| quotas.next(group));
+        past.or_else(beyond).or(next)
+    }
+
+    pub(super) fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) {
+        let rank = match &mut self.ranking {
+            Ranking::Lru(order) => order.advise(group, block, advice),
+            Ranking::CostAware(order) => order.advise(group, block, advice),
+        };
+        if let (Some(quotas), Some(rank)) = (&mut self.quotas, rank) {
+            quotas.leave(group, block);
+            quotas.enter(group, block, rank);
         }
     }
 
-    fn in_order(&self, group: GroupId) -> Vec<BlockId> {
-        match self {
-            Order::Lru(order) => order.in_order(group),
-            Order::CostAware(order) => order.in_order(group),
+    pub(super) fn set_time(&mut self, now: u64) {
+        match &mut self.ranking {
+            Ranking::Lru(order) => order.set_time(now),
+            Ranking::CostAware(order) => order.set_time(now),
         }
+    }
+
+    /// The cached blocks of a group in the pool's order, whatever the quotas are.
+    pub(super) fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
+        match &self.ranking {
+            Ranking::Lru(order) => order.in_order(group),
+            Ranking::CostAware(order) => order.in_order(group),
+        }
+    }
+
+    /// Makes room for an account of which `allowed` blocks of each group may be cached.
+    ///
+    /// # Errors
+    /// `OutOfMemory` where the books of the first account find no room.
+    pub(super) fn open(&mut self, account: AccountId, allowed: usize) -> Result<(), Error> {
+        if self.quotas.is_none() {
+            let mut quotas = Quotas::new(self.blocks, self.groups)?;
+            for group in (0..self.groups).map(|group| GroupId(group as u8)) {
+                let cached = self.in_order(group);
+                cached.into_iter().for_each(|(rank, block)| quotas.enter(group, block, rank));
+            }
+            self.quotas = Some(Box::new(quotas));
+        }
+        if let Some(quotas) = &mut self.quotas {
+            quotas.open(account, allowed);
+        }
+        Ok(())
+    }
+
+    /// The quotas, where there are any.
+    pub(super) fn quotas(&self) -> Option<&Quotas> {
+        self.quotas.as_deref()
+    }
+
+    /// The quotas, where there are any.
+    pub(super) fn quotas_mut(&mut self) -> Option<&mut Quotas> {
+        self.quotas.as_deref_mut()
     }
 }

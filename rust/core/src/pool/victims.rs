@@ -2,13 +2,17 @@
 
 use crate::ids::{BlockId, GroupId};
 
+/// Where a cached block stands in its group: priority, worth, and the turn in which it entered. Of
+/// two blocks the one with the smaller rank goes first.
+pub(super) type Rank = (u8, u64, u64);
+
 /// The order in which cached blocks of each group are given up.
 ///
 /// The pool says which blocks are cached: findable, and held by nobody. An order says which of them
 /// goes next, and nothing else: it never holds a block.
 pub(super) trait Victims {
-    /// A block of a group is cached from now on.
-    fn enter(&mut self, group: GroupId, block: BlockId);
+    /// A block of a group is cached from now on; says where it stands.
+    fn enter(&mut self, group: GroupId, block: BlockId) -> Rank;
 
     /// A block of a group is cached no longer: it is held again, or its content goes.
     fn leave(&mut self, group: GroupId, block: BlockId);
@@ -22,14 +26,17 @@ pub(super) trait Victims {
     /// The cached block of a group that goes next.
     fn next(&self, group: GroupId) -> Option<BlockId>;
 
-    /// Takes note of what is known of a block, cached or not.
-    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice);
+    /// The cached block of a group that goes next because it is past its time.
+    fn past(&self, group: GroupId) -> Option<BlockId>;
+
+    /// Takes note of what is known of a block, cached or not; says where a cached one stands now.
+    fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) -> Option<Rank>;
 
     /// Notes what time it is, in the unit of [`Advice::until`].
     fn set_time(&mut self, now: u64);
 
-    /// The cached blocks of a group, the next to go first.
-    fn in_order(&self, group: GroupId) -> Vec<BlockId>;
+    /// The cached blocks of a group and where they stand, the next to go first.
+    fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)>;
 }
 
 /// What is known of a block beside that it is cached; an order may make use of it.

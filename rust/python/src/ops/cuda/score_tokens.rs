@@ -7,10 +7,10 @@ use super::arguments::{Place, TablePair, extent_of};
 use super::device::backend;
 use super::reading::{Call, Reading};
 use crate::arguments::raised;
-use crate::attention::{AttentionArguments, EdgeArguments, keys};
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
+use crate::ops::reading::{AttentionArguments, EdgeArguments, keys};
 use crate::tensor::TensorRef;
 
 /// `allocate` is called once with a number of bytes and returns an uninitialised f32 tensor of at
@@ -72,14 +72,14 @@ pub fn score_tokens_cuda(
         query_heads: call.vectors.heads,
         stream,
     };
-    let bytes = raised(py, backend.score_tokens_workspace(&launch).map_err(Failure::from))?;
-    let workspace = borrow("workspace", &allocate.call1((bytes,))?)?;
+    let plan = raised(py, backend.plan_score_tokens(&launch).map_err(Failure::from))?;
+    let workspace = borrow("workspace", &allocate.call1((plan.workspace_bytes(),))?)?;
     launch.workspace = raised(py, bytes_of(&call.place, &workspace.tensor))?;
     call_core(py, || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed; tables that are kept live as long as their owners. Offsets were
         // checked on the host, or are the caller's promise where they lie on the device.
-        unsafe { backend.score_tokens(&launch) }.map_err(Failure::from)
+        unsafe { backend.score_tokens(&launch, &plan) }.map_err(Failure::from)
     })
 }
 

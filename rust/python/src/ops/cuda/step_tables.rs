@@ -7,7 +7,9 @@ use super::arguments::{extent_of, ordinal_of};
 use super::device::backend;
 use crate::arguments::raised;
 use crate::failure::{Failure, call_core};
-use crate::step_tables::{BatchArguments, Borrows, Results, Sizes, SpanArguments, block_stride};
+use crate::ops::step_batch::{
+    BatchArguments, Borrows, Results, Sizes, SpanArguments, block_stride,
+};
 
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]

@@ -1,38 +1,40 @@
-//! `attend_prefill` and `attend_decode` on CUDA.
+//! What `attend_prefill` and `attend_decode` have in common on CUDA.
 
 use kvweave_core::ops::check_offsets;
-use kvweave_cuda::{AttendLaunch, AttendWorkspace, DeviceTensor};
+use kvweave_cuda::{AttendLaunch, DeviceTensor};
 use pyo3::prelude::*;
 
-use super::arguments::{DeviceTable, TablePair};
+use super::arguments::{DeviceTable, Place, TablePair};
 use super::device::backend;
 use super::reading::{Call, Reading};
 use crate::arguments::raised;
-use crate::attention::AttentionArguments;
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
+use crate::ops::reading::AttentionArguments;
 use crate::tensor::TensorRef;
 
-/// Without `row_offsets` row b is request b: a decode step. `results` are `out` and `lse`.
-/// `allocate` is called at most once, with the workspace's numbers of f32 and i32, and returns two
-/// tensors of at least as many on the cache's device, the second one all 0. `stream` is the handle
-/// of the stream to run on.
-#[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (arguments, row_offsets, entry_offsets, results, allocate, stream))]
-pub fn attend_cuda(
-    py: Python<'_>,
-    arguments: AttentionArguments<'_>,
-    row_offsets: Option<TablePair<'_>>,
-    entry_offsets: TablePair<'_>,
-    results: (Bound<'_, PyAny>, Bound<'_, PyAny>),
-    allocate: &Bound<'_, PyAny>,
+type Any<'py> = Bound<'py, PyAny>;
+/// `out` and `lse`.
+pub type Results<'py> = (Any<'py>, Any<'py>);
+/// Tensors of f32 and i32 on the cache's device, the second one all 0.
+pub type Workspace<'py> = (Any<'py>, Any<'py>);
+/// What a call needs of workspace: numbers of f32 and i32.
+pub type Needs = (usize, usize);
+
+/// Launches, or says what workspace the call needs where it was given none or one that is too
+/// small. Without `row_offsets` row b is request b: a decode step.
+pub fn attend<'py>(
+    py: Python<'py>,
+    arguments: &AttentionArguments<'py>,
+    (row_offsets, entry_offsets): (Option<&DeviceTable<'py>>, &TablePair<'py>),
+    results: &Results<'py>,
+    workspace: Option<Workspace<'py>>,
     stream: u64,
-) -> PyResult<()> {
-    let reading = Reading::of(py, &arguments, &entry_offsets)?;
-    let row_offsets = row_offsets.map(|pair| DeviceTable::of("row_offsets", &pair)).transpose()?;
+) -> PyResult<Option<Needs>> {
+    let reading = Reading::of(py, arguments, entry_offsets)?;
     let (out, lse) = (borrow("out", &results.0)?, borrow("lse", &results.1)?);
+    let space = workspace.map(Space::of).transpose()?;
     let checks = || {
         let call = reading.call()?;
         let (out, lse) = (&out.tensor, &lse.tensor);
@@ -44,7 +46,7 @@ pub fn attend_cuda(
         let element = DType::from(call.place.row_dtype);
         let values = call.place.output("out", out, (element, &[r, h, d]), &read)?;
         let lse = call.place.output("lse", lse, (DType::F32, &[r, h]), &read[..5])?;
-        let rows = Rows::of(&call, row_offsets.as_ref())?;
+        let rows = Rows::of(&call, row_offsets)?;
         Ok((call, rows, values, lse))
     };
     let (call, rows, out, lse) = raised(py, checks())?;
@@ -75,33 +77,47 @@ pub fn attend_cuda(
         counters: nothing,
         stream,
     };
-    let needs = backend.attend_workspace(&launch);
-    let space = if needs.floats > 0 { Some(allocated(allocate, needs)?) } else { None };
-    if let Some((floats, counters)) = &space {
-        let part = |what, tensor: &TensorRef, dtype| {
-            call.place.output(what, tensor, (dtype, &[("numbers", None)]), &[])
-        };
-        launch.floats = raised(py, part("workspace", &floats.tensor, DType::F32))?;
-        launch.counters = raised(py, part("counters", &counters.tensor, DType::I32))?;
+    let plan = backend.plan_attend(&launch);
+    let needs = plan.workspace();
+    if needs.floats > 0 {
+        let parts = space.as_ref().map(|space| space.parts(&call.place)).transpose();
+        let (floats, counters) = raised(py, parts)?.unwrap_or((nothing, nothing));
+        if floats.len < needs.floats || counters.len < needs.counters {
+            return Ok(Some((needs.floats, needs.counters)));
+        }
+        (launch.floats, launch.counters) = (floats, counters);
     }
     // SAFETY: every tensor was read from a live owner on this device, which torch keeps until the
     // stream has passed; tables that are kept live as long as their owners. Offsets were checked
     // on the host, or are the caller's promise where they lie on the device.
-    call_core(py, || unsafe { backend.attend(&launch) }.map_err(Failure::from))
+    call_core(py, || unsafe { backend.attend(&launch, &plan) }.map_err(Failure::from))?;
+    Ok(None)
 }
 
-fn allocated<'py>(
-    allocate: &Bound<'py, PyAny>,
-    needs: AttendWorkspace,
-) -> PyResult<(Borrowed<'py>, Borrowed<'py>)> {
-    let pair = allocate.call1((needs.floats, needs.counters))?;
-    let (floats, counters) = pair.extract::<(Bound<'py, PyAny>, Bound<'py, PyAny>)>()?;
-    Ok((borrow("workspace", &floats)?, borrow("counters", &counters)?))
+/// A workspace, borrowed.
+struct Space<'py> {
+    floats: Borrowed<'py>,
+    counters: Borrowed<'py>,
+}
+
+impl<'py> Space<'py> {
+    fn of((floats, counters): Workspace<'py>) -> PyResult<Self> {
+        let (floats, counters) = (borrow("workspace", &floats)?, borrow("counters", &counters)?);
+        Ok(Self { floats, counters })
+    }
+
+    fn parts(&self, place: &Place) -> Result<(DeviceTensor, DeviceTensor), Failure> {
+        let part = |what, tensor: &TensorRef, dtype| {
+            place.output(what, tensor, (dtype, &[("numbers", None)]), &[])
+        };
+        let floats = part("workspace", &self.floats.tensor, DType::F32)?;
+        Ok((floats, part("counters", &self.counters.tensor, DType::I32)?))
+    }
 }
 
 /// How rows belong to requests.
 struct Rows<'a> {
-    offsets: Option<kvweave_cuda::DeviceTensor>,
+    offsets: Option<DeviceTensor>,
     on_host: Option<&'a [i32]>,
 }
 

@@ -7,10 +7,8 @@
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
+use crate::pool::{BlockState, Evict, GroupCounts, Pool};
 use crate::reserve::{filled, zeroed};
-
-use super::blocks::Pool;
-use super::states::{BlockState, Evict, GroupCounts};
 
 /// What a class of heads keeps of a virtual page.
 pub type ClassPage = (u32, u32);

@@ -10,9 +10,9 @@ use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, extent_of, nothing};
 use crate::arguments::{count, pages_of, raised, scales_of};
-use crate::attention::AttentionArguments;
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::Failure;
+use crate::ops::reading::AttentionArguments;
 use crate::reach::Reach;
 use crate::rope::RopeTable;
 use crate::tensor::TensorRef;

@@ -1,0 +1,86 @@
+//! What Python chooses by a word or a number, as the core has it.
+
+use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
+
+use crate::arguments::count;
+use crate::failure::Failure;
+use crate::scalars::Number;
+
+pub fn hash_kind(name: &str) -> Result<HashKind, Failure> {
+    match name {
+        "xxh3-128" => Ok(HashKind::Xxh3_128),
+        "sha256" => Ok(HashKind::Sha256),
+        _ => Err(Failure::invalid("hash", "xxh3-128 or sha256", format!("{name:?}"))),
+    }
+}
+
+pub fn eviction_kind(name: &str) -> Result<Eviction, Failure> {
+    match name {
+        "lru" => Ok(Eviction::Lru),
+        "cost-aware" => Ok(Eviction::CostAware),
+        _ => Err(Failure::invalid("eviction", "lru or cost-aware", format!("{name:?}"))),
+    }
+}
+
+pub fn reuse_kind(name: &str) -> Result<Reuse, Failure> {
+    match name {
+        "none" => Ok(Reuse::None),
+        "prefix" => Ok(Reuse::Prefix),
+        "segments" => Ok(Reuse::Segments),
+        _ => Err(Failure::invalid("reuse", "none, prefix or segments", format!("{name:?}"))),
+    }
+}
+
+pub fn mode_kind(name: &str) -> Result<Mode, Failure> {
+    match name {
+        "materialise" => Ok(Mode::Materialise),
+        "share" => Ok(Mode::Share),
+        _ => Err(Failure::invalid("mode", "materialise or share", format!("{name:?}"))),
+    }
+}
+
+/// What is known of a text: `until` is the time from which on it goes before all others.
+pub fn advice(
+    priority: Number,
+    cost: Number,
+    until: Option<Number>,
+    hint: &str,
+) -> Result<Advice, Failure> {
+    let hint = match hint {
+        "none" => Hint::None,
+        "soon" => Hint::Soon,
+        "done" => Hint::Done,
+        _ => return Err(Failure::invalid("hint", "none, soon or done", format!("{hint:?}"))),
+    };
+    let outside = |what, most: u32, got| Failure::invalid(what, format!("0 to {most}"), got);
+    let (priority, cost) = (i64::from(priority), i64::from(cost));
+    Ok(Advice {
+        priority: u8::try_from(priority)
+            .map_err(|_| outside("priority", u8::MAX.into(), priority))?,
+        cost: u32::try_from(cost).map_err(|_| outside("cost", u32::MAX, cost))?,
+        until: until.map_or(Ok(u64::MAX), |until| count("until", until).map(|at| at as u64))?,
+        hint,
+    })
+}
+
+/// A quota in blocks, given in blocks or in bytes of blocks of `block_bytes`; none is none.
+pub fn quota_blocks(
+    blocks: Option<Number>,
+    bytes: Option<Number>,
+    block_bytes: u64,
+) -> Result<Option<usize>, Failure> {
+    match (blocks, bytes) {
+        (Some(_), Some(_)) => Err(Failure::invalid("quota", "blocks or bytes", "both")),
+        (Some(blocks), None) => count("blocks", blocks).map(Some),
+        (None, Some(bytes)) => Ok(Some(count("bytes", bytes)? / block_bytes as usize)),
+        (None, None) => Ok(None),
+    }
+}
+
+/// A share from 0 to 1 in whole percent.
+pub fn percent(what: &str, share: f64) -> Result<u8, Failure> {
+    if (0.0..=1.0).contains(&share) {
+        return Ok((share * 100.0).round() as u8);
+    }
+    Err(Failure::invalid(what, "a share from 0 to 1", share))
+}

@@ -1,0 +1,11 @@
+//! The ops on the host: memory viewed as slices, the fast crate or the definition.
+
+pub mod attend_decode;
+pub mod attend_prefill;
+pub mod copy_rerotate;
+mod element;
+pub mod merge_states;
+mod reading;
+pub mod score_tokens;
+pub mod step_tables;
+pub mod write_pages;

@@ -1,0 +1,69 @@
+//! `write_pages` on the host.
+
+use kvweave_core::ops::{PageBounds, WritePages};
+use pyo3::prelude::*;
+
+use super::element::{run, with_rows};
+use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
+use crate::dlpack::borrow;
+use crate::reach::Reach;
+use crate::scalars::Number;
+
+/// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
+type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "each is named in Python")]
+#[pyo3(signature = (cache, layer, k, v, slots, reach, bounds, kv_scales, reference))]
+pub fn write_pages(
+    py: Python<'_>,
+    cache: &Bound<'_, PyAny>,
+    layer: Number,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    slots: &Bound<'_, PyAny>,
+    reach: Option<&Bound<'_, Reach>>,
+    bounds: Option<BoundsArguments<'_>>,
+    kv_scales: Option<(f32, f32)>,
+    reference: bool,
+) -> PyResult<()> {
+    let owner = borrow("cache", cache)?;
+    let cache = owner.tensor;
+    let (k, v) = (borrow("k", k)?, borrow("v", v)?);
+    let slots = Table::of("slots", slots)?;
+    let reach = reach.map(|reach| reach.get().core());
+    let bounds = bounds
+        .map(|(values, held)| {
+            Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?))
+        })
+        .transpose()?;
+    with_rows!(py, cache.dtype, ("k", k.tensor.dtype), (T, C) => {
+        let params = || {
+            let (k, v) = (&k.tensor, &v.tensor);
+            let layer = count("layer", layer)?;
+            let keys = head_rows::<T>("k", k)?;
+            let values = head_rows::<T>("v", v)?;
+            let geometry = pages_of(&cache, layer.saturating_add(1), keys.heads)?;
+            cache.expect_apart("cache", k, "k")?;
+            cache.expect_apart("cache", v, "v")?;
+            cache.expect_apart("cache", &slots.0.tensor, "slots")?;
+            let mut read = vec![("cache", &cache), ("k", k), ("v", v), ("slots", &slots.0.tensor)];
+            let bounds = match &bounds {
+                Some((values, held)) => {
+                    read.push(("held", &held.0.tensor));
+                    let shape = [("pages", None), ("3", Some(3)), ("D", Some(geometry.head_dim))];
+                    let values = output("bounds", &values.tensor, &shape, &read)?;
+                    cache.expect_apart("cache", &held.0.tensor, "held")?;
+                    Some(PageBounds { values, held: held.rows("held")? })
+                }
+                None => None,
+            };
+            let slots = slots.slots("slots", reach)?;
+            // SAFETY: no other argument overlaps it; others are excluded as `arguments` says.
+            let cache = unsafe { cache.slice_mut::<C>("cache") }?;
+            let scales = scales_of(kv_scales);
+            Ok(WritePages { cache, geometry, layer, scales, keys, values, slots, reach, bounds })
+        };
+        run!(py, reference, write_pages, raised(py, params())?)
+    })
+}

@@ -1,0 +1,24 @@
+//! `attend_decode` on CUDA.
+
+use pyo3::prelude::*;
+
+use super::arguments::TablePair;
+use super::attend::{Needs, Results, Workspace, attend};
+use crate::ops::reading::AttentionArguments;
+
+/// Returns nothing when it has launched, or else what the call needs of `workspace`, in numbers of
+/// f32 and i32: it was given none, or one that is too small. `workspace` are two tensors on the
+/// cache's device, the second one all 0. `stream` is the handle of the stream to run on.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (arguments, entry_offsets, results, workspace, stream))]
+pub fn attend_decode_cuda<'py>(
+    py: Python<'py>,
+    arguments: AttentionArguments<'py>,
+    entry_offsets: TablePair<'py>,
+    results: Results<'py>,
+    workspace: Option<Workspace<'py>>,
+    stream: u64,
+) -> PyResult<Option<Needs>> {
+    attend(py, &arguments, (None, &entry_offsets), &results, workspace, stream)
+}

@@ -1,0 +1,17 @@
+//! The ops on CUDA devices: tensors read and checked, tables that came from the host validated,
+//! one launch a call.
+//!
+//! Every function follows the same steps: borrow the tensors, check them against each other, then
+//! with the lock released find the device's kernels and launch. Nothing is waited for.
+
+mod arguments;
+mod attend;
+pub mod attend_decode;
+pub mod attend_prefill;
+pub mod copy_rerotate;
+pub mod device;
+pub mod merge_states;
+mod reading;
+pub mod score_tokens;
+pub mod step_tables;
+pub mod write_pages;

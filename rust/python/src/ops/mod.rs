@@ -1,0 +1,9 @@
+//! The ops: a folder for where the tensors lie, in it a file for each op, of the op's own name.
+//!
+//! Every function follows the same steps: borrow the tensors, check what the params struct cannot,
+//! run with the lock released. Shapes are named as in `kvweave.ops`.
+
+pub mod cpu;
+pub mod cuda;
+mod reading;
+mod step_batch;
