@@ -65,18 +65,33 @@ class Engine:
         for request, known, _ in plan.admitted.tolist():
             tokens = self.tokens[request]
             assert known == len(tokens)
-            self.held[request] = self.cache.admit(np.asarray(tokens, np.int32), reuse="prefix")
+            try:
+                self.held[request] = self.cache.admit(np.asarray(tokens, np.int32), reuse="prefix")
+            except PoolFull:
+                self.falls_short(request, plan)
+                continue
             self.held[request].take_copies()
         for request, first, count, last in plan.prefill.tolist():
+            if request not in self.held:
+                continue
             self.held[request].commit(first + count, first + count)
             assert bool(last) == (first + count == len(self.tokens[request]))
             if last:
                 self.say(request)
         for request in plan.decode.tolist():
-            self.held[request].append(np.asarray(self.tokens[request][-1:], np.int32))
+            try:
+                self.held[request].append(np.asarray(self.tokens[request][-1:], np.int32))
+            except PoolFull:
+                self.falls_short(request, plan)
+                continue
             self.say(request)
         self.cache.check()
         return plan
+
+    def falls_short(self, request: int, plan: StepPlan) -> None:
+        """What gave way had pages that others read too, so that fewer came free than it held."""
+        assert len(plan.preempted)
+        assert self.scheduler.not_done(request, no_room=True)
 
     def drain(self) -> None:
         for _ in range(5000):
@@ -112,6 +127,21 @@ def test_every_request_says_what_it_would_alone(
     metrics = engine.scheduler.metrics()
     assert metrics["finished"] == len(requests)
     assert metrics["waiting"] == metrics["prefilling"] == metrics["decoding"] == 0
+
+
+def test_who_gives_way_may_have_pages_that_others_read() -> None:
+    cache = small_cache(20)
+    engine = Engine(cache, small(cache))
+    for request, (length, limit) in enumerate([(23, 4), (1, 1), (1, 1), (5, 2)]):
+        engine.arrive(request, [request % 3 * 7 + at for at in range(length)], limit)
+        engine.step()
+    engine.arrive(4, [7 + at for at in range(49)], 1, priority=1)
+    plan = engine.step()
+    # Request 3 has its first page from request 0, which goes on reading it.
+    assert (plan.admitted[:, 0].tolist(), plan.preempted.tolist()) == ([4], [[3, 4]])
+    assert engine.scheduler.state(4) == "waiting"
+    engine.drain()
+    assert sorted(engine.done) == [0, 1, 2, 3, 4]
 
 
 def test_a_plan_says_everything_in_plain_arrays() -> None:

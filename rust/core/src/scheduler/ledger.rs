@@ -30,7 +30,9 @@ struct Account {
 
 /// Counts pages: each request pays for all its tokens, but for pages that others were said to
 /// hold. Never counts less than a cache takes, so that what it promises can be had: but for what
-/// the cache holds beside, which [`Self::tell_free`] says.
+/// the cache holds beside, which [`Self::tell_free`] says, and for pages of a request that gives
+/// way which others read too. These come free with the last that reads them; whoever finds no room
+/// for that reason says so by [`Scheduler::not_done`](super::Scheduler::not_done).
 #[derive(Clone, Debug)]
 pub struct BlockLedger {
     page_tokens: usize,
