@@ -29,8 +29,9 @@ these, `shared_pages` (of the arena) are left out, which others hold already and
 more when it is admitted, and needs none while it says them (`expect` names all of them together:
 `reserved`). When the cache raises `PoolFull` all the same (other users of it took the room, free
 pages lie in slabs of another head group, or who gave way had pages that others read too),
-`not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing; for a request that decodes, the next plan makes room. A step that
-failed for another reason is `not_done(request)`, and is planned again.
+`not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing; for a request
+that decodes, the next plan makes room. A step that failed for another reason is
+`not_done(request)`, and is planned again.
 
 Rules. `priority` (more is sooner) makes a request as old as if it had come `ageing_ns` earlier for
 each level, so nobody is passed for longer than its difference in levels times that. Decoding goes

@@ -61,18 +61,12 @@ class Engine:
         self.now += SECOND // 100
         self.answered, self.finished = [], []
         for request, _ in plan.preempted.tolist():
-            self.held.pop(request).release()
+            if held := self.held.pop(request, None):
+                held.release()
         for request, known, _ in plan.admitted.tolist():
-            tokens = self.tokens[request]
-            assert known == len(tokens)
-            try:
-                self.held[request] = self.cache.admit(np.asarray(tokens, np.int32), reuse="prefix")
-            except PoolFull:
-                self.falls_short(request, plan)
-                continue
-            self.held[request].take_copies()
+            assert known == len(self.tokens[request])
         for request, first, count, last in plan.prefill.tolist():
-            if request not in self.held:
+            if request not in self.held and not self.admits(request):
                 continue
             self.held[request].commit(first + count, first + count)
             assert bool(last) == (first + count == len(self.tokens[request]))
@@ -82,16 +76,23 @@ class Engine:
             try:
                 self.held[request].append(np.asarray(self.tokens[request][-1:], np.int32))
             except PoolFull:
-                self.falls_short(request, plan)
+                assert self.scheduler.not_done(request, no_room=True)
                 continue
             self.say(request)
         self.cache.check()
         return plan
 
-    def falls_short(self, request: int, plan: StepPlan) -> None:
-        """What gave way had pages that others read too, so that fewer came free than it held."""
-        assert len(plan.preempted)
-        assert self.scheduler.not_done(request, no_room=True)
+    def admits(self, request: int) -> bool:
+        """Others may have taken the room since it was promised, or go on reading what gave way."""
+        tokens = np.asarray(self.tokens[request], np.int32)
+        try:
+            held = self.held[request] = self.cache.admit(tokens, reuse="prefix")
+        except PoolFull:
+            assert self.scheduler.not_done(request, no_room=True)
+            return False
+        held.take_copies()
+        held.finish_copies()
+        return True
 
     def drain(self) -> None:
         for _ in range(5000):
