@@ -118,6 +118,10 @@ class Rotary:
     def _ask(self, positions: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.zeros(1, dtype=self.spec.dtype, device=self.spec.device)
         named = () if key is None else (key,)
+        if not self.is_fixed:
+            # A module of dynamic frequencies keeps those of the longest request that it was asked
+            # for, until a short one comes: so that one request's do not depend on others.
+            self.spec.rotary(like, torch.zeros_like(positions[None, :1]), *named)
         cos, sin = self.spec.rotary(like, positions[None], *named)
         return cos[0], sin[0]
 
