@@ -107,6 +107,21 @@ def test_whoever_joins_and_leaves_each_says_what_it_says_alone(
     assert runner.cache.stats()["held"] == 0
 
 
+def test_frequencies_are_those_of_a_length_whoever_was_asked_about_before() -> None:
+    rotary = Runner(tiny("llama-dynamic"), max_tokens=512)._decoder.rotary
+    lengths = [1, 64, 65, 200, 90, 300, 20]
+    regimes = {n: rotary.table(n).regime for n in lengths}
+    assert len(set(regimes.values())) > 2
+    for length in [*reversed(lengths), *sorted(lengths)]:
+        table = rotary.table(length)
+        assert table.regime == regimes[length]
+        # A decode step's row is asked about alone, behind longer and shorter ones.
+        newest = np.array([350, length - 1, 5], np.int32)
+        for key, (cos, sin) in rotary.lone_turns(newest).items():
+            torch.testing.assert_close(cos[1], table.cos[key][length - 1], rtol=0, atol=0)
+            torch.testing.assert_close(sin[1], table.sin[key][length - 1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_batch_that_stays_is_bit_for_bit_the_cache_s_own_tables(mapped, monkeypatch) -> None:
     """Against attention over the tables that the cache itself gives, made anew in every step."""
