@@ -144,9 +144,13 @@ class PlanWalk:
         if self._over:
             raise InvalidArgument("plan walk: expected no question behind its end, got one")
         try:
-            return self._policy.send(result)
+            step = self._policy.send(result)
         except StopIteration:
             return None
+        if step is None:
+            # Not its end: what the policy meant to say next would be passed over.
+            _refuse("policy: expected a LayerPlan or a Draft, got NoneType")
+        return step
 
     def _task(self, step: PlanStep | None) -> Task | None:
         if step is None:

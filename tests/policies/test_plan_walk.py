@@ -282,6 +282,7 @@ def last(**fields: Any) -> list[Any]:
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "nothing": ([], "layer plan: expected 3 layers, got 0"),
+    "nothing at the end": ([*WHOLE, None], "expected a LayerPlan or a Draft, got NoneType"),
     "another thing": (["full"], "policy: expected a LayerPlan or a Draft, got str"),
     "layer 1 first": (WHOLE[1:], "layer plan: expected layer 0 first, got 1"),
     "a skipped layer": ([WHOLE[0], WHOLE[2]], "layer plan: expected layer 1, got 2"),
