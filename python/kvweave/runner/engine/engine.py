@@ -271,8 +271,16 @@ class Engine:
         As `step`; `PoolFull` when nothing can be done because others hold the arena.
         """
         while self._live:
-            if not self.step() and self._live:
-                raise PoolFull(f"engine: expected room for {self.live} requests, got none")
+            self.must_step()
+
+    def must_step(self) -> None:
+        """A step that has something to do, or is the last.
+
+        # Errors
+        As `run`.
+        """
+        if not self.step() and self._live:
+            raise PoolFull(f"engine: expected room for {self.live} requests, got none")
 
     def close(self, error: BaseException | None = None) -> None:
         """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
