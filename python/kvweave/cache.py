@@ -23,7 +23,7 @@ more than these and n rows, and `advance(start, end)` moves it on.
 
 What nobody holds stays cached until its blocks are needed, the least recently used first. With
 `KvCache(..., eviction="cost-aware")` what is known of a text counts: first goes what is past its
-time, then the lowest priority, then what costs little to have again and is seldom used.
+time, then the lowest priority, then what costs little to have again and was used once.
 
     cache.advise(tokens, priority=1)            # before this goes all of priority 0
     cache.advise(tokens, cost=40, until=900)    # forty times as dear, until `set_time(900)`

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as kinds
@@ -48,6 +48,7 @@ token_lists = st.lists(
 
 
 @given(token_lists)
+@example([141, *[0] * 7, 218])
 @settings(max_examples=300)
 def test_pieces_are_the_text_of_all_tokens(tokens: list[int]) -> None:
     whole = smollm2_text(tokens)

@@ -105,3 +105,20 @@ fn advice_is_of_positions_that_there_are() {
         assert_eq!(refused.kind(), ErrorKind::OutOfRange);
     }
 }
+
+/// What comes again counts as used before, though it had to go meanwhile.
+#[test]
+fn what_comes_again_outlives_what_comes_once() {
+    for (eviction, stays) in [(Eviction::Lru, false), (Eviction::CostAware, true)] {
+        let cache = cache(eviction);
+        let text_of = |number: u32| text(100 * number, 2);
+        learn(&cache, &text_of(1), None);
+        // Four others of two blocks each: the first had to go.
+        (2..6).for_each(|other| learn(&cache, &text_of(other), None));
+        assert_eq!(cache.lookup_prefix(&text_of(1), ""), 0);
+        learn(&cache, &text_of(1), None);
+        (6..10).for_each(|other| learn(&cache, &text_of(other), None));
+        assert_eq!(cache.lookup_prefix(&text_of(1), "") > 0, stays, "{eviction:?}");
+        cache.check().unwrap();
+    }
+}

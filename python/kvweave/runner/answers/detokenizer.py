@@ -36,13 +36,16 @@ class Detokenizer:
         """The text that is sure with one more token; it may be empty."""
         self._window.append(token)
         text = self._text()
-        if len(text) <= len(self._told):
-            # A special token adds nothing anywhere; a blank may, in front of another.
-            if not self._decode([token, token]):
-                self._window.pop()
-            return ""
-        if not text.endswith(_HALF):
+        more = len(text) > len(self._told)
+        if more and not text.endswith(_HALF):
             return self._go_on(text)
+        # A special token adds nothing anywhere, and stands between no two halves; a blank may be
+        # told in front of another.
+        if not self._decode([token, token]):
+            self._window.pop()
+            return ""
+        if not more:
+            return ""
         if len(self._window) - self._read >= self._look_at:
             return self._past_bytes(text)
         return ""

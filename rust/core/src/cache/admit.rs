@@ -103,6 +103,7 @@ pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Req
         committed: found.whole,
         exact: found.whole,
         chain,
+        recalled: found.prefix.len(),
         before: last,
     })
 }

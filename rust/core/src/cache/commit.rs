@@ -163,12 +163,27 @@ impl Request {
         let tokens = &tokens[span.clone()];
         let digest = state.index.hash(self.chain.digest, tokens);
         let (scope, parent, at) = (self.scope, self.chain.parent, span.start as u32);
+        if state.index.has_departed(digest) {
+            self.recall(state, b);
+        }
         let node = state.index.register_prefix(row, scope, parent, digest, tokens, at);
         if let Some(node) = node {
             let link = Some(state.index.link(node));
             self.chain = Chain::new(Parent::Content(node), link, digest, b + 1);
         }
         node
+    }
+
+    /// Says that block `b` was cached before, and so were those before it, whether that is still
+    /// known of them or not: none of them goes before what follows it.
+    fn recall(&mut self, state: &mut State, b: usize) {
+        let mut row = Vec::with_capacity(self.common.groups.len());
+        for b in self.recalled..=b {
+            if self.own_row(b, &mut row) {
+                state.pool.recall(&row);
+            }
+        }
+        self.recalled = b + 1;
     }
 
     /// Makes sure that the chain's last block is still in the prefix tree. It may be another

@@ -37,7 +37,7 @@ use crate::content::hash::seed_of;
 use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
 use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
-use crate::pool::{Pool, Store};
+use crate::pool::{Eviction, Pool, Store};
 
 use books::Common;
 use config::block_groups;
@@ -72,7 +72,10 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
+        let mut index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
+        if config.eviction == Eviction::CostAware {
+            index.remember_departed()?;
+        }
         let store = Arc::new(Store::new(pool, index));
         let counters = stats::Tally::default();
         Ok(KvCache(Arc::new(Common { config, groups, windows, store, counters })))

@@ -62,6 +62,8 @@ pub struct Request {
     pub(super) committed: usize,
     pub(super) exact: usize,
     pub(super) chain: Chain,
+    /// Grid blocks of which it is known whether they were cached before.
+    pub(super) recalled: usize,
     /// The virtual block before the first uncommitted block.
     pub(super) before: Option<Link>,
 }
@@ -319,6 +321,7 @@ impl Request {
             committed: self.committed,
             exact: self.exact,
             chain: self.chain,
+            recalled: self.recalled,
             before: self.before,
         })
     }

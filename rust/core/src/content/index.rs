@@ -5,6 +5,7 @@ use crate::heads::LocalWindow;
 use crate::ids::{BlockId, ScopeId};
 use crate::pool::Evict;
 
+use super::departed::Departed;
 use super::frozen::FrozenPool;
 use super::hash::{BlockHasher, Digest};
 use super::ids::{ContentId, Link, Parent};
@@ -12,6 +13,9 @@ use super::nodes::Nodes;
 use super::places::Places;
 use super::scopes::Scopes;
 use super::table::Table;
+
+/// Contents that had to go are remembered while so many times what there is room for has gone.
+const GENERATIONS: usize = 8;
 
 /// Prefix tree, virtual blocks, content search and frozen pool over one arena's blocks.
 pub struct Index {
@@ -23,6 +27,8 @@ pub struct Index {
     pub(super) content: Table,
     pub(super) rolling: Table,
     pub(crate) frozen: FrozenPool,
+    /// None where the order in which blocks are given up has no use for it.
+    departed: Option<Departed>,
 }
 
 impl Index {
@@ -47,7 +53,31 @@ impl Index {
             content: Table::new(capacity)?,
             rolling: Table::new(capacity)?,
             frozen: FrozenPool::default(),
+            departed: None,
         })
+    }
+
+    /// Has it remember which exact prefixes had to go.
+    ///
+    /// # Errors
+    /// `OutOfMemory` where that finds no room.
+    pub(crate) fn remember_departed(&mut self) -> Result<(), Error> {
+        let many = self.nodes.capacity().saturating_mul(GENERATIONS);
+        self.departed = Some(Departed::new(many)?);
+        Ok(())
+    }
+
+    /// Whether a whole block of an exact prefix had to go before, as far as that is remembered.
+    pub(crate) fn has_departed(&self, digest: Digest) -> bool {
+        self.departed.as_ref().is_some_and(|departed| departed.knows(digest))
+    }
+
+    fn depart(&mut self, content: ContentId) {
+        let node = self.nodes.get(content);
+        let whole = node.in_prefix && usize::from(node.prefix_len) == self.nodes.page_tokens();
+        if let Some(departed) = self.departed.as_mut().filter(|_| whole) {
+            departed.remember(node.digest);
+        }
     }
 
     /// The number of a namespace in a RoPE regime, held until it is released.
@@ -360,6 +390,7 @@ impl Index {
             while child.is_some() {
                 let node = *self.nodes.get(child);
                 heads.push(node.first_child);
+                self.depart(child);
                 self.remove_child(child);
                 self.nodes.get_mut(child).first_child = ContentId::NONE;
                 self.forget_if_void(child, forgotten);
@@ -424,6 +455,7 @@ impl Evict for Index {
             self.places.detach(block);
             return;
         }
+        self.depart(content);
         self.withdraw(content);
         self.forget_if_void(content, forgotten);
     }

@@ -8,6 +8,7 @@ mod accounts;
 mod alike;
 mod charges;
 mod check;
+mod departed;
 mod discover;
 mod frozen;
 pub mod hash;

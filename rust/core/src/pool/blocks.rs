@@ -253,6 +253,13 @@ impl Pool {
         }
     }
 
+    /// Says of blocks that they hold again what others held before and had to give up.
+    pub fn recall(&mut self, blocks: &[BlockId]) {
+        for &block in blocks.iter().filter(|block| block.is_some()) {
+            self.order.recall(block);
+        }
+    }
+
     /// Says what time it is, in the unit of [`Advice::until`]; it never goes back.
     pub fn set_time(&mut self, now: u64) {
         self.order.set_time(now);

@@ -1,8 +1,10 @@
-//! An order that weighs what a block costs to have again against how often it was used.
+//! An order that weighs what a block costs to have again against how likely it is to be used.
 //!
 //! Blocks are ranked by GreedyDual with frequencies (Cherkasova 1998, GDF): a block's rank is its
 //! uses times its cost, above the rank of what was given up last, so that what is not used sinks
-//! below what comes. Priority goes before rank, and being past its time before priority.
+//! below what comes. Uses count up to [`MOST_USES`]: that a block came again says much, how often
+//! says little, and chats whose turns are counted for ever stay long after their end. Priority goes
+//! before rank, and being past its time before priority.
 
 use std::collections::BTreeSet;
 
@@ -11,6 +13,9 @@ use crate::ids::{BlockId, GroupId};
 use crate::reserve::filled;
 
 use super::victims::{Advice, Hint, Rank, Victims};
+
+/// Of the uses of a block, those that count.
+const MOST_USES: u32 = 2;
 
 #[derive(Clone, Copy)]
 struct Known {
@@ -54,7 +59,7 @@ impl CostAware {
         let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
         let Advice { priority, cost, until, .. } = known.advice;
-        let worth = u64::from(known.uses.max(1)) * u64::from(cost);
+        let worth = u64::from(known.uses.clamp(1, MOST_USES)) * u64::from(cost);
         known.rank = (priority, order.sunk.saturating_add(worth), self.turns);
         known.cached = true;
         order.ranked.insert((known.rank, block));
@@ -96,6 +101,12 @@ impl Victims for CostAware {
     fn forget(&mut self, block: BlockId) {
         let known = &mut self.blocks[block.index()];
         (known.advice, known.uses) = (Advice::default(), 0);
+    }
+
+    fn recall(&mut self, block: BlockId) {
+        let known = &mut self.blocks[block.index()];
+        debug_assert!(!known.cached, "block {block:?} is held");
+        known.uses = known.uses.saturating_add(1);
     }
 
     fn next(&self, group: GroupId) -> Option<BlockId> {
@@ -226,7 +237,8 @@ mod tests {
                     let advice = Advice { priority, cost, until, hint: Hint::None };
                     advised(&mut order, number, advice);
                     uses[number as usize] += 1;
-                    let rank = sunk + uses[number as usize] * u64::from(cost);
+                    let count = uses[number as usize].min(u64::from(MOST_USES));
+                    let rank = sunk + count * u64::from(cost);
                     lines.push(Line { block: number, advice, rank, entered: now });
                 }
                 lines.sort_by_key(key);

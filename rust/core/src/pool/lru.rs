@@ -81,6 +81,8 @@ impl Victims for Lru {
 
     fn forget(&mut self, _block: BlockId) {}
 
+    fn recall(&mut self, _block: BlockId) {}
+
     fn next(&self, group: GroupId) -> Option<BlockId> {
         let oldest = self.lists[group.index()].oldest;
         oldest.is_some().then_some(oldest)

@@ -77,6 +77,13 @@ impl Order {
         }
     }
 
+    pub(super) fn recall(&mut self, block: BlockId) {
+        match &mut self.ranking {
+            Ranking::Lru(order) => order.recall(block),
+            Ranking::CostAware(order) => order.recall(block),
+        }
+    }
+
     pub(super) fn next(&self, group: GroupId) -> Option<BlockId> {
         let (past, next) = match &self.ranking {
             Ranking::Lru(order) => (None, order.next(group)),

@@ -23,6 +23,9 @@ pub(super) trait Victims {
     /// What was known of a block is void: its content is gone.
     fn forget(&mut self, block: BlockId);
 
+    /// A block that is held has content again that was cached before and given up: counts as a use.
+    fn recall(&mut self, block: BlockId);
+
     /// The cached block of a group that goes next.
     fn next(&self, group: GroupId) -> Option<BlockId>;
 
@@ -76,7 +79,7 @@ pub enum Eviction {
     /// The block that was used longest ago.
     #[default]
     Lru,
-    /// What is past its time, then by priority, then what is cheap to have again and seldom used,
+    /// What is past its time, then by priority, then what is cheap to have again and was used once,
     /// see [`CostAware`](super::cost_aware::CostAware).
     CostAware,
 }
