@@ -15,7 +15,8 @@ CRATES = {
     "reference": {"core"},
     "cpu": {"core"},
     "cuda": {"core"},
-    "python": {"core", "reference", "cpu", "cuda"},
+    "store": set(),
+    "python": {"core", "reference", "cpu", "cuda", "store"},
 }
 CORE_LAYERS = [
     {"ids", "error"},
@@ -26,7 +27,7 @@ CORE_LAYERS = [
     {"plan", "tier", "scheduler"},
     {"cache"},
 ]
-SAFE_CRATES = ("core", "reference")
+SAFE_CRATES = ("core", "reference", "store")
 # Lower layers first; a package may import itself and what lies below, never sideways.
 PYTHON_LAYERS = [
     {"_native"},
