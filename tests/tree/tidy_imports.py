@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_native"},
     {"errors"},
     {"arguments", "device_memory"},
-    {"cache", "ops", "scheduler"},
+    {"cache", "ops", "scheduler", "store"},
     {"plan", "models", "payload"},
     {"plan_walk", "question"},
     {"policies"},
@@ -46,7 +46,7 @@ PYTHON_LAYERS = [
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm"}
-HEAVY_FREE = {"__init__", "errors", "cache", "scheduler"}
+HEAVY_FREE = {"__init__", "errors", "cache", "scheduler", "store"}
 FRAMEWORKS = {"transformers": {"runner", "adapters", "models", "demo"}, "vllm": {"adapters"}}
 
 

@@ -290,15 +290,16 @@ impl Books {
         let mut unread = Vec::new();
         for path in listed(&folder.shards())? {
             let Some(name) = name_of(&path) else { continue };
-            // Gone since it was listed.
-            let Ok(found) = fs::symlink_metadata(&path) else { continue };
-            gone.remove(&name);
-            match self.shards.get_mut(&name) {
-                Some(entry) if entry.inode == found.ino() && entry.bytes == found.len() => {
+            if let Some(entry) = self.shards.get_mut(&name) {
+                // Gone since it was listed.
+                let Ok(found) = fs::symlink_metadata(&path) else { continue };
+                if entry.inode == found.ino() && entry.bytes == found.len() {
                     entry.used = stamp(&found);
+                    gone.remove(&name);
+                    continue;
                 }
-                _ => unread.push((name, path)),
             }
+            unread.push((name, path));
         }
         gone.iter().for_each(|name| self.remove(name));
         for (name, header, found) in read_heads(&unread, threads) {
@@ -330,7 +331,7 @@ fn read_heads(files: &[(ShardName, PathBuf)], threads: usize) -> Vec<Head> {
             let why = StoreError::new(ErrorKind::Io, "shard", "to be opened", "a refusal");
             return Some((name.clone(), Err(why), found));
         };
-        let header = ShardHeader::read(&file).map(|(header, _)| Arc::new(header));
+        let header = ShardHeader::read(&file, &found).map(Arc::new);
         Some((name.clone(), header, found))
     };
     if files.len() <= FEW || threads <= 1 {

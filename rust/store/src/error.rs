@@ -81,6 +81,12 @@ impl StoreError {
         StoreError::new(ErrorKind::Truncated, "shard", expected, format!("{got} bytes"))
     }
 
+    /// There is no shard of that name.
+    #[must_use]
+    pub fn unknown(name: &str) -> StoreError {
+        StoreError::new(ErrorKind::Unknown, "shard", name, "none of that name")
+    }
+
     /// What the system said while something was tried, `to` being that: "to be written".
     pub(crate) fn io(what: impl Into<String>, to: &str, error: &io::Error) -> StoreError {
         let room = [Errno::NOSPC, Errno::DQUOT, Errno::FBIG].map(Errno::raw_os_error);

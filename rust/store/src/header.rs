@@ -11,7 +11,7 @@
 //! ```
 //! Integers are little-endian. Magic and schema stay where they are in every schema.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::FileExt;
 
@@ -56,9 +56,35 @@ pub struct ShardHeader {
     pub expires: Option<u64>,
     /// The token ids first.
     pub parts: Vec<PartEntry>,
+    /// Where the first part begins.
+    #[serde(skip)]
+    body: u64,
 }
 
 impl ShardHeader {
+    /// A header to be written.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for names, tokens or parts that no shard may have.
+    pub fn new(
+        provenance: Provenance,
+        tokens: u64,
+        expires: Option<u64>,
+        parts: Vec<PartEntry>,
+    ) -> Result<ShardHeader, StoreError> {
+        let mut header = ShardHeader { provenance, tokens, expires, parts, body: 0 };
+        let text = header.text().len();
+        if text > MOST_TEXT {
+            let expected = format!("at most {MOST_TEXT} bytes of names and parts");
+            return Err(StoreError::invalid("shard header", expected, text));
+        }
+        header.body = body(text);
+        header.check().map_err(|error| {
+            StoreError::invalid(error.what(), error.expected(), error.got().to_owned())
+        })?;
+        Ok(header)
+    }
+
     /// The part of a name, and where it begins in the file.
     #[must_use]
     pub fn part(&self, name: &str) -> Option<(u64, &PartEntry)> {
@@ -67,7 +93,7 @@ impl ShardHeader {
 
     /// All parts, and where they begin. The sizes have been checked.
     pub fn placed(&self) -> impl Iterator<Item = (u64, &PartEntry)> {
-        let mut at = self.body();
+        let mut at = self.body;
         self.parts.iter().map(move |part| {
             let begin = at;
             at += part.bytes.next_multiple_of(ALIGN);
@@ -84,19 +110,9 @@ impl ShardHeader {
     /// The head of the file, zeros behind the text included.
     ///
     /// # Errors
-    /// `InvalidArgument` for parts that no shard may have.
+    /// `Corrupt` for parts that are larger than any file.
     pub fn encode(&self) -> Result<Vec<u8>, StoreError> {
-        self.check().map_err(|error| match error.kind() {
-            ErrorKind::Corrupt => {
-                StoreError::invalid(error.what(), error.expected(), error.got().to_owned())
-            }
-            _ => error,
-        })?;
         let text = self.text();
-        if text.len() > MOST_TEXT {
-            let expected = format!("at most {MOST_TEXT} bytes of names and parts");
-            return Err(StoreError::invalid("shard header", expected, text.len()));
-        }
         let mut head = Vec::with_capacity(FIXED + text.len());
         head.extend(MAGIC);
         head.extend(SCHEMA.to_le_bytes());
@@ -113,7 +129,7 @@ impl ShardHeader {
     /// # Errors
     /// `Corrupt` for parts that are larger than any file.
     pub fn file_bytes(&self) -> Result<u64, StoreError> {
-        let sum = self.parts.iter().try_fold(self.body(), |sum, part| {
+        let sum = self.parts.iter().try_fold(self.body, |sum, part| {
             sum.checked_add(part.bytes.checked_next_multiple_of(ALIGN)?)
         });
         let fits = sum.filter(|&sum| i64::try_from(sum).is_ok());
@@ -125,11 +141,11 @@ impl ShardHeader {
     ///
     /// # Errors
     /// `Truncated`, `Corrupt`, `OtherSchema`, or `Io`.
-    pub fn read(file: &File) -> Result<(ShardHeader, u64), StoreError> {
+    pub fn read(file: &File, found: &Metadata) -> Result<ShardHeader, StoreError> {
         let read = |error: io::Error| StoreError::io("shard", "to be read", &error);
-        let found = file.metadata().map_err(read)?;
         if !found.is_file() {
-            return Err(StoreError::corrupt("shard", "a file", "something else"));
+            let kind = ErrorKind::Foreign;
+            return Err(StoreError::new(kind, "shard", "a file", "something else"));
         }
         let length = found.len();
         let mut head = vec![0; length.min(ALIGN) as usize];
@@ -144,7 +160,7 @@ impl ShardHeader {
             head.resize(whole, 0);
             file.read_exact_at(&mut head[begin..], begin as u64).map_err(read)?;
         }
-        Ok((Self::decode(&head, text, length)?, length))
+        Self::decode(&head, text, length)
     }
 
     fn decode(head: &[u8], text: usize, length: u64) -> Result<ShardHeader, StoreError> {
@@ -159,14 +175,11 @@ impl ShardHeader {
         if length < said {
             return Err(StoreError::truncated(said, length));
         }
-        let header: ShardHeader = serde_json::from_slice(sealed).map_err(|error| {
+        let mut header: ShardHeader = serde_json::from_slice(sealed).map_err(|error| {
             StoreError::corrupt("shard header", "its JSON", brief(&error.to_string()))
         })?;
+        header.body = body(text);
         header.check()?;
-        // The text as it is written again: one header has one text, and parts begin behind it.
-        if header.text() != sealed {
-            return Err(StoreError::corrupt("shard header", "its own text", "another"));
-        }
         let sizes = header.file_bytes()?;
         if sizes != said || said != length {
             let expected = format!("{said} bytes, as its header says");
@@ -198,11 +211,6 @@ impl ShardHeader {
         self.file_bytes().map(|_| ())
     }
 
-    /// Where the first part begins.
-    fn body(&self) -> u64 {
-        ((FIXED + self.text().len()) as u64).next_multiple_of(ALIGN)
-    }
-
     fn text(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
@@ -229,6 +237,11 @@ fn text_bytes(head: &[u8], length: u64) -> Result<usize, StoreError> {
         return Err(StoreError::corrupt("shard header", expected, text));
     }
     Ok(text)
+}
+
+/// Where the first part begins behind a text of so many bytes.
+fn body(text: usize) -> u64 {
+    ((FIXED + text) as u64).next_multiple_of(ALIGN)
 }
 
 fn seal(fixed: &[u8], text: &[u8]) -> u64 {

@@ -20,7 +20,9 @@ impl Store {
     pub fn name(&self, namespace: &str, name: &str, shard: &ShardName) -> Result<(), StoreError> {
         Document::check(namespace, name)?;
         let (mut books, mut changing) = self.changing()?;
-        let Some(found) = self.opened(shard)? else { return Err(unknown("shard", shard)) };
+        let Some(found) = self.opened(shard)? else {
+            return Err(StoreError::unknown(shard.as_str()));
+        };
         expect_own(&found, namespace)?;
         let document =
             Document { namespace: namespace.into(), name: name.into(), shard: shard.clone() };
@@ -47,7 +49,9 @@ impl Store {
         let Some(named) = self.books()?.document(namespace, name).cloned() else {
             return Ok(None);
         };
-        let Some(shard) = self.open_shard(&named)? else { return Err(unknown("shard", &named)) };
+        let Some(shard) = self.open_shard(&named)? else {
+            return Err(StoreError::unknown(named.as_str()));
+        };
         expect_own(&shard, namespace)?;
         Ok(self.unexpired(&named, shard, now).map(|shard| (named, shard)))
     }
@@ -86,8 +90,4 @@ fn expect_own(shard: &Shard, namespace: &str) -> Result<(), StoreError> {
     }
     let got = "one of another";
     Err(StoreError::new(ErrorKind::Foreign, "shard", "one of the namespace", got))
-}
-
-fn unknown(what: &str, name: &ShardName) -> StoreError {
-    StoreError::new(ErrorKind::Unknown, what, name.as_str(), "none of that name")
 }

@@ -31,8 +31,11 @@ impl Shard {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(StoreError::io("shard", "to be opened", &error)),
         };
-        let (header, bytes) = ShardHeader::read(&file)?;
-        Ok(Some(Shard { header, file: PartFile::new(file, threads, direct), bytes }))
+        let found = file.metadata();
+        let found = found.map_err(|error| StoreError::io("shard", "to be opened", &error))?;
+        let header = ShardHeader::read(&file, &found)?;
+        let file = PartFile::new(file, threads, direct);
+        Ok(Some(Shard { header, file, bytes: found.len() }))
     }
 
     /// What it says of itself.

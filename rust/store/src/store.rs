@@ -169,12 +169,8 @@ impl Store {
             bytes: part.bytes.len() as u64,
             checksum: checksum::of_part(part.bytes),
         });
-        let header = ShardHeader {
-            provenance: provenance.clone(),
-            tokens: tokens.len() as u64,
-            expires,
-            parts: described.collect(),
-        };
+        let described = described.collect();
+        let header = ShardHeader::new(provenance.clone(), tokens.len() as u64, expires, described)?;
         let head = header.encode()?;
         let name = provenance.name(self.naming, tokens);
         if self.is_there(&name, &header)? {
@@ -390,6 +386,12 @@ impl Store {
         Ok(same && shard.tokens().is_ok())
     }
 
+    /// Notes that a shard was found to be spoiled: what is put next in its place is written, and it
+    /// is collected.
+    pub fn note_damage(&self, name: &ShardName, why: &StoreError) {
+        locked(&self.books).spoil(name, why.clone());
+    }
+
     /// The outcome of reading a shard; that it is spoiled is noted.
     pub(crate) fn noted<T>(
         &self,
@@ -399,7 +401,7 @@ impl Store {
         if let Err(error) = &outcome
             && error.is_damage()
         {
-            locked(&self.books).spoil(name, error.clone());
+            self.note_damage(name, error);
         }
         outcome
     }
@@ -414,11 +416,15 @@ impl Store {
     }
 
     fn touch(&self, name: &ShardName, now: u64) {
-        // A folder that cannot be written is read all the same; its order of use is lost then.
+        // A file that is not ours to touch is read all the same; its order of use is lost then.
         if let Ok(file) = File::open(self.folder.shard(name)) {
             set_used(&file, now);
         }
-        locked(&self.books).touch(name, now);
+        // Whoever reads does not wait for one who changes the folder: the file's stamp is the truth,
+        // and is looked at before anything is evicted.
+        if let Ok(mut books) = self.books.try_lock() {
+            books.touch(name, now);
+        }
     }
 }
 

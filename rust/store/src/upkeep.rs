@@ -68,8 +68,7 @@ impl Store {
     /// `Unknown`, `Truncated`, `Corrupt`, `OtherSchema`, `Foreign`, `Io`.
     pub fn verify(&self, name: &ShardName) -> Result<(), StoreError> {
         let Some(shard) = self.open_shard(name)? else {
-            let none = "none of that name";
-            return Err(StoreError::new(ErrorKind::Unknown, "shard", name.as_str(), none));
+            return Err(StoreError::unknown(name.as_str()));
         };
         self.noted(name, shard.verify(name, self.naming()))
     }
@@ -101,8 +100,7 @@ impl Store {
         }
         let shard = self.open_shard(&document.shard)?;
         let Some(shard) = shard else {
-            let (named, none) = (document.shard.as_str(), "none of that name");
-            return Err(StoreError::new(ErrorKind::Unknown, "shard", named, none));
+            return Err(StoreError::unknown(document.shard.as_str()));
         };
         if shard.header().provenance.namespace != document.namespace {
             let got = "one of another";

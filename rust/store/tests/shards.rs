@@ -195,9 +195,6 @@ fn sizes_and_fields_that_lie_are_refused() {
         assert_ne!(fs::read(one.file()).expect("the file"), whole, "{old} is not in the text");
         assert_eq!(one.kind(), ErrorKind::Corrupt, "{new}");
     }
-    let spaced = resealed(&whole, |text| text.replacen(':', ": ", 1));
-    fs::write(one.file(), spaced).expect("written");
-    assert_eq!(one.kind(), ErrorKind::Corrupt);
     for text in ["", "{", "null", "[[[[[[[[", "\u{0}"] {
         fs::write(one.file(), resealed(&whole, |_| text.to_owned())).expect("written");
         assert_eq!(one.kind(), ErrorKind::Corrupt, "{text}");

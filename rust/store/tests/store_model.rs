@@ -201,7 +201,13 @@ fn a_folder_of_other_things_is_refused_and_left_alone() {
     fs::create_dir(root.join("shards").join(format!("{}.kv", "a".repeat(32)))).expect("made");
     put(&store, "a", 0, None, 1);
     assert_eq!(store_of(&root, None, None).list(None).expect("a list").len(), 2);
-    assert!(has(&store_of(&root, None, None), "a", 0, 1));
+    let store = store_of(&root, Some(FILE), None);
+    assert!(has(&store, "a", 0, 1));
+    assert_eq!(store.collect(1).expect("left alone").spoiled, 0);
+    // A folder counts with its bytes and is nobody's to evict.
+    let counted = store.held().expect("books").0 - FILE;
+    let store = store_of(&root, Some(FILE + counted), None);
+    assert_eq!(put(&store, "a", 1, None, 2).evicted.len(), 1);
 }
 
 #[test]
