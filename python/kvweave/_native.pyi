@@ -1,3 +1,4 @@
+# long because a native module has one file of stubs
 """Types of the native module. Shapes and meaning stand in `kvweave.ops` and `kvweave.cache`."""
 
 from collections.abc import Callable, Sequence

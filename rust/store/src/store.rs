@@ -420,8 +420,8 @@ impl Store {
         if let Ok(file) = File::open(self.folder.shard(name)) {
             set_used(&file, now);
         }
-        // Whoever reads does not wait for one who changes the folder: the file's stamp is the truth,
-        // and is looked at before anything is evicted.
+        // Whoever reads does not wait for one who changes the folder: the file's stamp is the
+        // truth, and is looked at before anything is evicted.
         if let Ok(mut books) = self.books.try_lock() {
             books.touch(name, now);
         }

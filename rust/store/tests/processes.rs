@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvweave_store::{Budget, Part, ShardName, Store, StoreOptions};
 use tempfile::TempDir;
@@ -94,17 +94,29 @@ fn expect_whole(store: &Store) -> HashSet<ShardName> {
     names
 }
 
+/// What one shard takes to be written here: disks differ by hundreds in how they sync.
+fn pace(root: &Path) -> Duration {
+    let store = opened(root);
+    let start = Instant::now();
+    for number in 0..5 {
+        let (tokens, bytes) = content(0, number);
+        let parts = [Part { name: "kv", bytes: &bytes }];
+        store.put(&provenance(), &tokens, &parts, None, 0).expect("room");
+    }
+    start.elapsed() / 5
+}
+
 /// Starts writers and kills each at a moment of its own. Returns how many lines were acknowledged
 /// in all, and how many writers died while they wrote a file.
 fn kill(times: u64) -> (usize, usize) {
     let folder = folder();
     let root = folder.path().join("store");
+    let pace = pace(&folder.path().join("pace"));
     let (mut acknowledged, mut count, mut torn) = (Acknowledged::default(), 0, 0);
     for seed in 0..times {
         let mut child = writer(&root, &[&seed.to_string(), "1000000"]);
-        // From before the store is open on to some tens of shards.
-        let moment = (seed * 7919) % 12_000 + seed % 7 * 4_000;
-        thread::sleep(Duration::from_micros(moment));
+        // From before the store is open on to some shards.
+        thread::sleep(pace.mul_f64((seed * 7919 % 1000) as f64 / 125.0));
         child.kill().expect("killed");
         let lines = said(&mut child);
         child.wait().expect("ended");
@@ -131,7 +143,7 @@ fn kill(times: u64) -> (usize, usize) {
 #[test]
 fn nothing_that_was_acknowledged_is_lost_and_nothing_torn_is_served() {
     let (count, torn) = kill(50);
-    assert!(count > 50 && torn > 0, "{count} lines, {torn} files were cut off");
+    assert!(count > 20 && torn > 0, "{count} lines, {torn} files were cut off");
 }
 
 #[test]
