@@ -19,6 +19,11 @@ pub fn of_hashes(hashes: &[u64], bytes: u64) -> u64 {
     xxh3_64_with_seed(&listed, bytes)
 }
 
+/// Whether a gap between parts holds nothing. By runs, which take one instruction for many bytes.
+pub fn is_zero(gap: &[u8]) -> bool {
+    gap.chunks(256).all(|run| run.iter().fold(0, |all, &byte| all | byte) == 0)
+}
+
 /// The checksum of a part.
 pub fn of_part(bytes: &[u8]) -> u64 {
     let hashes: Vec<u64> = bytes.chunks(CHUNK).map(of_chunk).collect();

@@ -45,14 +45,14 @@ impl Folder {
     /// The folder of a store, made where it is missing.
     pub fn make(root: &Path) -> Result<Folder, StoreError> {
         let folder = Folder { root: root.to_owned() };
-        if folder.record().exists() {
-            return Ok(folder);
-        }
+        // Whoever copied a store may have left out folders that were empty.
         for path in [&folder.shards(), &folder.documents(), &folder.writing()] {
             fs::create_dir_all(path).map_err(|error| made(path, &error))?;
         }
-        folder.open_lock()?;
-        sync(root)?;
+        if !folder.record().exists() {
+            folder.open_lock()?;
+            sync(root)?;
+        }
         Ok(folder)
     }
 

@@ -18,6 +18,7 @@ use std::os::unix::fs::FileExt;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::checksum::is_zero;
 use crate::error::{ErrorKind, StoreError};
 use crate::identity::{MOST_TOKENS, Provenance, brief, check_name};
 
@@ -168,7 +169,7 @@ impl ShardHeader {
         if word(&head[24..32]) != seal(&head[..24], sealed) {
             return Err(StoreError::corrupt("shard header", "its checksum", "another"));
         }
-        if zeros.iter().any(|&byte| byte != 0) {
+        if !is_zero(zeros) {
             return Err(StoreError::corrupt("shard header", "zeros behind it", "others"));
         }
         let said = word(&head[16..24]);

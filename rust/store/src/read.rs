@@ -13,7 +13,7 @@ use std::thread;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use crate::checksum::{CHUNK, of_chunk, of_hashes};
+use crate::checksum::{CHUNK, is_zero, of_chunk, of_hashes};
 use crate::error::StoreError;
 use crate::header::{ALIGN, PartEntry};
 
@@ -151,7 +151,7 @@ impl PartFile {
         self.file.read_exact_at(held, at + whole as u64)?;
         let (bytes, zeros) = held.split_at(rest.len());
         rest.copy_from_slice(bytes);
-        if zeros.iter().any(|&byte| byte != 0) {
+        if !is_zero(zeros) {
             return Err(io::ErrorKind::InvalidData.into());
         }
         Ok(())

@@ -194,6 +194,11 @@ fn a_folder_of_other_things_is_refused_and_left_alone() {
     let file = folder.path().join("thesis.tex");
     let error = Store::open(&file, StoreOptions::default()).err().expect("a refusal");
     assert_eq!(error.kind(), ErrorKind::Io);
+    // A store whose empty folders got lost on the way is one.
+    let copied = folder.path().join("copied");
+    drop(store_of(&copied, None, None));
+    fs::remove_dir(copied.join("writing")).expect("removed");
+    assert!(put(&store_of(&copied, None, None), "a", 0, None, 1).written);
     // Files among the shards that are none are nobody's business.
     let root = folder.path().join("store");
     let store = store_of(&root, None, None);
