@@ -105,6 +105,7 @@ impl Store {
         threads=Number::from(4)
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -150,7 +151,6 @@ impl Store {
     }
 
     #[pyo3(signature = (provenance, tokens, parts, *, expires=None, now=None))]
-    #[expect(clippy::too_many_arguments, reason = "each is an argument in Python")]
     fn put(
         &self,
         py: Python<'_>,

@@ -229,12 +229,11 @@ impl TensorRef {
     pub unsafe fn bytes_mut<'a>(&self, what: &str) -> Result<&'a mut [u8], Failure> {
         self.expect_writable(what)?;
         let length = self.byte_length(what)?;
+        if length == 0 {
+            return Ok(&mut []);
+        }
         // SAFETY: as in `bytes`, and the tensor is writable.
-        Ok(if length == 0 {
-            &mut []
-        } else {
-            unsafe { slice::from_raw_parts_mut(self.ptr, length) }
-        })
+        Ok(unsafe { slice::from_raw_parts_mut(self.ptr, length) })
     }
 
     fn byte_length(&self, what: &str) -> Result<usize, Failure> {
