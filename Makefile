@@ -5,6 +5,7 @@
 #   make search [ROUNDS=n]  the properties again, with examples that no run had before
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
+#   make kill-store         a thousand processes killed while they write to a store (a minute)
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
 #   make results            the newest records into the README's tables
@@ -15,7 +16,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python search test-vllm vllm vllm-offered lint \
+.PHONY: demo test test-rust test-python search test-vllm kill-store vllm vllm-offered lint \
   bench results wheel packages setup clean
 
 PYTHON ?= python3
@@ -91,6 +92,9 @@ test-vllm: $(STAMPS)/wheel vllm
 	PYTHONPATH=$(abspath $(VLLM_SITE)) OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 \
 	  $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) -n $(VLLM_JOBS) --dist loadfile \
 	  tests/vllm_plugin/engine
+
+kill-store:
+	cargo test --locked -p kvweave-store --test processes -- --ignored --nocapture
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check

@@ -32,7 +32,10 @@ class PoolFull(KvweaveError):
 
 
 class QuotaExceeded(PoolFull):
-    """A document would pin more blocks than the quota of its namespace. Nothing has changed."""
+    """A document would pin more blocks, or a shard take more bytes, than its namespace may.
+
+    Nothing has changed.
+    """
 
 
 class OutOfMemory(KvweaveError, MemoryError, RuntimeError):
@@ -62,6 +65,29 @@ class CorruptProfile(KvweaveError, ValueError):
     """A policy profile that is not what it says it is, or of another model, dtype or head map."""
 
 
+class CorruptShard(KvweaveError, ValueError):
+    """A file of a store that is spoiled, cut off, or not what it says it is."""
+
+
+class ForeignShard(KvweaveError, ValueError):
+    """A whole file of a store that is of something else.
+
+    Another model, dtype, RoPE regime, head map, layout, namespace or text, or of another schema.
+    """
+
+
+class UnknownShard(KvweaveError, KeyError):
+    """No shard of that name in the store, or none behind a document's name."""
+
+
+class StoreFull(KvweaveError):
+    """A store, or the disk that it is on, without room. What it holds is as it was."""
+
+
+class StoreUnavailable(KvweaveError, OSError):
+    """A store whose files cannot be read or written; the text says why."""
+
+
 class DeviceUnavailable(KvweaveError, RuntimeError):
     """A device that cannot be used; the text says why."""
 
@@ -84,3 +110,7 @@ class UncertifiedPolicy(UserWarning):
 
 class PolicySwitchedOff(UserWarning):
     """A canary saw a policy drift from full prefill: its runner answers by full from then on."""
+
+
+class StoreDegraded(UserWarning):
+    """A store could not give a document that it holds; the text says why, and what is done."""

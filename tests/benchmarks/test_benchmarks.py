@@ -16,6 +16,7 @@ from benchmarks.cases import (
     decode_host,
     engine_load,
     head_memory,
+    store,
     ttft_cuda,
 )
 from benchmarks.device import counters as device_counters
@@ -86,7 +87,8 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
-    assert set(CASES) == timed | {"ttft_heads", "head_memory", "decode_host", "engine_load"}
+    host = {"head_memory", "decode_host", "engine_load", "store"}
+    assert set(CASES) == timed | host | {"ttft_heads"}
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
@@ -114,6 +116,14 @@ def test_engine_load_case_measures_what_is_said_and_given_back() -> None:
     assert all(row.value <= row.p95 <= row.of["p99"] <= row.of["worst"] for row in rows[1:3])
     everything = rows[0]
     assert everything.value > everything.of["out/s"] > everything.of["requests/s"]
+
+
+def test_store_case_reads_what_was_put_and_opens_it_again() -> None:
+    rows = store.run(quick=True)
+    assert [row.unit for row in rows] == ["GB/s"] * 3 + ["ms"]
+    assert all(row.value > 0 for row in rows)
+    assert rows[0].of["of plain"] == rows[0].value / rows[1].value
+    assert rows[0].of["path"] in ("direct", "refused")
 
 
 def test_head_memory_case_counts_what_is_admitted() -> None:

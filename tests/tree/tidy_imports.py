@@ -15,7 +15,8 @@ CRATES = {
     "reference": {"core"},
     "cpu": {"core"},
     "cuda": {"core"},
-    "python": {"core", "reference", "cpu", "cuda"},
+    "store": set(),
+    "python": {"core", "reference", "cpu", "cuda", "store"},
 }
 CORE_LAYERS = [
     {"ids", "error"},
@@ -26,13 +27,13 @@ CORE_LAYERS = [
     {"plan", "tier", "scheduler"},
     {"cache"},
 ]
-SAFE_CRATES = ("core", "reference")
+SAFE_CRATES = ("core", "reference", "store")
 # Lower layers first; a package may import itself and what lies below, never sideways.
 PYTHON_LAYERS = [
     {"_native"},
     {"errors"},
     {"arguments", "device_memory"},
-    {"cache", "ops", "scheduler"},
+    {"cache", "ops", "scheduler", "store"},
     {"plan", "models", "payload"},
     {"plan_walk", "question"},
     {"policies"},
@@ -45,7 +46,7 @@ PYTHON_LAYERS = [
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm"}
-HEAVY_FREE = {"__init__", "errors", "cache", "scheduler"}
+HEAVY_FREE = {"__init__", "errors", "cache", "scheduler", "store"}
 FRAMEWORKS = {"transformers": {"runner", "adapters", "models", "demo"}, "vllm": {"adapters"}}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvweave.cli import bench
+from kvweave.cli import bench, store
 from kvweave.cli.capacity import capacity
 from kvweave.cli.certify import certify
 from kvweave.cli.demo import demo
@@ -59,6 +59,7 @@ app.command("certify")(certify)
 app.command("profile-heads")(profile_heads)
 app.command("vllm-config")(vllm_config)
 app.add_typer(bench.app)
+app.add_typer(store.app)
 
 
 def main() -> None:

@@ -28,14 +28,15 @@ def export_kv(
     *,
     rope: RopeTable | None = None,
     logits: torch.Tensor | None = None,
+    whole: bool = False,
 ) -> KvPayload:
     """The KV of a request whose rows are all computed; the request stays as it is.
 
     `pages` is the whole arena [pages, 2, P, D] where it lies, and so are the payload's parts. Full
     heads and promoted ones give every token, window heads what they still hold of the blocks that
-    the next token sees. Keys leave at their final rotation: those that a request reads where
-    another rotated them ("share") are rotated on the way, which takes `rope`. `logits` f32 [V] of
-    the last token go along where they are given.
+    the next token sees, or, with `whole`, everything that they hold. Keys leave at their final
+    rotation: those that a request reads where another rotated them ("share") are rotated on the
+    way, which takes `rope`. `logits` f32 [V] of the last token go along where they are given.
 
     # Errors
     `InvalidArgument` for pages that are not the cache's, keys to rotate without `rope`, or a
@@ -49,7 +50,9 @@ def export_kv(
     layers += [np.asarray([layer], np.int32) for layer, _ in request.promoted]
     shape, groups = cache.shape, []
     for index, group in enumerate(cache.groups):
-        tables[index] = tables[index].of(_needed(group, tables[index], length, shape.page_tokens))
+        if not whole:
+            needed = _needed(group, tables[index], length, shape.page_tokens)
+            tables[index] = tables[index].of(needed)
         spans = _spans(tables[index].positions)
         groups.append(GroupSpans(group.kind, group.sink, group.recent, spans))
     header = PayloadHeader(
@@ -125,6 +128,30 @@ def import_kv(
         request.release()
         raise
     return request
+
+
+def freeze_kv(
+    cache: KvCache, pages: torch.Tensor, payload: KvPayload, name: str, namespace: str
+) -> None:
+    """Freezes a payload's text under a name, as if it had been prefilled alone in this cache.
+
+    # Errors
+    `InvalidArgument` for a payload of another model or map, of a request that promoted heads, or
+    one that was cut to what a next token sees; `NamespaceConflict`, `Unsupported` as `import_kv`;
+    `PoolFull`, `QuotaExceeded` when it does not fit. After any error nothing is held.
+    """
+    _expect_pages(cache, pages)
+    header = payload.header
+    _expect_alike(cache, header, namespace)
+    all_of_it = ((0, header.tokens),)
+    if header.promoted or any(group.spans != all_of_it for group in header.groups):
+        raise InvalidArgument("payload: expected every token in every head, got a part of them")
+    tokens, regime = payload.tokens.cpu().numpy(), header.regime
+    with cache.admit(tokens, namespace=namespace, reuse="none", regime=regime) as request:
+        for index in range(len(header.groups)):
+            _write(pages, request, index, all_of_it, payload.parts[group_part(index)])
+        request.commit(header.tokens, header.tokens)
+        request.freeze(name, 0, header.tokens)
 
 
 def _write(

@@ -13,7 +13,7 @@ from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
 from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
-from kvweave.policies import Policy, policy_of
+from kvweave.policies import Policy
 from kvweave.policies.policy_profile import PolicyProfile
 from kvweave.runner.answers.answering import Answering
 from kvweave.runner.answers.stop import Stops
@@ -24,6 +24,7 @@ from kvweave.runner.engine.calls import Calls
 from kvweave.runner.engine.engine import Engine
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.healing import Healing, check_healing
+from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.pages import make_cache
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
@@ -40,6 +41,7 @@ from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, Report, StreamedToken
 from kvweave.runner.serve.server import Server
+from kvweave.store import Store
 
 
 def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
@@ -145,6 +147,7 @@ class Runner:
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
         self._calls = Calls(self._answering)
+        self._knowledge = Knowledge(self._prefiller, heads)
 
     @property
     def canary(self) -> CanaryWatch | None:
@@ -153,40 +156,66 @@ class Runner:
 
     # ---- knowledge bases ------------------------------------------------------------------
 
-    def insert(self, content: str | Sequence[int], name: str, namespace: str = "") -> FrozenSegment:
+    def insert(
+        self,
+        content: str | Sequence[int],
+        name: str,
+        namespace: str = "",
+        *,
+        store: Store | None = None,
+    ) -> FrozenSegment:
         """Prefills a text alone and freezes its blocks under a name in a namespace.
 
+        With a store the text is read from there if it was kept before, and kept there otherwise,
+        under the same name: a runner that starts again reads it instead of computing it.
+
         # Errors
-        `PoolFull` when it does not fit the arena or the share of it that may be frozen.
+        `PoolFull` when it does not fit the arena or the share of it that may be frozen;
+        `QuotaExceeded`, `StoreFull`, `StoreUnavailable` when the store cannot keep it: then it is
+        frozen here all the same.
         """
-        self.encode(content, name, namespace)
+        self._knowledge.insert(self._document(content, name, namespace), name, namespace, store)
         return self.cache.frozen_segment(name, namespace)
 
     def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
-        """Like `insert`, and returns what it cost."""
-        lookup = Lookup(namespace)
-        # Told before anything is computed for it.
+        """Like `insert` without a store, and returns what it cost."""
+        return self._knowledge.encode(self._document(content, name, namespace), name, namespace)
+
+    def _document(self, content: str | Sequence[int], name: str, namespace: str) -> TokenizedPrompt:
+        """The text of a document; told before anything is computed for it."""
         if not word("name", name):
             raise InvalidArgument("name: expected at least one character, got ''")
+        word("namespace", namespace)
         tokens = self.prompts.segment_tokens(Segment.of(content, namespace))
-        with (
-            self._prefiller.computing,
-            self._prefiller.prefill(
-                self.prompts.tokenize(tokens), policy_of("full"), lookup, keep=True
-            ) as done,
-        ):
-            done.request.freeze(name, 0, len(tokens))
-            return done.report
+        return self.prompts.tokenize(tokens)
+
+    def restore(
+        self, store: Store, namespace: str = "", *, name: str | None = None
+    ) -> list[FrozenSegment]:
+        """Freezes documents that a store keeps, of a namespace or a single one; computes nothing.
+
+        # Errors
+        `UnknownSegment` for a name that is not there. `CorruptShard`, `ForeignShard` for one that
+        is spoiled, or of another model, dtype, head map or frequencies of RoPE; where all are
+        asked for, such a one is left out with a warning, `StoreDegraded`. `PoolFull`,
+        `QuotaExceeded` when one does not fit, those before it being frozen.
+        """
+        restored = self._knowledge.restore(store, word("namespace", namespace), name)
+        return [self.cache.frozen_segment(each, namespace) for each in restored]
 
     def insert_many(
-        self, contents: Sequence[tuple[str, str | Sequence[int]]], namespace: str = ""
+        self,
+        contents: Sequence[tuple[str, str | Sequence[int]]],
+        namespace: str = "",
+        *,
+        store: Store | None = None,
     ) -> list[FrozenSegment]:
         """Inserts (name, content) pairs, with a progress bar."""
         for pair in several("contents", contents, "(name, content)"):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise InvalidArgument(f"contents: expected (name, content), got {shown(pair)}")
         named = track(contents, "encoding segments", self.progress)
-        return [self.insert(content, name, namespace) for name, content in named]
+        return [self.insert(content, name, namespace, store=store) for name, content in named]
 
     def delete(self, name: str, namespace: str = "") -> None:
         """Unfreezes a segment; its blocks may then be evicted.

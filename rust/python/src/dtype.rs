@@ -17,9 +17,10 @@ pub enum DType {
     I64,
     U32,
     F64,
+    U8,
 }
 
-const NAMES: [(DType, &str); 8] = [
+const NAMES: [(DType, &str); 9] = [
     (DType::F32, "float32"),
     (DType::Bf16, "bfloat16"),
     (DType::F16, "float16"),
@@ -28,6 +29,7 @@ const NAMES: [(DType, &str); 8] = [
     (DType::I64, "int64"),
     (DType::U32, "uint32"),
     (DType::F64, "float64"),
+    (DType::U8, "uint8"),
 ];
 
 impl DType {
@@ -37,7 +39,7 @@ impl DType {
 
     pub fn bytes(self) -> usize {
         match self {
-            Self::Fp8E4m3 => 1,
+            Self::Fp8E4m3 | Self::U8 => 1,
             Self::Bf16 | Self::F16 => 2,
             Self::F32 | Self::I32 | Self::U32 => 4,
             Self::I64 | Self::F64 => 8,
@@ -56,6 +58,7 @@ impl DType {
             (DLDataTypeCode::kDLInt, 32, 1) => Ok(Self::I32),
             (DLDataTypeCode::kDLInt, 64, 1) => Ok(Self::I64),
             (DLDataTypeCode::kDLUInt, 32, 1) => Ok(Self::U32),
+            (DLDataTypeCode::kDLUInt, 8, 1) => Ok(Self::U8),
             (code, bits, lanes) => Err(format!("{} of {bits} bits × {lanes}", kind(code))),
         }
     }
@@ -66,7 +69,7 @@ impl DType {
             Self::Bf16 => DLDataTypeCode::kDLBfloat,
             Self::Fp8E4m3 => DLDataTypeCode::kDLFloat8_e4m3fn,
             Self::I32 | Self::I64 => DLDataTypeCode::kDLInt,
-            Self::U32 => DLDataTypeCode::kDLUInt,
+            Self::U32 | Self::U8 => DLDataTypeCode::kDLUInt,
         };
         DLDataType { code: code as u8, bits: 8 * self.bytes() as u8, lanes: 1 }
     }
@@ -80,6 +83,7 @@ impl DType {
             (b'i', 4) => Ok(Self::I32),
             (b'i', 8) => Ok(Self::I64),
             (b'u', 4) => Ok(Self::U32),
+            (b'u', 1) => Ok(Self::U8),
             _ => Err(format!("numpy kind {:?} of {} bits", kind as char, 8 * bytes)),
         }
     }

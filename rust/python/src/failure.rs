@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kvweave_core::ops::{OpError, OpErrorKind};
 use kvweave_core::{Error, ErrorKind, StepRefused};
+use kvweave_store::{ErrorKind as StoreErrorKind, StoreError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyModule};
@@ -115,6 +116,22 @@ impl From<OpError> for Failure {
             | OpErrorKind::Overlap
             | OpErrorKind::InvalidArgument => "InvalidArgument",
             OpErrorKind::Unsupported => "Unsupported",
+            _ => "KvweaveError",
+        };
+        Self::new(class, error.what(), error.expected(), error.got())
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(error: StoreError) -> Self {
+        let class = match error.kind() {
+            StoreErrorKind::InvalidArgument => "InvalidArgument",
+            StoreErrorKind::Truncated | StoreErrorKind::Corrupt => "CorruptShard",
+            StoreErrorKind::OtherSchema | StoreErrorKind::Foreign => "ForeignShard",
+            StoreErrorKind::Unknown => "UnknownShard",
+            StoreErrorKind::QuotaExceeded { .. } => "QuotaExceeded",
+            StoreErrorKind::Full { .. } | StoreErrorKind::DiskFull => "StoreFull",
+            StoreErrorKind::Io => "StoreUnavailable",
             _ => "KvweaveError",
         };
         Self::new(class, error.what(), error.expected(), error.got())

@@ -16,7 +16,9 @@ mod rope;
 mod scalars;
 mod scheduler;
 mod shape;
+mod shard;
 mod stats;
+mod store;
 mod tensor;
 mod tokens;
 mod virtual_pages;
@@ -76,6 +78,10 @@ mod _native {
     use super::scheduler::{Scheduler, StepPlan};
     #[pymodule_export]
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
+    #[pymodule_export]
+    use super::shard::{Provenance, Shard};
+    #[pymodule_export]
+    use super::store::{Store, StoredShard};
     #[pymodule_export]
     use super::virtual_pages::VirtualPages;
 

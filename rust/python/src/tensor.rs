@@ -211,6 +211,37 @@ impl TensorRef {
         Ok(if len == 0 { &mut [] } else { unsafe { slice::from_raw_parts_mut(ptr, len) } })
     }
 
+    /// The bytes of a contiguous tensor on the host, whatever its elements are.
+    ///
+    /// # Safety
+    /// As for [`Self::slice`].
+    pub unsafe fn bytes<'a>(&self, what: &str) -> Result<&'a [u8], Failure> {
+        let length = self.byte_length(what)?;
+        // SAFETY: so many bytes lie from the first element on, as just checked; lifetime and
+        // exclusion are the caller's promise. Any bits are bytes.
+        Ok(if length == 0 { &[] } else { unsafe { slice::from_raw_parts(self.ptr, length) } })
+    }
+
+    /// The same, to write to.
+    ///
+    /// # Safety
+    /// As for [`Self::slice_mut`]; whatever the bytes are then is a value of the elements' type.
+    pub unsafe fn bytes_mut<'a>(&self, what: &str) -> Result<&'a mut [u8], Failure> {
+        self.expect_writable(what)?;
+        let length = self.byte_length(what)?;
+        if length == 0 {
+            return Ok(&mut []);
+        }
+        // SAFETY: as in `bytes`, and the tensor is writable.
+        Ok(unsafe { slice::from_raw_parts_mut(self.ptr, length) })
+    }
+
+    fn byte_length(&self, what: &str) -> Result<usize, Failure> {
+        self.expect_device(what, Device::Cpu)?;
+        self.expect_contiguous(what)?;
+        Ok(self.extent(what)? * self.dtype.bytes())
+    }
+
     fn typed<T: Stored>(&self, what: &str) -> Result<(*mut T, usize), Failure> {
         self.expect_dtype(what, T::DTYPE)?;
         self.expect_device(what, Device::Cpu)?;

@@ -1,0 +1,93 @@
+"""Payloads in a store: a part of a shard for each part of the payload, read where it will be used.
+
+Checksums are the store's, so a payload is not wrapped in a file of its own once more. Its header
+goes along as JSON, and is checked like any other.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from kvweave.errors import CorruptPayload, CorruptShard
+from kvweave.payload.header import PayloadHeader, parsed
+from kvweave.payload.payload import TOKENS, TORCH_DTYPES, KvPayload
+from kvweave.store import Provenance, Shard, Store
+
+LAYOUT = "payload"
+"""How the parts of such a shard are to be read: what its `Provenance` says."""
+
+_HEADER = "payload"
+_ALIGNED = 4096
+
+
+def provenance_of(header: PayloadHeader, heads: str) -> Provenance:
+    """What a payload's KV is of; `heads` names the head map, "" where there is none."""
+    return Provenance(
+        header.fingerprint,
+        dtype=header.dtype,
+        layout=LAYOUT,
+        layers=header.layers,
+        kv_heads=header.kv_heads,
+        head_dim=header.head_dim,
+        namespace=header.namespace,
+        regime=header.regime,
+        heads=heads,
+    )
+
+
+def store_payload(store: Store, payload: KvPayload, heads: str) -> str:
+    """Puts a payload into a store; its parts come to the host if they are not there.
+
+    Returns the shard's name. Errors as for `Store.put`.
+    """
+    text = json.dumps(payload.header.to_json(), separators=(",", ":"))
+    parts: dict[str, bytes | torch.Tensor] = {_HEADER: text.encode()}
+    for name, part in payload.parts.items():
+        if name != TOKENS:
+            parts[name] = part.detach().cpu().contiguous()
+    tokens = payload.tokens.cpu().numpy()
+    return store.put(provenance_of(payload.header, heads), tokens, parts)[0]
+
+
+def read_payload(shard: Shard) -> KvPayload:
+    """The payload in a shard; its parts lie on the host, K and V where direct reads may go.
+
+    # Errors
+    `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
+    """
+    try:
+        header = PayloadHeader.from_json(parsed(_text(shard)))
+        found = provenance_of(header, shard.provenance.heads)
+        if found != shard.provenance:
+            raise CorruptShard("shard payload: expected one of the shard's model, got another")
+        parts = {TOKENS: torch.from_numpy(shard.tokens().astype(np.int32))}
+        for name, shape in header.part_shapes().items():
+            parts[name] = _part(shard, name, shape, TORCH_DTYPES[header.dtype])
+        return KvPayload(header, parts)
+    except CorruptPayload as error:
+        raise CorruptShard(f"shard {error}") from error
+
+
+def _text(shard: Shard) -> str:
+    if _HEADER not in shard.parts:
+        raise CorruptShard("shard parts: expected a payload, got none")
+    try:
+        return shard.read(_HEADER).decode()
+    except UnicodeDecodeError as error:
+        raise CorruptShard(f"shard payload: expected UTF-8, got {error.reason}") from error
+
+
+def _part(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A part in memory of its own. No more is taken than the shard's file has."""
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if shard.parts.get(name) != size:
+        got = shard.parts.get(name)
+        raise CorruptShard(f"shard part {name}: expected {size} bytes, got {got}")
+    memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
+    begin = -memory.data_ptr() % _ALIGNED
+    held = memory[begin : begin + size]
+    shard.read_into(name, held)
+    return held.view(dtype).view(shape)
