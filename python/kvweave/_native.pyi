@@ -11,6 +11,7 @@ __version__: str
 _Rows: TypeAlias = npt.NDArray[np.int32]
 _Array: TypeAlias = Any
 """Anything with `__dlpack__` or of numpy: checked at run time."""
+_Results: TypeAlias = tuple[_Array, _Array]
 _TablePair: TypeAlias = tuple[_Array, _Array | None]
 """A table on a CUDA device, and the same on the host where it came from there."""
 
@@ -84,6 +85,8 @@ class HeadGroup:
     sink: int
     recent: int
     pages: int
+    read: int
+    rerank_every: int
 
 @final
 class PlanSpan:
@@ -441,14 +444,14 @@ def attend_prefill_cuda(
     arguments: Any,
     row_offsets: _TablePair,
     entry_offsets: _TablePair,
-    results: tuple[_Array, _Array],
+    results: _Results,
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
 def attend_decode_cuda(
     arguments: Any,
     entry_offsets: _TablePair,
-    results: tuple[_Array, _Array],
+    results: _Results,
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
@@ -466,6 +469,22 @@ def score_tokens_cuda(
     edge: tuple[_Array, int, int] | None,
     allocate: Callable[[int], _Array],
     stream: int,
+) -> None: ...
+def score_pages(
+    q: _Array,
+    entries: _Array,
+    pages: Any,
+    entry_offsets: _Array,
+    results: _Results,
+    reference: bool,
+) -> None: ...
+def select_pages(
+    scores: _Array,
+    counts: _Array,
+    budgets: _Array,
+    always: tuple[int, int],
+    results: _Results,
+    reference: bool,
 ) -> None: ...
 def step_tables(
     batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
