@@ -29,6 +29,7 @@ CORE_LAYERS = [
 SAFE_CRATES = ("core", "reference")
 # Lower layers first; a package may import itself and what lies below, never sideways.
 PYTHON_LAYERS = [
+    {"_native_ops"},
     {"_native"},
     {"errors"},
     {"arguments", "device_memory"},

@@ -17,6 +17,7 @@ from kvweave import ops
 from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
 from kvweave.ops import RopeTable
+from kvweave.runner.decode.chosen_pages import ChosenPages
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import is_greedy
@@ -42,7 +43,7 @@ class DecodeSlots:
     `members`: the row of each. `batch`, in the order of the step, its `timings` and its `rope`.
     `greedy`: whether all of them choose the likeliest token. `longest`: tokens of the longest when
     it ends. `lanes`: the most tables that any of them keeps up by itself. `entries` i32 [N + 1, 5]
-    on the device: the last one is nobody's.
+    on the device: the last one is nobody's. `chosen`: what top-K heads read, where there are any.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -59,6 +60,7 @@ class DecodeSlots:
         self.timings: list[Timings] = []
         self.promoted: Promoted = ()
         self.lanes = 1
+        self.chosen = ChosenPages(heads, pages) if heads.budgets else None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
 
@@ -120,6 +122,8 @@ class DecodeSlots:
 
     def _leave(self, sequence: Decoding) -> None:
         self.rows.leave(self.members.pop(sequence))
+        if self.chosen is not None:
+            self.chosen.forget(sequence)
         self.batch, self.timings, self._requests = [], [], []
 
     # ---- a step ---------------------------------------------------------------------------
