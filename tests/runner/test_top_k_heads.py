@@ -263,6 +263,36 @@ def test_what_is_remembered_is_read_as_what_was_computed(llama) -> None:
     assert second.report.reused_prefix > 0
 
 
+@pytest.mark.parametrize("way", ["generate", "decode", "engine", "conversation"])
+@pytest.mark.parametrize(("pages", "chooses"), [(3, True), (500, False)])
+def test_what_was_decoded_by_choice_is_nobodys_exact_prefix(llama, way, pages, chooses) -> None:
+    runner, prompt = ranked_runner(llama, [top_k(pages), FULL]), random_tokens(48, 14).tolist()
+    ask = {"max_new_tokens": 18, "stop": ()}
+    if way == "generate":
+        said = runner.generate(prompt, "prefix", **ask).tokens
+    elif way == "decode":
+        with runner.prefill(prompt, "prefix") as done:
+            said = runner.decode(done, **ask).tokens
+            said += runner.decode(done, **ask).tokens
+    elif way == "engine":
+        engine = runner.engine()
+        request = engine.submit(prompt, "prefix", **ask)
+        engine.run()
+        said = request.result().tokens
+    else:
+        with runner.conversation("prefix") as talk:
+            said = talk.ask(prompt, **ask).tokens
+            more = random_tokens(9, 15).tolist()
+            said += more + talk.ask(more, **ask).tokens
+    known = prompt + said + random_tokens(5, 16).tolist()
+    with runner.prefill(known, "prefix", remember=False) as done:
+        found, logits = done.report.reused_prefix, done.logits.clone()
+    fresh = ranked_runner(llama, [top_k(pages), FULL])
+    with fresh.prefill(known, "full", remember=False) as done:
+        near(logits, done.logits)
+    assert len(prompt) - PAGE < found <= len(prompt) if chooses else found > len(prompt) + 12
+
+
 # ---- what is refused ------------------------------------------------------------------------
 
 

@@ -141,6 +141,13 @@ class HeadReads:
         classes.setflags(write=False)
         return classes
 
+    def reads_all(self, request: KvRequest) -> bool:
+        """Whether no head of a request has ever left a page out: it has no more than it may read.
+
+        What was decoded with a choice of pages is not what a prefill would have computed.
+        """
+        return all(len(request.entries(b.group)) <= b.pages for b in self.budgets)
+
     def page_layers(self, group: int) -> Table | None:
         """The layer of each page of a group's blocks; None where a page's rank says it."""
         if self.uniform:
