@@ -2,6 +2,7 @@
 # or later, a C++ compiler and make are enough. Stamp files make a second run skip what is done.
 #   make demo [JSON=path]   the six policies on a real model, one table
 #   make test               every test, Rust and Python
+#   make search [ROUNDS=n]  the properties again, with examples that no run had before
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
 #   make lint               formatting, clippy, ruff, mypy
@@ -14,7 +15,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python test-vllm vllm vllm-offered lint \
+.PHONY: demo test test-rust test-python search test-vllm vllm vllm-offered lint \
   bench results wheel packages setup clean
 
 PYTHON ?= python3
@@ -47,6 +48,7 @@ VLLM_LEFT_OUT := torchaudio torchcodec PyNvVideoCodec flashinfer-python tilelang
   tokenspeed-mla humming-kernels triton
 endif
 VLLM_SITE := .venv-vllm
+ROUNDS ?= 1
 # Files of tests that run at a time.
 VLLM_JOBS ?= 2
 
@@ -66,12 +68,20 @@ demo: setup
 
 test: test-rust test-python
 
+# The same examples each time, so that a change alone decides whether its tests pass.
 test-rust: $(STAMPS)/venv
-	cargo test --locked --workspace --exclude kvweave-python
+	PROPTEST_RNG_SEED=1 cargo test --locked --workspace --exclude kvweave-python
 
 # Waiting threads of torch sleep: spinning, they would starve ours on a busy machine.
 test-python: setup
 	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
+
+# Random ones: what is found becomes a test of its own.
+search: setup
+	for round in $$(seq $(ROUNDS)); do \
+	  cargo test --locked --workspace --exclude kvweave-python --quiet; \
+	  HYPOTHESIS_PROFILE=search OMP_WAIT_POLICY=passive $(PY) -m pytest -q -m hypothesis; \
+	done
 
 # The wheel is installed as a user would, entry point and all, but in a folder of this tree.
 test-vllm: $(STAMPS)/wheel vllm

@@ -1,5 +1,6 @@
 """What all tests share: seeds, and no gradients."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import settings
 
 from kvweave.models import load_smollm2
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("kvweave", deadline=None)
-settings.load_profile("kvweave")
+# How long an example takes says how busy the machine is, so nothing is held to a deadline. A change
+# is judged by the same examples each time; `make search` looks for others.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ tables brought up to date, a patch written and sent, tokens chosen. *steady*: th
 every step. *joins*: in every step one request leaves and another joins (where there is one, it).
 On a GPU what is launched is captured and replayed; on the CPU the same few operations on tables run
 one by one, and count. *in the cache* is the one call of a step that goes there, without the rest.
+*an engine's step* is one of the smallest model there is, whole: planned, decoded, delivered.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from kvweave._native import DecodeRows
 from kvweave.cache import HeadClassMap, KvCache, KvRequest, KvShape
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import Timing, summarise
+from kvweave.runner import Runner
 from kvweave.runner.decode import Decoder, Decoding, Sampling
 from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.kv.heads import HeadReads
@@ -47,8 +50,8 @@ def run(quick: bool) -> list[Row]:
             rows.append(
                 row(f"{count} requests, {name}", batch.timed(name == "joins", steps), count)
             )
-        timed = native(count, steps)
-        rows.append(row(f"{count} requests, in the cache", timed, None))
+        rows.append(row(f"{count} requests, in the cache", native(count, steps), None))
+        rows.append(row(f"{count} requests, an engine's step", engine(count, steps), None))
     rows.append(row(f"{SHARERS} requests of unlike promotions, in the cache", shared(steps), None))
     return rows
 
@@ -110,8 +113,8 @@ class Batch:
         return timed
 
 
-def decoder_of(blocks: int, device: torch.device) -> Decoder:
-    """Steps of a model without layers over an arena of so many blocks."""
+def smallest(device: torch.device) -> Any:
+    """A model of one layer with one head."""
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=16,
@@ -120,7 +123,30 @@ def decoder_of(blocks: int, device: torch.device) -> Decoder:
         num_attention_heads=1,
         num_key_value_heads=1,
     )
-    whole = describe(transformers.LlamaForCausalLM(config).to(device).eval())
+    return transformers.LlamaForCausalLM(config).to(device).eval()
+
+
+def engine(count: int, steps: int) -> Timing:
+    """Steps of an engine in which all its requests decode."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runner = Runner(
+        smallest(device),
+        max_tokens=count * (steps + 3 * PAGE),
+        page_tokens=PAGE,
+        check=False,
+        progress=False,
+    )
+    with closing(runner.engine(token_budget=None, max_running=count)) as made:
+        for seed in range(count):
+            made.submit([seed % 64] * (1 + seed % PAGE), "full", max_new_tokens=steps + 2)
+        while made.metrics()["decoding"] < count:
+            made.step()
+        return times_of(made.step, steps - 1)
+
+
+def decoder_of(blocks: int, device: torch.device) -> Decoder:
+    """Steps of a model without layers over an arena of so many blocks."""
+    whole = describe(smallest(device))
     shape = (blocks, 2, PAGE, whole.head_dim)
     pages = torch.zeros(shape, dtype=whole.dtype, device=device)
     cache = KvCache(KvShape(1, 1, whole.head_dim, PAGE), external=pages)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
@@ -227,9 +228,9 @@ def logits_of_steps(runner: Runner, tokens: Any, steps: int) -> tuple[list[int],
     """Greedy tokens behind a prompt and the logits of each, by the runner's own decode steps."""
     seen: list[torch.Tensor] = []
 
-    def choose(batch: Any, logits: torch.Tensor, _greedy: bool) -> list[int]:
+    def choose(batch: Any, logits: torch.Tensor, _greedy: bool) -> Any:
         seen.append(logits.clone())
-        return [s.choose(row) for s, row in zip(batch, logits, strict=True)]
+        return np.array([s.choose(row) for s, row in zip(batch, logits, strict=True)])
 
     with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
         seen.append(done.logits[-1:].clone())

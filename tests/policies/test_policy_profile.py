@@ -23,6 +23,7 @@ from kvweave.policies.policy_profile import (
 )
 from kvweave.policies.policy_text import read_policy, text_of
 from kvweave.runner import Runner
+from policy_profiles import profile
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(max_size=12)
@@ -60,15 +61,6 @@ profiles = st.builds(
     date=words,
     heads=st.none() | words,
 )
-
-
-def profile(policy: str = "foresight:share=0.1", fingerprint: str = "f" * 64) -> PolicyProfile:
-    found = Evidence("certify", policy, "all jobs", "all", None, 0, 24, 0, 0.02, 0.01, 0.03, 0.2)
-    texts = (Text("sotu", "0123456789abcdef"),)
-    bound = Bound("kl", 0.05)
-    return PolicyProfile(
-        fingerprint, "float32", policy, bound, 0.2, (found,), texts, 0, "0.1.0", "2026-01-01"
-    )
 
 
 def spoiled(**changes: object) -> str:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_policy_profile import profile
 
 from families import random_tokens, tiny
 from kvweave.errors import InvalidArgument, PolicySwitchedOff, UncertifiedPolicy
 from kvweave.policies import Foresight, Naive, policy_of
 from kvweave.runner import Canary, Runner, Segment
 from kvweave.runner.lossy.mean_bound import mean_at_least, surely_above
+from policy_profiles import profile
 
 # ---- how sure a mean is ----------------------------------------------------------------------
 

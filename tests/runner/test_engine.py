@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 from families import VOCABULARY, random_tokens, tiny
 from kvweave import InvalidArgument, PoolFull
 from kvweave.errors import AlreadyStepping, Cancelled, KvweaveError
-from kvweave.plan import Plans, PromptView, one_pass
-from kvweave.policies import policy_of
-from kvweave.runner import Engine, EngineRequest, Runner, Sampling
-
-P = 16
-
-
-def runner_of(model: Any, blocks: int = 64, **given: Any) -> Runner:
-    """A runner whose arena holds that many blocks of tokens, and one more."""
-    return Runner(model, max_tokens=blocks * P, page_tokens=P, check=False, progress=False, **given)
+from kvweave.plan import LayerPlan, PromptView
+from kvweave.runner import EngineRequest, Runner, Sampling
+from plan_policies import Planned
+from small_engines import P, held, runner_of, small
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +31,6 @@ def model() -> Any:
 def alone(model: Any) -> Runner:
     """A runner with all the room that it wants, which answers one request at a time."""
     return runner_of(model, 256)
-
-
-def held(runner: Runner) -> int:
-    runner.cache.check()
-    return int(runner.cache.stats()["held"])
-
-
-def small(runner: Runner, **given: Any) -> Engine:
-    return runner.engine(**{"token_budget": 72, "chunk_tokens": 32, "max_running": 8, **given})
 
 
 def test_one_request_says_what_it_says_alone(model: Any, alone: Runner) -> None:
@@ -175,25 +160,15 @@ def test_cancelled_in_every_state(model: Any, alone: Runner, state: str) -> None
     assert held(runner) == 0
 
 
-@dataclass(frozen=True)
-class Broken:
+@dataclass
+class Broken(Planned):
     """A policy that goes wrong in one layer: it raises, or leaves the layer out."""
 
-    skips: bool
-    measures: bool = False
-    name: str = "broken"
+    skips: bool = False
     reuse: str = "prefix"
-    delta_rope: bool = True
-    passes: int = 1
 
-    def rewrites_segments(self, layers: int) -> bool:
-        return False
-
-    def plan(self, prompt: PromptView) -> Plans:
-        return self._plans(prompt)
-
-    def _plans(self, prompt: PromptView) -> Iterator[Any]:
-        for plan in one_pass(prompt.layers, prompt.fresh):
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan, Any, None]:
+        for plan in super().plan(prompt):
             if plan.layer == 2:
                 if not self.skips:
                     raise ArithmeticError("a policy's own")
@@ -219,10 +194,10 @@ class BrokenSampling(Sampling):
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"policy": Broken(False)}, ArithmeticError, 0),
-        ({"policy": Broken(False, measures=True)}, ArithmeticError, 0),
-        ({"policy": Broken(True)}, InvalidArgument, 0),
-        ({"policy": Broken(True, measures=True)}, InvalidArgument, 0),
+        ({"policy": Broken()}, ArithmeticError, 0),
+        ({"policy": Broken(measures=True)}, ArithmeticError, 0),
+        ({"policy": Broken(skips=True)}, InvalidArgument, 0),
+        ({"policy": Broken(skips=True, measures=True)}, InvalidArgument, 0),
         ({"sampling": BrokenSampling()}, ArithmeticError, 2),
         ({"sampling": BrokenSampling(raises=False)}, InvalidArgument, 2),
     ],
@@ -302,23 +277,17 @@ def test_others_take_the_room_in_mid_step(model: Any, alone: Runner) -> None:
     assert held(runner) == 0
 
 
-@dataclass(frozen=True)
-class Meddling:
-    """Full, and does something in the midst of its prefill."""
+@dataclass
+class Meddling(Planned):
+    """Every row in every layer, and something else in the midst of its prefill."""
 
-    does: Any
-    measures: bool = True
-    name: str = "meddling"
+    does: Callable[[], Any] = lambda: None
     reuse: str = "prefix"
-    delta_rope: bool = True
-    passes: int = 1
+    measures: bool = True
 
-    def rewrites_segments(self, layers: int) -> bool:
-        return False
-
-    def plan(self, prompt: PromptView) -> Plans:
+    def plan(self, prompt: PromptView) -> Generator[LayerPlan, Any, None]:
         self.does()
-        return policy_of("full").plan(prompt)
+        return super().plan(prompt)
 
 
 def test_one_step_at_a_time(model: Any) -> None:
@@ -337,7 +306,7 @@ def test_one_step_at_a_time(model: Any) -> None:
         other.start()
         other.join()
 
-    request = engine.submit(random_tokens(9, 1), Meddling(in_two_threads), max_new_tokens=2)
+    request = engine.submit(random_tokens(9, 1), Meddling(does=in_two_threads), max_new_tokens=2)
     engine.run()
     assert len(caught) == 2
     assert len(request.result().tokens) == 2
@@ -355,7 +324,9 @@ def test_cancelled_in_the_midst_of_a_step(model: Any) -> None:
 
     requests.append(engine.submit(random_tokens(9, 1), max_new_tokens=5))
     engine.step()
-    requests.append(engine.submit(random_tokens(9, 2), Meddling(cancels_both), max_new_tokens=5))
+    requests.append(
+        engine.submit(random_tokens(9, 2), Meddling(does=cancels_both), max_new_tokens=5)
+    )
     engine.step()
     assert [one.outcome for one in requests] == ["cancelled", "cancelled"]
     assert [len(one.tokens) for one in requests] == [1, 0]

@@ -12,13 +12,9 @@ from healed_answers import reader
 from kvweave import InvalidArgument, PoolFull
 from kvweave.errors import Cancelled, OutOfMemory
 from kvweave.runner import Canary, Engine, EngineRequest, Healing, Runner, Sampling
+from small_engines import P, held, runner_of, small
 
-P = 16
 ALWAYS = Healing(every=4, bound=0.0, share=0.1, most=1.0)
-
-
-def runner_of(model: Any, blocks: int = 64, **given: Any) -> Runner:
-    return Runner(model, max_tokens=blocks * P, page_tokens=P, check=False, progress=False, **given)
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +25,6 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def alone(model: Any) -> Runner:
     return runner_of(model, 256)
-
-
-def held(runner: Runner) -> int:
-    runner.cache.check()
-    return int(runner.cache.stats()["held"])
-
-
-def small(runner: Runner, **given: Any) -> Engine:
-    return runner.engine(**{"token_budget": 72, "chunk_tokens": 32, "max_running": 8, **given})
 
 
 # ---- prompts that were prefilled before ---------------------------------------------------------

@@ -19,13 +19,7 @@ from kvweave import InvalidArgument, PoolFull
 from kvweave.errors import AlreadyStepping, Cancelled
 from kvweave.runner import AsyncRunner, Engine, Runner, Sampling
 from kvweave.runner.one_thread import OneThread
-
-P = 16
-SMALL: dict[str, Any] = {"token_budget": 72, "chunk_tokens": 32, "max_running": 8}
-
-
-def runner_of(model: Any, blocks: int = 64, **given: Any) -> Runner:
-    return Runner(model, max_tokens=blocks * P, page_tokens=P, check=False, progress=False, **given)
+from small_engines import SMALL, held, runner_of
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +32,6 @@ def alone(model: Any) -> Callable[..., list[int]]:
     """What a runner with all the room that it wants says, one request at a time."""
     runner = runner_of(model, 256)
     return lambda prompt, **how: runner.generate(prompt, remember=False, **how).tokens
-
-
-def held(runner: Runner) -> int:
-    runner.cache.check()
-    return int(runner.cache.stats()["held"])
 
 
 def soon(says: Callable[[], bool]) -> bool:

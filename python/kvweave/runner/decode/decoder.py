@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from kvweave.cache import KvRequest
@@ -13,7 +14,7 @@ from kvweave.ops import Workspace
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.decode.reads import StepReads
-from kvweave.runner.decode.sampling import choose_all
+from kvweave.runner.decode.sampling import Int64, choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import StepTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
@@ -52,11 +53,12 @@ class Decoder:
         batch: Sequence[Decoding],
         *,
         watched: bool = False,
-        choose: Callable[[Sequence[Decoding], torch.Tensor, bool], list[int]] = choose_all,
-    ) -> list[int]:
-        """Feeds each sequence's last token through the model and chooses its next: B ids.
+        choose: Callable[[Sequence[Decoding], torch.Tensor, bool], Int64] = choose_all,
+    ) -> Int64:
+        """Feeds each sequence's last token through the model and chooses its next: ids i64 [B].
 
-        `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`.
+        `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`; −1
+        is of a sequence that says nothing.
 
         The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
         [L, B, H, D], until the next one.
@@ -69,16 +71,14 @@ class Decoder:
         """
         start = time.perf_counter()
         if not batch:
-            return []
+            return np.zeros(0, np.int64)
         slots = self._slots_of(batch)
         slots.seat(batch)
         with self.spec.current():
             step = slots.step()
             logits = self._logits(slots, step, watched)
             chosen = choose(slots.batch, logits, slots.greedy)
-        spent = time.perf_counter() - start
-        for timings in slots.timings:
-            timings.decode_s += spent
+        slots.hear(chosen, time.perf_counter() - start)
         return chosen
 
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:

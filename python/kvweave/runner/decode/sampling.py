@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave.arguments import real, whole
 from kvweave.errors import InvalidArgument
+
+Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ def is_greedy(batch: Sequence[Chooser]) -> bool:
     return all(type(s.sampling) is Sampling and s.sampling.temperature == 0.0 for s in batch)
 
 
-def choose_all(batch: Sequence[Chooser], logits: torch.Tensor, greedy: bool) -> list[int]:
-    """The next token of each row of logits [B, V]: one wait for the device, whatever B.
+def choose_all(batch: Sequence[Chooser], logits: torch.Tensor, greedy: bool) -> Int64:
+    """The next token i64 [B] of each row of logits [B, V]: one wait for the device, whatever B.
 
     `greedy`: as `is_greedy` says of the batch.
     """
@@ -82,7 +86,7 @@ def choose_all(batch: Sequence[Chooser], logits: torch.Tensor, greedy: bool) -> 
     else:
         rows = zip(batch, logits, strict=True)
         picked = torch.stack([s.sampling.pick(row, s.generator) for s, row in rows])
-    chosen: list[int] = picked.tolist()
-    for sequence, token in zip(batch, chosen, strict=True):
+    chosen: Int64 = picked.cpu().numpy()
+    for sequence, token in zip(batch, chosen.tolist(), strict=True):
         sequence.tokens.append(token)
     return chosen

@@ -20,10 +20,9 @@ from kvweave.ops import RopeTable
 from kvweave.runner.decode.chosen_pages import ChosenPages
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
-from kvweave.runner.decode.sampling import is_greedy
+from kvweave.runner.decode.sampling import Int64, is_greedy
 from kvweave.runner.kv.heads import HeadReads, Promoted
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.report import Timings
 
 NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
 """An entry outside the cache: it covers no token."""
@@ -40,10 +39,11 @@ class Step:
 class DecodeSlots:
     """The tables of requests that decode together.
 
-    `members`: the row of each. `batch`, in the order of the step, its `timings` and its `rope`.
-    `greedy`: whether all of them choose the likeliest token. `longest`: tokens of the longest when
-    it ends. `lanes`: the most tables that any of them keeps up by itself. `entries` i32 [N + 1, 5]
-    on the device: the last one is nobody's. `chosen`: what top-K heads read, where there are any.
+    `members`: the row of each. `batch`, in the order of the step, and its `rope`. `longest`: the
+    most tokens that any of them, or whoever sat with them, has at its end. `lanes`: the most tables
+    that any of them keeps up by itself. `entries` i32 [N + 1, 5] on the device: the last one is
+    nobody's. `chosen`: what top-K heads read, where there are any. A sequence's timings are told
+    of its steps when it leaves.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -55,12 +55,16 @@ class DecodeSlots:
         self.entries = self._room(self.rows.entries)
         self.members: dict[Decoding, int] = {}
         self.batch: list[Decoding] = []
-        self.greedy = True
         self.longest = 0
-        self.timings: list[Timings] = []
         self.promoted: Promoted = ()
         self.lanes = 1
         self.chosen = ChosenPages(heads, pages) if heads.budgets else None
+        self._drawing: set[Decoding] = set()
+        # Seconds that steps have taken, and those before each member joined.
+        self._spent = 0.0
+        self._spent_before: dict[Decoding, float] = {}
+        # What the batch said last, where that is what each of them goes on from.
+        self._said: Int32 | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
 
@@ -72,6 +76,11 @@ class DecodeSlots:
     def rope(self) -> RopeTable:
         """Frequencies that the batch's keys were rotated by."""
         return self.batch[0].positions.rope
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all of the batch choose the likeliest token."""
+        return not self._drawing
 
     @property
     def reach(self) -> StepReach:
@@ -94,14 +103,17 @@ class DecodeSlots:
             self._leave(sequence)
         joining = [s for s in coming if s not in self.members]
         self._take_heads(joining)
-        longest = max(s.request.length + s.remaining for s in coming)
+        needed = [s.request.length + s.remaining for s in joining]
+        # Those who stay need no more than when they came.
+        self.longest = max([self.longest if self.members else 0, *needed])
         for sequence in joining:
             self.members[sequence] = self.rows.join()
-        self.greedy, self.longest = is_greedy(batch), longest
-        self.timings = [s.timings for s in batch]
+            self._spent_before[sequence] = self._spent
+            if not is_greedy([sequence]):
+                self._drawing.add(sequence)
         self._requests = [s.request for s in batch]
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
-        self.batch = list(batch)
+        self.batch, self._said = list(batch), None
 
     def _take_heads(self, joining: Sequence[Decoding]) -> None:
         """Sees to tables for all heads that the coming requests have promoted.
@@ -124,7 +136,9 @@ class DecodeSlots:
         self.rows.leave(self.members.pop(sequence))
         if self.chosen is not None:
             self.chosen.forget(sequence)
-        self.batch, self.timings, self._requests = [], [], []
+        self._drawing.discard(sequence)
+        sequence.timings.decode_s += self._spent - self._spent_before.pop(sequence)
+        self.batch, self._requests, self._said = [], [], None
 
     # ---- a step ---------------------------------------------------------------------------
 
@@ -136,7 +150,9 @@ class DecodeSlots:
         # Errors
         As `Decoder.step`.
         """
-        tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
+        tokens = self._said
+        if tokens is None:
+            tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
         made = self.rows.step(self._requests, self._numbers, tokens)
         self.lanes = made.lanes
         if made.entries >= len(self.entries):
@@ -145,6 +161,11 @@ class DecodeSlots:
         if len(made.copies):
             self._copy(made.copies)
         return Step(tokens, made)
+
+    def hear(self, chosen: Int64, seconds: float) -> None:
+        """Takes in what each of the batch said, i64 [B] or −1 for nothing, and what that took."""
+        self._spent += seconds
+        self._said = chosen.astype(np.int32) if len(chosen) and chosen.min() >= 0 else None
 
     def _copy(self, copies: Int32) -> None:
         """Copies what others share of the blocks that are to be written: i32 [C, 8]."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from kvweave.errors import PoolFull
 from kvweave.runner.answers.answering import Answering, Ask
 from kvweave.runner.engine.engine import Engine
 from kvweave.runner.engine.engine_request import EngineRequest
@@ -48,7 +47,7 @@ class Calls:
         with closing(self._engine()) as engine:
             request = engine.enter(prompt, ask)
             while not request.ended:
-                _step(engine)
+                engine.must_step()
                 yield from request.take()
             request.result()
 
@@ -58,12 +57,7 @@ class Calls:
 
 def _finish(engine: Engine, request: EngineRequest, among: Sequence[EngineRequest]) -> None:
     while not request.ended:
-        _step(engine)
+        engine.must_step()
         for other in among:
             if other.outcome == "failed":
                 other.result()
-
-
-def _step(engine: Engine) -> None:
-    if not engine.step() and engine.live:
-        raise PoolFull(f"engine: expected room for {engine.live} requests, got none")

@@ -12,11 +12,11 @@ import torch
 from kvweave.arguments import flag, whole
 from kvweave.errors import AlreadyStepping, InvalidArgument, PoolFull
 from kvweave.policies import Policy
-from kvweave.runner.answers.answering import Answer, Answering, Ask
+from kvweave.runner.answers.answering import Answering, Ask
 from kvweave.runner.answers.stop import Stops
-from kvweave.runner.decode.decoding import by_regime
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.checked_choice import CheckedChoice
+from kvweave.runner.engine.decode_groups import DecodeGroup, DecodeGroups
 from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
 from kvweave.runner.engine.live_request import LiveRequest
@@ -81,6 +81,7 @@ class Engine:
             span_tokens=chunk or _NO_LIMIT,
         )
         self._room = EngineRoom(self._scheduler, self._prefiller)
+        self._groups = DecodeGroups()
         # Tables that do not change are made here, and not by a thread that submits.
         self._prefiller.rotary.regime(1)
         self._in_step = False
@@ -271,8 +272,16 @@ class Engine:
         As `step`; `PoolFull` when nothing can be done because others hold the arena.
         """
         while self._live:
-            if not self.step() and self._live:
-                raise PoolFull(f"engine: expected room for {self.live} requests, got none")
+            self.must_step()
+
+    def must_step(self) -> None:
+        """A step that has something to do, or is the last.
+
+        # Errors
+        As `run`.
+        """
+        if not self.step() and self._live:
+            raise PoolFull(f"engine: expected room for {self.live} requests, got none")
 
     def close(self, error: BaseException | None = None) -> None:
         """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
@@ -298,10 +307,12 @@ class Engine:
         for number, first, count, last in plan.prefill.tolist():
             if (live := self._live.get(number)) and not live.handle.ended:
                 self._prefill(live, first + count, bool(last))
-        named = map(self._live.get, plan.decode.tolist())
-        going = [live for live in named if live is not None and live.handle.outcome is None]
-        self._decode(going)
-        if not going:
+        groups = self._groups.of(plan.decode, self._live)
+        if [live for live in self._groups.given if not self._is_there(live)]:
+            groups = self._groups.of(plan.decode, self._live)
+        for group in groups:
+            self._decode(group)
+        if not groups:
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
             self._prefiller.clock.wait()
@@ -315,7 +326,8 @@ class Engine:
                     self._let_go(live)
                 self._prompts.advance(live, to)
             if last:
-                self._said(live, self._prompts.begin(live))
+                self._prompts.begin(live)
+                self._said(live)
         except PoolFull as error:
             self._no_room_to_prefill(live, error)
         except Exception as error:
@@ -326,36 +338,34 @@ class Engine:
 
     # ---- decoding -------------------------------------------------------------------------
 
-    def _decode(self, going: Sequence[LiveRequest]) -> None:
-        """One more token for each, in one step for those that can share it: all or none."""
-        answering = {}
-        for live in going:
-            if live.given and not self._is_there(live):
-                continue
-            assert live.answer is not None
-            answering[live.answer.sequence] = live
-        for group in by_regime(list(answering)):
-            lives = [answering[sequence] for sequence in group]
-            choice = CheckedChoice(self._prefiller.spec.vocabulary)
-            watched = any(live.answer is not None and live.answer.is_watched for live in lives)
-            try:
-                self._decoder.step(group, watched=watched, choose=choice)
-                queries = self._decoder.queries if watched else None
-                queries = None if queries is None else queries.clone()
-            except PoolFull as error:
-                self._no_room_to_decode(lives, error)
-                continue
-            except Exception as error:
-                for live in lives:
-                    self._fail(live, error)
-                continue
-            except BaseException as error:
-                for live in lives:
-                    self._fail(live, error)
-                raise
-            for column, (sequence, live) in enumerate(zip(group, lives, strict=True)):
-                seen = None if queries is None else queries[:, column]
-                self._hear(live, choice.failed.get(sequence), seen)
+    def _decode(self, group: DecodeGroup) -> None:
+        """One more token for each, in one step: all or none."""
+        choice = CheckedChoice(self._prefiller.spec.vocabulary)
+        watched = any(live.answering.is_watched for _, live in group.heard)
+        try:
+            chosen = self._decoder.step(group.sequences, watched=watched, choose=choice)
+            queries = self._decoder.queries if watched else None
+            queries = None if queries is None else queries.clone()
+        except PoolFull as error:
+            self._no_room_to_decode(group.lives, error)
+            return
+        except Exception as error:
+            for live in group.lives:
+                self._fail(live, error)
+            return
+        except BaseException as error:
+            for live in group.lives:
+                self._fail(live, error)
+            raise
+        for row, failure in choice.failed.items():
+            self._fail(group.lives[row], failure)
+        said, done = group.deliver(chosen)
+        self._answered += said
+        for live in done:
+            self._finish(live)
+        for row, live in group.heard:
+            if row not in choice.failed:
+                self._hear(live, None if queries is None else queries[:, row])
 
     def _is_there(self, live: LiveRequest) -> bool:
         """Ends a request whose prompt its caller has released: it would fail the step of all."""
@@ -366,42 +376,42 @@ class Engine:
             return False
         return True
 
-    def _hear(
-        self, live: LiveRequest, failure: Exception | None, queries: torch.Tensor | None
-    ) -> None:
-        answer = live.answer
-        assert answer is not None
+    def _hear(self, live: LiveRequest, queries: torch.Tensor | None) -> None:
+        """What a request has said, where more is done with it than to deliver it."""
+        answer = live.answering
         try:
-            if failure is not None:
-                raise failure
             if answer.text is not None:
                 answer.hear()
             if queries is not None and answer.is_watched:
                 self._answering.look(answer, queries)
-            self._said(live, answer)
         except Exception as error:
             self._fail(live, error)
+        else:
+            self._said(live)
 
-    def _said(self, live: LiveRequest, answer: Answer) -> None:
+    def _said(self, live: LiveRequest) -> None:
         """Delivers the newest token; the last one ends the request."""
-        sequence, handle = answer.sequence, live.handle
+        answer, handle = live.answering, live.handle
         text = None if answer.text is None else answer.text.newest
-        if not handle.deliver(sequence.tokens[-1], text):
+        if not handle.deliver(answer.sequence.tokens[-1], text):
             return
         self._answered.append(handle.number)
-        if not sequence.done:
-            if (behind := handle.behind) is not None:
-                self._fail(live, behind, "cancelled")
-            return
-        self._finish(live, answer)
+        if answer.sequence.done:
+            self._finish(live)
+        elif (behind := handle.behind) is not None:
+            self._fail(live, behind, "cancelled")
 
-    def _finish(self, live: LiveRequest, answer: Answer) -> None:
+    def _finish(self, live: LiveRequest) -> None:
         """Ends a request that has said all."""
         assert live.done is not None
-        # What a conversation, which keeps its prompt, is remembered by it says itself.
-        if not (live.given and live.done.lookup.late):
-            live.done.commit()
-        generation = self._answering.finished(answer)
+        try:
+            # What a conversation, which keeps its prompt, is remembered by it says itself.
+            if not (live.given and live.done.lookup.late):
+                live.done.commit()
+            generation = self._answering.finished(live.answering)
+        except Exception as error:
+            self._fail(live, error)
+            return
         self._part(live)
         self._finished.append(live.handle.number)
         with self._lock:
@@ -455,6 +465,7 @@ class Engine:
 
     def _part(self, live: LiveRequest) -> None:
         """Gives all back for good; what is its caller's is no longer looked at."""
+        self._groups.forget()
         self._let_go(live)
         live.done = None
 
@@ -468,6 +479,7 @@ class Engine:
 
     def _leave(self, live: LiveRequest) -> None:
         self._scheduler.cancel(live.handle.number)
+        self._groups.forget()
         with self._lock:
             self._live.pop(live.handle.number, None)
             self._leaving.append(live)

@@ -18,16 +18,18 @@ class EngineRequest:
     All of it may be called from any thread. Tokens that nobody takes wait here, at most
     `max_new_tokens` of them, or `unread` where that was said: a consumer that stops reading stops
     nobody else, and memory is bounded by what it has asked for. `outcome` is None until the request
-    has ended. `number` is the engine's name for it.
+    has ended. `number` is the engine's name for it, `most_unread` what `unread` said.
     """
 
     def __init__(self, number: int, unread: int | None = None) -> None:
         self.number = number
         self.outcome: Outcome | None = None
-        self._most_unread = unread
+        self.most_unread = unread
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0
+        # Whether anybody is told of tokens as they come: who waits, and who listens.
+        self.awaited = 0
         self._said: list[int] = []
         # What each token added to the text, where there are any; taken are the first so many.
         self._texts: list[str] = []
@@ -82,10 +84,12 @@ class EngineRequest:
 
     def _wait_for(self, says: Callable[[], bool], timeout: float | None) -> bool:
         self._waiting += 1
+        self.awaited += 1
         try:
             return self._changed.wait_for(says, timeout)
         finally:
             self._waiting -= 1
+            self.awaited -= 1
 
     def result(self) -> Generation:
         """The whole answer.
@@ -108,7 +112,9 @@ class EngineRequest:
 
         It is called by the thread that steps, or cancels, and must neither wait nor raise.
         """
-        self._listener, self._tells_tokens = listener, tokens
+        with self._lock:
+            self.awaited += tokens - self._tells_tokens
+            self._listener, self._tells_tokens = listener, tokens
         listener()
 
     # ---- the engine's side ----------------------------------------------------------------
@@ -124,16 +130,32 @@ class EngineRequest:
             self._said.append(token)
             if text is not None:
                 self._texts.append(text)
-            if self._waiting:
-                self._changed.notify_all()
-        if self._tells_tokens:
-            self._tell()
+        if self.awaited:
+            self.tell()
         return True
+
+    @property
+    def add(self) -> Callable[[int], None]:
+        """Adds a token where nobody wants text, and tells nobody: for who calls `tell` then.
+
+        It holds until the request ends. What is added later is not seen.
+        """
+        return self._said.append
+
+    def tell(self) -> None:
+        """Tells those who wait, and the listener if it wants tokens, that there are new ones.
+
+        Whoever begins to wait later looks first.
+        """
+        with self._lock:
+            self._changed.notify_all()
+        if self._tells_tokens:
+            self._tell_listener()
 
     @property
     def behind(self) -> Cancelled | None:
         """What is said of a reader that lets more tokens wait than may; None of others."""
-        most = self._most_unread
+        most = self.most_unread
         if most is None or (waiting := len(self._said) - self._taken) <= most:
             return None
         return Cancelled(
@@ -150,10 +172,12 @@ class EngineRequest:
             else:
                 self._error = got or Cancelled(f"request {self.number}: was cancelled")
             self.outcome = outcome
+            # A token that is just being added comes too late.
+            self._said = self._said.copy()
             self._changed.notify_all()
-        self._tell()
+        self._tell_listener()
         return True
 
-    def _tell(self) -> None:
+    def _tell_listener(self) -> None:
         if (listener := self._listener) is not None:
             listener()

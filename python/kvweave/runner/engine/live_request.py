@@ -36,6 +36,18 @@ class LiveRequest:
     off: str = ""
 
     @property
+    def answering(self) -> Answer:
+        """The answer of a request that has begun to decode."""
+        assert self.answer is not None
+        return self.answer
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token of its answer is delivered, and that is all."""
+        answer = self.answering
+        return answer.text is None and answer.watch is None and self.handle.most_unread is None
+
+    @property
     def said(self) -> list[int]:
         """Its tokens so far."""
         return [] if self.answer is None else self.answer.sequence.tokens

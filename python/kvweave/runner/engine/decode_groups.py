@@ -1,0 +1,83 @@
+"""`DecodeGroups`: which requests share a decode step; found anew when somebody comes or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvweave.runner.decode.decoding import Decoding, by_regime
+from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.engine.live_request import LiveRequest
+
+
+class DecodeGroup:
+    """Requests of one step, `lives`, and what decodes for each, `sequences`.
+
+    `heard`: those whose tokens are looked at one by one, with their rows. All others are delivered
+    and told of together: a step of many requests does next to nothing for each of them.
+    """
+
+    def __init__(self, sequences: Sequence[Decoding], lives: Sequence[LiveRequest]) -> None:
+        self.sequences = sequences
+        self.lives = lives
+        self.heard = [(row, live) for row, live in enumerate(lives) if not live.is_plain]
+        self._plain = [(row, live) for row, live in enumerate(lives) if live.is_plain]
+        self._rows = np.asarray([row for row, _ in self._plain], np.int64)
+        self._handles = [live.handle for _, live in self._plain]
+        self._adds = [handle.add for handle in self._handles]
+        self._numbers = [handle.number for handle in self._handles]
+        members = [live.answering.sequence for _, live in self._plain]
+        self._left = np.asarray([sequence.remaining for sequence in members], np.int64)
+        self._stops = np.asarray(sorted(set().union(*(s.stop for s in members))), np.int64)
+
+    def deliver(self, chosen: Int64) -> tuple[list[int], list[LiveRequest]]:
+        """Delivers the tokens i64 [B] of all that are not heard: their numbers, and who is done."""
+        if not self._plain:
+            return [], []
+        said = chosen[self._rows]
+        for add, token in zip(self._adds, said.tolist(), strict=True):
+            add(token)
+        for handle in self._handles:
+            if handle.awaited:
+                handle.tell()
+        self._left -= 1
+        last = self._left <= 0
+        if len(self._stops):
+            last |= np.isin(said, self._stops)
+        ends = [self._plain[at][1] for at in np.flatnonzero(last).tolist()]
+        return self._numbers, [
+            live for live in ends if live.answering.sequence.done and not live.handle.ended
+        ]
+
+
+class DecodeGroups:
+    """The groups of a plan: those of the plan before as long as it names the same requests."""
+
+    def __init__(self) -> None:
+        self._numbers: Int64 | None = None
+        self._groups: Sequence[DecodeGroup] = ()
+        self.given: Sequence[LiveRequest] = ()
+
+    def of(self, numbers: Int64, known: Mapping[int, LiveRequest]) -> Sequence[DecodeGroup]:
+        """The requests of these numbers that go on, by what can share a step.
+
+        `given` are those of them whose prompts are their callers'.
+        """
+        if self._numbers is not None and np.array_equal(numbers, self._numbers):
+            return self._groups
+        # First, so that whoever forgets meanwhile is heard.
+        self._numbers = numbers
+        named = map(known.get, numbers.tolist())
+        lives = [live for live in named if live is not None and not live.handle.ended]
+        answering = {live.answering.sequence: live for live in lives}
+        self.given = [live for live in lives if live.given]
+        self._groups = [
+            DecodeGroup(some, [answering[sequence] for sequence in some])
+            for some in by_regime(list(answering))
+        ]
+        return self._groups
+
+    def forget(self) -> None:
+        """Lets go of all, as somebody has left. From any thread."""
+        self._numbers, self._groups, self.given = None, (), ()
