@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from families import random_tokens, tiny
 from kvweave.runner.decode.chosen_pages import ChosenPages
@@ -93,6 +95,35 @@ def test_of_pages_alike_the_first_are_read() -> None:
     world = World(every=1, entries=10)
     world.pages[:] = 1.0
     assert [row[3] // PAGE for row in world.step()[0]] == [0, 1, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def ranked_at_every_step() -> World:
+    return World(every=1, entries=9)
+
+
+PARTS = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(0, PAGE - 1), st.integers(1, PAGE)),
+    min_size=1,
+    max_size=14,
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(PARTS, min_size=1, max_size=4))
+def test_whatever_a_table_lists_is_chosen_by_the_definition(ranked_at_every_step, tables) -> None:
+    """Blocks listed twice, parts of pages, tables that become others: each is ranked as it is."""
+    world = ranked_at_every_step
+    world.chosen.forget(world.sequence)  # type: ignore[arg-type]
+    for step, parts in enumerate(tables):
+        rows, position = [], 100 * step
+        for block, begin, count in parts:
+            end = min(PAGE, begin + count)
+            rows.append((8 * block, begin, end, position, 0))
+            position += end - begin
+        world.table = np.array(rows, np.int32)
+        read, wanted = world.step()
+        assert read == (wanted if len(rows) > 4 else world.table.tolist())
 
 
 @pytest.mark.parametrize("every", [2, 5])

@@ -49,7 +49,9 @@ class _Ranked:
 
     def holds(self, rows: Int32, position: int, every: int) -> bool:
         """Whether what was chosen is still to be read, beside the entries that have come since."""
-        if self.position is None or position - self.position >= every or len(rows) < self.listed:
+        if self.position is None or len(rows) < self.listed:
+            return False
+        if not 0 <= position - self.position < every:
             return False
         first = rows[: len(self.rows), 3]
         return np.array_equal(first, self.rows[:, 3])
