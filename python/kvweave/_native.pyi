@@ -1,20 +1,39 @@
-# long because a native module has one file of stubs
 """Types of the native module. Shapes and meaning stand in `kvweave.ops` and `kvweave.cache`."""
 
-from collections.abc import Callable, Sequence
-from os import PathLike
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvweave._native_ops import Reach as Reach
+from kvweave._native_ops import RopeTable as RopeTable
+from kvweave._native_ops import attend_decode as attend_decode
+from kvweave._native_ops import attend_decode_cuda as attend_decode_cuda
+from kvweave._native_ops import attend_prefill as attend_prefill
+from kvweave._native_ops import attend_prefill_cuda as attend_prefill_cuda
+from kvweave._native_ops import copy_rerotate as copy_rerotate
+from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
+from kvweave._native_ops import merge_states as merge_states
+from kvweave._native_ops import merge_states_cuda as merge_states_cuda
+from kvweave._native_ops import score_pages as score_pages
+from kvweave._native_ops import score_tokens as score_tokens
+from kvweave._native_ops import score_tokens_cuda as score_tokens_cuda
+from kvweave._native_ops import select_pages as select_pages
+from kvweave._native_ops import step_tables as step_tables
+from kvweave._native_ops import step_tables_cuda as step_tables_cuda
+from kvweave._native_ops import write_pages as write_pages
+from kvweave._native_ops import write_pages_cuda as write_pages_cuda
+from kvweave._native_store import Provenance as Provenance
+from kvweave._native_store import Shard as Shard
+from kvweave._native_store import Store as Store
+from kvweave._native_store import StoredShard as StoredShard
 
 __version__: str
 
 _Rows: TypeAlias = npt.NDArray[np.int32]
 _Array: TypeAlias = Any
 """Anything with `__dlpack__` or of numpy: checked at run time."""
-_TablePair: TypeAlias = tuple[_Array, _Array | None]
-"""A table on a CUDA device, and the same on the host where it came from there."""
 
 @final
 class Arena:
@@ -86,6 +105,8 @@ class HeadGroup:
     sink: int
     recent: int
     pages: int
+    read: int
+    rerank_every: int
 
 @final
 class PlanSpan:
@@ -272,26 +293,6 @@ class DecodeRows:
     def step(self, requests: Sequence[KvRequest], rows: _Array, tokens: _Array) -> DecodeStep: ...
 
 @final
-class RopeTable:
-    """Inverse frequencies of every layer and how elements pair up."""
-
-    def __new__(cls, inv_freq: _Array, pairing: str = "half") -> RopeTable: ...
-    layers: int
-    rotary_dim: int
-    pairing: str
-    inv_freq: npt.NDArray[np.float32]
-
-@final
-class Reach:
-    """What each KV head of a layer reads: its entry table, page, window and sink."""
-
-    def __new__(cls, tables: int, heads: _Array) -> Reach: ...
-    @property
-    def tables(self) -> int: ...
-    @property
-    def heads(self) -> _Rows: ...
-
-@final
 class Scheduler:
     """Which requests of a cache the next step computes; `kvweave.scheduler` says how it is used.
 
@@ -387,226 +388,4 @@ class VirtualPages:
     def stats(self) -> dict[str, int]: ...
     def check(self) -> None: ...
 
-@final
-class Provenance:
-    """Everything but the tokens that K and V depend on: see `kvweave.store`.
-
-    `regime` names the frequencies of RoPE, `heads` the head map ("" where every head keeps all),
-    `layout` how the parts are to be read.
-    """
-
-    def __new__(
-        cls,
-        model: str,
-        *,
-        dtype: str,
-        layout: str,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        namespace: str = "",
-        regime: int = 0,
-        heads: str = "",
-    ) -> Provenance: ...
-    @property
-    def namespace(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def regime(self) -> int: ...
-    @property
-    def heads(self) -> str: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    def expect(self, found: Provenance) -> None: ...
-    def __eq__(self, other: object, /) -> bool: ...
-
-@final
-class Shard:
-    """A shard that is open for reading; it stays readable when it is evicted meanwhile."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def provenance(self) -> Provenance: ...
-    @property
-    def expires(self) -> int | None: ...
-    @property
-    def file_bytes(self) -> int: ...
-    @property
-    def parts(self) -> dict[str, int]: ...
-    def tokens(self) -> npt.NDArray[np.uint32]: ...
-    def read(self, part: str) -> bytes: ...
-    def read_into(self, part: str, out: _Array) -> str: ...
-
-@final
-class StoredShard:
-    """One line of what a store holds. Where the file says nothing, `error` says why."""
-
-    name: str
-    provenance: Provenance | None
-    tokens: int | None
-    expires: int | None
-    file_bytes: int
-    used: int
-    documents: int
-    error: str | None
-
-@final
-class Store:
-    """A folder of shards: see `kvweave.store`."""
-
-    def __new__(
-        cls,
-        path: str | PathLike[str],
-        *,
-        hash: str | None = None,
-        create: bool = True,
-        capacity_bytes: int | None = None,
-        quota_bytes: int | None = None,
-        direct: bool = True,
-        threads: int = 4,
-    ) -> Store: ...
-    @property
-    def hash(self) -> str: ...
-    def set_quota(self, namespace: str = "", *, bytes: int | None = None) -> None: ...
-    def put(
-        self,
-        provenance: Provenance,
-        tokens: _Array,
-        parts: dict[str, Any],
-        *,
-        expires: int | None = None,
-        now: int | None = None,
-    ) -> tuple[str, bool]: ...
-    def get(
-        self, provenance: Provenance, tokens: _Array, *, now: int | None = None
-    ) -> Shard | None: ...
-    def contains(
-        self, provenance: Provenance, tokens: _Array, *, now: int | None = None
-    ) -> bool: ...
-    def shard(self, name: str) -> Shard: ...
-    def delete(self, name: str) -> bool: ...
-    def list(self, namespace: str | None = None) -> Sequence[StoredShard]: ...
-    def held(self) -> tuple[int, dict[str, int]]: ...
-    def name(self, namespace: str, name: str, shard: str) -> None: ...
-    def document(
-        self, name: str, namespace: str = "", *, now: int | None = None
-    ) -> Shard | None: ...
-    def forget(self, name: str, namespace: str = "") -> bool: ...
-    def documents(self, namespace: str | None = None) -> Sequence[tuple[str, str, str]]: ...
-    def collect(self, *, now: int | None = None) -> dict[str, int]: ...
-    def verify(self, name: str) -> None: ...
-    def verify_documents(self) -> Sequence[tuple[str, str]]: ...
-    def export_shard(self, name: str, path: str | PathLike[str]) -> None: ...
-    def import_shard(
-        self, path: str | PathLike[str], *, now: int | None = None
-    ) -> tuple[str, bool]: ...
-
 def cuda_status() -> str: ...
-def write_pages(
-    cache: _Array,
-    layer: int,
-    k: _Array,
-    v: _Array,
-    slots: _Array,
-    reach: Reach | None,
-    bounds: tuple[_Array, _Array] | None,
-    kv_scales: tuple[float, float] | None,
-    reference: bool,
-) -> None: ...
-def write_pages_cuda(
-    cache: _Array,
-    layer: int,
-    k: _Array,
-    v: _Array,
-    slots: _TablePair,
-    reach: Reach | None,
-    bounds: tuple[_Array, _TablePair] | None,
-    kv_scales: tuple[float, float] | None,
-    stream: int,
-) -> None: ...
-def copy_rerotate(
-    cache: _Array,
-    source: _Array | None,
-    copies: _Array,
-    rope: RopeTable,
-    kv_heads: int,
-    layers: _Array | None,
-    reference: bool,
-) -> None: ...
-def copy_rerotate_cuda(
-    cache: _Array,
-    source: _Array | None,
-    copies: _TablePair,
-    rope: RopeTable,
-    kv_heads: int,
-    layers: _TablePair | None,
-    stream: int,
-) -> None: ...
-def attend_prefill(
-    arguments: Any,
-    row_offsets: _Array | None,
-    entry_offsets: _Array | None,
-    out: _Array,
-    lse: _Array,
-    reference: bool,
-) -> None: ...
-def attend_decode(
-    arguments: Any, entry_offsets: _Array, out: _Array, lse: _Array, reference: bool
-) -> None: ...
-def attend_prefill_cuda(
-    arguments: Any,
-    row_offsets: _TablePair,
-    entry_offsets: _TablePair,
-    results: tuple[_Array, _Array],
-    workspace: tuple[_Array, _Array] | None,
-    stream: int,
-) -> tuple[int, int] | None: ...
-def attend_decode_cuda(
-    arguments: Any,
-    entry_offsets: _TablePair,
-    results: tuple[_Array, _Array],
-    workspace: tuple[_Array, _Array] | None,
-    stream: int,
-) -> tuple[int, int] | None: ...
-def score_tokens(
-    arguments: Any,
-    entry_offsets: _Array | None,
-    mass: _Array,
-    edge: tuple[_Array, int, int] | None,
-    reference: bool,
-) -> None: ...
-def score_tokens_cuda(
-    arguments: Any,
-    entry_offsets: _TablePair,
-    mass: _Array,
-    edge: tuple[_Array, int, int] | None,
-    allocate: Callable[[int], _Array],
-    stream: int,
-) -> None: ...
-def step_tables(
-    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
-    out: tuple[_Array, _Array, _Array, _Array],
-    sizes: tuple[int, int],
-    spans: Sequence[tuple[int, int, int]],
-) -> None: ...
-def step_tables_cuda(
-    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
-    out: tuple[_Array, _Array, _Array, _Array],
-    sizes: tuple[int, int],
-    spans: Sequence[tuple[int, int, int]],
-    stream: int,
-) -> None: ...
-def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference: bool) -> None: ...
-def merge_states_cuda(
-    outs: _Array, lses: _Array, out: _Array, lse: _Array, stream: int
-) -> None: ...

@@ -105,7 +105,7 @@ def test_copy_case_checks_and_measures() -> None:
 
 def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
     rows = decode_host.run(quick=True)
-    assert [row.unit for row in rows] == ["µs"] * 7
+    assert [row.unit for row in rows] == ["µs"] * 9
     assert all(0 < row.value <= row.p95 for row in rows)
 
 

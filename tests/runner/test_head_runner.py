@@ -268,14 +268,6 @@ def test_a_map_of_another_model_is_refused(llama) -> None:
             Runner(llama, heads=head_map(spec, classes, **changes), max_tokens=256, check=False)
 
 
-def test_heads_of_another_kind_are_refused(llama) -> None:
-    spec = runner_of(llama).spec
-    text = head_map(spec, classes_of(llama, [None])).to_json()
-    ranked = text.replace('"kind": "full"', '"kind": "top_k", "pages": 4, "rerank_every": 1')
-    with pytest.raises(kvweave.Unsupported, match="got top_k heads"):
-        Runner(llama, heads=HeadClassMap.from_json(ranked), max_tokens=256, check=False)
-
-
 @pytest.mark.parametrize("chunk", [0, -3])
 def test_chunks_of_no_size_are_refused(llama, chunk) -> None:
     with pytest.raises(kvweave.InvalidArgument, match="chunk_tokens: expected >= 1"):

@@ -30,6 +30,7 @@ CORE_LAYERS = [
 SAFE_CRATES = ("core", "reference", "store")
 # Lower layers first; a package may import itself and what lies below, never sideways.
 PYTHON_LAYERS = [
+    {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
     {"arguments", "device_memory"},

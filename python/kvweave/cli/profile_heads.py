@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +35,7 @@ def profile_heads(
         float | None, typer.Option(help=f"Heads that stay global, 0..1 ({SHARE}).")
     ] = None,
     kl: Annotated[
-        float | None, typer.Option(help="Instead: the fewest within this KL, nats a token.")
+        float | None, typer.Option(help="Instead: fewest within this KL a token.")
     ] = None,
     sink: Annotated[
         int | None, typer.Option(help=f"First tokens a local head keeps ({SINK}).")
@@ -54,28 +54,26 @@ def profile_heads(
     stability_figure: Annotated[
         Path | None, typer.Option(help="Draw how pages stay to PNG, SVG or PDF.")
     ] = None,
+    top_k: Annotated[int | None, typer.Option(min=3, help="Pages a stable head reads.")] = None,
+    rerank_every: Annotated[int, typer.Option(min=1, help="Steps between its rankings.")] = 16,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
     ] = None,
-    scores: Annotated[
-        Path | None, typer.Option(help="Take the scores of this earlier map, measure none.")
-    ] = None,
+    scores: Annotated[Path | None, typer.Option(help="Take an earlier map's scores.")] = None,
     duo: Annotated[
         Path | None, typer.Option(help="Import DuoAttention's full_attention_heads.tsv instead.")
     ] = None,
-    duo_config: Annotated[
-        Path | None, typer.Option(help="Its config.json: sink and recent window.")
-    ] = None,
+    duo_config: Annotated[Path | None, typer.Option(help="Its config.json: sink, window.")] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Of a pattern: heads from here on stay global (0.5).")
     ] = None,
 ) -> None:
     """Measure where each KV head looks on real text, and class it global or local."""
     _check_pictures(figure, stability_figure)
-    if duo is None and (duo_config is not None or threshold is not None):
-        raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
-    _check_alone("duo", duo, {"scores": scores, "stability-figure": stability_figure, "kl": kl})
+    _check_pattern(duo, duo_config, threshold)
+    beside = {"scores": scores, "stability-figure": stability_figure, "kl": kl, "top-k": top_k}
+    _check_alone("duo", duo, beside)
     _check_alone("kl", kl, {"share": share})
     if share is not None and not 0.0 <= share <= 1.0:
         raise InvalidArgument(f"share: expected 0..1, got {share}")
@@ -93,12 +91,26 @@ def profile_heads(
 
         settings["texts"] = text or DEFAULT_TEXTS
         made = _measured(loaded, scores, (sink, recent), (share, kl), steps, settings)
+    if top_k is not None:
+        made = _ranked(made, top_k, rerank_every)
     if stability_figure is not None:
         _draw_stability(made, f"Pages that heads of {model} choose", stability_figure)
     _show(made, f"Head classes of {model}", out_file, figure)
 
 
-def _check_alone(name: str, option: object, others: dict[str, object]) -> None:
+def _check_pattern(duo: Path | None, config: Path | None, threshold: float | None) -> None:
+    if duo is None and (config is not None or threshold is not None):
+        raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
+
+
+def _ranked(made: HeadClassMap, pages: int, every: int) -> HeadClassMap:
+    """The same map, its stable global heads reading few pages in decode steps."""
+    from kvweave.lab.profile import with_ranked_pages
+
+    return with_ranked_pages(made, pages, rerank_every=every)
+
+
+def _check_alone(name: str, option: object, others: Mapping[str, object]) -> None:
     """Refuses options that mean nothing beside another one."""
     for other, value in others.items():
         if option is not None and value is not None:

@@ -26,6 +26,7 @@ from kvweave._native import Reach, RopeTable
 from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
+from kvweave.ops.page_choice import BoundedPages, score_pages, select_pages
 from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.scores import EdgeMass, score_tokens
@@ -34,6 +35,7 @@ from kvweave.ops.workspace import Workspace
 
 __all__ = [
     "Backend",
+    "BoundedPages",
     "EdgeMass",
     "PageBounds",
     "PagedKv",
@@ -47,7 +49,9 @@ __all__ = [
     "attend_prefill",
     "copy_rerotate",
     "merge_states",
+    "score_pages",
     "score_tokens",
+    "select_pages",
     "step_tables",
     "write_pages",
 ]

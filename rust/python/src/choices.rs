@@ -1,5 +1,6 @@
 //! What Python chooses by a word or a number, as the core has it.
 
+use kvweave_core::ops::{PageScore, SharedScore};
 use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
 
 use crate::arguments::count;
@@ -36,6 +37,22 @@ pub fn mode_kind(name: &str) -> Result<Mode, Failure> {
         "materialise" => Ok(Mode::Materialise),
         "share" => Ok(Mode::Share),
         _ => Err(Failure::invalid("mode", "materialise or share", format!("{name:?}"))),
+    }
+}
+
+pub fn page_score(name: &str) -> Result<PageScore, Failure> {
+    match name {
+        "min-max" => Ok(PageScore::MinMax),
+        "mean" => Ok(PageScore::Mean),
+        _ => Err(Failure::invalid("score", "min-max or mean", format!("{name:?}"))),
+    }
+}
+
+pub fn shared_score(name: &str) -> Result<SharedScore, Failure> {
+    match name {
+        "highest" => Ok(SharedScore::Highest),
+        "sum" => Ok(SharedScore::Sum),
+        _ => Err(Failure::invalid("shared", "highest or sum", format!("{name:?}"))),
     }
 }
 

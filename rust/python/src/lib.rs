@@ -45,7 +45,11 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
+    use super::ops::cpu::score_pages::score_pages;
+    #[pymodule_export]
     use super::ops::cpu::score_tokens::score_tokens;
+    #[pymodule_export]
+    use super::ops::cpu::select_pages::select_pages;
     #[pymodule_export]
     use super::ops::cpu::step_tables::step_tables;
     #[pymodule_export]

@@ -183,18 +183,24 @@ pub struct HeadGroup {
     recent: u32,
     /// Pages of a block.
     pages: u32,
+    /// Pages that a decode step reads; 0 unless the kind is "top_k".
+    read: u32,
+    /// Steps between two rankings of pages; 0 unless the kind is "top_k".
+    rerank_every: u32,
 }
 
 impl HeadGroup {
     /// The groups of a cache, in order.
     pub fn all(groups: &core::HeadGroups) -> Vec<Self> {
         let group = |(group, &pages): (usize, &u32)| {
-            let (kind, sink, recent) = match groups.class(GroupId(group as u8)) {
-                HeadClass::Full => ("full", 0, 0),
-                HeadClass::Window { sink, recent } => ("window", sink, recent),
-                HeadClass::TopK { .. } => ("top_k", 0, 0),
-            };
-            Self { kind, sink, recent, pages }
+            let full = Self { kind: "full", sink: 0, recent: 0, pages, read: 0, rerank_every: 0 };
+            match groups.class(GroupId(group as u8)) {
+                HeadClass::Full => full,
+                HeadClass::Window { sink, recent } => Self { kind: "window", sink, recent, ..full },
+                HeadClass::TopK { pages: read, rerank_every } => {
+                    Self { kind: "top_k", read, rerank_every, ..full }
+                }
+            }
         };
         groups.pages().iter().enumerate().map(group).collect()
     }
@@ -203,7 +209,8 @@ impl HeadGroup {
 #[pymethods]
 impl HeadGroup {
     fn __repr__(&self) -> String {
-        let Self { kind, sink, recent, pages } = self;
-        format!("HeadGroup(kind={kind:?}, sink={sink}, recent={recent}, pages={pages})")
+        let Self { kind, sink, recent, pages, read, rerank_every } = self;
+        let kept = format!("kind={kind:?}, sink={sink}, recent={recent}, pages={pages}");
+        format!("HeadGroup({kept}, read={read}, rerank_every={rerank_every})")
     }
 }

@@ -61,7 +61,7 @@ def head_figure(head_map: Mapping[str, Any], title: str = "Head classes") -> Fig
         hspace=0.22 / max(strip, 0.45),
     )
     for index, (name, values) in enumerate(panels.items()):
-        _strip(figure, grid[index], name, values, drawn.is_global, index + 1 == len(panels))
+        _strip(figure, grid[index], name, values, drawn, index + 1 == len(panels))
     return figure
 
 
@@ -89,29 +89,35 @@ def draw_heads(head_map: Mapping[str, Any]) -> RenderableType:
         text.append("\n")
     ruler = "".join(f"{layer:<10}" for layer in range(0, score.shape[0], 10))
     text.append(f"  layer   {ruler}", style="dim")
-    legend = Text().append("█ reads everything", style="green")
+    legend = Text().append(f"█ {drawn.does} everything", style="green")
     legend.append("   █ sink and window", style="bright_black")
     return Group(Text(drawn.headline, style="bold"), text, legend)
 
 
 class _Drawn:
-    """What of a map is drawn: classes bool [L, G], panels [L, G] by name, one line of words."""
+    """What of a map is drawn: classes bool [L, G], panels [L, G] by name, one line of words.
+
+    `does`: what heads without a window do with everything.
+    """
 
     def __init__(self, layers: int, heads: int) -> None:
         self.is_global = np.zeros((layers, heads), bool)
         self.panels: dict[str, Values] = {}
         self.headline = ""
+        self.does = "reads"
 
 
 def _read(head_map: Mapping[str, Any]) -> _Drawn:
     try:
         drawn = _Drawn(int(head_map["layers"]), int(head_map["kv_heads"]))
-        windows = set()
+        windows, ranked = set(), list[int]()
         for entry in head_map["heads"]:
             kind = entry["class"]
             drawn.is_global[entry["layer"], entry["head"]] = kind["kind"] != "window"
             if kind["kind"] == "window":
                 windows.add((kind["sink"], kind["recent"]))
+            if kind["kind"] == "top_k":
+                ranked.append(int(kind["pages"]))
         evidence = head_map.get("evidence", {})
         lengths = evidence.get("by_length", {})
         if "score" in evidence:
@@ -126,7 +132,13 @@ def _read(head_map: Mapping[str, Any]) -> _Drawn:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise InvalidArgument(f"head map: expected a map's JSON, got {error!r}") from error
     kept, total = int(drawn.is_global.sum()), drawn.is_global.size
-    words = [f"{kept} of {total} KV heads read everything ({kept / max(total, 1):.0%})"]
+    drawn.does = "keeps" if ranked else "reads"
+    words = [
+        f"{kept} of {total} KV heads {drawn.does[:-1]} everything ({kept / max(total, 1):.0%})"
+    ]
+    if ranked:
+        pages = " or ".join(map(str, sorted(set(ranked))))
+        words.append(f"{len(ranked)} of these read {pages} pages in a decode step")
     if len(windows) == 1:
         ((sink, recent),) = windows
         words.append(f"the others {sink} first and {recent} latest tokens")
@@ -141,14 +153,14 @@ def _strip(
     place: Any,
     name: str,
     values: Values,
-    is_global: npt.NDArray[np.bool_],
+    drawn: _Drawn,
     last: bool,
 ) -> None:
     from matplotlib.patches import Rectangle
 
     axes = figure.add_subplot(place)
     image = axes.imshow(values.T, cmap="Blues", aspect="auto", vmin=0.0)
-    for layer, head in zip(*np.nonzero(is_global), strict=True):
+    for layer, head in zip(*np.nonzero(drawn.is_global), strict=True):
         corner = (layer - 0.5, head - 0.5)
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#d55e00", linewidth=1.1))
     axes.set_ylabel(_PANELS[name], size=8, color=INK, rotation=0, ha="right", va="center")
@@ -157,7 +169,8 @@ def _strip(
     axes.set_xticks(range(0, values.shape[0], step))
     axes.tick_params(length=0, labelsize=7, colors=MUTED, labelbottom=last)
     if last:
-        axes.set_xlabel("layer (rows: KV heads; framed: reads everything)", size=8, color=MUTED)
+        words = f"layer (rows: KV heads; framed: {drawn.does} everything)"
+        axes.set_xlabel(words, size=8, color=MUTED)
     for side in axes.spines.values():
         side.set_visible(False)
     bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.012)

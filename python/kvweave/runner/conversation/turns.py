@@ -208,7 +208,7 @@ class _Turn:
 
     def _exact(self, reused: ReusedTokens) -> int:
         """Leading tokens whose KV is that of a full prefill, before this turn's policy."""
-        if not self.done.exact:
+        if not self.done.exact or not self.prefiller.heads.reads_all(self.done.request):
             return self.done.exact_tokens
         return reused.segments[0][0] if reused.segments else self.length
 

@@ -25,13 +25,16 @@ class StepReach:
     """The tables of a step of requests that promoted these heads, or some of them.
 
     `tables` of a request. `writes` of each layer. `reads` of each layer: over twice as many tables,
-    of which every other one is room. `sights` i32 [N, 4]: of each promoted head its layer, number,
-    and the window and sink of what it sees where it was not promoted.
+    of which every other one is room. `chosen` of each layer with top-K heads: the same, with a
+    table more for each of these, in the order of `HeadReads.ranked`; None for others. `sights` i32
+    [N, 4]: of each promoted head its layer, number, and the window and sink of what it sees where
+    it was not promoted.
     """
 
     tables: int
     reads: list[Reach]
     writes: list[Reach]
+    chosen: list[Reach | None]
     sights: Int32
 
 
@@ -56,6 +59,7 @@ class StepReads:
         tables = groups + len(promoted)
         sights = np.zeros((len(promoted), 4), np.int32)
         reads, writes = [], []
+        chosen: list[Reach | None] = []
         for layer, of_layer in enumerate(heads.spec.layers):
             rows = heads.narrowed(heads.cache.head_rows(layer), layer)
             for number, (at, head) in enumerate(promoted):
@@ -63,5 +67,13 @@ class StepReads:
                     sights[number] = (layer, head, *rows[head, 2:])
                     rows[head] = (groups + number, rows[head, 1], of_layer.window or 0, 0)
             writes.append(Reach(tables, rows))
-            reads.append(Reach(2 * tables, rows * np.asarray([2, 1, 1, 1], np.int32)))
-        return StepReach(tables, reads, writes, sights)
+            reads.append(_with_room(tables, rows))
+            own = [head for _, some, _ in heads.ranked(layer) for head in some]
+            rows[own, 0] = tables + np.arange(len(own))
+            chosen.append(_with_room(tables + len(own), rows) if own else None)
+        return StepReach(tables, reads, writes, chosen, sights)
+
+
+def _with_room(tables: int, rows: Int32) -> Reach:
+    """A reach over so many tables, behind each of which there is one more."""
+    return Reach(2 * tables, rows * np.asarray([2, 1, 1, 1], np.int32))

@@ -17,6 +17,7 @@ from kvweave import ops
 from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
 from kvweave.ops import RopeTable
+from kvweave.runner.decode.chosen_pages import ChosenPages
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy
@@ -41,7 +42,8 @@ class DecodeSlots:
     `members`: the row of each. `batch`, in the order of the step, and its `rope`. `longest`: the
     most tokens that any of them, or whoever sat with them, has at its end. `lanes`: the most tables
     that any of them keeps up by itself. `entries` i32 [N + 1, 5] on the device: the last one is
-    nobody's. A sequence's timings are told of its steps when it leaves.
+    nobody's. `chosen`: what top-K heads read, where there are any. A sequence's timings are told
+    of its steps when it leaves.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -56,6 +58,7 @@ class DecodeSlots:
         self.longest = 0
         self.promoted: Promoted = ()
         self.lanes = 1
+        self.chosen = ChosenPages(heads, pages) if heads.budgets else None
         self._drawing: set[Decoding] = set()
         # Seconds that steps have taken, and those before each member joined.
         self._spent = 0.0
@@ -131,6 +134,8 @@ class DecodeSlots:
 
     def _leave(self, sequence: Decoding) -> None:
         self.rows.leave(self.members.pop(sequence))
+        if self.chosen is not None:
+            self.chosen.forget(sequence)
         self._drawing.discard(sequence)
         sequence.timings.decode_s += self._spent - self._spent_before.pop(sequence)
         self.batch, self._requests, self._said = [], [], None

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.ops import RopeTable, Table, Workspace
+from kvweave.ops import Reach, RopeTable, Table, Workspace
+from kvweave.runner.decode.chosen_pages import StepPages
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.kv.tables import Int32, send
@@ -23,7 +24,7 @@ class StepTables:
 
     ids i64 [B], positions i32 [B], slots i32 [tables, B, 2], entries i32 [N, 5], and the rows'
     turns. offsets i32 [2 · B · tables + 1]: where each table begins and ends; what lies between two
-    of them is nobody's, see `reads`.
+    of them is nobody's, see `reads`. `chosen`: what layers with top-K heads read instead.
     """
 
     ids: torch.Tensor
@@ -33,6 +34,7 @@ class StepTables:
     offsets: Table
     turns: Turns
     reach: StepReach
+    chosen: StepPages | None = None
 
     @staticmethod
     def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> StepTables:
@@ -45,7 +47,19 @@ class StepTables:
         entries = slots.entries if slots.entries.is_cuda else slots.entries.numpy()
         ids = torch.from_numpy(step.tokens).to(device, torch.int64)
         turns = turns_of(rotary, made.positions)
-        return StepTables(ids, positions, places, entries, splits, turns, slots.reach)
+        chosen = None
+        if slots.chosen is not None:
+            # Pages are chosen on the host alone.
+            kept, spans = np.asarray(entries), made.spans
+            given = (slots.batch, made.positions, kept, spans, slots.reach, slots.rope)
+            chosen = slots.chosen.step(*given)
+        return StepTables(ids, positions, places, entries, splits, turns, slots.reach, chosen)
+
+    def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table, Reach]:
+        """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer."""
+        if self.chosen is not None:
+            return self.chosen.read(layer, q)
+        return self.entries, self.offsets, self.reach.reads[layer]
 
 
 def turns_of(rotary: Rotary, places: Int32) -> Turns:
@@ -84,12 +98,13 @@ def forward(
             queries[index].copy_(q)
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
         heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
+        entries, offsets, read = tables.read(index, q)
         attended, _ = ops.attend_decode(
             q,
             tables.positions,
-            tables.entries,
-            ops.PagedKv(pages, index, heads, scale, rope, None, softcap, reach.reads[index]),
-            entry_offsets=tables.offsets,
+            entries,
+            ops.PagedKv(pages, index, heads, scale, rope, None, softcap, read),
+            entry_offsets=offsets,
             workspace=workspace,
         )
         add_attention(layer, grid, hidden, attended)

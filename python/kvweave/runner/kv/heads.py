@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvweave.cache import KvCache, KvRequest
-from kvweave.errors import Unsupported
+from kvweave.errors import CorruptHeadMap, Unsupported
 from kvweave.ops import Reach, Table
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.model_spec import ModelSpec
@@ -21,6 +21,12 @@ Promoted = tuple[tuple[int, int], ...]
 
 Sight = tuple[int, int]
 """How many of the latest tokens a head sees, 0 for all, and how many of the first."""
+
+SINK_PAGES = 1
+"""Pages at the start of a table that a top-K head always reads."""
+
+RECENT_PAGES = 2
+"""The newest pages, which it always reads too: the last one may hold a single token."""
 
 _MOST_PROMOTED = 256
 _MOST_KEPT = 4096
@@ -53,31 +59,79 @@ class LayerHeads:
     narrowed: list[tuple[Sight, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class PageBudget:
+    """What the heads of a top-K group read.
+
+    `group`: its number. `pages` are read by each head in a decode step, ranked anew `every` so many
+    steps. `heads`: how many the group has in all layers.
+    """
+
+    group: int
+    pages: int
+    every: int
+    heads: int
+
+
 class HeadReads:
     """The head groups of a cache, and what every head of a layer reads.
 
-    `uniform`: every head is full, so that a block holds all heads and nothing here is needed.
-    `windows`: (window, sink) of each group; None for a full one.
+    `uniform`: one group keeps all tokens of all heads, so that nothing here is needed but where
+    pages are chosen. `windows`: (window, sink) of each group; None for one that keeps every token.
+    `budgets`: those of groups whose heads choose pages.
 
     # Errors
-    `Unsupported` for a map with heads of another kind than full and window.
+    `Unsupported` for top-K heads on a GPU or in a layer with a sliding window of the model's own;
+    `CorruptHeadMap` for heads that may not read even the pages that are always read.
     """
 
     def __init__(self, spec: ModelSpec, cache: KvCache) -> None:
         self.spec = spec
         self.cache = cache
         groups = cache.groups
-        for group in groups:
-            if group.kind not in ("full", "window"):
-                raise Unsupported(
-                    f"head map: expected full and window heads, got {group.kind} heads"
-                )
+        self.budgets = [
+            PageBudget(number, group.read, group.rerank_every, group.pages)
+            for number, group in enumerate(groups)
+            if group.kind == "top_k"
+        ]
         self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in groups]
         self.uniform = self.windows == [None]
         self._page_layers: list[Table] = []
         self._made: dict[Promoted, list[Reach]] = {}
         self._whole: dict[tuple[Promoted, int], Reach] = {}
         self._layers: dict[tuple[Promoted, int], LayerHeads] = {}
+        self._ranked: dict[int, list[tuple[PageBudget, list[int], list[int]]]] = {}
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
+        least, device = SINK_PAGES + RECENT_PAGES, self.spec.device
+        if self.budgets and device.type != "cpu":
+            raise Unsupported(f"head map: expected top_k heads on cpu, got some on {device}")
+        for budget in self.budgets:
+            if budget.pages < least:
+                raise CorruptHeadMap(
+                    f"head map: expected top_k.pages of at least {least}, which are always read, "
+                    f"got {budget.pages}"
+                )
+        for layer, of_layer in enumerate(self.spec.layers):
+            if of_layer.window is not None and self.ranked(layer):
+                raise Unsupported(
+                    f"head map: expected no top_k heads in layer {layer}, which has a sliding "
+                    "window of its own, got some"
+                )
+
+    def ranked(self, layer: int) -> list[tuple[PageBudget, list[int], list[int]]]:
+        """The heads of a layer that choose pages: by budget their numbers, and ranks in a block."""
+        if not self.budgets:
+            return []
+        if layer not in self._ranked:
+            rows, found = self.cache.head_rows(layer), []
+            for budget in self.budgets:
+                heads = np.flatnonzero(rows[:, 0] == budget.group)
+                if len(heads):
+                    found.append((budget, heads.tolist(), rows[heads, 1].tolist()))
+            self._ranked[layer] = found
+        return self._ranked[layer]
 
     @cached_property
     def classes(self) -> Int32:
@@ -86,6 +140,13 @@ class HeadReads:
         classes: Int32 = np.stack([self.cache.head_rows(layer)[:, 2:] for layer in layers])
         classes.setflags(write=False)
         return classes
+
+    def reads_all(self, request: KvRequest) -> bool:
+        """Whether no head of a request has ever left a page out: it has no more than it may read.
+
+        What was decoded with a choice of pages is not what a prefill would have computed.
+        """
+        return all(len(request.entries(b.group)) <= b.pages for b in self.budgets)
 
     def page_layers(self, group: int) -> Table | None:
         """The layer of each page of a group's blocks; None where a page's rank says it."""

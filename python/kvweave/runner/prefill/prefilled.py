@@ -77,10 +77,14 @@ class Prefill:
         return fork
 
     def commit(self) -> None:
-        """Lets later prompts find what has KV by now, where they may find the prompt."""
+        """Lets later prompts find what has KV by now, where they may find the prompt.
+
+        As an exact prefix they find no token that was decoded from a part of its pages.
+        """
         if self.lookup.remember:
             length = self.request.length
-            self.request.commit(length, length if self.exact else self.exact_tokens)
+            exact = self.exact and self.kv.heads.reads_all(self.request)
+            self.request.commit(length, length if exact else self.exact_tokens)
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""

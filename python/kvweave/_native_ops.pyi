@@ -1,0 +1,149 @@
+"""Types of the native module's ops, which `kvweave._native` has; their meaning: `kvweave.ops`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+_Rows: TypeAlias = npt.NDArray[np.int32]
+_Array: TypeAlias = Any
+"""Anything with `__dlpack__` or of numpy: checked at run time."""
+_Results: TypeAlias = tuple[_Array, _Array]
+_TablePair: TypeAlias = tuple[_Array, _Array | None]
+"""A table on a CUDA device, and the same on the host where it came from there."""
+
+@final
+class RopeTable:
+    """Inverse frequencies of every layer and how elements pair up."""
+
+    def __new__(cls, inv_freq: _Array, pairing: str = "half") -> RopeTable: ...
+    layers: int
+    rotary_dim: int
+    pairing: str
+    inv_freq: npt.NDArray[np.float32]
+
+@final
+class Reach:
+    """What each KV head of a layer reads: its entry table, page, window and sink."""
+
+    def __new__(cls, tables: int, heads: _Array) -> Reach: ...
+    @property
+    def tables(self) -> int: ...
+    @property
+    def heads(self) -> _Rows: ...
+
+def write_pages(
+    cache: _Array,
+    layer: int,
+    k: _Array,
+    v: _Array,
+    slots: _Array,
+    reach: Reach | None,
+    bounds: tuple[_Array, _Array] | None,
+    kv_scales: tuple[float, float] | None,
+    reference: bool,
+) -> None: ...
+def write_pages_cuda(
+    cache: _Array,
+    layer: int,
+    k: _Array,
+    v: _Array,
+    slots: _TablePair,
+    reach: Reach | None,
+    bounds: tuple[_Array, _TablePair] | None,
+    kv_scales: tuple[float, float] | None,
+    stream: int,
+) -> None: ...
+def copy_rerotate(
+    cache: _Array,
+    source: _Array | None,
+    copies: _Array,
+    rope: RopeTable,
+    kv_heads: int,
+    layers: _Array | None,
+    reference: bool,
+) -> None: ...
+def copy_rerotate_cuda(
+    cache: _Array,
+    source: _Array | None,
+    copies: _TablePair,
+    rope: RopeTable,
+    kv_heads: int,
+    layers: _TablePair | None,
+    stream: int,
+) -> None: ...
+def attend_prefill(
+    arguments: Any,
+    row_offsets: _Array | None,
+    entry_offsets: _Array | None,
+    out: _Array,
+    lse: _Array,
+    reference: bool,
+) -> None: ...
+def attend_decode(
+    arguments: Any, entry_offsets: _Array, out: _Array, lse: _Array, reference: bool
+) -> None: ...
+def attend_prefill_cuda(
+    arguments: Any,
+    row_offsets: _TablePair,
+    entry_offsets: _TablePair,
+    results: _Results,
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
+def attend_decode_cuda(
+    arguments: Any,
+    entry_offsets: _TablePair,
+    results: _Results,
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
+def score_tokens(
+    arguments: Any,
+    entry_offsets: _Array | None,
+    mass: _Array,
+    edge: tuple[_Array, int, int] | None,
+    reference: bool,
+) -> None: ...
+def score_tokens_cuda(
+    arguments: Any,
+    entry_offsets: _TablePair,
+    mass: _Array,
+    edge: tuple[_Array, int, int] | None,
+    allocate: Callable[[int], _Array],
+    stream: int,
+) -> None: ...
+def score_pages(
+    q: _Array,
+    entries: _Array,
+    pages: Any,
+    entry_offsets: _Array,
+    results: _Results,
+    reference: bool,
+) -> None: ...
+def select_pages(
+    scores: _Array,
+    counts: _Array,
+    budgets: _Array,
+    always: tuple[int, int],
+    results: _Results,
+    reference: bool,
+) -> None: ...
+def step_tables(
+    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
+    out: tuple[_Array, _Array, _Array, _Array],
+    sizes: tuple[int, int],
+    spans: Sequence[tuple[int, int, int]],
+) -> None: ...
+def step_tables_cuda(
+    batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
+    out: tuple[_Array, _Array, _Array, _Array],
+    sizes: tuple[int, int],
+    spans: Sequence[tuple[int, int, int]],
+    stream: int,
+) -> None: ...
+def merge_states(outs: _Array, lses: _Array, out: _Array, lse: _Array, reference: bool) -> None: ...
+def merge_states_cuda(
+    outs: _Array, lses: _Array, out: _Array, lse: _Array, stream: int
+) -> None: ...

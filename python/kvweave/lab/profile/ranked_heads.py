@@ -1,0 +1,43 @@
+"""Head maps whose whole heads read few pages in decode steps (FlexiCache, section 3.1)."""
+
+from __future__ import annotations
+
+import json
+
+from kvweave.arguments import whole
+from kvweave.cache import HeadClassMap
+from kvweave.runner.kv.heads import RECENT_PAGES, SINK_PAGES
+
+RERANK_EVERY = 16
+"""Decode steps between two rankings of a stable head's pages (FlexiCache, section 4.1)."""
+
+
+def with_ranked_pages(
+    heads: HeadClassMap,
+    pages: int,
+    *,
+    rerank_every: int = RERANK_EVERY,
+    unstable_too: bool = False,
+) -> HeadClassMap:
+    """A map's heads that keep every token, those of them that are stable reading `pages` pages.
+
+    They keep every token as before, and are ranked anew after so many decode steps. Heads that are
+    unstable read everything or, with `unstable_too`, as many pages ranked at every step, as in the
+    paper. Window heads stay what they are.
+
+    # Errors
+    `InvalidArgument` for fewer pages than are always read, or rankings less than a step apart.
+    """
+    stable = {
+        "kind": "top_k",
+        "pages": whole("top-k", pages, SINK_PAGES + RECENT_PAGES),
+        "rerank_every": whole("rerank-every", rerank_every, 1),
+    }
+    classes = {"stable": stable}
+    if unstable_too:
+        classes["unstable"] = {**stable, "rerank_every": 1}
+    plain = json.loads(heads.to_json())
+    for entry in plain["heads"]:
+        if entry["class"]["kind"] != "window":
+            entry["class"] = classes.get(entry["stability"], {"kind": "full"})
+    return HeadClassMap.from_json(json.dumps(plain, allow_nan=False))

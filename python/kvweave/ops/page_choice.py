@@ -1,0 +1,145 @@
+"""Which pages a decode step reads: scored by their bounds, and the best of them selected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import _native
+from kvweave._native import Reach, RopeTable
+from kvweave.device_memory import needs_memory
+from kvweave.errors import Unsupported
+from kvweave.ops.dispatch import Backend, Table, cuda_device, expect_tensors, invalid
+
+
+@dataclass(frozen=True)
+class BoundedPages:
+    """Bounds of pages, and how rows of one layer score them: the same for all calls.
+
+    `bounds` f32 [pages, 3, D], contiguous: least, greatest and mean key of each page, as
+    `PageBounds` has them. The row of an entry and KV head g is its block + `layer` · G + g or, with
+    a `reach`, its block + the head's rank. Pages have `page_tokens` slots. `scale`, `rope` and
+    `softcap` as in `PagedKv`; an entry with delta ≠ 0 is scored by the query turned back by delta.
+
+    `score`: "min-max" is Σ_d max(q_d · min_d, q_d · max_d), which no key of the page scores above
+    (FlexiCache, section 3.2, after Quest); "mean" is what the mean key scores (MosaicKV, section
+    5.1). `shared`: of the query heads of a KV head the "highest" score counts, or their "sum".
+    """
+
+    bounds: torch.Tensor
+    page_tokens: int
+    layer: int
+    kv_heads: int
+    scale: float
+    rope: RopeTable
+    softcap: float | None = None
+    reach: Reach | None = None
+    score: Literal["min-max", "mean"] = "min-max"
+    shared: Literal["highest", "sum"] = "highest"
+
+
+@needs_memory("score_pages")
+def score_pages(
+    q: torch.Tensor,
+    entries: Table,
+    pages: BoundedPages,
+    *,
+    entry_offsets: Table,
+    backend: Backend = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the pages that each of B requests lists, for one row of each.
+
+    q [B, H, D] f32, bf16 or f16, entry_offsets i32 [B + 1], or [B · tables + 1] with a `reach`.
+    Returns scores f32 [B, G, S], S the most entries of a table that a head reads, and counts i32
+    [B, G]: entry i of a head's table has its score at i, and what lies behind the count is −∞.
+    The bounds of an entry that lists a part of a page are those of the whole of it. A NaN in the
+    query or in a bound makes the score NaN.
+
+    # Errors
+    `Unsupported` for tensors on CUDA.
+    """
+    expect_tensors(q=q)
+    if not isinstance(pages, BoundedPages):
+        raise invalid("pages", "a BoundedPages", type(pages).__name__)
+    expect_tensors(bounds=pages.bounds)
+    _on_host("score_pages", backend, q=q, bounds=pages.bounds)
+    heads = (q.shape[0] if q.ndim else 0, _counted("kv_heads", pages.kv_heads))
+    scores = q.new_full((*heads, _widest(entry_offsets, pages)), -torch.inf, dtype=torch.float32)
+    counts = q.new_zeros(heads, dtype=torch.int32)
+    reference = backend == "reference"
+    _native.score_pages(q, entries, pages, entry_offsets, (scores, counts), reference)
+    return scores, counts
+
+
+@needs_memory("select_pages")
+def select_pages(
+    scores: torch.Tensor,
+    counts: Table,
+    budgets: Table,
+    *,
+    sink: int = 0,
+    recent: int = 0,
+    most: int | None = None,
+    backend: Backend = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the pages that each row lists, those that a decode step reads.
+
+    scores f32 [R, S], of which the first counts i32 [R] are a row's; budgets i32 [R]: how many it
+    selects at most, from `sink` + `recent` on. The first `sink` and the last `recent` are always
+    selected, then the best by score (FlexiCache, section 3.2, after Quest). A higher score goes
+    first, of equal ones the lower index, and NaN before all, so that a page with NaN keys is read
+    and not passed over in silence. A row's answer depends on that row alone. A row with no more
+    pages than its budget selects all.
+
+    Returns pages i32 [R, K], ascending with −1 behind them, K being `most` or else the largest
+    budget, and selected i32 [R]: how many.
+
+    # Errors
+    `Unsupported` for tensors on CUDA.
+    """
+    expect_tensors(scores=scores)
+    _on_host("select_pages", backend, scores=scores, counts=counts, budgets=budgets)
+    widest = max(0, int(_list("budgets", budgets).max(initial=0))) if most is None else most
+    rows = scores.shape[:1] if scores.ndim else (0,)
+    pages = scores.new_empty((*rows, _counted("most", widest)), dtype=torch.int32)
+    selected = scores.new_empty(rows, dtype=torch.int32)
+    always, results = (sink, recent), (pages, selected)
+    _native.select_pages(scores, counts, budgets, always, results, backend == "reference")
+    return pages, selected
+
+
+def _on_host(op: str, backend: Backend, **given: Any) -> None:
+    """Refuses what lies on a device that has no version of the op."""
+    for what, tensor in given.items():
+        device = cuda_device(what, tensor, None if backend == "reference" else backend)
+        if device is not None:
+            raise Unsupported(f"{op}: expected {what} on cpu, got a tensor on {device}")
+
+
+def _counted(what: str, number: Any) -> int:
+    if not isinstance(number, int | np.integer) or not 0 <= number < 2**31:
+        raise invalid(what, "a number from 0 to 2^31 − 1", repr(number)[:40])
+    return int(number)
+
+
+def _list(what: str, table: Any) -> npt.NDArray[np.int64]:
+    """The numbers of a table, whatever the op itself will say of it."""
+    if not isinstance(table, np.ndarray | torch.Tensor):
+        raise invalid(what, "a tensor", f"an object of type {type(table).__name__}")
+    return np.asarray(table).reshape(-1).astype(np.int64)
+
+
+def _widest(offsets: Table, pages: BoundedPages) -> int:
+    """The most entries of a table that is read; what lies between tables does not count."""
+    reach = pages.reach
+    ends = _list("entry_offsets", offsets)
+    tables = 1 if reach is None else reach.tables
+    sizes = np.diff(ends)[: len(ends) // tables * tables]
+    if len(sizes) % tables:
+        return 0
+    read = [0] if reach is None else np.unique(reach.heads[:, 0])
+    return max(0, int(sizes.reshape(-1, tables)[:, read].max(initial=0)))

@@ -1,0 +1,242 @@
+"""Heads that read chosen pages, in plain torch: transformers' own decoding under the definition."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from decode_batches import decoding
+from kvweave.cache import HeadClassMap
+from kvweave.runner import Runner
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.model.model_spec import ModelSpec
+
+FULL = {"kind": "full"}
+WINDOW = {"kind": "window", "sink": 4, "recent": 16}
+SINK, RECENT = 1, 2
+NAME = "ranked_pages"
+
+
+def top_k(pages: int, every: int = 1) -> dict[str, Any]:
+    return {"kind": "top_k", "pages": pages, "rerank_every": every}
+
+
+def kinds_map(spec: ModelSpec, kinds: list[dict[str, Any]]) -> HeadClassMap:
+    """A map whose classes are dealt out by (layer, KV head)."""
+    layers, heads = len(spec.layers), spec.kv_heads
+    entries = [
+        {
+            "layer": at // heads,
+            "head": at % heads,
+            "class": kinds[at % len(kinds)],
+            "reach": "local" if kinds[at % len(kinds)]["kind"] == "window" else "global",
+            "stability": "stable",
+        }
+        for at in range(layers * heads)
+    ]
+    return HeadClassMap.from_json(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "model_fingerprint": spec.fingerprint,
+                "layers": layers,
+                "kv_heads": heads,
+                "heads": entries,
+            }
+        )
+    )
+
+
+def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> Runner:
+    """A runner of a tiny model whose heads have these classes, in turn."""
+    settings = {"max_tokens": 2048, "page_tokens": 4, "progress": False, "check": False, **settings}
+    plain = Runner(model, **{**settings, "max_tokens": 64})
+    return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
+
+
+def best_pages(scores: list[float], most: int) -> list[int]:
+    """The first page, the last two, and of the others the best: an explicit sort."""
+    count = len(scores)
+    always = [*range(SINK), *range(count - RECENT, count)]
+    others = sorted(range(SINK, count - RECENT), key=lambda page: (-scores[page], page))
+    return sorted(always + others[: most - len(always)])
+
+
+def page_score(queries: torch.Tensor, keys: torch.Tensor) -> float:
+    """What the query heads [n, D] may find among keys [T, D]: the most that any of them may."""
+    least, most = keys.double().amin(0), keys.double().amax(0)
+    return float(torch.maximum(queries.double() * least, queries.double() * most).sum(-1).max())
+
+
+class PlainDecoding:
+    """A model's own decoding of one prompt, every head under its class, pages of `page` tokens."""
+
+    def __init__(self, model: Any, kinds: list[dict[str, Any]], page: int) -> None:
+        self.model, self.kinds, self.page = model, kinds, page
+        self.chosen: dict[tuple[int, int], tuple[int, int, list[int]]] = {}
+        self.cache: Any = None
+
+    def feed(self, tokens: list[int]) -> torch.Tensor:
+        """Logits [V] behind more tokens: the first time a prompt, then one by one."""
+        AttentionInterface.register(NAME, self._attend)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        try:
+            out = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True)
+        finally:
+            self.model.set_attn_implementation(before)
+        self.cache = out.past_key_values
+        return out.logits[0, -1].float()
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
+    ) -> tuple[torch.Tensor, None]:
+        heads, rows, total = key.shape[1], query.shape[2], key.shape[2]
+        group = query.shape[1] // heads
+        seen = torch.stack(
+            [
+                self._seen(
+                    module.layer_idx,
+                    head,
+                    query[0, head * group : (head + 1) * group],
+                    key[0, head],
+                    rows,
+                    total,
+                )
+                for head in range(heads)
+            ]
+        ).repeat_interleave(group, 0)
+        keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+        logits = query @ keys.transpose(2, 3) * named["scaling"]
+        if (cap := named.get("softcap")) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ values).transpose(1, 2).contiguous(), None
+
+    def _seen(
+        self, layer: int, head: int, query: Any, key: Any, rows: int, total: int
+    ) -> torch.Tensor:
+        """What rows of a head see, bool [rows, total]."""
+        config = self.model.config
+        kind = self.kinds[(layer * config.num_key_value_heads + head) % len(self.kinds)]
+        row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
+        causal = at <= row
+        if kind["kind"] == "window":
+            return causal & ((at > row - kind["recent"]) | (at < kind["sink"]))
+        if kind["kind"] == "full" or rows > 1:
+            return causal
+        count = math.ceil(total / self.page)
+        if count <= kind["pages"]:
+            return causal
+        since, listed, best = self.chosen.get((layer, head), (-math.inf, 0, []))
+        if total - since >= kind["rerank_every"]:
+            pages = key.split(self.page)
+            best = best_pages([page_score(query[:, 0], page) for page in pages], kind["pages"])
+            since, listed = total, count
+        self.chosen[layer, head] = since, listed, best
+        return causal & torch.isin(at // self.page, torch.tensor([*best, *range(listed, count)]))
+
+
+# ---- what a runner chose, against what lies in its pages ------------------------------------
+
+
+def stored_keys(runner: Runner, entry: list[int], rank: int) -> torch.Tensor:
+    """The keys of an entry as they are stored, f64 [n, D]."""
+    block, begin, end, _, _ = entry
+    return runner._decoder.pages[block + rank, 0, begin:end].double()
+
+
+def turned_back(runner: Runner, q: torch.Tensor, delta: int) -> torch.Tensor:
+    """Queries [n, D] turned back by delta: pairs of halves, in f64."""
+    angle = -delta * runner.spec.rotary.inv_freq.double()
+    half = len(angle)
+    one, other, rest = q[:, :half], q[:, half : 2 * half], q[:, 2 * half :]
+    turned = (one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos())
+    return torch.cat((*turned, rest), 1)
+
+
+def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> int:
+    """Compares what a request's heads have chosen, by queries [L, H, D], with the definition.
+
+    Returns how many heads chose.
+    """
+    slots = next(s for s in runner._decoder._slots if sequence in s.members)
+    heads, checked = slots.heads, 0
+    for layer in range(len(heads.spec.layers)):
+        of_kv = queries[layer].double().view(heads.spec.kv_heads, -1, queries.shape[-1])
+        for budget, some, ranks in heads.ranked(layer):
+            table = sequence.request.entries(budget.group).tolist()
+            if len(table) <= budget.pages:
+                continue
+            known = slots.chosen._known[sequence, budget.group]
+            for head, rank in zip(some, ranks, strict=True):
+                scores = [
+                    page_score(
+                        turned_back(runner, of_kv[head], entry[4]),
+                        stored_keys(runner, entry, rank),
+                    )
+                    for entry in table
+                ]
+                assert known.chosen[rank].tolist() == best_pages(scores, budget.pages)
+                checked += 1
+    return checked
+
+
+def every_place_came_back(runner: Runner) -> bool:
+    """Whether no bounds are kept for anybody."""
+    for slots in runner._decoder._slots:
+        assert slots.chosen is not None
+        if slots.chosen._known:
+            return False
+        for bounds in slots.chosen.bounds.values():
+            if sorted(bounds._free) != list(range(len(bounds.values))):
+                return False
+    return True
+
+
+@contextmanager
+def checked_choices(runner: Runner) -> Iterator[list[int]]:
+    """While entered, each step's choices are compared with the definition; how many heads chose.
+
+    For maps that are ranked at every step.
+    """
+    decoder, counted = runner._decoder, list[int]()
+    step = decoder.step
+
+    def checked(batch: Any, **named: Any) -> Any:
+        said = step(batch, **{**named, "watched": True})
+        queries = decoder.queries
+        for number, sequence in enumerate(batch):
+            counted.append(expect_chosen(runner, sequence, queries[:, number]))
+        return said
+
+    decoder.step = checked  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        del decoder.step  # type: ignore[method-assign]
+
+
+def logits_of_steps(runner: Runner, tokens: Any, steps: int) -> tuple[list[int], list[Any]]:
+    """Greedy tokens behind a prompt and the logits of each, by the runner's own decode steps."""
+    seen: list[torch.Tensor] = []
+
+    def choose(batch: Any, logits: torch.Tensor, _greedy: bool) -> Any:
+        seen.append(logits.clone())
+        return np.array([s.choose(row) for s, row in zip(batch, logits, strict=True)])
+
+    with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
+        seen.append(done.logits[-1:].clone())
+        sequence = decoding(runner, done, steps + 1)
+        with torch.inference_mode():
+            for _ in range(steps):
+                runner._decoder.step([sequence], choose=choose)
+        runner._decoder.forget(sequence.request)
+        return sequence.tokens, [logits[0] for logits in seen]
