@@ -77,10 +77,10 @@ test-rust: $(STAMPS)/venv
 test-python: setup
 	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
 
-# Random ones: what is found becomes a test of its own.
+# Random ones, and Rust as it is shipped, optimised. What is found becomes a test of its own.
 search: setup
 	for round in $$(seq $(ROUNDS)); do \
-	  cargo test --locked --workspace --exclude kvweave-python --quiet; \
+	  cargo test --release --locked --workspace --exclude kvweave-python --quiet; \
 	  HYPOTHESIS_PROFILE=search OMP_WAIT_POLICY=passive $(PY) -m pytest -q -m hypothesis; \
 	done
 
