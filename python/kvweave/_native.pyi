@@ -17,9 +17,11 @@ from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
 from kvweave._native_ops import score_pages as score_pages
+from kvweave._native_ops import score_pages_cuda as score_pages_cuda
 from kvweave._native_ops import score_tokens as score_tokens
 from kvweave._native_ops import score_tokens_cuda as score_tokens_cuda
 from kvweave._native_ops import select_pages as select_pages
+from kvweave._native_ops import select_pages_cuda as select_pages_cuda
 from kvweave._native_ops import step_tables as step_tables
 from kvweave._native_ops import step_tables_cuda as step_tables_cuda
 from kvweave._native_ops import write_pages as write_pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kvweave import ops
@@ -49,6 +50,8 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "write_pages": write_pages(dtype),
         "copy_rerotate": copy_rerotate(dtype),
         "step_tables": step_tables(),
+        "score_pages": score_pages(dtype),
+        "select_pages": select_pages(),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -57,7 +60,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
-NAMES += ["copy_rerotate", "step_tables"]
+NAMES += ["copy_rerotate", "step_tables", "score_pages", "select_pages"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -202,3 +205,44 @@ def step_tables() -> Step:
         return ops.step_tables(**t, page_tokens=PAGE, spans=spans, out=out)
 
     return Step(call, renew, host_tables=False)
+
+
+def score_pages(dtype: torch.dtype) -> Step:
+    rope, blocks = rope_table(1, DIM), 30
+    # Every other table is read: what lies between two of them is nobody's.
+    reach = ops.Reach(2, np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32))
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        block = torch.randint(0, blocks, (60,), generator=generator) * KV_HEADS
+        delta = torch.randint(-1, 2, (60,), generator=generator) * 70
+        columns = (block, 0 * block, 0 * block + PAGE, PAGE * torch.arange(60), delta)
+        begin = 20 * torch.arange(3)
+        end = begin + torch.randint(0, 20, (3,), generator=generator)
+        return {
+            "q": torch.randn(3, HEADS, DIM, generator=generator).to(dtype),
+            "bounds": torch.randn(blocks * KV_HEADS, 3, DIM, generator=generator),
+            "entries": torch.stack(columns, 1).int(),
+            "offsets": torch.cat((torch.stack((begin, end), 1).flatten(), begin[:1])).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pages = ops.BoundedPages(t["bounds"], PAGE, 0, KV_HEADS, DIM**-0.5, rope, reach=reach)
+        return ops.score_pages(t["q"], t["entries"], pages, entry_offsets=t["offsets"], width=25)
+
+    return Step(call, renew)
+
+
+def select_pages() -> Step:
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {
+            # Few numbers, so that many are equal.
+            "scores": torch.randint(-3, 3, (6, 3000), generator=generator).float(),
+            "counts": torch.randint(0, 3001, (6,), generator=generator).int(),
+            "budgets": torch.randint(3, 41, (6,), generator=generator).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tables = t["counts"], t["budgets"]
+        return ops.select_pages(t["scores"], *tables, sink=1, recent=2, most=40)
+
+    return Step(call, renew)

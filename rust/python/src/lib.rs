@@ -65,7 +65,11 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
     #[pymodule_export]
+    use super::ops::cuda::score_pages::score_pages_cuda;
+    #[pymodule_export]
     use super::ops::cuda::score_tokens::score_tokens_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::select_pages::select_pages_cuda;
     #[pymodule_export]
     use super::ops::cuda::step_tables::step_tables_cuda;
     #[pymodule_export]

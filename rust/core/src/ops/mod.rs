@@ -49,7 +49,7 @@ pub use queries::{HeadRows, Queries};
 pub use reach::{HeadReach, Reach, Visible};
 pub use rope::{Pairing, RopeTable};
 pub use scales::{Cached, KvScales};
-pub use score_pages::{PageScore, ScorePages, SharedScore};
+pub use score_pages::{PageScore, ScorePages, SharedScore, validate_scored};
 pub use score_tokens::{EdgeMass, ScoreTokens};
 pub use scoring::Scoring;
 pub use select_pages::SelectPages;

@@ -12,6 +12,8 @@ pub mod copy_rerotate;
 pub mod device;
 pub mod merge_states;
 mod reading;
+pub mod score_pages;
 pub mod score_tokens;
+pub mod select_pages;
 pub mod step_tables;
 pub mod write_pages;
