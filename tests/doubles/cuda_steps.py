@@ -50,6 +50,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "write_pages": write_pages(dtype),
         "copy_rerotate": copy_rerotate(dtype),
         "step_tables": step_tables(),
+        "bound_pages": bound_pages(dtype),
         "score_pages": score_pages(dtype),
         "select_pages": select_pages(),
     }
@@ -60,7 +61,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
-NAMES += ["copy_rerotate", "step_tables", "score_pages", "select_pages"]
+NAMES += ["copy_rerotate", "step_tables", "bound_pages", "score_pages", "select_pages"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -162,6 +163,25 @@ def write_pages(dtype: torch.dtype) -> Step:
         bounds = ops.PageBounds(t["bounds"], t["held"])
         ops.write_pages(t["pages"], 1, t["k"], t["v"], t["slots"], bounds=bounds)
         return t["pages"], t["bounds"]
+
+    return Step(call, renew)
+
+
+def bound_pages(dtype: torch.dtype) -> Step:
+    blocks, step = 8, 2 * KV_HEADS
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        order = torch.randperm(blocks, generator=generator)
+        held = torch.stack((step * order, 0 * order, 1 + order % PAGE), 1)
+        pages = torch.randn(step * blocks, 2, PAGE, DIM, generator=generator).to(dtype)
+        # One row names the null block.
+        held = torch.cat((held[order > 0], -torch.ones(1, 3))).int()
+        return {"pages": pages, "held": held, "bounds": torch.full((len(pages), 3, DIM), -7.0)}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        named = t["held"] if t["held"].is_cuda else t["held"][t["held"][:, 0] > 0]
+        ops.bound_pages(t["pages"], ops.PageBounds(t["bounds"], named), pages=step)
+        return (t["bounds"],)
 
     return Step(call, renew)
 

@@ -27,7 +27,7 @@ from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
 from kvweave.ops.page_choice import BoundedPages, score_pages, select_pages
-from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
+from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.scores import EdgeMass, score_tokens
 from kvweave.ops.step_tables import StepTables, step_tables
@@ -47,6 +47,7 @@ __all__ = [
     "Workspace",
     "attend_decode",
     "attend_prefill",
+    "bound_pages",
     "copy_rerotate",
     "merge_states",
     "score_pages",
