@@ -225,6 +225,19 @@ struct SelectPagesParams {
   uint32_t recent;  // and at its end
 };
 
+struct GatherEntriesParams {
+  const int32_t* pages;          // [requests, kv_heads, most]: indices in the head's table
+  const int32_t* selected;       // [requests, kv_heads]: of which the first so many count
+  const int32_t* entries;        // [N, 5]
+  const int32_t* entry_offsets;  // [requests · tables + 1]
+  const int32_t* heads;          // [kv_heads, 4]: table, …; null: all have table 0
+  int32_t* gathered;             // [requests · kv_heads · most, 5]
+  int32_t* offsets;              // [2 · requests · kv_heads + 1]
+  uint32_t kv_heads;
+  uint32_t tables;  // entry tables of a request
+  uint32_t most;
+};
+
 // What the rows of a table see.
 struct SpanParams {
   uint32_t window;   // latest keys of a row, 0 for all
@@ -267,4 +280,5 @@ static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

@@ -5,8 +5,9 @@ the indices sorted, which is what a table of pages needs), `flashinfer.top_k` an
 `persistent_topk`, where these can be imported. None of them takes a budget a row, keeps ties or
 the first and last pages; all get rows that are full. A row's floor is reading it once.
 
-`score_pages` beside the floor of reading bounds: two vectors of f32 a page and KV head. A layer's
-whole choice, both launches, is timed as one.
+`score_pages` beside the floor of reading bounds: two vectors of f32 a page and KV head. Then a
+layer of a decode step: pages chosen and attended to, those of an earlier choice attended to, and
+all of them.
 
 Every call is a graph of its own; the L2 cache holds nothing of it. "warm" repeats it in one graph,
 where the scores lie in the L2 cache as they do behind `score_pages`.
@@ -15,7 +16,7 @@ where the scores lie in the L2 cache as they do behind `score_pages`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,14 +42,18 @@ SELECTED = (
     (256, 8192, 4096, None),
     (8, 65536, 256, None),
 )
-SCORED = (
-    # requests, tokens of each; pages of 16 tokens, 8 KV heads of 4 query heads, D 128
-    (40, 10_240),
-    (8, 131_072),
-    (1, 131_072),
+LAYERS = (
+    # requests, tokens of each, pages that a head reads; one layer of Llama-3.1-8B's shape
+    (40, 10_240, 64),
+    (40, 10_240, 128),
+    (8, 131_072, 128),
+    (1, 131_072, 64),
 )
 PAGE, KV_HEADS, HEADS, DIM = 16, 8, 32, 128
-SINK, RECENT, PAGES = 1, 2, 64
+SINK, RECENT = 1, 2
+OWN_TABLES = ops.Reach(
+    2 * KV_HEADS, np.array([(2 * head, head, 0, 0) for head in range(KV_HEADS)], np.int32)
+)
 REPEATED = 20
 VLLM_K = (512, 1024, 2048)
 VLLM_WORKSPACE = 1 << 20
@@ -115,18 +120,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a decode step: queries over tables of bounds."""
+    """One layer of a decode step: queries over tables of bounded pages, of which each head reads
+    `most`."""
 
     requests: int
     tokens: int
+    most: int
     q: torch.Tensor
+    positions: torch.Tensor
     entries: torch.Tensor
     offsets: torch.Tensor
-    pages: ops.BoundedPages
+    bounds: ops.BoundedPages
+    kv: ops.PagedKv
     budgets: torch.Tensor
+    workspace: ops.Workspace
 
     @classmethod
-    def of(cls, requests: int, tokens: int) -> Layer:
+    def of(cls, requests: int, tokens: int, most: int) -> Layer:
         generator = torch.Generator("cuda").manual_seed(tokens)
         each = tokens // PAGE
         blocks = requests * each
@@ -134,47 +144,80 @@ class Layer:
         order = KV_HEADS * torch.randperm(blocks, **random)
         place = PAGE * (torch.arange(blocks, device="cuda") % each)
         nothing = torch.zeros_like(place)
-        entries = torch.stack((order, nothing, nothing + PAGE, place, nothing), 1).int()
-        keys = torch.randn(blocks * KV_HEADS, 3, DIM, **random)
-        bounds = torch.stack((keys.amin(1), keys.amax(1), keys.mean(1)), 1)
-        del keys
+        columns = (order, nothing, nothing + PAGE, place, nothing)
+        cache = torch.empty(
+            blocks * KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16, device="cuda"
+        ).normal_(generator=generator)
+        bounds = torch.empty(len(cache), 3, DIM, device="cuda")
+        held = torch.stack((KV_HEADS * torch.arange(blocks, device="cuda"), *columns[1:3]), 1)
+        # Block 0 is nobody's elsewhere, and its bounds are never computed.
+        bounds[:KV_HEADS] = 0.0
+        ops.bound_pages(cache, ops.PageBounds(bounds, held.int()), pages=KV_HEADS)
         table = ops.RopeTable(np.ones((1, DIM // 2), np.float32))
+        scale = DIM**-0.5
         return cls(
             requests,
             tokens,
+            most,
             torch.randn(requests, HEADS, DIM, **random).bfloat16(),
-            entries,
+            torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
+            torch.stack(columns, 1).int(),
             each * torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
-            ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, DIM**-0.5, table),
-            torch.full((requests * KV_HEADS,), PAGES, dtype=torch.int32, device="cuda"),
+            ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, scale, table),
+            ops.PagedKv(cache, 0, KV_HEADS, scale, table),
+            torch.full((requests * KV_HEADS,), most, dtype=torch.int32, device="cuda"),
+            ops.Workspace("cuda"),
         )
 
     @property
     def bytes(self) -> float:
-        """That have to be read: least and greatest key of each page and KV head."""
+        """That scores read: least and greatest key of each page and KV head."""
         return float(self.requests * (self.tokens // PAGE) * KV_HEADS * 2 * DIM * 4)
 
     def score(self) -> tuple[torch.Tensor, torch.Tensor]:
         width = self.tokens // PAGE
-        given = (self.q, self.entries, self.pages)
+        given = (self.q, self.entries, self.bounds)
         return ops.score_pages(*given, entry_offsets=self.offsets, width=width)
 
-    def choose(self) -> torch.Tensor:
+    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
         scores, counts = self.score()
         rows, listed = scores.flatten(0, 1), counts.flatten()
-        named = {"sink": SINK, "recent": RECENT, "most": PAGES}
-        return ops.select_pages(rows, listed, self.budgets, **named)[0]
+        named = {"sink": SINK, "recent": RECENT, "most": self.most}
+        pages, selected = ops.select_pages(rows, listed, self.budgets, **named)
+        return pages.view(self.requests, KV_HEADS, -1), selected.view(self.requests, KV_HEADS)
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.gather_entries(*self.select(), self.entries, entry_offsets=self.offsets)
+
+    def attend(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Of the heads to tables of their own."""
+        given = (self.q, self.positions, entries, replace(self.kv, reach=OWN_TABLES))
+        return ops.attend_decode(*given, entry_offsets=offsets, workspace=self.workspace)[0]
+
+    def choose_and_attend(self) -> torch.Tensor:
+        return self.attend(*self.gather())
+
+    def attend_to_all(self) -> torch.Tensor:
+        given = (self.q, self.positions, self.entries, self.kv)
+        return ops.attend_decode(*given, entry_offsets=self.offsets, workspace=self.workspace)[0]
 
     def check(self) -> None:
-        """The first request's scores against torch."""
+        """The first request's scores, and what it attends to, against torch."""
         scores, _ = self.score()
+        pages, _ = self.select()
         first = self.entries[: self.tokens // PAGE, 0].long()
         heads = torch.arange(KV_HEADS, device="cuda")
-        bounds = self.pages.bounds[first[None] + heads[:, None], :2]
-        asked = self.q[0].float().view(KV_HEADS, -1, 1, 1, DIM)
-        wanted = (asked * bounds[:, None]).amax(3).sum(-1).amax(1) * self.pages.scale
-        worst = float((scores[0] - wanted).abs().max())
+        rows = first[None] + heads[:, None]
+        asked = self.q[0].float().view(KV_HEADS, -1, DIM)
+        bounds = self.bounds.bounds[rows, :2]
+        wanted = (asked[:, :, None, None] * bounds[:, None]).amax(3).sum(-1).amax(1)
+        worst = float((scores[0] - wanted * self.kv.scale).abs().max())
         expect(worst < 1e-3, f"score_pages: expected a difference below 1e-3, got {worst}")
+        cache = self.kv.cache[rows.gather(1, pages[0].long())].float()
+        k, v = (cache[:, :, side].flatten(1, 2) for side in (0, 1))
+        weights = (asked @ k.mT * self.kv.scale).softmax(-1)
+        worst = float((self.choose_and_attend()[0].view_as(asked) - weights @ v).abs().max())
+        expect(worst < 2e-2, f"attend_decode: expected a difference below 2e-2, got {worst}")
 
 
 def run(quick: bool) -> list[Row]:
@@ -187,8 +230,8 @@ def run(quick: bool) -> list[Row]:
     ]
     for shape in SELECTED[:3] if quick else SELECTED:
         rows += _selected(shape, clock, effort, ceilings)
-    for requests, tokens in SCORED[:1] if quick else SCORED:
-        rows += _scored(Layer.of(requests, tokens), clock, effort, ceilings)
+    for sizes in LAYERS[:1] if quick else LAYERS:
+        rows += _scored(Layer.of(*sizes), clock, effort, ceilings)
     return rows
 
 
@@ -226,18 +269,25 @@ def _selected(
 
 def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
     layer.check()
-    calls: dict[str, Callable[[], Any]] = {"score": layer.score, "score + select": layer.choose}
+    kept = layer.gather()
+    calls: dict[str, Callable[[], Any]] = {
+        "score": layer.score,
+        "score, select": layer.select,
+        "score, select, gather, attend": layer.choose_and_attend,
+        "attend to what was chosen": lambda: layer.attend(*kept),
+        "attend to all": layer.attend_to_all,
+    }
     timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
-    floor = layer.bytes / ceilings.read
-    name = f"{layer.requests} × {layer.tokens} tokens"
-    return [
-        _row(
-            f"{what}, {name}",
-            timing,
-            {"floor µs": floor * 1e6, "share of reading": floor / timing.median_s},
-        )
-        for what, timing in timed.items()
-    ]
+    floor, dense = layer.bytes / ceilings.read, timed["attend to all"].median_s
+    beside: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    beside["score"] = {
+        "floor µs": floor * 1e6,
+        "share of reading": floor / timed["score"].median_s,
+    }
+    for name in list(calls)[2:4]:
+        beside[name] = {"all ÷ this": dense / timed[name].median_s}
+    title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
+    return [_row(f"{title}: {name}", timing, beside[name]) for name, timing in timed.items()]
 
 
 def _warm(call: Callable[[], Any], clock: DeviceClock, effort: Effort) -> float:

@@ -14,6 +14,8 @@ from kvweave._native_ops import attend_prefill as attend_prefill
 from kvweave._native_ops import attend_prefill_cuda as attend_prefill_cuda
 from kvweave._native_ops import copy_rerotate as copy_rerotate
 from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
+from kvweave._native_ops import gather_entries as gather_entries
+from kvweave._native_ops import gather_entries_cuda as gather_entries_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
 from kvweave._native_ops import score_pages as score_pages

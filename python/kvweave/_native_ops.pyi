@@ -146,6 +146,21 @@ def select_pages_cuda(
     results: _Results,
     stream: int,
 ) -> None: ...
+def gather_entries(
+    chosen: tuple[_Array, _Array],
+    entries: _Array,
+    entry_offsets: _Array,
+    reach: Reach | None,
+    results: _Results,
+) -> None: ...
+def gather_entries_cuda(
+    chosen: tuple[_Array, _Array],
+    entries: _TablePair,
+    entry_offsets: _TablePair,
+    reach: Reach | None,
+    results: _Results,
+    stream: int,
+) -> None: ...
 def step_tables(
     batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
     out: tuple[_Array, _Array, _Array, _Array],

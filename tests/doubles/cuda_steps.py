@@ -53,6 +53,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "bound_pages": bound_pages(dtype),
         "score_pages": score_pages(dtype),
         "select_pages": select_pages(),
+        "gather_entries": gather_entries(),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -62,6 +63,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
 NAMES += ["copy_rerotate", "step_tables", "bound_pages", "score_pages", "select_pages"]
+NAMES += ["gather_entries"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -266,3 +268,22 @@ def select_pages() -> Step:
         return ops.select_pages(t["scores"], *tables, sink=1, recent=2, most=40)
 
     return Step(call, renew)
+
+
+def gather_entries() -> Step:
+    reach = ops.Reach(2, np.array([[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], np.int32))
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        lengths = torch.randint(10, 20, (8,), generator=generator)
+        return {
+            "pages": torch.randint(0, 10, (4, 3, 6), generator=generator).int(),
+            "selected": torch.randint(0, 7, (4, 3), generator=generator).int(),
+            "entries": torch.randint(0, 99, (160, 5), generator=generator).int(),
+            "offsets": torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        chosen, ends = (t["pages"], t["selected"]), t["offsets"]
+        return ops.gather_entries(*chosen, t["entries"], entry_offsets=ends, reach=reach)
+
+    return Step(call, renew, host_tables=False)

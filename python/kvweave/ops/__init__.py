@@ -26,7 +26,7 @@ from kvweave._native import Reach, RopeTable
 from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
-from kvweave.ops.page_choice import BoundedPages, score_pages, select_pages
+from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
 from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.scores import EdgeMass, score_tokens
@@ -49,6 +49,7 @@ __all__ = [
     "attend_prefill",
     "bound_pages",
     "copy_rerotate",
+    "gather_entries",
     "merge_states",
     "score_pages",
     "score_tokens",

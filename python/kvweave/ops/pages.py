@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
@@ -112,7 +113,7 @@ def bound_pages(
     CUDA this is one launch; with `held` there it may be captured, and rows of block 0 or −1 say
     that nothing was filled.
     """
-    arena = cache if isinstance(cache, torch.Tensor) else torch.from_dlpack(cache)
+    arena = cache if isinstance(cache, torch.Tensor) else from_dlpack(cache)
     # An fp8 cache takes rows of other dtypes.
     dtype = torch.float32 if arena.element_size() == 1 else arena.dtype
     none = torch.empty((0, pages, arena.shape[-1]), dtype=dtype, device=arena.device)

@@ -343,6 +343,29 @@ pub(crate) struct SelectPagesParams {
     pub(crate) recent: u32,
 }
 
+/// Mirror of `GatherEntriesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct GatherEntriesParams {
+    /// i32 [requests, kv_heads, most].
+    pub(crate) pages: u64,
+    /// i32 [requests, kv_heads].
+    pub(crate) selected: u64,
+    /// i32 [N, 5].
+    pub(crate) entries: u64,
+    /// i32 [requests · tables + 1].
+    pub(crate) entry_offsets: u64,
+    /// i32 [G, 4], or 0.
+    pub(crate) heads: u64,
+    /// i32 [requests · kv_heads · most, 5].
+    pub(crate) gathered: u64,
+    /// i32 [2 · requests · kv_heads + 1].
+    pub(crate) offsets: u64,
+    pub(crate) kv_heads: u32,
+    pub(crate) tables: u32,
+    pub(crate) most: u32,
+}
+
 /// Mirror of `SpanParams`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
@@ -366,4 +389,5 @@ const _: () = assert!(size_of::<PageBoundsParams>() == 88);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<ScorePagesParams>() == 136);
 const _: () = assert!(size_of::<SelectPagesParams>() == 56);
+const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

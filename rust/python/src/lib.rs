@@ -43,6 +43,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::copy_rerotate::copy_rerotate;
     #[pymodule_export]
+    use super::ops::cpu::gather_entries::gather_entries;
+    #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
     use super::ops::cpu::score_pages::score_pages;
@@ -62,6 +64,8 @@ mod _native {
     use super::ops::cuda::copy_rerotate::copy_rerotate_cuda;
     #[pymodule_export]
     use super::ops::cuda::device::cuda_status;
+    #[pymodule_export]
+    use super::ops::cuda::gather_entries::gather_entries_cuda;
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
     #[pymodule_export]

@@ -10,6 +10,7 @@ pub mod attend_decode;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 pub mod device;
+pub mod gather_entries;
 pub mod merge_states;
 mod reading;
 pub mod score_pages;
