@@ -16,6 +16,8 @@ from kvweave._native_ops import copy_rerotate as copy_rerotate
 from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
+from kvweave._native_ops import rotate_rows as rotate_rows
+from kvweave._native_ops import rotate_rows_cuda as rotate_rows_cuda
 from kvweave._native_ops import score_pages as score_pages
 from kvweave._native_ops import score_tokens as score_tokens
 from kvweave._native_ops import score_tokens_cuda as score_tokens_cuda

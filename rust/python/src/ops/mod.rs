@@ -6,4 +6,5 @@
 pub mod cpu;
 pub mod cuda;
 mod reading;
+mod rotation;
 mod step_batch;

@@ -6,6 +6,7 @@ pub mod copy_rerotate;
 mod element;
 pub mod merge_states;
 mod reading;
+pub mod rotate_rows;
 pub mod score_pages;
 pub mod score_tokens;
 pub mod select_pages;

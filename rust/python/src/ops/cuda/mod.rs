@@ -12,6 +12,7 @@ pub mod copy_rerotate;
 pub mod device;
 pub mod merge_states;
 mod reading;
+pub mod rotate_rows;
 pub mod score_tokens;
 pub mod step_tables;
 pub mod write_pages;
