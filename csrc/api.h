@@ -187,6 +187,31 @@ struct MergeStatesParams {
   uint32_t states_per_block;  // states that one thread block merges
 };
 
+// Vectors of rotate_rows [rows, heads, head_dim] by strides: where they are written and read, the
+// same in place.
+struct RotatedVectors {
+  void* target;
+  const void* source;
+  int64_t row_stride;
+  int64_t head_stride;
+  int64_t source_row_stride;
+  int64_t source_head_stride;
+  uint32_t heads;
+  uint32_t slots;  // of a row: threads' shares of its heads
+};
+
+struct RotateRowsParams {
+  RotatedVectors q;
+  RotatedVectors k;  // without heads where there are none
+  const void* cos;   // [rows, pairs] by rows
+  const void* sin;
+  int64_t cos_row_stride;
+  int64_t sin_row_stride;
+  uint32_t rows;
+  uint32_t pairs;    // rotary_dim / 2
+  uint32_t columns;  // threads of a slot: packs of pairs, then packs that are copied
+};
+
 struct ScorePagesParams {
   const void* q;                 // [requests, query_heads, head_dim] by strides
   const float* bounds;           // [pages, 3, head_dim]: min, max, mean
@@ -278,6 +303,8 @@ static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");
 static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
 static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");

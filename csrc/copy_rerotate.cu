@@ -17,6 +17,7 @@
 // checked on the host without waiting for it.
 
 #include "api.h"
+#include "pairs.cuh"
 #include "rotation.cuh"
 #include "vector.cuh"
 
@@ -45,41 +46,16 @@ __device__ Copy read_copy(const CopyRerotateParams& p, uint32_t index) {
   return copy;
 }
 
-// Whether a vector has both elements of its pairs.
-template <int V, bool kInterleaved>
-constexpr bool kWholePairs = kInterleaved && V > 1;
-
-// What a thread needs to rotate its two vectors: a number of each pair, of the pairs' `numbers`.
-template <int V, bool kInterleaved, typename Wide>
-__device__ __forceinline__ Pack<Wide, V> of_pairs(const Wide* numbers, int pairs, int column) {
-  if constexpr (kWholePairs<V, kInterleaved>) {
-    const auto first = load<Wide, V / 2>(numbers + column * (V / 2));
-    const auto second = load<Wide, V / 2>(numbers + pairs / 2 + column * (V / 2));
-    Pack<Wide, V> both;
-#pragma unroll
-    for (int e = 0; e < V; ++e) both.at[e] = e < V / 2 ? first.at[e] : second.at[e - V / 2];
-    return both;
-  } else {
-    return load<Wide, V>(numbers + column * V);
-  }
-}
-
-// Rotates V pairs. Half pairing: pair e is (first[e], second[e]). Interleaved: pair e is elements
-// 2e and 2e + 1 of both vectors taken together.
+// Rotates V pairs.
 template <typename T, int V, bool kInterleaved, typename Wide>
 __device__ __forceinline__ void rotate(Pack<T, V>& first, Pack<T, V>& second,
                                        const Pack<Wide, V>& cosine, const Pack<Wide, V>& sine) {
   using A = Arithmetic<T>;
-#pragma unroll
-  for (int e = 0; e < V; ++e) {
-    T& x = !kInterleaved ? first.at[e] : 2 * e < V ? first.at[(2 * e) % V] : second.at[(2 * e) % V];
-    T& y = !kInterleaved    ? second.at[e]
-           : 2 * e + 1 < V  ? first.at[(2 * e + 1) % V]
-                            : second.at[(2 * e + 1) % V];
+  for_each_pair<V, kInterleaved>(first, second, [&](int e, T& x, T& y) {
     const Wide a = A::widen(x), b = A::widen(y);
     x = A::round(a * cosine.at[e] - b * sine.at[e]);
     y = A::round(a * sine.at[e] + b * cosine.at[e]);
-  }
+  });
 }
 
 template <typename T, int V, bool kInterleaved>
@@ -106,14 +82,9 @@ __device__ __forceinline__ void copy_rerotate(const CopyRerotateParams& p) {
   const int key_column = threadIdx.x % key_columns;
   const int key_row = threadIdx.x / key_columns;
   const bool is_pair = key_column < pair_columns;
-  // Half pairing: a pair has an element in each of a thread's two vectors. Interleaved: a vector of
-  // several elements has whole pairs, and the second lies as far away as with half pairing, so that
-  // threads next to each other read side by side; one of a single element has its partner next to
-  // it.
-  constexpr bool kNeighbours = kInterleaved && !kWholePairs<V, kInterleaved>;
-  const int first_at = is_pair ? (kNeighbours ? 2 : V) * key_column
+  const int first_at = is_pair ? first_of_pairs<V, kInterleaved>(key_column)
                                : (pair_columns + key_column) * V;
-  const int second_at = first_at + (kNeighbours ? 1 : static_cast<int>(p.pairs));
+  const int second_at = first_at + pair_distance<V, kInterleaved>(static_cast<int>(p.pairs));
 
   const int value_rows = blockDim.x / vectors;
   const int value_column = threadIdx.x % vectors * V;

@@ -99,6 +99,20 @@ def attend_decode_cuda(
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
+def rotate_rows(
+    vectors: tuple[_Array, _Array | None],
+    turns: tuple[_Array, _Array],
+    pairing: str,
+    out: tuple[_Array, _Array | None] | None,
+    reference: bool,
+) -> None: ...
+def rotate_rows_cuda(
+    vectors: tuple[_Array, _Array | None],
+    turns: tuple[_Array, _Array],
+    pairing: str,
+    out: tuple[_Array, _Array | None] | None,
+    stream: int,
+) -> None: ...
 def score_tokens(
     arguments: Any,
     entry_offsets: _Array | None,

@@ -49,6 +49,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "merge_states": merge_states(dtype),
         "write_pages": write_pages(dtype),
         "copy_rerotate": copy_rerotate(dtype),
+        "rotate_rows": rotate_rows(dtype),
         "step_tables": step_tables(),
         "bound_pages": bound_pages(dtype),
         "score_pages": score_pages(dtype),
@@ -62,8 +63,8 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
-NAMES += ["copy_rerotate", "step_tables", "bound_pages", "score_pages", "select_pages"]
-NAMES += ["gather_entries"]
+NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
+NAMES += ["select_pages", "gather_entries"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -203,6 +204,20 @@ def copy_rerotate(dtype: torch.dtype) -> Step:
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         ops.copy_rerotate(t["pages"], t["copies"], rope, kv_heads=KV_HEADS)
         return (t["pages"],)
+
+    return Step(call, renew)
+
+
+def rotate_rows(dtype: torch.dtype) -> Step:
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        q, k = (torch.randn(30, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS))
+        angles = 100 * torch.rand(30, DIM // 2, generator=generator).repeat(1, 2)
+        made = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin()}
+        return {name: x.to(dtype) for name, x in made.items()}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ops.rotate_rows(t["q"], t["k"], t["cos"], t["sin"])
+        return t["q"], t["k"]
 
     return Step(call, renew)
 

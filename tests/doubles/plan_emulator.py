@@ -11,7 +11,8 @@ import torch
 
 from kvweave.plan import Draft, LayerPlan, Probe, PromptView, Salience
 from kvweave.policies import Full
-from kvweave.runner.model.rope import Rotary, rotate
+from kvweave.runner.model.rope import Rotary
+from rotary import rotated_by_torch
 
 
 class Emulator:
@@ -106,7 +107,7 @@ class Emulator:
             for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         turn = self.table.turns(torch.as_tensor(plan.rows).long())[layer.rope_key]
-        return rotate(q, *turn, False), rotate(k, *turn, False), v
+        return rotated_by_torch(q, *turn), rotated_by_torch(k, *turn), v
 
     def _write(self, plan, k, v):
         for head, (window, _) in enumerate(self.heads[plan.layer]):

@@ -64,6 +64,8 @@ class Version:
         if is_dataclass(value):
             parts = {field.name: getattr(value, field.name) for field in fields(value)}
             return type(value)(**{name: self._there(part, pairs) for name, part in parts.items()})
+        if isinstance(value, tuple):
+            return tuple(self._there(part, pairs) for part in value)
         if isinstance(value, np.ndarray):
             return torch.from_numpy(value).to(self.device) if self.tables_there else value
         if not isinstance(value, torch.Tensor):

@@ -29,6 +29,7 @@ from kvweave.ops.merge import merge_states
 from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
 from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
+from kvweave.ops.rotate_rows import Pairing, rotate_rows
 from kvweave.ops.scores import EdgeMass, score_tokens
 from kvweave.ops.step_tables import StepTables, step_tables
 from kvweave.ops.workspace import Workspace
@@ -40,6 +41,7 @@ __all__ = [
     "PageBounds",
     "PagedKv",
     "Pages",
+    "Pairing",
     "Reach",
     "RopeTable",
     "StepTables",
@@ -51,6 +53,7 @@ __all__ = [
     "copy_rerotate",
     "gather_entries",
     "merge_states",
+    "rotate_rows",
     "score_pages",
     "score_tokens",
     "select_pages",

@@ -246,6 +246,41 @@ pub(crate) struct MergeStatesParams {
     pub(crate) states_per_block: u32,
 }
 
+/// Mirror of `RotatedVectors`: [rows, heads, head_dim] by strides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct RotatedVectorsParams {
+    /// Where they are written.
+    pub(crate) target: u64,
+    /// Where they are read, the target in place.
+    pub(crate) source: u64,
+    pub(crate) row_stride: i64,
+    pub(crate) head_stride: i64,
+    pub(crate) source_row_stride: i64,
+    pub(crate) source_head_stride: i64,
+    pub(crate) heads: u32,
+    /// Of a row: threads' shares of its heads.
+    pub(crate) slots: u32,
+}
+
+/// Mirror of `RotateRowsParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct RotateRowsParams {
+    pub(crate) q: RotatedVectorsParams,
+    /// Without heads where there are none.
+    pub(crate) k: RotatedVectorsParams,
+    /// [rows, pairs] by rows.
+    pub(crate) cos: u64,
+    pub(crate) sin: u64,
+    pub(crate) cos_row_stride: i64,
+    pub(crate) sin_row_stride: i64,
+    pub(crate) rows: u32,
+    pub(crate) pairs: u32,
+    /// Threads of a slot: packs of pairs, then packs that are copied.
+    pub(crate) columns: u32,
+}
+
 /// Mirror of `StepTablesParams`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -387,6 +422,8 @@ const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 144);
 const _: () = assert!(size_of::<PageBoundsParams>() == 88);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
+const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
+const _: () = assert!(size_of::<RotateRowsParams>() == 160);
 const _: () = assert!(size_of::<ScorePagesParams>() == 136);
 const _: () = assert!(size_of::<SelectPagesParams>() == 56);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);

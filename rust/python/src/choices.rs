@@ -1,6 +1,6 @@
 //! What Python chooses by a word or a number, as the core has it.
 
-use kvweave_core::ops::{PageScore, SharedScore};
+use kvweave_core::ops::{PageScore, Pairing, SharedScore};
 use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
 
 use crate::arguments::count;
@@ -29,6 +29,14 @@ pub fn reuse_kind(name: &str) -> Result<Reuse, Failure> {
         "prefix" => Ok(Reuse::Prefix),
         "segments" => Ok(Reuse::Segments),
         _ => Err(Failure::invalid("reuse", "none, prefix or segments", format!("{name:?}"))),
+    }
+}
+
+pub fn pairing_kind(name: &str) -> Result<Pairing, Failure> {
+    match name {
+        "half" => Ok(Pairing::Half),
+        "interleaved" => Ok(Pairing::Interleaved),
+        _ => Err(Failure::invalid("pairing", "half or interleaved", format!("{name:?}"))),
     }
 }
 

@@ -47,6 +47,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
+    use super::ops::cpu::rotate_rows::rotate_rows;
+    #[pymodule_export]
     use super::ops::cpu::score_pages::score_pages;
     #[pymodule_export]
     use super::ops::cpu::score_tokens::score_tokens;
@@ -68,6 +70,8 @@ mod _native {
     use super::ops::cuda::gather_entries::gather_entries_cuda;
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::rotate_rows::rotate_rows_cuda;
     #[pymodule_export]
     use super::ops::cuda::score_pages::score_pages_cuda;
     #[pymodule_export]

@@ -7,6 +7,8 @@ use kvweave_cuda::{CudaBackend, DeviceBuffer};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
+use crate::arguments::raised;
+use crate::choices::pairing_kind;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
@@ -39,14 +41,7 @@ impl RopeTable {
     #[pyo3(signature = (inv_freq, pairing = "half"))]
     fn new(inv_freq: &Bound<'_, PyAny>, pairing: &str) -> PyResult<Self> {
         let py = inv_freq.py();
-        let pairing = match pairing {
-            "half" => Pairing::Half,
-            "interleaved" => Pairing::Interleaved,
-            other => {
-                let got = format!("{other:?}");
-                return Err(Failure::invalid("pairing", "half or interleaved", got).raise(py));
-            }
-        };
+        let pairing = raised(py, pairing_kind(pairing))?;
         let borrowed = borrow("inv_freq", inv_freq)?;
         let tensor = borrowed.tensor;
         let checks = || {

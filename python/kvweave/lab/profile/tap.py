@@ -16,7 +16,7 @@ from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send_index
 from kvweave.runner.model.model_spec import ModelSpec
-from kvweave.runner.model.rope import PositionTable, rotate
+from kvweave.runner.model.rope import PositionTable, rotated
 
 Projection = Literal["q_proj", "k_proj", "v_proj"]
 
@@ -68,7 +68,7 @@ class Tap:
         index = send_index(q.device, self.rows["q_proj"])
         cos, sin = positions.cos[spec.rope_key], positions.sin[spec.rope_key]
         turn = cos.index_select(0, index), sin.index_select(0, index)
-        return rotate(q, *turn, self.spec.interleaved)
+        return rotated(self.spec, turn, (q,), own=False)[0]
 
     def keys(self, layer: int) -> torch.Tensor:
         """Normed keys [R, G, D] of the rows asked for, before rotation; errors as `queries`."""

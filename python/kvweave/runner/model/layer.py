@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
-from kvweave.runner.model.rope import rotate
+from kvweave.runner.model.rope import rotated
 
 TILE = 64
 """Rows of one tile of the grid: matrix products of this height and its multiples were measured
@@ -93,8 +94,28 @@ def project(
     if layer.key_norm is not None:
         k = layer.key_norm(k)
     if turn is not None:
-        q, k = (rotate(x, *turn, spec.interleaved) for x in (q, k))
+        q, k = rotated(spec, turn, (q, k), owns_queries(layer) and owns_keys(layer))
     return q, k, v
+
+
+def owns_queries(layer: LayerSpec) -> bool:
+    """Whether nobody else holds what the layer makes of queries before it rotates them.
+
+    A plain matrix makes a tensor of its own. Any other module, such as one that passes on its
+    input, and what listens to a module may keep what it returns.
+    """
+    return layer.query_norm is None and is_plain(layer.attention.q_proj)
+
+
+def owns_keys(layer: LayerSpec) -> bool:
+    """The same of keys."""
+    return layer.key_norm is None and is_plain(layer.attention.k_proj)
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a projection is a matrix, and a bias, that nobody listens to."""
+    heard = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is torch.nn.Linear and not heard
 
 
 def _heads(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.ops import Pairing
 
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Model dtypes with ops, and the name of each as a KV dtype."""
@@ -67,7 +68,7 @@ class ModelSpec:
     head: nn.Module
     final_softcap: float | None
     rotary: Any
-    interleaved: bool
+    pairing: Pairing
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
@@ -150,21 +151,21 @@ def _layer_spec(layer: Any, config: Any, index: int, keyed_rope: bool) -> LayerS
     )
 
 
-def _is_interleaved(layer: Any, head_dim: int) -> bool:
-    """Whether the family pairs neighbouring elements, asked of its own rotate function."""
+def _pairing(layer: Any, head_dim: int) -> Pairing:
+    """Which elements the family pairs, asked of its own rotate function."""
     import sys
 
     module = sys.modules.get(type(layer.self_attn).__module__)
     rotate = getattr(module, "rotate_half", None)
     if rotate is None:
-        return False
+        return "half"
     probe = torch.zeros(1, head_dim)
     probe[0, 1] = 1.0
     rotated = rotate(probe)[0]
     if float(rotated[0]) == -1.0:
-        return True
+        return "interleaved"
     if float(rotated[head_dim // 2 + 1]) == 1.0:
-        return False
+        return "half"
     raise Unsupported("rope pairing: expected half-split or interleaved pairs, got another")
 
 
@@ -210,7 +211,7 @@ def describe(model: Any) -> ModelSpec:
         head=head,
         final_softcap=getattr(config, "final_logit_softcapping", None),
         rotary=rotary,
-        interleaved=_is_interleaved(modules[0], head_dim),
+        pairing=_pairing(modules[0], head_dim),
         dtype=weight.dtype,
         device=weight.device,
         weight_bytes=sum(

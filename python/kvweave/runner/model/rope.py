@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave import ops
 from kvweave.ops import RopeTable
 from kvweave.runner.model.model_spec import ModelSpec
 
@@ -152,45 +153,27 @@ class Rotary:
             if name not in self._ropes:
                 if len(self._ropes) == _MOST_REGIMES:
                     del self._ropes[next(iter(self._ropes))]
-                pairing = "interleaved" if self.spec.interleaved else "half"
-                self._ropes[name] = RopeTable(inv_freq, pairing)
+                self._ropes[name] = RopeTable(inv_freq, self.spec.pairing)
             return self._ropes[name]
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """Rotates x [R, heads, D] by cos, sin [R, rotary_dim]; dims past rotary_dim pass through.
+def rotated(
+    spec: ModelSpec,
+    turn: tuple[torch.Tensor, torch.Tensor],
+    vectors: tuple[torch.Tensor, ...],
+    own: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Queries [R, H, D], and keys [R, G, D] if any, rotated by cos and sin [R, rotary_dim].
 
-    The tables come as transformers makes them: halves repeated (half pairing) or, for families
-    with interleaved pairs, one value a pair in the first half.
+    With `own` nobody else holds them: then it is done in place.
     """
-    width = cos.shape[-1]
-    c, s = cos[:, None, :], sin[:, None, :]
-    turned = x[..., :width]
-    if interleaved:
-        half = width // 2
-        c, s = (t[..., :half].repeat_interleave(2, dim=-1) for t in (c, s))
-        pair = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
-        turned = turned * c + pair * s
-    elif x.is_cuda:
-        turned = _rotate_halves(turned, c, s)
-    else:
-        first, second = turned.chunk(2, dim=-1)
-        turned = turned * c + torch.cat((-second, first), dim=-1) * s
-    if width == x.shape[-1]:
-        return turned
-    return torch.cat((turned, x[..., width:]), dim=-1)
+    results = vectors if own else tuple(x.new_empty(x.shape) for x in vectors)
+    out = None if own else _queries_and_keys(results)
+    ops.rotate_rows(*_queries_and_keys(vectors), *turn, pairing=spec.pairing, out=out)
+    return results
 
 
-def _rotate_halves(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """Three launches and half of the bytes of the plain expression, and one rounding less.
-
-    On the CPU fused multiply-adds round differently at the end of a vector loop, so that a row's
-    bits would depend on the other rows; on a device each element is computed alone.
-    """
-    half = x.shape[-1] // 2
-    turned = x * c
-    turned[..., :half].addcmul_(x[..., half:], s[..., :half], value=-1)
-    turned[..., half:].addcmul_(x[..., :half], s[..., half:])
-    return turned
+def _queries_and_keys(
+    vectors: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return vectors[0], vectors[1] if len(vectors) > 1 else None

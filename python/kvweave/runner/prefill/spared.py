@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from kvweave.runner.kv.heads import SomeHeads
-from kvweave.runner.model.layer import RowGrid
+from kvweave.runner.model.layer import RowGrid, is_plain, owns_queries
 from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
-from kvweave.runner.model.rope import rotate
+from kvweave.runner.model.rope import rotated
 
 Turn = tuple[torch.Tensor, torch.Tensor] | None
 """Cos and sin of some rows; None in a layer without positions."""
@@ -33,12 +33,7 @@ def may_spare(layer: LayerSpec) -> bool:
 
     Not where something else than a plain matrix does it, or listens to it.
     """
-    return all(_is_plain(getattr(layer.attention, name)) for name in ("k_proj", "v_proj"))
-
-
-def _is_plain(module: Any) -> bool:
-    heard = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is torch.nn.Linear and not heard
+    return all(is_plain(getattr(layer.attention, name)) for name in ("k_proj", "v_proj"))
 
 
 def project_sparing(
@@ -58,7 +53,7 @@ def project_sparing(
     if layer.query_norm is not None:
         q = layer.query_norm(q)
     if turn is not None:
-        q = rotate(q, *turn, spec.interleaved)
+        (q,) = rotated(spec, turn, (q,), owns_queries(layer))
     x = grid.real(x)
     k, v = (x.new_empty(grid.rows, spec.kv_heads, spec.head_dim) for _ in range(2))
     _fill(spec, layer, x, turn, spared.others, None, (k, v))
@@ -102,7 +97,7 @@ def _fill(
     if layer.key_norm is not None:
         k = layer.key_norm(k)
     if turn is not None:
-        k = rotate(k, *turn, spec.interleaved)
+        (k,) = rotated(spec, turn, (k,), layer.key_norm is None)
     v = _some_heads(spec, layer.attention.v_proj, x, chosen)
     for made, whole in ((k, into[0]), (v, into[1])):
         if rows is None:

@@ -178,7 +178,7 @@ impl PageGeometry {
 
 /// Elements spanned by a strided box of vectors, or `None` when two of them may share an element:
 /// with axes sorted by stride, each must step over all that the smaller ones span.
-fn disjoint_extent(axes: &[(usize, usize)], vector: usize) -> Option<usize> {
+pub(super) fn disjoint_extent(axes: &[(usize, usize)], vector: usize) -> Option<usize> {
     let mut sorted = [(0, 0); 5];
     let axes = {
         let used = &mut sorted[..axes.len()];

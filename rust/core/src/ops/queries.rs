@@ -1,7 +1,7 @@
 //! Strided rows of vectors, and query rows.
 
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
-use super::geometry::PageGeometry;
+use super::geometry::{PageGeometry, disjoint_extent};
 
 /// A strided tensor [R, heads, D] whose last axis is contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +38,16 @@ impl<'a, T> HeadRows<'a, T> {
         &self.values[start..start + self.head_dim]
     }
 
+    /// Proves that no two vectors share an element.
+    pub(super) fn check_disjoint(&self, what: &'static str) -> Result<(), OpError> {
+        let axes = [(self.rows, self.row_stride), (self.heads, self.head_stride)];
+        let apart = disjoint_extent(&axes, self.head_dim).is_some();
+        ensure(apart || self.rows == 0, OpErrorKind::Overlap, what, || {
+            let got = format!("strides {:?}", (self.row_stride, self.head_stride));
+            (format!("vectors of {} elements that share none", self.head_dim), got)
+        })
+    }
+
     pub(crate) fn validate(&self, what: &'static str) -> Result<(), OpError> {
         if self.rows == 0 {
             return Ok(());
@@ -53,6 +63,42 @@ impl<'a, T> HeadRows<'a, T> {
             let strides = (self.row_stride, self.head_stride);
             (format!("elements for [{rows}, {heads}, {dim}] with strides {strides:?}"), len)
         })
+    }
+}
+
+/// The same to write to: vectors share no element.
+#[derive(Debug)]
+pub struct HeadRowsMut<'a, T> {
+    /// Elements from the first vector's start on.
+    pub values: &'a mut [T],
+    /// R.
+    pub rows: usize,
+    /// Vectors of a row.
+    pub heads: usize,
+    /// D.
+    pub head_dim: usize,
+    /// Elements from one row to the next.
+    pub row_stride: usize,
+    /// Elements from one head to the next.
+    pub head_stride: usize,
+}
+
+impl<T> HeadRowsMut<'_, T> {
+    /// The same to read.
+    #[must_use]
+    pub fn as_rows(&self) -> HeadRows<'_, T> {
+        let Self { rows, heads, head_dim, row_stride, head_stride, .. } = *self;
+        HeadRows { values: &*self.values, rows, heads, head_dim, row_stride, head_stride }
+    }
+
+    /// The vector of (row, head), D elements. Valid after `validate()` of the op.
+    ///
+    /// # Panics
+    /// If the row or head is out of range.
+    #[must_use]
+    pub fn vector(&mut self, row: usize, head: usize) -> &mut [T] {
+        let start = row * self.row_stride + head * self.head_stride;
+        &mut self.values[start..start + self.head_dim]
     }
 }
 

@@ -7,4 +7,5 @@ mod bounded_pages;
 pub mod cpu;
 pub mod cuda;
 mod reading;
+mod rotation;
 mod step_batch;

@@ -13,6 +13,7 @@ pub mod device;
 pub mod gather_entries;
 pub mod merge_states;
 mod reading;
+pub mod rotate_rows;
 pub mod score_pages;
 pub mod score_tokens;
 pub mod select_pages;
