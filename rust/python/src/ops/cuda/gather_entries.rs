@@ -32,55 +32,17 @@ pub fn gather_entries_cuda(
         (DeviceTable::of("entries", &entries)?, DeviceTable::of("entry_offsets", &entry_offsets)?);
     let (gathered, offsets) = (borrow("gathered", &results.0)?, borrow("offsets", &results.1)?);
     let reach = reach.map(Bound::get);
-    let checks = || {
-        let tensors = [
-            ("pages", &pages.tensor),
-            ("selected", &selected.tensor),
-            ("entries", &entries.on_device.tensor),
-            ("entry_offsets", &ends.on_device.tensor),
-            ("offsets", &offsets.tensor),
-            ("gathered", &gathered.tensor),
-        ];
-        pages.tensor.expect_shape("pages", &[("B", None), ("G", None), ("K", None)])?;
-        let &[requests, kv_heads, most] = pages.tensor.shape() else {
-            return Err(Failure::invalid("pages", "3 axes", pages.tensor.axes));
-        };
-        let ordinal = ordinal_of("pages", &pages.tensor)?;
-        let rows = requests.saturating_mul(kv_heads);
-        let shapes: [&[(&str, Option<usize>)]; 6] = [
-            &[("B", None), ("G", None), ("K", None)],
-            &[("B", Some(requests)), ("G", Some(kv_heads))],
-            &[("N", None), ("columns", Some(5))],
-            &[("ends", None)],
-            &[("ends", Some(rows.saturating_mul(2).saturating_add(1)))],
-            &[("N", Some(rows.saturating_mul(most))), ("columns", Some(5))],
-        ];
-        for (&(what, tensor), shape) in tensors.iter().zip(shapes) {
-            expect_numbers(what, tensor, &pages.tensor, shape)?;
-        }
-        for written in 4..tensors.len() {
-            let (what, tensor) = tensors[written];
-            tensor.expect_writable(what)?;
-            let others = tensors[..written].iter();
-            others.copied().try_for_each(|(name, other)| tensor.expect_apart(what, other, name))?;
-        }
-        let at = |number: usize| extent_of(tensors[number].0, tensors[number].1);
-        let launch = GatherEntriesLaunch {
-            pages: at(0)?,
-            selected: at(1)?,
-            requests,
-            kv_heads,
-            most,
-            entries: at(2)?,
-            entry_offsets: at(3)?,
-            reach: None,
-            gathered: at(5)?,
-            offsets: at(4)?,
-            stream,
-        };
-        Ok((ordinal, launch, ends.on_device.tensor.shape()[0]))
-    };
-    let (ordinal, launch, ends) = raised(py, checks())?;
+    let tensors = [
+        ("pages", &pages.tensor),
+        ("selected", &selected.tensor),
+        ("entries", &entries.on_device.tensor),
+        ("entry_offsets", &ends.on_device.tensor),
+        ("offsets", &offsets.tensor),
+        ("gathered", &gathered.tensor),
+    ];
+    let checks = || Ok((ordinal_of("pages", &pages.tensor)?, launch_of(&tensors, stream)?));
+    let (ordinal, launch) = raised(py, checks())?;
+    let ends = ends.on_device.tensor.shape()[0];
     call_core(py, || {
         let sizes = (launch.requests, launch.kv_heads, launch.most);
         validate_gathered(sizes, ends, reach.map(Reach::core))?;
@@ -93,6 +55,50 @@ pub fn gather_entries_cuda(
         // the caller's promise.
         unsafe { backend.gather_entries(&GatherEntriesLaunch { reach, ..launch }) }
             .map_err(Failure::from)
+    })
+}
+
+/// The launch over pages, selected, entries, their offsets, and both results, offsets first.
+fn launch_of<'a>(
+    tensors: &[(&str, &TensorRef); 6],
+    stream: u64,
+) -> Result<GatherEntriesLaunch<'a>, Failure> {
+    let (_, pages) = tensors[0];
+    pages.expect_shape("pages", &[("B", None), ("G", None), ("K", None)])?;
+    let &[requests, kv_heads, most] = pages.shape() else {
+        return Err(Failure::invalid("pages", "3 axes", pages.axes));
+    };
+    let rows = requests.saturating_mul(kv_heads);
+    let shapes: [&[(&str, Option<usize>)]; 6] = [
+        &[("B", None), ("G", None), ("K", None)],
+        &[("B", Some(requests)), ("G", Some(kv_heads))],
+        &[("N", None), ("columns", Some(5))],
+        &[("ends", None)],
+        &[("ends", Some(rows.saturating_mul(2).saturating_add(1)))],
+        &[("N", Some(rows.saturating_mul(most))), ("columns", Some(5))],
+    ];
+    for (&(what, tensor), shape) in tensors.iter().zip(shapes) {
+        expect_numbers(what, tensor, pages, shape)?;
+    }
+    for written in 4..tensors.len() {
+        let (what, tensor) = tensors[written];
+        tensor.expect_writable(what)?;
+        let mut others = tensors[..written].iter().copied();
+        others.try_for_each(|(name, other)| tensor.expect_apart(what, other, name))?;
+    }
+    let at = |number: usize| extent_of(tensors[number].0, tensors[number].1);
+    Ok(GatherEntriesLaunch {
+        pages: at(0)?,
+        selected: at(1)?,
+        requests,
+        kv_heads,
+        most,
+        entries: at(2)?,
+        entry_offsets: at(3)?,
+        reach: None,
+        gathered: at(5)?,
+        offsets: at(4)?,
+        stream,
     })
 }
 
