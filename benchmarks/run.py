@@ -18,6 +18,7 @@ from benchmarks.cases import (
     decode_host,
     engine_load,
     head_memory,
+    rotate_rows,
     store,
     ttft,
     ttft_cuda,
@@ -30,6 +31,7 @@ Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {
     "block_manager": block_manager.run,
     "copy_rerotate": copy_rerotate.run,
+    "rotate_rows": rotate_rows.run,
     "decode_host": decode_host.run,
     "engine_load": engine_load.run,
     "attention": attention.run,
