@@ -18,6 +18,7 @@ from benchmarks.cases import (
     decode_host,
     engine_load,
     head_memory,
+    page_choice,
     rotate_rows,
     store,
     ttft,
@@ -40,8 +41,9 @@ CASES: dict[str, Case] = {
     "ttft_cuda": ttft_cuda.run,
     "ttft_heads": ttft_heads.run,
     "head_memory": head_memory.run,
+    "page_choice": page_choice.run,
 }
-ON_A_GPU = {"ttft_cuda", "ttft_heads"}
+ON_A_GPU = {"page_choice", "ttft_cuda", "ttft_heads"}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

@@ -212,6 +212,57 @@ struct RotateRowsParams {
   uint32_t columns;  // threads of a slot: packs of pairs, then packs that are copied
 };
 
+struct ScorePagesParams {
+  const void* q;                 // [requests, query_heads, head_dim] by strides
+  const float* bounds;           // [pages, 3, head_dim]: min, max, mean
+  const int32_t* entries;        // [N, 5]: block, begin, end, position, delta
+  const int32_t* entry_offsets;  // [requests · tables + 1]
+  const int32_t* heads;          // [kv_heads, 4]: table, rank, …; null: see first_rank
+  const float* inv_freq;         // [pairs], this layer's
+  float* scores;                 // [requests, kv_heads, width]
+  int32_t* counts;               // [requests, kv_heads]
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  int64_t pages;         // that have bounds
+  uint32_t tables;       // entry tables of a request
+  uint32_t kv_heads;
+  uint32_t group;        // query heads of a KV head
+  uint32_t head_dim;
+  uint32_t pairs;        // rotary_dim / 2
+  uint32_t interleaved;  // pairs are neighbours
+  uint32_t first_rank;   // without heads: KV head g has table 0, rank first_rank + g
+  uint32_t width;        // of a row of scores
+  uint32_t chunks;       // thread blocks of a row
+  uint32_t summed;       // over the query heads of a KV head; else the highest counts
+  float scale;
+  float softcap;         // 0 for none
+};
+
+struct SelectPagesParams {
+  const float* scores;     // [rows, width]
+  const int32_t* counts;   // [rows]
+  const int32_t* budgets;  // [rows]
+  int32_t* pages;          // [rows, most]
+  int32_t* selected;       // [rows]
+  uint32_t width;
+  uint32_t most;
+  uint32_t sink;    // pages at a row's start that are always selected
+  uint32_t recent;  // and at its end
+};
+
+struct GatherEntriesParams {
+  const int32_t* pages;          // [requests, kv_heads, most]: indices in the head's table
+  const int32_t* selected;       // [requests, kv_heads]: of which the first so many count
+  const int32_t* entries;        // [N, 5]
+  const int32_t* entry_offsets;  // [requests · tables + 1]
+  const int32_t* heads;          // [kv_heads, 4]: table, …; null: all have table 0
+  int32_t* gathered;             // [requests · kv_heads · most, 5]
+  int32_t* offsets;              // [2 · requests · kv_heads + 1]
+  uint32_t kv_heads;
+  uint32_t tables;  // entry tables of a request
+  uint32_t most;
+};
+
 // What the rows of a table see.
 struct SpanParams {
   uint32_t window;   // latest keys of a row, 0 for all
@@ -254,4 +305,7 @@ static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
+static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
+static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

@@ -144,6 +144,37 @@ def select_pages(
     results: _Results,
     reference: bool,
 ) -> None: ...
+def score_pages_cuda(
+    q: _Array,
+    entries: _TablePair,
+    pages: Any,
+    entry_offsets: _TablePair,
+    results: _Results,
+    stream: int,
+) -> None: ...
+def select_pages_cuda(
+    scores: _Array,
+    counts: _TablePair,
+    budgets: _TablePair,
+    always: tuple[int, int],
+    results: _Results,
+    stream: int,
+) -> None: ...
+def gather_entries(
+    chosen: tuple[_Array, _Array],
+    entries: _Array,
+    entry_offsets: _Array,
+    reach: Reach | None,
+    results: _Results,
+) -> None: ...
+def gather_entries_cuda(
+    chosen: tuple[_Array, _Array],
+    entries: _TablePair,
+    entry_offsets: _TablePair,
+    reach: Reach | None,
+    results: _Results,
+    stream: int,
+) -> None: ...
 def step_tables(
     batch: tuple[_Array, _Array, _Array, _Array, _Array | None],
     out: tuple[_Array, _Array, _Array, _Array],

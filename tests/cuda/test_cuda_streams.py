@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +95,12 @@ def test_the_first_call_may_be_captured() -> None:
     code = "import test_cuda_streams as t; t.capture_everything_cold(); print('captured')"
     folder = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.strip().endswith("captured"), done.stderr
 

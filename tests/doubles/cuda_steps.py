@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kvweave import ops
@@ -50,6 +51,10 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "copy_rerotate": copy_rerotate(dtype),
         "rotate_rows": rotate_rows(dtype),
         "step_tables": step_tables(),
+        "bound_pages": bound_pages(dtype),
+        "score_pages": score_pages(dtype),
+        "select_pages": select_pages(),
+        "gather_entries": gather_entries(),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -58,7 +63,8 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
-NAMES += ["copy_rerotate", "rotate_rows", "step_tables"]
+NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
+NAMES += ["select_pages", "gather_entries"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -164,6 +170,25 @@ def write_pages(dtype: torch.dtype) -> Step:
     return Step(call, renew)
 
 
+def bound_pages(dtype: torch.dtype) -> Step:
+    blocks, step = 8, 2 * KV_HEADS
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        order = torch.randperm(blocks, generator=generator)
+        held = torch.stack((step * order, 0 * order, 1 + order % PAGE), 1)
+        pages = torch.randn(step * blocks, 2, PAGE, DIM, generator=generator).to(dtype)
+        # One row names the null block.
+        held = torch.cat((held[order > 0], -torch.ones(1, 3))).int()
+        return {"pages": pages, "held": held, "bounds": torch.full((len(pages), 3, DIM), -7.0)}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        named = t["held"] if t["held"].is_cuda else t["held"][t["held"][:, 0] > 0]
+        ops.bound_pages(t["pages"], ops.PageBounds(t["bounds"], named), pages=step)
+        return (t["bounds"],)
+
+    return Step(call, renew)
+
+
 def copy_rerotate(dtype: torch.dtype) -> Step:
     rope, blocks, step = rope_table(2, DIM), 8, 2 * KV_HEADS
 
@@ -215,5 +240,65 @@ def step_tables() -> Step:
         out = ops.StepTables.empty(t["blocks"].device, **sizes)
         out.entries.zero_()
         return ops.step_tables(**t, page_tokens=PAGE, spans=spans, out=out)
+
+    return Step(call, renew, host_tables=False)
+
+
+def score_pages(dtype: torch.dtype) -> Step:
+    rope, blocks = rope_table(1, DIM), 30
+    # Every other table is read: what lies between two of them is nobody's.
+    reach = ops.Reach(2, np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32))
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        block = torch.randint(0, blocks, (60,), generator=generator) * KV_HEADS
+        delta = torch.randint(-1, 2, (60,), generator=generator) * 70
+        columns = (block, 0 * block, 0 * block + PAGE, PAGE * torch.arange(60), delta)
+        begin = 20 * torch.arange(3)
+        end = begin + torch.randint(0, 20, (3,), generator=generator)
+        return {
+            "q": torch.randn(3, HEADS, DIM, generator=generator).to(dtype),
+            "bounds": torch.randn(blocks * KV_HEADS, 3, DIM, generator=generator),
+            "entries": torch.stack(columns, 1).int(),
+            "offsets": torch.cat((torch.stack((begin, end), 1).flatten(), begin[:1])).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pages = ops.BoundedPages(t["bounds"], PAGE, 0, KV_HEADS, DIM**-0.5, rope, reach=reach)
+        return ops.score_pages(t["q"], t["entries"], pages, entry_offsets=t["offsets"], width=25)
+
+    return Step(call, renew)
+
+
+def select_pages() -> Step:
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {
+            # Few numbers, so that many are equal.
+            "scores": torch.randint(-3, 3, (6, 3000), generator=generator).float(),
+            "counts": torch.randint(0, 3001, (6,), generator=generator).int(),
+            "budgets": torch.randint(3, 41, (6,), generator=generator).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tables = t["counts"], t["budgets"]
+        return ops.select_pages(t["scores"], *tables, sink=1, recent=2, most=40)
+
+    return Step(call, renew)
+
+
+def gather_entries() -> Step:
+    reach = ops.Reach(2, np.array([[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], np.int32))
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        lengths = torch.randint(10, 20, (8,), generator=generator)
+        return {
+            "pages": torch.randint(0, 10, (4, 3, 6), generator=generator).int(),
+            "selected": torch.randint(0, 7, (4, 3), generator=generator).int(),
+            "entries": torch.randint(0, 99, (160, 5), generator=generator).int(),
+            "offsets": torch.cat((torch.zeros(1), lengths.cumsum(0))).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        chosen, ends = (t["pages"], t["selected"]), t["offsets"]
+        return ops.gather_entries(*chosen, t["entries"], entry_offsets=ends, reach=reach)
 
     return Step(call, renew, host_tables=False)

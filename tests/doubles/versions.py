@@ -16,6 +16,7 @@ import torch
 
 import kvweave
 from kvweave import ops
+from kvweave.ops import page_choice
 from paged import READS, as_read
 
 STATUS = kvweave.cuda_status()
@@ -49,8 +50,8 @@ class Version:
         if self.device == "cpu":
             return op(*given, backend=self.backend, **named)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if op is ops.score_tokens and self.tables_there:
-            named = {"tokens": end_of(given[2]), **named}
+        if self.tables_there:
+            named = {**sizes_of(op, given, named), **named}
         given = tuple(self._there(value, pairs) for value in given)
         named = {name: self._there(value, pairs) for name, value in named.items()}
         result = op(*given, backend=self.backend, **named)
@@ -85,6 +86,15 @@ def back(result: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     return next((here for here, there in pairs if there is result), result.cpu())
+
+
+def sizes_of(op: Callable[..., Any], given: tuple, named: dict) -> dict[str, int]:
+    """What a call has to say of tables on a device, as nothing waits to look there."""
+    if op is ops.score_tokens:
+        return {"tokens": end_of(given[2])}
+    if op is ops.score_pages:
+        return {"width": page_choice._widest(named["entry_offsets"], given[2])}
+    return {"most": int(given[2].max(initial=0))} if op is ops.select_pages else {}
 
 
 def end_of(entries: np.ndarray) -> int:

@@ -45,6 +45,34 @@ def rows(count: int, generator: torch.Generator, dtype: torch.dtype = torch.floa
     return torch.randn(2, count, HEADS, DIM, generator=generator).to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_bounds_of_whole_blocks_are_those_of_each_of_their_layers(version, dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randn((BLOCKS + 1) * STEP, 2, PAGE, DIM, generator=generator).to(dtype)
+    values = torch.full((len(pages), 3, DIM), POISON)
+    by_layers, held = values.clone(), table((3, 0, PAGE), (1, 2, 3))
+    # float8 has the scales that its keys were divided by.
+    scales = (0.5, 2.0) if dtype.itemsize == 1 else None
+    nothing = torch.zeros(0, HEADS, DIM, dtype=torch.float32 if scales else dtype)
+    nowhere = np.zeros((0, 2), np.int32)
+    for layer in range(LAYERS):
+        named = {"bounds": ops.PageBounds(by_layers, held), "kv_scales": scales}
+        version.write_pages(pages, layer, nothing, nothing, nowhere, **named)
+    version.bound_pages(pages, ops.PageBounds(values, held), pages=STEP, kv_scales=scales)
+    same(values, by_layers)
+    assert (values[:STEP] == POISON).all()
+    assert (values[STEP : 2 * STEP] != POISON).all()
+
+
+def test_bounds_of_blocks_with_another_number_of_pages_are_refused() -> None:
+    pages, values = empty()
+    with pytest.raises(InvalidArgument, match="expected"):
+        ops.bound_pages(pages, ops.PageBounds(values, table((BLOCKS, 0, 1))), pages=STEP + 1)
+    with pytest.raises(InvalidArgument, match="."):
+        ops.bound_pages(pages, ops.PageBounds(values, table((1, 0, 1))), pages=0)
+
+
 def every_slot(block: int, begin: int = 0, end: int = PAGE) -> list[tuple[int, int]]:
     return [(block, slot) for slot in range(begin, end)]
 

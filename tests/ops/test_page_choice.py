@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave import InvalidArgument, Unsupported, ops
-from versions import needs_cuda
+from kvweave import InvalidArgument, ops
+from versions import CPU, REFERENCE, RUNNABLE, VERSIONS
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 2, 3, 16, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BACKENDS = [None, "reference"]
 FREQUENCIES = np.geomspace(1.0, 0.01, DIM // 2, dtype=np.float32)[None].repeat(LAYERS, 0)
 ROPE = ops.RopeTable(FREQUENCIES)
 
@@ -77,10 +76,10 @@ def bounds_of(rows: int, generator: np.random.Generator) -> torch.Tensor:
     softcap=st.sampled_from([None, 2.0]),
     strided=st.booleans(),
     seed=st.integers(0, 2**16),
-    backend=st.sampled_from(BACKENDS),
+    version=st.sampled_from(RUNNABLE),
 )
 def test_scores_are_numpys(
-    lengths, layer, dtype, score, shared, softcap, strided, seed, backend
+    lengths, layer, dtype, score, shared, softcap, strided, seed, version
 ) -> None:
     generator = np.random.default_rng(seed)
     stride = LAYERS * HEADS
@@ -90,7 +89,7 @@ def test_scores_are_numpys(
     q = q.to(dtype)[..., :DIM] if strided else q.to(dtype)[..., :DIM].contiguous()
     make = partial(ops.BoundedPages, bounds, PAGE, layer, HEADS, 0.25, ROPE, softcap)
     pages = make(score=score, shared=shared)
-    scores, counts = ops.score_pages(q, entries, pages, entry_offsets=offsets, backend=backend)
+    scores, counts = version.score_pages(q, entries, pages, entry_offsets=offsets)
     assert scores.shape == (len(lengths), HEADS, max(lengths))
     assert counts.tolist() == [[length] * HEADS for length in lengths]
     for request, length in enumerate(lengths):
@@ -103,8 +102,8 @@ def test_scores_are_numpys(
             assert torch.isneginf(got[length:]).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_heads_of_a_reach_score_their_own_tables_and_rows(backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_heads_of_a_reach_score_their_own_tables_and_rows(version) -> None:
     """Tables that no head reads may say anything, their ends too."""
     generator = np.random.default_rng(3)
     first, second = tables_of([3], 2, generator), tables_of([2], 2, generator)
@@ -113,7 +112,7 @@ def test_heads_of_a_reach_score_their_own_tables_and_rows(backend) -> None:
     pages = ops.BoundedPages(bounds_of(8, generator), PAGE, 1, HEADS, 1.0, ROPE, reach=reach)
     offsets = np.array([0, 3, 7, 9, 0], np.int32)
     q = torch.from_numpy(generator.standard_normal((1, HEADS * GROUP, DIM)).astype(np.float32))
-    scores, counts = ops.score_pages(q, entries, pages, entry_offsets=offsets, backend=backend)
+    scores, counts = version.score_pages(q, entries, pages, entry_offsets=offsets)
     assert counts.tolist() == [[3, 2]]
     asked = q[0].double().numpy()
     for head, (table, rank) in enumerate([(first, 1), (second, 0)]):
@@ -121,8 +120,8 @@ def test_heads_of_a_reach_score_their_own_tables_and_rows(backend) -> None:
         np.testing.assert_allclose(scores[0, head, : len(table)], wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_in_a_bound_makes_that_page_come_first(backend) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nan_in_a_bound_makes_that_page_come_first(version) -> None:
     generator = np.random.default_rng(5)
     entries, stride = tables_of([5], LAYERS * HEADS, generator), LAYERS * HEADS
     bounds = bounds_of(6 * stride, generator)
@@ -130,26 +129,27 @@ def test_nan_in_a_bound_makes_that_page_come_first(backend) -> None:
     pages = ops.BoundedPages(bounds, PAGE, 0, HEADS, 1.0, ROPE)
     q = torch.ones(1, HEADS * GROUP, DIM)
     ends = offsets_of([5])
-    scores, counts = ops.score_pages(q, entries, pages, entry_offsets=ends, backend=backend)
+    scores, counts = version.score_pages(q, entries, pages, entry_offsets=ends)
     assert torch.isnan(scores[0, 0]).tolist() == [False, False, True, False, False]
     assert not torch.isnan(scores[0, 1]).any()
     budgets = np.ones(HEADS, np.int32)
-    chosen, _ = ops.select_pages(scores[0], counts[0], budgets, backend=backend)
+    chosen, _ = version.select_pages(scores[0], counts[0], budgets)
     assert chosen[0].tolist() == [2]
 
 
-def test_scores_of_nobody_and_of_nothing() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_scores_of_nobody_and_of_nothing(version) -> None:
     bounds, none = torch.zeros(4, 3, DIM), np.zeros((0, 5), np.int32)
     pages = ops.BoundedPages(bounds, PAGE, 0, HEADS, 1.0, ROPE)
     q = torch.zeros(0, HEADS * GROUP, DIM)
-    scores, counts = ops.score_pages(q, none, pages, entry_offsets=np.zeros(1, np.int32))
+    scores, counts = version.score_pages(q, none, pages, entry_offsets=np.zeros(1, np.int32))
     assert scores.shape == (0, HEADS, 0)
     assert counts.shape == (0, HEADS)
-    scores, counts = ops.score_pages(
+    scores, counts = version.score_pages(
         torch.zeros(2, HEADS, DIM), none, pages, entry_offsets=np.zeros(3, np.int32)
     )
     assert scores.shape == (2, HEADS, 0)
-    chosen, selected = ops.select_pages(
+    chosen, selected = version.select_pages(
         scores.view(4, 0), counts.view(-1), np.full(4, 3, np.int32), sink=1, recent=2
     )
     assert (chosen == -1).all()
@@ -185,9 +185,9 @@ SCORES = st.one_of(
     sink=st.integers(0, 2),
     recent=st.integers(0, 2),
     spare=st.integers(0, 3),
-    backend=st.sampled_from(BACKENDS),
+    version=st.sampled_from(RUNNABLE),
 )
-def test_a_choice_is_a_sort(rows, sink, recent, spare, backend) -> None:
+def test_a_choice_is_a_sort(rows, sink, recent, spare, version) -> None:
     rows = [(scores, max(budget, sink + recent)) for scores, budget in rows]
     width = max([len(scores) for scores, _ in rows], default=0) + spare
     # What lies behind a row's pages would win if it were looked at.
@@ -196,9 +196,7 @@ def test_a_choice_is_a_sort(rows, sink, recent, spare, backend) -> None:
         scores[row, : len(some)] = torch.tensor(some)
     counts = np.array([len(some) for some, _ in rows], np.int32)
     budgets = np.array([budget for _, budget in rows], np.int32)
-    pages, selected = ops.select_pages(
-        scores, counts, budgets, sink=sink, recent=recent, backend=backend
-    )
+    pages, selected = version.select_pages(scores, counts, budgets, sink=sink, recent=recent)
     assert pages.shape == (len(rows), max([budget for _, budget in rows], default=0))
     for row, (some, budget) in enumerate(rows):
         wanted = chosen_by_sorting(some, budget, sink, recent)
@@ -206,19 +204,50 @@ def test_a_choice_is_a_sort(rows, sink, recent, spare, backend) -> None:
         assert pages[row].tolist() == wanted + [-1] * (pages.shape[1] - len(wanted))
 
 
-def test_a_choice_among_many_equal_scores_takes_the_first() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_choice_among_many_equal_scores_takes_the_first(version) -> None:
     quantised = torch.randint(0, 4, (3, 4096), generator=torch.Generator().manual_seed(1)).float()
     counts = np.array([4096, 4095, 1000], np.int32)
     budgets = np.array([1024, 256, 1024], np.int32)
-    for backend in BACKENDS:
-        pages, _ = ops.select_pages(
-            quantised, counts, budgets, sink=1, recent=2, most=1030, backend=backend
-        )
-        assert pages.shape == (3, 1030)
-        for row in range(3):
-            some = quantised[row, : counts[row]].tolist()
-            wanted = chosen_by_sorting(some, int(budgets[row]), 1, 2)
-            assert [page for page in pages[row].tolist() if page >= 0] == wanted
+    pages, _ = version.select_pages(quantised, counts, budgets, sink=1, recent=2, most=1030)
+    assert pages.shape == (3, 1030)
+    for row in range(3):
+        some = quantised[row, : counts[row]].tolist()
+        wanted = chosen_by_sorting(some, int(budgets[row]), 1, 2)
+        assert [page for page in pages[row].tolist() if page >= 0] == wanted
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_row_of_scores_may_be_wider_than_any_table(version) -> None:
+    generator = np.random.default_rng(9)
+    entries, offsets = tables_of([3, 0], LAYERS * HEADS, generator), offsets_of([3, 0])
+    pages = ops.BoundedPages(bounds_of(16, generator), PAGE, 0, HEADS, 1.0, ROPE)
+    q = torch.ones(2, HEADS, DIM)
+    narrow, _ = version.score_pages(q, entries, pages, entry_offsets=offsets)
+    wide, counts = version.score_pages(q, entries, pages, entry_offsets=offsets, width=90)
+    assert counts.tolist() == [[3] * HEADS, [0] * HEADS]
+    assert torch.equal(wide[..., :3], narrow)
+    assert torch.isneginf(wide[..., 3:]).all()
+    for short in (CPU, REFERENCE):
+        with pytest.raises(InvalidArgument, match="width of scores: expected at least 3"):
+            short.score_pages(q, entries, pages, entry_offsets=offsets, width=2)
+    with pytest.raises(InvalidArgument, match="width: expected a number"):
+        version.score_pages(q, entries, pages, entry_offsets=offsets, width=-1)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("budget", [3, 64, 4096])
+def test_who_else_is_in_the_batch_changes_nothing(version, budget) -> None:
+    generator = torch.Generator().manual_seed(budget)
+    scores = torch.randn(5, 5000, generator=generator).half().float()
+    scores[3] = -torch.inf
+    counts, budgets = np.array([5000, 0, 1, 4100, 17], np.int32), np.full(5, budget, np.int32)
+    together = version.select_pages(scores, counts, budgets, sink=1, recent=2)
+    for row in range(5):
+        some = slice(row, row + 1)
+        alone = version.select_pages(scores[some], counts[some], budgets[some], sink=1, recent=2)
+        assert torch.equal(alone[0], together[0][some])
+        assert torch.equal(alone[1], together[1][some])
 
 
 def scoring(**changes):
@@ -301,15 +330,6 @@ def test_what_cannot_be_selected_is_refused(changes, words) -> None:
     } | changes
     with pytest.raises(InvalidArgument, match=words):
         ops.select_pages(given.pop("scores"), given.pop("counts"), given.pop("budgets"), **given)
-
-
-@needs_cuda
-def test_there_is_no_version_for_cuda() -> None:
-    with pytest.raises(Unsupported, match="score_pages: expected q on cpu, got a tensor on cuda"):
-        scoring(q=torch.zeros(1, HEADS, DIM).cuda(), bounds=torch.zeros(8, 3, DIM).cuda())
-    counts = np.array([3], np.int32)
-    with pytest.raises(Unsupported, match="select_pages: expected scores on cpu"):
-        ops.select_pages(torch.zeros(1, 3).cuda(), counts, counts)
 
 
 def test_cuda_by_name_wants_tensors_there() -> None:

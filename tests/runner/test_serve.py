@@ -258,6 +258,26 @@ def test_what_is_left_is_done_once_and_outside(events: list[str]) -> None:
     assert len(done) == left
 
 
+def test_who_computes_waits_for_what_another_thread_clears() -> None:
+    one, begun, go_on, done = OneThread(), threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(10)
+        done.append("cleared")
+
+    clears = threading.Thread(target=one.soon, args=(work,))
+    clears.start()
+    begun.wait(10)
+    # While one thread clears, others leave their work to it and go.
+    one.soon(lambda: done.append("left"))
+    assert done == []
+    threading.Timer(0.05, go_on.set).start()
+    with one:
+        assert done == ["cleared", "left"]
+    clears.join()
+
+
 # ---- event loops ----------------------------------------------------------------------------
 
 

@@ -26,8 +26,8 @@ from kvweave._native import Reach, RopeTable
 from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
-from kvweave.ops.page_choice import BoundedPages, score_pages, select_pages
-from kvweave.ops.pages import PageBounds, copy_rerotate, write_pages
+from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
+from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
 from kvweave.ops.scores import EdgeMass, score_tokens
@@ -49,7 +49,9 @@ __all__ = [
     "Workspace",
     "attend_decode",
     "attend_prefill",
+    "bound_pages",
     "copy_rerotate",
+    "gather_entries",
     "merge_states",
     "rotate_rows",
     "score_pages",

@@ -1,4 +1,4 @@
-"""Which pages a decode step reads: scored by their bounds, and the best of them selected."""
+"""Which pages a decode step reads: scored by their bounds, the best selected, and listed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import torch
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
 from kvweave.device_memory import needs_memory
-from kvweave.errors import Unsupported
-from kvweave.ops.dispatch import Backend, Table, cuda_device, expect_tensors, invalid
+from kvweave.ops.dispatch import (
+    Backend,
+    Table,
+    cuda_device,
+    expect_tensors,
+    invalid,
+    on_device,
+    stream_of,
+)
 
 
 @dataclass(frozen=True)
@@ -49,29 +56,38 @@ def score_pages(
     pages: BoundedPages,
     *,
     entry_offsets: Table,
+    width: int | None = None,
     backend: Backend = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of the pages that each of B requests lists, for one row of each.
 
     q [B, H, D] f32, bf16 or f16, entry_offsets i32 [B + 1], or [B · tables + 1] with a `reach`.
-    Returns scores f32 [B, G, S], S the most entries of a table that a head reads, and counts i32
-    [B, G]: entry i of a head's table has its score at i, and what lies behind the count is −∞.
-    The bounds of an entry that lists a part of a page are those of the whole of it. A NaN in the
-    query or in a bound makes the score NaN.
+    Returns scores f32 [B, G, S] and counts i32 [B, G]: entry i of a head's table has its score at
+    i, and what lies behind the count is −∞. S is `width` or else the most entries of a table that
+    a head reads; it has to be said where offsets lie on a CUDA device, as nothing waits to look
+    there. The bounds of an entry that lists a part of a page are those of the whole of it. A NaN
+    in the query or in a bound makes the score NaN.
 
-    # Errors
-    `Unsupported` for tensors on CUDA.
+    On CUDA bounds begin on a boundary of 16 bytes. In tables there, entries whose page has no
+    bounds score −∞, and those beyond S do not count.
     """
     expect_tensors(q=q)
     if not isinstance(pages, BoundedPages):
         raise invalid("pages", "a BoundedPages", type(pages).__name__)
     expect_tensors(bounds=pages.bounds)
-    _on_host("score_pages", backend, q=q, bounds=pages.bounds)
+    device = cuda_device("q", q, backend)
     heads = (q.shape[0] if q.ndim else 0, _counted("kv_heads", pages.kv_heads))
-    scores = q.new_full((*heads, _widest(entry_offsets, pages)), -torch.inf, dtype=torch.float32)
-    counts = q.new_zeros(heads, dtype=torch.int32)
-    reference = backend == "reference"
-    _native.score_pages(q, entries, pages, entry_offsets, (scores, counts), reference)
+    widest = _widest(entry_offsets, pages) if width is None else _counted("width", width)
+    counts = q.new_empty(heads, dtype=torch.int32)
+    if device is None:
+        scores = q.new_full((*heads, widest), -torch.inf, dtype=torch.float32)
+        reference = backend == "reference"
+        _native.score_pages(q, entries, pages, entry_offsets, (scores, counts), reference)
+        return scores, counts
+    scores = q.new_empty((*heads, widest), dtype=torch.float32)
+    tables = on_device(device, entries=entries, entry_offsets=entry_offsets)
+    listed, spans = tables["entries"], tables["entry_offsets"]
+    _native.score_pages_cuda(q, listed, pages, spans, (scores, counts), stream_of(device))
     return scores, counts
 
 
@@ -96,28 +112,63 @@ def select_pages(
     pages than its budget selects all.
 
     Returns pages i32 [R, K], ascending with −1 behind them, K being `most` or else the largest
-    budget, and selected i32 [R]: how many.
-
-    # Errors
-    `Unsupported` for tensors on CUDA.
+    budget, and selected i32 [R]: how many. K has to be said where budgets lie on a CUDA device, as
+    nothing waits to look there. In tables there, a count beyond S is S, and pages that K leaves no
+    room for are left out.
     """
     expect_tensors(scores=scores)
-    _on_host("select_pages", backend, scores=scores, counts=counts, budgets=budgets)
-    widest = max(0, int(_list("budgets", budgets).max(initial=0))) if most is None else most
+    device = cuda_device("scores", scores, backend)
+    widest = _largest(budgets) if most is None else _counted("most", most)
     rows = scores.shape[:1] if scores.ndim else (0,)
-    pages = scores.new_empty((*rows, _counted("most", widest)), dtype=torch.int32)
+    pages = scores.new_empty((*rows, widest), dtype=torch.int32)
     selected = scores.new_empty(rows, dtype=torch.int32)
     always, results = (sink, recent), (pages, selected)
-    _native.select_pages(scores, counts, budgets, always, results, backend == "reference")
+    if device is None:
+        _native.select_pages(scores, counts, budgets, always, results, backend == "reference")
+        return pages, selected
+    tables = on_device(device, counts=counts, budgets=budgets)
+    listed, limits = tables["counts"], tables["budgets"]
+    _native.select_pages_cuda(scores, listed, limits, always, results, stream_of(device))
     return pages, selected
 
 
-def _on_host(op: str, backend: Backend, **given: Any) -> None:
-    """Refuses what lies on a device that has no version of the op."""
-    for what, tensor in given.items():
-        device = cuda_device(what, tensor, None if backend == "reference" else backend)
-        if device is not None:
-            raise Unsupported(f"{op}: expected {what} on cpu, got a tensor on {device}")
+@needs_memory("gather_entries")
+def gather_entries(
+    pages: torch.Tensor,
+    selected: torch.Tensor,
+    entries: Table,
+    *,
+    entry_offsets: Table,
+    reach: Reach | None = None,
+    backend: Backend = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages that B requests selected for each of G heads, as entry tables of their own.
+
+    pages i32 [B, G, K] and selected i32 [B, G] are `select_pages`' results: indices in the tables
+    that `entries`, `entry_offsets` and `reach` say as for `score_pages`. Returns entries i32
+    [B · G · K, 5] and offsets i32 [2 · B · G + 1] by which `attend_decode` reads what is selected.
+    Each request has two tables a head: its entries, and the room behind them, which no head reads.
+    A head's row of that `Reach` is (2 · head, its page in a block, 0, 0), of 2 · G tables.
+
+    Nothing is waited for on CUDA: so a step can score, select, gather and attend in one captured
+    graph. There an index outside its table is no entry.
+    """
+    expect_tensors(pages=pages, selected=selected)
+    device = cuda_device("pages", pages, backend)
+    rows, most = (pages.shape[:2].numel(), pages.shape[2]) if pages.ndim == 3 else (0, 0)
+    gathered = pages.new_empty((rows * most, 5), dtype=torch.int32)
+    offsets = pages.new_empty(2 * rows + 1, dtype=torch.int32)
+    chosen, results = (pages, selected), (gathered, offsets)
+    if device is None:
+        # Each entry is copied once: the definition is as fast as any.
+        _native.gather_entries(chosen, entries, entry_offsets, reach, results)
+        return gathered, offsets
+    if not rows:
+        offsets.zero_()
+    tables = on_device(device, entries=entries, entry_offsets=entry_offsets)
+    listed, spans = tables["entries"], tables["entry_offsets"]
+    _native.gather_entries_cuda(chosen, listed, spans, reach, results, stream_of(device))
+    return gathered, offsets
 
 
 def _counted(what: str, number: Any) -> int:
@@ -133,8 +184,17 @@ def _list(what: str, table: Any) -> npt.NDArray[np.int64]:
     return np.asarray(table).reshape(-1).astype(np.int64)
 
 
+def _largest(budgets: Table) -> int:
+    """The largest budget; no less than 0, whatever the op itself will say of it."""
+    if isinstance(budgets, torch.Tensor) and budgets.is_cuda:
+        raise invalid("most", "the largest budget, as budgets lie on cuda", "None")
+    return max(0, int(_list("budgets", budgets).max(initial=0)))
+
+
 def _widest(offsets: Table, pages: BoundedPages) -> int:
     """The most entries of a table that is read; what lies between tables does not count."""
+    if isinstance(offsets, torch.Tensor) and offsets.is_cuda:
+        raise invalid("width", "the most entries of a table, as offsets lie on cuda", "None")
     reach = pages.reach
     ends = _list("entry_offsets", offsets)
     tables = 1 if reach is None else reach.tables

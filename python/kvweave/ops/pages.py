@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from kvweave import _native
 from kvweave._native import Reach, RopeTable
@@ -68,7 +69,21 @@ def write_pages(
     their scale.
     """
     expect_tensors(k=k, v=v)
+    _write(cache, layer, (k, v), slots, reach, bounds, kv_scales, backend)
+
+
+def _write(
+    cache: Pages,
+    layer: int,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    slots: Table,
+    reach: Reach | None,
+    bounds: PageBounds | None,
+    kv_scales: tuple[float, float] | None,
+    backend: Backend,
+) -> None:
     device = cuda_device("cache", cache, backend)
+    k, v = rows
     if device is None:
         named = None if bounds is None else (bounds.values, bounds.held)
         reference = backend == "reference"
@@ -79,6 +94,31 @@ def write_pages(
     there = None if bounds is None else (bounds.values, tables["held"])
     given = (cache, layer, k, v, tables["slots"], reach, there, kv_scales)
     _native.write_pages_cuda(*given, stream_of(device))
+
+
+@needs_memory("bound_pages")
+def bound_pages(
+    cache: Pages,
+    bounds: PageBounds,
+    *,
+    pages: int,
+    kv_scales: tuple[float, float] | None = None,
+    backend: Backend = None,
+) -> None:
+    """Bounds of blocks that are written already, of all their pages at once.
+
+    A block has `pages` pages, of all layers and KV heads, or of those of a head group: the bounds
+    of its page r are row block + r of `bounds.values`, where `score_pages` looks for them with a
+    `reach` too. So one call after a step or a prefill brings up to date what all layers wrote. On
+    CUDA this is one launch; with `held` there it may be captured, and rows of block 0 or −1 say
+    that nothing was filled.
+    """
+    arena = cache if isinstance(cache, torch.Tensor) else from_dlpack(cache)
+    # An fp8 cache takes rows of other dtypes.
+    dtype = torch.float32 if arena.element_size() == 1 else arena.dtype
+    none = torch.empty((0, pages, arena.shape[-1]), dtype=dtype, device=arena.device)
+    nowhere = torch.empty((0, 2), dtype=torch.int32, device=arena.device)
+    _write(cache, 0, (none, none), nowhere, None, bounds, kv_scales, backend)
 
 
 @needs_memory("copy_rerotate")

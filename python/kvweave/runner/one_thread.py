@@ -15,14 +15,18 @@ class OneThread:
 
     Nobody waits in front of it: a thread that enters while another is inside, or while another has
     claimed it, gets `AlreadyStepping`. Whoever has many threads lets them submit to one that steps,
-    see `Runner.serve`. What has to be done by whoever computes is left to it with `soon`.
+    see `Runner.serve`. What has to be done by whoever computes is left to it with `soon`; such work
+    is short, and a thread that enters while another does it waits for its end.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        # Both are read and written by whoever has the lock.
+        # Re-entrant: work may be left by a finalizer, which runs in the middle of anything.
+        self._changed = threading.Condition()
+        # What follows is read and written by whoever has `_changed`.
+        self._inside: threading.Thread | None = None
         self._depth = 0
         self._claimed: threading.Thread | None = None
+        self._clearing: threading.Thread | None = None
         self._left: deque[Callable[[], None]] = deque()
 
     def claim(self) -> None:
@@ -44,22 +48,31 @@ class OneThread:
         self._do_what_is_left()
 
     def _do_what_is_left(self) -> None:
-        while self._left and self._lock.acquire(blocking=False):
-            try:
-                if self._depth:
+        # Whoever leaves work while another thread is at it may go: that thread looks once more.
+        while self._left:
+            with self._changed:
+                if self._inside is not None or self._clearing is not None:
                     return
+                self._clearing = threading.current_thread()
+            try:
                 while self._left:
                     self._left.popleft()()
             finally:
-                self._lock.release()
+                with self._changed:
+                    self._clearing = None
+                    self._changed.notify_all()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise _taken()
-        if self._claimed not in (None, threading.current_thread()):
-            self._lock.release()
-            raise _taken()
-        self._depth += 1
+        this = threading.current_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: self._clearing in (None, this))
+            if self._inside not in (None, this) or self._claimed not in (None, this):
+                raise AlreadyStepping(
+                    "runner: expected one that no other thread computes with, got one that another "
+                    "does; submit to what Runner.serve returns"
+                )
+            self._inside = this
+            self._depth += 1
 
     def __exit__(
         self,
@@ -67,13 +80,8 @@ class OneThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._depth -= 1
-        self._lock.release()
+        with self._changed:
+            self._depth -= 1
+            if self._depth == 0:
+                self._inside = None
         self._do_what_is_left()
-
-
-def _taken() -> AlreadyStepping:
-    return AlreadyStepping(
-        "runner: expected one that no other thread computes with, got one that another does; "
-        "submit to what Runner.serve returns"
-    )

@@ -51,7 +51,7 @@ class Segment:
 
 
 Part = str | Segment
-Prompt = str | Sequence[Part] | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[Part] | Sequence[int] | torch.Tensor | npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,12 @@ class PromptTokenizer:
             return ""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def segment_tokens(self, segment: Segment) -> list[int]:
-        """The ids of a segment, given as text or as tokens."""
-        if segment.tokens is not None:
-            ids: Any = segment.tokens
-            ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-            return [int(i) for i in token_array(ids, self.vocabulary)]
-        return self.encode(segment.text or "")
+    def segment_tokens(self, segment: Segment) -> Tokens:
+        """The ids i32 of a segment, given as text or as tokens."""
+        ids: Any = segment.tokens
+        if ids is None:
+            ids = self.encode(segment.text or "")
+        return token_array(ids.tolist() if isinstance(ids, torch.Tensor) else ids, self.vocabulary)
 
     def tokenize(self, prompt: Prompt, *, begins: bool = True) -> TokenizedPrompt:
         """Tokenises each part alone and joins them.
@@ -134,38 +133,40 @@ class PromptTokenizer:
         # Errors
         `InvalidArgument` for an empty prompt, an unknown part, or ids out of range.
         """
-        if isinstance(prompt, (np.ndarray, torch.Tensor)):
+        if isinstance(prompt, torch.Tensor):
             return self._checked(prompt.tolist(), [])
+        if isinstance(prompt, np.ndarray):
+            return self._checked(prompt, [])
         if not isinstance(prompt, str):
             several("prompt", prompt, "parts or token ids")
         if not isinstance(prompt, str) and len(prompt) and _is_token_list(prompt):
             return self._checked(list(prompt), [])
         parts: Sequence[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
-        tokens: list[int] = []
+        pieces: list[Tokens] = []
         segments: list[tuple[int, int, str]] = []
+        start = 0
         for part in parts:
-            start = len(tokens)
             if isinstance(part, Segment):
                 ids = self.segment_tokens(part)
-                if ids:
+                if len(ids):
                     segments.append((start, start + len(ids), part.namespace))
             elif isinstance(part, str):
-                ids = self.encode(part)
+                ids = token_array(self.encode(part), self.vocabulary)
             else:
                 raise InvalidArgument(
                     f"prompt part: expected a str or a Segment, got {type(part).__name__}"
                 )
-            tokens.extend(ids)
+            pieces.append(ids)
+            start += len(ids)
+        tokens = np.concatenate([np.zeros(0, np.int32), *pieces])
         prefix = self._prefix if begins and parts and isinstance(parts[0], str) else []
-        if prefix and tokens[: len(prefix)] != prefix:
-            tokens = prefix + tokens
+        if prefix and tokens[: len(prefix)].tolist() != prefix:
+            tokens = np.concatenate((np.asarray(prefix, np.int32), tokens))
             n = len(prefix)
             segments = [(start + n, end + n, name) for start, end, name in segments]
         return self._checked(tokens, segments)
 
-    def _checked(
-        self, tokens: Sequence[Any], segments: list[tuple[int, int, str]]
-    ) -> TokenizedPrompt:
+    def _checked(self, tokens: Any, segments: list[tuple[int, int, str]]) -> TokenizedPrompt:
         array = token_array(tokens, self.vocabulary)
         if array.size == 0:
             raise InvalidArgument("prompt: expected at least one token, got an empty prompt")

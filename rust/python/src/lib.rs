@@ -43,6 +43,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::copy_rerotate::copy_rerotate;
     #[pymodule_export]
+    use super::ops::cpu::gather_entries::gather_entries;
+    #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
     use super::ops::cpu::rotate_rows::rotate_rows;
@@ -65,11 +67,17 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::device::cuda_status;
     #[pymodule_export]
+    use super::ops::cuda::gather_entries::gather_entries_cuda;
+    #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
     #[pymodule_export]
     use super::ops::cuda::rotate_rows::rotate_rows_cuda;
     #[pymodule_export]
+    use super::ops::cuda::score_pages::score_pages_cuda;
+    #[pymodule_export]
     use super::ops::cuda::score_tokens::score_tokens_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::select_pages::select_pages_cuda;
     #[pymodule_export]
     use super::ops::cuda::step_tables::step_tables_cuda;
     #[pymodule_export]

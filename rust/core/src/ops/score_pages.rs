@@ -63,33 +63,50 @@ impl<T> ScorePages<'_, T> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
-        let Self { queries, kv, scoring, entry_offsets, bounds, scores, width, counts, .. } = self;
-        kv.validate(entry_offsets)?;
-        queries.validate(&kv.geometry)?;
-        scoring.validate(&kv.geometry, kv.scales, kv.reach)?;
+        let Self { queries, kv, scoring, entry_offsets, scores, width, counts, .. } = self;
+        let sizes = (self.bounds.len(), *width);
+        validate_scored(queries, kv, scoring, entry_offsets, sizes)?;
         let (requests, heads) = ((entry_offsets.len() - 1) / kv.tables(), kv.geometry.kv_heads);
         ensure_len("q rows", requests, queries.vectors.rows)?;
         ensure_size("scores", &[requests, heads, *width], scores.len())?;
-        ensure_size("counts", &[requests, heads], counts.len())?;
-        let row = PageBounds::row_len(kv.geometry.head_dim);
-        ensure(bounds.len().is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
-            (format!("a multiple of {row} elements"), bounds.len())
-        })?;
-        let pages = bounds.len() / row;
-        for head in 0..heads {
-            let reach = kv.head(head, scoring);
-            for request in 0..requests {
-                let entries = &kv.entries[kv.span(entry_offsets, request, reach.table)];
-                ensure(entries.len() <= *width, OpErrorKind::Shape, "width of scores", || {
-                    (format!("at least {} (entries of request {request})", entries.len()), *width)
-                })?;
-                let last = entries.iter().map(|entry| entry[0] as usize).max();
-                let needed = last.map_or(0, |block| block.saturating_add(reach.rank + 1));
-                ensure(needed <= pages, OpErrorKind::OutOfRange, "bounds", || {
-                    (format!("those of at least {needed} pages"), pages)
-                })?;
-            }
-        }
-        Ok(())
+        ensure_size("counts", &[requests, heads], counts.len())
     }
+}
+
+/// Proves that rows, and the entries and pages of each request, are in range of bounds of
+/// `bounds_len` elements and of `width` scores a table. Bounds and scores may be elsewhere, such as
+/// on a device; so may tables, of which then none is given.
+///
+/// # Errors
+/// An [`OpError`] that names the argument.
+pub fn validate_scored<T>(
+    queries: &Queries<'_, T>,
+    kv: &KvView<'_, ()>,
+    scoring: &Scoring<'_>,
+    entry_offsets: &[i32],
+    (bounds_len, width): (usize, usize),
+) -> Result<(), OpError> {
+    kv.validate(entry_offsets)?;
+    queries.validate(&kv.geometry)?;
+    scoring.validate(&kv.geometry, kv.scales, kv.reach)?;
+    let row = PageBounds::row_len(kv.geometry.head_dim);
+    ensure(bounds_len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
+        (format!("a multiple of {row} elements"), bounds_len)
+    })?;
+    let pages = bounds_len / row;
+    for head in 0..kv.geometry.kv_heads {
+        let reach = kv.head(head, scoring);
+        for request in 0..(entry_offsets.len() - 1) / kv.tables() {
+            let entries = &kv.entries[kv.span(entry_offsets, request, reach.table)];
+            ensure(entries.len() <= width, OpErrorKind::Shape, "width of scores", || {
+                (format!("at least {} (entries of request {request})", entries.len()), width)
+            })?;
+            let last = entries.iter().map(|entry| entry[0] as usize).max();
+            let needed = last.map_or(0, |block| block.saturating_add(reach.rank + 1));
+            ensure(needed <= pages, OpErrorKind::OutOfRange, "bounds", || {
+                (format!("those of at least {needed} pages"), pages)
+            })?;
+        }
+    }
+    Ok(())
 }

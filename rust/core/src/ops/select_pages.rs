@@ -51,16 +51,29 @@ impl SelectPages<'_> {
         ensure_len("budgets", rows, self.budgets.len())?;
         ensure_len("selected", rows, self.selected.len())?;
         let always = self.sink.saturating_add(self.recent);
-        for (what, numbers, least, most) in
-            [("counts", self.counts, 0, self.width), ("budgets", self.budgets, always, self.most)]
-        {
-            let fits = |n: i32| usize::try_from(n).is_ok_and(|n| (least..=most).contains(&n));
-            if let Some(outside) = numbers.iter().find(|&&n| !fits(n)) {
+        Self::check_numbers("counts", self.counts, (0, self.width))?;
+        Self::check_numbers("budgets", self.budgets, (always, self.most))?;
+        Ok(())
+    }
+
+    /// Proves that counts or budgets, called `what`, lie from `least` to `most`. Scores and results
+    /// may be elsewhere, such as on a device.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn check_numbers(
+        what: &'static str,
+        numbers: &[i32],
+        (least, most): (usize, usize),
+    ) -> Result<(), OpError> {
+        let fits = |n: i32| usize::try_from(n).is_ok_and(|n| (least..=most).contains(&n));
+        match numbers.iter().find(|&&n| !fits(n)) {
+            None => Ok(()),
+            Some(outside) => {
                 let expected = format!("numbers from {least} to {most}");
-                return Err(OpError::new(OpErrorKind::OutOfRange, what, expected, outside));
+                Err(OpError::new(OpErrorKind::OutOfRange, what, expected, outside))
             }
         }
-        Ok(())
     }
 
     /// Which of two pages of a row comes first: by score, then by index.

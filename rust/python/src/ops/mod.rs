@@ -3,6 +3,7 @@
 //! Every function follows the same steps: borrow the tensors, check what the params struct cannot,
 //! run with the lock released. Shapes are named as in `kvweave.ops`.
 
+mod bounded_pages;
 pub mod cpu;
 pub mod cuda;
 mod reading;

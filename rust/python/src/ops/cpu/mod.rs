@@ -4,6 +4,7 @@ pub mod attend_decode;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 mod element;
+pub mod gather_entries;
 pub mod merge_states;
 mod reading;
 pub mod rotate_rows;

@@ -1,0 +1,305 @@
+"""What a decode step takes to choose its pages on a GPU: scores by bounds, and the best of them.
+
+`select_pages` beside what others have for the best K of a row: `torch.topk` (unsorted, and with
+the indices sorted, which is what a table of pages needs), `flashinfer.top_k` and vLLM's
+`persistent_topk`, where these can be imported. None of them takes a budget a row, keeps ties or
+the first and last pages; all get rows that are full. A row's floor is reading it once.
+
+`score_pages` beside the floor of reading bounds: two vectors of f32 a page and KV head. Then a
+layer of a decode step: pages chosen and attended to, those of an earlier choice attended to, and
+all of them.
+
+Every call is a graph of its own; the L2 cache holds nothing of it. "warm" repeats it in one graph,
+where the scores lie in the L2 cache as they do behind `score_pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.lab.bench.ceilings import Ceilings, measure
+from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock, Effort, replayed
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing
+
+SELECTED = (
+    # rows, scores of a row, pages of each, the microseconds that the design asks for
+    (256, 8192, 64, 8.0),
+    (256, 8192, 256, 8.0),
+    (64, 8192, 64, 6.0),
+    (64, 8192, 256, 6.0),
+    (320, 640, 64, None),
+    (320, 640, 128, None),
+    (256, 8192, 1024, None),
+    (256, 8192, 4096, None),
+    (8, 65536, 256, None),
+)
+LAYERS = (
+    # requests, tokens of each, pages that a head reads; one layer of Llama-3.1-8B's shape
+    (40, 10_240, 64),
+    (40, 10_240, 128),
+    (8, 131_072, 128),
+    (1, 131_072, 64),
+)
+PAGE, KV_HEADS, HEADS, DIM = 16, 8, 32, 128
+SINK, RECENT = 1, 2
+OWN_TABLES = ops.Reach(
+    2 * KV_HEADS, np.array([(2 * head, head, 0, 0) for head in range(KV_HEADS)], np.int32)
+)
+REPEATED = 20
+VLLM_K = (512, 1024, 2048)
+VLLM_WORKSPACE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Full rows of scores f32 [R, S] of which each selects `most`."""
+
+    scores: torch.Tensor
+    most: int
+    counts: torch.Tensor = field(init=False)
+    budgets: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, width = self.scores.shape
+        for name, number in (("counts", width), ("budgets", self.most)):
+            table = torch.full((rows,), number, dtype=torch.int32, device=self.scores.device)
+            object.__setattr__(self, name, table)
+
+    def ours(self, sink: int = SINK, recent: int = RECENT) -> torch.Tensor:
+        named = {"sink": sink, "recent": recent, "most": self.most}
+        return ops.select_pages(self.scores, self.counts, self.budgets, **named)[0]
+
+    def torch_topk(self) -> torch.Tensor:
+        return torch.topk(self.scores, self.most, sorted=False).indices
+
+    def torch_sorted(self) -> torch.Tensor:
+        return self.torch_topk().sort().values
+
+    def peers(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Others' calls that this machine has, by name."""
+        found: dict[str, Callable[[], torch.Tensor]] = {
+            "torch.topk": self.torch_topk,
+            "torch.topk, sorted": self.torch_sorted,
+        }
+        if find_spec("flashinfer") is not None:
+            top_k = import_module("flashinfer").top_k
+            found["flashinfer.top_k"] = lambda: top_k(self.scores, self.most)[1]
+        if find_spec("vllm") is not None and self.most in VLLM_K:
+            import_module("vllm._custom_ops")
+            found["vllm persistent_topk"] = self._vllm()
+        return found
+
+    def _vllm(self) -> Callable[[], torch.Tensor]:
+        rows, width = self.scores.shape
+        device = self.scores.device
+        chosen = torch.empty(rows, self.most, dtype=torch.int32, device=device)
+        space = torch.zeros(VLLM_WORKSPACE, dtype=torch.uint8, device=device)
+
+        def call() -> torch.Tensor:
+            given = (self.scores, self.counts, chosen, space, self.most, width)
+            torch.ops._C.persistent_topk(*given)
+            return chosen
+
+        return call
+
+    def check(self, name: str, call: Callable[[], torch.Tensor]) -> None:
+        """Whether a call finds the best, told by their scores: others break ties as they like."""
+        wanted = torch.topk(self.scores, self.most).values
+        got = self.scores.gather(1, call().long()).sort(descending=True).values
+        expect(torch.equal(got, wanted), f"{name}: expected the {self.most} best of each row")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a decode step: queries over tables of bounded pages, of which each head reads
+    `most`."""
+
+    requests: int
+    tokens: int
+    most: int
+    q: torch.Tensor
+    positions: torch.Tensor
+    entries: torch.Tensor
+    offsets: torch.Tensor
+    bounds: ops.BoundedPages
+    kv: ops.PagedKv
+    budgets: torch.Tensor
+    workspace: ops.Workspace
+
+    @classmethod
+    def of(cls, requests: int, tokens: int, most: int) -> Layer:
+        generator = torch.Generator("cuda").manual_seed(tokens)
+        each = tokens // PAGE
+        blocks = requests * each
+        random = {"generator": generator, "device": "cuda"}
+        order = KV_HEADS * torch.randperm(blocks, **random)
+        place = PAGE * (torch.arange(blocks, device="cuda") % each)
+        nothing = torch.zeros_like(place)
+        columns = (order, nothing, nothing + PAGE, place, nothing)
+        cache = torch.empty(
+            blocks * KV_HEADS, 2, PAGE, DIM, dtype=torch.bfloat16, device="cuda"
+        ).normal_(generator=generator)
+        bounds = torch.empty(len(cache), 3, DIM, device="cuda")
+        held = torch.stack((KV_HEADS * torch.arange(blocks, device="cuda"), *columns[1:3]), 1)
+        # Block 0 is nobody's elsewhere, and its bounds are never computed.
+        bounds[:KV_HEADS] = 0.0
+        ops.bound_pages(cache, ops.PageBounds(bounds, held.int()), pages=KV_HEADS)
+        table = ops.RopeTable(np.ones((1, DIM // 2), np.float32))
+        scale = DIM**-0.5
+        return cls(
+            requests,
+            tokens,
+            most,
+            torch.randn(requests, HEADS, DIM, **random).bfloat16(),
+            torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
+            torch.stack(columns, 1).int(),
+            each * torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
+            ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, scale, table),
+            ops.PagedKv(cache, 0, KV_HEADS, scale, table),
+            torch.full((requests * KV_HEADS,), most, dtype=torch.int32, device="cuda"),
+            ops.Workspace("cuda"),
+        )
+
+    @property
+    def bytes(self) -> float:
+        """That scores read: least and greatest key of each page and KV head."""
+        return float(self.requests * (self.tokens // PAGE) * KV_HEADS * 2 * DIM * 4)
+
+    def score(self) -> tuple[torch.Tensor, torch.Tensor]:
+        width = self.tokens // PAGE
+        given = (self.q, self.entries, self.bounds)
+        return ops.score_pages(*given, entry_offsets=self.offsets, width=width)
+
+    def select(self) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, counts = self.score()
+        rows, listed = scores.flatten(0, 1), counts.flatten()
+        named = {"sink": SINK, "recent": RECENT, "most": self.most}
+        pages, selected = ops.select_pages(rows, listed, self.budgets, **named)
+        return pages.view(self.requests, KV_HEADS, -1), selected.view(self.requests, KV_HEADS)
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.gather_entries(*self.select(), self.entries, entry_offsets=self.offsets)
+
+    def attend(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Of the heads to tables of their own."""
+        given = (self.q, self.positions, entries, replace(self.kv, reach=OWN_TABLES))
+        return ops.attend_decode(*given, entry_offsets=offsets, workspace=self.workspace)[0]
+
+    def choose_and_attend(self) -> torch.Tensor:
+        return self.attend(*self.gather())
+
+    def attend_to_all(self) -> torch.Tensor:
+        given = (self.q, self.positions, self.entries, self.kv)
+        return ops.attend_decode(*given, entry_offsets=self.offsets, workspace=self.workspace)[0]
+
+    def check(self) -> None:
+        """The first request's scores, and what it attends to, against torch."""
+        scores, _ = self.score()
+        pages, _ = self.select()
+        first = self.entries[: self.tokens // PAGE, 0].long()
+        heads = torch.arange(KV_HEADS, device="cuda")
+        rows = first[None] + heads[:, None]
+        asked = self.q[0].float().view(KV_HEADS, -1, DIM)
+        bounds = self.bounds.bounds[rows, :2]
+        wanted = (asked[:, :, None, None] * bounds[:, None]).amax(3).sum(-1).amax(1)
+        worst = float((scores[0] - wanted * self.kv.scale).abs().max())
+        expect(worst < 1e-3, f"score_pages: expected a difference below 1e-3, got {worst}")
+        cache = self.kv.cache[rows.gather(1, pages[0].long())].float()
+        k, v = (cache[:, :, side].flatten(1, 2) for side in (0, 1))
+        weights = (asked @ k.mT * self.kv.scale).softmax(-1)
+        worst = float((self.choose_and_attend()[0].view_as(asked) - weights @ v).abs().max())
+        expect(worst < 2e-2, f"attend_decode: expected a difference below 2e-2, got {worst}")
+
+
+def run(quick: bool) -> list[Row]:
+    device = torch.device("cuda")
+    clock, effort = DeviceClock(device), QUICK if quick else FULL
+    ceilings = measure(clock, device, effort)
+    rows = [
+        Row("reading", ceilings.read / 1e12, "TB/s", None, {}),
+        Row("a launch", ceilings.launch_s * 1e6, "µs", None, {}),
+    ]
+    for shape in SELECTED[:3] if quick else SELECTED:
+        rows += _selected(shape, clock, effort, ceilings)
+    for sizes in LAYERS[:1] if quick else LAYERS:
+        rows += _scored(Layer.of(*sizes), clock, effort, ceilings)
+    return rows
+
+
+def _selected(
+    shape: tuple[int, int, int, float | None],
+    clock: DeviceClock,
+    effort: Effort,
+    ceilings: Ceilings,
+) -> list[Row]:
+    rows, width, most, wanted = shape
+    generator = torch.Generator("cuda").manual_seed(width)
+    choice = Choice(torch.randn(rows, width, generator=generator, device="cuda"), most)
+    choice.check("select_pages", lambda: choice.ours(0, 0))
+    calls: dict[str, Callable[[], Any]] = {"ours": choice.ours}
+    refused = {}
+    for name, call in choice.peers().items():
+        # A peer that cannot do a shape says so in its row.
+        try:
+            choice.check(name, call)
+            calls[name] = call
+        except Exception as error:
+            refused[f"{name}: no"] = f"{type(error).__name__}: {error}"[:80]
+    timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
+    warm = _warm(choice.ours, clock, effort)
+    floor = rows * width * 4 / ceilings.read
+    beside: dict[str, Any] = {
+        "floor µs": floor * 1e6,
+        "warm µs": warm * 1e6,
+        **({} if wanted is None else {"asked for µs": wanted}),
+        **{f"{name} µs": timed[name].median_s * 1e6 for name in calls if name != "ours"},
+        **refused,
+    }
+    return [_row(f"select {rows} × {width}, {most}", timed["ours"], beside)]
+
+
+def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
+    layer.check()
+    kept = layer.gather()
+    calls: dict[str, Callable[[], Any]] = {
+        "score": layer.score,
+        "score, select": layer.select,
+        "score, select, gather, attend": layer.choose_and_attend,
+        "attend to what was chosen": lambda: layer.attend(*kept),
+        "attend to all": layer.attend_to_all,
+    }
+    timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
+    floor, dense = layer.bytes / ceilings.read, timed["attend to all"].median_s
+    beside: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    beside["score"] = {
+        "floor µs": floor * 1e6,
+        "share of reading": floor / timed["score"].median_s,
+    }
+    for name in list(calls)[2:4]:
+        beside[name] = {"all ÷ this": dense / timed[name].median_s}
+    title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
+    return [_row(f"{title}: {name}", timing, beside[name]) for name, timing in timed.items()]
+
+
+def _warm(call: Callable[[], Any], clock: DeviceClock, effort: Effort) -> float:
+    """Seconds of one of many calls in a graph, one after the other."""
+
+    def many() -> None:
+        for _ in range(REPEATED):
+            call()
+
+    timed = clock.time({"many": replayed(many)}, effort)
+    return timed["many"].median_s / REPEATED
+
+
+def _row(name: str, timing: Timing, beside: dict[str, Any]) -> Row:
+    return Row(name, timing.median_s * 1e6, "µs", timing.p95_s * 1e6, beside)

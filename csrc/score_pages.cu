@@ -1,0 +1,236 @@
+// score_pages: how much a row of queries may find in each page that its tables list.
+//
+// The simple version:
+//   for each request, KV head, entry: score = max over the head's queries q of
+//     softcap(scale · Σ_d max(q_d · least_d, q_d · greatest_d)), of bounds of the entry's page
+//
+// What makes it run at the speed of reading bounds:
+// 1. bounds are read once, by 16-byte loads, for all query heads that share a KV head: eight lanes
+//    have a page and hold its bounds while queries pass by, so 128 bytes of a page are one access
+//    and four pages are on their way to each warp at a time;
+// 2. queries lie in shared memory as f32, where the four pages of a warp read the same words;
+// 3. thread blocks of neighbouring KV heads, whose bounds lie side by side, run at the same time.
+//
+// A query is turned back for entries whose keys were rotated elsewhere: a thread block does so for
+// one distance after the other, and mostly there is one. The order of sums is that of the elements
+// alone, so a page's score does not depend on what else is scored.
+//
+// An entry whose page has no bounds, as one that points nowhere, scores −∞: a table that was made
+// on the device cannot be checked on the host without waiting for it.
+
+#include <cmath>
+
+#include "api.h"
+#include "rotation.cuh"
+#include "vector.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 8;                      // of a page
+constexpr int kPages = 32 / kLanes;            // of a warp at a time
+constexpr int kStep = kPages * kThreads / 32;  // of a thread block at a time
+constexpr int kEntries = 64;                   // of a thread block: ENTRIES of the launch
+constexpr int kWords = 4;                      // f32 of a load
+constexpr uint32_t kAll = ~0u;
+
+// The greater of two numbers, NaN where one is: fmaxf drops a NaN.
+__device__ __forceinline__ float greater(float one, float other) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(one), "f"(other));
+  return most;
+}
+
+struct Shared {
+  int64_t bounds[kEntries];  // row of the entry's bounds, −1 for none
+  int delta[kEntries];
+  int next;  // the first entry that has no score yet
+};
+
+// What an element adds to a score by its least and greatest number, or by its mean.
+template <int kBounds>
+__device__ __forceinline__ float part_of(float q, const float (&of)[kBounds]) {
+  if constexpr (kBounds == 2) {
+    return greater(q * of[0], q * of[1]);
+  } else {
+    return q * of[0];
+  }
+}
+
+// An element of a query as keys of an entry with this delta meet it. This is rare, and not inlined.
+template <typename T>
+__device__ __noinline__ float turned(const T* vector, int d, int delta, const float* inv_freq,
+                                     int pairs, bool interleaved) {
+  return turned_element(vector, d, pairs, interleaved, [&](int pair) {
+    float2 angle;
+    cos_sin(half_turns(-delta, inv_freq[pair]), angle.x, angle.y);
+    return angle;
+  });
+}
+
+// `kColumns`: loads of a lane for a vector of bounds; the `kBounds` vectors from `kFirst` on count.
+template <typename T, int kColumns, int kFirst, int kBounds>
+class Scores {
+  const ScorePagesParams& p;
+  Shared& sh;
+  float* const queries;  // [group, head_dim], turned
+  const uint32_t head = blockIdx.x % p.kv_heads;
+  const uint32_t chunk = blockIdx.x / p.kv_heads % p.chunks;
+  const uint32_t request = blockIdx.x / p.kv_heads / p.chunks;
+  const int64_t row = int64_t{request} * p.kv_heads + head;
+  const uint32_t begin = chunk * kEntries;  // of this block among the table's
+  uint32_t entries;                         // of this block
+
+ public:
+  __device__ Scores(const ScorePagesParams& params, Shared& shared, float* room)
+      : p(params), sh(shared), queries(room) {}
+
+  __device__ void run() {
+    const bool own = p.heads != nullptr;
+    const int32_t table = own ? p.heads[4 * head] : 0;
+    const int64_t rank = own ? p.heads[4 * head + 1] : p.first_rank + head;
+    const int32_t* offsets = p.entry_offsets + int64_t{request} * p.tables + table;
+    const int64_t base = offsets[0], listed = int64_t{offsets[1]} - base;
+    const uint32_t count =
+        static_cast<uint32_t>(min(max(listed, int64_t{0}), int64_t{p.width}));
+    if (chunk == 0 && threadIdx.x == 0) p.counts[row] = static_cast<int32_t>(count);
+    entries = count > begin ? min(count - begin, static_cast<uint32_t>(kEntries)) : 0;
+    float* scores = p.scores + row * p.width;
+    for (uint32_t i = begin + entries + threadIdx.x; i < min(begin + kEntries, p.width);
+         i += kThreads) {
+      scores[i] = -INFINITY;
+    }
+    if (entries == 0) return;
+    if (threadIdx.x < entries) {
+      const int32_t* entry = p.entries + 5 * (base + begin + threadIdx.x);
+      const int64_t block = entry[0], page = block + rank;
+      sh.bounds[threadIdx.x] = block >= 0 && page < p.pages ? page : -1;
+      sh.delta[threadIdx.x] = entry[4];
+    }
+    __syncthreads();
+    // Entries of one delta after the other, in the order of the first of each.
+    for (uint32_t from = 0; from < entries; from = sh.next) {
+      const int delta = sh.delta[from];
+      turn(delta);
+      __syncthreads();
+      if (threadIdx.x == 0) sh.next = static_cast<int>(entries);
+      __syncthreads();
+      const uint32_t entry = from + threadIdx.x;
+      if (entry < entries && sh.delta[entry] != delta && is_first(entry)) {
+        atomicMin(&sh.next, static_cast<int>(entry));
+      }
+      score(scores + begin, from, delta);
+      __syncthreads();
+    }
+  }
+
+ private:
+  // Whether no entry before has this one's delta.
+  __device__ __forceinline__ bool is_first(uint32_t entry) const {
+    for (uint32_t i = 0; i < entry; ++i) {
+      if (sh.delta[i] == sh.delta[entry]) return false;
+    }
+    return true;
+  }
+
+  // Brings the queries as keys of an entry with this delta meet them.
+  __device__ __forceinline__ void turn(int delta) {
+    const auto* q = static_cast<const T*>(p.q) + request * p.q_row_stride;
+    const uint32_t elements = p.group * p.head_dim;
+    for (uint32_t i = threadIdx.x; i < elements; i += kThreads) {
+      const uint32_t d = i % p.head_dim;
+      const T* vector = q + (int64_t{head} * p.group + i / p.head_dim) * p.q_head_stride;
+      queries[i] = delta == 0 ? static_cast<float>(vector[d])
+                              : turned(vector, static_cast<int>(d), delta, p.inv_freq,
+                                       static_cast<int>(p.pairs), p.interleaved != 0);
+    }
+  }
+
+  // Scores the block's entries from `from` on that have this delta. A warp's lanes stay together.
+  __device__ __forceinline__ void score(float* scores, uint32_t from, int delta) {
+    const uint32_t lane = threadIdx.x % kLanes, dim = p.head_dim;
+    for (uint32_t first = from; first < entries; first += kStep) {
+      const uint32_t entry = first + threadIdx.x / kLanes;
+      const bool asked = entry < entries && sh.delta[entry] == delta;
+      const int64_t page = asked ? sh.bounds[entry] : -1;
+      float bounds[kColumns][kWords][kBounds];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const uint32_t d = (c * kLanes + lane) * kWords;
+#pragma unroll
+        for (int b = 0; b < kBounds; ++b) {
+          float4 words = {};
+          if (page >= 0 && d < dim) {
+            words = __ldg(reinterpret_cast<const float4*>(
+                p.bounds + (3 * page + kFirst + b) * dim + d));
+          }
+          bounds[c][0][b] = words.x;
+          bounds[c][1][b] = words.y;
+          bounds[c][2][b] = words.z;
+          bounds[c][3][b] = words.w;
+        }
+      }
+      float whole = p.summed != 0 ? 0.0f : -INFINITY;
+#pragma unroll 2
+      for (uint32_t i = 0; i < p.group; ++i) {
+        const float logit = finished(dot(queries + i * dim, bounds, lane, dim));
+        whole = p.summed != 0 ? whole + logit : greater(whole, logit);
+      }
+      if (asked && lane == 0) scores[entry] = page >= 0 ? whole : -INFINITY;
+    }
+  }
+
+  __device__ __forceinline__ float dot(const float* query,
+                                       const float (&bounds)[kColumns][kWords][kBounds],
+                                       uint32_t lane, uint32_t dim) const {
+    float sums[kWords] = {};
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const uint32_t d = (c * kLanes + lane) * kWords;
+      // Where there is no element both factors are 0.
+      float4 q = {};
+      if (d < dim) q = *reinterpret_cast<const float4*>(query + d);
+      sums[0] += part_of(q.x, bounds[c][0]);
+      sums[1] += part_of(q.y, bounds[c][1]);
+      sums[2] += part_of(q.z, bounds[c][2]);
+      sums[3] += part_of(q.w, bounds[c][3]);
+    }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
+    return sum;
+  }
+
+  __device__ __forceinline__ float finished(float dot) const {
+    const float logit = dot * p.scale;
+    return p.softcap > 0.0f ? p.softcap * tanhf(logit / p.softcap) : logit;
+  }
+};
+
+template <typename T, int kColumns, int kFirst, int kBounds>
+__device__ __forceinline__ void score_pages(const ScorePagesParams& params) {
+  __shared__ Shared shared;
+  extern __shared__ float4 room[];
+  Scores<T, kColumns, kFirst, kBounds>(params, shared, reinterpret_cast<float*>(room)).run();
+}
+
+}  // namespace
+
+// Names as rust/cuda/src/score_pages.rs builds them: dtype of queries, the largest head dim, and
+// what a score is made of.
+#define KERNEL(DTYPE, TYPE, DIM, KIND, FIRST, BOUNDS)                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                  \
+      score_pages_##DTYPE##_##DIM##_##KIND(const __grid_constant__ ScorePagesParams params) { \
+    score_pages<TYPE, DIM / (kLanes * kWords), FIRST, BOUNDS>(params);                    \
+  }
+#define KERNELS(DTYPE, TYPE)                \
+  KERNEL(DTYPE, TYPE, 64, minmax, 0, 2)     \
+  KERNEL(DTYPE, TYPE, 128, minmax, 0, 2)    \
+  KERNEL(DTYPE, TYPE, 256, minmax, 0, 2)    \
+  KERNEL(DTYPE, TYPE, 64, mean, 2, 1)       \
+  KERNEL(DTYPE, TYPE, 128, mean, 2, 1)      \
+  KERNEL(DTYPE, TYPE, 256, mean, 2, 1)
+
+KERNELS(f32, float)
+KERNELS(bf16, __nv_bfloat16)
+KERNELS(f16, __half)

@@ -1,0 +1,159 @@
+//! Launch of `score_pages.cu`.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::{PageBounds, PageScore, Pairing, SharedScore};
+
+use crate::backend::CudaBackend;
+use crate::error::CudaError;
+use crate::ffi::{DeviceBuffer, Grid};
+use crate::operands::{DeviceRows, DeviceTensor, blocks_of, long, name_of, narrow};
+use crate::paged::DeviceReach;
+use crate::params::ScorePagesParams;
+
+const THREADS: u32 = 256;
+/// Entries that a thread block scores: `kEntries` of the kernel.
+const ENTRIES: usize = 64;
+/// Largest head dims of the kernels.
+const DIMS: [usize; 3] = [64, 128, 256];
+
+/// Scores of pages by their bounds: `kvweave_core::ops::ScorePages`, whose checks are the caller's
+/// where the tables are on the host. The kernel gives −∞ to entries whose page has no bounds, and
+/// leaves out those beyond `width`; offsets are taken as they are.
+#[derive(Clone, Copy, Debug)]
+pub struct ScorePagesLaunch<'a> {
+    /// [B, H, D].
+    pub q: DeviceRows,
+    /// Its elements.
+    pub dtype: KvDtype,
+    /// B.
+    pub requests: usize,
+    /// H.
+    pub query_heads: usize,
+    /// G.
+    pub kv_heads: usize,
+    /// D.
+    pub head_dim: usize,
+    /// f32 [pages, 3, D], contiguous, on a boundary of 16 bytes.
+    pub bounds: DeviceTensor,
+    /// i32 [N, 5], contiguous.
+    pub entries: DeviceTensor,
+    /// i32 [B·R + 1].
+    pub entry_offsets: DeviceTensor,
+    /// The layer scored.
+    pub layer: usize,
+    /// Table and page of each head, where they differ.
+    pub reach: Option<DeviceReach<'a>>,
+    /// f32 [layers, pairs].
+    pub inv_freq: &'a DeviceBuffer,
+    /// rotary_dim / 2.
+    pub pairs: usize,
+    /// How elements pair up.
+    pub pairing: Pairing,
+    /// Factor of a score.
+    pub scale: f32,
+    /// Soft cap, above 0.
+    pub softcap: Option<f32>,
+    /// What a score is made of.
+    pub score: PageScore,
+    /// How query heads share it.
+    pub shared: SharedScore,
+    /// f32 [B, G, width], contiguous.
+    pub scores: DeviceTensor,
+    /// S.
+    pub width: usize,
+    /// i32 [B, G].
+    pub counts: DeviceTensor,
+    /// The stream's handle; 0 is the default stream.
+    pub stream: u64,
+}
+
+impl CudaBackend {
+    /// Puts the scores on the stream: −∞ behind those of a row. Nothing is waited for, nothing
+    /// allocated.
+    ///
+    /// # Safety
+    /// Addresses and sizes describe memory of this device that stays valid until the stream has
+    /// run the kernel, and `stream` is a stream of this device.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for shapes that do not belong together, `Unsupported` for what the kernel
+    /// does not do, `Driver` when the launch fails.
+    pub unsafe fn score_pages(&self, call: &ScorePagesLaunch<'_>) -> Result<(), CudaError> {
+        let params = params_of(call)?;
+        let rows = call.requests.saturating_mul(call.kv_heads);
+        if rows == 0 {
+            return Ok(());
+        }
+        let blocks = blocks_of("pages to score", rows.saturating_mul(params.chunks as usize))?;
+        let queries = (params.group as usize).saturating_mul(call.head_dim * size_of::<f32>());
+        let grid = Grid {
+            blocks: [blocks, 1, 1],
+            threads: THREADS,
+            shared_bytes: narrow("query heads of a KV head", queries)?,
+        };
+        let kind = match call.score {
+            PageScore::MinMax => "minmax",
+            PageScore::Mean => "mean",
+        };
+        let name = format!("score_pages_{}_{}_{kind}", name_of(call.dtype), dim_of(call)?);
+        // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
+        unsafe { self.launch(("score_pages", &name), grid, call.stream, &params) }
+    }
+}
+
+/// The head dim of the kernel that takes a call's.
+fn dim_of(call: &ScorePagesLaunch<'_>) -> Result<usize, CudaError> {
+    let dim = DIMS.into_iter().find(|&dim| call.head_dim <= dim);
+    dim.filter(|_| call.head_dim > 0 && call.head_dim.is_multiple_of(8)).ok_or_else(|| {
+        let expected = format!("a multiple of 8 up to {}", DIMS[DIMS.len() - 1]);
+        CudaError::unsupported("head_dim", expected, call.head_dim)
+    })
+}
+
+fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError> {
+    let ScorePagesLaunch { requests, query_heads, kv_heads, head_dim, width, .. } = *call;
+    dim_of(call)?;
+    if kv_heads == 0 || !query_heads.is_multiple_of(kv_heads) {
+        let expected = format!("a multiple of {kv_heads} KV heads");
+        return Err(CudaError::invalid("query heads", expected, query_heads));
+    }
+    if 2 * call.pairs > head_dim {
+        return Err(CudaError::invalid("rotary_dim", head_dim, 2 * call.pairs));
+    }
+    let tables = call.reach.map_or(1, |reach| reach.tables);
+    call.q.expect("q", (requests, query_heads, head_dim))?;
+    let spans = requests.saturating_mul(tables);
+    call.entry_offsets.expect("entry_offsets", spans.saturating_add(1))?;
+    call.scores.expect_size("scores", &[requests, kv_heads, width])?;
+    call.counts.expect_size("counts", &[requests, kv_heads])?;
+    if width > i32::MAX.cast_unsigned() as usize {
+        return Err(CudaError::invalid("width of scores", "a 31-bit number", width));
+    }
+    let first_rank = if call.reach.is_some() { 0 } else { call.layer.saturating_mul(kv_heads) };
+    let row = call.layer * call.pairs * size_of::<f32>();
+    Ok(ScorePagesParams {
+        q: call.q.tensor.address,
+        bounds: call.bounds.address,
+        entries: call.entries.address,
+        entry_offsets: call.entry_offsets.address,
+        heads: call.reach.map_or(0, |reach| reach.heads.address()),
+        inv_freq: call.inv_freq.address() + row as u64,
+        scores: call.scores.address,
+        counts: call.counts.address,
+        q_row_stride: long("q", call.q.row_stride)?,
+        q_head_stride: long("q", call.q.head_stride)?,
+        pages: long("bounds", call.bounds.len / PageBounds::row_len(head_dim))?,
+        tables: narrow("tables", tables)?,
+        kv_heads: narrow("kv_heads", kv_heads)?,
+        group: narrow("query heads", query_heads / kv_heads)?,
+        head_dim: narrow("head_dim", head_dim)?,
+        pairs: narrow("rotary_dim", call.pairs)?,
+        interleaved: u32::from(call.pairing == Pairing::Interleaved),
+        first_rank: narrow("layer", first_rank)?,
+        width: narrow("width of scores", width)?,
+        chunks: narrow("width of scores", width.div_ceil(ENTRIES).max(1))?,
+        summed: u32::from(call.shared == SharedScore::Sum),
+        scale: call.scale,
+        softcap: call.softcap.unwrap_or(0.0),
+    })
+}

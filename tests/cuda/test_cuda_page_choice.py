@@ -1,0 +1,298 @@
+"""`score_pages` and `select_pages` on CUDA: sizes and input that the tests on a host have not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvweave import InvalidArgument, Unsupported, ops
+from paged import rope_table
+from versions import needs_cuda
+
+pytestmark = needs_cuda
+
+HUGE = 2**31 - 1
+PAGE = 16
+WIDTHS = [1, 31, 511, 2048, 2049, 4096, 4097, 8192, 8193, 20_000, 70_001]
+KINDS = ["normal", "few", "equal", "close", "nan", "infinite", "ascending", "descending", "any"]
+
+
+def numbers(kind: str, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Rows of scores f32, hostile in one way each."""
+    drawn = torch.randn(shape, generator=generator)
+    match kind:
+        case "few":
+            return (4 * drawn).round() / 4
+        case "equal":
+            return torch.full(shape, -0.0)
+        case "close":
+            # They differ in the last ten bits alone.
+            last = torch.randint(0, 1024, shape, generator=generator, dtype=torch.int32)
+            return (last + 0x41200000).view(torch.float32)
+        case "nan":
+            return drawn.masked_fill(torch.rand(shape, generator=generator) < 0.3, torch.nan)
+        case "infinite":
+            ends = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38])
+            return ends[torch.randint(0, len(ends), shape, generator=generator)]
+        case "ascending":
+            return torch.arange(shape[1]).float().expand(shape).contiguous()
+        case "descending":
+            return -torch.arange(shape[1]).float().expand(shape).contiguous()
+        case "any":
+            bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
+            return bits.int().view(torch.float32)
+    return drawn
+
+
+def there(*tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(table.cuda() for table in tables)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_choice_is_that_of_the_definition(kind, width, generator) -> None:
+    rows = 12
+    scores = numbers(kind, (rows, width), generator)
+    counts = torch.randint(0, width + 1, (rows,), generator=generator).int()
+    counts[:4] = torch.tensor([width, 0, min(width, 1), max(0, width - 1)]).int()
+    budgets = torch.tensor([3, 4, 16, 64, 128, 256, 257, 1000, 2048, 4095, 4096, 4096]).int()
+    budgets = budgets[torch.randperm(rows, generator=generator)]
+    for sink, recent in ((1, 2), (0, 0), (3, 0)):
+        named = {"sink": sink, "recent": recent, "most": 4096}
+        wanted = ops.select_pages(scores, counts, budgets, **named)
+        got = ops.select_pages(*there(scores, counts, budgets), **named)
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a.cpu(), b)
+        again = ops.select_pages(*there(scores, counts, budgets), **named)
+        assert torch.equal(again[0], got[0])
+
+
+@pytest.mark.parametrize("kind", ["few", "nan", "any"])
+def test_a_row_alone_has_the_answer_that_it_has_among_others(kind, generator) -> None:
+    scores = numbers(kind, (300, 3000), generator)
+    counts = torch.randint(0, 3001, (300,), generator=generator).int()
+    budgets = torch.randint(3, 600, (300,), generator=generator).int()
+    given = there(scores, counts, budgets)
+    together = ops.select_pages(*given, sink=1, recent=2, most=600)
+    for row in range(0, 300, 37):
+        # Room for more columns makes another kernel of it.
+        wide = torch.nn.functional.pad(given[0][row : row + 1], (0, 9000), value=torch.nan)
+        some = (wide, given[1][row : row + 1], given[2][row : row + 1])
+        alone = ops.select_pages(*some, sink=1, recent=2, most=600)
+        assert torch.equal(alone[0][0], together[0][row])
+        assert torch.equal(alone[1][0], together[1][row])
+
+
+def test_counts_and_budgets_on_the_device_may_say_anything(generator) -> None:
+    scores = numbers("normal", (6, 100), generator)
+    counts = torch.tensor([HUGE, -1, -HUGE - 1, 100, 50, 101]).int()
+    budgets = torch.tensor([10, 10, 10, -5, 2, HUGE]).int()
+    room = torch.full((8, 40), -7, dtype=torch.int32, device="cuda")
+    del room
+    pages, selected = ops.select_pages(*there(scores, counts, budgets), sink=1, recent=2, most=12)
+    pages, selected = pages.cpu(), selected.cpu()
+    wanted, _ = ops.select_pages(
+        scores[:1], np.array([100], np.int32), np.array([10], np.int32), sink=1, recent=2, most=12
+    )
+    assert torch.equal(pages[:1], wanted)
+    assert selected.tolist() == [10, 0, 0, 3, 3, 12]
+    assert (pages[1:3] == -1).all()
+    assert pages[3, :4].tolist() == [0, 98, 99, -1]
+    assert pages[4, :4].tolist() == [0, 48, 49, -1]
+    assert pages[5].tolist() == list(range(12))
+
+
+def test_what_lies_on_the_device_has_to_be_said(generator) -> None:
+    scores, counts = torch.zeros(2, 5).cuda(), torch.tensor([5, 5]).int()
+    with pytest.raises(InvalidArgument, match="most: expected the largest budget"):
+        ops.select_pages(scores, counts, counts.cuda())
+    with pytest.raises(InvalidArgument, match="budgets: expected numbers from 3 to 2"):
+        ops.select_pages(scores, counts, counts, sink=1, recent=2, most=2)
+    with pytest.raises(InvalidArgument, match="counts: expected numbers from 0 to 5"):
+        ops.select_pages(scores, counts + 1, counts)
+    with pytest.raises(InvalidArgument, match="counts: expected 2 elements, got 1"):
+        ops.select_pages(scores, counts[:1], counts)
+    call = Scored.of([4, 2], 2, 4, 64, generator)
+    entries, offsets = there(call.entries, call.offsets)
+    with pytest.raises(InvalidArgument, match="width: expected the most entries of a table"):
+        ops.score_pages(call.q.cuda(), entries, call.pages("cuda"), entry_offsets=offsets)
+    with pytest.raises(InvalidArgument, match="width of scores: expected at least 4"):
+        ops.score_pages(
+            call.q.cuda(), call.entries, call.pages("cuda"), entry_offsets=call.offsets, width=3
+        )
+    pages = call.pages("cuda", bounds=torch.zeros(call.bounds.numel() + 1).cuda()[1:])
+    with pytest.raises(InvalidArgument, match="bounds: expected"):
+        ops.score_pages(call.q.cuda(), entries, pages, entry_offsets=offsets, width=4)
+    odd = Scored.of([4, 2], 2, 4, 12, generator)
+    with pytest.raises(Unsupported, match="head_dim: expected a multiple of 8 up to 256, got 12"):
+        odd.there(width=4)
+
+
+class Scored:
+    """Queries of requests over tables of pages with bounds, all on the host."""
+
+    def __init__(self, **parts) -> None:
+        self.__dict__.update(parts)
+
+    @classmethod
+    def of(cls, lengths, kv_heads, heads, dim, generator, dtype=torch.float32, turns=(0,)):
+        """Pages in any order; entries turned by one of `turns` each, in runs."""
+        blocks, total = max(lengths) + 3, sum(lengths)
+        keys = torch.randn(blocks * kv_heads, PAGE, dim, generator=generator)
+        bounds = torch.stack((keys.amin(1), keys.amax(1), keys.mean(1)), 1)
+        order = torch.cat([torch.randperm(blocks, generator=generator)[:n] for n in lengths])
+        place = PAGE * torch.cat([torch.arange(n) for n in lengths])
+        turn = torch.tensor(turns)[torch.arange(total) // 7 % len(turns)]
+        columns = (order * kv_heads, 0 * place, 0 * place + PAGE, place, turn)
+        ends = np.cumsum([0, *lengths]).astype(np.int32)
+        return cls(
+            q=torch.randn(len(lengths), heads, dim, generator=generator).to(dtype),
+            bounds=bounds,
+            entries=torch.stack(columns, 1).int(),
+            offsets=torch.from_numpy(ends),
+            kv_heads=kv_heads,
+            dim=dim,
+            options={},
+            rope=rope_table(1, dim),
+        )
+
+    def pages(self, device, bounds=None) -> ops.BoundedPages:
+        bounds = self.bounds.to(device) if bounds is None else bounds.view(self.bounds.shape)
+        given = (bounds, PAGE, 0, self.kv_heads, self.dim**-0.5, self.rope)
+        return ops.BoundedPages(*given, **self.options)
+
+    def here(self, **named):
+        return ops.score_pages(
+            self.q, self.entries, self.pages("cpu"), entry_offsets=self.offsets, **named
+        )
+
+    def there(self, **named):
+        entries, offsets = there(self.entries, self.offsets)
+        q, pages = self.q.cuda(), self.pages("cuda")
+        return ops.score_pages(q, entries, pages, entry_offsets=offsets, **named)
+
+
+SHAPES = [
+    # KV heads, query heads, head dim
+    (8, 32, 128),
+    (1, 7, 64),
+    (2, 2, 256),
+    (3, 9, 80),
+    (1, 40, 8),
+    (2, 6, 200),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_are_the_hosts(shape, dtype, generator) -> None:
+    for turns in ((0,), (0, 5000), (3, -2, 0, 7, 900_000)):
+        call = Scored.of([200, 0, 1, 63, 65], *shape, generator, dtype, turns)
+        for options in (
+            {},
+            {"score": "mean"},
+            {"shared": "sum"},
+            {"softcap": 2.0},
+            {"score": "mean", "shared": "sum", "softcap": 0.5},
+        ):
+            call.options = options
+            wanted, counts = call.here(width=210)
+            got, listed = call.there(width=210)
+            assert torch.equal(listed.cpu(), counts)
+            torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 32, 128), (1, 7, 64), (2, 2, 256)])
+def test_pages_in_the_middle_of_pairs_are_turned(shape, generator) -> None:
+    dim = shape[2]
+    call = Scored.of([90, 40], *shape, generator, torch.bfloat16, (0, 77, -1234))
+    for pairing in ("half", "interleaved"):
+        call.rope = rope_table(1, dim // 2, pairing)
+        torch.testing.assert_close(
+            call.there(width=90)[0].cpu(), call.here()[0], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_score_is_the_same_whoever_else_is_scored(generator) -> None:
+    turns = (0, 300)
+    call = Scored.of([300, 500, 20], 4, 16, 128, generator, torch.bfloat16, turns)
+    together = call.there(width=500)[0]
+    assert torch.equal(call.there(width=700)[0][..., :500], together)
+    # The second request's later entries alone: in another thread block, beside other ones.
+    call.q, call.entries = call.q[1:2], call.entries[300 + 111 : 800]
+    call.offsets = torch.tensor([0, 389], dtype=torch.int32)
+    assert torch.equal(call.there(width=389)[0][0], together[1, :, 111:])
+
+
+def test_nan_and_infinities_reach_the_score(generator) -> None:
+    call = Scored.of([70], 2, 4, 128, generator)
+    call.bounds[call.entries[3, 0].item(), 0, 127] = torch.nan
+    call.bounds[call.entries[5, 0].item(), 1, 0] = torch.inf
+    call.bounds[call.entries[7, 0].item() + 1, :, 64] = -torch.inf
+    call.bounds[call.entries[9, 0].item(), 2, 3] = torch.nan
+    for score in ("min-max", "mean"):
+        call.options = {"score": score}
+        wanted, got = call.here()[0], call.there(width=70)[0].cpu()
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert torch.isnan(got).any()
+    call.q[0, 1, 5] = torch.nan
+    got = call.there(width=70)[0].cpu()
+    assert torch.isnan(got[0, 0]).all()
+    assert not torch.isnan(got[0, 1]).any()
+
+
+def test_entries_without_bounds_are_never_better(generator) -> None:
+    call = Scored.of([90, 50], 2, 8, 64, generator)
+    wanted = call.here()[0]
+    rows = len(call.bounds)
+    for at, block in ((0, HUGE), (1, -1), (2, -HUGE - 1), (64, rows), (100, rows - 1)):
+        call.entries[at, 0] = block
+    got, counts = call.there(width=90)
+    assert counts.tolist() == [[90, 90], [50, 50]]
+    # The last block has bounds of its first page.
+    wanted[0, :, [0, 1, 2, 64]], wanted[1, 1, 10] = -torch.inf, -torch.inf
+    wanted[1, 0, 10] = got[1, 0, 10].cpu()
+    assert torch.isfinite(got[1, 0, 10])
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_tables_longer_than_a_row_of_scores_end_with_it(generator) -> None:
+    call = Scored.of([90, 50], 2, 8, 64, generator)
+    wanted = call.here()[0]
+    got, counts = call.there(width=70)
+    assert counts.tolist() == [[70, 70], [50, 50]]
+    torch.testing.assert_close(got.cpu(), wanted[..., :70], rtol=1e-4, atol=1e-4)
+    none, counts = call.there(width=0)
+    assert none.shape == (2, 2, 0)
+    assert counts.tolist() == [[0, 0], [0, 0]]
+    call.offsets = torch.tensor([0, 90, 60], dtype=torch.int32)
+    assert call.there(width=90)[1].tolist() == [[90, 90], [0, 0]]
+
+
+def test_what_is_chosen_on_the_device_is_what_the_host_chooses(generator) -> None:
+    """Scores straight into the choice, one captured graph, with bounds made there as well."""
+    call = Scored.of([300, 40, 4], 4, 16, 128, generator, torch.bfloat16)
+    q, pages = call.q.cuda(), call.pages("cuda")
+    entries, offsets = there(call.entries, call.offsets)
+    budgets = torch.full((12,), 32, dtype=torch.int32, device="cuda")
+
+    def choose() -> tuple[torch.Tensor, ...]:
+        scores, counts = ops.score_pages(q, entries, pages, entry_offsets=offsets, width=300)
+        rows, listed = scores.flatten(0, 1), counts.flatten()
+        chosen = ops.select_pages(rows, listed, budgets, sink=1, recent=2, most=32)
+        return scores, counts, *chosen
+
+    choose()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores, counts, chosen, selected = choose()
+    q.copy_(torch.randn(q.shape, generator=generator))
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = ops.select_pages(
+        scores.cpu().flatten(0, 1), counts.cpu().flatten(), budgets.cpu(), sink=1, recent=2
+    )
+    assert torch.equal(chosen.cpu(), wanted[0])
+    assert torch.equal(selected.cpu(), wanted[1])
+    assert selected.tolist() == [32] * 8 + [4] * 4
