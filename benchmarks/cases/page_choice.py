@@ -91,12 +91,13 @@ class Choice:
             "torch.topk, sorted": self.torch_sorted,
         }
         if find_spec("flashinfer") is not None:
-            top_k = import_module("flashinfer").top_k
-            found["flashinfer.top_k"] = lambda: top_k(self.scores, self.most)[1]
+            found["flashinfer.top_k"] = self._flashinfer
         if find_spec("vllm") is not None and self.most in VLLM_K:
-            import_module("vllm._custom_ops")
             found["vllm persistent_topk"] = self._vllm()
         return found
+
+    def _flashinfer(self) -> torch.Tensor:
+        return import_module("flashinfer").top_k(self.scores, self.most)[1]
 
     def _vllm(self) -> Callable[[], torch.Tensor]:
         rows, width = self.scores.shape
@@ -105,6 +106,7 @@ class Choice:
         space = torch.zeros(VLLM_WORKSPACE, dtype=torch.uint8, device=device)
 
         def call() -> torch.Tensor:
+            import_module("vllm._custom_ops")
             given = (self.scores, self.counts, chosen, space, self.most, width)
             torch.ops._C.persistent_topk(*given)
             return chosen

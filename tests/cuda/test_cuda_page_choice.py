@@ -181,6 +181,9 @@ SHAPES = [
     (3, 9, 80),
     (1, 40, 8),
     (2, 6, 200),
+    # Queries for which a thread block needs more shared memory than every launch has.
+    (1, 48, 256),
+    (1, 80, 256),
 ]
 
 

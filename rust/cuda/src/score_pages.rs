@@ -13,6 +13,10 @@ use crate::params::ScorePagesParams;
 const THREADS: u32 = 256;
 /// Entries that a thread block scores: `kEntries` of the kernel.
 const ENTRIES: usize = 64;
+/// Shared memory that every launch has.
+const EVERY_BYTES: usize = 48 << 10;
+/// More than the kernel's own.
+const OWN_BYTES: usize = 1 << 10;
 /// Largest head dims of the kernels.
 const DIMS: [usize; 3] = [64, 128, 256];
 
@@ -85,11 +89,11 @@ impl CudaBackend {
             return Ok(());
         }
         let blocks = blocks_of("pages to score", rows.saturating_mul(params.chunks as usize))?;
-        let queries = (params.group as usize).saturating_mul(call.head_dim * size_of::<f32>());
+        let shared_bytes = shared_bytes_of(params.group as usize, call.head_dim);
         let grid = Grid {
             blocks: [blocks, 1, 1],
             threads: THREADS,
-            shared_bytes: narrow("query heads of a KV head", queries)?,
+            shared_bytes: narrow("query heads of a KV head", shared_bytes)?,
         };
         let kind = match call.score {
             PageScore::MinMax => "minmax",
@@ -99,6 +103,13 @@ impl CudaBackend {
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { self.launch(("score_pages", &name), grid, call.stream, &params) }
     }
+}
+
+/// Shared memory for the queries of a KV head. Together with the kernel's own it may come to more
+/// than every launch has, where they alone would not: then the launch asks for more than that.
+fn shared_bytes_of(group: usize, head_dim: usize) -> usize {
+    let queries = group.saturating_mul(head_dim).saturating_mul(size_of::<f32>());
+    if queries <= EVERY_BYTES - OWN_BYTES { queries } else { queries.max(EVERY_BYTES + 16) }
 }
 
 /// The head dim of the kernel that takes a call's.
@@ -156,4 +167,15 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_that_leave_the_kernel_no_room_ask_for_more() {
+        let bytes = [(4, 128), (47, 256), (48, 256), (64, 256)].map(|(g, d)| shared_bytes_of(g, d));
+        assert_eq!(bytes, [2048, 48_128, 49_168, 65_536]);
+    }
 }
