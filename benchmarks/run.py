@@ -19,6 +19,7 @@ from benchmarks.cases import (
     engine_load,
     head_memory,
     page_choice,
+    rotate_rows,
     store,
     ttft,
     ttft_cuda,
@@ -31,6 +32,7 @@ Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {
     "block_manager": block_manager.run,
     "copy_rerotate": copy_rerotate.run,
+    "rotate_rows": rotate_rows.run,
     "decode_host": decode_host.run,
     "engine_load": engine_load.run,
     "attention": attention.run,

@@ -1,8 +1,8 @@
 // Rotated pairs of a vector as threads hold them: two packs of V elements, V pairs.
 //
-// Half pairing: pair e has element e of each pack. Interleaved: a pack of several elements has whole
-// pairs, and the second pack lies as far from the first as with half pairing, so that threads next
-// to each other read side by side; a pack of a single element has its partner next to it.
+// Half pairing: pair e has element e of each pack. Interleaved: a pack of several elements has
+// whole pairs, and the second pack lies as far from the first as with half pairing, so that threads
+// next to each other read side by side; a pack of a single element has its partner next to it.
 #pragma once
 
 #include "vector.cuh"

@@ -13,6 +13,7 @@ CLASSES = (
     ("scores", r"score_"),
     ("copies", r"copy_rerotate"),
     ("writes", r"write_pages"),
+    ("rotations", r"rotate_rows"),
     ("GEMM", r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|dot_kernel"),
     ("transfers", r"memcpy|memset"),
     ("norms", r"norm"),

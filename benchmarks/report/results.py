@@ -29,6 +29,7 @@ TITLES = {
     "attention": "Attention over pages in random order, beside torch's over contiguous tensors",
     "head_memory": "Sessions that fit, and payloads: one KV head in eight full, others 256 + 16",
     "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
+    "rotate_rows": "Rotating queries and keys on the CPU, beside torch's expression of it",
     "decode_host": "Host time of a decode step beside its model, 1024 tokens a request",
     "engine_load": "An engine under load: random weights, prompts that share nothing",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",

@@ -16,6 +16,7 @@ from benchmarks.cases import (
     decode_host,
     engine_load,
     head_memory,
+    rotate_rows,
     store,
     ttft_cuda,
 )
@@ -86,7 +87,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
-    timed = {"block_manager", "copy_rerotate", "attention", "ttft", "ttft_cuda"}
+    timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
     host = {"head_memory", "decode_host", "engine_load", "store"}
     assert set(CASES) == timed | host | {"page_choice", "ttft_heads"}
 
@@ -101,6 +102,12 @@ def test_copy_case_checks_and_measures() -> None:
     rows = copy_rerotate.run(quick=True)
     assert len(rows) == 4
     assert all(row.of["MiB"] >= 16 for row in rows)
+
+
+def test_rotation_case_checks_and_measures() -> None:
+    rows = rotate_rows.run(quick=True)
+    assert len(rows) == 8
+    assert all(row.value > 0 and row.of["torch ÷ ours"] > 0 for row in rows)
 
 
 def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
@@ -152,6 +159,7 @@ def test_attention_case_agrees_with_torch(name: str) -> None:
         ("void copy_rerotate<__nv_bfloat16>(CopyRerotateParams)", "copies"),
         ("score_tokens_rows", "scores"),
         ("write_pages", "writes"),
+        ("rotate_rows_bf16_half_wide", "rotations"),
         ("Memcpy HtoD (Pinned -> Device)", "transfers"),
         ("void vectorized_layer_norm_kernel<c10::BFloat16, float, true>", "norms"),
         ("void at::native::elementwise_kernel<128, 4, MulFunctor>", "elementwise"),

@@ -60,6 +60,8 @@ def test_rows_that_are_no_tensors_of_torch_are_refused_by_name(wrong) -> None:
         ("v", lambda: ops.write_pages(**writing(v=wrong))),
         ("outs", lambda: ops.merge_states(wrong, torch.zeros(1, 1, 2))),
         ("lses", lambda: ops.merge_states(torch.zeros(1, 1, 2, 8), wrong)),
+        ("q", lambda: ops.rotate_rows(wrong, None, torch.ones(1, 8), torch.ones(1, 8))),
+        ("cos", lambda: ops.rotate_rows(torch.zeros(1, 2, 8), None, wrong, torch.ones(1, 8))),
     ]:
         with pytest.raises(InvalidArgument, match=f"^{name}: {expected}"):
             call()

@@ -41,6 +41,7 @@ from kvweave.lab.bench.shapes import (
     Decode,
     Merge,
     Prefill,
+    Rotate,
     Score,
     Target,
     Work,
@@ -64,6 +65,7 @@ WORKS: list[Work] = [
     Copy(LAYERED, 1, grouped=True),
     Write(40, TINY),
     Write(400, TINY, local=1),
+    Rotate(40, TINY),
     Merge(3, 17, TINY),
     Score(8, 256, TINY),
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave.lab.bench.device_timing import DeviceClock, Effort, spin
-from kvweave.lab.bench.shapes import Copy, Decode, Merge, Prefill, Score, Work, Write
+from kvweave.lab.bench.shapes import Copy, Decode, Merge, Prefill, Rotate, Score, Work, Write
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ def bound_of(work: Work) -> Bound:
             return Bound(2.0 * work.blocks * work.block_bytes, "B", "copy")
         case Write():
             return Bound(size * 4.0 * work.vectors * s.head_dim, "B", "copy")
+        case Rotate():
+            # The second halves of cosines and sines repeat the first.
+            turns = work.rows * s.head_dim
+            return Bound(float(size * (2 * work.elements + turns)), "B", "copy")
         case Merge():
             rows = work.rows * s.heads
             return Bound((work.parts + 1.0) * rows * (size * s.head_dim + 4), "B", "read")

@@ -13,7 +13,18 @@ from kvweave import ops
 from kvweave.lab.bench.pages import PAGE, shuffled_blocks
 from kvweave.lab.bench.pool import Pool, Rows, pool
 from kvweave.lab.bench.rows import expect
-from kvweave.lab.bench.shapes import SINK, WINDOW, Copy, Decode, Merge, Prefill, Score, Work, Write
+from kvweave.lab.bench.shapes import (
+    SINK,
+    WINDOW,
+    Copy,
+    Decode,
+    Merge,
+    Prefill,
+    Rotate,
+    Score,
+    Work,
+    Write,
+)
 
 TOLERANCE = 0.02
 """‖answer − f32‖ / ‖f32‖ of one row and head; bf16 operands leave a few thousandths."""
@@ -187,6 +198,36 @@ class Writes:
 
 
 @dataclass(frozen=True)
+class Rotations:
+    """Rows [R, H + G, D], queries then keys, rotated in place by cos and sin [R, D].
+
+    `given` are the rows as they were; every call turns them once more.
+    """
+
+    work: Rotate
+    rows: torch.Tensor
+    given: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def poison(self) -> None:
+        """Rows as they were."""
+        self.rows.copy_(self.given)
+
+    def parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [R, H, D] and keys [R, G, D], views."""
+        heads = self.work.shape.heads
+        return rows[:, :heads], rows[:, heads:]
+
+    def check(self, out: torch.Tensor) -> None:
+        """All rows, turned once, against f32."""
+        x, half = self.given.float(), self.work.shape.head_dim // 2
+        partner = torch.cat((-x[..., half:], x[..., :half]), -1)
+        turned = x * self.cos[:, None].float() + partner * self.sin[:, None].float()
+        differs("rows", out, turned)
+
+
+@dataclass(frozen=True)
 class Merges:
     """Partial results outs [S, R, H, D] with lses f32 [S, R, H]."""
 
@@ -204,7 +245,7 @@ class Merges:
 
 
 Target: TypeAlias = tuple[tuple[Any, slice], torch.Tensor, torch.Tensor]
-Problem: TypeAlias = Attention | Layers | Scores | Copies | Writes | Merges
+Problem: TypeAlias = Attention | Layers | Scores | Copies | Writes | Rotations | Merges
 
 
 def differs(what: str, got: torch.Tensor, wanted: torch.Tensor, limit: float = TOLERANCE) -> None:
@@ -234,6 +275,8 @@ def problem(work: Work, device: torch.device) -> Problem:
             return _copies(work, device)
         case Write():
             return _writes(work, device)
+        case Rotate():
+            return _rotations(work, device)
         case Merge():
             s = work.shape
             size = (work.parts, work.rows, s.heads, s.head_dim)
@@ -276,6 +319,14 @@ def _copies(work: Copy, device: torch.device) -> Copies:
     of_pages = np.repeat(np.arange(s.layers, dtype=np.int32), s.kv_heads)
     layers = torch.from_numpy(of_pages).to(device) if work.grouped else None
     return Copies(work, pages, copies, ops.RopeTable(s.rope().inv_freq, work.pairing), layers)
+
+
+def _rotations(work: Rotate, device: torch.device) -> Rotations:
+    s = work.shape
+    given = torch.randn(work.rows, s.heads + s.kv_heads, s.head_dim, device=device).bfloat16()
+    inv_freq = torch.from_numpy(s.rope().inv_freq[0]).to(device)
+    angles = (torch.arange(work.rows, device=device)[:, None] * inv_freq).repeat(1, 2)
+    return Rotations(work, given.clone(), given, angles.cos().bfloat16(), angles.sin().bfloat16())
 
 
 def _writes(work: Write, device: torch.device) -> Writes:

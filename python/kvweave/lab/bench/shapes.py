@@ -143,6 +143,19 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Rotate:
+    """Queries and keys of `rows` tokens, rotated by RoPE: views of one projection's output."""
+
+    rows: int
+    shape: Shape = LLAMA
+
+    @property
+    def elements(self) -> int:
+        """Of queries and keys."""
+        return self.rows * (self.shape.heads + self.shape.kv_heads) * self.shape.head_dim
+
+
+@dataclass(frozen=True)
 class Score:
     """The last `rows` of a prompt probe all its keys."""
 
@@ -151,7 +164,7 @@ class Score:
     shape: Shape = LLAMA
 
 
-Work: TypeAlias = Decode | Prefill | Copy | Write | Merge | Score
+Work: TypeAlias = Decode | Prefill | Copy | Write | Rotate | Merge | Score
 
 
 @dataclass(frozen=True)
@@ -272,6 +285,9 @@ CASES: tuple[Case, ...] = (
     Case("write_pages", "write_pages, 64 rows", Write(64), graph=True),
     Case("write_pages", "write_pages, 8K rows", Write(8 * K)),
     Case("write_pages", "write_pages, 4 of 8 KV heads local, 8K rows", Write(8 * K, local=4)),
+    Case("rotate_rows", "rotate_rows, 1 row", Rotate(1), graph=True),
+    Case("rotate_rows", "rotate_rows, 64 rows", Rotate(64), graph=True),
+    Case("rotate_rows", "rotate_rows, 8K rows", Rotate(8 * K)),
     Case("merge_states", "merge_states, 8 parts of 64 rows", Merge(8, 64), graph=True),
     Case("merge_states", "merge_states, 2 parts of 8K rows", Merge(2, 8 * K)),
     Case("score_tokens", "score_tokens, 64 rows over 32K", Score(64, 32 * K)),

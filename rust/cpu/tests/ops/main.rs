@@ -5,4 +5,5 @@ mod match_reference;
 mod paged;
 mod pages;
 mod reach;
+mod rotate_rows;
 mod row_bits;

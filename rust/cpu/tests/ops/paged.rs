@@ -4,8 +4,8 @@
 
 use kvweave_core::ops::{
     AttendDecode, AttendPrefill, Cached, CopyRerotate, EdgeMass, Element, HeadRows, KvScales,
-    KvView, MergeStates, OpError, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens,
-    Scoring, WritePages,
+    KvView, MergeStates, OpError, PageGeometry, Pairing, Queries, Reach, RopeTable, RotateRows,
+    ScoreTokens, Scoring, WritePages,
 };
 
 /// A backend under test.
@@ -18,6 +18,7 @@ pub trait Backend {
     fn score_tokens<T: Element, C: Element>(params: ScoreTokens<'_, T, C>) -> Result<(), OpError>;
     fn merge_states<T: Element>(params: MergeStates<'_, T>) -> Result<(), OpError>;
     fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError>;
+    fn rotate_rows<T: Element>(params: RotateRows<'_, T>) -> Result<(), OpError>;
     fn write_pages<T: Element, C: Cached<T>>(params: WritePages<'_, T, C>) -> Result<(), OpError>;
 }
 
@@ -46,6 +47,9 @@ macro_rules! backend {
             }
             fn copy_rerotate<T: Element>(params: CopyRerotate<'_, T>) -> Result<(), OpError> {
                 $crate_name::copy_rerotate(params)
+            }
+            fn rotate_rows<T: Element>(params: RotateRows<'_, T>) -> Result<(), OpError> {
+                $crate_name::rotate_rows(params)
             }
             fn write_pages<T: Element, C: Cached<T>>(
                 params: WritePages<'_, T, C>,

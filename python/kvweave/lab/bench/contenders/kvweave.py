@@ -9,7 +9,16 @@ import torch
 from kvweave import ops
 from kvweave.lab.bench.contenders.contender import Contender
 from kvweave.lab.bench.device_timing import Call
-from kvweave.lab.bench.problems import Attention, Copies, Layers, Merges, Problem, Scores, Writes
+from kvweave.lab.bench.problems import (
+    Attention,
+    Copies,
+    Layers,
+    Merges,
+    Problem,
+    Rotations,
+    Scores,
+    Writes,
+)
 from kvweave.lab.bench.shapes import Decode
 
 NAME = "kvweave"
@@ -33,6 +42,8 @@ def contenders(problem: Problem) -> Iterator[Contender]:
             yield Contender(NAME, lambda: _copy(problem))
         case Writes():
             yield Contender(NAME, lambda: _write(problem))
+        case Rotations():
+            yield Contender(NAME, lambda: _rotate(problem))
         case Merges():
             yield Contender(NAME, lambda: lambda: ops.merge_states(problem.outs, problem.lses)[0])
 
@@ -128,5 +139,15 @@ def _write(problem: Writes) -> Call:
         given = (problem.pages, 0, problem.k, problem.v, problem.slots)
         ops.write_pages(*given, reach=problem.reach)
         return problem.pages
+
+    return call
+
+
+def _rotate(problem: Rotations) -> Call:
+    q, k = problem.parts(problem.rows)
+
+    def call() -> torch.Tensor:
+        ops.rotate_rows(q, k, problem.cos, problem.sin)
+        return problem.rows
 
     return call

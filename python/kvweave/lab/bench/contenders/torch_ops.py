@@ -8,7 +8,7 @@ import torch
 
 from kvweave.lab.bench.contenders.contender import Contender
 from kvweave.lab.bench.device_timing import Call
-from kvweave.lab.bench.problems import Copies, Merges, Problem, Scores, Writes
+from kvweave.lab.bench.problems import Copies, Merges, Problem, Rotations, Scores, Writes
 
 
 def missing(device: torch.device) -> str:
@@ -23,6 +23,8 @@ def contenders(problem: Problem) -> Iterator[Contender]:
             yield Contender("device copy", lambda: _copy(problem), same=False)
         case Writes():
             yield Contender("torch index_put", lambda: _write(problem))
+        case Rotations():
+            yield Contender("torch addcmul", lambda: _rotate(problem))
         case Merges():
             yield Contender("torch", lambda: _merge(problem))
         case Scores():
@@ -45,6 +47,22 @@ def _write(problem: Writes) -> Call:
             problem.pages[page, 0, slot] = problem.k[source]
             problem.pages[page, 1, slot] = problem.v[source]
         return problem.pages
+
+    return call
+
+
+def _rotate(problem: Rotations) -> Call:
+    """Three launches for queries and three for keys, which move few bytes beyond the least."""
+    out, half = torch.empty_like(problem.rows), problem.work.shape.head_dim // 2
+    pairs = list(zip(problem.parts(problem.rows), problem.parts(out), strict=True))
+    cos, sin = problem.cos[:, None], problem.sin[:, None]
+
+    def call() -> torch.Tensor:
+        for x, turned in pairs:
+            torch.mul(x, cos, out=turned)
+            turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+            turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
 
     return call
 
