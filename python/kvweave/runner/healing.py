@@ -55,7 +55,7 @@ class Healing:
     bound: float = 0.5
     rise: float = 0.12
     share: float = 0.05
-    most: float = 0.1
+    most: float = 0.05
     depth: float = 1 / 3
     near: int = 3
 
