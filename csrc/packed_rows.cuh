@@ -13,6 +13,13 @@
 
 constexpr int kMiddle = 8;          // the code that others count from
 
+// (word & mask) | more, which the compiler would make two of.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t more) {
+  uint32_t both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(both) : "r"(word), "r"(mask), "r"(more));
+  return both;
+}
+
 // How codes become numbers of T.
 template <typename T>
 struct Codes;
@@ -23,7 +30,7 @@ struct Codes<__nv_bfloat16> {
   static constexpr float kAdded = 128 + kMiddle;  // to what two() holds
   // Codes in the low nibbles of either half.
   static __device__ __forceinline__ uint32_t two(uint32_t word) {
-    return (word & 0x000F000Fu) | 0x43004300u;
+    return masked_or(word, 0x000F000Fu, 0x43004300u);
   }
 };
 
@@ -33,7 +40,7 @@ struct Codes<__half> {
   using Two = __half2;
   static constexpr float kAdded = 0;
   static __device__ __forceinline__ uint32_t two(uint32_t word) {
-    const uint32_t both = (word & 0x000F000Fu) | 0x64006400u;
+    const uint32_t both = masked_or(word, 0x000F000Fu, 0x64006400u);
     const __half2 less = __hsub2(reinterpret_cast<const __half2&>(both),
                                  __float2half2_rn(1024 + kMiddle));
     return reinterpret_cast<const uint32_t&>(less);
@@ -116,17 +123,27 @@ class PackedRows {
     float start[4] = {0, 0, 0, 0};
     take_in_scales(page, scaled, start);
     const int tokens = static_cast<int>(p.kv.page_tokens);
+    const bool whole = is_seen_whole(run, tokens);
 #pragma unroll 1
     for (int token = run.entry.begin / 32 * 32; token < run.entry.end; token += 32) {
-      uint32_t masks[2];
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        const int slot = token + 16 * u;
-        masks[u] = slot < tokens ? mask_of(run.entry, run.reach, run.position, slot, 16) : 0;
+      uint32_t mask = ~0u;
+      if (!whole) {
+        const auto mask_16 = [&](int slot) {
+          return slot < tokens ? mask_of(run.entry, run.reach, run.position, slot, 16) : 0u;
+        };
+        mask = mask_16(token) | mask_16(token + 16) << 16;
+        if (mask == 0) continue;
       }
-      if ((masks[0] | masks[1]) == 0) continue;
-      attend_32(page, token, masks, scaled, start);
+      attend_32(page, token, mask, scaled, start);
     }
+  }
+
+  // Whether the row sees all that a page may hold, and that is whole products.
+  __device__ static bool is_seen_whole(const PackedRun& run, int tokens) {
+    const int last = run.entry.position + tokens - 1;
+    return tokens % 32 == 0 && run.entry.begin == 0 && run.entry.end == tokens &&
+           last <= run.position &&
+           (run.reach.window == 0 || run.entry.position > run.position - run.reach.window);
   }
 
   // Leaves what has come together in rows of `pitch` floats, and its sums in `states`, by query
@@ -258,20 +275,21 @@ class PackedRows {
     for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
   }
 
-  // Takes in 32 tokens, or the first 16 of them at a page's end.
-  __device__ void attend_32(const unsigned char* page, int token, const uint32_t (&masks)[2],
+  // Takes in 32 tokens, of which bit j of the mask says whether the row sees token + j.
+  __device__ void attend_32(const unsigned char* page, int token, uint32_t mask,
                             const uint32_t (&scaled)[kSteps][2], const float (&start)[4]) {
     float s[2][4];
 #pragma unroll
     for (int u = 0; u < 2; ++u) score(s[u], page, token + 16 * u, scaled, start);
+    if (p.softcap > 0) cap(s);
     const float factor = p.softcap > 0 ? kLog2e : p.scale * kLog2e;
+    const uint32_t seen = mask >> (lane / 4);  // bits 0, 8, 16, 24: of this lane's keys
     float largest[2] = {m[0], m[1]};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& x = s[i / 4][i % 4];
-      if (p.softcap > 0) x = capped(x * p.scale, p.softcap);
-      const bool seen = (masks[i / 4] >> (lane / 4 + i % 4 / 2 * 8) & 1) != 0;
-      x = seen ? x * factor : -INFINITY;
+      x *= factor;
+      if (mask != ~0u && (seen >> (i / 2 * 8) & 1) == 0) x = -INFINITY;
       largest[i % 2] = fmaxf(largest[i % 2], x);
     }
     float shrink[2];
@@ -302,10 +320,9 @@ class PackedRows {
       uint32_t weights[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int slot = token + 16 * u + lane / 4 + 8 * half;
-        const bool seen = (masks[u] >> (lane / 4 + 8 * half) & 1) != 0;
+        float2 step = value_step(page, token + 16 * u + lane / 4 + 8 * half);
         // Of what is not seen the step may be anything, and nothing times infinity is not nothing.
-        const float2 step = seen ? value_step(page, slot) : float2{0, 0};
+        if (mask != ~0u && (seen >> (16 * u + 8 * half) & 1) == 0) step = {0, 0};
         const float middle = fmaf(static_cast<float>(kMiddle), step.x, step.y);
         float of_value[2];
 #pragma unroll
@@ -319,6 +336,11 @@ class PackedRows {
       }
       add_values(page, token + 16 * u, weights);
     }
+  }
+
+  __device__ void cap(float (&s)[2][4]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = capped(s[i / 4][i % 4] * p.scale, p.softcap);
   }
 
   // Scale and zero of a token's values.
