@@ -201,7 +201,8 @@ def rows_of(task: Task) -> list[Row]:
     heard, counted = load.come([0.0] * task.requests)
     rows = list(figures(f"{shape}, at once", heard, counted))
     rate = task.rate or 0.8 * rows[0].of["requests/s"]
-    apart = load.draws.exponential(1 / rate, task.requests).tolist()
+    # The same arrivals for whoever is measured at this rate.
+    apart = np.random.default_rng(task.seed + 1).exponential(1 / rate, task.requests).tolist()
     heard, counted = load.come(apart)
     rows += figures(f"{shape}, Poisson at {rate:.3g}/s", heard, counted)
     quiet, loud, first = load.beside()

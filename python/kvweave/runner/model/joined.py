@@ -10,6 +10,7 @@ gives one other weights later, or listens to it, gets the module itself again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 FEW_ROWS = 256
 """Rows up to which gate and up are one product: above, their halves apart are read faster."""
 
+_ACT = "act_fn"
 _PROVED_ROWS = 16
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What two orders of summation may be apart by, as a share of the largest element."""
@@ -79,10 +81,14 @@ class GatedProducts:
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """What the last matrix is given for rows x [R, E]: [R, F]."""
-        joined = self.gate_and_up
-        gate, up = joined(x) if len(x) <= FEW_ROWS else (one(x) for one in joined.modules)
-        made: torch.Tensor = joined.owner.act_fn(gate)  # type: ignore[operator]
-        return made.mul_(up)
+        act: Callable[[torch.Tensor], torch.Tensor] = getattr(self.gate_and_up.owner, _ACT)
+        if len(x) <= FEW_ROWS:
+            gate, up = self.gate_and_up(x)
+            return act(gate).mul_(up)
+        gate_of, up_of = self.gate_and_up.modules
+        # What the gate gives is let go of before there is room for the other half.
+        made = act(gate_of(x))
+        return made.mul_(up_of(x))
 
 
 def is_plain(module: Any) -> bool:
@@ -142,7 +148,7 @@ def _already(parameters: list[torch.nn.Parameter]) -> torch.Tensor | None:
 def gated(module: torch.nn.Module) -> GatedProducts | None:
     """A feed-forward in its three matrices, where that gives what the module itself gives."""
     down = getattr(module, "down_proj", None)
-    if down is None or not callable(getattr(module, "act_fn", None)) or not is_plain(down):
+    if down is None or not callable(getattr(module, _ACT, None)) or not is_plain(down):
         return None
     pair = joined(module, "gate_proj", "up_proj")
     if pair is None:

@@ -174,8 +174,7 @@ def add_feed_forward(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> N
     plain = gated is not None and gated.holds and layer.feed_forward_out_norm is None
     for part in torch.split(hidden, FEED_FORWARD_ROWS):
         if gated is not None and plain and adds_its_product(hidden, gated.down):
-            inner = gated.inner(layer.feed_forward_in_norm(part))
-            part.addmm_(inner, gated.down.weight.t())
+            part.addmm_(gated.inner(layer.feed_forward_in_norm(part)), gated.down.weight.t())
             continue
         part += grid.apply(lambda x: _feed_forward(layer, x), part)
 
