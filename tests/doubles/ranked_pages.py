@@ -175,7 +175,8 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
             table = sequence.request.entries(budget.group).tolist()
             if len(table) <= budget.pages:
                 continue
-            known = slots.chosen._known[sequence, budget.group]
+            room = slots.chosen.groups[heads.budgets.index(budget)].room
+            chosen = room.chosen[slots.members[sequence], :, : budget.pages].tolist()
             for head, rank in zip(some, ranks, strict=True):
                 scores = [
                     page_score(
@@ -184,7 +185,8 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
                     )
                     for entry in table
                 ]
-                assert known.chosen[rank].tolist() == best_pages(scores, budget.pages)
+                best = best_pages(scores, budget.pages)
+                assert chosen[rank] == [table[page] for page in best]
                 checked += 1
     return checked
 
@@ -193,10 +195,9 @@ def every_place_came_back(runner: Runner) -> bool:
     """Whether no bounds are kept for anybody."""
     for slots in runner._decoder._slots:
         assert slots.chosen is not None
-        if slots.chosen._known:
-            return False
-        for bounds in slots.chosen.bounds.values():
-            if sorted(bounds._free) != list(range(len(bounds.values))):
+        for group in slots.chosen.groups:
+            free = sorted(group.bounds.free.tolist())
+            if free != list(range(len(group.bounds.values))) or (group.places >= 0).any():
                 return False
     return True
 
