@@ -16,6 +16,7 @@ from decode_batches import decoding
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.model.model_spec import ModelSpec
 
 FULL = {"kind": "full"}
@@ -59,6 +60,14 @@ def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> R
     settings = {"max_tokens": 2048, "page_tokens": 4, "progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64})
     return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
+
+
+def stepping_as_on_a_gpu(runner: Runner) -> Runner:
+    """A runner on the CPU whose steps are what is captured on a GPU, launch by launch."""
+    decoder = runner._decoder
+    decoder.graphs = StepGraphs(decoder.heads, decoder.rotary, decoder.pages, None)
+    decoder.graphs.capturable = False
+    return runner
 
 
 def best_pages(scores: list[float], most: int) -> list[int]:

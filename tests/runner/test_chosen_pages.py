@@ -31,6 +31,7 @@ class World:
         self.heads, self.reads = decoder.heads, decoder.reads
         self.rope = decoder.rotary.table(1).rope
         self.array = torch.zeros(1, 5, dtype=torch.int32)
+        self.room = 64, 1
         self.listed = np.zeros((0, 5), np.int32)
         self.table = np.array(
             [(8 * (i + 1), 0, PAGE, PAGE * i, 0) for i in range(entries)], np.int32
@@ -62,7 +63,7 @@ class World:
             1, self.runner.spec.query_heads, self.pages.shape[-1], generator=self.generator
         )
         chosen, count = self.chosen, len(self.table)
-        self.array = chosen.fit(self.array, max(64, count), 1)
+        self.array = chosen.fit(self.array, max(self.room[0], count), self.room[1])
         moved = self.moved()
         self.array[torch.from_numpy(moved)] = torch.from_numpy(self.table[moved])
         spans = np.array([[(0, count), (0, count)]], np.int32)
@@ -175,6 +176,28 @@ def test_a_choice_stays_until_it_is_ranked_again(every) -> None:
         else:
             row = np.array([[last[0] + 8, 0, 1, last[3] + PAGE, 0]], np.int32)
             world.table = np.concatenate((world.table, row))
+
+
+@pytest.mark.parametrize("room", [(64, 30), (500, 1), (500, 30)])
+def test_what_was_chosen_stays_where_the_array_grows(room) -> None:
+    world = World(every=100, entries=9)
+    read, wanted = world.step()
+    assert read == wanted
+    world.room = room
+    world.table[-1, 2] += 1
+    assert world.step()[0] == [*read[:-1], world.table[-1].tolist()]
+
+
+def test_a_request_with_a_page_less_reads_all_and_is_ranked_when_it_comes_back() -> None:
+    world = World(every=100, entries=5)
+    read, wanted = world.step()
+    assert read == wanted
+    world.table = world.table[:4]
+    assert world.step()[0] == world.table.tolist()
+    world.table = World(every=100, entries=5).table
+    world.table[-1, 2] = 3
+    read, wanted = world.step()
+    assert read == wanted
 
 
 def test_tables_of_another_make_are_ranked_at_once() -> None:

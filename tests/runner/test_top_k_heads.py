@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,12 +20,11 @@ from ranked_pages import (
     PlainDecoding,
     checked_choices,
     every_place_came_back,
-    kinds_map,
     logits_of_steps,
     ranked_runner,
+    stepping_as_on_a_gpu,
     top_k,
 )
-from versions import needs_cuda
 
 PAGE, STEPS = 4, 22
 MIXED = [top_k(4), FULL, top_k(6, 3), WINDOW, top_k(4)]
@@ -67,6 +67,19 @@ def test_decoding_is_the_definition(name, kinds, length) -> None:
     assert len(said) == len(logits) == STEPS + 1
     assert held(runner) == 0
     assert every_place_came_back(runner)
+
+
+@pytest.mark.parametrize("kinds", [[top_k(4, 5)], MIXED])
+def test_what_a_gpu_captures_is_what_is_decoded_elsewhere(llama, kinds) -> None:
+    """Steps with a ranking and steps without; with room for more requests than there are."""
+    runners = [ranked_runner(llama, kinds), stepping_as_on_a_gpu(ranked_runner(llama, kinds))]
+    (said, logits), (also, others) = (
+        logits_of_steps(runner, random_tokens(90, 3), STEPS) for runner in runners
+    )
+    assert said == also
+    for one, other in zip(logits, others, strict=True):
+        assert torch.equal(one, other)
+    assert every_place_came_back(runners[1])
 
 
 def test_decoding_of_a_real_model_is_the_definition(smollm2) -> None:
@@ -124,8 +137,11 @@ def test_a_batch_is_each_alone(llama) -> None:
     assert every_place_came_back(runner)
 
 
-def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama) -> None:
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama, as_on_a_gpu) -> None:
     runner = ranked_runner(llama, [top_k(4, 3), WINDOW, top_k(5)])
+    if as_on_a_gpu:
+        stepping_as_on_a_gpu(runner)
     lengths, limits = [20, 75, 5, 48], [9, 17, 22, 4]
     prompts = [random_tokens(length, 7 + length) for length in lengths]
     alone = [
@@ -141,6 +157,44 @@ def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama) -> None:
     assert [request.result().tokens for request in asked] == alone
     assert held(runner) == 0
     assert every_place_came_back(runner)
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_what_was_chosen_stays_when_more_requests_join(llama, as_on_a_gpu) -> None:
+    """Ranked once in a while, in batches that outgrow the room of the first and change order."""
+    kinds = [top_k(4, 16), top_k(3, 7)]
+    runner, draws = ranked_runner(llama, kinds, max_tokens=4096), np.random.default_rng(1)
+    if as_on_a_gpu:
+        stepping_as_on_a_gpu(runner)
+    prompts = [random_tokens(int(draws.integers(10, 90)), seed) for seed in range(11)]
+    alone = [logits_of_steps(runner, prompt, 20) for prompt in prompts]
+    done = [runner.prefill(p, "full", remember=False, reserve_tokens=20) for p in prompts]
+    sequences = [decoding(runner, one, 21) for one in done]
+    with torch.inference_mode():
+        for turn in range(30):
+            batch = [s for s in sequences[: 1 + 2 * turn] if not s.done]
+            if batch:
+                runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
+    assert [s.tokens for s in sequences] == [said for said, _ in alone]
+    runner._decoder.forget()
+    for one in done:
+        one.release()
+    assert every_place_came_back(runner)
+
+
+def test_whoever_comes_next_into_the_same_blocks_has_bounds_of_its_own(llama) -> None:
+    """Both list the very same entries: only what lies in them differs."""
+    runner, tables = ranked_runner(llama, [top_k(4)]), []
+    with torch.inference_mode(), checked_choices(runner) as counted:
+        for seed in range(3):
+            tokens = random_tokens(50, seed)
+            with runner.prefill(tokens, "full", remember=False, reserve_tokens=4) as done:
+                sequence = decoding(runner, done, 4)
+                for _ in range(3):
+                    runner._decoder.step([sequence])
+                tables.append(done.request.entries(0).tolist())
+    assert tables[0] == tables[1] == tables[2]
+    assert min(counted) == 8
 
 
 def test_requests_that_give_way_end_and_leave_nothing(llama) -> None:
@@ -316,13 +370,6 @@ def test_fewer_pages_than_are_always_read_are_refused(llama) -> None:
 def test_layers_with_a_window_of_their_own_choose_nothing() -> None:
     with pytest.raises(kvweave.Unsupported, match="no top_k heads in layer 2"):
         ranked_runner(tiny("qwen2-sliding"), [top_k(4)])
-
-
-@needs_cuda
-def test_there_is_no_choice_on_cuda_yet(llama) -> None:
-    spec = Runner(llama, max_tokens=64, progress=False, check=False).spec
-    with pytest.raises(kvweave.Unsupported, match="expected top_k heads on cpu, got some on cuda"):
-        Runner(tiny("llama").cuda(), heads=kinds_map(spec, [top_k(4)]), check=False)
 
 
 def test_a_map_says_what_its_groups_read(llama) -> None:
