@@ -36,6 +36,7 @@ NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
 FIRST, APART, LENGTH, KEPT_ROW, DUE_ROW, DUE_BEGIN, DUE_END, NEWEST = range(8)
 """Columns of a request in a step, see `ChosenStep`."""
 
+_NEVER = 2**31
 _FEWEST_ROWS = 8
 _FEWEST_SCORES = 64
 
@@ -101,6 +102,50 @@ class ListedStep:
     entries: Int32
 
 
+@dataclass
+class _KeptPlan:
+    """What was said of a step in which nobody was ranked: the next ones change little of it.
+
+    Of the same `rows`, whose tables began at `begin` [B] and had `count` [B] entries: `kept` bool
+    [B], whether a request reads what was chosen for it; it is ranked when its newest token is at
+    `until` [B], and anybody when there are more entries than `most` [B]. `newest` i64 [B, n]: the
+    places that are read beside what was chosen, as they are filled.
+    """
+
+    rows: Int32
+    begin: Int64
+    count: Int64
+    kept: npt.NDArray[np.bool_]
+    until: Int64
+    most: Int64
+    newest: Int64
+    plan: Int32
+
+    def holds(
+        self, step: ListedStep, begin: Int64, count: Int64, known: npt.NDArray[np.bool_]
+    ) -> bool:
+        """Whether nobody is ranked in a step either. `known` as `_Budget` has it."""
+        return (
+            step.rows is self.rows
+            and np.array_equal(begin, self.begin)
+            # A table that is listed anew has another first entry.
+            and bool(known[begin[self.kept]].all())
+            and bool((step.positions < self.until).all())
+            and bool((count <= self.most).all())
+        )
+
+    def grown(self, count: Int64, nobody: int) -> Int32:
+        """What is said when the tables have so many entries; none has fewer than before."""
+        more = np.flatnonzero(count != self.count)
+        if len(more):
+            self.plan[more, LENGTH] += (count - self.count)[more].astype(np.int32)
+            of = more[self.kept[more]]
+            newest, ends = self.newest[of], (self.begin + count)[of]
+            self.plan[of, NEWEST:] = np.where(newest < ends[:, None], newest, nobody)
+            self.count = count
+        return self.plan
+
+
 class _Budget:
     """The rows of requests under one budget.
 
@@ -124,6 +169,7 @@ class _Budget:
         self.places, self.known = np.zeros(0, np.int64), np.zeros(0, bool)
         self.first = 0
         self.room: ChosenRoom
+        self._kept: _KeptPlan | None = None
         self._ranked = torch.zeros(0, 5, dtype=torch.int32, device=pages.device)
 
     def entries(self, rows: int) -> int:
@@ -143,6 +189,7 @@ class _Budget:
         before, self._ranked = self._ranked, self._ranked.new_zeros((listed, 5))
         self._ranked[: len(before)] = before
         self.first = first
+        self._kept = None
         chosen = array[first : first + self.entries(rows)]
         self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
 
@@ -169,15 +216,17 @@ class _Budget:
         rows, spans = step.rows, step.spans[:, self.budget.group].astype(np.int64)
         begin, count = spans[:, 0], spans[:, 1] - spans[:, 0]
         self.known[step.moved] = False
+        if self._kept is not None and self._kept.holds(step, begin, count, self.known):
+            return self._kept.grown(count, nobody), 0
         self._follow(rows, spans)
         many = count > self.budget.pages
-        # A table that is listed anew has another first entry.
         kept = many & (self.ranked[rows] >= 0) & self.known[begin]
         age = step.positions - self.ranked[rows]
         kept &= (age >= 0) & (age < self.budget.every)
         since = count - self.listed[rows]
         kept &= (since >= 0) & (since <= self.since)
         due = many & ~kept
+        self._kept = None
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
@@ -186,7 +235,15 @@ class _Budget:
         self.ranked[rows[~many]] = -1
         widest = int(count.max(initial=_FEWEST_SCORES)) if due.any() else 0
         width = 1 << (widest - 1).bit_length() if widest else 0
-        return self._plan(rows, spans, kept, due, nobody), width
+        newest = (begin + self.listed[rows] - 1)[:, None] + np.arange(self.since + 1)
+        plan = self._plan(rows, spans, kept, due)
+        there = kept[:, None] & (newest < spans[:, 1:])
+        plan[:, NEWEST:] = np.where(there, newest, nobody)
+        if not width:
+            until = np.where(kept, self.ranked[rows] + self.budget.every, _NEVER)
+            most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
+            self._kept = _KeptPlan(rows, begin, count, kept, until, most, newest, plan)
+        return plan, width
 
     def _plan(
         self,
@@ -194,25 +251,24 @@ class _Budget:
         spans: Int64,
         kept: npt.NDArray[np.bool_],
         due: npt.NDArray[np.bool_],
-        nobody: int,
     ) -> Int32:
+        """The columns before NEWEST."""
         begin, end, listed = spans[:, 0], spans[:, 1], self.listed[rows]
         chosen, of_row = kept | due, self.budget.heads * self.width
-        plan = np.empty((len(rows), self.room.columns), np.int64)
+        plan = np.empty((len(rows), self.room.columns), np.int32)
         plan[:, FIRST] = np.where(chosen, self.first + rows * of_row, begin)
         plan[:, APART] = np.where(chosen, self.width, 0)
         plan[:, LENGTH] = end - begin - np.where(chosen, listed - self.budget.pages, 0)
         plan[:, KEPT_ROW] = np.where(kept, rows, len(self.ranked))
         plan[:, DUE_ROW] = np.where(due, rows, len(self.ranked))
         plan[:, DUE_BEGIN : DUE_END + 1] = np.where(due[:, None], spans, 0)
-        newest = (begin + listed - 1)[:, None] + np.arange(self.since + 1)
-        there = kept[:, None] & (newest < end[:, None])
-        plan[:, NEWEST:] = np.where(there, newest, nobody)
-        return plan.astype(np.int32)
+        return plan
 
     def _follow(self, rows: Int32, spans: Int64) -> None:
         """Lets go of the bounds of tables that lie elsewhere now."""
         lay = self.lies[rows]
+        if np.array_equal(lay, spans):
+            return
         for number in np.flatnonzero((lay[:, 0] != spans[:, 0]) & (lay[:, 1] > 0)).tolist():
             self._let_go(*lay[number].tolist())
             lay[number, 1] = 0
@@ -221,8 +277,9 @@ class _Budget:
 
     def _bound(self, spans: Int64, array: Int32) -> None:
         """Brings the bounds of all entries but the last of tables [n, 2] up to date."""
-        whole = np.concatenate([np.arange(begin, end - 1) for begin, end in spans.tolist()])
-        other = whole[~self.known[whole]]
+        other = np.concatenate(
+            [begin + np.flatnonzero(~self.known[begin : end - 1]) for begin, end in spans.tolist()]
+        )
         new = other[self.places[other] < 0]
         values = self.bounds.values
         self.places[new] = self.bounds.take(len(new), int(self.needs.sum()))

@@ -69,6 +69,8 @@ class DecodeSlots:
         self._said: Int32 | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
+        # Tokens of each of the batch when it is done.
+        self._ends = np.zeros(0, np.int64)
 
     def _room(self, entries: int) -> torch.Tensor:
         empty = torch.tensor(NO_ENTRY, dtype=torch.int32, device=self.spec.device)
@@ -115,6 +117,7 @@ class DecodeSlots:
                 self._drawing.add(sequence)
         self._requests = [s.request for s in batch]
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
+        self._ends = np.asarray([s.request.length + s.remaining for s in batch], np.int64)
         self.batch, self._said = list(batch), None
 
     def _take_heads(self, joining: Sequence[Decoding]) -> None:
@@ -171,11 +174,8 @@ class DecodeSlots:
         """What top-K heads read in a step, and room for it behind the entries of requests."""
         rows = int(self._numbers.max()) + 1
         self.entries = chosen.fit(self.entries, made.entries, rows)
-        ends = np.asarray([s.request.length + s.remaining for s in self.batch], np.int64)
-        listed = ListedStep(
-            self._numbers, made.positions, ends, made.spans, made.places, made.moved
-        )
-        return chosen.step(listed)
+        of_batch = self._numbers, made.positions, self._ends, made.spans
+        return chosen.step(ListedStep(*of_batch, made.places, made.moved))
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""
