@@ -197,6 +197,31 @@ def test_whoever_comes_next_into_the_same_blocks_has_bounds_of_its_own(llama) ->
     assert min(counted) == 8
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_table_whose_blocks_were_copied_is_ranked_anew(llama, steps) -> None:
+    """In mid-period: what was chosen before lies in blocks that are somebody else's now."""
+    runner = ranked_runner(llama, [top_k(4, 16)])
+    with (
+        runner.prefill(random_tokens(50, 6), "full", remember=False, reserve_tokens=9) as done,
+        torch.inference_mode(),
+    ):
+        one = decoding(runner, done, 9)
+        for _ in range(steps):
+            runner._decoder.step([one])
+        before = done.request.entries(0).tolist()
+        fork = done.request.fork()
+        done.kv.own(np.arange(40, dtype=np.int32), None)
+        runner._decoder.step([one])
+        table = done.request.entries(0).tolist()
+        assert sum(row not in before for row in table) >= 10
+        (slots,) = (s for s in runner._decoder._slots if one in s.members)
+        chosen = slots.chosen.groups[0].room.chosen[slots.members[one]]
+        assert all(row in table for head in chosen[:, :4].tolist() for row in head)
+        runner._decoder.forget()
+        fork.release()
+    assert every_place_came_back(runner)
+
+
 def test_requests_that_give_way_end_and_leave_nothing(llama) -> None:
     """Who comes back has its answer so far computed densely: its tokens may be others then."""
     runner = ranked_runner(llama, [top_k(3), FULL], max_tokens=26 * PAGE)

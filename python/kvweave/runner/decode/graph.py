@@ -25,7 +25,7 @@ from kvweave.runner.model.rope import PositionTable, Rotary
 
 _log = logging.getLogger(__name__)
 
-_MOST_SIZES = 32
+_MOST_SIZES = 64
 
 
 def rows_for(requests: int) -> int:
