@@ -30,6 +30,8 @@ from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
 from kvweave.runner.decode import Decoder, Decoding, Sampling
 from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.model.fused_norms import with_fused_norms
+from kvweave.runner.model.joined_layers import with_joined_products
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec, describe
 from kvweave.runner.model.rope import Rotary
 
@@ -79,7 +81,7 @@ def run(quick: bool) -> list[Row]:
 @torch.inference_mode()
 def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: int) -> list[Row]:
     """Every load under every budget and none, `periods` times EVERY steps of each."""
-    whole = describe(model)
+    whole = as_a_runner_has_it(describe(model))
     steps = WARM_STEPS + (periods + 2) * EVERY
     most = max(load.pages(whole.kv_heads, steps) for load in loads)
     sizes = (most, 2, PAGE, whole.head_dim)
@@ -93,6 +95,13 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
         for budget in budgets:
             rows += Stepped.of(spec, pages, load, budget, steps).rows(periods, dense[0].value)
     return rows
+
+
+def as_a_runner_has_it(spec: ModelSpec) -> ModelSpec:
+    """The model as a `Runner` takes its layers apart on a GPU."""
+    if spec.device.type != "cuda":
+        return spec
+    return with_joined_products(with_fused_norms(spec))
 
 
 def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:

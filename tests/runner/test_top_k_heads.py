@@ -197,6 +197,28 @@ def test_whoever_comes_next_into_the_same_blocks_has_bounds_of_its_own(llama) ->
     assert min(counted) == 8
 
 
+def test_nothing_holds_on_to_bounds_that_have_moved(llama) -> None:
+    """Steps of all sizes so far know them where they were."""
+    runner = stepping_as_on_a_gpu(ranked_runner(llama, [top_k(4, 3)], max_tokens=4096))
+    prompts = [random_tokens(length, length) for length in (40, 50, 60, 300)]
+    with torch.inference_mode():
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=9) for p in prompts]
+        sequences = [decoding(runner, one, 9) for one in done]
+        rooms = []
+        for count in range(1, 5):
+            for _ in range(2):
+                runner._decoder.step(sequences[:count])
+            (slots,) = (s for s in runner._decoder._slots if s.members)
+            rooms.append(slots.chosen.rooms)
+            known = [size.chosen.rooms for size in runner._decoder.graphs._sizes.values()]
+            assert known
+            assert all(room is rooms[-1] for room in known)
+    assert rooms[0] is not rooms[-1]
+    runner._decoder.forget()
+    for one in done:
+        one.release()
+
+
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_a_table_whose_blocks_were_copied_is_ranked_anew(llama, steps) -> None:
     """In mid-period: what was chosen before lies in blocks that are somebody else's now."""

@@ -233,8 +233,7 @@ class _Budget:
             self._bound(spans[due], array)
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
-        widest = int(count.max(initial=_FEWEST_SCORES)) if due.any() else 0
-        width = 1 << (widest - 1).bit_length() if widest else 0
+        width = _width(int(count.max())) if due.any() else 0
         newest = (begin + self.listed[rows] - 1)[:, None] + np.arange(self.since + 1)
         plan = self._plan(rows, spans, kept, due)
         there = kept[:, None] & (newest < spans[:, 1:])
@@ -296,6 +295,12 @@ class _Budget:
         (sent,) = send(self._ranked.device, rows)
         at = send_index(self._ranked.device, listed).long()
         self._ranked.index_copy_(0, at, torch.as_tensor(sent))
+
+
+def _width(entries: int) -> int:
+    """Scores of a row, so that tables may grow a while before steps are captured anew."""
+    width = max(_FEWEST_SCORES, 1 << (entries - 1).bit_length())
+    return width // 4 * 3 if max(_FEWEST_SCORES, entries) <= width // 4 * 3 else width
 
 
 class ChosenPages:

@@ -145,7 +145,10 @@ class StepGraphs:
         self.workspace = workspace
         self.capturable = True
         self._sizes: dict[Any, StepSize] = {}
+        # Memory that graphs share, and the graph that it was made for: while there is one, others
+        # may be captured into it.
         self._pool: Any = None
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def logits(
         self, slots: DecodeSlots, step: Step, watched: bool = False
@@ -181,6 +184,7 @@ class StepGraphs:
         )
         if size is None or not same:
             self._sizes.pop(key, None)
+            self._forget_moved(slots, chosen)
             if len(self._sizes) >= _MOST_SIZES:
                 del self._sizes[next(iter(self._sizes))]
             tables = slots.chosen_tables(chosen) if chosen is not None else None
@@ -188,6 +192,12 @@ class StepGraphs:
             size = self._sizes[key] = StepSize(*known, tables, widths)
             size.queries = query_room(self.spec, rows) if watched else None
         return size
+
+    def _forget_moved(self, slots: DecodeSlots, chosen: ChosenStep | None) -> None:
+        """Lets go of graphs that know bounds which lie elsewhere now: these take up much room."""
+        for key, size in list(self._sizes.items()):
+            if key[0] == id(slots) and not size.knows(chosen):
+                del self._sizes[key]
 
     def _run(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
         if not self.capturable:
@@ -238,7 +248,7 @@ class StepGraphs:
             else:
                 self._give_up(error)
             return
-        self._pool = graph.pool()
+        self._pool, self._first = graph.pool(), self._first or graph
         size.graph = graph
 
     def _give_up(self, error: RuntimeError) -> None:
