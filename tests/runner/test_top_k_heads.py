@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from families import random_tokens, tiny
 from head_maps import near
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Healing, Runner, Sampling
+from kvweave.runner.decode.kept_bounds import KeptBounds
 from plan_policies import Restoring
 from ranked_pages import (
     FULL,
@@ -217,6 +220,44 @@ def test_nothing_holds_on_to_bounds_that_have_moved(llama) -> None:
     runner._decoder.forget()
     for one in done:
         one.release()
+
+
+@pytest.mark.parametrize("what", ["bounds", "entries"])
+def test_memory_that_runs_out_takes_nothing(llama, what) -> None:
+    """Room for bounds, or for what more requests choose: the next ones find what they need."""
+    runner = ranked_runner(llama, [top_k(4, 3)], max_tokens=4096)
+    prompts = [random_tokens(40 + 20 * seed, seed) for seed in range(10)]
+    expected = [logits_of_steps(runner, prompt, 6)[0] for prompt in prompts]
+
+    def no_room(*_given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=6) for p in prompts]
+        sequences = [decoding(runner, one, 7) for one in done]
+        runner._decoder.step(sequences[:1])
+        if what == "bounds":
+            patch.setattr(KeptBounds, "_zeros", no_room)
+        else:
+            patch.setattr(torch.Tensor, "new_zeros", no_room)
+        with pytest.raises(kvweave.OutOfMemory):
+            runner._decoder.step(sequences)
+        patch.undo()
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+    assert every_place_came_back(runner)
+    with torch.inference_mode():
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=6) for p in prompts]
+        sequences = [decoding(runner, one, 7) for one in done]
+        for _ in range(6):
+            runner._decoder.step(sequences)
+        assert [s.tokens for s in sequences] == expected
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+    assert held(runner) == 0
+    assert every_place_came_back(runner)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

@@ -176,18 +176,21 @@ class _Budget:
         """Entries of the array that so many rows take, and the one that is nobody's."""
         return (rows + 1) * self.budget.heads * self.width
 
-    def fit(self, array: torch.Tensor, first: int, listed: int, rows: int) -> None:
-        """Takes its room in the array from `first` on, for so many entries and rows."""
+    def fit(self, array: torch.Tensor, first: int, ranked: torch.Tensor, rows: int) -> None:
+        """Takes its room in the array from `first` on, for so many rows.
+
+        `ranked` i32 [N, 5] is for as many entries as requests may have. No more memory is taken.
+        """
         more = rows - len(self.ranked)
         self.ranked = np.append(self.ranked, np.full(more, -1, np.int64))
         self.listed = np.append(self.listed, np.zeros(more, np.int64))
         self.needs = np.append(self.needs, np.zeros(more, np.int64))
         self.lies = np.concatenate((self.lies, np.zeros((more, 2), np.int64)))
-        more = listed - len(self.places)
+        more = len(ranked) - len(self.places)
         self.places = np.append(self.places, np.full(more, -1, np.int64))
         self.known = np.append(self.known, np.zeros(more, bool))
-        before, self._ranked = self._ranked, self._ranked.new_zeros((listed, 5))
-        self._ranked[: len(before)] = before
+        ranked[: len(self._ranked)] = self._ranked
+        self._ranked = ranked
         self.first = first
         self._kept = None
         chosen = array[first : first + self.entries(rows)]
@@ -325,12 +328,13 @@ class ChosenPages:
         rows = max(_FEWEST_ROWS, self.rows, 1 << (rows - 1).bit_length())
         size = listed + sum(group.entries(rows) for group in self.groups)
         made = array.new_tensor(NO_ENTRY).repeat(size + 1, 1)
+        ranked = [made.new_zeros((listed, 5)) for _ in self.groups]
         kept = min(listed, len(array) - 1) if not self.rows else self.listed
         made[:kept] = array[:kept]
         first = listed
-        for group in self.groups:
+        for group, table in zip(self.groups, ranked, strict=True):
             before = group.room.chosen[: self.rows] if self.rows else None
-            group.fit(made, first, listed, rows)
+            group.fit(made, first, table, rows)
             if before is not None:
                 group.room.chosen[: self.rows] = before
             first += group.entries(rows)
