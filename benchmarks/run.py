@@ -22,6 +22,7 @@ from benchmarks.cases import (
     page_choice,
     rotate_rows,
     store,
+    top_k_step,
     ttft,
     ttft_cuda,
     ttft_heads,
@@ -44,8 +45,9 @@ CASES: dict[str, Case] = {
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
     "packed_decode": packed_decode.run,
+    "top_k_step": top_k_step.run,
 }
-ON_A_GPU = {"packed_decode", "page_choice", "ttft_cuda", "ttft_heads"}
+ON_A_GPU = {"packed_decode", "page_choice", "top_k_step", "ttft_cuda", "ttft_heads"}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

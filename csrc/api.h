@@ -93,11 +93,10 @@ struct alignas(64) TensorMap {
 // attend_prefill_sm90.
 struct TiledAttendParams {
   // The cache by axes: 64 columns, 8 tokens, blocks of 64 columns, groups of 8 tokens, and where a
-  // page's keys or values begin in units of `page_unit` elements. A box is 16 tokens, or where
-  // pages have 64 tokens or more a page's tokens with 64 columns.
+  // page's keys or values begin, in units that divide all distances between them. A box is 16
+  // tokens, or where pages have 64 tokens or more a page's tokens with 64 columns.
   TensorMap pages;
   AttendParams attend;
-  int64_t page_unit;
   uint32_t block_units;  // block_stride in units
   uint32_t head_units;   // head_stride
   uint32_t value_units;  // value_offset

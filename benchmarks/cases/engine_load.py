@@ -5,8 +5,7 @@ of a fixed length. *at once*: all requests are there at the start. *Poisson*: th
 rate, as fast as the engine above got through its own, less a fifth. *beside*: some requests decode,
 then a long prompt comes; their time between tokens is that of before and of while it is prefilled.
 
-Times are those of a caller who looks after each step: a token is there when its step has ended. On
-the CPU, where arithmetic does not depend on the batch, a request of the load has to say what it
+On the CPU, where arithmetic does not depend on the batch, a request of the load has to say what it
 says alone; everywhere each has to say all of its tokens, and all blocks have to come back.
 
 `python -m benchmarks.cases.engine_load --json FILE [--task '{"requests": 40}']` writes a run for
@@ -19,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 
 import kvweave
 from benchmarks.device.models import random_model
+from benchmarks.heard import Heard, figures, gaps, spread
 from benchmarks.report.record import of_device
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner import Engine, EngineRequest
@@ -70,12 +70,10 @@ QUICK = Task("tiny Llama", 4, (24, 60), 6, 64, 0.0, 2, 200, 64, 16, 16_384)
 
 
 @dataclass
-class Heard:
-    """One request: when it came and when each of its tokens was there, in seconds."""
+class Asked(Heard):
+    """One request of an engine, and what was heard of it."""
 
-    request: EngineRequest
-    came: float
-    at: list[float] = field(default_factory=list)
+    request: EngineRequest = field(kw_only=True)
 
     def listen(self, now: float) -> None:
         """Takes note of what has been said since."""
@@ -109,14 +107,14 @@ class Load:
         budget = max(chunk, running + 4 * pages)
         return self.runner.engine(token_budget=budget, chunk_tokens=chunk, max_running=running)
 
-    def submit(self, engine: Engine, tokens: int, answer: int) -> Heard:
+    def submit(self, engine: Engine, tokens: int, answer: int) -> Asked:
         """A request of its own random tokens."""
         prompt = self.draws.integers(0, self.vocabulary, tokens).astype(np.int32)
         came = time.perf_counter()
         request = engine.submit(prompt, "full", max_new_tokens=answer, stop=(), remember=False)
-        return Heard(request, came)
+        return Asked(tokens, came, request=request)
 
-    def check(self, heard: Sequence[Heard], answers: Sequence[int]) -> None:
+    def check(self, heard: Sequence[Asked], answers: Sequence[int]) -> None:
         """Everybody has said everything, and nobody holds anything."""
         said = [len(one.request.result().tokens) for one in heard]
         expect(said == list(answers), f"expected {answers} tokens, got {said}")
@@ -139,9 +137,9 @@ class Load:
 
     # ---- loads ------------------------------------------------------------------------------
 
-    def come(self, gaps: Sequence[float]) -> tuple[list[Heard], dict[str, int]]:
+    def come(self, gaps: Sequence[float]) -> tuple[list[Asked], dict[str, int]]:
         """Requests that come one by one, so many seconds after one another."""
-        heard: list[Heard] = []
+        heard: list[Asked] = []
         with closing(self.engine(self.task.chunk)) as engine:
             due = time.perf_counter() + np.cumsum(gaps)
             while len(heard) < len(due) or engine.live:
@@ -156,9 +154,9 @@ class Load:
                 for one in heard:
                     if len(one.at) < self.task.answer:
                         one.listen(now)
-            metrics = engine.metrics()
+            counted = engine.metrics()
         self.check(heard, [self.task.answer] * len(heard))
-        return heard, metrics
+        return heard, {name: counted[name] for name in ("preempted", "steps")}
 
     def beside(self) -> tuple[list[float], list[float], float]:
         """Gaps between tokens without and beside a long prompt, and that one's first token."""
@@ -176,7 +174,7 @@ class Load:
         return quiet, loud, long.at[0] - long.came
 
     def _gaps(
-        self, engine: Engine, talkers: Sequence[Heard], until: Heard | None = None, steps: int = 0
+        self, engine: Engine, talkers: Sequence[Asked], until: Asked | None = None, steps: int = 0
     ) -> list[float]:
         for one in talkers:
             one.request.take()
@@ -187,37 +185,7 @@ class Load:
             for one in (*talkers, *([] if until is None else [until])):
                 one.listen(now)
             steps -= 1
-        return [gap for one in talkers for gap in np.diff(one.at).tolist()]
-
-
-def figures(name: str, heard: Sequence[Heard], metrics: dict[str, int]) -> Iterator[Row]:
-    """Throughput, first tokens, and the time between tokens of a load."""
-    begun, ended = min(one.came for one in heard), max(one.at[-1] for one in heard)
-    took, said = ended - begun, sum(len(one.at) for one in heard)
-    # Prompts of a request that gave way are computed again, and counted once.
-    read = sum(one.request.result().report.tokens for one in heard)
-    yield Row(
-        f"{name}: tokens in and out",
-        (read + said) / took,
-        "tokens/s",
-        None,
-        {
-            "out/s": said / took,
-            "requests/s": len(heard) / took,
-            "seconds": took,
-            "preempted": metrics["preempted"],
-            "steps": metrics["steps"],
-        },
-    )
-    yield spread(f"{name}: first token", [one.at[0] - one.came for one in heard], "s", 1.0)
-    gaps = [gap for one in heard for gap in np.diff(one.at).tolist()]
-    yield spread(f"{name}: between tokens", gaps, "ms", 1e3)
-
-
-def spread(name: str, seconds: Sequence[float], unit: str, scale: float) -> Row:
-    """Median, 95th and 99th percentile, and the worst."""
-    p50, p95, p99 = (np.percentile(seconds, [50, 95, 99]) * scale).tolist()
-    return Row(name, p50, unit, p95, {"p99": p99, "worst": max(seconds) * scale})
+        return gaps(talkers)
 
 
 def rows_of(task: Task) -> list[Row]:
@@ -230,12 +198,13 @@ def rows_of(task: Task) -> list[Row]:
     load.come([0.0] * warm.requests)
     load.task = task
     shape = f"{task.model}, {task.requests} of {task.span[0]} to {task.span[1]}, {task.answer} out"
-    heard, metrics = load.come([0.0] * task.requests)
-    rows = list(figures(f"{shape}, at once", heard, metrics))
+    heard, counted = load.come([0.0] * task.requests)
+    rows = list(figures(f"{shape}, at once", heard, counted))
     rate = task.rate or 0.8 * rows[0].of["requests/s"]
-    gaps = load.draws.exponential(1 / rate, task.requests).tolist()
-    heard, metrics = load.come(gaps)
-    rows += figures(f"{shape}, Poisson at {rate:.3g}/s", heard, metrics)
+    # The same arrivals for whoever is measured at this rate.
+    apart = np.random.default_rng(task.seed + 1).exponential(1 / rate, task.requests).tolist()
+    heard, counted = load.come(apart)
+    rows += figures(f"{shape}, Poisson at {rate:.3g}/s", heard, counted)
     quiet, loud, first = load.beside()
     many = f"{task.model}, {task.talkers} of {task.span[0]} decode"
     rows.append(spread(f"{many}: between tokens", quiet, "ms", 1e3))

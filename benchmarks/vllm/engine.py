@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device.models import MODELS
+from benchmarks.vllm.load import Callers, beside, load, told
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 
@@ -37,7 +38,9 @@ STEPS = 64
 class Task:
     """What one process measures. `layers` 0: all of the model's; `memory` 0: what vLLM finds.
 
-    `decodes`: batch and tokens before the step. `others` go to vLLM as they are.
+    `decodes`: batch and tokens before the step. `rate` in requests a second, 0 for what follows
+    from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `others` go
+    to vLLM as they are.
     """
 
     engine: str
@@ -54,6 +57,9 @@ class Task:
     requests: int = 100
     span: tuple[int, int] = (10_000, 30_000)
     answer: int = 500
+    rate: float = 0.0
+    talkers: int = 16
+    long: int = 100_000
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,8 +111,8 @@ class Requests:
     def __init__(self, llm: Any, vocabulary: int) -> None:
         self.engine, self.vocabulary, self.made = llm.llm_engine, vocabulary, 0
 
-    def add(self, length: int, answer: int) -> None:
-        """A prompt of its own, answered by exactly so many tokens."""
+    def add(self, length: int, answer: int) -> str:
+        """The name of a prompt of its own, answered by exactly so many tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -118,14 +124,25 @@ class Requests:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        self.engine.add_request(str(self.made), {"prompt_token_ids": ids}, sampling)
+        name = str(self.made)
+        self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
         self.made += 1
+        return name
+
+    def step(self) -> Iterator[tuple[str, int]]:
+        """Who said how many tokens in one step."""
+        for one in self.engine.step():
+            yield one.request_id, len(one.outputs[0].token_ids)
 
     def steps(self) -> Iterator[tuple[float, int]]:
         """The clock behind each step, and the tokens that came out of it."""
         while self.engine.has_unfinished_requests():
-            outputs = self.engine.step()
-            yield time.perf_counter(), sum(len(o.outputs[0].token_ids) for o in outputs)
+            said = sum(count for _, count in self.step())
+            yield time.perf_counter(), said
+
+    def callers(self) -> Callers:
+        """The same for a load."""
+        return Callers(self.add, self.step, self.engine.has_unfinished_requests)
 
 
 def latency(task: Task, model: Path, heads: Path) -> None:
@@ -272,7 +289,34 @@ def throughput(task: Task, model: Path, heads: Path) -> None:
     )
 
 
-JOBS = {"latency": latency, "capacity": capacity, "decode": decode, "throughput": throughput}
+def loads(task: Task, model: Path, heads: Path) -> None:
+    """Requests at once and at a mean rate, and when each of their tokens was there."""
+    llm = started(task, model, heads, task.span[1] + task.answer, 256)
+    requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
+    for _ in range(4):
+        requests.add(task.span[0], 8)
+    for _ in requests.steps():
+        pass
+    for row in load(requests.callers(), task):
+        say(task, "row", **told(row))
+
+
+def long_prompt(task: Task, model: Path, heads: Path) -> None:
+    """The time between tokens while a long prompt is computed, and before."""
+    llm = started(task, model, heads, task.long + 64, task.talkers + 1)
+    requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
+    for row in beside(requests.callers(), task):
+        say(task, "row", **told(row))
+
+
+JOBS = {
+    "latency": latency,
+    "capacity": capacity,
+    "decode": decode,
+    "throughput": throughput,
+    "load": loads,
+    "beside": long_prompt,
+}
 
 
 def main(words: list[str]) -> int:

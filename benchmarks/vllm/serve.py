@@ -22,7 +22,7 @@ from benchmarks.vllm.engine import ENGINES, JOBS, MODES, Task
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
-LOAD = {"capacity", "throughput"}
+LOAD = {"capacity", "throughput", "load", "beside"}
 """Jobs of many requests at once."""
 MILLI = 1e3
 GIB = 2**30
@@ -77,6 +77,7 @@ NAMES = {
     "fit": ("requests of {tokens} tokens that fit", "requests", 1, ""),
     "served": ("requests of {tokens} tokens that ran at once", "at_once", 1, ""),
     "throughput": ("throughput, {requests} requests", "rate", 1, "tokens/s"),
+    "row": ("{title}", "value", 1, "{unit}"),
 }
 BESIDE = {
     "served": ("requests", "preempted", "seconds", "answered", "layers", "chunk"),
@@ -91,12 +92,13 @@ def rows_of(found: list[Found]) -> list[Row]:
     rows = []
     for line in figures:
         title, value = _title(line), _value(line)
-        beside = {key: line[key] for key in BESIDE.get(line["what"], ())}
+        beside = {**line.get("of", {}), **{key: line[key] for key in BESIDE.get(line["what"], ())}}
         if title in stock and line["engine"] != "stock":
             beside = {"÷ stock": round(value / stock[title], 4), **beside}
         scale, unit = NAMES[line["what"]][2:]
-        p95 = line["p95"] * scale if "p95" in line else None
-        rows.append(Row(f"{title}: {line['engine']}", round(value, 4), unit, p95, beside))
+        p95 = line["p95"] * scale if line.get("p95") is not None else None
+        named = f"{title}: {line['engine']}"
+        rows.append(Row(named, round(value, 4), unit.format(**line), p95, beside))
     return rows
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.cases import (
     attention,
@@ -18,9 +19,11 @@ from benchmarks.cases import (
     head_memory,
     rotate_rows,
     store,
+    top_k_step,
     ttft_cuda,
 )
 from benchmarks.device import counters as device_counters
+from benchmarks.device.models import random_model
 from benchmarks.device.profile import class_of
 from benchmarks.report import demo_table, record, results
 from benchmarks.run import CASES, main
@@ -89,7 +92,8 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
     host = {"head_memory", "decode_host", "engine_load", "store"}
-    assert set(CASES) == timed | host | {"packed_decode", "page_choice", "ttft_heads"}
+    on_gpu = {"packed_decode", "page_choice", "top_k_step", "ttft_heads"}
+    assert set(CASES) == timed | host | on_gpu
 
 
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
@@ -114,6 +118,20 @@ def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
     rows = decode_host.run(quick=True)
     assert [row.unit for row in rows] == ["µs"] * 9
     assert all(0 < row.value <= row.p95 for row in rows)
+
+
+def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
+    """Of a tiny model on the host: who joins at once and who joins in turns."""
+    loads = [top_k_step.Load(3, 200, 2, in_turns=turns) for turns in (False, True)]
+    model = random_model("tiny Llama", "cpu", torch.float32)
+    rows = top_k_step.rows_of(model, loads, [4, 1000], periods=2)
+    assert [row.unit for row in rows] == ["ms"] * 6
+    assert all(row.value > 0 for row in rows)
+    at_once, all_of_it = rows[1].of, rows[2].of
+    assert at_once["all ÷ this"] == rows[0].value / rows[1].value
+    assert at_once["nobody ranked ms"] <= rows[1].value <= at_once["all ranked ms"]
+    assert at_once["bounds GB"] > all_of_it["bounds GB"] > 0
+    assert "all ranked ms" not in rows[4].of
 
 
 def test_engine_load_case_measures_what_is_said_and_given_back() -> None:

@@ -16,6 +16,7 @@ from decode_batches import decoding
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.model.model_spec import ModelSpec
 
 FULL = {"kind": "full"}
@@ -59,6 +60,14 @@ def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> R
     settings = {"max_tokens": 2048, "page_tokens": 4, "progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64})
     return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
+
+
+def stepping_as_on_a_gpu(runner: Runner) -> Runner:
+    """A runner on the CPU whose steps are what is captured on a GPU, launch by launch."""
+    decoder = runner._decoder
+    decoder.graphs = StepGraphs(decoder.heads, decoder.rotary, decoder.pages, None)
+    decoder.graphs.capturable = False
+    return runner
 
 
 def best_pages(scores: list[float], most: int) -> list[int]:
@@ -175,7 +184,8 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
             table = sequence.request.entries(budget.group).tolist()
             if len(table) <= budget.pages:
                 continue
-            known = slots.chosen._known[sequence, budget.group]
+            room = slots.chosen.groups[heads.budgets.index(budget)].room
+            chosen = room.chosen[slots.members[sequence], :, : budget.pages].tolist()
             for head, rank in zip(some, ranks, strict=True):
                 scores = [
                     page_score(
@@ -184,7 +194,8 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
                     )
                     for entry in table
                 ]
-                assert known.chosen[rank].tolist() == best_pages(scores, budget.pages)
+                best = best_pages(scores, budget.pages)
+                assert chosen[rank] == [table[page] for page in best]
                 checked += 1
     return checked
 
@@ -193,10 +204,9 @@ def every_place_came_back(runner: Runner) -> bool:
     """Whether no bounds are kept for anybody."""
     for slots in runner._decoder._slots:
         assert slots.chosen is not None
-        if slots.chosen._known:
-            return False
-        for bounds in slots.chosen.bounds.values():
-            if sorted(bounds._free) != list(range(len(bounds.values))):
+        for group in slots.chosen.groups:
+            free = sorted(group.bounds.free.tolist())
+            if free != list(range(len(group.bounds.values))) or (group.places >= 0).any():
                 return False
     return True
 

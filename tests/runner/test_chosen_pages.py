@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import random_tokens, tiny
-from kvweave.runner.decode.chosen_pages import ChosenPages
+from kvweave.runner.decode.chosen_pages import ChosenPages, ListedStep
+from kvweave.runner.decode.chosen_tables import ChosenTables
 from ranked_pages import FULL, best_pages, page_score, ranked_runner, top_k
 
 PAGE, LAYER = 4, 2
@@ -27,24 +28,56 @@ class World:
         generator = torch.Generator().manual_seed(entries)
         self.pages.copy_(torch.randn(self.pages.shape, generator=generator))
         self.chosen = ChosenPages(decoder.heads, self.pages)
-        self.heads, self.reach = decoder.heads, decoder.reads.of(())
+        self.heads, self.reads = decoder.heads, decoder.reads
         self.rope = decoder.rotary.table(1).rope
-        self.sequence = object()
+        self.array = torch.zeros(1, 5, dtype=torch.int32)
+        self.room = 64, 1
+        self.listed = np.zeros((0, 5), np.int32)
         self.table = np.array(
             [(8 * (i + 1), 0, PAGE, PAGE * i, 0) for i in range(entries)], np.int32
         )
         self.table[-1, 2] = 1
         self.generator = generator
 
+    def moved(self) -> np.ndarray:
+        """What has changed in the table: of one that is listed anew all, as the cache says it."""
+        before, self.listed = self.listed, self.table.copy()
+        both = min(len(before), len(self.table))
+        anew = len(self.table) < len(before) or not np.array_equal(
+            before[:both, 3], self.table[:both, 3]
+        )
+        other = np.ones(len(self.table), bool)
+        other[:both] = anew | (before[:both] != self.table[:both]).any(1)
+        return np.flatnonzero(other)
+
+    def free(self) -> bool:
+        """Whether no bounds are kept, once the request has been forgotten."""
+        self.chosen.forget(0)
+        self.listed = self.listed[:0]
+        (group,) = self.chosen.groups
+        return sorted(group.bounds.free.tolist()) == list(range(len(group.bounds.values)))
+
     def step(self) -> tuple[list[list[int]], list[list[int]]]:
         """What the layer's head reads of the table: as was chosen, and by the definition."""
         q = torch.randn(
             1, self.runner.spec.query_heads, self.pages.shape[-1], generator=self.generator
         )
-        spans = np.array([[(0, len(self.table)), (0, len(self.table))]], np.int32)
-        positions = np.array([self.table[-1, 3] + self.table[-1, 2] - 1], np.int32)
-        given = ([self.sequence], positions, self.table, spans, self.reach, self.rope)
-        entries, ends, reach = self.chosen.step(*given).read(LAYER, q)  # type: ignore[arg-type]
+        chosen, count = self.chosen, len(self.table)
+        self.array = chosen.fit(self.array, max(self.room[0], count), self.room[1])
+        moved = self.moved()
+        self.array[torch.from_numpy(moved)] = torch.from_numpy(self.table[moved])
+        spans = np.array([[(0, count), (0, count)]], np.int32)
+        newest = np.array([self.table[-1, 3] + self.table[-1, 2] - self.table[-1, 1] - 1], np.int32)
+        at_end = newest.astype(np.int64) + 1
+        row = np.zeros(1, np.int32)
+        step = chosen.step(ListedStep(row, newest, at_end, spans, moved, self.table[moved]))
+        known = step.rooms, self.array, self.reads.choices
+        tables = ChosenTables(self.runner.spec, self.rope, PAGE, *known)
+        plans = [torch.from_numpy(plan) for plan in step.plans]
+        tables.begin(torch.from_numpy(spans.reshape(1, -1)), plans, step.widths)
+        entries, ends = (torch.as_tensor(table) for table in tables.read(LAYER, q))
+        reach = self.reads.of(()).chosen[LAYER]
+        assert reach is not None
         ((_, (head,), (rank,)),) = self.heads.ranked(LAYER)
         at = reach.heads[head, 0]
         assert reach.heads[head].tolist() == [at, rank, 0, 0]
@@ -70,9 +103,7 @@ def test_a_table_that_grows_and_shrinks() -> None:
         world.table = World(every=1, entries=count).table
         read, wanted = world.step()
         assert read == (wanted if count > 4 else world.table.tolist())
-    world.chosen.forget(world.sequence)  # type: ignore[arg-type]
-    (bounds,) = world.chosen.bounds.values()
-    assert sorted(bounds._free) == list(range(len(bounds.values)))
+    assert world.free()
 
 
 def test_parts_of_pages_are_bounded_by_what_is_listed_of_them() -> None:
@@ -114,7 +145,7 @@ PARTS = st.lists(
 def test_whatever_a_table_lists_is_chosen_by_the_definition(ranked_at_every_step, tables) -> None:
     """Blocks listed twice, parts of pages, tables that become others: each is ranked as it is."""
     world = ranked_at_every_step
-    world.chosen.forget(world.sequence)  # type: ignore[arg-type]
+    assert world.free()
     for step, parts in enumerate(tables):
         rows, position = [], 100 * step
         for block, begin, count in parts:
@@ -147,6 +178,28 @@ def test_a_choice_stays_until_it_is_ranked_again(every) -> None:
             world.table = np.concatenate((world.table, row))
 
 
+@pytest.mark.parametrize("room", [(64, 30), (500, 1), (500, 30)])
+def test_what_was_chosen_stays_where_the_array_grows(room) -> None:
+    world = World(every=100, entries=9)
+    read, wanted = world.step()
+    assert read == wanted
+    world.room = room
+    world.table[-1, 2] += 1
+    assert world.step()[0] == [*read[:-1], world.table[-1].tolist()]
+
+
+def test_a_request_with_a_page_less_reads_all_and_is_ranked_when_it_comes_back() -> None:
+    world = World(every=100, entries=5)
+    read, wanted = world.step()
+    assert read == wanted
+    world.table = world.table[:4]
+    assert world.step()[0] == world.table.tolist()
+    world.table = World(every=100, entries=5).table
+    world.table[-1, 2] = 3
+    read, wanted = world.step()
+    assert read == wanted
+
+
 def test_tables_of_another_make_are_ranked_at_once() -> None:
     """Whoever cut a table anew has other entries at the numbers that were chosen."""
     world = World(every=100, entries=9)
@@ -161,5 +214,5 @@ def test_prompts_of_no_more_pages_than_are_read_cost_no_bounds() -> None:
     runner = ranked_runner(tiny("llama"), [top_k(8)], page_tokens=PAGE)
     runner.generate(random_tokens(20, 1), max_new_tokens=8, stop=(), remember=False)
     for slots in runner._decoder._slots:
-        (bounds,) = slots.chosen.bounds.values()
-        assert len(bounds.values) == 1
+        (group,) = slots.chosen.groups
+        assert len(group.bounds.values) == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from families import random_tokens, tiny
 from head_maps import near
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Healing, Runner, Sampling
+from kvweave.runner.decode.kept_bounds import KeptBounds
 from plan_policies import Restoring
 from ranked_pages import (
     FULL,
@@ -19,12 +23,11 @@ from ranked_pages import (
     PlainDecoding,
     checked_choices,
     every_place_came_back,
-    kinds_map,
     logits_of_steps,
     ranked_runner,
+    stepping_as_on_a_gpu,
     top_k,
 )
-from versions import needs_cuda
 
 PAGE, STEPS = 4, 22
 MIXED = [top_k(4), FULL, top_k(6, 3), WINDOW, top_k(4)]
@@ -67,6 +70,19 @@ def test_decoding_is_the_definition(name, kinds, length) -> None:
     assert len(said) == len(logits) == STEPS + 1
     assert held(runner) == 0
     assert every_place_came_back(runner)
+
+
+@pytest.mark.parametrize("kinds", [[top_k(4, 5)], MIXED])
+def test_what_a_gpu_captures_is_what_is_decoded_elsewhere(llama, kinds) -> None:
+    """Steps with a ranking and steps without; with room for more requests than there are."""
+    runners = [ranked_runner(llama, kinds), stepping_as_on_a_gpu(ranked_runner(llama, kinds))]
+    (said, logits), (also, others) = (
+        logits_of_steps(runner, random_tokens(90, 3), STEPS) for runner in runners
+    )
+    assert said == also
+    for one, other in zip(logits, others, strict=True):
+        assert torch.equal(one, other)
+    assert every_place_came_back(runners[1])
 
 
 def test_decoding_of_a_real_model_is_the_definition(smollm2) -> None:
@@ -124,8 +140,11 @@ def test_a_batch_is_each_alone(llama) -> None:
     assert every_place_came_back(runner)
 
 
-def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama) -> None:
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama, as_on_a_gpu) -> None:
     runner = ranked_runner(llama, [top_k(4, 3), WINDOW, top_k(5)])
+    if as_on_a_gpu:
+        stepping_as_on_a_gpu(runner)
     lengths, limits = [20, 75, 5, 48], [9, 17, 22, 4]
     prompts = [random_tokens(length, 7 + length) for length in lengths]
     alone = [
@@ -140,6 +159,129 @@ def test_whoever_joins_and_leaves_each_says_what_it_says_alone(llama) -> None:
     engine.run()
     assert [request.result().tokens for request in asked] == alone
     assert held(runner) == 0
+    assert every_place_came_back(runner)
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_what_was_chosen_stays_when_more_requests_join(llama, as_on_a_gpu) -> None:
+    """Ranked once in a while, in batches that outgrow the room of the first and change order."""
+    kinds = [top_k(4, 16), top_k(3, 7)]
+    runner, draws = ranked_runner(llama, kinds, max_tokens=4096), np.random.default_rng(1)
+    if as_on_a_gpu:
+        stepping_as_on_a_gpu(runner)
+    prompts = [random_tokens(int(draws.integers(10, 90)), seed) for seed in range(11)]
+    alone = [logits_of_steps(runner, prompt, 20) for prompt in prompts]
+    done = [runner.prefill(p, "full", remember=False, reserve_tokens=20) for p in prompts]
+    sequences = [decoding(runner, one, 21) for one in done]
+    with torch.inference_mode():
+        for turn in range(30):
+            batch = [s for s in sequences[: 1 + 2 * turn] if not s.done]
+            if batch:
+                runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
+    assert [s.tokens for s in sequences] == [said for said, _ in alone]
+    runner._decoder.forget()
+    for one in done:
+        one.release()
+    assert every_place_came_back(runner)
+
+
+def test_whoever_comes_next_into_the_same_blocks_has_bounds_of_its_own(llama) -> None:
+    """Both list the very same entries: only what lies in them differs."""
+    runner, tables = ranked_runner(llama, [top_k(4)]), []
+    with torch.inference_mode(), checked_choices(runner) as counted:
+        for seed in range(3):
+            tokens = random_tokens(50, seed)
+            with runner.prefill(tokens, "full", remember=False, reserve_tokens=4) as done:
+                sequence = decoding(runner, done, 4)
+                for _ in range(3):
+                    runner._decoder.step([sequence])
+                tables.append(done.request.entries(0).tolist())
+    assert tables[0] == tables[1] == tables[2]
+    assert min(counted) == 8
+
+
+def test_nothing_holds_on_to_bounds_that_have_moved(llama) -> None:
+    """Steps of all sizes so far know them where they were."""
+    runner = stepping_as_on_a_gpu(ranked_runner(llama, [top_k(4, 3)], max_tokens=4096))
+    prompts = [random_tokens(length, length) for length in (40, 50, 60, 300)]
+    with torch.inference_mode():
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=9) for p in prompts]
+        sequences = [decoding(runner, one, 9) for one in done]
+        rooms = []
+        for count in range(1, 5):
+            for _ in range(2):
+                runner._decoder.step(sequences[:count])
+            (slots,) = (s for s in runner._decoder._slots if s.members)
+            rooms.append(slots.chosen.rooms)
+            known = [size.chosen.rooms for size in runner._decoder.graphs._sizes.values()]
+            assert known
+            assert all(room is rooms[-1] for room in known)
+    assert rooms[0] is not rooms[-1]
+    runner._decoder.forget()
+    for one in done:
+        one.release()
+
+
+@pytest.mark.parametrize("what", ["bounds", "entries"])
+def test_memory_that_runs_out_takes_nothing(llama, what) -> None:
+    """Room for bounds, or for what more requests choose: the next ones find what they need."""
+    runner = ranked_runner(llama, [top_k(4, 3)], max_tokens=4096)
+    prompts = [random_tokens(40 + 20 * seed, seed) for seed in range(10)]
+    expected = [logits_of_steps(runner, prompt, 6)[0] for prompt in prompts]
+
+    def no_room(*_given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=6) for p in prompts]
+        sequences = [decoding(runner, one, 7) for one in done]
+        runner._decoder.step(sequences[:1])
+        if what == "bounds":
+            patch.setattr(KeptBounds, "_zeros", no_room)
+        else:
+            patch.setattr(torch.Tensor, "new_zeros", no_room)
+        with pytest.raises(kvweave.OutOfMemory):
+            runner._decoder.step(sequences)
+        patch.undo()
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+    assert every_place_came_back(runner)
+    with torch.inference_mode():
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=6) for p in prompts]
+        sequences = [decoding(runner, one, 7) for one in done]
+        for _ in range(6):
+            runner._decoder.step(sequences)
+        assert [s.tokens for s in sequences] == expected
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+    assert held(runner) == 0
+    assert every_place_came_back(runner)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_table_whose_blocks_were_copied_is_ranked_anew(llama, steps) -> None:
+    """In mid-period: what was chosen before lies in blocks that are somebody else's now."""
+    runner = ranked_runner(llama, [top_k(4, 16)])
+    with (
+        runner.prefill(random_tokens(50, 6), "full", remember=False, reserve_tokens=9) as done,
+        torch.inference_mode(),
+    ):
+        one = decoding(runner, done, 9)
+        for _ in range(steps):
+            runner._decoder.step([one])
+        before = done.request.entries(0).tolist()
+        fork = done.request.fork()
+        done.kv.own(np.arange(40, dtype=np.int32), None)
+        runner._decoder.step([one])
+        table = done.request.entries(0).tolist()
+        assert sum(row not in before for row in table) >= 10
+        (slots,) = (s for s in runner._decoder._slots if one in s.members)
+        chosen = slots.chosen.groups[0].room.chosen[slots.members[one]]
+        assert all(row in table for head in chosen[:, :4].tolist() for row in head)
+        runner._decoder.forget()
+        fork.release()
     assert every_place_came_back(runner)
 
 
@@ -316,13 +458,6 @@ def test_fewer_pages_than_are_always_read_are_refused(llama) -> None:
 def test_layers_with_a_window_of_their_own_choose_nothing() -> None:
     with pytest.raises(kvweave.Unsupported, match="no top_k heads in layer 2"):
         ranked_runner(tiny("qwen2-sliding"), [top_k(4)])
-
-
-@needs_cuda
-def test_there_is_no_choice_on_cuda_yet(llama) -> None:
-    spec = Runner(llama, max_tokens=64, progress=False, check=False).spec
-    with pytest.raises(kvweave.Unsupported, match="expected top_k heads on cpu, got some on cuda"):
-        Runner(tiny("llama").cuda(), heads=kinds_map(spec, [top_k(4)]), check=False)
 
 
 def test_a_map_says_what_its_groups_read(llama) -> None:

@@ -30,6 +30,7 @@ from kvweave.runner.kv.pages import make_cache
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
 from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model.fused_norms import with_fused_norms
+from kvweave.runner.model.joined_layers import with_joined_products
 from kvweave.runner.model.layer import needs_tiling
 from kvweave.runner.model.model_spec import KV_DTYPES, describe
 from kvweave.runner.model.rope import Rotary
@@ -135,7 +136,7 @@ class Runner:
         rotary = Rotary(self.spec)
         with torch.inference_mode(), self.spec.current():
             if self.spec.device.type == "cuda":
-                self.spec = with_fused_norms(self.spec)
+                self.spec = with_joined_products(with_fused_norms(self.spec))
             first = self.spec.layers[0]
             width = first.attention.q_proj.in_features
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)

@@ -121,9 +121,7 @@ pub(crate) struct AttendParams {
 pub(crate) struct TiledAttendParams {
     pub(crate) pages: TensorMap,
     pub(crate) attend: AttendParams,
-    /// Elements from one place of the map's last axis to the next.
-    pub(crate) page_unit: i64,
-    /// `block_stride` in these units.
+    /// `block_stride` in units of the map's last axis.
     pub(crate) block_units: u32,
     /// `head_stride`.
     pub(crate) head_units: u32,

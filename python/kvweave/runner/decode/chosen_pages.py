@@ -1,289 +1,363 @@
-"""Which pages the top-K heads of a decode step read (FlexiCache, sections 3.1 and 3.2).
+"""Which pages the top-K heads of a decode step read: what the host says (FlexiCache, section 3).
 
-A top-K head keeps every token and reads the pages that its query scores highest by their bounds,
-the first one and the newest always. What a head has chosen stays until its next ranking; pages
-begun since are read besides.
+The host knows lengths and never a score. A top-K head keeps every token and reads the pages that
+its query scores highest by their bounds, the first one and the newest always. What a head has
+chosen stays until its next ranking; pages begun since are read besides.
 
-Bounds are of the entries of a request's table, and kept while it decodes: of exactly the slots that
-it lists, so that what it chooses does not depend on who else holds the same block. An entry's are
-computed when it is first ranked, from what then lies in its page, and again when it has become
-another. The last entry, which grows, is always read and needs none. Whoever rewrites tokens of a
-request between two steps has to have it forgotten.
+Requests are ranked at their first step, every so many steps from then on, and when their tables
+were listed anew. What is chosen lies as entries in the array of the requests' own, behind these: a
+row for each request, in it a table for each head. So `attend_decode` reads a choice of pages as it
+reads all of them, and a step says of each request where its heads' tables begin, how far apart they
+are and how long: those of a request that has no more pages than it may read are all its own table.
+What happens on the device is `ChosenTables`'.
+
+Bounds are of the entries of a request's table, and kept while it decodes. An entry's are computed
+when it is first ranked, from what then lies in its page, and again when it has become another. The
+last entry, which grows, is always read and needs none. Whoever rewrites tokens of a request between
+two steps has to have it forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave import ops
-from kvweave._native import Reach
-from kvweave.ops import RopeTable
-from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.decode.reads import StepReach
-from kvweave.runner.kv.heads import RECENT_PAGES, SINK_PAGES, HeadReads, PageBudget
-from kvweave.runner.kv.tables import Int32
-from kvweave.runner.model.model_spec import ModelSpec
+from kvweave.runner.decode.kept_bounds import KeptBounds
+from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.kv.heads import HeadReads, PageBudget
+from kvweave.runner.kv.tables import Int32, send, send_index
 
-_PAGES_AT_ONCE = 4096
+NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
+"""An entry outside the cache: it covers no token."""
+
+FIRST, APART, LENGTH, KEPT_ROW, DUE_ROW, DUE_BEGIN, DUE_END, NEWEST = range(8)
+"""Columns of a request in a step, see `ChosenStep`."""
+
+_NEVER = 2**31
+_FEWEST_ROWS = 8
+_FEWEST_SCORES = 64
 
 
-@dataclass
-class _Ranked:
-    """What is known of one request's table of a group.
+@dataclass(frozen=True, eq=False)
+class ChosenRoom:
+    """What lies on the device for the requests and heads of one budget.
 
-    `rows` [N, 5]: its entries but the last, when it was ranked last; `places` i64 [N]: where their
-    bounds are kept. `position` of the newest token then, None before; `listed`: the entries then.
-    `chosen` i32 [heads, K]: which of them each head of the group reads.
+    `chosen` i32 [R + 1, heads, W, 5]: of each row and head the entries that were chosen, then those
+    begun since. It is a part of the array of all entries; the last row is nobody's. `bounds` f32
+    [places · heads, 3, D]. `ranked` i32 [N, 5]: the entries of requests as `score_pages` wants
+    them, with the row of their bounds in place of a block.
     """
 
-    chosen: Int32
-    rows: Int32 = field(default_factory=lambda: np.zeros((0, 5), np.int32))
-    places: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    position: int | None = None
-    listed: int = 0
+    budget: PageBudget
+    chosen: torch.Tensor
+    bounds: torch.Tensor
+    ranked: torch.Tensor
 
-    def holds(self, rows: Int32, position: int, every: int) -> bool:
-        """Whether what was chosen is still to be read, beside the entries that have come since."""
-        if self.position is None or len(rows) < self.listed:
-            return False
-        if not 0 <= position - self.position < every:
-            return False
-        first = rows[: len(self.rows), 3]
-        return np.array_equal(first, self.rows[:, 3])
+    @property
+    def columns(self) -> int:
+        """Numbers that a step says of a request."""
+        return NEWEST + self.chosen.shape[2] - self.budget.pages + 1
 
-
-class _Bounds:
-    """Bounds of the entries of a group's tables, a place for each: f32 [places, heads, 3, D]."""
-
-    def __init__(self, heads: int, pages: torch.Tensor) -> None:
-        self.heads = heads
-        self.pages = pages
-        self.values = torch.zeros(1, heads, 3, pages.shape[-1])
-        self._free = [0]
-
-    def take(self, count: int) -> npt.NDArray[np.int64]:
-        """So many places that are nobody's."""
-        if (short := count - len(self._free)) > 0:
-            old = len(self.values)
-            more = max(short, old)
-            self.values = torch.cat((self.values, torch.zeros(more, *self.values.shape[1:])))
-            self._free.extend(range(old, old + more))
-        taken, self._free = self._free[:count], self._free[count:]
-        return np.asarray(taken, np.int64)
-
-    def give_back(self, places: npt.NDArray[np.int64]) -> None:
-        """Lets go of places."""
-        self._free.extend(places.tolist())
-
-    def compute(self, rows: Int32, places: npt.NDArray[np.int64]) -> None:
-        """Bounds of the keys that lie in the slots of entries [N, 5], at so many places."""
-        at_once = max(1, _PAGES_AT_ONCE // self.heads)
-        for start in range(0, len(rows), at_once):
-            some = slice(start, start + at_once)
-            at = torch.from_numpy(places[some])
-            self.values[at] = self._of(torch.from_numpy(rows[some].astype(np.int64)))
-
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        numbers = rows[:, :1] + torch.arange(self.heads)
-        keys = (
-            self.pages[numbers.reshape(-1), 0].float().view(*numbers.shape, *self.pages.shape[2:])
-        )
-        slot = torch.arange(keys.shape[2])
-        held = (slot >= rows[:, 1:2]) & (slot < rows[:, 2:3])
-        count = held.sum(1).view(-1, 1, 1)
-        if bool(held.all()):
-            least, most, summed = keys.amin(2), keys.amax(2), keys.sum(2, dtype=torch.float64)
-        else:
-            # NaN of a slot that is held stays NaN; what lies in others is not looked at.
-            others = ~held[:, None, :, None]
-            least = keys.masked_fill(others, torch.inf).amin(2)
-            most = keys.masked_fill(others, -torch.inf).amax(2)
-            summed = keys.masked_fill(others, 0.0).sum(2, dtype=torch.float64)
-        return torch.stack((least, most, (summed / count).float()), 2)
+    def nobody(self, entries: int) -> Int32:
+        """What a step says where there is no request: of so many entries the last is nobody's."""
+        row = np.full(self.columns, entries - 1, np.int32)
+        row[:NEWEST] = 0
+        row[[KEPT_ROW, DUE_ROW]] = len(self.chosen) - 1
+        return row
 
 
 @dataclass(frozen=True)
-class _GroupStep:
-    """A group's tables [N, 5] of each request in a step, and those that are ranked in it.
+class ChosenStep:
+    """What a step says of its requests, by budget.
 
-    `known` of each request; None where it lists no more than it may read. `due`: the numbers of
-    the requests that are ranked. `entries` and `offsets`: their tables as `score_pages` wants them,
-    the number of an entry's bounds in place of its block.
+    `plans` i32 [B, columns]: the heads' tables begin at entry FIRST, each APART from the one before
+    and LENGTH long. The entries at the places from NEWEST on go behind what row KEPT_ROW has
+    chosen, the first of them in place of the last. A request that is ranked has its entries from
+    DUE_BEGIN to DUE_END, and what it chooses goes to row DUE_ROW. `widths`: the most entries that
+    any of them may have, 0 where nobody is ranked.
     """
 
-    rows: list[Int32]
-    known: list[_Ranked | None]
-    due: list[int]
+    rooms: tuple[ChosenRoom, ...]
+    plans: tuple[Int32, ...]
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ListedStep:
+    """The requests of a step, and where their entries are.
+
+    Their `rows` [B], the positions of their newest tokens [B] and how long they are at their `ends`
+    [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have changed, to
+    `entries` [M, 5].
+    """
+
+    rows: Int32
+    positions: Int32
+    ends: Int64
+    spans: Int32
+    moved: Int64
     entries: Int32
-    offsets: Int32
+
+
+@dataclass
+class _KeptPlan:
+    """What was said of a step in which nobody was ranked: the next ones change little of it.
+
+    Of the same `rows`, whose tables began at `begin` [B] and had `count` [B] entries: `kept` bool
+    [B], whether a request reads what was chosen for it; it is ranked when its newest token is at
+    `until` [B], and anybody when there are more entries than `most` [B]. `newest` i64 [B, n]: the
+    places that are read beside what was chosen, as they are filled.
+    """
+
+    rows: Int32
+    begin: Int64
+    count: Int64
+    kept: npt.NDArray[np.bool_]
+    until: Int64
+    most: Int64
+    newest: Int64
+    plan: Int32
+
+    def holds(
+        self, step: ListedStep, begin: Int64, count: Int64, known: npt.NDArray[np.bool_]
+    ) -> bool:
+        """Whether nobody is ranked in a step either. `known` as `_Budget` has it."""
+        return (
+            step.rows is self.rows
+            and np.array_equal(begin, self.begin)
+            # A table that is listed anew has another first entry.
+            and bool(known[begin[self.kept]].all())
+            and bool((step.positions < self.until).all())
+            and bool((count <= self.most).all())
+        )
+
+    def grown(self, count: Int64, nobody: int) -> Int32:
+        """What is said when the tables have so many entries; none has fewer than before."""
+        more = np.flatnonzero(count != self.count)
+        if len(more):
+            self.plan[more, LENGTH] += (count - self.count)[more].astype(np.int32)
+            of = more[self.kept[more]]
+            newest, ends = self.newest[of], (self.begin + count)[of]
+            self.plan[of, NEWEST:] = np.where(newest < ends[:, None], newest, nobody)
+            self.count = count
+        return self.plan
+
+
+class _Budget:
+    """The rows of requests under one budget.
+
+    Of each row: `ranked` i64 [R], the position of its newest token when it was ranked, −1 for
+    never; `listed` i64 [R], its entries then; `lies` i64 [R, 2], the part of the array that its
+    table has taken up. Of each entry of the array: `places` i64 [N] of its bounds, −1 for none;
+    `known` bool [N], whether these are of what the entry is now.
+    """
+
+    def __init__(self, budget: PageBudget, pages: torch.Tensor) -> None:
+        self.budget = budget
+        self.page_tokens = int(pages.shape[2])
+        self.bounds = KeptBounds(budget.heads, pages)
+        # Pages that are begun between two rankings.
+        self.since = -(-(budget.every - 1) // self.page_tokens)
+        self.since = min(self.since, len(pages) // budget.heads)
+        self.width = budget.pages + self.since
+        self.ranked = np.full(0, -1, np.int64)
+        self.listed, self.lies = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        self.needs = np.zeros(0, np.int64)
+        self.places, self.known = np.zeros(0, np.int64), np.zeros(0, bool)
+        self.first = 0
+        self.room: ChosenRoom
+        self._kept: _KeptPlan | None = None
+        self._ranked = torch.zeros(0, 5, dtype=torch.int32, device=pages.device)
+
+    def entries(self, rows: int) -> int:
+        """Entries of the array that so many rows take, and the one that is nobody's."""
+        return (rows + 1) * self.budget.heads * self.width
+
+    def fit(self, array: torch.Tensor, first: int, ranked: torch.Tensor, rows: int) -> None:
+        """Takes its room in the array from `first` on, for so many rows.
+
+        `ranked` i32 [N, 5] is for as many entries as requests may have. No more memory is taken.
+        """
+        more = rows - len(self.ranked)
+        self.ranked = np.append(self.ranked, np.full(more, -1, np.int64))
+        self.listed = np.append(self.listed, np.zeros(more, np.int64))
+        self.needs = np.append(self.needs, np.zeros(more, np.int64))
+        self.lies = np.concatenate((self.lies, np.zeros((more, 2), np.int64)))
+        more = len(ranked) - len(self.places)
+        self.places = np.append(self.places, np.full(more, -1, np.int64))
+        self.known = np.append(self.known, np.zeros(more, bool))
+        ranked[: len(self._ranked)] = self._ranked
+        self._ranked = ranked
+        self.first = first
+        self._kept = None
+        chosen = array[first : first + self.entries(rows)]
+        self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
+
+    def _lay(self, chosen: torch.Tensor) -> None:
+        bounds = self.bounds.values.flatten(0, 1)
+        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked)
+
+    def forget(self, row: int) -> None:
+        """Lets go of what a row has chosen, and of its bounds."""
+        self.ranked[row], self.needs[row] = -1, 0
+        self._let_go(int(self.lies[row, 0]), int(self.lies[row, 1]))
+        self.lies[row] = 0
+
+    def _let_go(self, begin: int, end: int) -> None:
+        of_row = self.places[begin:end]
+        self.bounds.give_back(of_row[of_row >= 0])
+        of_row[:] = -1
+
+    def step(self, step: ListedStep, array: Int32, nobody: int) -> tuple[Int32, int]:
+        """What a step says of its requests, and how wide the scores are; 0 where none is ranked.
+
+        Bounds are brought up to date. `array` i32 [N, 5]: the entries as they are.
+        """
+        rows, spans = step.rows, step.spans[:, self.budget.group].astype(np.int64)
+        begin, count = spans[:, 0], spans[:, 1] - spans[:, 0]
+        self.known[step.moved] = False
+        if self._kept is not None and self._kept.holds(step, begin, count, self.known):
+            return self._kept.grown(count, nobody), 0
+        self._follow(rows, spans)
+        many = count > self.budget.pages
+        kept = many & (self.ranked[rows] >= 0) & self.known[begin]
+        age = step.positions - self.ranked[rows]
+        kept &= (age >= 0) & (age < self.budget.every)
+        since = count - self.listed[rows]
+        kept &= (since >= 0) & (since <= self.since)
+        due = many & ~kept
+        self._kept = None
+        if due.any():
+            left = -(-(step.ends - step.positions) // self.page_tokens)
+            self.needs[rows[many]] = (count + left)[many]
+            self._bound(spans[due], array)
+        self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
+        self.ranked[rows[~many]] = -1
+        width = _width(int(count.max())) if due.any() else 0
+        newest = (begin + self.listed[rows] - 1)[:, None] + np.arange(self.since + 1)
+        plan = self._plan(rows, spans, kept, due)
+        there = kept[:, None] & (newest < spans[:, 1:])
+        plan[:, NEWEST:] = np.where(there, newest, nobody)
+        if not width:
+            until = np.where(kept, self.ranked[rows] + self.budget.every, _NEVER)
+            most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
+            self._kept = _KeptPlan(rows, begin, count, kept, until, most, newest, plan)
+        return plan, width
+
+    def _plan(
+        self,
+        rows: Int32,
+        spans: Int64,
+        kept: npt.NDArray[np.bool_],
+        due: npt.NDArray[np.bool_],
+    ) -> Int32:
+        """The columns before NEWEST."""
+        begin, end, listed = spans[:, 0], spans[:, 1], self.listed[rows]
+        chosen, of_row = kept | due, self.budget.heads * self.width
+        plan = np.empty((len(rows), self.room.columns), np.int32)
+        plan[:, FIRST] = np.where(chosen, self.first + rows * of_row, begin)
+        plan[:, APART] = np.where(chosen, self.width, 0)
+        plan[:, LENGTH] = end - begin - np.where(chosen, listed - self.budget.pages, 0)
+        plan[:, KEPT_ROW] = np.where(kept, rows, len(self.ranked))
+        plan[:, DUE_ROW] = np.where(due, rows, len(self.ranked))
+        plan[:, DUE_BEGIN : DUE_END + 1] = np.where(due[:, None], spans, 0)
+        return plan
+
+    def _follow(self, rows: Int32, spans: Int64) -> None:
+        """Lets go of the bounds of tables that lie elsewhere now."""
+        lay = self.lies[rows]
+        if np.array_equal(lay, spans):
+            return
+        for number in np.flatnonzero((lay[:, 0] != spans[:, 0]) & (lay[:, 1] > 0)).tolist():
+            self._let_go(*lay[number].tolist())
+            lay[number, 1] = 0
+        lay[:, 0], lay[:, 1] = spans[:, 0], np.maximum(lay[:, 1], spans[:, 1])
+        self.lies[rows] = lay
+
+    def _bound(self, spans: Int64, array: Int32) -> None:
+        """Brings the bounds of all entries but the last of tables [n, 2] up to date."""
+        other = np.concatenate(
+            [begin + np.flatnonzero(~self.known[begin : end - 1]) for begin, end in spans.tolist()]
+        )
+        new = other[self.places[other] < 0]
+        values = self.bounds.values
+        self.places[new] = self.bounds.take(len(new), int(self.needs.sum()))
+        if self.bounds.values is not values:
+            self._lay(self.room.chosen)
+        if len(other):
+            self.bounds.compute(array[other], self.places[other])
+        self.known[other] = True
+        # The last one is read whatever it scores.
+        listed = np.concatenate((other, spans[:, 1] - 1))
+        rows: Int32 = array[listed]
+        rows[:, 0] = 0
+        rows[: len(other), 0] = self.places[other] * self.budget.heads
+        (sent,) = send(self._ranked.device, rows)
+        at = send_index(self._ranked.device, listed).long()
+        self._ranked.index_copy_(0, at, torch.as_tensor(sent))
+
+
+def _width(entries: int) -> int:
+    """Scores of a row, so that tables may grow a while before steps are captured anew."""
+    width = max(_FEWEST_SCORES, 1 << (entries - 1).bit_length())
+    return width // 4 * 3 if max(_FEWEST_SCORES, entries) <= width // 4 * 3 else width
 
 
 class ChosenPages:
-    """What the top-K heads of requests that decode together have chosen, and their bounds."""
+    """What the top-K heads of requests that decode together have chosen, and their bounds.
+
+    `rooms`: what lies on the device, by budget; others as soon as any of it lies elsewhere.
+    """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor) -> None:
-        self.spec = heads.spec
-        self.heads = heads
-        self.page_tokens = int(pages.shape[2])
-        self.bounds = {b.group: _Bounds(b.heads, pages) for b in heads.budgets}
-        self._known: dict[tuple[Decoding, int], _Ranked] = {}
+        self.rows = self.listed = 0
+        self.rooms: tuple[ChosenRoom, ...] = ()
+        self.groups = [_Budget(b, pages) for b in heads.budgets]
+        self._array = np.zeros((0, 5), np.int32)
 
-    def forget(self, sequence: Decoding) -> None:
-        """Lets go of a request, or of what it has chosen so far."""
-        for group, bounds in self.bounds.items():
-            known = self._known.pop((sequence, group), None)
-            if known is not None:
-                bounds.give_back(known.places)
+    def fit(self, array: torch.Tensor, listed: int, rows: int) -> torch.Tensor:
+        """The array of entries with room for so many of requests, and what so many rows choose.
 
-    def step(
-        self,
-        batch: Sequence[Decoding],
-        positions: Int32,
-        entries: Int32,
-        spans: Int32,
-        reach: StepReach,
-        rope: RopeTable,
-    ) -> StepPages:
-        """A step of requests whose newest tokens are at `positions` [B].
-
-        Their tables lie at `spans` [B, T, 2] of `entries`. Bounds are brought up to date.
+        What lies in it stays: the entries of requests first, one that is nobody's at the end.
         """
-        groups = {}
-        for budget in self.heads.budgets:
-            of_group = spans[:, budget.group].tolist()
-            rows = [entries[begin:end] for begin, end in of_group]
-            groups[budget.group] = self._group(budget, batch, positions.tolist(), rows)
-        return StepPages(self, groups, entries, spans, reach, rope)
-
-    def _group(
-        self, budget: PageBudget, batch: Sequence[Decoding], at: list[int], tables: list[Int32]
-    ) -> _GroupStep:
-        known: list[_Ranked | None] = []
-        due, asked = [], [np.zeros((0, 5), np.int32)]
-        for number, (sequence, position, rows) in enumerate(zip(batch, at, tables, strict=True)):
-            if len(rows) <= budget.pages:
-                known.append(None)
-                continue
-            key = (sequence, budget.group)
-            if key not in self._known:
-                chosen = np.zeros((budget.heads, budget.pages), np.int32)
-                self._known[key] = _Ranked(chosen)
-            found = self._known[key]
-            known.append(found)
-            if not found.holds(rows, position, budget.every):
-                due.append(number)
-                asked.append(self._ranking(budget, found, rows, position))
-        ends = np.cumsum([len(table) for table in asked], dtype=np.int32)
-        return _GroupStep(tables, known, due, np.concatenate(asked), ends)
-
-    def _ranking(self, budget: PageBudget, known: _Ranked, rows: Int32, position: int) -> Int32:
-        """Brings a table's bounds up to date; its entries by the numbers of these."""
-        bounds, whole = self.bounds[budget.group], rows[:-1]
-        if (more := len(whole) - len(known.places)) > 0:
-            known.places = np.concatenate((known.places, bounds.take(more)))
-        elif more < 0:
-            bounds.give_back(known.places[len(whole) :])
-            known.places = known.places[: len(whole)]
-        both = min(len(whole), len(known.rows))
-        other = np.ones(len(whole), bool)
-        other[:both] = (whole[:both] != known.rows[:both]).any(1)
-        bounds.compute(whole[other], known.places[other])
-        known.rows, known.position, known.listed = whole.copy(), position, len(rows)
-        asked: Int32 = rows.copy()
-        # The last entry is read whatever it scores.
-        asked[:-1, 0] = known.places * budget.heads
-        asked[-1, 0] = 0
-        return asked
-
-
-class StepPages:
-    """One decode step: what each of its layers reads."""
-
-    def __init__(
-        self,
-        chosen: ChosenPages,
-        groups: dict[int, _GroupStep],
-        entries: Int32,
-        spans: Int32,
-        reach: StepReach,
-        rope: RopeTable,
-    ) -> None:
-        self.chosen = chosen
-        self.groups = groups
-        self.entries = entries
-        self.spans = spans
-        self.reach = reach
-        self.rope = rope
-
-    def read(self, layer: int, q: torch.Tensor) -> tuple[Int32, Int32, Reach]:
-        """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer."""
-        reach = self.reach.chosen[layer]
-        if reach is None:
-            ends = np.append(self.spans, np.int32(0))
-            return self.entries, ends, self.reach.reads[layer]
-        parts, spans, end = [self.entries], [self.spans], len(self.entries)
-        for budget, heads, ranks in self.chosen.heads.ranked(layer):
-            step = self.groups[budget.group]
-            if step.due:
-                self._rank(budget, step, layer, q, heads, ranks)
-            found = np.empty((len(step.rows), len(heads), 2), np.int32)
-            for number, (rows, known) in enumerate(zip(step.rows, step.known, strict=True)):
-                if known is None:
-                    found[number] = self.spans[number, budget.group]
-                    continue
-                since = np.arange(known.listed, len(rows), dtype=np.int32)
-                numbers = known.chosen[ranks]
-                each = np.concatenate((numbers, np.tile(since, (len(heads), 1))), 1)
-                parts.append(rows[each].reshape(-1, 5))
-                borders = end + np.arange(len(heads) + 1) * each.shape[1]
-                found[number, :, 0], found[number, :, 1] = borders[:-1], borders[1:]
-                end = int(borders[-1])
-            spans.append(found)
-        ends = np.append(np.concatenate(spans, 1), np.int32(0))
-        read: Int32 = np.concatenate(parts)
-        return read, ends, reach
-
-    def _rank(
-        self,
-        budget: PageBudget,
-        step: _GroupStep,
-        layer: int,
-        q: torch.Tensor,
-        heads: list[int],
-        ranks: list[int],
-    ) -> None:
-        """What some heads of a layer choose anew, by the queries of the requests that are due."""
-        spec: ModelSpec = self.chosen.spec
-        bounds = self.chosen.bounds[budget.group]
-        asking = q.view(len(q), spec.kv_heads, -1, q.shape[-1])[step.due][:, heads]
-        pages = ops.BoundedPages(
-            bounds.values.flatten(0, 1),
-            self.chosen.page_tokens,
-            layer,
-            len(heads),
-            spec.layers[layer].scale,
-            self.rope,
-            spec.layers[layer].softcap,
-            Reach(1, np.asarray([(0, rank, 0, 0) for rank in ranks], np.int32)),
+        if listed <= self.listed and rows <= self.rows:
+            return array
+        rows = max(_FEWEST_ROWS, self.rows, 1 << (rows - 1).bit_length())
+        size = listed + sum(group.entries(rows) for group in self.groups)
+        made = array.new_tensor(NO_ENTRY).repeat(size + 1, 1)
+        ranked = [made.new_zeros((listed, 5)) for _ in self.groups]
+        kept = min(listed, len(array) - 1) if not self.rows else self.listed
+        made[:kept] = array[:kept]
+        first = listed
+        for group, table in zip(self.groups, ranked, strict=True):
+            before = group.room.chosen[: self.rows] if self.rows else None
+            group.fit(made, first, table, rows)
+            if before is not None:
+                group.room.chosen[: self.rows] = before
+            first += group.entries(rows)
+        more = listed - len(self._array)
+        self._array = np.concatenate(
+            (self._array, np.tile(np.asarray(NO_ENTRY, np.int32), (more, 1)))
         )
-        scores, counts = ops.score_pages(
-            asking.flatten(1, 2), step.entries, pages, entry_offsets=step.offsets
-        )
-        budgets = np.full(counts.numel(), budget.pages, np.int32)
-        chosen, _ = ops.select_pages(
-            scores.flatten(0, 1),
-            counts.flatten(),
-            budgets,
-            sink=SINK_PAGES,
-            recent=RECENT_PAGES,
-        )
-        of_each = chosen.numpy().reshape(len(step.due), len(heads), budget.pages)
-        for number, some in zip(step.due, of_each, strict=True):
-            known = step.known[number]
-            assert known is not None
-            known.chosen[ranks] = some
+        self.rows, self.listed = rows, listed
+        return made
+
+    def forget(self, row: int) -> None:
+        """Lets go of what a request's row has chosen."""
+        for group in self.groups:
+            if row < len(group.ranked):
+                group.forget(row)
+
+    def step(self, step: ListedStep) -> ChosenStep:
+        """What a step says of its requests. Bounds are brought up to date on the device."""
+        self._array[step.moved] = step.entries
+        size = self.listed + sum(group.entries(self.rows) for group in self.groups)
+        made = [group.step(step, self._array, size) for group in self.groups]
+        rooms = tuple(group.room for group in self.groups)
+        if rooms != self.rooms:
+            self.rooms = rooms
+        plans, widths = zip(*made, strict=True)
+        return ChosenStep(self.rooms, plans, widths)

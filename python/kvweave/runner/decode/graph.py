@@ -15,15 +15,17 @@ import torch
 
 from kvweave.device_memory import is_shortage
 from kvweave.ops import RopeTable, Workspace
+from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenStep
+from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.reads import StepReach
-from kvweave.runner.decode.slots import NO_ENTRY, DecodeSlots, Step
+from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import StepTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.model.rope import PositionTable, Rotary
 
 _log = logging.getLogger(__name__)
 
-_MOST_SIZES = 32
+_MOST_SIZES = 64
 
 
 def rows_for(requests: int) -> int:
@@ -39,7 +41,8 @@ def moves_for(rows: int, lanes: int) -> int:
 class StepSize:
     """The patch of steps of one size at one address, and the graph that reads it.
 
-    `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows.
+    `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows,
+    and `chosen` the tables of heads that choose pages, ranked or not as `widths` say.
     """
 
     def __init__(
@@ -49,24 +52,31 @@ class StepSize:
         positions: PositionTable,
         rows: int,
         moves: int,
+        chosen: ChosenTables | None = None,
+        widths: tuple[int, ...] = (),
     ) -> None:
         self.entries, self.reach, self.positions = entries, reach, positions
         self.rows, self.moves = rows, moves
+        self.chosen, self.widths = chosen, widths
+        self.idle = [room.nobody(len(entries)) for room in chosen.rooms] if chosen else []
         device, tables = entries.device, reach.tables
         self.offsets = 2 * rows * tables + 1
         # Numbers of 64 bits come first, where they are aligned.
-        widths = (2 * rows, 2 * moves, rows, 2 * tables * rows, self.offsets, 5 * moves)
-        self.patch = torch.zeros(sum(widths), dtype=torch.int32, device=device)
+        sizes = [2 * rows, 2 * moves, rows, 2 * tables * rows, self.offsets, 5 * moves]
+        sizes += [rows * len(row) for row in self.idle]
+        self.patch = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self.sent = torch.zeros(sum(widths), dtype=torch.int32, pin_memory=pinned)
-        ids, places, positions_of, slots, offsets, moved = torch.split(self.patch, list(widths))
+        self.sent = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        ids, places, positions_of, slots, offsets, moved, *plans = torch.split(self.patch, sizes)
+        self.plans = [plan.view(rows, -1) for plan in plans]
         self.ids, self.places = ids.view(torch.int64), places.view(torch.int64)
         self.slots = slots.view(tables, rows, 2)
         self.positions_of, self.splits, self.moved = positions_of, offsets, moved.view(moves, 5)
-        parts = np.split(self.sent.numpy(), np.cumsum(widths)[:-1])
+        parts = np.split(self.sent.numpy(), np.cumsum(sizes)[:-1])
         self._ids, self._places = parts[0].view(np.int64), parts[1].view(np.int64)
         self._positions, self._slots = parts[2], parts[3].reshape(tables, rows, 2)
         self._offsets, self._moved = parts[4], parts[5].reshape(moves, 5)
+        self._plans = [part.reshape(rows, -1) for part in parts[6:]]
         # Rows and moves of the step before; at first all are to be emptied.
         self._filled = (rows + 1, moves + 1)
         self.queries: torch.Tensor | None = None
@@ -86,6 +96,10 @@ class StepSize:
         self._slots[:, :count] = made.slots
         self._offsets[: made.spans.size] = made.spans.reshape(-1)
         self._places[:moved], self._moved[:moved] = made.places[:moved], made.moved[:moved]
+        for number, idle in enumerate(self.idle):
+            assert step.chosen is not None
+            self._plans[number][:count] = step.chosen.plans[number]
+            self._plans[number][count:] = idle
         before, self._filled = self._filled, (count, moved)
         if count < before[0]:
             self._ids[count:], self._positions[count:], self._slots[:, count:] = 0, 0, -1
@@ -99,6 +113,9 @@ class StepSize:
     def tables(self) -> StepTables:
         """The tables of the step, views of the patch on the device."""
         self.entries.index_copy_(0, self.places, self.moved)
+        if self.chosen is not None:
+            spans = self.splits[:-1].view(self.rows, -1)
+            self.chosen.begin(spans, self.plans, self.widths)
         return StepTables(
             ids=self.ids,
             positions=self.positions_of,
@@ -107,7 +124,12 @@ class StepSize:
             offsets=self.splits,
             turns=self.positions.turns(self.positions_of),
             reach=self.reach,
+            chosen=self.chosen,
         )
+
+    def knows(self, chosen: ChosenStep | None) -> bool:
+        """Whether what top-K heads read lies where the graph reads it."""
+        return self.chosen is None or chosen is None or self.chosen.rooms is chosen.rooms
 
 
 class StepGraphs:
@@ -123,7 +145,10 @@ class StepGraphs:
         self.workspace = workspace
         self.capturable = True
         self._sizes: dict[Any, StepSize] = {}
+        # Memory that graphs share, and the graph that it was made for: while there is one, others
+        # may be captured into it.
         self._pool: Any = None
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def logits(
         self, slots: DecodeSlots, step: Step, watched: bool = False
@@ -132,17 +157,21 @@ class StepGraphs:
 
         `watched`: so do the queries [L, B, H, D], which come with them.
         """
-        size, count = self._size_of(slots, watched), len(step.tokens)
+        size, count = self._size_of(slots, step.chosen, watched), len(step.tokens)
         size.write(slots, step)
         logits = self._run(size, slots.rope)[:count]
         return logits, None if size.queries is None else size.queries[:, :count]
 
-    def _size_of(self, slots: DecodeSlots, watched: bool) -> StepSize:
-        """The size that serves a batch; made anew where what a graph knows has moved."""
+    def _size_of(self, slots: DecodeSlots, chosen: ChosenStep | None, watched: bool) -> StepSize:
+        """The size that serves a batch; made anew where what a graph knows has moved.
+
+        Steps in which requests are ranked have graphs of their own.
+        """
         rows = rows_for(len(slots.batch))
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
-        key = (id(slots), rows, moves, regime, slots.promoted, watched)
+        widths = chosen.widths if chosen is not None else ()
+        key = (id(slots), rows, moves, regime, slots.promoted, watched, widths)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
         positions, reach = self.rotary.fixed(slots.longest), slots.reach
@@ -151,14 +180,24 @@ class StepGraphs:
             and size.entries is slots.entries
             and size.positions is positions
             and size.reach is reach
+            and size.knows(chosen)
         )
         if size is None or not same:
             self._sizes.pop(key, None)
+            self._forget_moved(slots, chosen)
             if len(self._sizes) >= _MOST_SIZES:
                 del self._sizes[next(iter(self._sizes))]
-            size = self._sizes[key] = StepSize(slots.entries, reach, positions, rows, moves)
+            tables = slots.chosen_tables(chosen) if chosen is not None else None
+            known = slots.entries, reach, positions, rows, moves
+            size = self._sizes[key] = StepSize(*known, tables, widths)
             size.queries = query_room(self.spec, rows) if watched else None
         return size
+
+    def _forget_moved(self, slots: DecodeSlots, chosen: ChosenStep | None) -> None:
+        """Lets go of graphs that know bounds which lie elsewhere now: these take up much room."""
+        for key, size in list(self._sizes.items()):
+            if key[0] == id(slots) and not size.knows(chosen):
+                del self._sizes[key]
 
     def _run(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
         if not self.capturable:
@@ -209,7 +248,7 @@ class StepGraphs:
             else:
                 self._give_up(error)
             return
-        self._pool = graph.pool()
+        self._pool, self._first = graph.pool(), self._first or graph
         size.graph = graph
 
     def _give_up(self, error: RuntimeError) -> None:

@@ -12,12 +12,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from kvweave.ops import Reach
 from kvweave.runner.kv.heads import HeadReads, Promoted
-from kvweave.runner.kv.tables import Int32
+from kvweave.runner.kv.tables import Int32, send_index
 
 _MOST_KEPT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class HeadChoice:
+    """Heads of a layer that choose pages by one budget.
+
+    `budget`: its number. `heads` i64 [n] on the device: which they are, None for all of the layer.
+    `ranks`: the first of their pages in a block and the one behind the last, which lie side by
+    side. `bounds` and `listed` say of the same table of a request, which is the first of two, in
+    which rows the heads' bounds are, and nothing more.
+    """
+
+    budget: int
+    heads: torch.Tensor | None
+    ranks: tuple[int, int]
+    bounds: Reach
+    listed: Reach
 
 
 @dataclass(frozen=True)
@@ -26,9 +44,9 @@ class StepReach:
 
     `tables` of a request. `writes` of each layer. `reads` of each layer: over twice as many tables,
     of which every other one is room. `chosen` of each layer with top-K heads: the same, with a
-    table more for each of these, in the order of `HeadReads.ranked`; None for others. `sights` i32
-    [N, 4]: of each promoted head its layer, number, and the window and sink of what it sees where
-    it was not promoted.
+    table more for each head that chooses in any layer, see `ChosenTables`; None for others.
+    `sights` i32 [N, 4]: of each promoted head its layer, number, and the window and sink of what it
+    sees where it was not promoted.
     """
 
     tables: int
@@ -39,10 +57,14 @@ class StepReach:
 
 
 class StepReads:
-    """The reaches of steps, made once for each set of promoted heads."""
+    """The reaches of steps, made once for each set of promoted heads.
+
+    `choices`: the heads of each layer that choose pages.
+    """
 
     def __init__(self, heads: HeadReads) -> None:
         self.heads = heads
+        self.choices = [_choices(heads, layer) for layer in range(len(heads.spec.layers))]
         self._made: dict[Promoted, StepReach] = {}
 
     def of(self, promoted: Promoted) -> StepReach:
@@ -68,10 +90,26 @@ class StepReads:
                     rows[head] = (groups + number, rows[head, 1], of_layer.window or 0, 0)
             writes.append(Reach(tables, rows))
             reads.append(_with_room(tables, rows))
-            own = [head for _, some, _ in heads.ranked(layer) for head in some]
-            rows[own, 0] = tables + np.arange(len(own))
-            chosen.append(_with_room(tables + len(own), rows) if own else None)
+            ranked = heads.ranked(layer)
+            for budget, own, ranks in ranked:
+                before = heads.budgets[: heads.budgets.index(budget)]
+                rows[own, 0] = tables + sum(b.heads for b in before) + np.asarray(ranks)
+            every = tables + sum(b.heads for b in heads.budgets)
+            chosen.append(_with_room(every, rows) if ranked else None)
         return StepReach(tables, reads, writes, chosen, sights)
+
+
+def _choices(heads: HeadReads, layer: int) -> list[HeadChoice]:
+    made = []
+    for budget, some, ranks in heads.ranked(layer):
+        index = None
+        if len(some) < heads.spec.kv_heads:
+            index = send_index(heads.spec.device, np.asarray(some)).long()
+        rows = np.asarray([(0, rank, 0, 0) for rank in ranks], np.int32)
+        number = heads.budgets.index(budget)
+        reaches = Reach(2, rows), Reach(2, rows * 0)
+        made.append(HeadChoice(number, index, (ranks[0], ranks[-1] + 1), *reaches))
+    return made
 
 
 def _with_room(tables: int, rows: Int32) -> Reach:

@@ -17,23 +17,25 @@ from kvweave import ops
 from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
 from kvweave.ops import RopeTable
-from kvweave.runner.decode.chosen_pages import ChosenPages
+from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep, ListedStep
+from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy
 from kvweave.runner.kv.heads import HeadReads, Promoted
 from kvweave.runner.kv.tables import Int32, send
 
-NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
-"""An entry outside the cache: it covers no token."""
-
 
 @dataclass(frozen=True)
 class Step:
-    """The tokens i32 [B] that a step feeds, and what it reads and writes: see `DecodeRows.step`."""
+    """The tokens i32 [B] that a step feeds, and what it reads and writes: see `DecodeRows.step`.
+
+    `chosen`: what top-K heads read of it, where there are any.
+    """
 
     tokens: Int32
     made: DecodeStep
+    chosen: ChosenStep | None = None
 
 
 class DecodeSlots:
@@ -41,9 +43,9 @@ class DecodeSlots:
 
     `members`: the row of each. `batch`, in the order of the step, and its `rope`. `longest`: the
     most tokens that any of them, or whoever sat with them, has at its end. `lanes`: the most tables
-    that any of them keeps up by itself. `entries` i32 [N + 1, 5] on the device: the last one is
-    nobody's. `chosen`: what top-K heads read, where there are any. A sequence's timings are told
-    of its steps when it leaves.
+    that any of them keeps up by itself. `entries` i32 [N, 5] on the device: those of requests, then
+    what top-K heads have chosen, and a last one that is nobody's. `chosen` says what the latter
+    read, where there are any. A sequence's timings are told of its steps when it leaves.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -67,6 +69,8 @@ class DecodeSlots:
         self._said: Int32 | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
+        # Tokens of each of the batch when it is done.
+        self._ends = np.zeros(0, np.int64)
 
     def _room(self, entries: int) -> torch.Tensor:
         empty = torch.tensor(NO_ENTRY, dtype=torch.int32, device=self.spec.device)
@@ -113,6 +117,7 @@ class DecodeSlots:
                 self._drawing.add(sequence)
         self._requests = [s.request for s in batch]
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
+        self._ends = np.asarray([s.request.length + s.remaining for s in batch], np.int64)
         self.batch, self._said = list(batch), None
 
     def _take_heads(self, joining: Sequence[Decoding]) -> None:
@@ -133,9 +138,10 @@ class DecodeSlots:
             self._leave(sequence)
 
     def _leave(self, sequence: Decoding) -> None:
-        self.rows.leave(self.members.pop(sequence))
+        row = self.members.pop(sequence)
+        self.rows.leave(row)
         if self.chosen is not None:
-            self.chosen.forget(sequence)
+            self.chosen.forget(row)
         self._drawing.discard(sequence)
         sequence.timings.decode_s += self._spent - self._spent_before.pop(sequence)
         self.batch, self._requests, self._said = [], [], None
@@ -155,12 +161,27 @@ class DecodeSlots:
             tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
         made = self.rows.step(self._requests, self._numbers, tokens)
         self.lanes = made.lanes
+        if len(made.copies):
+            self._copy(made.copies)
+        if self.chosen is not None:
+            return Step(tokens, made, self._chosen_step(self.chosen, made))
         if made.entries >= len(self.entries):
             old, self.entries = self.entries, self._room(made.entries)
             self.entries[: len(old) - 1] = old[:-1]
-        if len(made.copies):
-            self._copy(made.copies)
         return Step(tokens, made)
+
+    def _chosen_step(self, chosen: ChosenPages, made: DecodeStep) -> ChosenStep:
+        """What top-K heads read in a step, and room for it behind the entries of requests."""
+        rows = int(self._numbers.max()) + 1
+        self.entries = chosen.fit(self.entries, made.entries, rows)
+        of_batch = self._numbers, made.positions, self._ends, made.spans
+        return chosen.step(ListedStep(*of_batch, made.places, made.moved))
+
+    def chosen_tables(self, step: ChosenStep) -> ChosenTables:
+        """What top-K heads read in steps that find on the device what this one does."""
+        page_tokens = int(self.pages.shape[2])
+        known = step.rooms, self.entries, self.reads.choices
+        return ChosenTables(self.spec, self.rope, page_tokens, *known)
 
     def hear(self, chosen: Int64, seconds: float) -> None:
         """Takes in what each of the batch said, i64 [B] or −1 for nothing, and what that took."""

@@ -9,7 +9,7 @@ import torch
 
 from kvweave import ops
 from kvweave.ops import Reach, RopeTable, Table, Workspace
-from kvweave.runner.decode.chosen_pages import StepPages
+from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.kv.tables import Int32, send
@@ -34,7 +34,7 @@ class StepTables:
     offsets: Table
     turns: Turns
     reach: StepReach
-    chosen: StepPages | None = None
+    chosen: ChosenTables | None = None
 
     @staticmethod
     def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> StepTables:
@@ -48,18 +48,22 @@ class StepTables:
         ids = torch.from_numpy(step.tokens).to(device, torch.int64)
         turns = turns_of(rotary, made.positions)
         chosen = None
-        if slots.chosen is not None:
-            # Pages are chosen on the host alone.
-            kept, spans = np.asarray(entries), made.spans
-            given = (slots.batch, made.positions, kept, spans, slots.reach, slots.rope)
-            chosen = slots.chosen.step(*given)
+        if step.chosen is not None:
+            spans = made.spans.reshape(len(step.tokens), -1)
+            table, *plans = map(torch.as_tensor, send(device, spans, *step.chosen.plans))
+            chosen = slots.chosen_tables(step.chosen)
+            chosen.begin(table, plans, step.chosen.widths)
         return StepTables(ids, positions, places, entries, splits, turns, slots.reach, chosen)
 
     def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table, Reach]:
-        """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer."""
-        if self.chosen is not None:
-            return self.chosen.read(layer, q)
-        return self.entries, self.offsets, self.reach.reads[layer]
+        """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer.
+
+        Heads that are to choose anew do so by these queries.
+        """
+        reach = self.reach.chosen[layer]
+        if self.chosen is None or reach is None:
+            return self.entries, self.offsets, self.reach.reads[layer]
+        return *self.chosen.read(layer, q), reach
 
 
 def turns_of(rotary: Rotary, places: Int32) -> Turns:

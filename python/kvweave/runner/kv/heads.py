@@ -28,6 +28,9 @@ SINK_PAGES = 1
 RECENT_PAGES = 2
 """The newest pages, which it always reads too: the last one may hold a single token."""
 
+_MOST_SCORED = 256
+"""The largest head dim for which `score_pages` has a kernel."""
+
 _MOST_PROMOTED = 256
 _MOST_KEPT = 4096
 
@@ -81,8 +84,9 @@ class HeadReads:
     `budgets`: those of groups whose heads choose pages.
 
     # Errors
-    `Unsupported` for top-K heads on a GPU or in a layer with a sliding window of the model's own;
-    `CorruptHeadMap` for heads that may not read even the pages that are always read.
+    `Unsupported` for top-K heads in a layer with a sliding window of the model's own, or on a GPU
+    with a head dim that `score_pages` does not take there; `CorruptHeadMap` for heads that may not
+    read even the pages that are always read.
     """
 
     def __init__(self, spec: ModelSpec, cache: KvCache) -> None:
@@ -105,8 +109,12 @@ class HeadReads:
 
     def _check_budgets(self) -> None:
         least, device = SINK_PAGES + RECENT_PAGES, self.spec.device
-        if self.budgets and device.type != "cpu":
-            raise Unsupported(f"head map: expected top_k heads on cpu, got some on {device}")
+        dim = self.spec.head_dim
+        if self.budgets and device.type == "cuda" and (dim % 8 or dim > _MOST_SCORED):
+            raise Unsupported(
+                "head map: expected a head dim that is a multiple of 8 up to "
+                f"{_MOST_SCORED} beside top_k heads on {device}, got {dim}"
+            )
         for budget in self.budgets:
             if budget.pages < least:
                 raise CorruptHeadMap(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvweave.runner.model.joined import is_plain
 from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
 from kvweave.runner.model.rope import rotated
 
@@ -112,16 +113,14 @@ def owns_keys(layer: LayerSpec) -> bool:
     return layer.key_norm is None and is_plain(layer.attention.k_proj)
 
 
-def is_plain(module: Any) -> bool:
-    """Whether a projection is a matrix, and a bias, that nobody listens to."""
-    heard = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is torch.nn.Linear and not heard
-
-
 def _heads(
     spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = grid.apply(layer.attention_in_norm, hidden)
+    joined = layer.joined_heads
+    if joined is not None and not grid.tiled and joined.holds:
+        q, k, v = (made.view(grid.rows, -1, spec.head_dim) for made in joined(grid.real(x)))
+        return q, k, v
 
     def heads(projection: torch.nn.Module, count: int) -> torch.Tensor:
         return grid.real(grid.apply(projection, x)).view(grid.rows, count, spec.head_dim)
@@ -151,15 +150,32 @@ def add_attention(
 ) -> None:
     """Adds the output projection of attended [R, H, D], the real rows', to hidden in place."""
     mixed = grid.pad(attended.reshape(grid.rows, -1))
-    mixed = grid.apply(layer.attention.o_proj, mixed)
+    out = layer.attention.o_proj
+    if layer.attention_out_norm is None and adds_its_product(hidden, out):
+        hidden.addmm_(mixed, out.weight.t())
+        return
+    mixed = grid.apply(out, mixed)
     if layer.attention_out_norm is not None:
         mixed = grid.apply(layer.attention_out_norm, mixed)
     hidden += mixed
 
 
+def adds_its_product(hidden: torch.Tensor, out: Any) -> bool:
+    """Whether a matrix may add its product to the hidden states itself: one rounding, one launch.
+
+    On the CPU bits would then depend on how many rows are in the call.
+    """
+    return hidden.is_cuda and is_plain(out) and out.bias is None
+
+
 def add_feed_forward(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> None:
     """Adds the feed-forward of hidden [padded, E] to it in place."""
+    gated = layer.gated
+    plain = gated is not None and gated.holds and layer.feed_forward_out_norm is None
     for part in torch.split(hidden, FEED_FORWARD_ROWS):
+        if gated is not None and plain and adds_its_product(hidden, gated.down):
+            part.addmm_(gated.inner(layer.feed_forward_in_norm(part)), gated.down.weight.t())
+            continue
         part += grid.apply(lambda x: _feed_forward(layer, x), part)
 
 

@@ -34,13 +34,15 @@ def working_bytes(
     linear = [m for m in layer.feed_forward.modules() if isinstance(m, torch.nn.Linear)]
     between = max((m.out_features for m in linear), default=width)
     part = min(rows, FEED_FORWARD_ROWS)
+    # A module multiplies into a third tensor.
+    wide = between * (3 if layer.gated is None else 2)
     log_sums = 4 * rows * spec.query_heads
     steps = (
         rows * (2 * width + query + 2 * key) * element,  # projecting
         rows * (width + 2 * query + 3 * key) * element,  # rotating
         rows * (width + 2 * query + 2 * key) * element + log_sums,  # attending
         rows * (2 * width + query) * element,  # back to the width
-        (rows * width + part * (width + 3 * between)) * element,  # feed-forward
+        (rows * width + part * (width + wide)) * element,  # feed-forward
         (rows + logits) * width * element + logits * spec.vocabulary * (element + 4),
     )
     turns = sum(layer.rotates for layer in spec.layers) > 0

@@ -18,6 +18,7 @@ from torch import nn
 
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops import Pairing
+from kvweave.runner.model.joined import GatedProducts, Joined
 
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Model dtypes with ops, and the name of each as a KV dtype."""
@@ -33,6 +34,7 @@ class LayerSpec:
     alone, `query_norm` and `key_norm` where heads are normed (Qwen 3). `window` w keeps keys with
     position > row position − w. `rope_key` names the rotary parameters (a layer type, or None
     when there is one set); `rotates` is False on layers without positions (SmolLM3).
+    `joined_heads` and `gated`: the same matrices side by side in memory, where they are.
     """
 
     attention: Any
@@ -48,6 +50,8 @@ class LayerSpec:
     softcap: float | None
     rope_key: str | None
     rotates: bool
+    joined_heads: Joined | None = None
+    gated: GatedProducts | None = None
 
 
 @dataclass(frozen=True)

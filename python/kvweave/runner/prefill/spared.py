@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvweave.runner.kv.heads import SomeHeads
-from kvweave.runner.model.layer import RowGrid, is_plain, owns_queries
+from kvweave.runner.model.joined import is_plain
+from kvweave.runner.model.layer import RowGrid, owns_queries
 from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
 from kvweave.runner.model.rope import rotated
 

@@ -1,0 +1,214 @@
+"""A whole decode step of a model whose heads all choose their pages, beside one that reads all.
+
+A model of Llama-3.1-8B's shape with random weights decodes over an arena of random keys and values:
+nobody computes the prompts, whose KV is as random as the weights. *all* reads everything. *64
+pages* and *128 pages* are head maps of nothing but such heads, ranked every 16 steps: a step in
+which nobody is ranked, one in which all are, and what a step takes on average. *all join* is the
+step at whose start the bounds of all pages are computed. Where requests are *in turns*, they have
+joined one after the other, so that some of them are ranked in every step.
+
+Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
+the next tokens brought to the host. Contenders run one after the other in one process, over the
+same arena, with the same requests.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.device.models import random_model
+from kvweave.cache import HeadClassMap, KvCache, KvRequest, KvShape
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import summarise
+from kvweave.runner.decode import Decoder, Decoding, Sampling
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.model.fused_norms import with_fused_norms
+from kvweave.runner.model.joined_layers import with_joined_products
+from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec, describe
+from kvweave.runner.model.rope import Rotary
+
+PAGE, EVERY = 16, 16
+PAGES = (64, 128)
+MODEL = "Llama-3.1-8B"
+WARM_STEPS = 2 * EVERY + 4
+"""Steps until both graphs of a batch are captured: each at its second time."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many requests of so many tokens, in so many layers of the model.
+
+    `in_turns`: they join within the first EVERY steps, as evenly as their number allows.
+    """
+
+    requests: int
+    tokens: int
+    layers: int
+    in_turns: bool = False
+
+    def title(self) -> str:
+        turns = ", in turns" if self.in_turns else ""
+        return f"{self.requests} × {self.tokens}{turns}, {self.layers} layers"
+
+    def pages(self, kv_heads: int, steps: int) -> int:
+        """Pages of an arena that holds them, and `steps` more tokens of each."""
+        blocks = self.requests * (-(-(self.tokens + steps) // PAGE) + 1) + 1
+        return blocks * self.layers * kv_heads
+
+
+LOADS = (
+    Load(40, 10_240, 32),
+    Load(40, 10_240, 32, in_turns=True),
+    # 128K tokens of eight requests in all 32 layers are 137 GB.
+    Load(8, 131_072, 16),
+    Load(1, 131_072, 32),
+)
+
+
+def run(quick: bool) -> list[Row]:
+    loads = (Load(8, 10_240, 4), Load(8, 10_240, 4, in_turns=True)) if quick else LOADS
+    return rows_of(random_model(MODEL), loads, PAGES, periods=2 if quick else 8)
+
+
+@torch.inference_mode()
+def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: int) -> list[Row]:
+    """Every load under every budget and none, `periods` times EVERY steps of each."""
+    whole = as_a_runner_has_it(describe(model))
+    steps = WARM_STEPS + (periods + 2) * EVERY
+    most = max(load.pages(whole.kv_heads, steps) for load in loads)
+    sizes = (most, 2, PAGE, whole.head_dim)
+    arena = torch.empty(sizes, dtype=whole.dtype, device=whole.device).normal_()
+    rows = []
+    for load in loads:
+        spec = replace(whole, layers=whole.layers[: load.layers])
+        pages = arena[: load.pages(whole.kv_heads, steps)]
+        dense = Stepped.of(spec, pages, load, None, steps).rows(periods, None)
+        rows += dense
+        for budget in budgets:
+            rows += Stepped.of(spec, pages, load, budget, steps).rows(periods, dense[0].value)
+    return rows
+
+
+def as_a_runner_has_it(spec: ModelSpec) -> ModelSpec:
+    """The model as a `Runner` takes its layers apart on a GPU."""
+    if spec.device.type != "cuda":
+        return spec
+    return with_joined_products(with_fused_norms(spec))
+
+
+def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:
+    """A map of nothing but heads that read so many pages."""
+    kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY}
+    labels = {"reach": "global", "stability": "stable"}
+    places = [(at, head) for at in range(len(spec.layers)) for head in range(spec.kv_heads)]
+    made = {
+        "schema_version": 1,
+        "model_fingerprint": spec.fingerprint,
+        "layers": len(spec.layers),
+        "kv_heads": spec.kv_heads,
+        "heads": [{"layer": at, "head": h, "class": kind, **labels} for at, h in places],
+    }
+    return HeadClassMap.from_json(json.dumps(made))
+
+
+@dataclass
+class Stepped:
+    """A batch that decodes under one budget, None for everything."""
+
+    load: Load
+    budget: int | None
+    decoder: Decoder
+    requests: list[KvRequest]
+    batch: list[Decoding]
+
+    @staticmethod
+    def of(
+        spec: ModelSpec, pages: torch.Tensor, load: Load, budget: int | None, steps: int
+    ) -> Stepped:
+        # What the contender before has left is in the way of what this one makes.
+        gc.collect()
+        if spec.device.type == "cuda":
+            torch.cuda.empty_cache()
+        heads = None if budget is None else choosing(spec, budget)
+        shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
+        cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
+        rotary = Rotary(spec)
+        decoder = Decoder(HeadReads(spec, cache), rotary, pages)
+        positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
+        requests = [cache.admit(tokens, reuse="none") for _ in range(load.requests)]
+        batch = [
+            Decoding(request, positions, Sampling(), steps, spec.device, tokens=[1])
+            for request in requests
+        ]
+        return Stepped(load, budget, decoder, requests, batch)
+
+    def step(self, batch: list[Decoding]) -> float:
+        """Seconds of one step of a batch, whose tokens are then on the host."""
+        start = time.perf_counter()
+        said = self.decoder.step(batch)
+        taken = time.perf_counter() - start
+        expect(len(said) == len(batch), f"expected {len(batch)} tokens, got {len(said)}")
+        return taken
+
+    def rows(self, periods: int, dense_ms: float | None) -> list[Row]:
+        """What steps of the batch take, beside a dense one."""
+        self.warm()
+        times = np.asarray([self.step(self.batch) for _ in range(periods * EVERY)])
+        self.check()
+        what = "all" if self.budget is None else f"{self.budget} pages"
+        name = f"{self.load.title()}: {what}"
+        if self.budget is None:
+            timing = summarise(times.tolist())
+            return [Row(name, timing.median_s * 1e3, "ms", timing.p95_s * 1e3, {})]
+        # A period is as long as any other, and begins with whoever joined first.
+        by_phase = np.median(times.reshape(periods, EVERY), axis=0)
+        mean = float(by_phase.mean()) * 1e3
+        beside: dict[str, Any] = {} if dense_ms is None else {"all ÷ this": dense_ms / mean}
+        if not self.load.in_turns:
+            beside["nobody ranked ms"] = float(np.sort(by_phase)[: EVERY - 1].mean()) * 1e3
+            beside["all ranked ms"] = float(by_phase.max()) * 1e3
+            beside["all join ms"] = self.join() * 1e3
+        beside["bounds GB"] = self.bounds_bytes() / 1e9
+        return [Row(name, mean, "ms", float(np.percentile(times, 95)) * 1e3, beside)]
+
+    def warm(self) -> None:
+        """Steps until all have joined and what they launch is captured."""
+        if self.load.in_turns:
+            for turn in range(1, EVERY):
+                self.step(self.batch[: max(1, turn * len(self.batch) // EVERY)])
+        for _ in range(WARM_STEPS):
+            self.step(self.batch)
+
+    def join(self) -> float:
+        """Seconds of a step whose requests all come anew; graphs that know it are there."""
+        self.decoder.forget()
+        return self.step(self.batch)
+
+    def bounds_bytes(self) -> int:
+        slots = self.decoder._slots[-1]
+        expect(slots.chosen is not None, "expected heads that choose pages, got none")
+        assert slots.chosen is not None
+        return sum(room.bounds.nbytes for room in slots.chosen.rooms)
+
+    def check(self) -> None:
+        """Whether steps were captured on a GPU, and each of the requests said a token in each."""
+        graphs = self.decoder.graphs
+        if graphs is not None:
+            known = [size for size in graphs._sizes.values() if size.rows >= len(self.batch)]
+            expect(graphs.capturable, "expected steps that are captured, got a model that waits")
+            expect(any(s.graph is not None for s in known), "expected a graph, got none")
+        lengths = {
+            request.length - len(s.tokens)
+            for request, s in zip(self.requests, self.batch, strict=True)
+        }
+        expected = {self.load.tokens - 1}
+        expect(lengths == expected, f"expected a token a step, got lengths {lengths}")
+        self.decoder.heads.cache.check()

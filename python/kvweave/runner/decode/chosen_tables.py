@@ -1,0 +1,165 @@
+"""Which pages the top-K heads of a decode step read (FlexiCache, section 3.2): the device's part.
+
+Nothing here waits, or looks at a number that lies on the device: a step that is captured on a GPU
+ranks, and reads what was chosen, as one that runs on the CPU does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvweave import ops
+from kvweave.ops import RopeTable, Table
+from kvweave.runner.decode.chosen_pages import (
+    APART,
+    DUE_BEGIN,
+    DUE_END,
+    DUE_ROW,
+    FIRST,
+    KEPT_ROW,
+    LENGTH,
+    NEWEST,
+    ChosenRoom,
+)
+from kvweave.runner.decode.reads import HeadChoice
+from kvweave.runner.kv.heads import RECENT_PAGES, SINK_PAGES
+from kvweave.runner.model.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """The requests that one budget ranks in a step, of B: those that it does not rank list nothing.
+
+    `rows` i64 [B]: of `ChosenRoom.chosen`, where what is chosen goes. `offsets` i32 [2 · B + 1]:
+    where a request's entries begin and end. `budgets` i32 [B · heads]. Scores have so much `width`.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    budgets: torch.Tensor
+    width: int
+
+    @staticmethod
+    def of(room: ChosenRoom, plan: torch.Tensor, width: int) -> _Ranking:
+        spans = plan[:, DUE_BEGIN : DUE_END + 1].reshape(-1)
+        offsets = torch.nn.functional.pad(spans, (0, 1))
+        rows = len(plan) * room.budget.heads
+        budgets = torch.full((rows,), room.budget.pages, dtype=torch.int32, device=plan.device)
+        return _Ranking(plan[:, DUE_ROW].long(), offsets, budgets, width)
+
+
+class ChosenTables:
+    """The tables that the heads of one step read, of B requests.
+
+    `entries` i32 [N, 5]: those of all tables. `offsets` i32 [B · tables + 1]: of a request first
+    those of its own tables, then two for each head that chooses, budget by budget in the order of
+    ranks: where its table begins and where it ends.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rope: RopeTable,
+        page_tokens: int,
+        rooms: Sequence[ChosenRoom],
+        entries: torch.Tensor,
+        choices: Sequence[Sequence[HeadChoice]],
+    ) -> None:
+        self.spec = spec
+        self.rope = rope
+        self.page_tokens = page_tokens
+        self.rooms = rooms
+        self.entries = entries
+        self.choices = choices
+        self.offsets: torch.Tensor
+        self.rankings: list[_Ranking | None] = []
+
+    def begin(
+        self, spans: torch.Tensor, plans: Sequence[torch.Tensor], widths: Sequence[int]
+    ) -> None:
+        """Brings what was chosen before up to date.
+
+        spans i32 [B, 2 · T] of the requests' own tables, plans and widths as `ChosenStep` has them.
+        """
+        columns = spans.shape[1] + 2 * sum(room.budget.heads for room in self.rooms)
+        self.offsets = spans.new_zeros(len(spans) * columns + 1)
+        table = self.offsets[:-1].view(len(spans), columns)
+        at = spans.shape[1]
+        table[:, :at] = spans
+        self.rankings = []
+        for room, plan, width in zip(self.rooms, plans, widths, strict=True):
+            heads = room.budget.heads
+            self._go_on(room, plan)
+            ends = table[:, at : at + 2 * heads].view(-1, heads, 2)
+            numbers = torch.arange(heads, dtype=torch.int32, device=plan.device)
+            begin = plan[:, FIRST, None] + plan[:, APART, None] * numbers
+            ends[:, :, 0] = begin
+            ends[:, :, 1] = begin + plan[:, LENGTH, None]
+            at += 2 * heads
+            self.rankings.append(_Ranking.of(room, plan, width) if width else None)
+
+    def _go_on(self, room: ChosenRoom, plan: torch.Tensor) -> None:
+        """The newest entry of those that were chosen grows, and others have been begun."""
+        places = plan[:, NEWEST:]
+        newest = self.entries.index_select(0, places.reshape(-1)).view(*places.shape, 5)
+        newest = newest[:, None].expand(-1, room.budget.heads, -1, -1)
+        behind = room.chosen[:, :, room.budget.pages - 1 :]
+        behind.index_copy_(0, plan[:, KEPT_ROW].long(), newest)
+
+    def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table]:
+        """The entries and offsets by which rows of queries q [B, H, D] read a layer.
+
+        For requests that are due its heads first choose anew.
+        """
+        for choice in self.choices[layer]:
+            ranking = self.rankings[choice.budget]
+            if ranking is not None:
+                self._rank(layer, q, choice, ranking)
+        return self.entries, self.offsets
+
+    def _rank(self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking) -> None:
+        room = self.rooms[choice.budget]
+        scores, counts = self._score(layer, q, choice, ranking)
+        rows = *counts.shape, room.budget.pages
+        chosen, selected = ops.select_pages(
+            scores.flatten(0, 1),
+            counts.flatten(),
+            ranking.budgets[: counts.numel()],
+            sink=SINK_PAGES,
+            recent=RECENT_PAGES,
+            most=room.budget.pages,
+        )
+        entries, _ = ops.gather_entries(
+            chosen.view(rows),
+            selected.view(counts.shape),
+            self.entries,
+            entry_offsets=ranking.offsets,
+            reach=choice.listed,
+        )
+        to = room.chosen[:, choice.ranks[0] : choice.ranks[1], : room.budget.pages]
+        to.index_copy_(0, ranking.rows, entries.view(*rows, 5))
+
+    def _score(
+        self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores f32 [B, heads, width] of what is listed, and how much that is, i32 [B, heads]."""
+        of_layer, room = self.spec.layers[layer], self.rooms[choice.budget]
+        asking = q
+        if choice.heads is not None:
+            of_kv = q.view(len(q), self.spec.kv_heads, -1, q.shape[-1])
+            asking = of_kv.index_select(1, choice.heads).flatten(1, 2)
+        pages = ops.BoundedPages(
+            room.bounds,
+            self.page_tokens,
+            layer,
+            choice.ranks[1] - choice.ranks[0],
+            of_layer.scale,
+            self.rope,
+            of_layer.softcap,
+            choice.bounds,
+        )
+        ends, width = ranking.offsets, ranking.width
+        return ops.score_pages(asking, room.ranked, pages, entry_offsets=ends, width=width)

@@ -1,0 +1,88 @@
+"""Bounds of entries of a group's tables: of exactly the slots that each lists, on the device.
+
+An entry's are computed from what lies in its page when it is asked about, so what is chosen by them
+does not depend on who else holds the same block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.kv.tables import Int32, send, send_index
+
+_PAGES_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+
+_SPARE = 4
+"""A part of so many is made beside what is asked for, lest all move with every request."""
+
+
+class KeptBounds:
+    """Least and greatest keys of entries, a place for each: f32 [places, heads, 3, D].
+
+    `heads`: the pages of a block. The third vector, which `score_pages` takes for means, is 0.
+    """
+
+    def __init__(self, heads: int, pages: torch.Tensor) -> None:
+        self.heads = heads
+        self.pages = pages
+        self.values = self._zeros(1)
+        self._free = np.zeros(1, np.int64)
+        self._ranks = torch.arange(heads, device=pages.device)
+
+    def _zeros(self, places: int) -> torch.Tensor:
+        sizes = (places, self.heads, 3, self.pages.shape[-1])
+        return torch.zeros(sizes, device=self.pages.device)
+
+    @property
+    def free(self) -> Int64:
+        """The places that are nobody's."""
+        return self._free
+
+    def take(self, count: int, wanted: int) -> Int64:
+        """So many places that are nobody's.
+
+        Where there are too few there is room for `wanted` afterwards, and some more: `values` then
+        are another tensor.
+        """
+        if count > len(self._free):
+            old = self.values
+            taken = len(old) - len(self._free)
+            places = max(taken + count, wanted, len(old) + len(old) // _SPARE)
+            self.values = self._zeros(places)
+            self.values[: len(old)] = old
+            self._free = np.concatenate((self._free, np.arange(len(old), places)))
+        given, self._free = self._free[:count], self._free[count:]
+        return given
+
+    def give_back(self, places: Int64) -> None:
+        """Lets go of places."""
+        self._free = np.concatenate((self._free, places))
+
+    def compute(self, rows: Int32, places: Int64) -> None:
+        """Bounds of the keys that lie in the slots of entries [N, 5], at so many places."""
+        device = self.pages.device
+        at_once = max(1, _PAGES_AT_ONCE[device.type] // self.heads)
+        (sent,) = map(torch.as_tensor, send(device, rows))
+        at = send_index(device, places).long()
+        partial: npt.NDArray[np.bool_] = rows[:, 2] - rows[:, 1] < self.pages.shape[2]
+        for start in range(0, len(rows), at_once):
+            some = slice(start, start + at_once)
+            found = self._of(sent[some], bool(partial[some].any()))
+            for number, bound in enumerate(found):
+                wide = bound.float().view(-1, self.heads, bound.shape[-1])
+                self.values[:, :, number].index_copy_(0, at[some], wide)
+
+    def _of(self, rows: torch.Tensor, partial: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest keys [N · heads, D] of entries; NaN where one of the keys is NaN."""
+        keys = self.pages[(rows[:, :1] + self._ranks).reshape(-1), 0]
+        if not partial:
+            return torch.aminmax(keys, dim=1)
+        slot = torch.arange(keys.shape[1], device=keys.device)
+        held = (slot >= rows[:, 1:2]) & (slot < rows[:, 2:3])
+        # What lies in other slots is not looked at.
+        others = ~held[:, None].expand(-1, self.heads, -1).reshape(len(keys), -1, 1)
+        least = keys.masked_fill(others, torch.inf).amin(1)
+        return least, keys.masked_fill(others, -torch.inf).amax(1)
