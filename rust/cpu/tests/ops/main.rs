@@ -2,6 +2,7 @@
 
 mod laws;
 mod match_reference;
+mod packed;
 mod paged;
 mod pages;
 mod reach;

@@ -1,0 +1,153 @@
+//! Packed pages: the fast versions write the definition's bytes, and attend as it does.
+
+use kvweave_core::ops::{
+    AttendPacked, HeadRows, OpError, OpErrorKind, PackPages, PackedFormat, PackedKind, PackedKv,
+    Packs, Pairing, Queries, RopeTable, ScaleDtype, Scoring, UnpackPages,
+};
+use proptest::prelude::*;
+
+use crate::paged::Random;
+
+const PAGE: usize = 8;
+const HEADS: usize = 2;
+
+fn formats() -> impl Strategy<Value = PackedFormat> {
+    let scales = prop_oneof![Just(ScaleDtype::Bf16), Just(ScaleDtype::F16)];
+    let sizes = (prop::sample::select(vec![16, 48, 64]), prop::sample::select(vec![16, 64, 80]));
+    (scales, sizes).prop_map(|(scales, (tokens, dim))| {
+        PackedFormat::new(PackedKind::Int4, scales, tokens, dim).expect("sound sizes")
+    })
+}
+
+/// Exact pages of as many blocks as `tokens` fill, and where they are packed to.
+fn text(format: &PackedFormat, tokens: usize, random: &mut Random) -> (Vec<f32>, Vec<i32>) {
+    let (whole, dim) = (format.page_tokens(), format.head_dim());
+    let (count, each) = (tokens.div_ceil(whole), whole / PAGE);
+    let pages = HEADS * (count * each + 1);
+    let cache = (0..pages * 2 * PAGE * dim).map(|_| 3.0 * random.unit()).collect();
+    let rows = (0..count).flat_map(|i| {
+        let held = whole.min(tokens - i * whole);
+        let sources = (0..each).map(move |part| (HEADS * (1 + i * each + part)) as i32);
+        [(HEADS * (count - i)) as i32, held as i32].into_iter().chain(sources)
+    });
+    (cache, rows.collect())
+}
+
+proptest! {
+    #[test]
+    fn the_fast_versions_are_their_definitions(
+        format in formats(),
+        tokens in 1..200usize,
+        odd in any::<Option<u16>>(),
+        seed in any::<u64>(),
+    ) {
+        let mut random = Random(seed);
+        let (mut cache, rows) = text(&format, tokens, &mut random);
+        if let Some(at) = odd {
+            let at = usize::from(at) % cache.len();
+            cache[at] = f32::NAN;
+        }
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows: &rows };
+        let blocks = rows.len() / packs.width() + 1;
+        let bytes = HEADS * blocks * format.page_bytes();
+        let mut packed = [0x5A, 0xA5].map(|poison| vec![poison; bytes]);
+        let [wanted, got] = &mut packed;
+        kvweave_reference::pack_pages(PackPages { cache: &cache, packed: wanted, packs }).unwrap();
+        kvweave_cpu::pack_pages(PackPages { cache: &cache, packed: got, packs }).unwrap();
+        let first = HEADS * format.page_bytes();
+        prop_assert_eq!(&wanted[first..], &got[first..]);
+
+        let mut back = [vec![7.0f32; cache.len()], vec![7.0f32; cache.len()]];
+        let [one, other] = &mut back;
+        let packed = &wanted[..];
+        kvweave_reference::unpack_pages(UnpackPages { cache: one, packed, packs }).unwrap();
+        kvweave_cpu::unpack_pages(UnpackPages { cache: other, packed, packs }).unwrap();
+        let bits = |cache: &[f32]| cache.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        prop_assert_eq!(bits(one), bits(other));
+    }
+
+    #[test]
+    fn attention_is_the_definitions(
+        format in formats(),
+        tokens in 1..300usize,
+        position in 0..300i32,
+        window in 0..90u32,
+        delta in -9..9i32,
+        seed in any::<u64>(),
+    ) {
+        let mut random = Random(seed);
+        let (cache, rows) = text(&format, tokens, &mut random);
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows: &rows };
+        let blocks = rows.len() / packs.width() + 1;
+        let mut packed = vec![0; HEADS * blocks * format.page_bytes()];
+        kvweave_cpu::pack_pages(PackPages { cache: &cache, packed: &mut packed, packs }).unwrap();
+        let mut at = 0;
+        let entries: Vec<[i32; 5]> = packs
+            .iter()
+            .map(|pack| {
+                let first = at;
+                at += pack.tokens as i32;
+                [pack.block as i32, 0, pack.tokens as i32, first, if first > 0 { delta } else { 0 }]
+            })
+            .collect();
+        let dim = format.head_dim();
+        let rope = RopeTable::new(vec![0.3; dim / 2], 1, Pairing::Half).unwrap();
+        let q: Vec<f32> = (0..3 * HEADS * dim).map(|_| random.unit()).collect();
+        let attend = |run: fn(AttendPacked<'_, f32>) -> Result<(), OpError>| {
+            let (mut out, mut lse) = (vec![9.0; q.len()], vec![9.0; 3 * HEADS]);
+            run(AttendPacked {
+                queries: Queries {
+                    vectors: HeadRows::contiguous(&q, 1, 3 * HEADS, dim),
+                    positions: &[position],
+                },
+                kv: PackedKv {
+                    packed: &packed,
+                    format,
+                    layers: 1,
+                    kv_heads: HEADS,
+                    layer: 0,
+                    entries: &entries,
+                    reach: None,
+                },
+                scoring: Scoring {
+                    scale: 0.2,
+                    rope: &rope,
+                    window: (window > 0).then_some(window),
+                    softcap: None,
+                },
+                entry_offsets: &[0, entries.len() as i32],
+                out: &mut out,
+                lse: &mut lse,
+            })
+            .unwrap();
+            (out, lse)
+        };
+        let wanted = attend(kvweave_reference::attend_packed);
+        let got = attend(kvweave_cpu::attend_packed);
+        for (a, b) in wanted.0.iter().chain(&wanted.1).zip(got.0.iter().chain(&got.1)) {
+            prop_assert!(a == b || (a - b).abs() <= 1e-4 * (1.0 + a.abs()), "{a} {b}");
+        }
+    }
+}
+
+#[test]
+fn pages_that_are_none_are_refused_and_stay() {
+    let format = PackedFormat::new(PackedKind::Int4, ScaleDtype::Bf16, 16, 16).unwrap();
+    let cache = vec![1.0f32; 6 * 2 * PAGE * 16];
+    let cases: [(&[i32], OpErrorKind); 5] = [
+        (&[0, 16, 2, 4], OpErrorKind::OutOfRange),
+        (&[2, 17, 2, 4], OpErrorKind::OutOfRange),
+        (&[2, 16, 2, 5], OpErrorKind::OutOfRange),
+        (&[2, 16, 2], OpErrorKind::Shape),
+        (&[2, 16, 2, 4, 3, 16, 2, 4], OpErrorKind::Overlap),
+    ];
+    for (rows, kind) in cases {
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows };
+        for run in [kvweave_reference::pack_pages::<f32>, kvweave_cpu::pack_pages::<f32>] {
+            let mut packed = vec![0x5A; 6 * format.page_bytes()];
+            let refused = run(PackPages { cache: &cache, packed: &mut packed, packs });
+            assert_eq!(refused.expect_err("a row that is none").kind(), kind, "{rows:?}");
+            assert!(packed.iter().all(|&byte| byte == 0x5A));
+        }
+    }
+}
