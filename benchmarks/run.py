@@ -18,6 +18,7 @@ from benchmarks.cases import (
     decode_host,
     engine_load,
     head_memory,
+    packed_decode,
     page_choice,
     rotate_rows,
     store,
@@ -43,9 +44,10 @@ CASES: dict[str, Case] = {
     "ttft_heads": ttft_heads.run,
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
+    "packed_decode": packed_decode.run,
     "top_k_step": top_k_step.run,
 }
-ON_A_GPU = {"page_choice", "top_k_step", "ttft_cuda", "ttft_heads"}
+ON_A_GPU = {"packed_decode", "page_choice", "top_k_step", "ttft_cuda", "ttft_heads"}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

@@ -93,11 +93,10 @@ struct alignas(64) TensorMap {
 // attend_prefill_sm90.
 struct TiledAttendParams {
   // The cache by axes: 64 columns, 8 tokens, blocks of 64 columns, groups of 8 tokens, and where a
-  // page's keys or values begin in units of `page_unit` elements. A box is 16 tokens, or where
-  // pages have 64 tokens or more a page's tokens with 64 columns.
+  // page's keys or values begin, in units that divide all distances between them. A box is 16
+  // tokens, or where pages have 64 tokens or more a page's tokens with 64 columns.
   TensorMap pages;
   AttendParams attend;
-  int64_t page_unit;
   uint32_t block_units;  // block_stride in units
   uint32_t head_units;   // head_stride
   uint32_t value_units;  // value_offset
@@ -263,6 +262,29 @@ struct GatherEntriesParams {
   uint32_t most;
 };
 
+// pack_pages and unpack_pages. Packed pages are bytes as packed.cuh says.
+struct PackPagesParams {
+  void* cache;           // [cache_pages, 2, source_tokens, head_dim]
+  void* packed;          // [packed_pages, page_bytes]
+  const int32_t* packs;  // [rows, width]: packed block, tokens, blocks of the cache
+  int64_t cache_pages;
+  int64_t packed_pages;
+  uint32_t width;
+  uint32_t pages;  // of a block, on either side
+  uint32_t source_tokens;
+  uint32_t page_tokens;  // of a packed page: a multiple of source_tokens, at most 256
+  uint32_t head_dim;     // at most 256
+  uint32_t page_bytes;
+};
+
+// attend_packed: of `attend.kv` the cache and its strides count bytes, and value_offset nothing.
+struct AttendPackedParams {
+  AttendParams attend;
+  uint32_t page_bytes;
+  uint32_t stage_bytes;  // of a page's place in shared memory
+  uint32_t workers;      // warps that take pages
+};
+
 // What the rows of a table see.
 struct SpanParams {
   uint32_t window;   // latest keys of a row, 0 for all
@@ -308,4 +330,6 @@ static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
 static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
+static_assert(sizeof(PackPagesParams) == 64, "params.rs says 64 bytes");
+static_assert(sizeof(AttendPackedParams) == 248, "params.rs says 248 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

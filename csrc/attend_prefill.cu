@@ -85,10 +85,13 @@ class Prefill {
     lowest = __reduce_min_sync(~0u, lowest);
     highest = __reduce_max_sync(~0u, highest);
 
+    const auto place_of = [&](const Entry& entry) {
+      return entry.offset + reach.rank * p.kv.head_stride;
+    };
     KeyWalk<kKeys> walk(p.kv, reach, rows.request, lowest, highest, blockIdx.z, p.splits);
     if (warp == 0) {
-      walk.write(sh.tiles[0]);
-      walk.write(sh.tiles[1]);
+      walk.write(sh.tiles[0], place_of);
+      walk.write(sh.tiles[1], place_of);
     }
     load_queries(0);
     __syncthreads();
@@ -111,7 +114,7 @@ class Prefill {
         if (kHoldsQueries) hold_queries();
       }
       attend(t % kWideStages, tile);
-      if (warp == 0) walk.write(sh.tiles[(t + 2) % (kStages + 1)]);
+      if (warp == 0) walk.write(sh.tiles[(t + 2) % (kStages + 1)], place_of);
       __syncthreads();
     }
     write_results();
@@ -191,7 +194,7 @@ class Prefill {
       for (int i = threadIdx.x; i < kKeys * kWords; i += kThreads) {
         const int row = i / kWords, word = i % kWords;
         const bool there = tile.positions[row] != kNoKey;
-        const int64_t offset = there ? tile.offsets[row / page] : 0;
+        const int64_t offset = there ? tile.places[row / page] : 0;
         const C* key = cache + offset + row % page * p.kv.token_stride +
                        word * static_cast<int>(16 / sizeof(C));
         const int place = kWidens ? 16 * i : row * kPitch + word * 16;

@@ -88,15 +88,21 @@ static_assert(2 * (kTiles - kAhead) >= kStages + 3 && kStages % 2 == 1, "descrip
 
 // The warp that describes tiles of keys, up to `kAhead` before they are copied.
 template <typename T, int D>
-__device__ __forceinline__ void describe(const AttendParams& p, Shared<T, D>& sh,
+__device__ __forceinline__ void describe(const TiledAttendParams& params, Shared<T, D>& sh,
                                          const RowTile& rows, const Reach& reach) {
+  const AttendParams& p = params.attend;
+  // In the map's units. Elements would have to be divided by them, and a division of 64 bits is
+  // long: beyond the first 2^32 elements of a cache the copies would fall behind.
+  const auto place_of = [&](const Entry& entry) -> int64_t {
+    return entry.block * params.block_units + reach.rank * params.head_units;
+  };
   KeyWalk<kKeys> walk(p.kv, reach, rows.request, sh.lowest, sh.highest, blockIdx.z, p.splits);
   int pages = -1;
   for (uint32_t t = 0; pages != 0; ++t) {
     const Turn<kAhead> ahead(t);
     const Turn<kTiles> tile(t);
     if (t >= kAhead) barrier_wait(sh.taken[ahead.place], ahead.parity ^ 1);
-    pages = walk.write(sh.tiles[tile.place]);
+    pages = walk.write(sh.tiles[tile.place], place_of);
     barrier_arrive(sh.described[tile.place]);
   }
 }
@@ -113,7 +119,7 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
   const int group = kTall ? 0 : lane % boxes * (kChunk / 8);
   const int block = kTall ? lane % boxes : 0;
   const int to = Layout<D, kTall>::offset(lane / boxes * (page_tokens / 8) + group, block);
-  const int further = static_cast<int>(p.kv.value_offset / params.page_unit);
+  const int further = static_cast<int>(params.value_units);
   const auto copy_tile = [&](const StageTurn& turn, int count, int page) {
     barrier_wait(sh.empty[turn.place], turn.parity ^ 1);
     if (lane == 0) barrier_arrive_expecting(sh.full[turn.place], count * bytes);
@@ -130,7 +136,7 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
     const KeyTile<kKeys>& tile = sh.tiles[turn.place];
     const int next_count = tile.pages * boxes;
     const int next_page =
-        lane < next_count ? static_cast<int>(tile.offsets[lane / boxes] / params.page_unit) : 0;
+        lane < next_count ? static_cast<int>(tile.places[lane / boxes]) : 0;
     copy_tile(turn_of_keys(t), next_count, next_page);
     if (lane == 0) barrier_arrive(sh.taken[t % kAhead]);
     if (t > 0) copy_tile(turn_of_values(t - 1), count, page + further);
@@ -471,7 +477,7 @@ __device__ __forceinline__ void attend_prefill(const TiledAttendParams& params, 
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
     if (warp == 0) fetch<kTall>(params, sh);
-    if (warp == 1) describe(p, sh, rows, reach);
+    if (warp == 1) describe(params, sh, rows, reach);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
     Multiply<T, D, kTall>(p, sh, rows, reach).run();

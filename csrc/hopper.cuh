@@ -90,6 +90,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int fourt
       : "memory");
 }
 
+// Starts the copy of so many bytes, a multiple of 16, between addresses on such boundaries.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint64_t& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // ---- products -----------------------------------------------------------------------------
 
 // Describes a tile in shared memory whose rows of 128 bytes are swizzled: `rows_apart` bytes

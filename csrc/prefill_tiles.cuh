@@ -56,7 +56,7 @@ __device__ __forceinline__ RowTile row_tile(const AttendParams& p, int pairs, in
 // A tile of keys, in shared memory: whole pages, one after the other.
 template <int kKeys>
 struct KeyTile {
-  int64_t offsets[kKeys / 8];  // of each page: element of slot 0 of this KV head's keys
+  int64_t places[kKeys / 8];  // of each page, where this KV head's keys begin
   int positions[kKeys];
   int pages;    // 0: there is no tile
   int delta;    // the same for all of its keys
@@ -129,13 +129,15 @@ class KeyWalk {
     look_ahead();
   }
 
-  // Describes the next tile and tells its pages.
-  __device__ int write(KeyTile<kKeys>& tile) {
+  // Describes the next tile and tells its pages. `place_of` says of an entry where its keys begin,
+  // in whatever unit the reader of the tile counts.
+  template <typename Place>
+  __device__ int write(KeyTile<kKeys>& tile, const Place& place_of) {
     const int wanted = min(pages_a_tile, end - at);
     const int delta = __shfl_sync(~0u, ahead.delta, 0);
     const unsigned differs = __ballot_sync(~0u, lane < wanted && ahead.delta != delta);
     const int pages = differs != 0 ? __ffs(differs) - 1 : wanted;
-    if (lane < pages) tile.offsets[lane] = ahead.offset + reach.rank * kv.head_stride;
+    if (lane < pages) tile.places[lane] = place_of(ahead);
     int first = INT_MAX, last = -1;
     bool gaps = pages * page < kKeys;
 #pragma unroll

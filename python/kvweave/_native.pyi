@@ -6,10 +6,13 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from kvweave._native_ops import PackedFormat as PackedFormat
 from kvweave._native_ops import Reach as Reach
 from kvweave._native_ops import RopeTable as RopeTable
 from kvweave._native_ops import attend_decode as attend_decode
 from kvweave._native_ops import attend_decode_cuda as attend_decode_cuda
+from kvweave._native_ops import attend_packed as attend_packed
+from kvweave._native_ops import attend_packed_cuda as attend_packed_cuda
 from kvweave._native_ops import attend_prefill as attend_prefill
 from kvweave._native_ops import attend_prefill_cuda as attend_prefill_cuda
 from kvweave._native_ops import copy_rerotate as copy_rerotate
@@ -18,6 +21,8 @@ from kvweave._native_ops import gather_entries as gather_entries
 from kvweave._native_ops import gather_entries_cuda as gather_entries_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
+from kvweave._native_ops import pack_pages as pack_pages
+from kvweave._native_ops import pack_pages_cuda as pack_pages_cuda
 from kvweave._native_ops import rotate_rows as rotate_rows
 from kvweave._native_ops import rotate_rows_cuda as rotate_rows_cuda
 from kvweave._native_ops import score_pages as score_pages
@@ -28,6 +33,8 @@ from kvweave._native_ops import select_pages as select_pages
 from kvweave._native_ops import select_pages_cuda as select_pages_cuda
 from kvweave._native_ops import step_tables as step_tables
 from kvweave._native_ops import step_tables_cuda as step_tables_cuda
+from kvweave._native_ops import unpack_pages as unpack_pages
+from kvweave._native_ops import unpack_pages_cuda as unpack_pages_cuda
 from kvweave._native_ops import write_pages as write_pages
 from kvweave._native_ops import write_pages_cuda as write_pages_cuda
 from kvweave._native_store import Provenance as Provenance

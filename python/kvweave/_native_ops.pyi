@@ -33,6 +33,25 @@ class Reach:
     @property
     def heads(self) -> _Rows: ...
 
+@final
+class PackedFormat:
+    """What a packed page is, by kind and sizes."""
+
+    def __new__(
+        cls, kind: str, head_dim: int, page_tokens: int = 64, scales: str = "bf16"
+    ) -> PackedFormat: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def scales(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    def __hash__(self) -> int: ...
+
 def write_pages(
     cache: _Array,
     layer: int,
@@ -99,6 +118,54 @@ def attend_decode_cuda(
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
+def attend_packed(
+    arguments: Any,
+    format: PackedFormat,
+    entry_offsets: _Array,
+    out: _Array,
+    lse: _Array,
+    reference: bool,
+) -> None: ...
+def attend_packed_cuda(
+    arguments: Any,
+    format: PackedFormat,
+    entry_offsets: _TablePair,
+    results: _Results,
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
+def pack_pages(
+    cache: _Array,
+    packed: _Array,
+    format: PackedFormat,
+    packs: _Array,
+    pages: int,
+    reference: bool,
+) -> None: ...
+def unpack_pages(
+    cache: _Array,
+    packed: _Array,
+    format: PackedFormat,
+    packs: _Array,
+    pages: int,
+    reference: bool,
+) -> None: ...
+def pack_pages_cuda(
+    cache: _Array,
+    packed: _Array,
+    format: PackedFormat,
+    packs: _TablePair,
+    pages: int,
+    stream: int,
+) -> None: ...
+def unpack_pages_cuda(
+    cache: _Array,
+    packed: _Array,
+    format: PackedFormat,
+    packs: _TablePair,
+    pages: int,
+    stream: int,
+) -> None: ...
 def rotate_rows(
     vectors: tuple[_Array, _Array | None],
     turns: tuple[_Array, _Array],

@@ -55,6 +55,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "score_pages": score_pages(dtype),
         "select_pages": select_pages(),
         "gather_entries": gather_entries(),
+        "pack_pages": pack_pages(dtype),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -64,7 +65,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
 NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
-NAMES += ["select_pages", "gather_entries"]
+NAMES += ["select_pages", "gather_entries", "pack_pages"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -185,6 +186,25 @@ def bound_pages(dtype: torch.dtype) -> Step:
         named = t["held"] if t["held"].is_cuda else t["held"][t["held"][:, 0] > 0]
         ops.bound_pages(t["pages"], ops.PageBounds(t["bounds"], named), pages=step)
         return (t["bounds"],)
+
+    return Step(call, renew)
+
+
+def pack_pages(dtype: torch.dtype) -> Step:
+    of, blocks = ops.PackedFormat("int4", DIM, 2 * PAGE), 8
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        pages = torch.randn(KV_HEADS * (blocks + 1), 2, PAGE, DIM, generator=generator).to(dtype)
+        sources = KV_HEADS * (1 + torch.randperm(blocks, generator=generator)).view(-1, 2)
+        targets = KV_HEADS * (1 + torch.randperm(len(sources), generator=generator))
+        tokens = torch.randint(1, 2 * PAGE + 1, targets.shape, generator=generator)
+        packs = torch.cat((targets[:, None], tokens[:, None], sources), 1).int()
+        packed = torch.full((KV_HEADS * (len(packs) + 1), of.page_bytes), 0x5A).to(torch.uint8)
+        return {"pages": pages, "packs": packs, "packed": packed}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ops.pack_pages(t["pages"], ops.PackedPages(t["packed"], of), t["packs"], pages=KV_HEADS)
+        return (t["packed"],)
 
     return Step(call, renew)
 

@@ -60,7 +60,7 @@ class Version:
         return back(result, pairs)
 
     def _there(self, value: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """A tensor of numbers on the device, its strides kept; a table where it is wanted."""
+        """Numbers or bytes on the device, their strides kept; a table where it is wanted."""
         if is_dataclass(value):
             parts = {field.name: getattr(value, field.name) for field in fields(value)}
             return type(value)(**{name: self._there(part, pairs) for name, part in parts.items()})
@@ -70,7 +70,7 @@ class Version:
             return torch.from_numpy(value).to(self.device) if self.tables_there else value
         if not isinstance(value, torch.Tensor):
             return value
-        if not value.is_floating_point():
+        if value.dtype in (torch.int32, torch.int64):
             return value.to(self.device) if self.tables_there else value
         there = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=self.device

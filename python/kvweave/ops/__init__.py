@@ -22,10 +22,11 @@ naming what was expected and what came; `Unsupported` for what a device does not
 for results or tables that find no room, nothing having been written.
 """
 
-from kvweave._native import Reach, RopeTable
+from kvweave._native import PackedFormat, Reach, RopeTable
 from kvweave.ops.attention import attend_decode, attend_prefill
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
+from kvweave.ops.packed import PackedKv, PackedPages, attend_packed, pack_pages, unpack_pages
 from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
 from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
@@ -38,6 +39,9 @@ __all__ = [
     "Backend",
     "BoundedPages",
     "EdgeMass",
+    "PackedFormat",
+    "PackedKv",
+    "PackedPages",
     "PageBounds",
     "PagedKv",
     "Pages",
@@ -48,15 +52,18 @@ __all__ = [
     "Table",
     "Workspace",
     "attend_decode",
+    "attend_packed",
     "attend_prefill",
     "bound_pages",
     "copy_rerotate",
     "gather_entries",
     "merge_states",
+    "pack_pages",
     "rotate_rows",
     "score_pages",
     "score_tokens",
     "select_pages",
     "step_tables",
+    "unpack_pages",
     "write_pages",
 ]

@@ -51,7 +51,7 @@ def attend_prefill(
     expect_paged(kv)
     call = kv.read(q, positions, entries)
     device = cuda_device("cache", kv.cache, backend)
-    out, lse = _results(q, out)
+    out, lse = results(q, out)
     if device is None:
         reference = backend == "reference"
         _native.attend_prefill(call, row_offsets, entry_offsets, out, lse, reference)
@@ -65,7 +65,7 @@ def attend_prefill(
     )
     call = call.placed(tables)
     rows, spans, stream = tables["row_offsets"], tables["entry_offsets"], stream_of(device)
-    _launch(
+    launch(
         workspace or Workspace(device),
         lambda space: _native.attend_prefill_cuda(call, rows, spans, (out, lse), space, stream),
     )
@@ -94,27 +94,28 @@ def attend_decode(
     expect_paged(kv)
     call = kv.read(q, positions, entries)
     device = cuda_device("cache", kv.cache, backend)
-    out, lse = _results(q, out)
+    out, lse = results(q, out)
     if device is None:
         _native.attend_decode(call, entry_offsets, out, lse, backend == "reference")
         return out, lse
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
     call, spans, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)
-    _launch(
+    launch(
         workspace or Workspace(device),
         lambda space: _native.attend_decode_cuda(call, spans, (out, lse), space, stream),
     )
     return out, lse
 
 
-def _launch(workspace: Workspace, call: Callable[[Parts | None], tuple[int, int] | None]) -> None:
+def launch(workspace: Workspace, call: Callable[[Parts | None], tuple[int, int] | None]) -> None:
     """Launches a call; again with more workspace where what is at hand is too small for it."""
     needs = call(workspace.held)
     if needs is not None:
         call(workspace.numbers(*needs))
 
 
-def _results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what rows attend to and its log-sum-exp."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)

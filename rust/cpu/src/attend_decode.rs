@@ -1,6 +1,6 @@
 //! Paged attention of one row per request, the keys split over threads.
 
-use kvweave_core::ops::{AttendDecode, Element, OpError};
+use kvweave_core::ops::{AttendDecode, Element, KvView, OpError, Queries, Scoring};
 use rayon::prelude::*;
 
 use crate::grain::{least_tasks, work};
@@ -32,6 +32,20 @@ pub fn attend_decode<T: Element, C: Element>(
 ) -> Result<(), OpError> {
     params.validate()?;
     let AttendDecode { queries, kv, scoring, entry_offsets, out, lse } = params;
+    attend_rows((queries, kv, scoring), entry_offsets, (out, lse), |tile, kv_head, piece| {
+        tile.load_keys(&kv, kv_head, piece);
+        tile.load_values(&kv, kv_head, piece);
+    });
+    Ok(())
+}
+
+/// Attends with one row a request to the pieces that `load` brings into a tile.
+pub(crate) fn attend_rows<T: Element, C: Copy + Sync>(
+    (queries, kv, scoring): (Queries<'_, T>, KvView<'_, C>, Scoring<'_>),
+    entry_offsets: &[i32],
+    (out, lse): (&mut [T], &mut [f32]),
+    load: impl Fn(&mut Tile, usize, &Piece) + Sync,
+) {
     let pieces = Pieces::new(&kv, &scoring, entry_offsets);
     let turns = Turns::new(scoring.rope, pieces.deltas().map(|delta| (kv.layer, delta)));
     let call = Call { queries, kv, scoring, turns: &turns };
@@ -53,7 +67,7 @@ pub fn attend_decode<T: Element, C: Element>(
         .with_min_len(least_tasks(tasks.len(), attended))
         .map_init(
             || Tile::new(dim),
-            |tile, &(row, kv_head, split)| attend_split(&call, row, kv_head, split, tile),
+            |tile, &(row, kv_head, split)| attend_split(&call, row, (kv_head, split), tile, &load),
         )
         .collect();
     let starts = std::iter::once(0).chain(ends.iter().copied());
@@ -66,18 +80,17 @@ pub fn attend_decode<T: Element, C: Element>(
             *lse = merge(span, head, kv.scales.value, out);
         }
     });
-    Ok(())
 }
 
-fn attend_split<T: Element, C: Element>(
+fn attend_split<T: Element, C>(
     call: &Call<'_, T, C>,
     row: u32,
-    kv_head: usize,
-    split: &[Piece],
+    (kv_head, split): (usize, &[Piece]),
     tile: &mut Tile,
+    load: impl Fn(&mut Tile, usize, &Piece),
 ) -> Partial {
     let mut chunk = RowChunk::new(call, &[row], kv_head);
-    chunk.attend(call, kv_head, split, tile, true);
+    chunk.attend_loaded(call, split, tile, true, |tile, piece| load(tile, kv_head, piece));
     let parts = (0..call.group()).map(|head| chunk.partial(head));
     let states = parts.clone().map(|(top, mass, _)| (top, mass)).collect();
     Partial { states, out: parts.flat_map(|(_, _, out)| out).copied().collect() }

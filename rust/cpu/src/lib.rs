@@ -7,11 +7,14 @@
 
 mod aligned;
 mod attend_decode;
+mod attend_packed;
 mod attend_prefill;
 mod copy_rerotate;
 mod disjoint;
 mod grain;
 mod merge_states;
+mod pack_pages;
+mod packed_page;
 mod piece;
 mod rotate_rows;
 mod row_block;
@@ -25,9 +28,11 @@ mod turn;
 mod write_pages;
 
 pub use attend_decode::attend_decode;
+pub use attend_packed::attend_packed;
 pub use attend_prefill::attend_prefill;
 pub use copy_rerotate::copy_rerotate;
 pub use merge_states::merge_states;
+pub use pack_pages::{pack_pages, unpack_pages};
 pub use rotate_rows::rotate_rows;
 pub use score_pages::score_pages;
 pub use score_tokens::score_tokens;

@@ -124,15 +124,29 @@ impl RowChunk {
         tile: &mut Tile,
         values: bool,
     ) {
+        self.attend_loaded(call, pieces, tile, values, |tile, piece| {
+            tile.load_keys(&call.kv, kv_head, piece);
+            if values {
+                tile.load_values(&call.kv, kv_head, piece);
+            }
+        });
+    }
+
+    /// The same of pieces that `load` brings into the tile.
+    pub(crate) fn attend_loaded<T, C>(
+        &mut self,
+        call: &Call<'_, T, C>,
+        pieces: &[Piece],
+        tile: &mut Tile,
+        values: bool,
+        mut load: impl FnMut(&mut Tile, &Piece),
+    ) {
         let width = self.dim.next_multiple_of(COLUMNS);
         let mut out = Aligned::zeroed(if values { self.states.len() * ROWS * width } else { 0 });
         let mut states = std::mem::take(&mut self.states);
         let mut edge = self.edge.take();
         for piece in within(pieces, self.seen()).into_iter().flatten() {
-            tile.load_keys(&call.kv, kv_head, piece);
-            if values {
-                tile.load_values(&call.kv, kv_head, piece);
-            }
+            load(tile, piece);
             let rows = self.rows(call, piece.delta);
             let (states, out) = (&mut states, &mut out);
             let edge = edge.as_mut().map(|edge| {

@@ -1,8 +1,9 @@
 //! The keys and values of one piece, widened to f32 and laid out for the kernels.
 
-use kvweave_core::ops::{Element, Entry, KvView};
+use kvweave_core::ops::{Element, Entry, KvView, PackedKv};
 
 use crate::aligned::Aligned;
+use crate::packed_page::{PackedKeys, PackedPage, PackedValues};
 use crate::piece::{KEYS, Piece};
 use crate::simd::{Kernel, Vector, dispatch};
 
@@ -46,6 +47,34 @@ impl Tile {
         });
         let (rows, keys) = (&self.rows, &mut self.keys);
         dispatch(Transpose { rows, keys, dim, tokens: piece.tokens });
+    }
+
+    /// Brings in the keys and values of a piece of packed pages; `pages` are those of the call.
+    pub(crate) fn load_packed(
+        &mut self,
+        (packed, pages): (&PackedKv<'_>, &KvView<'_, ()>),
+        rank: usize,
+        piece: &Piece,
+    ) {
+        let (dim, width) = (self.dim, self.width);
+        for_each_run(pages, piece, |run| {
+            let page = PackedPage::new(&packed.format, packed.page(run.block, rank));
+            let slots = run.slot..run.slot + run.tokens;
+            dispatch(PackedKeys {
+                page,
+                slots: slots.clone(),
+                rows: &mut self.rows[run.first * dim..][..run.tokens * dim],
+            });
+            dispatch(PackedValues {
+                page,
+                slots,
+                rows: &mut self.values[run.first * width..][..run.tokens * width],
+                width,
+            });
+        });
+        let (rows, keys) = (&self.rows, &mut self.keys);
+        dispatch(Transpose { rows, keys, dim, tokens: piece.tokens });
+        self.values_finite = dispatch(Finite(&self.values[..piece.tokens * width]));
     }
 
     /// [D] of the keys' d-th elements.

@@ -49,7 +49,8 @@ impl CudaBackend {
     }
 }
 
-fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
+/// The kernels' params, without what the plan says.
+pub(crate) fn params_of(call: &AttendLaunch<'_>) -> Result<AttendParams, CudaError> {
     let geometry = &call.kv.geometry;
     let (rows, heads) = (call.rows, call.query_heads);
     if geometry.kv_heads == 0 || !heads.is_multiple_of(geometry.kv_heads) {

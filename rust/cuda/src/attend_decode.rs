@@ -22,20 +22,9 @@ impl CudaBackend {
     ) -> Result<(), CudaError> {
         let params = with_factors(call, params, grid, hopper)?;
         let tiled = if hopper { Some(tiled(call, params, false)?) } else { None };
-        let bytes = bytes_of(call.dtype);
-        let states = call.query_heads;
         for first in (0..call.requests).step_by(requests) {
             let count = requests.min(call.requests - first);
-            let at = |address: u64, size: usize| address + (first * size) as u64;
-            let mut turn = params;
-            turn.rows = narrow("rows", count)?;
-            turn.requests = turn.rows;
-            turn.q = at(params.q, call.q.row_stride * bytes);
-            turn.positions = at(params.positions, size_of::<i32>());
-            turn.kv.entry_offsets =
-                at(params.kv.entry_offsets, call.kv.tables() * size_of::<i32>());
-            turn.out = at(params.out, states * call.kv.geometry.head_dim * bytes);
-            turn.lse = at(params.lse, states * size_of::<f32>());
+            let turn = of_requests(call, params, first, count)?;
             // SAFETY: the tensors of these requests are parts of the whole ones.
             unsafe {
                 if let Some(tiled) = tiled {
@@ -48,6 +37,26 @@ impl CudaBackend {
         }
         Ok(())
     }
+}
+
+/// The params of some of the requests.
+pub(crate) fn of_requests(
+    call: &AttendLaunch<'_>,
+    params: AttendParams,
+    first: usize,
+    count: usize,
+) -> Result<AttendParams, CudaError> {
+    let (bytes, states) = (bytes_of(call.dtype), call.query_heads);
+    let at = |address: u64, size: usize| address + (first * size) as u64;
+    let mut turn = params;
+    turn.rows = narrow("rows", count)?;
+    turn.requests = turn.rows;
+    turn.q = at(params.q, call.q.row_stride * bytes);
+    turn.positions = at(params.positions, size_of::<i32>());
+    turn.kv.entry_offsets = at(params.kv.entry_offsets, call.kv.tables() * size_of::<i32>());
+    turn.out = at(params.out, states * call.kv.geometry.head_dim * bytes);
+    turn.lse = at(params.lse, states * size_of::<f32>());
+    Ok(turn)
 }
 
 /// What decode divides by, as factors.

@@ -162,12 +162,7 @@ impl Plan {
     fn floats(&self, call: &AttendLaunch<'_>) -> usize {
         let head_dim = call.kv.geometry.head_dim;
         match self {
-            // Two parts a thread block and a group of them, each with its values, largest scores
-            // and sums.
-            Self::Decode(DecodePlan { grid, .. }) => {
-                let blocks = grid.blocks[0] as usize;
-                2 * (blocks + blocks.div_ceil(GROUP)) * QUERIES * (head_dim + 2)
-            }
+            Self::Decode(DecodePlan { grid, .. }) => decode_workspace(grid, head_dim).floats,
             Self::Prefill(PrefillPlan { grid, .. }) if grid.blocks[2] > 1 => {
                 grid.blocks[2] as usize * call.rows * call.query_heads * (head_dim + 1)
             }
@@ -178,12 +173,20 @@ impl Plan {
     /// Counters of workspace: zero before and after.
     fn counters(&self) -> usize {
         match self {
-            // Of items, and two a group of thread blocks.
-            Self::Decode(DecodePlan { grid, .. }) => {
-                MAX_ITEMS + 2 * (grid.blocks[0] as usize).div_ceil(GROUP)
-            }
+            Self::Decode(DecodePlan { grid, .. }) => decode_workspace(grid, 0).counters,
             _ => 0,
         }
+    }
+}
+
+/// What decode's thread blocks leave for each other: two parts a block and a group of them, each
+/// with its values, largest scores and sums; counters of items, and two a group.
+pub(crate) fn decode_workspace(grid: &Grid, head_dim: usize) -> AttendWorkspace {
+    let blocks = grid.blocks[0] as usize;
+    let groups = blocks.div_ceil(GROUP);
+    AttendWorkspace {
+        floats: 2 * (blocks + groups) * QUERIES * (head_dim + 2),
+        counters: MAX_ITEMS + 2 * groups,
     }
 }
 

@@ -121,9 +121,7 @@ pub(crate) struct AttendParams {
 pub(crate) struct TiledAttendParams {
     pub(crate) pages: TensorMap,
     pub(crate) attend: AttendParams,
-    /// Elements from one place of the map's last axis to the next.
-    pub(crate) page_unit: i64,
-    /// `block_stride` in these units.
+    /// `block_stride` in units of the map's last axis.
     pub(crate) block_units: u32,
     /// `head_stride`.
     pub(crate) head_units: u32,
@@ -401,6 +399,41 @@ pub(crate) struct GatherEntriesParams {
     pub(crate) most: u32,
 }
 
+/// Mirror of `PackPagesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct PackPagesParams {
+    /// [cache_pages, 2, source_tokens, head_dim].
+    pub(crate) cache: u64,
+    /// [packed_pages, page_bytes].
+    pub(crate) packed: u64,
+    /// i32 [rows, width].
+    pub(crate) packs: u64,
+    pub(crate) cache_pages: i64,
+    pub(crate) packed_pages: i64,
+    pub(crate) width: u32,
+    /// Of a block, on either side.
+    pub(crate) pages: u32,
+    pub(crate) source_tokens: u32,
+    /// Of a packed page.
+    pub(crate) page_tokens: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) page_bytes: u32,
+}
+
+/// Mirror of `AttendPackedParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct AttendPackedParams {
+    /// The cache and its strides count bytes.
+    pub(crate) attend: AttendParams,
+    pub(crate) page_bytes: u32,
+    /// Of a page's place in shared memory.
+    pub(crate) stage_bytes: u32,
+    /// Warps that take pages.
+    pub(crate) workers: u32,
+}
+
 /// Mirror of `SpanParams`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
@@ -427,4 +460,6 @@ const _: () = assert!(size_of::<RotateRowsParams>() == 160);
 const _: () = assert!(size_of::<ScorePagesParams>() == 136);
 const _: () = assert!(size_of::<SelectPagesParams>() == 56);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
+const _: () = assert!(size_of::<PackPagesParams>() == 64);
+const _: () = assert!(size_of::<AttendPackedParams>() == 248);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

@@ -2,7 +2,7 @@
 
 use crate::attend_call::AttendLaunch;
 use crate::error::CudaError;
-use crate::operands::{Tiled, bytes_of, long, narrow};
+use crate::operands::{Tiled, bytes_of, narrow};
 use crate::params::{AttendParams, TiledAttendParams};
 use crate::tensor_map::TensorMap;
 
@@ -51,7 +51,6 @@ pub(crate) fn tiled(
     Ok(TiledAttendParams {
         pages,
         attend,
-        page_unit: long("page", unit)?,
         block_units: narrow("page", geometry.block_stride / unit)?,
         head_units: narrow("page", geometry.head_stride / unit)?,
         value_units: narrow("page", geometry.value_offset / unit)?,

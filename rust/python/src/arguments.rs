@@ -4,7 +4,7 @@
 //! Python holds an op's arguments for the whole call, so their memory lives. That nobody writes to
 //! them from another thread meanwhile is asked of the caller, as torch asks it for its own ops.
 
-use kvweave_core::ops::{HeadRows, KvScales, PageGeometry, Reach};
+use kvweave_core::ops::{HeadRows, KvScales, PackedFormat, PageGeometry, Reach};
 use pyo3::prelude::*;
 
 use crate::dlpack::{Borrowed, borrow};
@@ -25,6 +25,13 @@ impl<'py> Table<'py> {
         tensor.expect_dtype(what, DType::I32)?;
         tensor.expect_shape(what, &[("N", None), ("columns", Some(COLUMNS))])?;
         Ok(self.flat(what)?.as_chunks().0)
+    }
+
+    /// Rows of a number of columns that is known at run time, one after the other.
+    pub fn wide(&self, what: &str, columns: usize) -> Result<&[i32], Failure> {
+        self.0.tensor.expect_dtype(what, DType::I32)?;
+        self.0.tensor.expect_shape(what, &[("N", None), ("columns", Some(columns))])?;
+        self.flat(what)
     }
 
     /// Slots of one table, or of those of a reach one after the other.
@@ -76,6 +83,16 @@ fn arena_of(
         return Err(Failure::invalid(what, "4 axes", tensor.axes));
     };
     Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
+}
+
+/// P' of the paged tensor [pages, 2, P', D] that packed pages are made of, or become.
+pub fn page_tokens_of(cache: &TensorRef, packed: &PackedFormat) -> Result<usize, Failure> {
+    let exact = arena_of("cache", cache, Some(packed.head_dim()), 1, 1)?.page_tokens;
+    if exact == 0 || !packed.page_tokens().is_multiple_of(exact) {
+        let expected = format!("a divisor of {}", packed.page_tokens());
+        return Err(Failure::invalid("page_tokens", expected, exact));
+    }
+    Ok(exact)
 }
 
 /// The geometry of another paged tensor [pages, 2, P, D] that blocks of the cache are read from.

@@ -1,6 +1,6 @@
 //! What Python chooses by a word or a number, as the core has it.
 
-use kvweave_core::ops::{PageScore, Pairing, SharedScore};
+use kvweave_core::ops::{PackedKind, PageScore, Pairing, ScaleDtype, SharedScore};
 use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
 
 use crate::arguments::count;
@@ -61,6 +61,21 @@ pub fn shared_score(name: &str) -> Result<SharedScore, Failure> {
         "highest" => Ok(SharedScore::Highest),
         "sum" => Ok(SharedScore::Sum),
         _ => Err(Failure::invalid("shared", "highest or sum", format!("{name:?}"))),
+    }
+}
+
+pub fn packed_kind(name: &str) -> Result<PackedKind, Failure> {
+    match name {
+        "int4" => Ok(PackedKind::Int4),
+        _ => Err(Failure::invalid("kind", "int4", format!("{name:?}"))),
+    }
+}
+
+pub fn scale_dtype(name: &str) -> Result<ScaleDtype, Failure> {
+    match name {
+        "bf16" => Ok(ScaleDtype::Bf16),
+        "f16" => Ok(ScaleDtype::F16),
+        _ => Err(Failure::invalid("scales", "bf16 or f16", format!("{name:?}"))),
     }
 }
 

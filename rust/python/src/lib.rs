@@ -9,6 +9,7 @@ mod dlpack;
 mod dtype;
 mod failure;
 mod ops;
+mod packed;
 mod plan;
 mod reach;
 mod request;
@@ -39,6 +40,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::attend_decode::attend_decode;
     #[pymodule_export]
+    use super::ops::cpu::attend_packed::attend_packed;
+    #[pymodule_export]
     use super::ops::cpu::attend_prefill::attend_prefill;
     #[pymodule_export]
     use super::ops::cpu::copy_rerotate::copy_rerotate;
@@ -46,6 +49,8 @@ mod _native {
     use super::ops::cpu::gather_entries::gather_entries;
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
+    #[pymodule_export]
+    use super::ops::cpu::pack_pages::{pack_pages, unpack_pages};
     #[pymodule_export]
     use super::ops::cpu::rotate_rows::rotate_rows;
     #[pymodule_export]
@@ -61,6 +66,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::attend_decode::attend_decode_cuda;
     #[pymodule_export]
+    use super::ops::cuda::attend_packed::attend_packed_cuda;
+    #[pymodule_export]
     use super::ops::cuda::attend_prefill::attend_prefill_cuda;
     #[pymodule_export]
     use super::ops::cuda::copy_rerotate::copy_rerotate_cuda;
@@ -70,6 +77,8 @@ mod _native {
     use super::ops::cuda::gather_entries::gather_entries_cuda;
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::pack_pages::{pack_pages_cuda, unpack_pages_cuda};
     #[pymodule_export]
     use super::ops::cuda::rotate_rows::rotate_rows_cuda;
     #[pymodule_export]
@@ -82,6 +91,8 @@ mod _native {
     use super::ops::cuda::step_tables::step_tables_cuda;
     #[pymodule_export]
     use super::ops::cuda::write_pages::write_pages_cuda;
+    #[pymodule_export]
+    use super::packed::PackedFormat;
     #[pymodule_export]
     use super::plan::{PlanSpan, ReusePlan};
     #[pymodule_export]

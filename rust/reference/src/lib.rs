@@ -5,11 +5,13 @@
 #![forbid(unsafe_code)]
 
 mod attend_decode;
+mod attend_packed;
 mod attend_prefill;
 mod attention;
 mod copy_rerotate;
 mod gather_entries;
 mod merge_states;
+mod pack_pages;
 mod rotate;
 mod rotate_rows;
 mod score_pages;
@@ -19,10 +21,12 @@ mod step_tables;
 mod write_pages;
 
 pub use attend_decode::attend_decode;
+pub use attend_packed::attend_packed;
 pub use attend_prefill::attend_prefill;
 pub use copy_rerotate::copy_rerotate;
 pub use gather_entries::gather_entries;
 pub use merge_states::merge_states;
+pub use pack_pages::{pack_pages, unpack_pages};
 pub use rotate_rows::rotate_rows;
 pub use score_pages::score_pages;
 pub use score_tokens::score_tokens;

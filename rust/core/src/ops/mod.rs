@@ -11,6 +11,7 @@
 //! L layers. Positions are absolute, ranges half-open, strides in elements.
 
 mod attend_decode;
+mod attend_packed;
 mod attend_prefill;
 mod copy_rerotate;
 mod element;
@@ -20,6 +21,8 @@ mod fp8;
 mod gather_entries;
 mod geometry;
 mod merge_states;
+mod pack_pages;
+mod packed_format;
 mod page_bounds;
 mod queries;
 mod reach;
@@ -30,11 +33,13 @@ mod score_pages;
 mod score_tokens;
 mod scoring;
 mod select_pages;
+mod step;
 mod step_tables;
 mod write_pages;
 mod write_slots;
 
 pub use attend_decode::AttendDecode;
+pub use attend_packed::{AttendPacked, PackedKv};
 pub use attend_prefill::AttendPrefill;
 pub use copy_rerotate::{
     BlockPage, CopyRerotate, CopyRun, CopySource, validate_copies, validate_layers,
@@ -46,6 +51,8 @@ pub use fp8::Fp8E4m3;
 pub use gather_entries::{GatherEntries, NO_ENTRY, validate_gathered};
 pub use geometry::PageGeometry;
 pub use merge_states::MergeStates;
+pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
+pub use packed_format::{CodePlace, PackedFormat, PackedKind};
 pub use page_bounds::{PageBounds, validate_bounds};
 
 pub use queries::{HeadRows, HeadRowsMut, Queries};
@@ -57,6 +64,7 @@ pub use score_pages::{PageScore, ScorePages, SharedScore, validate_scored};
 pub use score_tokens::{EdgeMass, ScoreTokens};
 pub use scoring::Scoring;
 pub use select_pages::SelectPages;
+pub use step::{ScaleDtype, Step, WideStep};
 pub use step_tables::{Listed, MOST_TABLES, StepShape, StepTables, TableSpan};
 pub use write_pages::{WritePages, refuse_bounds, validate_rows};
 pub use write_slots::WriteSlots;

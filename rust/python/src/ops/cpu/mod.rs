@@ -1,11 +1,13 @@
 //! The ops on the host: memory viewed as slices, the fast crate or the definition.
 
 pub mod attend_decode;
+pub mod attend_packed;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 mod element;
 pub mod gather_entries;
 pub mod merge_states;
+pub mod pack_pages;
 mod reading;
 pub mod rotate_rows;
 pub mod score_pages;

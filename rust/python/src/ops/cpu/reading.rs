@@ -1,12 +1,13 @@
 //! What the ops that read pages have in common on the host: queries, entries, pages, offsets.
 
-use kvweave_core::ops::{self, KvScales, KvView, Queries, Scoring};
+use kvweave_core::ops::{self, KvScales, KvView, PackedKv, Queries, Scoring};
 use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::Failure;
 use crate::ops::reading::AttentionArguments;
+use crate::packed::PackedFormat;
 use crate::tensor::{KvElement, TensorRef};
 
 /// The arguments of an op that reads pages, borrowed.
@@ -52,6 +53,18 @@ impl Attention<'_> {
         let cache = unsafe { cache.slice("cache") }?;
         let (layer, reach, scales) = (self.layer, self.reach, self.scales);
         Ok(KvView { cache, geometry, layer, entries, reach, scales })
+    }
+
+    /// The cache as packed pages of `format`.
+    pub fn packed(&self, format: &PackedFormat) -> Result<PackedKv<'_>, Failure> {
+        let packed = &self.cache.tensor;
+        format.expect_pages("packed pages", packed)?;
+        let entries = self.entries.rows("entries")?;
+        // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
+        let packed = unsafe { packed.bytes("packed pages") }?;
+        let (layers, kv_heads) = (self.scoring.rope.layers(), self.kv_heads);
+        let (format, layer, reach) = (format.format, self.layer, self.reach);
+        Ok(PackedKv { packed, format, layers, kv_heads, layer, entries, reach })
     }
 
     pub fn read(&self) -> [(&'static str, &TensorRef); 4] {

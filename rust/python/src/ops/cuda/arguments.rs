@@ -44,6 +44,12 @@ impl Place {
         Ok(Self { row_dtype, ..self })
     }
 
+    /// The place of a tensor of rows, for a call whose pages are bytes.
+    pub fn of_rows(what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
+        let row_dtype = row_dtype(what, tensor)?;
+        Ok(Self { dtype: row_dtype, row_dtype, ..Self::of(what, tensor)? })
+    }
+
     /// Refuses a tensor of another dtype, on another device, or between two elements.
     pub fn expect(&self, what: &str, tensor: &TensorRef, dtype: DType) -> Result<(), Failure> {
         tensor.expect_dtype(what, dtype)?;
@@ -101,6 +107,16 @@ impl<'py> DeviceTable<'py> {
         self.shaped(what, place, &[("N", None), ("columns", Some(COLUMNS))])
     }
 
+    /// The table [N, columns] on the device, and N.
+    pub fn wide(
+        &self,
+        what: &str,
+        place: &Place,
+        columns: usize,
+    ) -> Result<(DeviceTensor, usize), Failure> {
+        self.shaped(what, place, &[("N", None), ("columns", Some(columns))])
+    }
+
     /// The slots of one table [R, 2], or of those of a reach [tables, R, 2], and how many they are.
     pub fn slots(
         &self,
@@ -138,6 +154,11 @@ impl<'py> DeviceTable<'py> {
         what: &str,
     ) -> Result<Option<&[[i32; COLUMNS]]>, Failure> {
         self.on_host.as_ref().map(|table| table.rows(what)).transpose()
+    }
+
+    /// The same rows on the host, one after the other.
+    pub fn wide_on_host(&self, what: &str, columns: usize) -> Result<Option<&[i32]>, Failure> {
+        self.on_host.as_ref().map(|table| table.wide(what, columns)).transpose()
     }
 
     /// The same slots on the host.

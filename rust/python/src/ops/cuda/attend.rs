@@ -1,7 +1,9 @@
-//! What `attend_prefill` and `attend_decode` have in common on CUDA.
+//! What `attend_prefill`, `attend_decode` and `attend_packed` have in common on CUDA.
 
 use kvweave_core::ops::check_offsets;
-use kvweave_cuda::{AttendLaunch, DeviceTensor};
+use kvweave_cuda::{
+    AttendLaunch, AttendPlan, AttendWorkspace, CudaBackend, DeviceTensor, PackedPlan,
+};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair};
@@ -12,6 +14,7 @@ use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::ops::reading::AttentionArguments;
+use crate::packed::PackedFormat;
 use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
@@ -23,10 +26,11 @@ pub type Workspace<'py> = (Any<'py>, Any<'py>);
 pub type Needs = (usize, usize);
 
 /// Launches, or says what workspace the call needs where it was given none or one that is too
-/// small. Without `row_offsets` row b is request b: a decode step.
+/// small. Without `row_offsets` row b is request b: a decode step. With a `format` the cache are
+/// packed pages of it.
 pub fn attend<'py>(
     py: Python<'py>,
-    arguments: &AttentionArguments<'py>,
+    (arguments, format): (&AttentionArguments<'py>, Option<&PackedFormat>),
     (row_offsets, entry_offsets): (Option<&DeviceTable<'py>>, &TablePair<'py>),
     results: &Results<'py>,
     workspace: Option<Workspace<'py>>,
@@ -36,7 +40,7 @@ pub fn attend<'py>(
     let (out, lse) = (borrow("out", &results.0)?, borrow("lse", &results.1)?);
     let space = workspace.map(Space::of).transpose()?;
     let checks = || {
-        let call = reading.call()?;
+        let call = format.map_or_else(|| reading.call(), |of| reading.call_packed(of))?;
         let (out, lse) = (&out.tensor, &lse.tensor);
         let vectors = &call.vectors;
         let [r, h, d] = [("R", vectors.rows), ("H", vectors.heads), ("D", vectors.head_dim)]
@@ -77,7 +81,7 @@ pub fn attend<'py>(
         counters: nothing,
         stream,
     };
-    let plan = backend.plan_attend(&launch);
+    let plan = raised(py, Planned::of(&backend, &launch, format))?;
     let needs = plan.workspace();
     if needs.floats > 0 {
         let parts = space.as_ref().map(|space| space.parts(&call.place)).transpose();
@@ -90,8 +94,49 @@ pub fn attend<'py>(
     // SAFETY: every tensor was read from a live owner on this device, which torch keeps until the
     // stream has passed; tables that are kept live as long as their owners. Offsets were checked
     // on the host, or are the caller's promise where they lie on the device.
-    call_core(py, || unsafe { backend.attend(&launch, &plan) }.map_err(Failure::from))?;
+    call_core(py, || unsafe { plan.carry_out(&backend, &launch) })?;
     Ok(None)
+}
+
+/// The plan of a call, whatever its pages are.
+enum Planned {
+    Exact(AttendPlan),
+    Packed(PackedPlan),
+}
+
+impl Planned {
+    fn of(
+        backend: &CudaBackend,
+        launch: &AttendLaunch<'_>,
+        format: Option<&PackedFormat>,
+    ) -> Result<Self, Failure> {
+        let Some(format) = format else { return Ok(Self::Exact(backend.plan_attend(launch))) };
+        Ok(Self::Packed(backend.plan_packed(launch, &format.format)?))
+    }
+
+    fn workspace(&self) -> AttendWorkspace {
+        match self {
+            Self::Exact(plan) => plan.workspace(),
+            Self::Packed(plan) => plan.workspace(),
+        }
+    }
+
+    /// # Safety
+    /// As for `CudaBackend::attend`, with the plan of the call.
+    unsafe fn carry_out(
+        &self,
+        backend: &CudaBackend,
+        launch: &AttendLaunch<'_>,
+    ) -> Result<(), Failure> {
+        // SAFETY: the caller's promise.
+        let done = unsafe {
+            match self {
+                Self::Exact(plan) => backend.attend(launch, plan),
+                Self::Packed(plan) => backend.attend_packed(launch, plan),
+            }
+        };
+        done.map_err(Failure::from)
+    }
 }
 
 /// A workspace, borrowed.

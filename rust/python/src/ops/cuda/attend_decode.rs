@@ -20,5 +20,5 @@ pub fn attend_decode_cuda<'py>(
     workspace: Option<Workspace<'py>>,
     stream: u64,
 ) -> PyResult<Option<Needs>> {
-    attend(py, &arguments, (None, &entry_offsets), &results, workspace, stream)
+    attend(py, (&arguments, None), (None, &entry_offsets), &results, workspace, stream)
 }

@@ -23,5 +23,5 @@ pub fn attend_prefill_cuda<'py>(
 ) -> PyResult<Option<Needs>> {
     let row_offsets = DeviceTable::of("row_offsets", &row_offsets)?;
     let offsets = (Some(&row_offsets), &entry_offsets);
-    attend(py, &arguments, offsets, &results, workspace, stream)
+    attend(py, (&arguments, None), offsets, &results, workspace, stream)
 }

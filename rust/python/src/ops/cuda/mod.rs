@@ -7,11 +7,13 @@
 mod arguments;
 mod attend;
 pub mod attend_decode;
+pub mod attend_packed;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 pub mod device;
 pub mod gather_entries;
 pub mod merge_states;
+pub mod pack_pages;
 mod reading;
 pub mod rotate_rows;
 pub mod score_pages;

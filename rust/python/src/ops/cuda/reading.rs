@@ -11,8 +11,10 @@ use pyo3::prelude::*;
 use super::arguments::{DeviceTable, Place, TablePair, extent_of, nothing};
 use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
+use crate::dtype::DType;
 use crate::failure::Failure;
 use crate::ops::reading::AttentionArguments;
+use crate::packed::PackedFormat;
 use crate::reach::Reach;
 use crate::rope::RopeTable;
 use crate::tensor::TensorRef;
@@ -43,6 +45,8 @@ pub struct Call<'a> {
     /// B: requests that `entry_offsets` splits the entries between.
     pub requests: usize,
     cache: DeviceTensor,
+    /// Of the cache, as exact pages have them.
+    elements: usize,
     geometry: PageGeometry,
     layer: usize,
     entries: DeviceTensor,
@@ -100,6 +104,27 @@ impl<'py> Reading<'py> {
         let cache = &self.cache.tensor;
         let place = Place::of("cache", cache)?.with_rows("q", &self.q.tensor)?;
         let geometry = pages_of(cache, self.scoring.rope.layers(), self.kv_heads)?;
+        self.call_of(place, geometry, extent_of("cache", cache)?.len)
+    }
+
+    /// A call whose cache are packed pages of `format`: as exact ones it has so many elements.
+    pub fn call_packed(&self, format: &PackedFormat) -> Result<Call<'_>, Failure> {
+        let packed = &self.cache.tensor;
+        let place = Place::of_rows("q", &self.q.tensor)?;
+        place.expect("packed pages", packed, DType::U8)?;
+        format.expect_pages("packed pages", packed)?;
+        let (layers, of) = (self.scoring.rope.layers(), &format.format);
+        let geometry = PageGeometry::arena(layers, self.kv_heads, of.page_tokens(), of.head_dim());
+        let elements = packed.shape()[0].saturating_mul(geometry.block_stride);
+        self.call_of(place, geometry, elements)
+    }
+
+    fn call_of(
+        &self,
+        place: Place,
+        geometry: PageGeometry,
+        elements: usize,
+    ) -> Result<Call<'_>, Failure> {
         let (q, vectors) = place.rows("q", &self.q.tensor)?;
         let (positions, _) = self.positions.list("positions", &place)?;
         let (entries, _) = self.entries.rows::<5>("entries", &place)?;
@@ -120,7 +145,8 @@ impl<'py> Reading<'py> {
             vectors,
             scoring: self.scoring,
             requests: (ends - 1) / tables,
-            cache: extent_of("cache", cache)?,
+            cache: extent_of("cache", &self.cache.tensor)?,
+            elements,
             geometry,
             layer: self.layer,
             entries,
@@ -138,7 +164,7 @@ impl Call<'_> {
     /// The core's own checks, as far as tables lie on the host: what is on the device is known by
     /// its shape alone.
     pub fn validate(&self) -> Result<(), OpError> {
-        let cache = nothing(self.cache.len);
+        let cache = nothing(self.elements);
         let (geometry, layer) = (self.geometry, self.layer);
         let reach = self.reach.map(Reach::core);
         let (entries, offsets) = self.entries_on_host.unwrap_or((&[], &[0]));

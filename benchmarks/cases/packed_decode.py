@@ -1,0 +1,221 @@
+"""What a decode step takes over INT4 pages on a GPU, beside the same text exact and in fp8.
+
+One layer of Llama-3.1-8B's shape. Exact pages are filled, packed from there, and attended three
+ways: bf16, fp8 (the same numbers rounded) and packed. A way's floor is reading its bytes once, by
+the read ceiling of the same process; "bf16 ÷ this" is how much sooner it is done.
+
+Packing has the floor of reading exact pages and writing packed ones. "a full buffer" are 64 tokens
+of all layers and heads of a model, as one request fills them while it decodes.
+
+Every call is a graph of its own; the L2 cache holds nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvweave import ops
+from kvweave.lab.bench.ceilings import Ceilings, measure
+from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock, Effort, replayed
+from kvweave.lab.bench.pages import PAGE, Shape
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.lab.bench.timing import Timing
+
+SHAPES = (
+    # requests, tokens of each
+    (1, 32_768),
+    (1, 131_072),
+    (1, 1_048_576),
+    (4, 32_768),
+    (16, 4_096),
+    (16, 32_768),
+    (16, 131_072),
+)
+LLAMA = Shape("Llama-3.1-8B, one layer", 1, 32, 8, 128)
+SMALL = Shape("D = 64, one layer", 1, 16, 8, 64)
+PACKED_PAGE = 64
+BUFFER_PAGES = 32 * LLAMA.kv_heads
+"""Of all layers and heads of the model."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """B requests of T tokens, exact and packed, and one row of each."""
+
+    shape: Shape
+    requests: int
+    tokens: int
+    exact: ops.PagedKv
+    fp8: ops.PagedKv
+    packed: ops.PackedKv
+    packs: torch.Tensor
+    q: torch.Tensor
+    positions: torch.Tensor
+    workspace: ops.Workspace
+
+    @classmethod
+    def of(cls, shape: Shape, requests: int, tokens: int) -> Text:
+        generator = torch.Generator("cuda").manual_seed(tokens)
+        blocks = requests * tokens // PAGE
+        heads, dim, each = shape.kv_heads, shape.head_dim, PACKED_PAGE // PAGE
+        # Before the first block lies the null block.
+        size = (heads * (blocks + 1), 2, PAGE, dim)
+        cache = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+        order = heads * (1 + torch.randperm(blocks, generator=generator, device="cuda"))
+        count = blocks // each
+        targets = heads * (1 + torch.randperm(count, generator=generator, device="cuda"))
+        full = torch.full((count,), PACKED_PAGE, device="cuda")
+        packs = torch.cat((targets[:, None], full[:, None], order.view(count, each)), 1).int()
+        packed = ops.PackedPages.zeros(
+            heads * (count + 1), ops.PackedFormat("int4", dim, PACKED_PAGE), "cuda"
+        )
+        ops.pack_pages(cache, packed, packs, pages=heads)
+        rope = shape.rope()
+        exact = ops.PagedKv(cache, 0, heads, dim**-0.5, rope)
+        q = torch.randn(requests, shape.heads, dim, generator=generator, device="cuda")
+        return cls(
+            shape,
+            requests,
+            tokens,
+            exact,
+            replace(exact, cache=cache.to(torch.float8_e4m3fn), kv_scales=(1.0, 1.0)),
+            ops.PackedKv(packed, 0, heads, dim**-0.5, rope),
+            packs,
+            q.bfloat16(),
+            torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
+            ops.Workspace("cuda"),
+        )
+
+    def table(self, blocks: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries of full blocks, each request's one after the other, and their offsets."""
+        each = self.tokens // page
+        place = page * (torch.arange(len(blocks), device="cuda", dtype=torch.int32) % each)
+        nothing = torch.zeros_like(place)
+        entries = torch.stack((blocks.int(), nothing, nothing + page, place, nothing), 1)
+        offsets = torch.arange(self.requests + 1, dtype=torch.int32, device="cuda") * each
+        return entries, offsets
+
+    def attend(self, kv: ops.PagedKv) -> Callable[[], torch.Tensor]:
+        entries, offsets = self.table(self.packs[:, 2:].flatten(), PAGE)
+        given = (self.q, self.positions, entries, kv)
+        named: dict[str, Any] = {"entry_offsets": offsets, "workspace": self.workspace}
+        return lambda: ops.attend_decode(*given, **named)[0]
+
+    def attend_packed(self) -> Callable[[], torch.Tensor]:
+        entries, offsets = self.table(self.packs[:, 0], PACKED_PAGE)
+        given = (self.q, self.positions, entries, self.packed)
+        named: dict[str, Any] = {"entry_offsets": offsets, "workspace": self.workspace}
+        return lambda: ops.attend_packed(*given, **named)[0]
+
+    def pack(self) -> None:
+        pages = self.shape.kv_heads
+        ops.pack_pages(self.exact.cache, self.packed.pages, self.packs, pages=pages)
+
+    @property
+    def rows_bytes(self) -> float:
+        """Of queries and results."""
+        return 2.0 * 2 * self.q.numel()
+
+    @property
+    def exact_bytes(self) -> float:
+        return 2.0 * 2 * self.requests * self.tokens * self.shape.kv_heads * self.shape.head_dim
+
+    @property
+    def packed_bytes(self) -> float:
+        pages = self.requests * self.tokens // PACKED_PAGE * self.shape.kv_heads
+        return float(pages * self.packed.pages.format.page_bytes)
+
+    def check(self) -> None:
+        """The last request against torch over what its packed pages stand for."""
+        count = self.tokens // PACKED_PAGE
+        page = self.packed.pages.format.page_bytes
+        expect(self.packed.pages.data.shape[1] == page, "expected the formula's bytes")
+        targets = self.packs[-count:, 0].long()
+        rows = self.packs[-count:].clone()
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        size = (heads * (count + 1), 2, PACKED_PAGE, dim)
+        back = torch.empty(size, device="cuda")
+        places = heads * torch.arange(1, count + 1, device="cuda", dtype=torch.int32)
+        there = torch.stack((targets.int(), rows[:, 1], places), 1)
+        ops.unpack_pages(self.packed.pages, back, there, pages=heads)
+        both = back[heads:].view(count, heads, 2, PACKED_PAGE, dim).permute(2, 1, 0, 3, 4)
+        k, v = both.reshape(2, heads, self.tokens, dim)
+        asked = self.q[-1].float().view(heads, -1, dim)
+        weights = (asked @ k.mT * dim**-0.5).softmax(-1)
+        got = self.attend_packed()()[-1].view_as(asked)
+        wanted = weights @ v
+        worst = float((got - wanted).abs().max() / wanted.abs().max())
+        expect(worst < 2e-2, f"attend_packed: expected a difference below 2e-2, got {worst}")
+
+
+def run(quick: bool) -> list[Row]:
+    device = torch.device("cuda")
+    clock, effort = DeviceClock(device), QUICK if quick else FULL
+    ceilings = measure(clock, device, effort)
+    rows = [
+        Row("reading", ceilings.read / 1e12, "TB/s", None, {}),
+        Row("a launch", ceilings.launch_s * 1e6, "µs", None, {}),
+    ]
+    for sizes in SHAPES[:2] if quick else SHAPES:
+        rows += _attended(Text.of(LLAMA, *sizes), clock, effort, ceilings)
+    if not quick:
+        rows += _attended(Text.of(SMALL, 16, 32_768), clock, effort, ceilings)
+    return [*rows, *_buffer(clock, effort, ceilings)]
+
+
+def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
+    text.check()
+    calls: dict[str, tuple[Callable[[], Any], float]] = {
+        "bf16": (text.attend(text.exact), text.exact_bytes),
+        "fp8": (text.attend(text.fp8), text.exact_bytes / 2),
+        "int4": (text.attend_packed(), text.packed_bytes),
+    }
+    timed = clock.time({name: replayed(call) for name, (call, _) in calls.items()}, effort)
+    dense = timed["bf16"].median_s
+    title = f"{text.shape.name}, {text.requests} × {text.tokens} tokens"
+    rows = []
+    for name, (_, count) in calls.items():
+        floor = (count + text.rows_bytes) / ceilings.read
+        beside = {
+            "floor µs": floor * 1e6,
+            "share of reading": floor / timed[name].median_s,
+            "bf16 ÷ this": dense / timed[name].median_s,
+            "bytes of bf16 ÷ this": text.exact_bytes / count,
+        }
+        rows.append(_row(f"{title}: {name}", timed[name], beside))
+    packing = clock.time({"pack": replayed(text.pack)}, effort)["pack"]
+    floor = (text.exact_bytes + text.packed_bytes) / ceilings.copy
+    beside = {"floor µs": floor * 1e6, "share of copying": floor / packing.median_s}
+    return [*rows, _row(f"{title}: pack", packing, beside)]
+
+
+def _buffer(clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
+    """64 tokens of a whole model, of one request and of 16."""
+    rows = []
+    for requests in (1, 16):
+        each = PACKED_PAGE // PAGE
+        size = (BUFFER_PAGES * (requests * each + 1), 2, PAGE, LLAMA.head_dim)
+        cache = torch.randn(size, device="cuda").bfloat16()
+        of = ops.PackedFormat("int4", LLAMA.head_dim, PACKED_PAGE)
+        packed = ops.PackedPages.zeros(BUFFER_PAGES * (requests + 1), of, "cuda")
+        order = torch.arange(1, requests * each + 1, device="cuda").view(requests, each)
+        targets = torch.arange(1, requests + 1, device="cuda")[:, None]
+        columns = (BUFFER_PAGES * targets, targets * 0 + PACKED_PAGE, BUFFER_PAGES * order)
+        packs = torch.cat(columns, 1).int()
+
+        def pack(given: tuple[Any, ...] = (cache, packed, packs)) -> None:
+            ops.pack_pages(*given, pages=BUFFER_PAGES)
+
+        timing = clock.time({"pack": replayed(pack)}, effort)["pack"]
+        count = requests * BUFFER_PAGES * (4 * PACKED_PAGE * LLAMA.head_dim + of.page_bytes)
+        beside = {"floor µs": count / ceilings.copy * 1e6}
+        rows.append(_row(f"a full buffer of {requests}: pack", timing, beside))
+    return rows
+
+
+def _row(name: str, timing: Timing, beside: dict[str, Any]) -> Row:
+    return Row(name, timing.median_s * 1e6, "µs", timing.p95_s * 1e6, beside)

@@ -1,0 +1,175 @@
+// pack_pages: exact pages into packed ones; unpack_pages: back.
+//
+// The simple version:
+//   for each channel of a page's keys, and each token's values: steps from least to greatest,
+//   then for each number the code of the step nearest to it
+//
+// What makes it fast:
+// 1. One thread block a page, all pages of all rows in one launch.
+// 2. Numbers are read side by side: channels by threads, 8 of them at a time for codes; the second
+//    reading comes from the cache.
+// 3. A thread makes whole words of 8 codes, so that no two write to one.
+//
+// Launch: rows · pages blocks of 128 threads. A row that points outside either side is skipped.
+
+#include "api.h"
+#include "packed.cuh"
+#include "vector.cuh"
+
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kMaxTokens = 256;
+constexpr int kMaxDim = 256;
+
+// A page of a row of `packs`.
+struct Job {
+  const int32_t* blocks;  // of the cache
+  int tokens, page;
+  int64_t packed;  // byte at which its packed page begins; −1 for a row that is skipped
+};
+
+__device__ Job job_of(const PackPagesParams& p) {
+  const int row = blockIdx.x / p.pages, page = blockIdx.x % p.pages;
+  const int32_t* of = p.packs + int64_t{row} * p.width;
+  const int64_t block = of[0];
+  const int tokens = of[1];
+  bool sound = block > 0 && block + p.pages <= p.packed_pages && tokens > 0 &&
+               tokens <= static_cast<int>(p.page_tokens);
+  for (int first = 0; sound && first < tokens; first += p.source_tokens) {
+    const int64_t source = of[2 + first / p.source_tokens];
+    sound = source > 0 && source + p.pages <= p.cache_pages;
+  }
+  return {of + 2, tokens, page, sound ? (block + page) * p.page_bytes : -1};
+}
+
+// First key element of a token; its value lies `source_tokens · head_dim` further on.
+__device__ __forceinline__ int64_t element_of(const PackPagesParams& p, const Job& job, int token) {
+  const int64_t page = int64_t{job.blocks[token / p.source_tokens]} + job.page;
+  return (2 * page * p.source_tokens + token % p.source_tokens) * p.head_dim;
+}
+
+template <typename C, typename S>
+__device__ void pack_page(const PackPagesParams& p) {
+  __shared__ float2 of_keys[kMaxDim], of_values[kMaxTokens];
+  const Job job = job_of(p);
+  if (job.packed < 0) return;
+  const int dim = p.head_dim, tokens = p.page_tokens;
+  const PackedPlaces places = places_of(tokens, dim);
+  unsigned char* page = static_cast<unsigned char*>(p.packed) + job.packed;
+  const C* keys = static_cast<const C*>(p.cache);
+  const C* values = keys + int64_t{p.source_tokens} * dim;
+
+  for (int channel = threadIdx.x; channel < dim; channel += kThreads) {
+    Spread spread = no_spread();
+    for (int token = 0; token < job.tokens; ++token) {
+      spread.take_in(static_cast<float>(keys[element_of(p, job, token) + channel]));
+    }
+    const Step<S> step = step_of<S>(spread);
+    reinterpret_cast<S*>(page + places.key_scales)[channel] = step.scale;
+    reinterpret_cast<S*>(page + places.key_zeros)[channel] = step.zero;
+    of_keys[channel] = widen(step);
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int token = warp; token < tokens; token += kThreads / 32) {
+    Step<S> step = {static_cast<S>(0.0f), static_cast<S>(0.0f)};
+    if (token < job.tokens) {
+      Spread spread = no_spread();
+      const int64_t at = element_of(p, job, token);
+      for (int i = lane; i < dim; i += 32) spread.take_in(static_cast<float>(values[at + i]));
+#pragma unroll
+      for (int apart = 16; apart > 0; apart /= 2) {
+        spread.take_in({__shfl_xor_sync(~0u, spread.least, apart),
+                        __shfl_xor_sync(~0u, spread.greatest, apart)});
+      }
+      step = step_of<S>(spread);
+    }
+    if (lane == 0) {
+      reinterpret_cast<S*>(page + places.value_steps)[2 * token] = step.scale;
+      reinterpret_cast<S*>(page + places.value_steps)[2 * token + 1] = step.zero;
+      of_values[token] = widen(step);
+    }
+  }
+  __syncthreads();
+
+  uint32_t* words = reinterpret_cast<uint32_t*>(page);
+  for (int i = threadIdx.x; i < tokens * dim / 8; i += kThreads) {
+    const int token = i / (dim / 8), first = i % (dim / 8) * 8;
+    uint32_t word = 0;
+    if (token < job.tokens) {
+      const auto eight = load<C, 8>(keys + element_of(p, job, token) + first);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const uint32_t code = code_of(static_cast<float>(eight.at[e]), of_keys[first + e]);
+        word |= code << (4 * (e / 2) + 16 * (e % 2));
+      }
+    }
+    words[i] = word;
+  }
+  words = reinterpret_cast<uint32_t*>(page + places.value_codes);
+  const int run = value_run(dim);
+  for (int i = threadIdx.x; i < tokens * dim / 8; i += kThreads) {
+    const int unit = i / (2 * dim), of_unit = i % (2 * dim);
+    const int with = of_unit / run % 32, tile = of_unit / (32 * run) * run + of_unit % run;
+    uint32_t word = 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      // Nibble 2k + h + 4b: token 2t + b + 8k, channel 16j + g + 8h.
+      const int token = 16 * unit + with % 4 * 2 + e / 4 + e % 4 / 2 * 8;
+      const int channel = 16 * tile + with / 4 + e % 2 * 8;
+      if (token < job.tokens) {
+        const float x = static_cast<float>(values[element_of(p, job, token) + channel]);
+        word |= code_of(x, of_values[token]) << (4 * e);
+      }
+    }
+    words[i] = word;
+  }
+}
+
+template <typename C, typename S>
+__device__ void unpack_page(const PackPagesParams& p) {
+  const Job job = job_of(p);
+  if (job.packed < 0) return;
+  const int dim = p.head_dim, run = value_run(dim);
+  const PackedPlaces places = places_of(p.page_tokens, dim);
+  const unsigned char* page = static_cast<const unsigned char*>(p.packed) + job.packed;
+  const uint32_t* of_values = reinterpret_cast<const uint32_t*>(page + places.value_codes);
+  C* keys = static_cast<C*>(p.cache);
+  C* values = keys + int64_t{p.source_tokens} * dim;
+  for (int i = threadIdx.x; i < job.tokens * dim; i += kThreads) {
+    const int token = i / dim, channel = i % dim;
+    const int64_t at = element_of(p, job, token) + channel;
+    const Step<S> of_key = {reinterpret_cast<const S*>(page + places.key_scales)[channel],
+                            reinterpret_cast<const S*>(page + places.key_zeros)[channel]};
+    const uint32_t keys_word = reinterpret_cast<const uint32_t*>(page)[i / 8];
+    const uint32_t key = keys_word >> (4 * (channel % 8 / 2) + 16 * (channel % 2)) & kCodes;
+    keys[at] = static_cast<C>(number_of(key, widen(of_key)));
+
+    const S* steps = reinterpret_cast<const S*>(page + places.value_steps) + 2 * token;
+    const int row = token % 16, tile = channel / 16, with = channel % 8 * 4 + row % 8 / 2;
+    const int word = token / 16 * 2 * dim + (tile / run * 32 + with) * run + tile % run;
+    const int nibble = 2 * (row / 8) + channel % 16 / 8 + 4 * (row % 2);
+    const uint32_t value = of_values[word] >> (4 * nibble) & kCodes;
+    values[at] = static_cast<C>(number_of(value, widen(Step<S>{steps[0], steps[1]})));
+  }
+}
+
+}  // namespace
+
+// Names as rust/cuda/src/pack_pages.rs builds them: the cache's elements, then the scales'.
+#define KERNELS(NAME, C, SCALES, S)                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads)                   \
+      pack_pages_##NAME##_##SCALES(const PackPagesParams params) {         \
+    pack_page<C, S>(params);                                               \
+  }                                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads)                   \
+      unpack_pages_##NAME##_##SCALES(const PackPagesParams params) {       \
+    unpack_page<C, S>(params);                                             \
+  }
+#define EVERY(SCALES, S)                     \
+  KERNELS(f32, float, SCALES, S)             \
+  KERNELS(bf16, __nv_bfloat16, SCALES, S)    \
+  KERNELS(f16, __half, SCALES, S)
+
+EVERY(bf16, __nv_bfloat16)
+EVERY(f16, __half)

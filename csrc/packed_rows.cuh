@@ -1,0 +1,374 @@
+// A warp's part of attention over packed pages: queries, weights, and what they add up to.
+#pragma once
+
+#include <cmath>
+
+#include "api.h"
+#include "decode_units.cuh"
+#include "packed.cuh"
+#include "paged.cuh"
+#include "powers.cuh"
+#include "rotation.cuh"
+#include "tensor_core.cuh"
+
+constexpr int kMiddle = 8;          // the code that others count from
+
+// (word & mask) | more, which the compiler would make two of.
+__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t more) {
+  uint32_t both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(both) : "r"(word), "r"(mask), "r"(more));
+  return both;
+}
+
+// How codes become numbers of T.
+template <typename T>
+struct Codes;
+
+template <>
+struct Codes<__nv_bfloat16> {
+  using Two = __nv_bfloat162;
+  static constexpr float kAdded = 128 + kMiddle;  // to what two() holds
+  // Codes in the low nibbles of either half.
+  static __device__ __forceinline__ uint32_t two(uint32_t word) {
+    return masked_or(word, 0x000F000Fu, 0x43004300u);
+  }
+};
+
+// 1024 would drown what f16 can tell apart, so it is subtracted at once.
+template <>
+struct Codes<__half> {
+  using Two = __half2;
+  static constexpr float kAdded = 0;
+  static __device__ __forceinline__ uint32_t two(uint32_t word) {
+    const uint32_t both = masked_or(word, 0x000F000Fu, 0x64006400u);
+    const __half2 less = __hsub2(reinterpret_cast<const __half2&>(both),
+                                 __float2half2_rn(1024 + kMiddle));
+    return reinterpret_cast<const uint32_t&>(less);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+  using Two = typename Codes<T>::Two;
+  const Two product =
+      __hmul2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// The two channels from which on a lane has pair i of a query or key: D / 4 of them lie together.
+template <int D>
+__device__ __forceinline__ int channel_of(int lane, int i) {
+  return D / 4 * (lane % 4) + 2 * i;
+}
+
+// A query turned back to where a segment's keys were. Rare, and long: not inlined.
+template <typename T, int D>
+__device__ __noinline__ void turn_query(uint32_t* to, const T* query, int delta,
+                                        const PagedKv& kv) {
+  const auto turned = [&](int d) {
+    return turned_element(query, d, static_cast<int>(kv.pairs), kv.interleaved != 0, [&](int pair) {
+      float2 angle;
+      cos_sin(half_turns(-delta, kv.inv_freq[pair]), angle.x, angle.y);
+      return angle;
+    });
+  };
+#pragma unroll 1
+  for (int i = 0; i < D / 8; ++i) {
+    const int d = channel_of<D>(threadIdx.x % 32, i);
+    to[i] = query == nullptr ? 0u : pack<T>(turned(d), turned(d + 1));
+  }
+}
+
+// A page in shared memory, and what the row sees of it.
+struct PackedRun {
+  Entry entry;
+  Reach reach;
+  int position;  // of the row
+};
+
+// Rows of T over pages with scales of T.
+template <typename T, int D>
+class PackedRows {
+ public:
+  static constexpr int kSteps = D / 16;
+  static constexpr bool kAdds = Codes<T>::kAdded != 0;
+
+  __device__ explicit PackedRows(const AttendParams& params)
+      : p(params),
+        lane(threadIdx.x % 32),
+        places(places_of(static_cast<int>(params.kv.page_tokens), D)) {}
+
+  // Begins with the query heads of an item.
+  __device__ void begin(const Heads& of) {
+    load_queries(of);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[k][e] = 0;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) added[e] = 0;
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      m[q] = -INFINITY;
+      l[q] = same[q] = 0;
+    }
+  }
+
+  // Takes in what the row sees of a page.
+  __device__ void attend(const Heads& of, const PackedRun& run, const unsigned char* page) {
+    if (run.entry.begin >= run.entry.end) return;
+    if (run.entry.delta != turned_by) turn_queries(of, run.entry.delta);
+    uint32_t scaled[kSteps][2];
+    float start[4] = {0, 0, 0, 0};
+    take_in_scales(page, scaled, start);
+    const int tokens = static_cast<int>(p.kv.page_tokens);
+    const bool whole = is_seen_whole(run, tokens);
+#pragma unroll 1
+    for (int token = run.entry.begin / 32 * 32; token < run.entry.end; token += 32) {
+      uint32_t mask = ~0u;
+      if (!whole) {
+        const auto mask_16 = [&](int slot) {
+          return slot < tokens ? mask_of(run.entry, run.reach, run.position, slot, 16) : 0u;
+        };
+        mask = mask_16(token) | mask_16(token + 16) << 16;
+        if (mask == 0) continue;
+      }
+      attend_32(page, token, mask, scaled, start);
+    }
+  }
+
+  // Whether the row sees all that a page may hold, and that is whole products.
+  __device__ static bool is_seen_whole(const PackedRun& run, int tokens) {
+    const int last = run.entry.position + tokens - 1;
+    return tokens % 32 == 0 && run.entry.begin == 0 && run.entry.end == tokens &&
+           last <= run.position &&
+           (run.reach.window == 0 || run.entry.position > run.position - run.reach.window);
+  }
+
+  // Leaves what has come together in rows of `pitch` floats, and its sums in `states`, by query
+  // heads; other warps have none of it.
+  __device__ void leave(const Heads& of, float* part, int pitch, State* states, bool any) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        l[q] += __shfl_xor_sync(~0u, l[q], step);
+        same[q] += __shfl_xor_sync(~0u, same[q], step);
+      }
+      if (lane < 4) states[2 * lane + q] = {m[q], l[q]};
+    }
+    __syncwarp();
+    if (!any || lane % 4 * 2 >= of.count) return;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = 16 * k + 8 * (e / 2) + lane / 4;
+        part[(lane % 4 * 2 + e % 2) * pitch + column] = out[k][e] - added[e % 2] + same[e % 2];
+      }
+    }
+  }
+
+ private:
+  const AttendParams& p;
+  const int lane;
+  const PackedPlaces places;
+  uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
+  int turned_by;                // delta that `queries` are turned back by
+  // Of queries lane % 4 · 2 and + 1: sums over codes, of what codes are more than they count for,
+  // of what all channels have in common; the largest score, in powers of two; sum of the weights.
+  float out[kSteps][4], added[4], same[2], m[2], l[2];
+
+  // Element 0 of the query of this lane's column, or null.
+  __device__ const T* query_of(const Heads& of) const {
+    const int q = lane / 4;
+    return q < of.count ? static_cast<const T*>(p.q) + of.request * p.q_row_stride +
+                              (of.first + q) * p.q_head_stride
+                        : nullptr;
+  }
+
+  __device__ void load_queries(const Heads& of) {
+    turned_by = 0;
+    const T* query = query_of(of);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const auto* two =
+          reinterpret_cast<const uint32_t*>(query) + channel_of<D>(lane, i) / 2;
+      queries[i / 2][i % 2] = query == nullptr ? 0u : *two;
+    }
+  }
+
+  __device__ void turn_queries(const Heads& of, int delta) {
+    turned_by = delta;
+    uint32_t turned[2 * kSteps];
+    turn_query<T, D>(turned, query_of(of), delta, p.kv);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
+  }
+
+
+  // The query times the page's scales, and what keys of code 8 would score.
+  __device__ void take_in_scales(const unsigned char* page, uint32_t (&scaled)[kSteps][2],
+                                 float (&start)[4]) const {
+    constexpr int kLoads = kSteps / 2;  // of 16 bytes: a lane's channels
+    const auto* scales =
+        reinterpret_cast<const uint4*>(page + places.key_scales) + lane % 4 * kLoads;
+    const auto* zeros =
+        reinterpret_cast<const uint4*>(page + places.key_zeros) + lane % 4 * kLoads;
+    const uint32_t middle = pack<T>(kMiddle, kMiddle);
+    const uint32_t less = pack<T>(-Codes<T>::kAdded, -Codes<T>::kAdded);
+    float others[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint4 s4 = scales[i], z4 = zeros[i];
+      const uint32_t s[4] = {s4.x, s4.y, s4.z, s4.w}, z[4] = {z4.x, z4.y, z4.z, z4.w};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t (&q)[2] = queries[2 * i + j];
+        uint32_t (&to)[2] = scaled[2 * i + j];
+        to[0] = times<T>(q[0], s[2 * j]);
+        to[1] = times<T>(q[1], s[2 * j + 1]);
+        const uint32_t low = times<T>(s[2 * j], middle), high = times<T>(s[2 * j + 1], middle);
+        const uint32_t of_zeros[4] = {z[2 * j], z[2 * j], z[2 * j + 1], z[2 * j + 1]};
+        const uint32_t of_middles[4] = {low, low, high, high};
+        multiply_add<T>(start, of_zeros, q[0], q[1]);
+        multiply_add<T>(others, of_middles, q[0], q[1]);
+        if (kAdds) {
+          const uint32_t of_added[4] = {less, less, less, less};
+          multiply_add<T>(start, of_added, to[0], to[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) start[e] += others[e];
+  }
+
+  // A lane's codes of a key as they lie.
+  __device__ void load_key(uint32_t (&to)[kSteps / 2], const unsigned char* page, int slot) const {
+    const unsigned char* from = page + slot * (D / 2) + lane % 4 * (D / 8);
+    if constexpr (D == 128) {
+      const uint4 x = *reinterpret_cast<const uint4*>(from);
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    } else {
+      static_assert(D == 64, "words of a lane");
+      const uint2 x = *reinterpret_cast<const uint2*>(from);
+      to[0] = x.x, to[1] = x.y;
+    }
+  }
+
+  // Scores of 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
+  __device__ void score(float (&s)[4], const unsigned char* page, int slot,
+                        const uint32_t (&scaled)[kSteps][2], const float (&start)[4]) const {
+    float even[4] = {start[0], start[1], start[2], start[3]}, odd[4] = {0, 0, 0, 0};
+    uint32_t low[kSteps / 2], high[kSteps / 2];
+    load_key(low, page, slot + lane / 4);
+    load_key(high, page, slot + lane / 4 + 8);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const uint32_t x = low[k / 2] >> (8 * (k % 2)), y = high[k / 2] >> (8 * (k % 2));
+      const uint32_t a[4] = {Codes<T>::two(x), Codes<T>::two(y), Codes<T>::two(x >> 4),
+                             Codes<T>::two(y >> 4)};
+      multiply_add<T>(k % 2 ? odd : even, a, scaled[k][0], scaled[k][1]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[e] = even[e] + odd[e];
+  }
+
+  // Takes in 32 tokens, of which bit j of the mask says whether the row sees token + j.
+  __device__ void attend_32(const unsigned char* page, int token, uint32_t mask,
+                            const uint32_t (&scaled)[kSteps][2], const float (&start)[4]) {
+    float s[2][4];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) score(s[u], page, token + 16 * u, scaled, start);
+    if (p.softcap > 0) cap(s);
+    const float factor = p.softcap > 0 ? kLog2e : p.scale * kLog2e;
+    const uint32_t seen = mask >> (lane / 4);  // bits 0, 8, 16, 24: of this lane's keys
+    float largest[2] = {m[0], m[1]};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& x = s[i / 4][i % 4];
+      x *= factor;
+      if (mask != ~0u && (seen >> (i / 2 * 8) & 1) == 0) x = -INFINITY;
+      largest[i % 2] = fmaxf(largest[i % 2], x);
+    }
+    float shrink[2];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        largest[q] = fmaxf(largest[q], __shfl_xor_sync(~0u, largest[q], step));
+      }
+      const float base = largest[q] == -INFINITY ? 0.0f : largest[q];
+      shrink[q] = exp2_fast(m[q] - base);
+      m[q] = largest[q];
+      l[q] *= shrink[q];
+      same[q] *= shrink[q];
+      largest[q] = base;
+    }
+    if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[k][e] *= shrink[e % 2];
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) added[e] *= shrink[e % 2];
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      uint32_t weights[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 step = value_step(page, token + 16 * u + lane / 4 + 8 * half);
+        // Of what is not seen the step may be anything, and nothing times infinity is not nothing.
+        if (mask != ~0u && (seen >> (16 * u + 8 * half) & 1) == 0) step = {0, 0};
+        const float middle = fmaf(static_cast<float>(kMiddle), step.x, step.y);
+        float of_value[2];
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          const float weight = exp2_fast(s[u][2 * half + q] - largest[q]);
+          l[q] += weight;
+          same[q] = fmaf(weight, middle, same[q]);
+          of_value[q] = weight * step.x;
+        }
+        weights[half] = transpose_matrix(pack<T>(of_value[0], of_value[1]));
+      }
+      add_values(page, token + 16 * u, weights);
+    }
+  }
+
+  __device__ void cap(float (&s)[2][4]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = capped(s[i / 4][i % 4] * p.scale, p.softcap);
+  }
+
+  // Scale and zero of a token's values.
+  __device__ float2 value_step(const unsigned char* page, int slot) const {
+    const uint32_t both = reinterpret_cast<const uint32_t*>(page + places.value_steps)[slot];
+    const auto& two = reinterpret_cast<const typename Codes<T>::Two&>(both);
+    return {Scales<T>::widen(two.x), Scales<T>::widen(two.y)};
+  }
+
+  // Values of 16 tokens by their weights, and what they hold beside their codes.
+  __device__ void add_values(const unsigned char* page, int slot, const uint32_t (&weights)[2]) {
+    const auto* codes =
+        reinterpret_cast<const uint4*>(page + places.value_codes + slot * (D / 2)) + lane;
+#pragma unroll
+    for (int four = 0; four < kSteps / 4; ++four) {
+      const uint4 x4 = codes[32 * four];
+      const uint32_t x[4] = {x4.x, x4.y, x4.z, x4.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t a[4] = {Codes<T>::two(x[i]), Codes<T>::two(x[i] >> 4),
+                               Codes<T>::two(x[i] >> 8), Codes<T>::two(x[i] >> 12)};
+        multiply_add<T>(out[4 * four + i], a, weights[0], weights[1]);
+      }
+    }
+    if (kAdds) {
+      const uint32_t each = pack<T>(Codes<T>::kAdded, Codes<T>::kAdded);
+      const uint32_t a[4] = {each, each, each, each};
+      multiply_add<T>(added, a, weights[0], weights[1]);
+    }
+  }
+};

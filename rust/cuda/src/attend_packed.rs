@@ -1,0 +1,241 @@
+//! Launch of `attend_packed.cu`.
+
+use kvweave_core::KvDtype;
+use kvweave_core::ops::{PackedFormat, PackedKind, PageGeometry, ScaleDtype};
+
+use crate::attend::params_of;
+use crate::attend_call::{AttendLaunch, AttendWorkspace};
+use crate::attend_decode::of_requests;
+use crate::attend_plan::{QUERIES, decode_workspace};
+use crate::backend::CudaBackend;
+use crate::error::CudaError;
+use crate::ffi::{Description, Grid};
+use crate::operands::{bytes_of, factor_of, name_of, narrow};
+use crate::paged::DeviceKv;
+use crate::params::{AttendPackedParams, AttendParams};
+
+/// (Request, KV head, 8 query heads) triples of one launch: `kPackedItems` of the kernel.
+const MAX_ITEMS: usize = 512;
+/// Pages that a warp has in shared memory.
+const STAGES: usize = 2;
+/// Tokens that the kernel takes in at once, of which the last page may lack some.
+const AT_ONCE: usize = 32;
+/// Bytes between the addresses that pages are copied from.
+const PAGE_ALIGNMENT: u64 = 16;
+const ROW_ALIGNMENT: usize = 4;
+const WARP: u32 = 32;
+
+/// A kernel of one head dim: D, its warps, and shared memory beside stages.
+struct Shape {
+    head_dim: usize,
+    warps: usize,
+    own_bytes: usize,
+}
+
+/// As `KERNELS` in `attend_packed.cu` have them.
+const SHAPES: [Shape; 2] = [
+    Shape { head_dim: 64, warps: 16, own_bytes: 17536 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 15744 },
+];
+
+/// How a call of attention over packed pages is carried out, and the workspace that this takes.
+#[derive(Clone, Debug)]
+pub struct PackedPlan {
+    kernel: String,
+    grid: Grid,
+    requests: usize,
+    page_bytes: usize,
+    stage_bytes: usize,
+    workers: usize,
+    head_dim: usize,
+}
+
+impl PackedPlan {
+    fn of(
+        call: &AttendLaunch<'_>,
+        format: &PackedFormat,
+        device: &Description,
+    ) -> Result<Self, CudaError> {
+        let dim = format.head_dim();
+        let shape = SHAPES.iter().find(|shape| shape.head_dim == dim);
+        let shape = shape.ok_or_else(|| CudaError::unsupported("head_dim", "64 or 128", dim))?;
+        let wanted = match format.scales() {
+            ScaleDtype::Bf16 => KvDtype::Bf16,
+            ScaleDtype::F16 => KvDtype::F16,
+        };
+        if call.dtype != wanted {
+            let expected = format!("{}, as scales are", name_of(wanted));
+            return Err(CudaError::unsupported("q", expected, name_of(call.dtype)));
+        }
+        let kind = match format.kind() {
+            PackedKind::Int4 => "int4",
+            other => return Err(CudaError::unsupported("kind", "int4", other.name())),
+        };
+        expect_layout(call)?;
+        let stage_bytes = stage_bytes(format);
+        let bytes = |workers: usize| shape.own_bytes + workers * STAGES * stage_bytes;
+        let workers = (1..=shape.warps).rev().find(|&workers| device.gives(bytes(workers)));
+        let workers = workers.ok_or_else(|| {
+            let got = format!("{} bytes", bytes(1));
+            CudaError::unsupported("page_tokens", "two pages in shared memory", got)
+        })?;
+        let items = call.kv.geometry.kv_heads * call.group().div_ceil(QUERIES);
+        if items == 0 || items > MAX_ITEMS {
+            let expected = format!("up to {MAX_ITEMS} groups of {QUERIES}");
+            return Err(CudaError::unsupported("query heads", expected, call.query_heads));
+        }
+        let grid = Grid {
+            blocks: [device.processors, 1, 1],
+            threads: shape.warps as u32 * WARP,
+            shared_bytes: narrow("page_tokens", bytes(workers))?,
+        };
+        Ok(Self {
+            kernel: format!("attend_packed_{kind}_{}_{dim}", name_of(wanted)),
+            grid,
+            requests: MAX_ITEMS / items,
+            page_bytes: format.page_bytes(),
+            stage_bytes,
+            workers,
+            head_dim: dim,
+        })
+    }
+
+    /// What the call needs of workspace.
+    #[must_use]
+    pub fn workspace(&self) -> AttendWorkspace {
+        decode_workspace(&self.grid, self.head_dim)
+    }
+}
+
+/// Room for a page, for what is read behind its last tokens, and for a warp's part of the result.
+fn stage_bytes(format: &PackedFormat) -> usize {
+    let dim = format.head_dim();
+    let read =
+        format.value_codes().start + format.page_tokens().next_multiple_of(AT_ONCE) * dim / 2;
+    let part = QUERIES * (dim + 4) * size_of::<f32>();
+    format.page_bytes().max(read).max(part).next_multiple_of(128)
+}
+
+/// Refuses vectors that do not lie as the kernel loads and stores them.
+fn expect_layout(call: &AttendLaunch<'_>) -> Result<(), CudaError> {
+    let strides = [call.q.row_stride, call.q.head_stride];
+    let bytes = bytes_of(call.dtype);
+    let rows = strides.iter().all(|stride| (stride * bytes).is_multiple_of(ROW_ALIGNMENT))
+        && call.q.tensor.address.is_multiple_of(ROW_ALIGNMENT as u64);
+    if !rows {
+        let expected = format!("vectors on boundaries of {ROW_ALIGNMENT} bytes");
+        return Err(CudaError::unsupported("q", expected, format!("strides {strides:?}")));
+    }
+    for (what, tensor) in [("packed pages", call.kv.cache), ("out", call.out)] {
+        if !tensor.address.is_multiple_of(PAGE_ALIGNMENT) {
+            let got = format!("an address {} bytes past one", tensor.address % PAGE_ALIGNMENT);
+            let expected = format!("a boundary of {PAGE_ALIGNMENT} bytes");
+            return Err(CudaError::unsupported(what, expected, got));
+        }
+    }
+    Ok(())
+}
+
+/// The strides of packed pages in bytes, as if they had elements.
+fn in_bytes(geometry: &PageGeometry, page_bytes: usize) -> PageGeometry {
+    PageGeometry {
+        block_stride: page_bytes,
+        layer_stride: geometry.kv_heads * page_bytes,
+        head_stride: page_bytes,
+        token_stride: 0,
+        value_offset: page_bytes - geometry.head_dim,
+        ..*geometry
+    }
+}
+
+impl CudaBackend {
+    /// How a call over packed pages is carried out; its own workspace is not looked at. The
+    /// geometry of its cache is that of exact pages of as many tokens, the cache itself bytes.
+    ///
+    /// # Errors
+    /// `Unsupported` for what no kernel takes.
+    pub fn plan_packed(
+        &self,
+        call: &AttendLaunch<'_>,
+        format: &PackedFormat,
+    ) -> Result<PackedPlan, CudaError> {
+        PackedPlan::of(call, format, &self.context.device)
+    }
+
+    /// Puts the attention on the stream. Nothing is waited for, nothing allocated.
+    ///
+    /// # Safety
+    /// As for [`CudaBackend::attend`], with the plan of the call.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for shapes that do not belong together, `Driver` when the launch fails.
+    pub unsafe fn attend_packed(
+        &self,
+        call: &AttendLaunch<'_>,
+        plan: &PackedPlan,
+    ) -> Result<(), CudaError> {
+        if call.rows == 0 || call.query_heads == 0 {
+            return Ok(());
+        }
+        let geometry = in_bytes(&call.kv.geometry, plan.page_bytes);
+        let call = &AttendLaunch { kv: DeviceKv { geometry, ..call.kv }, ..*call };
+        let params = with_factors(call, plan.grid)?;
+        let needs = plan.workspace();
+        call.floats.expect("floats of workspace", needs.floats)?;
+        call.counters.expect("counters of workspace", needs.counters)?;
+        for first in (0..call.requests).step_by(plan.requests) {
+            let count = plan.requests.min(call.requests - first);
+            let params = AttendPackedParams {
+                attend: of_requests(call, params, first, count)?,
+                page_bytes: narrow("page_tokens", plan.page_bytes)?,
+                stage_bytes: narrow("page_tokens", plan.stage_bytes)?,
+                workers: narrow("warps", plan.workers)?,
+            };
+            // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise,
+            // and the tensors of these requests are parts of the whole ones.
+            unsafe {
+                self.launch(("attend_packed", &plan.kernel), plan.grid, call.stream, &params)
+            }?;
+        }
+        Ok(())
+    }
+}
+
+/// The params with what the kernel divides by.
+fn with_factors(call: &AttendLaunch<'_>, grid: Grid) -> Result<AttendParams, CudaError> {
+    Ok(AttendParams {
+        head_factor: factor_of("kv_heads", call.kv.geometry.kv_heads)?,
+        chunk_factor: factor_of("query heads", call.group().div_ceil(QUERIES))?,
+        block_factor: factor_of("thread blocks", grid.blocks[0] as usize)?,
+        ..params_of(call)?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_those_of_the_source() {
+        let source = include_str!("../../../csrc/attend_packed.cu");
+        assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
+        assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
+        let line = |shape: &Shape| {
+            format!("\nKERNELS({}, {}, {})\n", shape.head_dim, shape.warps, shape.own_bytes)
+        };
+        assert!(SHAPES.iter().all(|shape| source.contains(&line(shape))));
+    }
+
+    #[test]
+    fn a_stage_has_room_for_all_that_is_read_of_it() {
+        for (page_tokens, head_dim, bytes) in
+            [(64, 128, 8960), (16, 128, 4224), (48, 128, 7168), (64, 64, 4608), (16, 64, 2176)]
+        {
+            let format =
+                PackedFormat::new(PackedKind::Int4, ScaleDtype::Bf16, page_tokens, head_dim)
+                    .expect("sound sizes");
+            assert_eq!(stage_bytes(&format), bytes);
+            assert!(stage_bytes(&format) >= format.page_bytes());
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! `attend_packed` on CUDA.
+
+use pyo3::prelude::*;
+
+use super::arguments::TablePair;
+use super::attend::{Needs, Results, Workspace, attend};
+use crate::ops::reading::AttentionArguments;
+use crate::packed::PackedFormat;
+
+/// As `attend_decode_cuda`; the cache of `arguments` are packed pages of `format`.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (arguments, format, entry_offsets, results, workspace, stream))]
+pub fn attend_packed_cuda<'py>(
+    py: Python<'py>,
+    arguments: AttentionArguments<'py>,
+    format: &Bound<'py, PackedFormat>,
+    entry_offsets: TablePair<'py>,
+    results: Results<'py>,
+    workspace: Option<Workspace<'py>>,
+    stream: u64,
+) -> PyResult<Option<Needs>> {
+    let call = (&arguments, Some(format.get()));
+    attend(py, call, (None, &entry_offsets), &results, workspace, stream)
+}

@@ -1,0 +1,179 @@
+"""Text in packed pages and what it means, by arithmetic of the tests' own in f64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from paged import causal_mask, dense_attention, rope_table, rotated
+from versions import CPU, REFERENCE, Version
+
+SCALES = {"bf16": torch.bfloat16, "f16": torch.float16}
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+def down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The largest numbers of dtype that are not above x f64, as f64."""
+    near = x.to(dtype)
+    lower = torch.nextafter(near, torch.tensor(-torch.inf, dtype=dtype))
+    return torch.where(near.double() <= x, near, lower).double()
+
+
+def steps(x: torch.Tensor, axis: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero and scale of numbers x f64 along an axis: f64 but for the rounding to dtype."""
+    zero = down(x.amin(axis, keepdim=True), dtype)
+    return zero, -down((zero - x.amax(axis, keepdim=True)) / 15, dtype)
+
+
+def rounded(x: torch.Tensor, axis: int, scales: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What INT4 makes of x f64 along an axis, and how far it may be from x."""
+    zero, scale = steps(x, axis, SCALES[scales])
+    codes = torch.where(scale > 0, ((x - zero) / scale).round(), 0.0).clamp(0, 15)
+    return zero + scale * codes, scale
+
+
+@dataclass
+class Text:
+    """Exact pages of a layer with G heads, and the packed ones that they became."""
+
+    cache: torch.Tensor
+    packed: ops.PackedPages
+    packs: np.ndarray
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def pages(self) -> int:
+        return self.k.shape[1]
+
+    def entries(self) -> np.ndarray:
+        """Of the packed blocks, one after the other."""
+        ends = np.cumsum(self.packs[:, 1])
+        rows = [
+            (row[0], 0, row[1], end - row[1], 0) for row, end in zip(self.packs, ends, strict=True)
+        ]
+        return np.array(rows, np.int32).reshape(-1, 5)
+
+
+def text_of(
+    generator: torch.Generator,
+    tokens: int,
+    *,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    page_tokens: int = 16,
+    of: ops.PackedFormat,
+    version: Version | None = None,
+) -> Text:
+    """Random tokens with outliers in some channels, in shuffled blocks of exact pages; packed."""
+    dim, whole = of.head_dim, of.page_tokens
+    blocks = whole // page_tokens
+    count = -(-tokens // whole)
+    factor = 1 + 9.0 * (torch.rand(dim, generator=generator) < 0.1)
+    offset = 3 * torch.randn(dim, generator=generator)
+    k = torch.randn(tokens, kv_heads, dim, generator=generator) * factor + offset
+    v = torch.randn(tokens, kv_heads, dim, generator=generator)
+    k, v = k.to(dtype), v.to(dtype)
+    order = 1 + kv_heads * torch.randperm(count * blocks, generator=generator).numpy()
+    cache = torch.full((1 + kv_heads * count * blocks, 2, page_tokens, dim), torch.nan, dtype=dtype)
+    packs = np.zeros((count, 2 + blocks), np.int32)
+    packs[:, 0] = 1 + kv_heads * torch.randperm(count, generator=generator).numpy()
+    packs[:, 1] = np.minimum(whole, tokens - whole * np.arange(count))
+    packs[:, 2:] = order.reshape(count, blocks)
+    for token in range(tokens):
+        block = int(packs[token // whole, 2 + token % whole // page_tokens])
+        at = slice(block, block + kv_heads), token % page_tokens
+        cache[at[0], 0, at[1]], cache[at[0], 1, at[1]] = k[token], v[token]
+    packed = ops.PackedPages.zeros(1 + kv_heads * count, of)
+    packed.data.fill_(0xA5)
+    if version is not None:
+        version.pack_pages(cache, packed, packs, pages=kv_heads)
+    return Text(cache, packed, packs, k.double(), v.double())
+
+
+def meant(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V f64 [T, G, D] that the packed pages stand for, by this file's own arithmetic."""
+    of = text.packed.format
+    parts = [rounded(part, 0, of.scales)[0] for part in text.k.split(of.page_tokens)]
+    return torch.cat(parts), rounded(text.v, -1, of.scales)[0]
+
+
+def read_back(text: Text, version: Version) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V f32 [T, G, D] as `unpack_pages` writes them, in pages as large as packed ones."""
+    of = text.packed.format
+    cache = torch.full((len(text.packed.data), 2, of.page_tokens, of.head_dim), torch.inf)
+    packs = np.stack([text.packs[:, 0], text.packs[:, 1], text.packs[:, 0]], 1)
+    version.unpack_pages(text.packed, cache, packs, pages=text.pages)
+    rows = [
+        cache[block : block + text.pages, :, :tokens].permute(1, 2, 0, 3)
+        for block, tokens in text.packs[:, :2].tolist()
+    ]
+    behind = [
+        cache[block : block + text.pages, :, tokens:]
+        for block, tokens in text.packs[:, :2].tolist()
+    ]
+    assert all((slots == torch.inf).all() for slots in behind), "other slots stay as they are"
+    k, v = torch.cat(rows, 1)
+    return k, v
+
+
+def check_attention(
+    generator: torch.Generator,
+    of: ops.PackedFormat,
+    kv_heads: int,
+    group: int,
+    lengths: list[int],
+    version: Version,
+    *,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    delta: int,
+) -> None:
+    """A batch of requests, the second page of each moved by delta, against f64 attention."""
+    texts = [
+        text_of(generator, n, kv_heads=kv_heads, of=of, version=CPU) if n else None for n in lengths
+    ]
+    held, entries, data = 0, [], []
+    for text in texts:
+        if text is not None:
+            rows = text.entries()
+            rows[:, 0] += held
+            rows[1:2, 4] = delta
+            held += len(text.packed.data)
+            data.append(text.packed.data)
+        entries.append(rows if text is not None else np.zeros((0, 5), np.int32))
+    pages = ops.PackedPages(torch.cat(data) if data else ops.PackedPages.zeros(1, of).data, of)
+    heads = kv_heads * group
+    q = torch.randn(len(lengths), heads, of.head_dim, generator=generator).to(dtype)
+    positions = np.array([max(n - 1, 0) for n in lengths], np.int32)
+    offsets = np.cumsum([0, *(len(rows) for rows in entries)]).astype(np.int32)
+    rope = rope_table(1, of.head_dim)
+    scale = of.head_dim**-0.5
+    kv = ops.PackedKv(pages, 0, kv_heads, scale, rope, window, softcap)
+    out, lse = version.attend_packed(
+        q, positions, np.concatenate(entries), kv, entry_offsets=offsets
+    )
+    inv_freq = torch.from_numpy(rope.inv_freq[0])
+    for b, text in enumerate(texts):
+        if text is None:
+            assert (out[b] == 0).all()
+            assert (lse[b] == -torch.inf).all()
+            continue
+        k, v = (part.double() for part in read_back(text, REFERENCE))
+        moved = slice(of.page_tokens, 2 * of.page_tokens)
+        k[moved] = rotated(k[moved], inv_freq, torch.full((len(k[moved]),), delta))
+        mask = causal_mask(torch.tensor([lengths[b] - 1]), lengths[b], window)
+        wanted, of_lse, _ = dense_attention(q[b : b + 1], k, v, mask, scale, softcap)
+        limit = CLOSE[dtype]
+        size = float(wanted.abs().max().clamp_min(1))
+        torch.testing.assert_close(
+            out[b : b + 1].double(), wanted, rtol=limit, atol=limit * size, check_dtype=False
+        )
+        spread = float(of_lse.abs().max().clamp_min(1))
+        torch.testing.assert_close(
+            lse[b : b + 1].double(), of_lse, rtol=limit, atol=limit * spread, check_dtype=False
+        )
