@@ -14,7 +14,7 @@
 // 4. Scales of keys are part of the query, once a page: Σ q (z + s·code) = q·z + Σ (q·s)·code. The
 //    rest of it, with what M adds, are three more products a page.
 // 5. Scales of values are part of the weights, a token at a time: Σ p (z + s·code) is
-//    Σ (p·s)·code plus one number for all channels. What M adds is one more product of 16 tokens.
+//    Σ (p·s)·code plus one number for all channels. What M adds is subtracted by a product too.
 //    Both times codes count from 8 on, so that rounded factors meet small numbers.
 
 #include <cmath>
@@ -31,6 +31,7 @@ namespace {
 
 constexpr int kPackedItems = 512;   // of a launch; also in rust/cuda/src/attend_packed.rs
 constexpr int kPackedItemCost = 4;  // pages
+
 // Rows of T over pages with scales of T.
 template <typename T, int D, int kWarps>
 class AttendPacked {

@@ -107,8 +107,6 @@ class PackedRows {
       for (int e = 0; e < 4; ++e) out[k][e] = 0;
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) added[e] = 0;
-#pragma unroll
     for (int q = 0; q < 2; ++q) {
       m[q] = -INFINITY;
       l[q] = same[q] = 0;
@@ -165,7 +163,7 @@ class PackedRows {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int column = 16 * k + 8 * (e / 2) + lane / 4;
-        part[(lane % 4 * 2 + e % 2) * pitch + column] = out[k][e] - added[e % 2] + same[e % 2];
+        part[(lane % 4 * 2 + e % 2) * pitch + column] = out[k][e] + same[e % 2];
       }
     }
   }
@@ -176,9 +174,9 @@ class PackedRows {
   const PackedPlaces places;
   uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
   int turned_by;                // delta that `queries` are turned back by
-  // Of queries lane % 4 · 2 and + 1: sums over codes, of what codes are more than they count for,
-  // of what all channels have in common; the largest score, in powers of two; sum of the weights.
-  float out[kSteps][4], added[4], same[2], m[2], l[2];
+  // Of queries lane % 4 · 2 and + 1: sums over codes, and of what all channels have in common; the
+  // largest score, in powers of two; sum of the weights.
+  float out[kSteps][4], same[2], m[2], l[2];
 
   // Element 0 of the query of this lane's column, or null.
   __device__ const T* query_of(const Heads& of) const {
@@ -312,8 +310,6 @@ class PackedRows {
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[k][e] *= shrink[e % 2];
       }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) added[e] *= shrink[e % 2];
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
@@ -350,10 +346,13 @@ class PackedRows {
     return {Scales<T>::widen(two.x), Scales<T>::widen(two.y)};
   }
 
-  // Values of 16 tokens by their weights, and what they hold beside their codes.
+  // Values of 16 tokens by their weights. What codes are more than they count for is subtracted
+  // before each of them is added: in a sum over all tokens it would drown their differences.
   __device__ void add_values(const unsigned char* page, int slot, const uint32_t (&weights)[2]) {
     const auto* codes =
         reinterpret_cast<const uint4*>(page + places.value_codes + slot * (D / 2)) + lane;
+    const uint32_t less = pack<T>(-Codes<T>::kAdded, -Codes<T>::kAdded);
+    const uint32_t of_added[4] = {less, less, less, less};
 #pragma unroll
     for (int four = 0; four < kSteps / 4; ++four) {
       const uint4 x4 = codes[32 * four];
@@ -362,13 +361,9 @@ class PackedRows {
       for (int i = 0; i < 4; ++i) {
         const uint32_t a[4] = {Codes<T>::two(x[i]), Codes<T>::two(x[i] >> 4),
                                Codes<T>::two(x[i] >> 8), Codes<T>::two(x[i] >> 12)};
+        if (kAdds) multiply_add<T>(out[4 * four + i], of_added, weights[0], weights[1]);
         multiply_add<T>(out[4 * four + i], a, weights[0], weights[1]);
       }
-    }
-    if (kAdds) {
-      const uint32_t each = pack<T>(Codes<T>::kAdded, Codes<T>::kAdded);
-      const uint32_t a[4] = {each, each, each, each};
-      multiply_add<T>(added, a, weights[0], weights[1]);
     }
   }
 };

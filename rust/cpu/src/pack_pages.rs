@@ -1,13 +1,20 @@
 //! Exact pages into packed ones and back, a page a task.
 
+use std::array;
+
 use kvweave_core::ops::{
-    Element, OpError, Pack, PackPages, PackedFormat, Packs, ScaleDtype, Step, UnpackPages, WideStep,
+    Element, OpError, Pack, PackPages, PackedFormat, Packs, Step, UnpackPages, WideStep,
 };
 use rayon::prelude::*;
 
 use crate::disjoint::Disjoint;
-use crate::packed_page::{PackedKeys, PackedPage, PackedValues};
-use crate::simd::dispatch;
+use crate::packed_page::{
+    KEY_SHIFTS, PackedKeys, PackedPage, PackedValues, UNIT, VALUE_SHIFTS, tokens_of, words_of,
+};
+use crate::simd::{Kernel, Vector, dispatch};
+
+/// Numbers that are worked on together: those of a word.
+const LANES: usize = 8;
 
 /// See [`PackPages`].
 ///
@@ -29,8 +36,8 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
             let target = unsafe { packed.piece((pack.block + page) * bytes, bytes) };
             let held = pack.tokens * dim;
             target.fill(0);
-            pack_keys(&format, &keys[..held], target);
-            pack_values(&format, &values[..held], target);
+            dispatch(PackKeys { format: &format, keys: &keys[..held], page: &mut *target });
+            dispatch(PackValues { format: &format, values: &values[..held], page: target });
         },
     );
     Ok(())
@@ -105,84 +112,161 @@ fn load<C: Element>(
     }
 }
 
-fn pack_keys(format: &PackedFormat, keys: &[f32], page: &mut [u8]) {
-    let dim = format.head_dim();
-    let mut spreads = vec![Spread::NOTHING; dim];
-    for row in keys.chunks_exact(dim) {
-        for (spread, &key) in spreads.iter_mut().zip(row) {
-            spread.take_in(key);
-        }
-    }
-    let (scales, largest) = (format.scales(), format.kind().largest_code());
-    let steps: Vec<WideStep> = spreads
-        .iter()
-        .enumerate()
-        .map(|(channel, spread)| {
-            let places = (format.key_scale(channel), format.key_zero(channel));
-            put(page, places, spread.step(largest, scales)).widen(scales)
-        })
-        .collect();
-    for (row, codes) in keys.chunks_exact(dim).zip(page.chunks_exact_mut(dim / 2)) {
-        for ((keys, steps), codes) in row
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .zip(steps.as_chunks::<8>().0)
-            .zip(codes.as_chunks_mut::<4>().0)
-        {
-            let mut word = 0;
-            for channel in 0..8 {
-                let code = steps[channel].code(keys[channel], largest);
-                word |= u32::from(code) << (4 * (channel / 2) + 16 * (channel % 2));
+/// Steps and codes of a page's keys [tokens, D], into a page of zeros.
+struct PackKeys<'a> {
+    format: &'a PackedFormat,
+    keys: &'a [f32],
+    page: &'a mut [u8],
+}
+
+impl Kernel for PackKeys<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector, const C: usize>(self) {
+        let Self { format, keys, page } = self;
+        let dim = format.head_dim();
+        let mut spreads = vec![Spread::NOTHING; dim / LANES];
+        for row in keys.chunks_exact(dim) {
+            for (spread, keys) in spreads.iter_mut().zip(row.as_chunks().0) {
+                spread.take_in(keys);
             }
-            *codes = word.to_le_bytes();
+        }
+        let mut steps = vec![([0.0; LANES], [0.0; LANES]); dim / LANES];
+        for (channel, step) in spreads.iter().flat_map(|spread| spread.steps(format)).enumerate() {
+            let wide =
+                put(page, format, (format.key_scale(channel), format.key_zero(channel)), step);
+            let (scales, zeros) = &mut steps[channel / LANES];
+            (scales[channel % LANES], zeros[channel % LANES]) = (wide.scale, wide.zero);
+        }
+        let largest = f32::from(format.kind().largest_code());
+        for (row, codes) in keys.chunks_exact(dim).zip(page.chunks_exact_mut(dim / 2)) {
+            let words = codes.as_chunks_mut::<4>().0.iter_mut();
+            for ((keys, word), (scales, zeros)) in row.as_chunks().0.iter().zip(words).zip(&steps) {
+                let codes = codes_of(keys, scales, zeros, largest);
+                let placed: [u32; LANES] = array::from_fn(|c| codes[c] << KEY_SHIFTS[c]);
+                *word = placed.iter().fold(0, |word, code| word | code).to_le_bytes();
+            }
         }
     }
 }
 
-fn pack_values(format: &PackedFormat, values: &[f32], page: &mut [u8]) {
-    let (scales, largest) = (format.scales(), format.kind().largest_code());
-    for (token, row) in values.chunks_exact(format.head_dim()).enumerate() {
-        let mut spread = Spread::NOTHING;
-        for &value in row {
-            spread.take_in(value);
-        }
-        let places = (format.value_scale(token), format.value_zero(token));
-        let step = put(page, places, spread.step(largest, scales)).widen(scales);
-        for (channel, &value) in row.iter().enumerate() {
-            let place = format.value_code(token, channel);
-            page[place.byte] |= step.code(value, largest) << place.shift;
+/// The same of its values.
+struct PackValues<'a> {
+    format: &'a PackedFormat,
+    values: &'a [f32],
+    page: &'a mut [u8],
+}
+
+impl Kernel for PackValues<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<V: Vector, const C: usize>(self) {
+        let Self { format, values, page } = self;
+        let dim = format.head_dim();
+        let largest = f32::from(format.kind().largest_code());
+        let mut codes = vec![[0u32; LANES]; UNIT * dim / LANES];
+        for (unit, values) in values.chunks(UNIT * dim).enumerate() {
+            codes.fill([0; LANES]);
+            for (row, values) in values.chunks_exact(dim).enumerate() {
+                let token = UNIT * unit + row;
+                let mut spread = Spread::NOTHING;
+                for values in values.as_chunks().0 {
+                    spread.take_in(values);
+                }
+                let places = (format.value_scale(token), format.value_zero(token));
+                let WideStep { scale, zero } = put(page, format, places, spread.step(format));
+                let of_row = &mut codes[row * dim / LANES..][..dim / LANES];
+                for (codes, values) in of_row.iter_mut().zip(values.as_chunks().0) {
+                    *codes = codes_of(values, &[scale; LANES], &[zero; LANES], largest);
+                }
+            }
+            let words = &mut page[format.value_codes()].as_chunks_mut::<4>().0[unit * 2 * dim..];
+            for tile in 0..dim / UNIT {
+                for lane in 0..UNIT / 4 {
+                    let mut eight = [0u32; LANES];
+                    for (place, row) in tokens_of(0, lane).into_iter().enumerate() {
+                        let at = (row * dim + UNIT * tile) / LANES;
+                        let (low, high, shift) = (codes[at], codes[at + 1], VALUE_SHIFTS[place]);
+                        for c in 0..LANES {
+                            eight[c] |= (low[c] | high[c] << 4) << shift;
+                        }
+                    }
+                    for (at, word) in words_of(format, tile, lane).into_iter().zip(eight) {
+                        words[at] = word.to_le_bytes();
+                    }
+                }
+            }
         }
     }
 }
 
-/// Least and greatest of some numbers, and whether all are finite.
+/// The codes nearest to numbers, of two the even one; 0 where a scale is 0 or NaN.
+#[inline(always)]
+fn codes_of(
+    numbers: &[f32; LANES],
+    scales: &[f32; LANES],
+    zeros: &[f32; LANES],
+    largest: f32,
+) -> [u32; LANES] {
+    array::from_fn(|c| {
+        // NaN is below nothing, so 0 takes its place.
+        let steps = ((numbers[c] - zeros[c]) / scales[c]).max(0.0).min(largest);
+        // Beside so large a number nothing is left of a fraction but its rounding.
+        (steps + 12_582_912.0).to_bits() & 15
+    })
+}
+
+/// Least and greatest of numbers, lane by lane, and whether all are finite.
 #[derive(Clone, Copy)]
 struct Spread {
-    least: f32,
-    greatest: f32,
+    least: [f32; LANES],
+    greatest: [f32; LANES],
     /// 0, or NaN.
-    odd: f32,
+    odd: [f32; LANES],
 }
 
 impl Spread {
-    const NOTHING: Self = Self { least: f32::INFINITY, greatest: f32::NEG_INFINITY, odd: 0.0 };
+    const NOTHING: Self = Self {
+        least: [f32::INFINITY; LANES],
+        greatest: [f32::NEG_INFINITY; LANES],
+        odd: [0.0; LANES],
+    };
 
-    #[inline]
-    fn take_in(&mut self, x: f32) {
-        self.least = if x < self.least { x } else { self.least };
-        self.greatest = if x > self.greatest { x } else { self.greatest };
-        // NaN of what is NaN or infinite.
-        self.odd += x * 0.0;
+    #[inline(always)]
+    fn take_in(&mut self, numbers: &[f32; LANES]) {
+        for (c, &x) in numbers.iter().enumerate() {
+            self.least[c] = if x < self.least[c] { x } else { self.least[c] };
+            self.greatest[c] = if x > self.greatest[c] { x } else { self.greatest[c] };
+            // NaN of what is NaN or infinite.
+            self.odd[c] += x * 0.0;
+        }
     }
 
-    fn step(&self, largest_code: u8, scales: ScaleDtype) -> Step {
-        Step::of(self.least + self.odd, self.greatest, largest_code, scales)
+    /// Of each lane.
+    fn steps(&self, format: &PackedFormat) -> [Step; LANES] {
+        let (largest, scales) = (format.kind().largest_code(), format.scales());
+        array::from_fn(|c| Step::of(self.least[c] + self.odd[c], self.greatest[c], largest, scales))
+    }
+
+    /// Of all lanes together.
+    fn step(&self, format: &PackedFormat) -> Step {
+        let least = self.least.into_iter().fold(f32::INFINITY, f32::min);
+        let greatest = self.greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        let odd: f32 = self.odd.iter().sum();
+        Step::of(least + odd, greatest, format.kind().largest_code(), format.scales())
     }
 }
 
-fn put(page: &mut [u8], (scale, zero): (usize, usize), step: Step) -> Step {
+/// Writes a step, and has it to calculate with.
+fn put(
+    page: &mut [u8],
+    format: &PackedFormat,
+    (scale, zero): (usize, usize),
+    step: Step,
+) -> WideStep {
     page[scale..scale + 2].copy_from_slice(&step.scale.to_le_bytes());
     page[zero..zero + 2].copy_from_slice(&step.zero.to_le_bytes());
-    step
+    step.widen(format.scales())
 }

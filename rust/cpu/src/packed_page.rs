@@ -1,5 +1,6 @@
 //! Codes of a packed page into numbers, several at a time.
 
+use std::array;
 use std::ops::Range;
 
 use kvweave_core::ops::{PackedFormat, ScaleDtype, Step, WideStep};
@@ -7,9 +8,34 @@ use kvweave_core::ops::{PackedFormat, ScaleDtype, Step, WideStep};
 use crate::simd::{Kernel, Vector};
 
 /// Tokens whose value codes lie together.
-const UNIT: usize = 16;
+pub(crate) const UNIT: usize = 16;
 /// Bytes of a word of codes.
 const WORD: usize = 4;
+
+/// Where channels 8w to 8w + 7 of a key begin in their word.
+pub(crate) const KEY_SHIFTS: [u32; 8] = [0, 16, 4, 20, 8, 24, 12, 28];
+/// Where the tokens of [`tokens_of`] begin in their words: channels 8 further on are 4 bits behind.
+pub(crate) const VALUE_SHIFTS: [u32; 4] = [0, 16, 8, 24];
+
+/// The four tokens of a unit that words of a lane hold.
+#[inline(always)]
+pub(crate) fn tokens_of(unit: usize, lane: usize) -> [usize; 4] {
+    let first = UNIT * unit + 2 * lane;
+    [first, first + 1, first + 8, first + 9]
+}
+
+/// Of a unit's words, those with channels 16 `tile` to 16 `tile` + 7 of such tokens.
+#[inline(always)]
+pub(crate) fn words_of(format: &PackedFormat, tile: usize, lane: usize) -> [usize; 8] {
+    let first = format.value_word(2 * lane, UNIT * tile);
+    array::from_fn(|group| first + 4 * format.value_run() * group)
+}
+
+/// The code at a bit of a word.
+#[inline(always)]
+fn number(word: i32, shift: u32) -> f32 {
+    (word >> shift & 15) as f32
+}
 
 /// One page, its parts told apart.
 #[derive(Clone, Copy)]
@@ -56,12 +82,8 @@ impl Kernel for PackedKeys<'_> {
             let eights = row.as_chunks_mut::<8>().0.iter_mut();
             let steps = scales.as_chunks::<8>().0.iter().zip(zeros.as_chunks::<8>().0);
             for ((row, word), (scale, zero)) in eights.zip(codes.as_chunks::<WORD>().0).zip(steps) {
-                let word = u32::from_le_bytes(*word);
-                for channel in 0..8 {
-                    let nibble = channel / 2 + 4 * (channel % 2);
-                    let code = (word >> (4 * nibble) & 15) as f32;
-                    row[channel] = zero[channel] + scale[channel] * code;
-                }
+                let word = i32::from_le_bytes(*word);
+                *row = array::from_fn(|c| zero[c] + scale[c] * number(word, KEY_SHIFTS[c]));
             }
         }
     }
@@ -83,19 +105,26 @@ impl Kernel for PackedValues<'_> {
         let Self { page, slots, rows, width } = self;
         let (format, dim) = (page.format, page.format.head_dim());
         let codes = page.part(format.value_codes()).as_chunks::<WORD>().0;
-        let run = format.value_run();
-        for (token, row) in slots.zip(rows.chunks_exact_mut(width)) {
-            let step = page.value_step(token);
-            let (unit, of_unit) = (token / UNIT, token % UNIT);
-            let shift = 8 * (of_unit / 8) + 16 * (of_unit % 2);
+        let steps: Vec<WideStep> = slots.clone().map(|token| page.value_step(token)).collect();
+        for unit in slots.start / UNIT..slots.end.div_ceil(UNIT) {
             let codes = &codes[unit * 2 * dim..][..2 * dim];
-            for (tile, row) in row[..dim].as_chunks_mut::<UNIT>().0.iter_mut().enumerate() {
-                let first = format.value_word(of_unit, UNIT * tile);
-                for group in 0..8 {
-                    // The words of a lane lie side by side, and four lanes have a channel.
-                    let word = u32::from_le_bytes(codes[first + 4 * run * group]) >> shift;
-                    row[group] = step.zero + step.scale * (word & 15) as f32;
-                    row[group + 8] = step.zero + step.scale * (word >> 4 & 15) as f32;
+            for tile in 0..dim / UNIT {
+                for lane in 0..UNIT / 4 {
+                    // Those of all eight channels that four tokens share words of.
+                    let words =
+                        words_of(format, tile, lane).map(|at| i32::from_le_bytes(codes[at]));
+                    for (place, token) in tokens_of(unit, lane).into_iter().enumerate() {
+                        if !slots.contains(&token) {
+                            continue;
+                        }
+                        let WideStep { scale, zero } = steps[token - slots.start];
+                        let row = &mut rows[(token - slots.start) * width + UNIT * tile..][..UNIT];
+                        let (low, high) = row.split_at_mut(UNIT / 2);
+                        let shift = VALUE_SHIFTS[place];
+                        let of = |more| words.map(|x| zero + scale * number(x, shift + more));
+                        low.copy_from_slice(&of(0));
+                        high.copy_from_slice(&of(4));
+                    }
                 }
             }
         }
