@@ -28,15 +28,13 @@
 namespace {
 
 constexpr int kGroups = 2;  // warpgroups that multiply
-constexpr int kThreads = 128 * (1 + kGroups);
-constexpr int kPairs = 64 * kGroups;
+constexpr int kThreads = 128 * (1 + kGroups), kPairs = 64 * kGroups;
 constexpr int kKeys = 128;
 constexpr int kChunk = 16;  // tokens copied at once
 constexpr int kStages = 5;  // tiles of keys or of values
 constexpr int kAhead = 4;   // tiles described before they are copied
 constexpr int kTiles = 8;   // descriptions alive at once: those, and those of tiles in stages
-constexpr int kFetchRegisters = 56;
-constexpr int kMultiplyRegisters = 224;
+constexpr int kFetchRegisters = 56, kMultiplyRegisters = 224;
 constexpr int kBoth = 1, kFirstGroup = 2, kFirstTurn = 4;  // hardware barriers
 
 // Where the tokens of a tile lie: `kTall` copies take a page's with 64 columns.
@@ -91,8 +89,7 @@ template <typename T, int D>
 __device__ __forceinline__ void describe(const TiledAttendParams& params, Shared<T, D>& sh,
                                          const RowTile& rows, const Reach& reach) {
   const AttendParams& p = params.attend;
-  // In the map's units. Elements would have to be divided by them, and a division of 64 bits is
-  // long: beyond the first 2^32 elements of a cache the copies would fall behind.
+  // In the map's units: elements, beyond 2^32 of them, would take divisions too long for copies.
   const auto place_of = [&](const Entry& entry) -> int64_t {
     return entry.block * params.block_units + reach.rank * params.head_units;
   };
@@ -111,15 +108,13 @@ __device__ __forceinline__ void describe(const TiledAttendParams& params, Shared
 // a stage is free again.
 template <bool kTall, typename T, int D>
 __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T, D>& sh) {
-  const AttendParams& p = params.attend;
   const int lane = threadIdx.x % 32;
-  const int page_tokens = static_cast<int>(p.kv.page_tokens);
+  const int page_tokens = static_cast<int>(params.attend.kv.page_tokens);
   const int boxes = kTall ? D / 64 : page_tokens / kChunk;  // of a page
   const int bytes = page_tokens * D * 2 / boxes;            // of a box
   const int group = kTall ? 0 : lane % boxes * (kChunk / 8);
   const int block = kTall ? lane % boxes : 0;
   const int to = Layout<D, kTall>::offset(lane / boxes * (page_tokens / 8) + group, block);
-  const int further = static_cast<int>(params.value_units);
   const auto copy_tile = [&](const StageTurn& turn, int count, int page) {
     barrier_wait(sh.empty[turn.place], turn.parity ^ 1);
     if (lane == 0) barrier_arrive_expecting(sh.full[turn.place], count * bytes);
@@ -135,11 +130,10 @@ __device__ __forceinline__ void fetch(const TiledAttendParams& params, Shared<T,
     barrier_wait(sh.described[turn.place], turn.parity);
     const KeyTile<kKeys>& tile = sh.tiles[turn.place];
     const int next_count = tile.pages * boxes;
-    const int next_page =
-        lane < next_count ? static_cast<int>(tile.places[lane / boxes]) : 0;
+    const int next_page = lane < next_count ? static_cast<int>(tile.places[lane / boxes]) : 0;
     copy_tile(turn_of_keys(t), next_count, next_page);
     if (lane == 0) barrier_arrive(sh.taken[t % kAhead]);
-    if (t > 0) copy_tile(turn_of_values(t - 1), count, page + further);
+    if (t > 0) copy_tile(turn_of_values(t - 1), count, page + static_cast<int>(params.value_units));
     count = next_count;
     page = next_page;
   }

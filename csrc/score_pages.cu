@@ -7,7 +7,8 @@
 // What makes it run at the speed of reading bounds:
 // 1. bounds are read once, by 16-byte loads, for all query heads that share a KV head: eight lanes
 //    have a page and hold its bounds while queries pass by, so 128 bytes of a page are one access
-//    and four pages are on their way to each warp at a time;
+//    and four pages are on their way to each warp at a time. Of bounds of 16 bits, which are half
+//    as long, four lanes have a page, and eight pages are on their way;
 // 2. queries lie in shared memory as f32, where the four pages of a warp read the same words;
 // 3. thread blocks of neighbouring KV heads, whose bounds lie side by side, run at the same time.
 //
@@ -27,12 +28,20 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;                      // of a page
-constexpr int kPages = 32 / kLanes;            // of a warp at a time
-constexpr int kStep = kPages * kThreads / 32;  // of a thread block at a time
-constexpr int kEntries = 64;                   // of a thread block: ENTRIES of the launch
-constexpr int kWords = 4;                      // f32 of a load
+constexpr int kEntries = 64;  // of a thread block: ENTRIES of the launch
+constexpr int kQuad = 4;      // f32 of a load from shared memory
 constexpr uint32_t kAll = ~0u;
+
+// How bounds of B are read where a head dim is at most kDim: `kColumns` loads of a lane for a
+// vector of bounds, each of `kWords` elements.
+template <typename B, int kDim>
+struct Layout {
+  static constexpr int kWords = 16 / sizeof(B);
+  static constexpr int kLanes = sizeof(B) == 4 || kDim > 128 ? 8 : 4;  // of a page
+  static constexpr int kColumns = kDim / (kLanes * kWords);
+  static constexpr int kStep = kThreads / kLanes;  // pages of a thread block at a time
+  static constexpr int kVectors = sizeof(B) == 4 ? 3 : 2;  // of a page's bounds
+};
 
 // The greater of two numbers, NaN where one is: fmaxf drops a NaN.
 __device__ __forceinline__ float greater(float one, float other) {
@@ -68,9 +77,12 @@ __device__ __noinline__ float turned(const T* vector, int d, int delta, const fl
   });
 }
 
-// `kColumns`: loads of a lane for a vector of bounds; the `kBounds` vectors from `kFirst` on count.
-template <typename T, int kColumns, int kFirst, int kBounds>
+// Queries of T, bounds of B, of which the `kBounds` vectors from `kFirst` on count.
+template <typename T, typename B, int kDim, int kFirst, int kBounds>
 class Scores {
+  using L = Layout<B, kDim>;
+  using Bounds = float[L::kColumns][L::kWords][kBounds];
+
   const ScorePagesParams& p;
   Shared& sh;
   float* const queries;  // [group, head_dim], turned
@@ -148,28 +160,13 @@ class Scores {
 
   // Scores the block's entries from `from` on that have this delta. A warp's lanes stay together.
   __device__ __forceinline__ void score(float* scores, uint32_t from, int delta) {
-    const uint32_t lane = threadIdx.x % kLanes, dim = p.head_dim;
-    for (uint32_t first = from; first < entries; first += kStep) {
-      const uint32_t entry = first + threadIdx.x / kLanes;
+    const uint32_t lane = threadIdx.x % L::kLanes, dim = p.head_dim;
+    for (uint32_t first = from; first < entries; first += L::kStep) {
+      const uint32_t entry = first + threadIdx.x / L::kLanes;
       const bool asked = entry < entries && sh.delta[entry] == delta;
       const int64_t page = asked ? sh.bounds[entry] : -1;
-      float bounds[kColumns][kWords][kBounds];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const uint32_t d = (c * kLanes + lane) * kWords;
-#pragma unroll
-        for (int b = 0; b < kBounds; ++b) {
-          float4 words = {};
-          if (page >= 0 && d < dim) {
-            words = __ldg(reinterpret_cast<const float4*>(
-                p.bounds + (3 * page + kFirst + b) * dim + d));
-          }
-          bounds[c][0][b] = words.x;
-          bounds[c][1][b] = words.y;
-          bounds[c][2][b] = words.z;
-          bounds[c][3][b] = words.w;
-        }
-      }
+      Bounds bounds;
+      fetch(bounds, page, lane, dim);
       float whole = p.summed != 0 ? 0.0f : -INFINITY;
 #pragma unroll 2
       for (uint32_t i = 0; i < p.group; ++i) {
@@ -180,24 +177,47 @@ class Scores {
     }
   }
 
-  __device__ __forceinline__ float dot(const float* query,
-                                       const float (&bounds)[kColumns][kWords][kBounds],
-                                       uint32_t lane, uint32_t dim) const {
-    float sums[kWords] = {};
+  // A lane's part of a page's bounds.
+  __device__ __forceinline__ void fetch(Bounds& bounds, int64_t page, uint32_t lane,
+                                        uint32_t dim) const {
+    const B* all = reinterpret_cast<const B*>(p.bounds);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const uint32_t d = (c * kLanes + lane) * kWords;
-      // Where there is no element both factors are 0.
-      float4 q = {};
-      if (d < dim) q = *reinterpret_cast<const float4*>(query + d);
-      sums[0] += part_of(q.x, bounds[c][0]);
-      sums[1] += part_of(q.y, bounds[c][1]);
-      sums[2] += part_of(q.z, bounds[c][2]);
-      sums[3] += part_of(q.w, bounds[c][3]);
+    for (int c = 0; c < L::kColumns; ++c) {
+      const uint32_t d = (c * L::kLanes + lane) * L::kWords;
+#pragma unroll
+      for (int b = 0; b < kBounds; ++b) {
+        uint4 words = {};
+        if (page >= 0 && d < dim) {
+          const B* from = all + (L::kVectors * page + kFirst + b) * dim + d;
+          words = __ldg(reinterpret_cast<const uint4*>(from));
+        }
+        const auto& of = reinterpret_cast<const Pack<B, L::kWords>&>(words);
+#pragma unroll
+        for (int w = 0; w < L::kWords; ++w) bounds[c][w][b] = static_cast<float>(of.at[w]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float dot(const float* query, const Bounds& bounds, uint32_t lane,
+                                       uint32_t dim) const {
+    float sums[kQuad] = {};
+#pragma unroll
+    for (int c = 0; c < L::kColumns; ++c) {
+      const uint32_t d = (c * L::kLanes + lane) * L::kWords;
+#pragma unroll
+      for (int w = 0; w < L::kWords; w += kQuad) {
+        // Where there is no element both factors are 0.
+        float4 q = {};
+        if (d < dim) q = *reinterpret_cast<const float4*>(query + d + w);
+        sums[0] += part_of(q.x, bounds[c][w]);
+        sums[1] += part_of(q.y, bounds[c][w + 1]);
+        sums[2] += part_of(q.z, bounds[c][w + 2]);
+        sums[3] += part_of(q.w, bounds[c][w + 3]);
+      }
     }
     float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
+    for (int step = L::kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
     return sum;
   }
 
@@ -207,30 +227,32 @@ class Scores {
   }
 };
 
-template <typename T, int kColumns, int kFirst, int kBounds>
+template <typename T, typename B, int kDim, int kFirst, int kBounds>
 __device__ __forceinline__ void score_pages(const ScorePagesParams& params) {
   __shared__ Shared shared;
   extern __shared__ float4 room[];
-  Scores<T, kColumns, kFirst, kBounds>(params, shared, reinterpret_cast<float*>(room)).run();
+  Scores<T, B, kDim, kFirst, kBounds>(params, shared, reinterpret_cast<float*>(room)).run();
 }
 
 }  // namespace
 
 // Names as rust/cuda/src/score_pages.rs builds them: dtype of queries, the largest head dim, and
-// what a score is made of.
-#define KERNEL(DTYPE, TYPE, DIM, KIND, FIRST, BOUNDS)                                     \
+// what a score is made of: bounds in f32, or least and greatest keys in the queries' dtype.
+#define KERNEL(DTYPE, TYPE, OF, DIM, KIND, FIRST, BOUNDS)                                 \
   extern "C" __global__ void __launch_bounds__(kThreads)                                  \
       score_pages_##DTYPE##_##DIM##_##KIND(const __grid_constant__ ScorePagesParams params) { \
-    score_pages<TYPE, DIM / (kLanes * kWords), FIRST, BOUNDS>(params);                    \
+    score_pages<TYPE, OF, DIM, FIRST, BOUNDS>(params);                                    \
   }
+#define KINDS(DTYPE, TYPE, OF, KIND, FIRST, BOUNDS)     \
+  KERNEL(DTYPE, TYPE, OF, 64, KIND, FIRST, BOUNDS)      \
+  KERNEL(DTYPE, TYPE, OF, 128, KIND, FIRST, BOUNDS)     \
+  KERNEL(DTYPE, TYPE, OF, 256, KIND, FIRST, BOUNDS)
 #define KERNELS(DTYPE, TYPE)                \
-  KERNEL(DTYPE, TYPE, 64, minmax, 0, 2)     \
-  KERNEL(DTYPE, TYPE, 128, minmax, 0, 2)    \
-  KERNEL(DTYPE, TYPE, 256, minmax, 0, 2)    \
-  KERNEL(DTYPE, TYPE, 64, mean, 2, 1)       \
-  KERNEL(DTYPE, TYPE, 128, mean, 2, 1)      \
-  KERNEL(DTYPE, TYPE, 256, mean, 2, 1)
+  KINDS(DTYPE, TYPE, float, minmax, 0, 2)   \
+  KINDS(DTYPE, TYPE, float, mean, 2, 1)
 
 KERNELS(f32, float)
 KERNELS(bf16, __nv_bfloat16)
 KERNELS(f16, __half)
+KINDS(bf16, __nv_bfloat16, __nv_bfloat16, keys, 0, 2)
+KINDS(f16, __half, __half, keys, 0, 2)

@@ -5,9 +5,9 @@ the indices sorted, which is what a table of pages needs), `flashinfer.top_k` an
 `persistent_topk`, where these can be imported. None of them takes a budget a row, keeps ties or
 the first and last pages; all get rows that are full. A row's floor is reading it once.
 
-`score_pages` beside the floor of reading bounds: two vectors of f32 a page and KV head. Then a
-layer of a decode step: pages chosen and attended to, those of an earlier choice attended to, and
-all of them.
+`score_pages` beside the floor of reading bounds: two vectors a page and KV head, of f32 or of the
+queries' bf16, which are half of that. Then a layer of a decode step: pages chosen by bounds of f32
+and attended to, those of an earlier choice attended to, and all of them.
 
 Every call is a graph of its own; the L2 cache holds nothing of it. "warm" repeats it in one graph,
 where the scores lie in the L2 cache as they do behind `score_pages`.
@@ -133,6 +133,7 @@ class Layer:
     entries: torch.Tensor
     offsets: torch.Tensor
     bounds: ops.BoundedPages
+    keys: ops.BoundedPages
     kv: ops.PagedKv
     budgets: torch.Tensor
     workspace: ops.Workspace
@@ -157,6 +158,7 @@ class Layer:
         ops.bound_pages(cache, ops.PageBounds(bounds, held.int()), pages=KV_HEADS)
         table = ops.RopeTable(np.ones((1, DIM // 2), np.float32))
         scale = DIM**-0.5
+        bounded = ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, scale, table)
         return cls(
             requests,
             tokens,
@@ -165,7 +167,8 @@ class Layer:
             torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
             torch.stack(columns, 1).int(),
             each * torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
-            ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, scale, table),
+            bounded,
+            replace(bounded, bounds=bounds[:, :2].bfloat16().contiguous()),
             ops.PagedKv(cache, 0, KV_HEADS, scale, table),
             torch.full((requests * KV_HEADS,), most, dtype=torch.int32, device="cuda"),
             ops.Workspace("cuda"),
@@ -180,6 +183,11 @@ class Layer:
         width = self.tokens // PAGE
         given = (self.q, self.entries, self.bounds)
         return ops.score_pages(*given, entry_offsets=self.offsets, width=width)
+
+    def score_by_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by bounds of bf16, which are exact of keys of bf16."""
+        given = (self.q, self.entries, self.keys)
+        return ops.score_pages(*given, entry_offsets=self.offsets, width=self.tokens // PAGE)
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
         scores, counts = self.score()
@@ -206,6 +214,8 @@ class Layer:
     def check(self) -> None:
         """The first request's scores, and what it attends to, against torch."""
         scores, _ = self.score()
+        apart = float((self.score_by_keys()[0] - scores).abs().max())
+        expect(apart < 1e-3, f"score_pages by keys: expected the same within 1e-3, got {apart}")
         pages, _ = self.select()
         first = self.entries[: self.tokens // PAGE, 0].long()
         heads = torch.arange(KV_HEADS, device="cuda")
@@ -274,6 +284,7 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
     kept = layer.gather()
     calls: dict[str, Callable[[], Any]] = {
         "score": layer.score,
+        "score by bf16": layer.score_by_keys,
         "score, select": layer.select,
         "score, select, gather, attend": layer.choose_and_attend,
         "attend to what was chosen": lambda: layer.attend(*kept),
@@ -286,7 +297,11 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
         "floor µs": floor * 1e6,
         "share of reading": floor / timed["score"].median_s,
     }
-    for name in list(calls)[2:4]:
+    beside["score by bf16"] = {
+        "floor µs": floor / 2 * 1e6,
+        "share of reading": floor / 2 / timed["score by bf16"].median_s,
+    }
+    for name in ("score, select, gather, attend", "attend to what was chosen"):
         beside[name] = {"all ÷ this": dense / timed[name].median_s}
     title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
     return [_row(f"{title}: {name}", timing, beside[name]) for name, timing in timed.items()]

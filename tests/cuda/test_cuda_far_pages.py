@@ -20,7 +20,7 @@ pytestmark = needs_cuda
 @pytest.fixture(scope="module")
 def pages() -> torch.Tensor:
     """An arena [pages, 2, P, D] in bf16 whose last blocks lie beyond `BEYOND` elements."""
-    size = BEYOND + 64 * BLOCK
+    size = BEYOND + 128 * BLOCK
     if torch.cuda.mem_get_info()[0] < 2 * size + 2**30:
         pytest.skip("needs 10 GiB of GPU memory")
     return torch.empty(size // (2 * PAGE * DIM), 2, PAGE, DIM, dtype=torch.bfloat16, device="cuda")

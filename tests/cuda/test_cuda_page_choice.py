@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kvweave import InvalidArgument, ops
+from kvweave import InvalidArgument, Unsupported, ops
 from paged import rope_table
 from versions import needs_cuda
 
@@ -185,6 +187,50 @@ SHAPES = [
     (1, 48, 256),
     (1, 80, 256),
 ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_by_keys_alone_are_those_by_bounds_in_f32(shape, dtype, generator) -> None:
+    """Bounds that keys of the queries' dtype have are exact in that dtype."""
+    for turns in ((0,), (3, -2, 0, 7, 900_000)):
+        call = Scored.of([200, 0, 1, 63, 65], *shape, generator, dtype, turns)
+        call.bounds = call.bounds.to(dtype).float()
+        call.bounds[call.entries[3, 0].item(), 0, shape[2] - 1] = torch.nan
+        call.bounds[call.entries[5, 0].item(), 1, 0] = torch.inf
+        call.bounds[call.entries[7, 0].item(), :2, 5] = -torch.inf
+        for options in ({}, {"shared": "sum"}, {"softcap": 2.0}):
+            call.options = options
+            scores, counts = call.here(width=210)
+            entries, offsets = there(call.entries, call.offsets)
+            alone = call.bounds[:, :2].to(dtype).cuda().contiguous()
+            pages = replace(call.pages("cuda"), bounds=alone)
+            got, listed = ops.score_pages(
+                call.q.cuda(), entries, pages, entry_offsets=offsets, width=210
+            )
+            assert torch.equal(listed.cpu(), counts)
+            torch.testing.assert_close(got.cpu(), scores, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
+def test_keys_alone_are_refused_where_they_do_not_do(generator) -> None:
+    call = Scored.of([4, 2], 2, 4, 64, generator, torch.bfloat16)
+    entries, offsets = there(call.entries, call.offsets)
+
+    def score(dtype, bounds, **options):
+        pages = replace(call.pages("cuda"), bounds=bounds, **options)
+        q = call.q.to("cuda", dtype)
+        return ops.score_pages(q, entries, pages, entry_offsets=offsets, width=4)
+
+    alone = call.bounds[:, :2].bfloat16().cuda().contiguous()
+    score(torch.bfloat16, alone)
+    with pytest.raises(Unsupported, match="bounds: expected f32, which have means too"):
+        score(torch.bfloat16, alone, score="mean")
+    for dtype in (torch.float16, torch.float32):
+        with pytest.raises(InvalidArgument, match="bounds"):
+            score(dtype, alone)
+    for wrong in (call.bounds[:, :2].cuda().contiguous(), call.bounds.bfloat16().cuda()):
+        with pytest.raises(InvalidArgument, match="bounds"):
+            score(torch.bfloat16, wrong)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvweave_core::content::{BlockHasher, HashKind};
 use kvweave_core::pool::{Pool, Store, WritableBlocks};
-use kvweave_core::{Admission, CacheConfig, KvCache, KvDtype, KvShape, Mode, Reuse};
+use kvweave_core::{
+    Admission, CacheConfig, KvCache, KvDtype, KvShape, MarkedSegment, Mode, Request, Reuse,
+};
 
 const PAGE: usize = 16;
 const BLOCKS: usize = 8192;
@@ -177,6 +179,80 @@ fn discovery(c: &mut Criterion) {
     group.finish();
 }
 
+/// Consecutive numbers as tokens, so that no two texts share a block.
+fn text(from: u32, blocks: usize) -> Vec<u32> {
+    (from..from + (blocks * PAGE) as u32).collect()
+}
+
+fn learnt(cache: &KvCache, tokens: &[u32]) -> Request {
+    let mut request = cache.admit(&Admission::new(tokens)).unwrap();
+    request.commit(tokens.len(), tokens.len()).unwrap();
+    request
+}
+
+/// A cache of 20 000 blocks whose pool of frozen text yields above so many percent.
+fn yielding(watermark: u8) -> KvCache {
+    let shape = KvShape::new(1, 1, 8, PAGE as u32, KvDtype::F32).unwrap();
+    let config = CacheConfig::new(shape, 0).sized_for(20_000).unwrap();
+    KvCache::new(CacheConfig { watermark, ..config }).unwrap()
+}
+
+/// What a call costs does not grow with what knowledge bases have had to give up.
+fn beside_absent_blocks(c: &mut Criterion) {
+    let mut group = c.benchmark_group("admit_commit_drop_beside_absent_blocks");
+    for absent in [0, 10_000] {
+        let cache = yielding(90);
+        if absent > 0 {
+            let book = text(1, absent);
+            learnt(&cache, &book).freeze("book", 0..book.len()).unwrap();
+            drop(learnt(&cache, &text(1_000_000, 20_000)));
+        }
+        assert_eq!(cache.stats().frozen_absent, absent);
+        let mut from = 10_000_000;
+        group.bench_function(BenchmarkId::from_parameter(absent), |b| {
+            b.iter(|| {
+                from += 2 * PAGE as u32;
+                drop(black_box(learnt(&cache, &text(from, 2))));
+            });
+        });
+        assert_eq!(cache.stats().frozen_absent, absent);
+    }
+    group.finish();
+}
+
+/// Nor with what they hold, where all of it is read and none can yield: a token more of a request.
+fn above_the_watermark(c: &mut Criterion) {
+    const BOOK: usize = 10_000;
+    let mut group = c.benchmark_group("append_above_the_watermark");
+    for held in [0, BOOK] {
+        let cache = yielding(40);
+        let book = text(1, BOOK);
+        let asked = [&book[..], &[7; PAGE]].concat();
+        let marked = [MarkedSegment { start: 0, end: book.len(), namespace: "" }];
+        let reader = (held > 0).then(|| {
+            learnt(&cache, &book).freeze("book", 0..book.len()).unwrap();
+            let admission =
+                Admission { marked: &marked, mode: Mode::Share, ..Admission::new(&asked) };
+            cache.admit(&admission).unwrap()
+        });
+        assert_eq!(cache.stats().frozen_blocks, held, "what is read does not yield");
+        group.throughput(Throughput::Elements(8 * PAGE as u64));
+        group.bench_function(BenchmarkId::from_parameter(held), |b| {
+            b.iter_batched_ref(
+                || cache.admit(&Admission::new(&text(5_000_000, 1))).unwrap(),
+                |writer| {
+                    for token in 0..8 * PAGE as u32 {
+                        writer.append(&[token]).unwrap();
+                    }
+                },
+                BatchSize::PerIteration,
+            );
+        });
+        drop(reader);
+    }
+    group.finish();
+}
+
 criterion_group!(
     benches,
     allocate_and_free,
@@ -184,6 +260,8 @@ criterion_group!(
     register_evicting,
     lookup,
     hashing,
-    discovery
+    discovery,
+    beside_absent_blocks,
+    above_the_watermark
 );
 criterion_main!(benches);

@@ -37,8 +37,11 @@ pub struct ScorePagesLaunch<'a> {
     pub kv_heads: usize,
     /// D.
     pub head_dim: usize,
-    /// f32 [pages, 3, D], contiguous, on a boundary of 16 bytes.
+    /// f32 [pages, 3, D] or, with `keys`, [pages, 2, D] of the queries' elements, contiguous, on a
+    /// boundary of 16 bytes.
     pub bounds: DeviceTensor,
+    /// Whether bounds are the least and greatest key alone, in 16 bits an element.
+    pub keys: bool,
     /// i32 [N, 5], contiguous.
     pub entries: DeviceTensor,
     /// i32 [B·R + 1].
@@ -96,6 +99,7 @@ impl CudaBackend {
             shared_bytes: narrow("query heads of a KV head", shared_bytes)?,
         };
         let kind = match call.score {
+            _ if call.keys => "keys",
             PageScore::MinMax => "minmax",
             PageScore::Mean => "mean",
         };
@@ -131,6 +135,10 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     if 2 * call.pairs > head_dim {
         return Err(CudaError::invalid("rotary_dim", head_dim, 2 * call.pairs));
     }
+    if call.keys && (call.score == PageScore::Mean || call.dtype == KvDtype::F32) {
+        let expected = "f32, which have means too";
+        return Err(CudaError::unsupported("bounds", expected, "least and greatest keys alone"));
+    }
     let tables = call.reach.map_or(1, |reach| reach.tables);
     call.q.expect("q", (requests, query_heads, head_dim))?;
     let spans = requests.saturating_mul(tables);
@@ -153,7 +161,7 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
         counts: call.counts.address,
         q_row_stride: long("q", call.q.row_stride)?,
         q_head_stride: long("q", call.q.head_stride)?,
-        pages: long("bounds", call.bounds.len / PageBounds::row_len(head_dim))?,
+        pages: long("bounds", call.bounds.len / row_len(call.keys, head_dim))?,
         tables: narrow("tables", tables)?,
         kv_heads: narrow("kv_heads", kv_heads)?,
         group: narrow("query heads", query_heads / kv_heads)?,
@@ -169,6 +177,11 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     })
 }
 
+/// Elements of a page's bounds.
+fn row_len(keys: bool, head_dim: usize) -> usize {
+    if keys { 2 * head_dim } else { PageBounds::row_len(head_dim) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -177,5 +190,10 @@ mod tests {
     fn queries_that_leave_the_kernel_no_room_ask_for_more() {
         let bytes = [(4, 128), (47, 256), (48, 256), (64, 256)].map(|(g, d)| shared_bytes_of(g, d));
         assert_eq!(bytes, [2048, 48_128, 49_168, 65_536]);
+    }
+
+    #[test]
+    fn keys_alone_are_two_vectors_a_page() {
+        assert_eq!([true, false].map(|keys| row_len(keys, 128)), [256, 384]);
     }
 }

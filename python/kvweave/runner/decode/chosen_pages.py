@@ -46,9 +46,9 @@ class ChosenRoom:
     """What lies on the device for the requests and heads of one budget.
 
     `chosen` i32 [R + 1, heads, W, 5]: of each row and head the entries that were chosen, then those
-    begun since. It is a part of the array of all entries; the last row is nobody's. `bounds` f32
-    [places · heads, 3, D]. `ranked` i32 [N, 5]: the entries of requests as `score_pages` wants
-    them, with the row of their bounds in place of a block.
+    begun since. It is a part of the array of all entries; the last row is nobody's. `bounds`
+    [places · heads, 2 or 3, D], see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
+    `score_pages` wants them, with the row of their bounds in place of a block.
     """
 
     budget: PageBudget

@@ -22,7 +22,9 @@ _SPARE = 4
 class KeptBounds:
     """Least and greatest keys of entries, a place for each: f32 [places, heads, 3, D].
 
-    `heads`: the pages of a block. The third vector, which `score_pages` takes for means, is 0.
+    `heads`: the pages of a block. The third vector, which `score_pages` takes for means, is 0. Of
+    keys of 16 bits on a GPU they are [places, heads, 2, D] in the dtype of these, a third of the
+    bytes: the least and the greatest of some numbers are two of them.
     """
 
     def __init__(self, heads: int, pages: torch.Tensor) -> None:
@@ -33,8 +35,11 @@ class KeptBounds:
         self._ranks = torch.arange(heads, device=pages.device)
 
     def _zeros(self, places: int) -> torch.Tensor:
-        sizes = (places, self.heads, 3, self.pages.shape[-1])
-        return torch.zeros(sizes, device=self.pages.device)
+        pages = self.pages
+        alone = pages.is_cuda and pages.element_size() == 2
+        sizes = (places, self.heads, 2 if alone else 3, pages.shape[-1])
+        dtype = pages.dtype if alone else torch.float32
+        return torch.zeros(sizes, dtype=dtype, device=pages.device)
 
     @property
     def free(self) -> Int64:
@@ -72,8 +77,8 @@ class KeptBounds:
             some = slice(start, start + at_once)
             found = self._of(sent[some], bool(partial[some].any()))
             for number, bound in enumerate(found):
-                wide = bound.float().view(-1, self.heads, bound.shape[-1])
-                self.values[:, :, number].index_copy_(0, at[some], wide)
+                kept = bound.to(self.values.dtype).view(-1, self.heads, bound.shape[-1])
+                self.values[:, :, number].index_copy_(0, at[some], kept)
 
     def _of(self, rows: torch.Tensor, partial: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Least and greatest keys [N · heads, D] of entries; NaN where one of the keys is NaN."""

@@ -32,6 +32,24 @@ impl BoundedPages<'_> {
     pub fn geometry(&self, bounds: &TensorRef) -> Result<PageGeometry, Failure> {
         bounds.expect_dtype("bounds", DType::F32)?;
         bounds.expect_shape("bounds", &[("pages", None), ("3", Some(3)), ("D", None)])?;
+        self.geometry_of(bounds)
+    }
+
+    /// The same where bounds may also be [pages, 2, D] of the elements of keys; whether they are.
+    pub fn geometry_or_keys(
+        &self,
+        bounds: &TensorRef,
+        keys: DType,
+    ) -> Result<(PageGeometry, bool), Failure> {
+        let are_keys = keys.bytes() == 2 && bounds.dtype == keys;
+        if !are_keys {
+            return Ok((self.geometry(bounds)?, false));
+        }
+        bounds.expect_shape("bounds", &[("pages", None), ("2", Some(2)), ("D", None)])?;
+        Ok((self.geometry_of(bounds)?, true))
+    }
+
+    fn geometry_of(&self, bounds: &TensorRef) -> Result<PageGeometry, Failure> {
         bounds.expect_contiguous("bounds")?;
         let (page_tokens, kv_heads) =
             (count("page_tokens", self.page_tokens)?, count("kv_heads", self.kv_heads)?);

@@ -2,8 +2,8 @@
 
 use kvweave_core::KvDtype;
 use kvweave_core::ops::{
-    HeadRows, KvScales, KvView, OpError, PageGeometry, PageScore, Queries, Scoring, SharedScore,
-    validate_scored,
+    HeadRows, KvScales, KvView, OpError, PageBounds, PageGeometry, PageScore, Queries, Scoring,
+    SharedScore, validate_scored,
 };
 use kvweave_cuda::{DeviceReach, DeviceRows, DeviceTensor, ScorePagesLaunch};
 use pyo3::prelude::*;
@@ -67,6 +67,7 @@ struct Call<'a> {
     vectors: HeadRows<'static, ()>,
     geometry: PageGeometry,
     bounds: DeviceTensor,
+    keys: bool,
     entries: DeviceTensor,
     entry_offsets: DeviceTensor,
     layer: usize,
@@ -85,7 +86,7 @@ impl Tensors<'_> {
         let (q, bounds) = (&self.q.tensor, &self.bounds.tensor);
         let dtype = row_dtype("q", q)?;
         let place = Place::of("q", q)?;
-        let geometry = pages.geometry(bounds)?;
+        let (geometry, keys) = pages.geometry_or_keys(bounds, dtype.into())?;
         let reach = pages.reach.as_ref().map(Py::get);
         let (rows, vectors) = place.rows("q", q)?;
         let (entries, _) = self.entries.rows::<5>("entries", &place)?;
@@ -113,6 +114,7 @@ impl Tensors<'_> {
             vectors,
             geometry,
             bounds: bounds_of(&place, bounds)?,
+            keys,
             entries,
             entry_offsets,
             layer: count("layer", pages.layer)?,
@@ -132,7 +134,8 @@ impl Call<'_> {
     /// The core's own checks, as far as tables lie on the host: what is on the device is known by
     /// its shape alone.
     fn validate(&self) -> Result<(), OpError> {
-        let pages = self.bounds.len / (3 * self.geometry.head_dim).max(1);
+        let vectors = if self.keys { 2 } else { 3 };
+        let pages = self.bounds.len / (vectors * self.geometry.head_dim).max(1);
         let (entries, offsets) = self.on_host.unwrap_or((&[], &[0]));
         let kv = KvView {
             // Of the pages themselves only the number is looked at.
@@ -146,7 +149,7 @@ impl Call<'_> {
         // What a page's position among its request's is does not matter for its score.
         let positions = vec![0; self.vectors.rows];
         let queries = Queries { vectors: self.vectors, positions: &positions };
-        let sizes = (self.bounds.len, self.width);
+        let sizes = (pages * PageBounds::row_len(self.geometry.head_dim), self.width);
         validate_scored(&queries, &kv, &self.scoring, offsets, sizes)
     }
 
@@ -164,6 +167,7 @@ impl Call<'_> {
             kv_heads: self.geometry.kv_heads,
             head_dim: self.geometry.head_dim,
             bounds: self.bounds,
+            keys: self.keys,
             entries: self.entries,
             entry_offsets: self.entry_offsets,
             layer: self.layer,
@@ -189,7 +193,7 @@ impl Call<'_> {
 
 /// Bounds where a load of them may begin at each row.
 fn bounds_of(place: &Place, bounds: &TensorRef) -> Result<DeviceTensor, Failure> {
-    place.expect("bounds", bounds, DType::F32)?;
+    place.expect("bounds", bounds, bounds.dtype)?;
     bounds.expect_aligned("bounds", LOAD_BYTES)?;
     extent_of("bounds", bounds)
 }
