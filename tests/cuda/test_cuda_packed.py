@@ -90,7 +90,10 @@ def test_more_requests_than_a_launch_lays_out(generator, requests) -> None:
     kv = ops.PackedKv(text.packed, 0, 8, 0.125, rope)
     given = [positions.astype(np.int32), entries]
     wanted = ops.attend_packed(q, *given, kv, entry_offsets=offsets.astype(np.int32))
-    torch.testing.assert_close(out.cpu(), wanted[0], rtol=2**-6, atol=2**-6)
+    # Queries times a scale are rounded to bf16: of 200 000 elements a few are further off.
+    torch.testing.assert_close(out.cpu(), wanted[0], rtol=2**-5, atol=2**-5)
+    apart = (out.cpu().float() - wanted[0].float()).norm() / wanted[0].float().norm()
+    assert float(apart) < 2**-7
     torch.testing.assert_close(lse.cpu(), wanted[1], rtol=2**-7, atol=2**-6)
 
 
