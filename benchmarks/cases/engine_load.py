@@ -17,10 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ import torch
 
 import kvweave
 from benchmarks.device.models import random_model
-from benchmarks.heard import Heard, figures, gaps, spread
+from benchmarks.heard import Heard, figures
+from benchmarks.load import Callers, arrivals, beside, come, lengths_of, shape_of
 from benchmarks.report.record import of_device
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner import Engine, EngineRequest
@@ -69,17 +69,6 @@ ON_CPU = Task("small Llama", 16, (200, 600), 32, 256, 0.0, 4, 2000, 256, 16, 16_
 QUICK = Task("tiny Llama", 4, (24, 60), 6, 64, 0.0, 2, 200, 64, 16, 16_384)
 
 
-@dataclass
-class Asked(Heard):
-    """One request of an engine, and what was heard of it."""
-
-    request: EngineRequest = field(kw_only=True)
-
-    def listen(self, now: float) -> None:
-        """Takes note of what has been said since."""
-        self.at.extend(now for _ in self.request.take())
-
-
 class Load:
     """One runner, and what is heard of the requests of its engines."""
 
@@ -90,9 +79,8 @@ class Load:
         model = random_model(task.model, device, dtype)
         self.runner = kvweave.Runner(model, progress=False, **self._room())
         self.vocabulary = model.config.vocab_size
-        draws = np.random.default_rng(task.seed)
-        self.lengths = draws.integers(*task.span, task.requests).tolist()
-        self.draws = draws
+        self.draws = np.random.default_rng(task.seed)
+        self.lengths = lengths_of(task, task.seed)
 
     def _room(self) -> dict[str, Any]:
         if self.task.max_tokens:
@@ -107,18 +95,33 @@ class Load:
         budget = max(chunk, running + 4 * pages)
         return self.runner.engine(token_budget=budget, chunk_tokens=chunk, max_running=running)
 
-    def submit(self, engine: Engine, tokens: int, answer: int) -> Asked:
-        """A request of its own random tokens."""
-        prompt = self.draws.integers(0, self.vocabulary, tokens).astype(np.int32)
-        came = time.perf_counter()
-        request = engine.submit(prompt, "full", max_new_tokens=answer, stop=(), remember=False)
-        return Asked(tokens, came, request=request)
+    def callers(self, engine: Engine, asked: dict[str, EngineRequest]) -> Callers:
+        """Callers of an engine, whose requests go into `asked`, each of its own random tokens."""
+        speaking: dict[str, EngineRequest] = {}
 
-    def check(self, heard: Sequence[Asked], answers: Sequence[int]) -> None:
+        def add(tokens: int, answer: int) -> str:
+            prompt = self.draws.integers(0, self.vocabulary, tokens).astype(np.int32)
+            how: dict[str, Any] = {"max_new_tokens": answer, "stop": (), "remember": False}
+            name = str(len(asked))
+            asked[name] = speaking[name] = engine.submit(prompt, "full", **how)
+            return name
+
+        def step() -> Iterator[tuple[str, int]]:
+            engine.step()
+            for name, request in list(speaking.items()):
+                yield name, len(request.take())
+                if request.ended:
+                    del speaking[name]
+
+        return Callers(add, step, lambda: engine.live > 0)
+
+    def check(
+        self, asked: Sequence[EngineRequest], heard: Sequence[int], answers: Sequence[int]
+    ) -> None:
         """Everybody has said everything, and nobody holds anything."""
-        said = [len(one.request.result().tokens) for one in heard]
+        said = [len(request.result().tokens) for request in asked]
         expect(said == list(answers), f"expected {answers} tokens, got {said}")
-        expect(said == [len(one.at) for one in heard], "expected to hear each token once")
+        expect(said == list(heard), f"expected to hear each token once, got {heard}")
         self.runner.cache.check()
         held = self.runner.cache.stats()["held"]
         expect(held == 0, f"expected all blocks back, got {held} held")
@@ -137,55 +140,25 @@ class Load:
 
     # ---- loads ------------------------------------------------------------------------------
 
-    def come(self, gaps: Sequence[float]) -> tuple[list[Asked], dict[str, int]]:
+    def come(self, apart: Sequence[float]) -> tuple[list[Heard], dict[str, int]]:
         """Requests that come one by one, so many seconds after one another."""
-        heard: list[Asked] = []
+        asked: dict[str, EngineRequest] = {}
         with closing(self.engine(self.task.chunk)) as engine:
-            due = time.perf_counter() + np.cumsum(gaps)
-            while len(heard) < len(due) or engine.live:
-                while len(heard) < len(due) and due[len(heard)] <= time.perf_counter():
-                    length = self.lengths[len(heard)]
-                    heard.append(self.submit(engine, length, self.task.answer))
-                if not engine.live:
-                    time.sleep(max(0.0, due[len(heard)] - time.perf_counter()))
-                    continue
-                engine.step()
-                now = time.perf_counter()
-                for one in heard:
-                    if len(one.at) < self.task.answer:
-                        one.listen(now)
+            callers = self.callers(engine, asked)
+            heard = come(callers, self.lengths, self.task.answer, apart)
             counted = engine.metrics()
-        self.check(heard, [self.task.answer] * len(heard))
+        answers = [self.task.answer] * len(heard)
+        self.check(list(asked.values()), [len(one.at) for one in heard], answers)
         return heard, {name: counted[name] for name in ("preempted", "steps")}
 
-    def beside(self) -> tuple[list[float], list[float], float]:
-        """Gaps between tokens without and beside a long prompt, and that one's first token."""
-        task, low = self.task, self.task.span[0]
-        # More than they come to say before the long prompt is done.
-        endless = 2000 + 4 * (task.long // task.long_chunk)
-        with closing(self.engine(task.long_chunk)) as engine:
-            talkers = [self.submit(engine, low, endless) for _ in range(task.talkers)]
-            while not all(one.request.tokens for one in talkers):
-                engine.step()
-            quiet = self._gaps(engine, talkers, steps=100)
-            long = self.submit(engine, task.long, 1)
-            loud = self._gaps(engine, talkers, until=long)
-        self.check([long], [1])
-        return quiet, loud, long.at[0] - long.came
-
-    def _gaps(
-        self, engine: Engine, talkers: Sequence[Asked], until: Asked | None = None, steps: int = 0
-    ) -> list[float]:
-        for one in talkers:
-            one.request.take()
-            one.at = [time.perf_counter()]
-        while steps > 0 or (until is not None and not until.request.ended):
-            engine.step()
-            now = time.perf_counter()
-            for one in (*talkers, *([] if until is None else [until])):
-                one.listen(now)
-            steps -= 1
-        return gaps(talkers)
+    def beside(self) -> list[Row]:
+        """The time between tokens without and beside a long prompt, and that one's first token."""
+        asked: dict[str, EngineRequest] = {}
+        with closing(self.engine(self.task.long_chunk)) as engine:
+            task = replace(self.task, chunk=self.task.long_chunk)
+            rows = list(beside(self.callers(engine, asked), task))
+        self.check(list(asked.values())[-1:], [1], [1])
+        return rows
 
 
 def rows_of(task: Task) -> list[Row]:
@@ -197,21 +170,12 @@ def rows_of(task: Task) -> list[Row]:
     load.task = warm
     load.come([0.0] * warm.requests)
     load.task = task
-    shape = f"{task.model}, {task.requests} of {task.span[0]} to {task.span[1]}, {task.answer} out"
     heard, counted = load.come([0.0] * task.requests)
-    rows = list(figures(f"{shape}, at once", heard, counted))
-    rate = task.rate or 0.8 * rows[0].of["requests/s"]
-    # The same arrivals for whoever is measured at this rate.
-    apart = np.random.default_rng(task.seed + 1).exponential(1 / rate, task.requests).tolist()
+    rows = list(figures(f"{shape_of(task)}, at once", heard, counted))
+    rate, apart = arrivals(task, rows[0], task.seed)
     heard, counted = load.come(apart)
-    rows += figures(f"{shape}, Poisson at {rate:.3g}/s", heard, counted)
-    quiet, loud, first = load.beside()
-    many = f"{task.model}, {task.talkers} of {task.span[0]} decode"
-    rows.append(spread(f"{many}: between tokens", quiet, "ms", 1e3))
-    beside = f"{many} beside a prompt of {task.long} in chunks of {task.long_chunk}"
-    rows.append(spread(f"{beside}: between tokens", loud, "ms", 1e3))
-    rows.append(Row(f"{beside}: its first token", first, "s", None, {}))
-    return rows
+    rows += figures(f"{shape_of(task)}, Poisson at {rate:.3g}/s", heard, counted)
+    return rows + load.beside()
 
 
 def run(quick: bool) -> list[Row]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device.models import MODELS
-from benchmarks.vllm.load import Callers, beside, load, told
+from benchmarks.load import Callers, beside, load, told
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 

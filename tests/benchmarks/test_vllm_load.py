@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.vllm import load
+from benchmarks import load
 from benchmarks.vllm.engine import Task
 from benchmarks.vllm.serve import rows_of
 

@@ -1,7 +1,7 @@
-"""The loads of `benchmarks.cases.engine_load` in a vLLM engine, told in rows of the same names.
+"""Loads of an engine, whoever's it is: what comes when, and what its callers hear.
 
 `load`: requests that come all at once, then at a mean rate. `beside`: some decode, then a long
-prompt comes; a step computes `chunk` tokens of prompts there, as ours is told to.
+prompt comes, of which a step computes `chunk` tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvweave.lab.bench.rows import Row
 
 
 class Loaded(Protocol):
-    """What a load asks of its task, see `benchmarks.vllm.engine.Task`."""
+    """What a load asks of its task: `cases.engine_load` and `vllm.engine` have theirs."""
 
     @property
     def model(self) -> str: ...
@@ -47,16 +47,17 @@ class Callers:
     busy: Callable[[], bool]
 
 
-def come(engine: Callers, task: Loaded, apart: Sequence[float]) -> list[Heard]:
+def come(
+    engine: Callers, lengths: Sequence[int], answer: int, apart: Sequence[float]
+) -> list[Heard]:
     """Requests that come one by one, so many seconds after one another."""
-    lengths = np.random.default_rng(0).integers(*task.span, len(apart)).tolist()
     heard: dict[str, Heard] = {}
     due = time.perf_counter() + np.cumsum(apart)
     while len(heard) < len(due) or engine.busy():
         while len(heard) < len(due) and due[len(heard)] <= time.perf_counter():
             length = lengths[len(heard)]
             came = time.perf_counter()
-            heard[engine.add(length, task.answer)] = Heard(length, came)
+            heard[engine.add(length, answer)] = Heard(length, came)
         if not engine.busy():
             time.sleep(max(0.0, due[len(heard)] - time.perf_counter()))
             continue
@@ -74,12 +75,32 @@ def listen(engine: Callers, heard: dict[str, Heard]) -> None:
 
 def load(engine: Callers, task: Loaded) -> Iterator[Row]:
     """All at once, then at a mean rate: what was given, or four fifths of what all at once gave."""
-    shape = f"{task.model}, {task.requests} of {task.span[0]} to {task.span[1]}, {task.answer} out"
-    rows = list(figures(f"{shape}, at once", come(engine, task, [0.0] * task.requests), {}))
+    lengths = lengths_of(task)
+    heard = come(engine, lengths, task.answer, [0.0] * task.requests)
+    rows = list(figures(f"{shape_of(task)}, at once", heard, {}))
     yield from rows
-    rate = task.rate or 0.8 * rows[0].of["requests/s"]
-    apart = np.random.default_rng(1).exponential(1 / rate, task.requests).tolist()
-    yield from figures(f"{shape}, Poisson at {rate:.3g}/s", come(engine, task, apart), {})
+    rate, apart = arrivals(task, rows[0])
+    heard = come(engine, lengths, task.answer, apart)
+    yield from figures(f"{shape_of(task)}, Poisson at {rate:.3g}/s", heard, {})
+
+
+def shape_of(task: Loaded) -> str:
+    """What a load is called."""
+    span = f"{task.span[0]} to {task.span[1]}"
+    return f"{task.model}, {task.requests} of {span}, {task.answer} out"
+
+
+def lengths_of(task: Loaded, seed: int = 0) -> list[int]:
+    """Tokens of each prompt, the same for every engine."""
+    lengths: list[int] = np.random.default_rng(seed).integers(*task.span, task.requests).tolist()
+    return lengths
+
+
+def arrivals(task: Loaded, at_once: Row, seed: int = 0) -> tuple[float, list[float]]:
+    """Requests a second, and seconds between them, the same for every engine at this rate."""
+    rate: float = task.rate or 0.8 * at_once.of["requests/s"]
+    draws = np.random.default_rng(seed + 1).exponential(1 / rate, task.requests)
+    return rate, draws.tolist()
 
 
 def beside(engine: Callers, task: Loaded) -> Iterator[Row]:
