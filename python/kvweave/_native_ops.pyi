@@ -1,6 +1,6 @@
 """Types of the native module's ops, which `kvweave._native` has; their meaning: `kvweave.ops`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -192,9 +192,9 @@ def score_tokens_cuda(
     entry_offsets: _TablePair,
     mass: _Array,
     edge: tuple[_Array, int, int] | None,
-    allocate: Callable[[int], _Array],
+    workspace: tuple[_Array, _Array] | None,
     stream: int,
-) -> None: ...
+) -> tuple[int, int] | None: ...
 def score_pages(
     q: _Array,
     entries: _Array,
