@@ -16,7 +16,6 @@ use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::ops::reading::AttentionArguments;
 use crate::packed::PackedFormat;
-use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
 /// `out` and `lse`.
