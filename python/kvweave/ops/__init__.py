@@ -28,6 +28,7 @@ from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.merge import merge_states
 from kvweave.ops.packed import PackedKv, PackedPages, attend_packed, pack_pages, unpack_pages
 from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
+from kvweave.ops.page_moves import Recycled, RowPages, move_pages, recycle_pages
 from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
@@ -47,7 +48,9 @@ __all__ = [
     "Pages",
     "Pairing",
     "Reach",
+    "Recycled",
     "RopeTable",
+    "RowPages",
     "StepTables",
     "Table",
     "Workspace",
@@ -58,7 +61,9 @@ __all__ = [
     "copy_rerotate",
     "gather_entries",
     "merge_states",
+    "move_pages",
     "pack_pages",
+    "recycle_pages",
     "rotate_rows",
     "score_pages",
     "score_tokens",
