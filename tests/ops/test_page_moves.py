@@ -12,7 +12,7 @@ from kvweave import InvalidArgument, ops
 from page_rows import PageRows
 from versions import CPU, REFERENCE, RUNNABLE, VERSIONS
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.uint8]
 ON_HOST = [pytest.param(version, id=version.name) for version in (CPU, REFERENCE)]
 
 
@@ -70,6 +70,17 @@ def test_pins_may_be_bytes_and_slots_a_part_of_a_tensor(version) -> None:
     assert room.tolist() == [[5, 1], [7, -1], [9, 9]]
     assert found.places.tolist() == [[1]]
     assert found.moves.tolist() == [[0, 1, 1]]
+
+
+@pytest.mark.parametrize("version", ON_HOST)
+def test_a_pinned_slot_with_a_selected_page_takes_no_room_from_others(version) -> None:
+    slots = torch.tensor([[3, 5]], dtype=torch.int32)
+    pinned = torch.tensor([[True, False]])
+    found = version.recycle_pages(i32([3, 4]), i32(2), slots, limit=6, pinned=pinned)
+    assert (slots.tolist(), found.places.tolist()) == ([[3, 4]], [[0, 1]])
+    with pytest.raises(InvalidArgument, match="selected: expected at most as many pages"):
+        version.recycle_pages(i32([4, 5]), i32(2), slots, limit=6, pinned=pinned)
+    assert slots.tolist() == [[3, 4]]
 
 
 def recycling(**changes):

@@ -8,6 +8,9 @@ Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, en
 delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
 (block, slot), as `KvRequest` makes them, or of an engine's batch `step_tables`.
 
+Pages that a decode step chose come into slots by `recycle_pages` and `move_pages`, whose arenas are
+any tensors of equal pages.
+
 Every op takes `backend`: None picks the fast version for the cache's device, "reference" the
 definition in plain loops, which every other version is checked against. Ops are not
 differentiable. While an op runs, other threads must not write to its tensors.

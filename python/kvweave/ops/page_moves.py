@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,8 @@ from kvweave.ops.dispatch import (
 from kvweave.ops.workspace import Workspace
 
 
-class Recycled(NamedTuple):
+@dataclass(frozen=True)
+class Recycled:
     """Where the selected pages of R rows are, and which of them have to be brought there.
 
     `places` i32 [R, K]: the slot of each selected page, −1 behind them. `moves` i32 [M, 3], of
@@ -95,17 +96,18 @@ def recycle_pages(
         refused=slots.new_empty(rows, dtype=torch.int32),
     )
     room = (slots, pinned)
+    written = (results.places, results.moves, results.count, results.refused)
     if device is None:
         # Nobody is to find there what memory held before.
         results.moves.fill_(-1)
         chosen = (pages, selected)
-        _native.recycle_pages(chosen, limit, room, tuple(results), backend == "reference")
+        _native.recycle_pages(chosen, limit, room, written, backend == "reference")
         return results
     tables = on_device(device, pages=pages, selected=selected)
     listed, stream = (tables["pages"], tables["selected"]), stream_of(device)
     space = workspace or Workspace(device)
     counters = None if space.held is None else space.held[1]
-    given = (listed, limit, room, tuple(results))
+    given = (listed, limit, room, written)
     needs = _native.recycle_pages_cuda(*given, counters, stream)
     if needs is not None:
         _native.recycle_pages_cuda(*given, space.numbers(0, needs)[1], stream)
@@ -145,8 +147,8 @@ def move_pages(
             expect_tensors(**{name: side.data})
     device = cuda_device("slots", slots.data, backend)
     if device is None:
-        arenas = [(side.data, side.blocks, side.ranks) for side in (slots, home)]
-        _native.move_pages((moves, count), *arenas, way, backend == "reference")
+        of_slots, of_home = ((side.data, side.blocks, side.ranks) for side in (slots, home))
+        _native.move_pages((moves, count), of_slots, of_home, way, backend == "reference")
         return
     tables = on_device(
         device, moves=moves, count=count, slot_blocks=slots.blocks, home_blocks=home.blocks

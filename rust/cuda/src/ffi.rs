@@ -311,9 +311,8 @@ pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option
     let mapped = |address: u64| {
         let mut found: sys::CUdeviceptr = 0;
         // SAFETY: the driver looks the address up without reading there, and writes one number.
-        let told = unsafe {
-            sys::cuPointerGetAttribute((&raw mut found).cast(), attribute, address)
-        };
+        let told =
+            unsafe { sys::cuPointerGetAttribute((&raw mut found).cast(), attribute, address) };
         told.result().ok().map(|()| found)
     };
     let ends = || {

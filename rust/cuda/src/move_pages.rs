@@ -106,7 +106,11 @@ impl CudaBackend {
 fn params_of(call: &MovePagesLaunch) -> Result<MovePagesParams, CudaError> {
     let bytes = call.page_bytes;
     if bytes == 0 || !bytes.is_multiple_of(WORD) {
-        return Err(CudaError::unsupported("bytes of a page", format!("a multiple of {WORD}"), bytes));
+        return Err(CudaError::unsupported(
+            "bytes of a page",
+            format!("a multiple of {WORD}"),
+            bytes,
+        ));
     }
     if call.processors == 0 {
         return Err(CudaError::invalid("processors", "at least 1", 0));

@@ -57,8 +57,9 @@ impl Rows {
                 }
             }
             if let Some(pins) = &mut made.pinned {
-                pins[row * width..][..width]
-                    .fill_with(|| if random.below(4) == 0 { 1 + random.below(200) as u8 } else { 0 });
+                pins[row * width..][..width].fill_with(|| {
+                    if random.below(4) == 0 { 1 + random.below(200) as u8 } else { 0 }
+                });
             }
             let free = made.pinned.as_ref().map_or(width, |pins| {
                 pins[row * width..][..width].iter().filter(|&&pin| pin == 0).count()
@@ -249,7 +250,8 @@ fn moves_that_point_nowhere_or_twice_to_a_page_are_refused() {
         let (source, mut target) = ([7; 8], [0; 8]);
         MOVES.map(|run| {
             let moves = Moves { moves, count: &[count], slots, home: of, way: Way::Fetch };
-            let done = run(MovePages { moves, page_bytes: 2, source: &source, target: &mut target });
+            let done =
+                run(MovePages { moves, page_bytes: 2, source: &source, target: &mut target });
             done.map_err(|error| (error.kind(), error.what()))
         })
     };
@@ -258,13 +260,15 @@ fn moves_that_point_nowhere_or_twice_to_a_page_are_refused() {
         assert_eq!(told(&[step], 1, of), outside);
         assert_eq!(told(&[step], 0, of), [Ok(()); 2]);
     }
-    assert_eq!(told(&[[0, 0, 0]], 1, RowPages { pages: 0, ..of }), [
-        Err((OpErrorKind::Shape, "target")); 2
-    ]);
+    assert_eq!(
+        told(&[[0, 0, 0]], 1, RowPages { pages: 0, ..of }),
+        [Err((OpErrorKind::Shape, "target")); 2]
+    );
     assert_eq!(told(&[[0, 0, 0], [0, 1, 0]], 2, of), [Err((OpErrorKind::Overlap, "moves")); 2]);
     assert_eq!(told(&[[0, 0, 0]], 2, of), [Err((OpErrorKind::OutOfRange, "count")); 2]);
     assert_eq!(told(&[[0, 0, 0]], -1, of), [Err((OpErrorKind::OutOfRange, "count")); 2]);
-    assert_eq!(told(&[], 0, RowPages { ranks: 0, ..of }), [
-        Err((OpErrorKind::OutOfRange, "ranks")); 2
-    ]);
+    assert_eq!(
+        told(&[], 0, RowPages { ranks: 0, ..of }),
+        [Err((OpErrorKind::OutOfRange, "ranks")); 2]
+    );
 }

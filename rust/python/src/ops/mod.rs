@@ -7,6 +7,6 @@ mod bounded_pages;
 pub mod cpu;
 pub mod cuda;
 mod reading;
-mod row_pages;
 mod rotation;
+mod row_pages;
 mod step_batch;

@@ -27,8 +27,7 @@ pub fn move_pages(
 ) -> PyResult<()> {
     let (steps, number) = (Table::of("moves", &moves.0)?, Table::of("count", &moves.1)?);
     let arenas = (borrow("slots", &slots.0)?, borrow("home", &home.0)?);
-    let tables =
-        (Table::of("blocks of slots", &slots.1)?, Table::of("blocks of home", &home.1)?);
+    let tables = (Table::of("blocks of slots", &slots.1)?, Table::of("blocks of home", &home.1)?);
     let params = || {
         let way = way_of_pages(way)?;
         let (of_slots, of_home) = (&arenas.0.tensor, &arenas.1.tensor);
@@ -53,10 +52,8 @@ pub fn move_pages(
             table.0.tensor.expect_shape(what, &[("N", None), ("W", None)])?;
             Ok::<_, Failure>(table.0.tensor.shape()[1])
         };
-        let widths = (
-            of_rows("blocks of slots", &tables.0)?,
-            of_rows("blocks of home", &tables.1)?,
-        );
+        let widths =
+            (of_rows("blocks of slots", &tables.0)?, of_rows("blocks of home", &tables.1)?);
         let moves = Moves {
             moves: steps.rows("moves")?,
             count: number.list("count")?,

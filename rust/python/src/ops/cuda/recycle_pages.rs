@@ -49,8 +49,7 @@ pub fn recycle_pages_cuda(
     let checks = || {
         let launch = launch_of((&pages, &selected), &tensors, (count("limit", limit)?, stream))?;
         let most = launch.1.most;
-        let on_host =
-            (pages.wide_on_host("pages", most)?, selected.list_on_host("selected")?);
+        let on_host = (pages.wide_on_host("pages", most)?, selected.list_on_host("selected")?);
         Ok((launch, on_host))
     };
     let ((place, launch), on_host) = raised(py, checks())?;
@@ -117,9 +116,10 @@ fn launch_of(
         *written = place.output(what, tensor, (DType::I32, shape), &read)?;
         read.push((what, tensor));
     }
-    let counters = tensors.counters.map_or(Ok(DeviceTensor { address: 0, len: 0 }), |counters| {
-        place.output("counters", counters, (DType::I32, &[("numbers", None)]), &read)
-    })?;
+    let counters =
+        tensors.counters.map_or(Ok(DeviceTensor { address: 0, len: 0 }), |counters| {
+            place.output("counters", counters, (DType::I32, &[("numbers", None)]), &read)
+        })?;
     let [slots, places, moves, count, refused] = written;
     let launch = RecyclePagesLaunch {
         pages: pages.wide("pages", &place, most)?.0,
