@@ -1,6 +1,6 @@
 """Types of the native module's ops, which `kvweave._native` has; their meaning: `kvweave.ops`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -193,9 +193,9 @@ def recycle_pages_cuda(
     limit: int,
     room: tuple[_Array, _Array | None],
     results: tuple[_Array, ...],
-    counters: _Array | None,
+    workspace: tuple[_Array, _Array] | None,
     stream: int,
-) -> int | None: ...
+) -> tuple[int, int] | None: ...
 def rotate_rows(
     vectors: tuple[_Array, _Array | None],
     turns: tuple[_Array, _Array],
@@ -222,9 +222,9 @@ def score_tokens_cuda(
     entry_offsets: _TablePair,
     mass: _Array,
     edge: tuple[_Array, int, int] | None,
-    allocate: Callable[[int], _Array],
+    workspace: tuple[_Array, _Array] | None,
     stream: int,
-) -> None: ...
+) -> tuple[int, int] | None: ...
 def score_pages(
     q: _Array,
     entries: _Array,

@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 22
 _COMPLETE = "complete"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ModelUnavailable(KvweaveError):
@@ -112,16 +114,18 @@ def load(
     device: str = "cpu",
     cache_dir: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A packaged model by name (`smollm2`, `qwen-coder`), or a local transformers folder.
+    """A packaged model by name (`smollm2`, `qwen-coder`), a local folder, or `owner/name` of a hub.
 
-    `dtype` as for `load_smollm2`; a folder's own dtype unless given.
+    `dtype` as for `load_smollm2`; a folder's own dtype unless given. What transformers has fetched
+    of a hub before is used without a network.
 
-    Raises ModelUnavailable for any other name, or a folder without `config.json`,
-    DeviceUnavailable for a GPU that torch does not see, OutOfMemory for one without room.
+    Raises ModelUnavailable for any other name, a folder without `config.json`, or what the hub
+    does not give, DeviceUnavailable for a GPU that torch does not see, OutOfMemory for one without
+    room.
     """
     if name in PACKAGED:
         return _load_packaged(PACKAGED[name], dtype, device, cache_dir)
-    return _load_folder(_model_folder(name), dtype, device)
+    return _load_named(name, dtype, device)
 
 
 def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
@@ -129,7 +133,8 @@ def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTok
     from transformers import AutoTokenizer
 
     if name not in PACKAGED:
-        return AutoTokenizer.from_pretrained(_model_folder(name), local_files_only=True)
+        where = _where(name)
+        return _had(name, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
     model = PACKAGED[name]
     root = cache_dir or user_cache_dir()
     copy = root / f"{model.sha256[:16]}-tokenizer"
@@ -237,26 +242,48 @@ def _dense() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _load_folder(
-    folder: Path, dtype: torch.dtype | None, device: str
+def _load_named(
+    name: str, dtype: torch.dtype | None, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = _device(device)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", local_files_only=True
-    )
+    place, where = _device(device), _where(name)
+    read = partial(AutoModelForCausalLM.from_pretrained, where.name, dtype=dtype or "auto")
+    model = _had(name, partial(read, **where.how))
     _placed(model, place)
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model, _had(name, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
 
 
-def _model_folder(name: str) -> Path:
-    folder = Path(name)
-    if not (folder / "config.json").is_file():
+@dataclass(frozen=True)
+class _Where:
+    """What transformers is asked for, and how: a folder without a look at any hub."""
+
+    name: str
+    how: dict[str, Any]
+
+
+def _where(name: str) -> _Where:
+    if (Path(name) / "config.json").is_file():
+        return _Where(name, {"local_files_only": True})
+    if not _HUB_NAME.fullmatch(name) or Path(name).exists():
         raise ModelUnavailable(
-            f"expected one of {', '.join(PACKAGED)} or a folder with config.json, got {name!r}"
+            f"model: expected one of {', '.join(PACKAGED)}, a folder with config.json, or "
+            f"owner/name of a hub, got {name!r}"
         )
-    return folder
+    return _Where(name, {})
+
+
+def _had(name: str, read: Callable[[], Any]) -> Any:
+    """What a hub, or what is kept of it, gives."""
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        # What transformers says is long, and its first sentence says what is the matter.
+        said = str(error).strip().split("\n", 1)[0][:300]
+        raise ModelUnavailable(
+            f"model {name}: expected files of a decoder that transformers can read, got: {said}; "
+            "fetch it where there is a network, or name a folder that has it"
+        ) from error
 
 
 def _installed(part: GgufPart) -> Path | None:

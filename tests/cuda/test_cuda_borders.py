@@ -283,6 +283,20 @@ def test_results_do_not_depend_on_what_memory_held(generator, dtype) -> None:
     assert torch.isneginf(results[0][1][0]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ops_share_a_workspace(generator, dtype) -> None:
+    """What one of them leaves there is no matter to the next; where it is too small it grows."""
+    call, space = world(generator, dtype, rows=7), ops.Workspace("cuda")
+    alone = [reads(ops.score_tokens, **call, tokens=60), *reads(ops.attend_prefill, **call)]
+    for _ in range(2):
+        mass = reads(ops.score_tokens, **call, tokens=60, workspace=space)
+        assert space.held is not None
+        space.held[0].fill_(torch.nan)
+        together = [mass, *reads(ops.attend_prefill, **call, workspace=space)]
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "rotate_rows"])
 def test_an_op_without_room_says_so_and_runs_later(name) -> None:
     """All but `rotate_rows`, which has neither results of its own nor tables."""

@@ -16,7 +16,7 @@ import torch
 
 import kvweave
 from kvweave import ops
-from kvweave.ops import page_choice
+from kvweave.ops.score_pages import widest_table
 from paged import READS, as_read
 
 STATUS = kvweave.cuda_status()
@@ -93,7 +93,7 @@ def sizes_of(op: Callable[..., Any], given: tuple, named: dict) -> dict[str, int
     if op is ops.score_tokens:
         return {"tokens": end_of(given[2])}
     if op is ops.score_pages:
-        return {"width": page_choice._widest(named["entry_offsets"], given[2])}
+        return {"width": widest_table(named["entry_offsets"], given[2])}
     return {"most": int(given[2].max(initial=0))} if op is ops.select_pages else {}
 
 

@@ -25,6 +25,7 @@ def test_own_runner_example_reuses_the_segment(capsys: pytest.CaptureFixture[str
 def test_notebook_example_reuses_both_documents(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(compile(EXAMPLES[0], "README.md", "exec"), names)
+    assert "spring" in names["answer"].text  # type: ignore[attr-defined]
     report = names["answer"].report  # type: ignore[attr-defined]
     assert report.reused_segment > 100
     assert 0.0 < report.row_share < 1.0

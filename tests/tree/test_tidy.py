@@ -10,6 +10,7 @@ import pytest
 
 import tidy_circles
 import tidy_imports
+import tidy_ops
 import tidy_text
 
 Rule = Callable[[Path], list[str]]
@@ -105,6 +106,13 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
         "from . import own\n# beside: python/kvweave/a/__init__.py\nfrom .b import b\nown = b\n",
         "a/__init__.py → python/kvweave/a/b.py → python/kvweave/a/__init__.py",
     ),
+    (
+        tidy_ops.scattered_ops,
+        "rust/python/src/ops/cpu/a.rs",
+        "#[pyfunction]\nfn a() {}\n"
+        + "".join(f"// beside: {home.format('a')}\n" for home in tidy_ops.HOMES[:-1]),
+        "no csrc/a.cu",
+    ),
 ]
 RULES = list(dict.fromkeys(rule for rule, *_ in PLANTED))
 
@@ -132,7 +140,7 @@ def test_rule_sees_a_bad_sample(
 def test_every_rule_is_planted() -> None:
     public = {
         value
-        for module in (tidy_text, tidy_imports, tidy_circles)
+        for module in (tidy_text, tidy_imports, tidy_circles, tidy_ops)
         for name, value in vars(module).items()
         if callable(value)
         and getattr(value, "__module__", "") == module.__name__

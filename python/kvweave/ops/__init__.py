@@ -26,18 +26,26 @@ for results or tables that find no room, nothing having been written.
 """
 
 from kvweave._native import PackedFormat, Reach, RopeTable
-from kvweave.ops.attention import attend_decode, attend_prefill
+from kvweave.ops.attend_decode import attend_decode
+from kvweave.ops.attend_packed import attend_packed
+from kvweave.ops.attend_prefill import attend_prefill
+from kvweave.ops.bounded_pages import BoundedPages
+from kvweave.ops.copy_rerotate import copy_rerotate
 from kvweave.ops.dispatch import Backend, Pages, Table
-from kvweave.ops.merge import merge_states
-from kvweave.ops.packed import PackedKv, PackedPages, attend_packed, pack_pages, unpack_pages
-from kvweave.ops.page_choice import BoundedPages, gather_entries, score_pages, select_pages
-from kvweave.ops.page_moves import Recycled, RowPages, move_pages, recycle_pages
-from kvweave.ops.pages import PageBounds, bound_pages, copy_rerotate, write_pages
+from kvweave.ops.gather_entries import gather_entries
+from kvweave.ops.merge_states import merge_states
+from kvweave.ops.move_pages import RowPages, move_pages
+from kvweave.ops.pack_pages import pack_pages, unpack_pages
+from kvweave.ops.packed_kv import PackedKv, PackedPages
 from kvweave.ops.reading import PagedKv
+from kvweave.ops.recycle_pages import Recycled, recycle_pages
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
-from kvweave.ops.scores import EdgeMass, score_tokens
+from kvweave.ops.score_pages import score_pages
+from kvweave.ops.score_tokens import EdgeMass, score_tokens
+from kvweave.ops.select_pages import select_pages
 from kvweave.ops.step_tables import StepTables, step_tables
 from kvweave.ops.workspace import Workspace
+from kvweave.ops.write_pages import PageBounds, bound_pages, write_pages
 
 __all__ = [
     "Backend",

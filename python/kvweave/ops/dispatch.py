@@ -85,6 +85,20 @@ def on_device(device: torch.device, **tables: Table) -> dict[str, OnDevice]:
     return placed
 
 
+def counted(what: str, number: Any) -> int:
+    """A count that an op is told; `InvalidArgument` for anything else."""
+    if not isinstance(number, int | np.integer) or not 0 <= number < 2**31:
+        raise invalid(what, "a number from 0 to 2^31 − 1", repr(number)[:40])
+    return int(number)
+
+
+def numbers_of(what: str, table: Any) -> npt.NDArray[np.int64]:
+    """The numbers of a table, whatever the op itself will say of it."""
+    if not isinstance(table, np.ndarray | torch.Tensor):
+        raise invalid(what, "a tensor", f"an object of type {type(table).__name__}")
+    return np.asarray(table).reshape(-1).astype(np.int64)
+
+
 def whole(table: Table) -> Table:
     """Offsets [0, N] of a call with one request, on the side of the table [N, …] they split."""
     length = table.shape[0] if getattr(table, "ndim", 0) else 0

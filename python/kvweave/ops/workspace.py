@@ -1,7 +1,8 @@
-"""Memory that attention on CUDA puts parts of its results in."""
+"""Memory that reading KV on CUDA puts parts of its results in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -37,6 +38,20 @@ class Workspace:
             size = _size(counters, self._zeros)
             self._zeros.append(torch.zeros(size, dtype=torch.int32, device=self.device))
         return self._values[-1], self._zeros[-1]
+
+
+def launch(workspace: Workspace, call: Callable[[Parts | None], tuple[int, int] | None]) -> None:
+    """Launches a call; again with more workspace where what is at hand is too small for it."""
+    needs = call(workspace.held)
+    if needs is not None:
+        call(workspace.numbers(*needs))
+
+
+def results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what rows attend to and its log-sum-exp."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _size(least: int, made: list[torch.Tensor]) -> int:

@@ -1,5 +1,6 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.chat import chat_parts, chat_prompt, chat_turn_parts
 from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.engine import Engine
@@ -7,14 +8,7 @@ from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
 from kvweave.runner.lossy.canary import Canary, CanaryState
 from kvweave.runner.prefill.prefilled import Prefill
-from kvweave.runner.prompt import (
-    Part,
-    Prompt,
-    Segment,
-    TokenizedPrompt,
-    chat_parts,
-    chat_turn_parts,
-)
+from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt
 from kvweave.runner.report import (
     CanaryCheck,
     Generation,
@@ -52,5 +46,6 @@ __all__ = [
     "Timings",
     "TokenizedPrompt",
     "chat_parts",
+    "chat_prompt",
     "chat_turn_parts",
 ]

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
+from kvweave import models
 from kvweave.arguments import flag, real, several, shown, whole, word
-from kvweave.cache import FrozenSegment, HeadClassMap, cuda_status
+from kvweave.cache import HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
-from kvweave.errors import DeviceUnavailable, InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy
 from kvweave.policies.policy_profile import PolicyProfile
 from kvweave.runner.answers.answering import Answering
 from kvweave.runner.answers.stop import Stops
+from kvweave.runner.chat import Messages, chat_prompt
 from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.sampling import Sampling
@@ -25,6 +27,7 @@ from kvweave.runner.engine.engine import Engine
 from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
+from kvweave.runner.knowledge_base import KnowledgeBase
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.pages import make_cache
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
@@ -32,17 +35,16 @@ from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model.fused_norms import with_fused_norms
 from kvweave.runner.model.joined_layers import with_joined_products
 from kvweave.runner.model.layer import needs_tiling
-from kvweave.runner.model.model_spec import KV_DTYPES, describe
+from kvweave.runner.model.model_spec import describe
+from kvweave.runner.model.place import check_place
 from kvweave.runner.model.rope import Rotary
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prefill.verify import verify
-from kvweave.runner.progress import track
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
-from kvweave.runner.report import Generation, Report, StreamedToken
+from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.serve.server import Server
-from kvweave.store import Store
 
 
 def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
@@ -57,7 +59,7 @@ def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -
     return -(-tokens // max(page_tokens, 1)) + 1
 
 
-class Runner:
+class Runner(KnowledgeBase):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once. `mode` is
@@ -101,17 +103,7 @@ class Runner:
         check: bool = True,
     ) -> None:
         self.spec = describe(model)
-        if self.spec.dtype not in KV_DTYPES:
-            raise Unsupported(
-                f"model dtype: expected one of {', '.join(map(str, KV_DTYPES))}, "
-                f"got {self.spec.dtype}"
-            )
-        if self.spec.device.type not in ("cpu", "cuda"):
-            raise Unsupported(f"model device: expected cpu or cuda, got {self.spec.device}")
-        if self.spec.device.type == "cuda":
-            status = cuda_status()
-            if not status.startswith("available"):
-                raise DeviceUnavailable(f"model on {self.spec.device}: {status}")
+        check_place(self.spec)
         whole("page_tokens", page_tokens)
         if chunk_tokens is not None:
             whole("chunk_tokens", chunk_tokens, 1)
@@ -150,85 +142,32 @@ class Runner:
         self._calls = Calls(self._answering)
         self._knowledge = Knowledge(self._prefiller, heads)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | None = None,
+        **settings: Any,
+    ) -> Runner:
+        """A runner of a model by name, with its tokenizer; `settings` as for `Runner`.
+
+        `name` as for `kvweave.models.load`: a packaged model, a folder, or a name on the Hugging
+        Face hub. `device`: a GPU if there is one that the kernels can use, else the CPU.
+
+        # Errors
+        As `Runner`, and `ModelUnavailable` for a model that is not to be had, saying why.
+        """
+        usable = cuda_status().startswith("available") and torch.cuda.is_available()
+        place = device or ("cuda" if usable else "cpu")
+        model, tokenizer = models.load(name, dtype, device=place)
+        return cls(model, tokenizer, **settings)
+
     @property
     def canary(self) -> CanaryWatch | None:
         """What compares live requests with full, and its `state`; None without one."""
         return self._lossy.canary
-
-    # ---- knowledge bases ------------------------------------------------------------------
-
-    def insert(
-        self,
-        content: str | Sequence[int],
-        name: str,
-        namespace: str = "",
-        *,
-        store: Store | None = None,
-    ) -> FrozenSegment:
-        """Prefills a text alone and freezes its blocks under a name in a namespace.
-
-        With a store the text is read from there if it was kept before, and kept there otherwise,
-        under the same name: a runner that starts again reads it instead of computing it.
-
-        # Errors
-        `PoolFull` when it does not fit the arena or the share of it that may be frozen;
-        `QuotaExceeded`, `StoreFull`, `StoreUnavailable` when the store cannot keep it: then it is
-        frozen here all the same.
-        """
-        self._knowledge.insert(self._document(content, name, namespace), name, namespace, store)
-        return self.cache.frozen_segment(name, namespace)
-
-    def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
-        """Like `insert` without a store, and returns what it cost."""
-        return self._knowledge.encode(self._document(content, name, namespace), name, namespace)
-
-    def _document(self, content: str | Sequence[int], name: str, namespace: str) -> TokenizedPrompt:
-        """The text of a document; told before anything is computed for it."""
-        if not word("name", name):
-            raise InvalidArgument("name: expected at least one character, got ''")
-        word("namespace", namespace)
-        tokens = self.prompts.segment_tokens(Segment.of(content, namespace))
-        return self.prompts.tokenize(tokens)
-
-    def restore(
-        self, store: Store, namespace: str = "", *, name: str | None = None
-    ) -> list[FrozenSegment]:
-        """Freezes documents that a store keeps, of a namespace or a single one; computes nothing.
-
-        # Errors
-        `UnknownSegment` for a name that is not there. `CorruptShard`, `ForeignShard` for one that
-        is spoiled, or of another model, dtype, head map or frequencies of RoPE; where all are
-        asked for, such a one is left out with a warning, `StoreDegraded`. `PoolFull`,
-        `QuotaExceeded` when one does not fit, those before it being frozen.
-        """
-        restored = self._knowledge.restore(store, word("namespace", namespace), name)
-        return [self.cache.frozen_segment(each, namespace) for each in restored]
-
-    def insert_many(
-        self,
-        contents: Sequence[tuple[str, str | Sequence[int]]],
-        namespace: str = "",
-        *,
-        store: Store | None = None,
-    ) -> list[FrozenSegment]:
-        """Inserts (name, content) pairs, with a progress bar."""
-        for pair in several("contents", contents, "(name, content)"):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise InvalidArgument(f"contents: expected (name, content), got {shown(pair)}")
-        named = track(contents, "encoding segments", self.progress)
-        return [self.insert(content, name, namespace, store=store) for name, content in named]
-
-    def delete(self, name: str, namespace: str = "") -> None:
-        """Unfreezes a segment; its blocks may then be evicted.
-
-        # Errors
-        `UnknownSegment` when there is none of that name in that namespace.
-        """
-        self.cache.delete(word("name", name), word("namespace", namespace))
-
-    def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
-        """The frozen segments of a namespace, or all of them."""
-        return self.cache.frozen(None if namespace is None else word("namespace", namespace))
 
     # ---- prefill --------------------------------------------------------------------------
 
@@ -358,6 +297,42 @@ class Runner:
             remember=remember,
             healing=healing,
         )[0]
+
+    def chat(
+        self,
+        messages: Messages,
+        documents: Sequence[str | Segment] = (),
+        policy: str | Policy | None = None,
+        *,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop: Stops | None = None,
+        namespace: str = "",
+        discover: bool = False,
+        remember: bool = True,
+        healing: Healing | None = None,
+    ) -> Generation:
+        """Answers a chat in the tokenizer's template, and reuses what is known of its documents.
+
+        `messages`: one question, or `{"role": …, "content": …}` in order, whose contents are text
+        or parts. `documents` stand before what the last one says, each a segment: one that was
+        inserted, or read in an earlier prompt, is found wherever it stands. All else as for
+        `generate`.
+
+        # Errors
+        As for `generate` and `chat_prompt`.
+        """
+        return self.generate(
+            chat_prompt(self.prompts.tokenizer, messages, documents),
+            policy,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            namespace=namespace,
+            discover=discover,
+            remember=remember,
+            healing=healing,
+        )
 
     def decode(
         self,

@@ -6,24 +6,20 @@ use kvweave_cuda::{
 };
 use pyo3::prelude::*;
 
-use super::arguments::{DeviceTable, Place, TablePair};
+use super::arguments::{DeviceTable, TablePair};
 use super::device::backend;
 use super::reading::{Call, Reading};
+use super::workspace::{Needs, Space, Workspace, room};
 use crate::arguments::raised;
-use crate::dlpack::{Borrowed, borrow};
+use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::ops::reading::AttentionArguments;
 use crate::packed::PackedFormat;
-use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
 /// `out` and `lse`.
 pub type Results<'py> = (Any<'py>, Any<'py>);
-/// Tensors of f32 and i32 on the cache's device, the second one all 0.
-pub type Workspace<'py> = (Any<'py>, Any<'py>);
-/// What a call needs of workspace: numbers of f32 and i32.
-pub type Needs = (usize, usize);
 
 /// Launches, or says what workspace the call needs where it was given none or one that is too
 /// small. Without `row_offsets` row b is request b: a decode step. With a `format` the cache are
@@ -82,14 +78,10 @@ pub fn attend<'py>(
         stream,
     };
     let plan = raised(py, Planned::of(&backend, &launch, format))?;
-    let needs = plan.workspace();
-    if needs.floats > 0 {
-        let parts = space.as_ref().map(|space| space.parts(&call.place)).transpose();
-        let (floats, counters) = raised(py, parts)?.unwrap_or((nothing, nothing));
-        if floats.len < needs.floats || counters.len < needs.counters {
-            return Ok(Some((needs.floats, needs.counters)));
-        }
-        (launch.floats, launch.counters) = (floats, counters);
+    let AttendWorkspace { floats, counters } = plan.workspace();
+    match raised(py, room(space.as_ref(), &call.place, (floats, counters)))? {
+        Some(parts) => (launch.floats, launch.counters) = parts,
+        None => return Ok(Some((floats, counters))),
     }
     // SAFETY: every tensor was read from a live owner on this device, which torch keeps until the
     // stream has passed; tables that are kept live as long as their owners. Offsets were checked
@@ -136,27 +128,6 @@ impl Planned {
             }
         };
         done.map_err(Failure::from)
-    }
-}
-
-/// A workspace, borrowed.
-struct Space<'py> {
-    floats: Borrowed<'py>,
-    counters: Borrowed<'py>,
-}
-
-impl<'py> Space<'py> {
-    fn of((floats, counters): Workspace<'py>) -> PyResult<Self> {
-        let (floats, counters) = (borrow("workspace", &floats)?, borrow("counters", &counters)?);
-        Ok(Self { floats, counters })
-    }
-
-    fn parts(&self, place: &Place) -> Result<(DeviceTensor, DeviceTensor), Failure> {
-        let part = |what, tensor: &TensorRef, dtype| {
-            place.output(what, tensor, (dtype, &[("numbers", None)]), &[])
-        };
-        let floats = part("workspace", &self.floats.tensor, DType::F32)?;
-        Ok((floats, part("counters", &self.counters.tensor, DType::I32)?))
     }
 }
 

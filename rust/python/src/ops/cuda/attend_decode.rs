@@ -3,7 +3,8 @@
 use pyo3::prelude::*;
 
 use super::arguments::TablePair;
-use super::attend::{Needs, Results, Workspace, attend};
+use super::attend::{Results, attend};
+use super::workspace::{Needs, Workspace};
 use crate::ops::reading::AttentionArguments;
 
 /// Returns nothing when it has launched, or else what the call needs of `workspace`, in numbers of

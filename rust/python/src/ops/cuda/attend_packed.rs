@@ -3,7 +3,8 @@
 use pyo3::prelude::*;
 
 use super::arguments::TablePair;
-use super::attend::{Needs, Results, Workspace, attend};
+use super::attend::{Results, attend};
+use super::workspace::{Needs, Workspace};
 use crate::ops::reading::AttentionArguments;
 use crate::packed::PackedFormat;
 

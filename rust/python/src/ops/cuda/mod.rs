@@ -22,4 +22,5 @@ pub mod score_pages;
 pub mod score_tokens;
 pub mod select_pages;
 pub mod step_tables;
+mod workspace;
 pub mod write_pages;

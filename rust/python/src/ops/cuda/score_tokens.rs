@@ -3,9 +3,10 @@
 use kvweave_cuda::{DeviceTensor, EdgeLaunch, ScoreTokensLaunch};
 use pyo3::prelude::*;
 
-use super::arguments::{Place, TablePair, extent_of};
+use super::arguments::TablePair;
 use super::device::backend;
 use super::reading::{Call, Reading};
+use super::workspace::{Needs, Space, Workspace, room};
 use crate::arguments::raised;
 use crate::dlpack::borrow;
 use crate::dtype::DType;
@@ -13,22 +14,24 @@ use crate::failure::{Failure, call_core};
 use crate::ops::reading::{AttentionArguments, EdgeArguments, keys};
 use crate::tensor::TensorRef;
 
-/// `allocate` is called once with a number of bytes and returns an uninitialised f32 tensor of at
-/// least as many on the cache's device. `stream` is the handle of the stream to run on.
+/// Returns nothing when it has launched, or else what the call needs of `workspace`, in numbers of
+/// f32 and i32: it was given none, or one that is too small. `stream` is the handle of the stream
+/// to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (arguments, entry_offsets, mass, edge, allocate, stream))]
+#[pyo3(signature = (arguments, entry_offsets, mass, edge, workspace, stream))]
 pub fn score_tokens_cuda(
     py: Python<'_>,
     arguments: AttentionArguments<'_>,
     entry_offsets: TablePair<'_>,
     mass: &Bound<'_, PyAny>,
     edge: Option<EdgeArguments<'_>>,
-    allocate: &Bound<'_, PyAny>,
+    workspace: Option<Workspace<'_>>,
     stream: u64,
-) -> PyResult<()> {
+) -> PyResult<Option<Needs>> {
     let reading = Reading::of(py, &arguments, &entry_offsets)?;
     let mass = borrow("mass", mass)?;
+    let space = workspace.map(Space::of).transpose()?;
     let share = edge.as_ref().map(|(share, ..)| borrow("edge", share)).transpose()?;
     let checks = || {
         let call = reading.call()?;
@@ -73,14 +76,17 @@ pub fn score_tokens_cuda(
         stream,
     };
     let plan = raised(py, backend.plan_score_tokens(&launch).map_err(Failure::from))?;
-    let workspace = borrow("workspace", &allocate.call1((plan.workspace_bytes(),))?)?;
-    launch.workspace = raised(py, bytes_of(&call.place, &workspace.tensor))?;
+    let needs = (plan.workspace_bytes().div_ceil(size_of::<f32>()), 0);
+    let parts = raised(py, room(space.as_ref(), &call.place, needs))?;
+    let Some((floats, _)) = parts else { return Ok(Some(needs)) };
+    launch.workspace = DeviceTensor { len: floats.len * size_of::<f32>(), ..floats };
     call_core(py, || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed; tables that are kept live as long as their owners. Offsets were
         // checked on the host, or are the caller's promise where they lie on the device.
         unsafe { backend.score_tokens(&launch, &plan) }.map_err(Failure::from)
-    })
+    })?;
+    Ok(None)
 }
 
 fn share_of(
@@ -90,12 +96,4 @@ fn share_of(
 ) -> Result<DeviceTensor, Failure> {
     let shape = [("R", Some(call.vectors.rows)), ("H", Some(call.vectors.heads))];
     call.place.output("edge", share, (DType::F32, &shape), read)
-}
-
-/// A tensor of f32 as the bytes it holds.
-fn bytes_of(place: &Place, tensor: &TensorRef) -> Result<DeviceTensor, Failure> {
-    tensor.expect_device("workspace", place.device)?;
-    tensor.expect_dtype("workspace", DType::F32)?;
-    let DeviceTensor { address, len } = extent_of("workspace", tensor)?;
-    Ok(DeviceTensor { address, len: len * size_of::<f32>() })
 }

@@ -1,8 +1,6 @@
-"""Attention of prefill rows and of decode rows over paged KV."""
+"""Attention of rows at arbitrary positions over paged KV."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -18,7 +16,7 @@ from kvweave.ops.dispatch import (
     whole,
 )
 from kvweave.ops.reading import PagedKv, expect_paged
-from kvweave.ops.workspace import Parts, Workspace
+from kvweave.ops.workspace import Workspace, launch, results
 
 
 @needs_memory("attend_prefill")
@@ -70,52 +68,3 @@ def attend_prefill(
         lambda space: _native.attend_prefill_cuda(call, rows, spans, (out, lse), space, stream),
     )
     return out, lse
-
-
-@needs_memory("attend_decode")
-def attend_decode(
-    q: torch.Tensor,
-    positions: Table,
-    entries: Table,
-    kv: PagedKv,
-    *,
-    entry_offsets: Table,
-    out: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    backend: Backend = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one row per request: a decode step. Same result as `attend_prefill`.
-
-    q [B, H, D], positions i32 [B], entry_offsets i32 [B + 1], or [B · tables + 1] with a `reach`.
-    Returns out [B, H, D] and lse f32 [B, H]. A `workspace` spares each call on CUDA the memory and
-    the zeros that split keys need.
-    """
-    expect_tensors(q=q)
-    expect_paged(kv)
-    call = kv.read(q, positions, entries)
-    device = cuda_device("cache", kv.cache, backend)
-    out, lse = results(q, out)
-    if device is None:
-        _native.attend_decode(call, entry_offsets, out, lse, backend == "reference")
-        return out, lse
-    tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
-    call, spans, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)
-    launch(
-        workspace or Workspace(device),
-        lambda space: _native.attend_decode_cuda(call, spans, (out, lse), space, stream),
-    )
-    return out, lse
-
-
-def launch(workspace: Workspace, call: Callable[[Parts | None], tuple[int, int] | None]) -> None:
-    """Launches a call; again with more workspace where what is at hand is too small for it."""
-    needs = call(workspace.held)
-    if needs is not None:
-        call(workspace.numbers(*needs))
-
-
-def results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what rows attend to and its log-sum-exp."""
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, q.new_empty(q.shape[:2], dtype=torch.float32)

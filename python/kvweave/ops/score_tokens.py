@@ -12,6 +12,7 @@ from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import (
     Backend,
     Table,
+    counted,
     cuda_device,
     expect_tensors,
     invalid,
@@ -20,6 +21,7 @@ from kvweave.ops.dispatch import (
     whole,
 )
 from kvweave.ops.reading import PagedKv, expect_paged
+from kvweave.ops.workspace import Workspace, launch
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ def score_tokens(
     entry_offsets: Table | None = None,
     edge: EdgeMass | None = None,
     tokens: int | None = None,
+    workspace: Workspace | None = None,
     backend: Backend = None,
 ) -> torch.Tensor:
     """Attention mass of every key of one request: Sparse-Q (SparseX, section 3, Algorithm 1).
@@ -54,12 +57,13 @@ def score_tokens(
     the entries. Returns f32 [T], T the largest end of an entry: the sum over rows and query heads
     of the softmax weight of each key. The score matrix is never stored. `edge` is written in the
     same passes. `tokens` says T where entries lie on a CUDA device: nothing waits to look there.
+    A `workspace` is used on CUDA; without one each call makes its own.
     """
     expect_tensors(q=q)
     expect_paged(kv)
     call = kv.read(q, positions, entries)
     device = cuda_device("cache", kv.cache, backend)
-    length = _end_of(entries) if tokens is None else _counted(tokens)
+    length = _end_of(entries) if tokens is None else counted("tokens", tokens)
     mass = torch.empty(length, dtype=torch.float32, device=device)
     far = None if edge is None else (edge.share, edge.window, edge.sink)
     if device is None:
@@ -69,21 +73,12 @@ def score_tokens(
         edge.share.zero_()
     spans = whole(entries) if entry_offsets is None else entry_offsets
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=spans)
-    _native.score_tokens_cuda(
-        call.placed(tables),
-        tables["entry_offsets"],
-        mass,
-        far,
-        lambda size: torch.empty(-(-size // 4), dtype=torch.float32, device=device),
-        stream_of(device),
+    call, offsets, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)
+    launch(
+        workspace or Workspace(device),
+        lambda space: _native.score_tokens_cuda(call, offsets, mass, far, space, stream),
     )
     return mass
-
-
-def _counted(tokens: int) -> int:
-    if not isinstance(tokens, int | np.integer) or not 0 <= tokens < 2**31:
-        raise invalid("tokens", "a number from 0 to 2^31 − 1", repr(tokens)[:40])
-    return int(tokens)
 
 
 def _end_of(entries: Table) -> int:

@@ -1,0 +1,59 @@
+"""Exact pages packed, and packed ones unpacked."""
+
+from __future__ import annotations
+
+from kvweave import _native
+from kvweave.device_memory import needs_memory
+from kvweave.ops.dispatch import Backend, Pages, Table, cuda_device, on_device, stream_of
+from kvweave.ops.packed_kv import PackedPages, expect_packed
+
+
+@needs_memory("pack_pages")
+def pack_pages(
+    cache: Pages, packed: PackedPages, packs: Table, *, pages: int, backend: Backend = None
+) -> None:
+    """Packs blocks of exact pages into blocks of packed ones.
+
+    cache [·, 2, P', D] f32, bf16 or f16, where P' divides the P tokens of a packed page. packs i32
+    [N, 2 + P / P'], rows (packed block, tokens, block, block, …): all `pages` pages of a packed
+    block take the first `tokens` of 1 to P tokens of these blocks' pages; blocks behind the last
+    token count for nothing. Never the null block, and no packed page twice.
+
+    An INT4 page has steps of its own for each channel of its keys and each token's values (KIVI,
+    section 3): a zero, at most the least of the numbers, and a scale, so that a number is at most
+    half a scale from what its code stands for. What is all the same comes back exactly where the
+    format's scales can be that number. A number that is NaN or infinite, or a range beyond what
+    scales hold, makes NaN of all that shares its steps: the channel in this page, or the token's
+    values.
+
+    All versions write the same bytes. On CUDA this is one launch, and rows of a table there that
+    point outside either side are skipped.
+    """
+    _convert("pack", cache, packed, packs, pages, backend)
+
+
+@needs_memory("unpack_pages")
+def unpack_pages(
+    packed: PackedPages, cache: Pages, packs: Table, *, pages: int, backend: Backend = None
+) -> None:
+    """Writes what packed pages stand for into exact ones, each number rounded once.
+
+    `packs` and `pages` as for `pack_pages`, whose way back this is. Slots behind `tokens` stay as
+    they are; no exact page is written twice. Into f32 pages this is what `attend_packed` reads.
+    """
+    _convert("unpack", cache, packed, packs, pages, backend)
+
+
+def _convert(
+    way: str, cache: Pages, packed: PackedPages, packs: Table, pages: int, backend: Backend
+) -> None:
+    held = expect_packed(packed)
+    device = cuda_device("packed pages", held.data, backend)
+    given = (cache, held.data, held.format)
+    if device is None:
+        run = _native.pack_pages if way == "pack" else _native.unpack_pages
+        run(*given, packs, pages, backend == "reference")
+        return
+    table = on_device(device, packs=packs)["packs"]
+    put = _native.pack_pages_cuda if way == "pack" else _native.unpack_pages_cuda
+    put(*given, table, pages, stream_of(device))

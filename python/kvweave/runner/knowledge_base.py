@@ -1,0 +1,96 @@
+"""`KnowledgeBase`: the documents of a runner, each encoded once and kept under a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvweave.arguments import several, shown, word
+from kvweave.cache import FrozenSegment, KvCache
+from kvweave.errors import InvalidArgument
+from kvweave.runner.knowledge import Knowledge
+from kvweave.runner.progress import track
+from kvweave.runner.prompt import PromptTokenizer, Segment, TokenizedPrompt
+from kvweave.runner.report import Report
+from kvweave.store import Store
+
+
+class KnowledgeBase:
+    """What a `Runner` does with documents, which stay until they are deleted."""
+
+    cache: KvCache
+    prompts: PromptTokenizer
+    progress: bool
+    _knowledge: Knowledge
+
+    def insert(
+        self,
+        content: str | Sequence[int],
+        name: str,
+        namespace: str = "",
+        *,
+        store: Store | None = None,
+    ) -> FrozenSegment:
+        """Prefills a text alone and freezes its blocks under a name in a namespace.
+
+        With a store the text is read from there if it was kept before, and kept there otherwise,
+        under the same name: a runner that starts again reads it instead of computing it.
+
+        # Errors
+        `PoolFull` when it does not fit the arena or the share of it that may be frozen;
+        `QuotaExceeded`, `StoreFull`, `StoreUnavailable` when the store cannot keep it: then it is
+        frozen here all the same.
+        """
+        self._knowledge.insert(self._document(content, name, namespace), name, namespace, store)
+        return self.cache.frozen_segment(name, namespace)
+
+    def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
+        """Like `insert` without a store, and returns what it cost."""
+        return self._knowledge.encode(self._document(content, name, namespace), name, namespace)
+
+    def _document(self, content: str | Sequence[int], name: str, namespace: str) -> TokenizedPrompt:
+        """The text of a document; told before anything is computed for it."""
+        if not word("name", name):
+            raise InvalidArgument("name: expected at least one character, got ''")
+        word("namespace", namespace)
+        tokens = self.prompts.segment_tokens(Segment.of(content, namespace))
+        return self.prompts.tokenize(tokens)
+
+    def restore(
+        self, store: Store, namespace: str = "", *, name: str | None = None
+    ) -> list[FrozenSegment]:
+        """Freezes documents that a store keeps, of a namespace or a single one; computes nothing.
+
+        # Errors
+        `UnknownSegment` for a name that is not there. `CorruptShard`, `ForeignShard` for one that
+        is spoiled, or of another model, dtype, head map or frequencies of RoPE; where all are
+        asked for, such a one is left out with a warning, `StoreDegraded`. `PoolFull`,
+        `QuotaExceeded` when one does not fit, those before it being frozen.
+        """
+        restored = self._knowledge.restore(store, word("namespace", namespace), name)
+        return [self.cache.frozen_segment(each, namespace) for each in restored]
+
+    def insert_many(
+        self,
+        contents: Sequence[tuple[str, str | Sequence[int]]],
+        namespace: str = "",
+        *,
+        store: Store | None = None,
+    ) -> list[FrozenSegment]:
+        """Inserts (name, content) pairs, with a progress bar."""
+        for pair in several("contents", contents, "(name, content)"):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise InvalidArgument(f"contents: expected (name, content), got {shown(pair)}")
+        named = track(contents, "encoding segments", self.progress)
+        return [self.insert(content, name, namespace, store=store) for name, content in named]
+
+    def delete(self, name: str, namespace: str = "") -> None:
+        """Unfreezes a segment; its blocks may then be evicted.
+
+        # Errors
+        `UnknownSegment` when there is none of that name in that namespace.
+        """
+        self.cache.delete(word("name", name), word("namespace", namespace))
+
+    def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
+        """The frozen segments of a namespace, or all of them."""
+        return self.cache.frozen(None if namespace is None else word("namespace", namespace))
