@@ -5,9 +5,9 @@
 //   slot that is not pinned and holds no selected page, and is a move (row, page, slot)
 //
 // What makes it a few microseconds:
-// 1. a row is a warp's, or a thread block's where it is long. Its selection is a bitmap of its pages
-//    in shared memory, so that a slot knows at once whether its page is selected, and by the count
-//    of bits before it as the how-manieth;
+// 1. a row is a warp's, or a thread block's where it is long. Its selection is a bitmap of pages in
+//    shared memory, so that a slot knows at once whether its page is selected, and by the bits
+//    before it as which of them;
 // 2. a warp has neighbouring numbers, so ballots tell the n-th missing page and the n-th slot that
 //    is left: what is written is in order, and the same at every run;
 // 3. all moves stand one behind the other though nobody waits for the host: a thread block says

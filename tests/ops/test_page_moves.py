@@ -93,10 +93,9 @@ def recycling(**changes):
     } | changes
     slots = given["slots"]
     before = slots.clone() if isinstance(slots, torch.Tensor) else None
+    tables = [given.pop(name) for name in ("pages", "selected", "slots")]
     try:
-        return ops.recycle_pages(
-            *(given.pop(name) for name in ("pages", "selected", "slots")), **given
-        )
+        return ops.recycle_pages(*tables, **given)
     except InvalidArgument:
         assert before is None or torch.equal(slots, before)
         raise
@@ -234,8 +233,9 @@ def carrying(**changes):
         "home": ops.RowPages(home, i32([0, 1, 2, 3])),
         "way": "fetch",
     } | changes
+    parts = [given.pop(name) for name in ("moves", "count", "slots", "home")]
     try:
-        ops.move_pages(*(given.pop(name) for name in ("moves", "count", "slots", "home")), **given)
+        ops.move_pages(*parts, **given)
     except InvalidArgument:
         assert (arena == 0).all()
         raise

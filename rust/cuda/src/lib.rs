@@ -20,6 +20,7 @@ mod images;
 mod kernels;
 mod merge_states;
 mod move_pages;
+mod move_params;
 mod operands;
 mod pack_pages;
 mod paged;

@@ -5,8 +5,8 @@ use kvweave_core::ops::Way;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{Grid, reachable};
+use crate::move_params::{MovePagesParams, RowPagesParams};
 use crate::operands::{DeviceTensor, long, narrow};
-use crate::params::{MovePagesParams, RowPagesParams};
 
 /// `kThreads` of the kernel.
 const THREADS: u32 = 512;

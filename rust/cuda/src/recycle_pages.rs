@@ -3,8 +3,8 @@
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
+use crate::move_params::RecyclePagesParams;
 use crate::operands::{DeviceTensor, blocks_of, narrow};
-use crate::params::RecyclePagesParams;
 
 /// `kThreads` of the kernels.
 const THREADS: usize = 256;

@@ -150,8 +150,8 @@ proptest! {
 
     /// What is fetched and spilled again is what lay there, and nothing else was touched.
     #[test]
-    fn move_pages(seed in any::<u64>(), sizes in (1usize..5, 1usize..4, 1usize..40), ranks in 1usize..4) {
-        let (tables, width, bytes) = sizes;
+    fn move_pages(seed in any::<u64>(), sizes in (1usize..5, 1usize..4, 1usize..40, 1usize..4)) {
+        let (tables, width, bytes, ranks) = sizes;
         let mut random = Random(seed);
         let rows = tables * ranks;
         let blocks = |random: &mut Random, width: usize| {

@@ -6,8 +6,9 @@ use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, extent_of};
 use super::device::backend;
+use super::workspace::{Needs, Space, Workspace, room as room_of};
 use crate::arguments::{count, raised};
-use crate::dlpack::{Borrowed, borrow};
+use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::scalars::Number;
@@ -15,36 +16,35 @@ use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
 
-/// Returns nothing when it has launched, or else what the call needs of `counters`, a tensor of i32
-/// that are 0 between calls: it was given none, or one that is too small.
+/// Returns nothing when it has launched, or else what the call needs of `workspace`, in numbers of
+/// f32 and i32: it was given none, or one that is too small.
 ///
 /// `chosen` are the pages and how many were selected; `room` are the slots, written in place, and
 /// which of them are pinned; `results` are places, moves, their count, and what was refused.
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (chosen, limit, room, results, counters, stream))]
+#[pyo3(signature = (chosen, limit, room, results, workspace, stream))]
 pub fn recycle_pages_cuda(
     py: Python<'_>,
     chosen: (TablePair<'_>, TablePair<'_>),
     limit: Number,
     room: (Any<'_>, Option<Any<'_>>),
     results: (Any<'_>, Any<'_>, Any<'_>, Any<'_>),
-    counters: Option<Any<'_>>,
+    workspace: Option<Workspace<'_>>,
     stream: u64,
-) -> PyResult<Option<usize>> {
+) -> PyResult<Option<Needs>> {
     let (pages, selected) =
         (DeviceTable::of("pages", &chosen.0)?, DeviceTable::of("selected", &chosen.1)?);
     let slots = borrow("slots", &room.0)?;
     let pinned = room.1.as_ref().map(|pinned| borrow("pinned", pinned)).transpose()?;
     let (places, moves) = (borrow("places", &results.0)?, borrow("moves", &results.1)?);
     let (moved, refused) = (borrow("count", &results.2)?, borrow("refused", &results.3)?);
-    let counters = counters.as_ref().map(|part| borrow("counters", part)).transpose()?;
+    let space = workspace.map(Space::of).transpose()?;
     let tensors = Tensors {
         slots: &slots.tensor,
         pinned: pinned.as_ref().map(|pinned| &pinned.tensor),
         results: [&places.tensor, &moves.tensor, &moved.tensor, &refused.tensor],
-        counters: counters.as_ref().map(|Borrowed { tensor, .. }| tensor),
     };
     let checks = || {
         let launch = launch_of((&pages, &selected), &tensors, (count("limit", limit)?, stream))?;
@@ -52,22 +52,27 @@ pub fn recycle_pages_cuda(
         let on_host = (pages.wide_on_host("pages", most)?, selected.list_on_host("selected")?);
         Ok((launch, on_host))
     };
-    let ((place, launch), on_host) = raised(py, checks())?;
-    call_core(py, || {
+    let ((place, mut launch), on_host) = raised(py, checks())?;
+    let (backend, plan) = call_core(py, || {
         RecyclePages::most_moves(launch.rows, launch.most, launch.width, launch.limit)?;
         if let (Some(pages), Some(selected)) = on_host {
             RecyclePages::check_selection((pages, launch.most), selected, launch.limit)?;
         }
         let backend = backend(place.ordinal)?;
         let plan = backend.plan_recycle(&launch)?;
-        if launch.counters.len < plan.counters() {
-            return Ok(Some(plan.counters()));
-        }
+        Ok::<_, Failure>((backend, plan))
+    })?;
+    let needs = (0, plan.counters());
+    let Some((_, counters)) = raised(py, room_of(space.as_ref(), &place, needs))? else {
+        return Ok(Some(needs));
+    };
+    launch.counters = counters;
+    call_core(py, || {
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed. That counters are 0 and no other call's is the caller's promise.
-        unsafe { backend.recycle_pages(&launch, &plan) }.map_err(Failure::from)?;
-        Ok::<_, Failure>(None)
-    })
+        unsafe { backend.recycle_pages(&launch, &plan) }.map_err(Failure::from)
+    })?;
+    Ok(None)
 }
 
 /// What lies on the device beside the tables.
@@ -76,7 +81,6 @@ struct Tensors<'a> {
     pinned: Option<&'a TensorRef>,
     /// Places, moves, their count, and what was refused.
     results: [&'a TensorRef; 4],
-    counters: Option<&'a TensorRef>,
 }
 
 fn launch_of(
@@ -111,15 +115,12 @@ fn launch_of(
         ("count", tensors.results[2], &[("1", Some(1))]),
         ("refused", tensors.results[3], &[of_rows]),
     ];
-    let mut written = [DeviceTensor { address: 0, len: 0 }; 5];
+    let nothing = DeviceTensor { address: 0, len: 0 };
+    let mut written = [nothing; 5];
     for (written, (what, tensor, shape)) in written.iter_mut().zip(shapes) {
         *written = place.output(what, tensor, (DType::I32, shape), &read)?;
         read.push((what, tensor));
     }
-    let counters =
-        tensors.counters.map_or(Ok(DeviceTensor { address: 0, len: 0 }), |counters| {
-            place.output("counters", counters, (DType::I32, &[("numbers", None)]), &read)
-        })?;
     let [slots, places, moves, count, refused] = written;
     let launch = RecyclePagesLaunch {
         pages: pages.wide("pages", &place, most)?.0,
@@ -134,7 +135,7 @@ fn launch_of(
         moves,
         count,
         refused,
-        counters,
+        counters: nothing,
         stream,
     };
     Ok((place, launch))
