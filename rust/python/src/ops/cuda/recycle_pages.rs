@@ -15,6 +15,8 @@ use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
+/// Axes by name, and their sizes where they are known.
+type Shape<'a> = &'a [(&'static str, Option<usize>)];
 
 /// Returns nothing when it has launched, or else what the call needs of `workspace`, in numbers of
 /// f32 and i32: it was given none, or one that is too small.
@@ -108,7 +110,7 @@ fn launch_of(
         }
     };
     let of_rows = ("R", Some(rows));
-    let shapes: [(&str, &TensorRef, &[(&str, Option<usize>)]); 5] = [
+    let shapes: [(&str, &TensorRef, Shape<'_>); 5] = [
         ("slots", slots, &[of_rows, ("S", None)]),
         ("places", tensors.results[0], &[of_rows, ("K", Some(most))]),
         ("moves", tensors.results[1], &[("M", None), ("columns", Some(3))]),
