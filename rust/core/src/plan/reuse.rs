@@ -2,12 +2,13 @@
 
 use std::fmt;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::content::MissReason;
+use crate::error::Error;
 
 /// Where a reused segment's KV comes from.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "from", content = "name")]
 pub enum SegmentSource {
     /// A knowledge base, by the name of the frozen segment.
@@ -17,7 +18,7 @@ pub enum SegmentSource {
 }
 
 /// What happens to the tokens of a span.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "kind")]
 pub enum Outcome {
     /// Exact KV of the same prefix.
@@ -43,7 +44,7 @@ pub enum Outcome {
 }
 
 /// A run of tokens with one outcome; half-open.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlanSpan {
     /// First position.
     pub start: usize,
@@ -54,8 +55,32 @@ pub struct PlanSpan {
     pub outcome: Outcome,
 }
 
+impl PlanSpan {
+    /// Reads a span that was written as JSON.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for anything that is no span, or an empty one.
+    pub fn from_json(text: &str) -> Result<PlanSpan, Error> {
+        let read: PlanSpan = serde_json::from_str(text)
+            .map_err(|error| Error::invalid("span", "a span of a plan as JSON", error))?;
+        if read.start >= read.end {
+            let got = format!("{}..{}", read.start, read.end);
+            return Err(Error::invalid("span", "start < end", got));
+        }
+        Ok(read)
+    }
+
+    /// The span as JSON.
+    ///
+    /// # Errors
+    /// None that is known: names and numbers have a form there.
+    pub fn to_json(&self) -> Result<String, Error> {
+        serde_json::to_string(self).map_err(|error| Error::inconsistent("span", "JSON", error))
+    }
+}
+
 /// A partition of a prompt's tokens by what happens to them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReusePlan {
     /// T, the prompt's tokens.
     pub tokens: usize,
@@ -77,6 +102,41 @@ impl ReusePlan {
             }
         }
         ReusePlan { tokens, spans: joined }
+    }
+
+    /// Reads a plan that was written as JSON.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for anything that is no plan, or one whose spans leave tokens out.
+    pub fn from_json(text: &str) -> Result<ReusePlan, Error> {
+        let read: ReusePlan = serde_json::from_str(text)
+            .map_err(|error| Error::invalid("plan", "a reuse plan as JSON", error))?;
+        let mut at = 0;
+        for span in &read.spans {
+            if span.start != at || span.end <= at {
+                let expected = format!("a span of tokens from {at} on");
+                return Err(Error::invalid(
+                    "plan",
+                    expected,
+                    format!("{}..{}", span.start, span.end),
+                ));
+            }
+            at = span.end;
+        }
+        // Positions are i32.
+        if at != read.tokens || i32::try_from(at).is_err() {
+            let expected = format!("spans of all {} tokens, at most 2147483647", read.tokens);
+            return Err(Error::invalid("plan", expected, format!("spans of {at}")));
+        }
+        Ok(read)
+    }
+
+    /// The plan as JSON.
+    ///
+    /// # Errors
+    /// None that is known: names and numbers have a form there.
+    pub fn to_json(&self) -> Result<String, Error> {
+        serde_json::to_string(self).map_err(|error| Error::inconsistent("plan", "JSON", error))
     }
 
     fn count(&self, wanted: impl Fn(&Outcome) -> bool) -> usize {
@@ -177,5 +237,43 @@ mod tests {
         let json = serde_json::to_value(sample()).unwrap();
         assert_eq!(json["spans"][1]["kind"], "segment");
         assert_eq!(json["spans"][2]["reason"], "last-token");
+    }
+
+    #[test]
+    fn a_plan_that_was_written_is_read_again() {
+        let plan = sample();
+        assert_eq!(ReusePlan::from_json(&plan.to_json().unwrap()).unwrap(), plan);
+        let none = ReusePlan::new(0, Vec::new());
+        assert_eq!(ReusePlan::from_json(&none.to_json().unwrap()).unwrap(), none);
+        for span in plan.spans {
+            assert_eq!(PlanSpan::from_json(&span.to_json().unwrap()).unwrap(), span);
+        }
+    }
+
+    #[test]
+    fn what_is_no_plan_is_refused() {
+        let span = |range: &str| format!(r#"{{"kind":"prefix",{range}}}"#);
+        let of = |tokens: usize, spans: &[&str]| {
+            let spans: Vec<String> = spans.iter().map(|range| span(range)).collect();
+            format!(r#"{{"tokens":{tokens},"spans":[{}]}}"#, spans.join(","))
+        };
+        let whole = r#""start":0,"end":4"#;
+        assert!(ReusePlan::from_json(&of(4, &[whole])).is_ok());
+        let huge = format!(r#""start":0,"end":{}"#, u32::MAX);
+        for bad in [
+            String::new(),
+            "[]".into(),
+            of(5, &[whole]),
+            of(4, &[]),
+            of(4, &[r#""start":0,"end":2"#, r#""start":3,"end":4"#]),
+            of(4, &[r#""start":0,"end":3"#, r#""start":2,"end":4"#]),
+            of(4, &[r#""start":0,"end":0"#, whole]),
+            of(u32::MAX as usize, &[&huge]),
+            of(4, &[whole]).replace("prefix", "postfix"),
+            of(4, &[whole]).replace("4}", "-4}"),
+        ] {
+            let error = ReusePlan::from_json(&bad).unwrap_err();
+            assert_eq!(error.kind(), crate::error::ErrorKind::InvalidArgument, "{bad}");
+        }
     }
 }

@@ -1,0 +1,77 @@
+"""Results go through pickles, copies and JSON as they are."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvweave
+from kvweave.cache import KvCache, KvShape, ReusePlan
+
+WAYS: list[Callable[[Any], Any]] = [
+    lambda given: pickle.loads(pickle.dumps(given)),
+    copy.copy,
+    copy.deepcopy,
+]
+
+
+@pytest.fixture(scope="module")
+def answer(smollm2: tuple[Any, Any]) -> Any:
+    """Of a prompt with a part of every outcome."""
+    model, tokenizer = smollm2
+    runner = kvweave.Runner(model, tokenizer, max_tokens=512, progress=False, check=False)
+    text = "The harbour wall is repaired before winter. " * 4
+    runner.insert(text, 'the "<harbour>" letter')
+    prompt = ["It says: ", kvweave.Segment(text=text), "So when?"]
+    first = runner.generate(["It says: ", "all of this text, and more of it, is new here."])
+    assert first.report.reused_segment == 0
+    return runner.generate(prompt, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "deepcopy"])
+def test_an_answer_is_itself_afterwards(answer: Any, way: Callable[[Any], Any]) -> None:
+    again = way(answer)
+    assert again is not answer
+    assert again == answer
+    assert again.report.plan.to_dict() == answer.report.plan.to_dict()
+    assert str(again.report.plan) == str(answer.report.plan)
+    assert way(answer.report.plan.spans) == answer.report.plan.spans
+
+
+def test_an_answer_is_plain_data(answer: Any) -> None:
+    plain = json.loads(json.dumps(answer.to_dict()))
+    assert (plain["text"], plain["tokens"]) == (answer.text, answer.tokens)
+    assert plain["report"]["reused_segment"] == answer.report.reused_segment > 0
+    kinds = [span["kind"] for span in plain["report"]["plan"]["spans"]]
+    assert {"segment", "recompute"} <= set(kinds)
+
+
+def test_every_plan_of_a_cache_is_read_again() -> None:
+    """Prefixes, segments of both sources, fresh text and misses."""
+    cache = KvCache(KvShape(1, 1, 8), blocks=64)
+    tokens = np.arange(100, dtype=np.int32)
+    first = cache.admit(tokens, segments=[(16, 64, "")])
+    first.commit(100, 100)
+    moved = np.concatenate((np.full(5, 7, np.int32), tokens[16:64], tokens[:40] + 500))
+    plans = [first.plan, cache.admit(moved, segments=[(5, 53, ""), (60, 80, "")]).plan]
+    plans.append(cache.admit(np.concatenate((tokens[:64], tokens[:9]))).plan)
+    assert {span.kind for plan in plans for span in plan.spans} == {
+        "prefix",
+        "segment",
+        "recompute",
+    }
+    for plan in plans:
+        assert ReusePlan.from_json(plan.to_json()) == plan
+        assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"tokens": 1, "spans": []}', "[1]", "\x00" * 99])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(kvweave.InvalidArgument, match="plan: expected"):
+        ReusePlan.from_json(text)
