@@ -51,9 +51,9 @@ impl Rows {
             let mut order: Vec<i32> = (0..limit as i32).collect();
             random.shuffle(&mut order);
             let share = random.below(3);
-            for slot in 0..width.min(limit) {
+            for (slot, &page) in made.slots[row * width..][..width].iter_mut().zip(&order) {
                 if random.below(3) >= share {
-                    made.slots[row * width + slot] = order[slot];
+                    *slot = page;
                 }
             }
             if let Some(pins) = &mut made.pinned {
