@@ -9,6 +9,7 @@ import torch
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.prefill.lookup import Lookup
@@ -24,8 +25,10 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
     """The KV of a prefilled prompt and its last logits; the prompt stays as it is.
 
     # Errors
-    `InvalidArgument` for a prompt that was released, or that tokens were appended to.
+    `InvalidArgument` for a prompt that was released, or that tokens were appended to;
+    `Unsupported` beside packed pages.
     """
+    refuse_beside_packed(prefiller.packed, "payloads")
     if done.request.length != done.report.tokens:
         raise InvalidArgument(
             f"prefill: expected the {done.report.tokens} tokens of the prompt, "
@@ -51,6 +54,7 @@ def take_over(
     As `import_kv`; `InvalidArgument` as well for ids or logits of another vocabulary, keys rotated
     by other frequencies, or a payload without logits.
     """
+    refuse_beside_packed(prefiller.packed, "payloads")
     start = time.perf_counter()
     header, spec = payload.header, prefiller.spec
     token_array(payload.tokens.cpu().numpy(), spec.vocabulary)

@@ -22,6 +22,7 @@ from kvweave.payload.stored import LAYOUT, read_payload, store_payload
 from kvweave.payload.transfer import export_kv, freeze_kv
 from kvweave.policies import policy_of
 from kvweave.policies.policy_profile import heads_digest
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import TokenizedPrompt, token_array
@@ -43,6 +44,7 @@ class Knowledge:
     ) -> Report:
         """Prefills a document alone and freezes it; keeps it in a store, if there is one."""
         prefiller = self._prefiller
+        refuse_beside_packed(prefiller.packed, "documents")
         lookup = Lookup(namespace)
         with (
             prefiller.computing,
@@ -66,6 +68,7 @@ class Knowledge:
             self.encode(text, name, namespace)
             return
         _expect_store(store)
+        refuse_beside_packed(self._prefiller.packed, "documents")
         wanted = self._provenance(namespace, len(text.tokens))
         try:
             shard = store.get(wanted, text.tokens)
@@ -82,6 +85,7 @@ class Knowledge:
     def restore(self, store: Store, namespace: str, name: str | None) -> list[str]:
         """Freezes what a store keeps by name; returns the names."""
         _expect_store(store)
+        refuse_beside_packed(self._prefiller.packed, "documents")
         if name is not None:
             self._restore(store, word("name", name), namespace)
             return [name]

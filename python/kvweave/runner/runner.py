@@ -28,8 +28,9 @@ from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
+from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.heads import HeadReads
-from kvweave.runner.kv.pages import make_cache
+from kvweave.runner.kv.pages import make_pools
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
 from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
 from kvweave.runner.model.fused_norms import with_fused_norms
@@ -47,22 +48,12 @@ from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.serve.server import Server
 
 
-def _blocks(arena_bytes: int | None, max_tokens: int | None, page_tokens: int) -> int | None:
-    """Blocks that hold `max_tokens`, the null block among them; None where bytes are given."""
-    if arena_bytes is not None and max_tokens is not None:
-        raise InvalidArgument("arena: expected arena_bytes or max_tokens, got both")
-    if arena_bytes is not None:
-        whole("arena_bytes", arena_bytes)
-        return None
-    tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
-    # A page without tokens is refused with the shape.
-    return -(-tokens // max(page_tokens, 1)) + 1
-
-
 class Runner(KnowledgeBase):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
-    `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once. `mode` is
+    `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
+    `kv_dtype`: None for the model's own dtype, or "int4": full pages are packed, into the pool
+    `packed` (see docs/packed-kv.md, also for what does not go with it). `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
     room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
@@ -72,7 +63,8 @@ class Runner(KnowledgeBase):
     the model lies, on the CPU or a GPU; logits come back there too.
 
     # Errors
-    `Unsupported` for a model, dtype or device without support, or one whose forward differs;
+    `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
+    does not go with packed pages;
     `CorruptProfile` for a profile of another model, dtype or head map;
     `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
     that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
@@ -91,6 +83,7 @@ class Runner(KnowledgeBase):
         arena_bytes: int | None = None,
         max_tokens: int | None = None,
         page_tokens: int = 16,
+        kv_dtype: str | None = None,
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
@@ -112,15 +105,17 @@ class Runner(KnowledgeBase):
         if heads is not None and not isinstance(heads, HeadClassMap):
             raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
         check_profile(profile, canary, self.spec, heads)
-        self.cache, pages = make_cache(
+        check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
+        self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,
+            kv_dtype=kv_dtype,
+            chunk_tokens=chunk_tokens,
             arena_bytes=arena_bytes,
-            blocks=_blocks(arena_bytes, max_tokens, page_tokens),
+            max_tokens=max_tokens,
             hash=word("hash", hash),
             frozen_share=real("frozen_share", frozen_share),
             eviction=word("eviction", eviction),
-            fingerprint=self.spec.fingerprint,
             heads=heads,
         )
         self.heads, self.progress = heads, progress
@@ -134,8 +129,7 @@ class Runner(KnowledgeBase):
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
             if check:
                 verify(model, self.spec)
-        reads = HeadReads(self.spec, self.cache)
-        self._decoder = Decoder(reads, rotary, pages)
+        self._decoder = Decoder(HeadReads(self.spec, self.cache, self.packed), rotary, pages)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)

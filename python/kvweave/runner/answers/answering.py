@@ -17,6 +17,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.lossy.lossy import LossyPrefiller
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
@@ -122,6 +123,7 @@ class Answering:
         """How a prompt is to be answered; see `Stop.of` for what ends the answer."""
         whole("max_new_tokens", max_new_tokens, 1)
         check_healing(healing)
+        refuse_beside_packed(self.prefiller.packed, "healing", healing)
         chosen: Any = Sampling() if sampling is None else sampling
         if not isinstance(chosen, Sampling):
             raise InvalidArgument(f"sampling: expected a Sampling or None, got {shown(chosen)}")
@@ -141,6 +143,7 @@ class Answering:
             device=self.prefiller.spec.device,
             stop=ask.stop.ids,
             timings=done.report.timings,
+            packed=done.kv.packed,
         )
         watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
         sequence.choose(done.logits[-1])
@@ -154,6 +157,7 @@ class Answering:
         """Chooses what an answer says next, now that its KV is there again."""
         sequence = answer.sequence
         sequence.request, sequence.positions = done.request, done.positions
+        sequence.packed = done.kv.packed
         if answer.watch is not None:
             answer.watch.go_on(done)
         sequence.choose(done.logits[-1])

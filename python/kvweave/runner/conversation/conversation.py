@@ -14,6 +14,7 @@ from kvweave.runner.conversation.turns import follow
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.calls import Calls
 from kvweave.runner.healing import Healing
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup, Room
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
@@ -45,6 +46,7 @@ class Conversation:
         healing: Healing | None,
         watched: bool = True,
     ) -> None:
+        refuse_beside_packed(answering.prefiller.packed, "conversation")
         self._answering = answering
         self._policy = policy
         self._lookup = lookup

@@ -9,6 +9,7 @@ import torch
 
 from kvweave.cache import KvRequest
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.rope import PositionTable
 from kvweave.runner.report import Timings
 
@@ -18,7 +19,7 @@ class Decoding:
     """One request while it decodes: what it has said and how it goes on.
 
     `tokens` are the generated ids; the last of them has no KV yet. `device` is the logits'. The
-    time of its steps is added to `timings`.
+    time of its steps is added to `timings`. `packed`: its packed pages, where the runner has any.
     """
 
     request: KvRequest
@@ -29,6 +30,7 @@ class Decoding:
     stop: frozenset[int] = frozenset()
     timings: Timings = field(default_factory=Timings)
     tokens: list[int] = field(default_factory=list)
+    packed: PackedPrefix | None = None
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from kvweave.ops import RopeTable
 from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep, ListedStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.packed_reads import PackedReads
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy
 from kvweave.runner.kv.heads import HeadReads, Promoted
@@ -45,7 +46,8 @@ class DecodeSlots:
     most tokens that any of them, or whoever sat with them, has at its end. `lanes`: the most tables
     that any of them keeps up by itself. `entries` i32 [N, 5] on the device: those of requests, then
     what top-K heads have chosen, and a last one that is nobody's. `chosen` says what the latter
-    read, where there are any. A sequence's timings are told of its steps when it leaves.
+    read, where there are any, and `packed` what packed pages do. A sequence's timings are told of
+    its steps when it leaves.
     """
 
     def __init__(self, heads: HeadReads, pages: torch.Tensor, reads: StepReads) -> None:
@@ -61,6 +63,7 @@ class DecodeSlots:
         self.promoted: Promoted = ()
         self.lanes = 1
         self.chosen = ChosenPages(heads, pages) if heads.budgets else None
+        self.packed = None if heads.packed is None else PackedReads(heads.packed)
         self._drawing: set[Decoding] = set()
         # Seconds that steps have taken, and those before each member joined.
         self._spent = 0.0
@@ -119,6 +122,8 @@ class DecodeSlots:
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
         self._ends = np.asarray([s.request.length + s.remaining for s in batch], np.int64)
         self.batch, self._said = list(batch), None
+        if self.packed is not None:
+            self.packed.seat(self.batch)
 
     def _take_heads(self, joining: Sequence[Decoding]) -> None:
         """Sees to tables for all heads that the coming requests have promoted.
@@ -159,6 +164,8 @@ class DecodeSlots:
         tokens = self._said
         if tokens is None:
             tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
+        if self.packed is not None:
+            self.packed.pack()
         made = self.rows.step(self._requests, self._numbers, tokens)
         self.lanes = made.lanes
         if len(made.copies):

@@ -10,6 +10,7 @@ import torch
 from kvweave import ops
 from kvweave.ops import Reach, RopeTable, Table, Workspace
 from kvweave.runner.decode.chosen_tables import ChosenTables
+from kvweave.runner.decode.packed_reads import PackedStep
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.kv.tables import Int32, send
@@ -25,6 +26,7 @@ class StepTables:
     ids i64 [B], positions i32 [B], slots i32 [tables, B, 2], entries i32 [N, 5], and the rows'
     turns. offsets i32 [2 · B · tables + 1]: where each table begins and ends; what lies between two
     of them is nobody's, see `reads`. `chosen`: what layers with top-K heads read instead.
+    `packed`: what all heads read besides.
     """
 
     ids: torch.Tensor
@@ -35,6 +37,7 @@ class StepTables:
     turns: Turns
     reach: StepReach
     chosen: ChosenTables | None = None
+    packed: PackedStep | None = None
 
     @staticmethod
     def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> StepTables:
@@ -53,7 +56,9 @@ class StepTables:
             table, *plans = map(torch.as_tensor, send(device, spans, *step.chosen.plans))
             chosen = slots.chosen_tables(step.chosen)
             chosen.begin(table, plans, step.chosen.widths)
-        return StepTables(ids, positions, places, entries, splits, turns, slots.reach, chosen)
+        packed = None if slots.packed is None else slots.packed.step(made.positions)
+        known = ids, positions, places, entries, splits, turns, slots.reach
+        return StepTables(*known, chosen, packed)
 
     def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table, Reach]:
         """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer.
@@ -103,7 +108,7 @@ def forward(
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
         heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
         entries, offsets, read = tables.read(index, q)
-        attended, _ = ops.attend_decode(
+        attended, sums = ops.attend_decode(
             q,
             tables.positions,
             entries,
@@ -111,6 +116,8 @@ def forward(
             entry_offsets=offsets,
             workspace=workspace,
         )
+        if tables.packed is not None:
+            attended = tables.packed.merged(index, q, rope, (attended, sums), workspace)
         add_attention(layer, grid, hidden, attended)
         add_feed_forward(layer, grid, hidden)
     return spec.scores(hidden)

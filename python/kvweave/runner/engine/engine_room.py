@@ -17,9 +17,15 @@ class EngineRoom:
         self._prefiller = prefiller
 
     def of_arrival(self, live: LiveRequest, regime: int) -> dict[str, int]:
-        """What `Scheduler.arrive` is told of a request."""
+        """What `Scheduler.arrive` is told of a request.
+
+        # Errors
+        `PoolFull` for one that the empty pool of packed pages could not hold.
+        """
         cached, shared = self._found(live, regime)
         reserve = max(0, live.room - len(live.prompt.tokens))
+        if self._prefiller.packed is not None:
+            self._prefiller.packed.expect_room(len(live.prompt.tokens) + reserve)
         return {"cached": cached, "shared_pages": shared, "reserve": reserve}
 
     def expect(self, live: LiveRequest) -> None:
@@ -52,5 +58,5 @@ class EngineRoom:
         if live.ask.policy.reuse == "none":
             return 0, 0
         tokens = live.resumed_as.tokens
-        found = cache.match_prefix(tokens, live.ask.lookup.namespace, regime=regime)
+        found = self._prefiller.found_prefix(tokens, live.ask.lookup.namespace, regime)
         return min(found, len(tokens) - 1), 0

@@ -13,6 +13,7 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import CorruptHeadMap, Unsupported
 from kvweave.ops import Reach, Table
+from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.model_spec import ModelSpec
 
@@ -81,7 +82,8 @@ class HeadReads:
 
     `uniform`: one group keeps all tokens of all heads, so that nothing here is needed but where
     pages are chosen. `windows`: (window, sink) of each group; None for one that keeps every token.
-    `budgets`: those of groups whose heads choose pages.
+    `budgets`: those of groups whose heads choose pages. With a pool of `packed` pages windows say
+    what is kept exactly, and heads see all that is kept: the rest is read packed.
 
     # Errors
     `Unsupported` for top-K heads in a layer with a sliding window of the model's own, or on a GPU
@@ -89,9 +91,10 @@ class HeadReads:
     read even the pages that are always read.
     """
 
-    def __init__(self, spec: ModelSpec, cache: KvCache) -> None:
+    def __init__(self, spec: ModelSpec, cache: KvCache, packed: PackedPool | None = None) -> None:
         self.spec = spec
         self.cache = cache
+        self.packed = packed
         groups = cache.groups
         self.budgets = [
             PageBudget(number, group.read, group.rerank_every, group.pages)
@@ -146,6 +149,8 @@ class HeadReads:
         """Window (0: full) and sink of every (layer, KV head) as the map has them: [L, G, 2]."""
         layers = range(len(self.spec.layers))
         classes: Int32 = np.stack([self.cache.head_rows(layer)[:, 2:] for layer in layers])
+        if self.packed is not None:
+            classes[:] = 0
         classes.setflags(write=False)
         return classes
 
@@ -172,12 +177,18 @@ class HeadReads:
         promoted = tuple(request.promoted)
         if promoted not in self._made:
             _make_room(self._made, _MOST_PROMOTED)
-            layers = range(len(self.spec.layers))
             self._made[promoted] = [
-                Reach(request.tables, self.narrowed(request.head_rows(layer), layer))
-                for layer in layers
+                Reach(request.tables, self._prefill_rows(request, layer))
+                for layer in range(len(self.spec.layers))
             ]
         return self._made[promoted]
+
+    def _prefill_rows(self, request: KvRequest, layer: int) -> Int32:
+        """The head rows of a layer as rows of a prompt read by them."""
+        rows = self.narrowed(request.head_rows(layer), layer)
+        if self.packed is not None:
+            rows[:, 2:] = self.seen_by_model(layer)
+        return rows
 
     def whole(self, request: KvRequest, layer: int) -> Reach | None:
         """The reach of a layer whose heads see all that is kept for them, as the model lets them.
@@ -210,7 +221,7 @@ class HeadReads:
     def _described(self, request: KvRequest, layer: int) -> LayerHeads:
         own = seen = self.seen_by_model(layer)
         local = list[int]()
-        if not self.uniform:
+        if not self.uniform and self.packed is None:
             rows = self.narrowed(request.head_rows(layer), layer)
             seen = [(window, sink) for _, _, window, sink in rows.tolist()]
             tables = request.head_rows(layer)[:, 0].tolist()

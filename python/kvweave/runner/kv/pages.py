@@ -1,4 +1,7 @@
-"""The arena where the model is: host memory of the cache's own, or one tensor on a GPU."""
+"""The arena where the model is: host memory of the cache's own, or one tensor on a GPU.
+
+Beside it lies the pool of packed pages, where a runner keeps any.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from kvweave.arguments import whole
 from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import arena_pages
+from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.packed_pool import ExactPool, PackedPool, make_packed_pool
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
 
@@ -42,3 +48,43 @@ def make_cache(
     sizes = (max(0, count), 2, page_tokens, spec.head_dim)
     pages = arena_pages(sizes, spec.dtype, spec.device)
     return KvCache(shape, external=pages, heads=heads, **settings), pages
+
+
+def make_pools(
+    spec: ModelSpec,
+    page_tokens: int,
+    *,
+    kv_dtype: str | None,
+    chunk_tokens: int | None,
+    arena_bytes: int | None,
+    max_tokens: int | None,
+    heads: HeadClassMap | None,
+    **settings: Any,
+) -> tuple[KvCache, torch.Tensor, PackedPool | None]:
+    """A runner's cache and pages, as `make_cache`, and its packed pool where it has any.
+
+    Together they hold `max_tokens`, or take `arena_bytes`.
+
+    # Errors
+    As `make_cache` and `make_packed_pool`; `InvalidArgument` for both sizes, or one that is none.
+    """
+    if arena_bytes is not None and max_tokens is not None:
+        raise InvalidArgument("arena: expected arena_bytes or max_tokens, got both")
+    if arena_bytes is not None:
+        whole("arena_bytes", arena_bytes)
+    tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
+    settings["fingerprint"] = spec.fingerprint
+    if kv_dtype is None:
+        # A page without tokens is refused with the shape.
+        blocks = -(-tokens // max(page_tokens, 1)) + 1 if arena_bytes is None else None
+        cache, pages = make_cache(
+            spec, page_tokens, arena_bytes=arena_bytes, blocks=blocks, heads=heads, **settings
+        )
+        return cache, pages, None
+
+    def exact(blocks: int, windows: HeadClassMap) -> ExactPool:
+        return make_cache(spec, page_tokens, blocks=blocks, heads=windows, **settings)
+
+    rooms = arena_bytes, tokens
+    made, packed = make_packed_pool(spec, page_tokens, exact, chunk_tokens, rooms, **settings)
+    return *made, packed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,6 +14,8 @@ from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads, LayerHeads
+from kvweave.runner.kv.packed_pool import SINK_TOKENS
+from kvweave.runner.kv.packed_prefix import PackedPrefix, States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
 from kvweave.runner.model.rope import PositionTable
 
@@ -19,7 +23,8 @@ from kvweave.runner.model.rope import PositionTable
 class RequestKv:
     """Tables of one request, made anew when they change and sent over once.
 
-    `rotates` False copies reused keys without turning them to their new position.
+    `rotates` False copies reused keys without turning them to their new position. `packed`: what
+    lies in packed pages, where the runner has any.
     """
 
     def __init__(
@@ -29,19 +34,22 @@ class RequestKv:
         request: KvRequest,
         positions: PositionTable,
         rotates: bool = True,
+        packed: PackedPrefix | None = None,
     ) -> None:
         self.heads = heads
         self.pages = pages
         self.request = request
         self.positions = positions
         self.rotates = rotates
+        self.packed = packed
         self.spec = heads.spec
         self._table: KvTable | None = None
         self._rows: RowTable | None = None
         self._asking = RowMemo[ops.Table](1)
+        self._gap_end: int | None = None
 
     def forked(self, fork: KvRequest) -> RequestKv:
-        """The KV of a fork of the request."""
+        """The KV of a fork of the request, which packed pages do not have."""
         return RequestKv(self.heads, self.pages, fork, self.positions, self.rotates)
 
     def newest(self, tokens: int) -> Rows:
@@ -124,12 +132,50 @@ class RequestKv:
         self.copy()
 
     def advance(self, start: int, end: int) -> None:
-        """Rows before `start` are done and [start, end) come next: windows move on."""
+        """Rows before `start` are done and [start, end) come next: windows move on.
+
+        What full pages hold is packed first.
+        """
         if self.heads.uniform:
             return
+        if self.packed is not None:
+            self.packed.pack(self.request, start)
         self.request.advance(start, end)
-        self._table = self._rows = None
+        self._table = self._rows = self._gap_end = None
         self.copy()
+
+    def take_packed(self, exact: int, rows: int) -> int:
+        """Goes on behind what packed pages have; the first position that is to be computed.
+
+        `exact`: tokens of the prefix in exact pages. The next `rows` come then, or all for 0.
+        """
+        if self.packed is None or (start := self.packed.reused(exact)) == exact:
+            return exact
+        end = min(start + rows, self.request.length) if rows else self.request.length
+        self.request.advance(start, end)
+        self.packed.unpack_newest(self.request)
+        self._table = self._rows = self._gap_end = None
+        return start
+
+    def commit(self, computed: int, exact: int) -> None:
+        """Says what later prompts may find: see `KvCache`.
+
+        Of packed text that is the sink and packed pages, but for those that find no room.
+        """
+        if self.packed is None:
+            self.request.commit(computed, exact)
+            return
+        with suppress(PoolFull):
+            self.packed.pack(self.request, computed)
+        self.packed.commit()
+        if computed >= SINK_TOKENS:
+            self.request.commit(SINK_TOKENS, SINK_TOKENS)
+
+    def release(self) -> None:
+        """Gives all blocks back; safe to call twice."""
+        self.request.release()
+        if self.packed is not None:
+            self.packed.release()
 
     def promote(self, layer: int, head: int) -> bool:
         """Makes a head full for this request from now on.
@@ -198,6 +244,17 @@ class RequestKv:
             spec.softcap,
             reach,
         )
+
+    def with_packed(
+        self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
+    ) -> torch.Tensor:
+        """What rows q [R, H, D] read of all, where `exact` is what they read of exact pages."""
+        if self.packed is None:
+            return exact[0]
+        if self._gap_end is None:
+            self._gap_end = self.packed.end_of_gap(self.request)
+        of, rope = self.spec.layers[layer], self.positions.rope
+        return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""

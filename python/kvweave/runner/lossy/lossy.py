@@ -88,9 +88,14 @@ class LossyPrefiller:
         )
 
     def policy_of(self, policy: str | Policy | None) -> Policy:
-        """What is asked for, or by default; raises InvalidArgument as `kvweave.policies`."""
+        """What is asked for, or by default; raises InvalidArgument as `kvweave.policies`.
+
+        Beside packed pages that is `prefix`, which reuses no segments.
+        """
         if policy is not None:
             return policy_of(policy)
+        if self._prefiller.packed is not None:
+            return policy_of("prefix")
         return policy_of(DEFAULT_POLICY) if self._certified is None else self._certified
 
     def prefill(

@@ -349,7 +349,7 @@ class _Run:
     def attend_pages(self, plan: LayerPlan, table: RowTable, q: torch.Tensor) -> torch.Tensor:
         """Attention of the table's rows over all KV up to them: [R, H, D]."""
         kv = self.kv.table
-        attended, _ = ops.attend_prefill(
+        exact = ops.attend_prefill(
             q,
             table.positions,
             kv.entries,
@@ -357,7 +357,7 @@ class _Run:
             row_offsets=table.offsets,
             entry_offsets=kv.offsets,
         )
-        return attended
+        return self.kv.with_packed(plan.layer, q, table.positions, exact)
 
     def unwanted(self, plan: LayerPlan) -> bool:
         """Whether the layer is the last and computes rows before those whose logits are wanted."""

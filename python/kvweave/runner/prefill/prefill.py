@@ -10,6 +10,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.plan import one_pass
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.packed_pool import CHUNK_TOKENS
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.prefill.lookup import Lookup
@@ -22,7 +23,8 @@ from kvweave.runner.prompt import TokenizedPrompt
 class Prefiller(PrefillContext):
     """Prefills prompts of one model into one cache.
 
-    `chunk_tokens`, if any, are computed at once for policies that measure nothing.
+    `chunk_tokens`, if any, are computed at once for policies that measure nothing. Beside packed
+    pages there are always some: exact pages have no room for more.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class Prefiller(PrefillContext):
         chunk_tokens: int | None,
     ) -> None:
         super().__init__(decoder, tiled, mode)
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens or (None if self.packed is None else CHUNK_TOKENS)
 
     def prefill(
         self,
@@ -90,10 +92,13 @@ class Prefiller(PrefillContext):
                 f"extend: expected RoPE frequencies that hold for {length} tokens too, "
                 f"got those of {done.report.tokens} alone"
             )
+        packed = done.kv.packed
+        if packed is not None:
+            packed.pack(request, request.length)
         request.append(new)
         done.pending = []
         with self.spec.current():
-            kv = RequestKv(self.heads, self.pages, request, positions, done.kv.rotates)
+            kv = RequestKv(self.heads, self.pages, request, positions, done.kv.rotates, packed)
             kv.copy()
             rows, first = kv.newest(len(new)), length - max(1, len(tokens))
             ids = send_index(self.spec.device, request.tokens).long()

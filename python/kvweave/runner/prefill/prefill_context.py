@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 
 from kvweave.cache import KvRequest
-from kvweave.plan import PromptView
+from kvweave.plan import PromptView, Rows
 from kvweave.policies import Policy
 from kvweave.runner.caller import caller_level
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.packed_pool import SINK_TOKENS
+from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.memory import resident_bytes, working_bytes
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.prefill.draft import Drafter
@@ -30,6 +32,7 @@ class PrefillContext:
         self.heads = decoder.heads
         self.cache = decoder.heads.cache
         self.pages = decoder.pages
+        self.packed = decoder.heads.packed
         self.mode = mode
         self.clock = Clock(decoder.spec.device)
         self.computing = OneThread()
@@ -51,15 +54,46 @@ class PrefillContext:
             return "materialise", f"{policy.name} leaves keys at their old positions"
         return self.mode, ""
 
-    def view(self, request: KvRequest) -> PromptView:
-        """An admitted prompt as its policy sees it."""
+    def found_prefix(self, tokens: Rows, namespace: str, regime: int) -> int:
+        """Tokens of a prompt's exact prefix that are cached, of packed text in whole pages."""
+        exact = self.cache.match_prefix(tokens, namespace, regime=regime)
+        if self.packed is None or exact < SINK_TOKENS:
+            return exact
+        return max(exact, self.packed.found_prefix(tokens, namespace, regime))
+
+    def packed_prefix(
+        self, tokens: Rows, reuse: str, namespace: str, regime: int, reserve_tokens: int
+    ) -> PackedPrefix | None:
+        """The packed pages of a prompt that is to be admitted; None where there are none at all.
+
+        # Errors
+        `PoolFull` when it does not fit.
+        """
+        if self.packed is None:
+            return None
+        return PackedPrefix(
+            self.packed,
+            tokens,
+            namespace=namespace,
+            reuse=reuse,
+            regime=regime,
+            reserve_tokens=reserve_tokens,
+        )
+
+    def view(self, request: KvRequest, prefix: int | None = None) -> PromptView:
+        """An admitted prompt as its policy sees it; `prefix`: rows that are there, or its plan's.
+
+        Those of packed pages are not in the plan, which is that of exact ones.
+        """
         plan = request.plan
+        start = plan.reused_prefix if prefix is None else prefix
+        rows = plan.rows()
         return PromptView(
             tokens=plan.tokens,
             layers=len(self.spec.layers),
             page_tokens=self.cache.shape.page_tokens,
-            prefix=plan.reused_prefix,
-            fresh=plan.rows(),
+            prefix=start,
+            fresh=rows[rows >= start],
             segments=tuple((s.start, s.end) for s in plan.spans if s.kind == "segment"),
             heads=self.heads.classes,
         )
@@ -69,6 +103,8 @@ class PrefillContext:
         working = working_bytes(
             self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
         )
+        if self.packed is not None:
+            working += self.packed.nbytes + self.packed.scratch_bytes(report.tokens)
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def report(

@@ -13,6 +13,7 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock, Mark
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.kv.tables import send_index
@@ -38,7 +39,8 @@ class PrefillJob:
     also what lies behind the windows of its heads; it is computed at once then.
 
     # Errors
-    `PoolFull` when the prompt does not fit; whatever its policy raises.
+    `PoolFull` when the prompt does not fit; `Unsupported` for a policy that reuses segments beside
+    packed pages; whatever its policy raises.
     """
 
     @needs_memory("prefill")
@@ -56,6 +58,8 @@ class PrefillJob:
         keep: bool = False,
     ) -> None:
         start = time.perf_counter()
+        segments = policy.reuse == "segments"
+        refuse_beside_packed(context.packed, "policy", policy.name if segments else None)
         self.tokens = len(prompt.tokens)
         self._context = context
         self._policy = policy
@@ -65,18 +69,25 @@ class PrefillJob:
         self._keep = keep
         self._mode = context.mode_for(policy)
         positions = context.rotary.table(self.tokens)
-        segments = policy.reuse == "segments"
-        self.request = context.cache.admit(
-            prompt.tokens,
-            namespace=lookup.namespace,
-            segments=prompt.segments if segments else (),
-            discover=lookup.discover and segments,
-            reuse=policy.reuse,
-            mode=self._mode[0],
-            reserve_tokens=reserve_tokens,
-            regime=positions.regime,
-            chunk_tokens=self._chunk,
+        self._packed = context.packed_prefix(
+            prompt.tokens, policy.reuse, lookup.namespace, positions.regime, reserve_tokens
         )
+        try:
+            self.request = context.cache.admit(
+                prompt.tokens,
+                namespace=lookup.namespace,
+                segments=prompt.segments if segments else (),
+                discover=lookup.discover and segments,
+                reuse=policy.reuse,
+                mode=self._mode[0],
+                reserve_tokens=reserve_tokens,
+                regime=positions.regime,
+                chunk_tokens=self._chunk,
+            )
+        except BaseException:
+            if self._packed is not None:
+                self._packed.release()
+            raise
         self._timings = Timings(lookup_s=time.perf_counter() - start)
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None
@@ -84,12 +95,18 @@ class PrefillJob:
         try:
             with context.spec.current():
                 self._kv = RequestKv(
-                    context.heads, context.pages, self.request, positions, policy.delta_rope
+                    context.heads,
+                    context.pages,
+                    self.request,
+                    positions,
+                    policy.delta_rope,
+                    self._packed,
                 )
                 copying = context.clock.mark()
                 self._kv.copy()
+                there = self._kv.take_packed(self.request.plan.reused_prefix, self._chunk)
                 self._copying = copying, context.clock.mark()
-                self._view = context.view(self.request)
+                self._view = context.view(self.request, there)
                 self._ids = send_index(context.spec.device, prompt.tokens).long()
         except BaseException:
             self.release()
@@ -134,7 +151,7 @@ class PrefillJob:
         for first, end in spans(self.computed, to, self._chunk):
             if first > prefix:
                 if self._lookup.at_once:
-                    self.request.commit(first, min(first, self._run.trace.exact, self._exact))
+                    self._kv.commit(first, min(first, self._run.trace.exact, self._exact))
                 self._kv.advance(first, end)
             self._run.compute(first, end)
             self.computed = end
@@ -166,10 +183,14 @@ class PrefillJob:
         self._take_times(trace)
         exact = min(self._exact, trace.exact)
         if self._lookup.at_once:
-            request.commit(length, exact)
+            self._kv.commit(length, exact)
         if not self._keep:
             self._kv.advance(length, length)
         report = context.report(request, self._policy, trace, self._timings, self._view)
+        if self._packed is not None:
+            own, shared = self._packed.kv_bytes()
+            report.kv_bytes += own
+            report.shared_kv_bytes += shared
         report.mode, report.mode_reason = self._mode
         report.device_bytes = context.device_bytes(report, trace, len(logits))
         reused = ReusedTokens.of(self._view.segments)
@@ -187,3 +208,5 @@ class PrefillJob:
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""
         self.request.release()
+        if self._packed is not None:
+            self._packed.release()

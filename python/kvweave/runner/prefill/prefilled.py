@@ -11,6 +11,7 @@ import torch
 from kvweave.arguments import shown
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.model.rope import PositionTable
@@ -62,8 +63,10 @@ class Prefill:
         Of a prompt that is remembered from its end on, a fork is not remembered.
 
         # Errors
-        `InvalidArgument` for a prompt that was released, or whose local heads were made full.
+        `InvalidArgument` for a prompt that was released, or whose local heads were made full;
+        `Unsupported` beside packed pages.
         """
+        refuse_beside_packed(self.kv.packed, "fork")
         report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
             self.kv.forked(self.request.fork()),
@@ -84,11 +87,11 @@ class Prefill:
         if self.lookup.remember:
             length = self.request.length
             exact = self.exact and self.kv.heads.reads_all(self.request)
-            self.request.commit(length, length if exact else self.exact_tokens)
+            self.kv.commit(length, length if exact else self.exact_tokens)
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""
-        self.request.release()
+        self.kv.release()
 
     def __enter__(self) -> Prefill:
         return self

@@ -1,0 +1,50 @@
+"""What does not go with packed pages yet: one table, and the error that names both."""
+
+from __future__ import annotations
+
+from kvweave.arguments import shown
+from kvweave.errors import InvalidArgument, Unsupported
+
+NOT_BESIDE_PACKED = {
+    "heads": "a head map gives its classes blocks of their own, and none is packed",
+    "profile": "what a profile states was measured over exact pages",
+    "canary": "full answers are computed over packed pages as well, so it has no yardstick",
+    "mode": "segments at other positions are not read from packed pages",
+    "policy": "segments at other positions are not read from packed pages",
+    "documents": "what is frozen has to be kept whole, and windows are not",
+    "payloads": "what is handed over has exact pages of all tokens",
+    "healing": "tokens that are packed are not written again",
+    "conversation": "a turn forks its request, and packed pages have no fork",
+    "fork": "packed pages have no fork",
+}
+"""By the argument or call that asks for it: why packed pages do not serve it."""
+
+
+def check_kv_dtype(kv_dtype: object, mode: str, **asked: object) -> None:
+    """Raises for a `kv_dtype` that is none, and for what a runner is asked for beside it.
+
+    # Errors
+    `InvalidArgument` for another than None and "int4"; `Unsupported` as `refuse_beside_packed`.
+    """
+    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == "int4"):
+        raise InvalidArgument(f"kv_dtype: expected None or 'int4', got {shown(kv_dtype)}")
+    shared = mode if mode == "share" else None
+    for what, got in {**asked, "mode": shared}.items():
+        refuse_beside_packed(kv_dtype, what, got)
+
+
+def refuse_beside_packed(packed: object, what: str, got: object = "one") -> None:
+    """Raises for something that is asked for of a runner whose pages are packed.
+
+    Nothing is said where `packed` or `got` is None, as nothing is packed or asked for.
+
+    # Errors
+    `Unsupported` naming both.
+    """
+    if packed is None or got is None:
+        return
+    named = got if isinstance(got, str) else "one"
+    raise Unsupported(
+        f"{what}: expected a runner without kv_dtype, got {named} beside kv_dtype='int4': "
+        f"{NOT_BESIDE_PACKED[what]}"
+    )

@@ -1,0 +1,74 @@
+"""A runner with packed pages on a GPU: it says what the CPU says, and shares what it packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_batches import decoding
+from families import random_tokens, tiny
+from kvweave import Unsupported
+from packed_decoding import nothing_is_held, packed_runner, steps_of
+from versions import needs_cuda
+
+pytestmark = needs_cuda
+
+STEPS = 70
+NEAR = {torch.bfloat16: 0.06, torch.float16: 0.02}
+"""Largest difference of a logit, as a share of the largest."""
+
+
+def there(dtype: torch.dtype, head_dim: int, device: str) -> Any:
+    sizes = {"head_dim": head_dim, "max_position_embeddings": 4096, "num_hidden_layers": 2}
+    return packed_runner(tiny("llama", **sizes).to(device, dtype), chunk_tokens=200)
+
+
+def logits_of(
+    runner: Any, tokens: Any, said: list[int] | None, found: int
+) -> tuple[list[int], torch.Tensor]:
+    """What is said behind a prompt, and the logits of each step; what is `said` if given.
+
+    `found`: tokens of it that are there.
+    """
+    with runner.prefill(tokens, "prefix", reserve_tokens=STEPS) as done:
+        assert done.report.reused_prefix == found
+        first = done.logits[-1].float().clone()
+        sequence = decoding(runner, done, STEPS + 1)
+        if said is not None:
+            sequence.tokens[-1] = said[0]
+        seen = steps_of(runner, sequence, STEPS, None if said is None else said[1:])
+        return list(sequence.tokens), torch.stack([first, *seen]).cpu()
+
+
+@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_says_what_the_cpu_says(dtype: torch.dtype, head_dim: int) -> None:
+    """Chunks that read packed pages, steps that fill some, and a prompt behind shared ones."""
+    host, device = there(dtype, head_dim, "cpu"), there(dtype, head_dim, "cuda")
+    tokens = random_tokens(500, 3)
+    other = np.concatenate((tokens[:330], random_tokens(40, 4)))
+    for prompt, found in ((tokens, 0), (other, 320)):
+        said, wanted = logits_of(host, prompt, None, found)
+        _, got = logits_of(device, prompt, said, found)
+        apart = (got - wanted).abs().max() / wanted.abs().max()
+        assert float(apart) < NEAR[dtype]
+    assert nothing_is_held(device)
+
+
+def test_a_batch_is_answered_and_nothing_stays_held() -> None:
+    runner = there(torch.bfloat16, 64, "cuda")
+    prompts = [random_tokens(count, count) for count in (1, 63, 150, 400, 777)]
+    answers = runner.generate_batch(prompts, max_new_tokens=90, stop=[])
+    assert [len(answer.tokens) for answer in answers] == [90] * 5
+    assert [len(list(runner.stream(p, max_new_tokens=70, stop=[]))) for p in prompts] == [70] * 5
+    assert nothing_is_held(runner)
+
+
+def test_what_the_kernels_do_not_read_is_refused() -> None:
+    with pytest.raises(Unsupported, match="expected bf16 or f16 beside 'int4'"):
+        packed_runner(tiny("llama", head_dim=64).cuda())
+    with pytest.raises(Unsupported, match="expected a head dim of 64 or 128 beside 'int4'"):
+        packed_runner(tiny("llama", head_dim=32).to("cuda", torch.bfloat16))

@@ -1,0 +1,119 @@
+"""A runner's packed pages in plain torch: transformers' own decoding over what INT4 makes of KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from kvweave.runner import Runner
+from kvweave.runner.decode.decoding import Decoding
+from packed_texts import rounded
+
+PAGE, SINK, RECENT = 64, 64, 128
+NAME = "packed_decoding"
+
+
+class PackedDecoding:
+    """A model's own decoding of one text, some of whose tokens are what INT4 makes of them.
+
+    A decode step at position i reads tokens from the sink's end to i − RECENT so. A chunk of a
+    prompt reads those so that lie before the exact page, of `block` tokens, which holds the first
+    token within the window of its first row; its own tokens are exact. `packed_at_least`: the first
+    so many are read so in any case, as they were found packed. Without `scales` all is exact.
+    """
+
+    def __init__(self, model: Any, block: int = 16, scales: str | None = "bf16") -> None:
+        self.model, self.block, self.scales = model, block, scales
+        self.cache: Any = None
+        self.length = 0
+        self.packed_at_least = 0
+        self._packed_end = 0
+
+    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
+        """Logits [V] behind a prompt that is computed in chunks."""
+        ids = [int(token) for token in tokens]
+        for first in range(self.length, self.length + len(ids), chunk):
+            end = max(0, first + 1 - RECENT) // self.block * self.block
+            logits = self._feed(ids[first - self.length :][:chunk], end)
+        self.length += len(ids)
+        return logits
+
+    def step(self, token: int) -> torch.Tensor:
+        """Logits [V] behind one more token."""
+        logits = self._feed([token], self.length + 1 - RECENT)
+        self.length += 1
+        return logits
+
+    def _feed(self, tokens: list[int], packed_end: int) -> torch.Tensor:
+        self._packed_end = max(packed_end, self.packed_at_least)
+        AttentionInterface.register(NAME, self._attend)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        try:
+            ids = torch.tensor([tokens], device=self.model.device)
+            out = self.model(ids, past_key_values=self.cache, use_cache=True)
+        finally:
+            self.model.set_attn_implementation(before)
+        self.cache = out.past_key_values
+        return out.logits[0, -1].float()
+
+    def _attend(
+        self, _module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
+    ) -> tuple[torch.Tensor, None]:
+        rows, total = query.shape[2], key.shape[2]
+        group = query.shape[1] // key.shape[1]
+        keys, values = key.double(), value.double()
+        if self._packed_end > SINK and self.scales is not None:
+            whole = -(-self._packed_end // PAGE) * PAGE
+            packed = slice(SINK, self._packed_end)
+            pages = [rounded(part, 2, self.scales)[0] for part in keys[:, :, :whole].split(PAGE, 2)]
+            keys[:, :, packed] = torch.cat(pages, 2)[:, :, packed]
+            values[:, :, packed] = rounded(values[:, :, packed], -1, self.scales)[0]
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
+        logits = (query.double() @ keys.transpose(2, 3) * named["scaling"]).masked_fill(
+            (at > row).to(query.device), -torch.inf
+        )
+        return (logits.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def packed_runner(model: Any, **settings: Any) -> Runner:
+    """A runner whose full pages are packed."""
+    settings = {"max_tokens": 2048, "progress": False, "check": False, **settings}
+    return Runner(model, kv_dtype="int4", **settings)
+
+
+def steps_of(
+    runner: Runner, sequence: Decoding, steps: int, said: list[int] | None = None
+) -> list[torch.Tensor]:
+    """The logits of so many decode steps of a request, which says the likeliest, or is made to.
+
+    `said`: what it has said behind each step.
+    """
+    seen: list[torch.Tensor] = []
+
+    def choose(_batch: Any, logits: torch.Tensor, _greedy: bool) -> Any:
+        seen.append(logits[0].float().clone())
+        sequence.choose(logits[0])
+        if said is not None:
+            sequence.tokens[-1] = said[len(seen) - 1]
+        return np.array([sequence.tokens[-1]])
+
+    with torch.inference_mode():
+        for _ in range(steps):
+            runner._decoder.step([sequence], choose=choose)
+    runner._decoder.forget(sequence.request)
+    return seen
+
+
+def nothing_is_held(runner: Runner) -> bool:
+    """Whether all blocks, exact and packed, are back and the books agree."""
+    assert runner.packed is not None
+    for cache in (runner.cache, runner.packed.cache):
+        cache.check()
+        if cache.stats()["held"]:
+            return False
+    return True
