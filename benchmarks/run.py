@@ -20,6 +20,7 @@ from benchmarks.cases import (
     head_memory,
     packed_decode,
     page_choice,
+    page_moves,
     rotate_rows,
     store,
     top_k_step,
@@ -44,10 +45,18 @@ CASES: dict[str, Case] = {
     "ttft_heads": ttft_heads.run,
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
+    "page_moves": page_moves.run,
     "packed_decode": packed_decode.run,
     "top_k_step": top_k_step.run,
 }
-ON_A_GPU = {"packed_decode", "page_choice", "top_k_step", "ttft_cuda", "ttft_heads"}
+ON_A_GPU = {
+    "packed_decode",
+    "page_choice",
+    "page_moves",
+    "top_k_step",
+    "ttft_cuda",
+    "ttft_heads",
+}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

@@ -249,6 +249,46 @@ struct SelectPagesParams {
   uint32_t recent;  // and at its end
 };
 
+// recycle_pages. M = rows · min(most, width).
+struct RecyclePagesParams {
+  const int32_t* pages;     // [rows, most]
+  const int32_t* selected;  // [rows]
+  const uint8_t* pinned;    // [rows, width], or null
+  int32_t* slots;           // [rows, width]
+  int32_t* places;          // [rows, most]
+  int32_t* moves;           // [M, 3]
+  int32_t* count;           // [1]
+  int32_t* refused;         // [rows]
+  uint32_t* states;         // workspace [thread blocks + 1], zero before and after
+  uint32_t rows;
+  uint32_t most;
+  uint32_t width;
+  uint32_t limit;       // pages of a row are below this
+  uint32_t team_bytes;  // shared memory of a row
+};
+
+// Pages of an arena by the numbers that rows give them: number n of row r is page
+// blocks[r / ranks][n] + r % ranks.
+struct RowPagesParams {
+  void* data;             // [pages, page_bytes], on the device or where it can reach
+  const int32_t* blocks;  // [rows / ranks, width]
+  int64_t pages;
+  uint32_t rows;
+  uint32_t width;
+  uint32_t ranks;
+};
+
+struct MovePagesParams {
+  const int32_t* moves;  // [most, 3]: row, page, slot
+  const int32_t* count;  // [1]
+  RowPagesParams slots;
+  RowPagesParams home;
+  uint32_t most;
+  uint32_t page_bytes;   // a multiple of 16
+  uint32_t page_pieces;  // pieces of 4 KiB
+  uint32_t spills;       // from the slots; else into them
+};
+
 struct GatherEntriesParams {
   const int32_t* pages;          // [requests, kv_heads, most]: indices in the head's table
   const int32_t* selected;       // [requests, kv_heads]: of which the first so many count
@@ -330,6 +370,9 @@ static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
 static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
+static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
+static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
+static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
 static_assert(sizeof(PackPagesParams) == 64, "params.rs says 64 bytes");
 static_assert(sizeof(AttendPackedParams) == 248, "params.rs says 248 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

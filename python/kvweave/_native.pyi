@@ -21,8 +21,12 @@ from kvweave._native_ops import gather_entries as gather_entries
 from kvweave._native_ops import gather_entries_cuda as gather_entries_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
+from kvweave._native_ops import move_pages as move_pages
+from kvweave._native_ops import move_pages_cuda as move_pages_cuda
 from kvweave._native_ops import pack_pages as pack_pages
 from kvweave._native_ops import pack_pages_cuda as pack_pages_cuda
+from kvweave._native_ops import recycle_pages as recycle_pages
+from kvweave._native_ops import recycle_pages_cuda as recycle_pages_cuda
 from kvweave._native_ops import rotate_rows as rotate_rows
 from kvweave._native_ops import rotate_rows_cuda as rotate_rows_cuda
 from kvweave._native_ops import score_pages as score_pages

@@ -134,6 +134,21 @@ def attend_packed_cuda(
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
+def move_pages(
+    moves: tuple[_Array, _Array],
+    slots: tuple[_Array, _Array, int],
+    home: tuple[_Array, _Array, int],
+    way: str,
+    reference: bool,
+) -> None: ...
+def move_pages_cuda(
+    moves: tuple[_TablePair, _TablePair],
+    slots: tuple[_Array, _TablePair, int],
+    home: tuple[_Array, _TablePair, int],
+    way: str,
+    processors: int,
+    stream: int,
+) -> None: ...
 def pack_pages(
     cache: _Array,
     packed: _Array,
@@ -166,6 +181,21 @@ def unpack_pages_cuda(
     pages: int,
     stream: int,
 ) -> None: ...
+def recycle_pages(
+    chosen: tuple[_Array, _Array],
+    limit: int,
+    room: tuple[_Array, _Array | None],
+    results: tuple[_Array, ...],
+    reference: bool,
+) -> None: ...
+def recycle_pages_cuda(
+    chosen: tuple[_TablePair, _TablePair],
+    limit: int,
+    room: tuple[_Array, _Array | None],
+    results: tuple[_Array, ...],
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
 def rotate_rows(
     vectors: tuple[_Array, _Array | None],
     turns: tuple[_Array, _Array],

@@ -304,7 +304,7 @@ def test_an_op_without_room_says_so_and_runs_later(name) -> None:
     numbers = step.renew(torch.Generator().manual_seed(1))
     step.place(numbers)
     # What allocates nothing does with tables of the host.
-    tables = {"copies", "slots", "held", "packs"} & numbers.keys()
+    tables = {"copies", "slots", "held", "packs", "moves"} & numbers.keys()
     inputs = {**step.inputs, **{table: numbers[table] for table in tables}}
     what = "StepTables.empty" if name == "step_tables" else name
     with no_room_on_gpu(), pytest.raises(kvweave.OutOfMemory, match=what) as refused:

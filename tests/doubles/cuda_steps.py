@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvweave import ops
+from page_rows import PageRows
 from paged import paged, reads, rope_table
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 90, 4, 2, 64, 16
@@ -56,6 +57,8 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "select_pages": select_pages(),
         "gather_entries": gather_entries(),
         "pack_pages": pack_pages(dtype),
+        "recycle_pages": recycle_pages(),
+        "move_pages": move_pages(dtype),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -65,7 +68,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
 NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
-NAMES += ["select_pages", "gather_entries", "pack_pages"]
+NAMES += ["select_pages", "gather_entries", "pack_pages", "recycle_pages", "move_pages"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -322,3 +325,50 @@ def gather_entries() -> Step:
         return ops.gather_entries(*chosen, t["entries"], entry_offsets=ends, reach=reach)
 
     return Step(call, renew, host_tables=False)
+
+
+def recycle_pages() -> Step:
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        case = PageRows.drawn(np.random.default_rng(seed), 50, 40, 60, 300)
+        pages, selected, slots, pinned = case.on("cpu")
+        return {"pages": pages, "selected": selected, "room": slots, "pins": pinned}
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        chosen = t["pages"], t["selected"], t["room"]
+        found = ops.recycle_pages(*chosen, limit=300, pinned=t["pins"])
+        # What lies behind the count is anything.
+        listed = torch.arange(len(found.moves), device=found.count.device) < found.count
+        moves = torch.where(listed[:, None], found.moves, 0)
+        return t["room"], found.places, moves, found.count, found.refused
+
+    return Step(call, renew, host_tables=False)
+
+
+def move_pages(dtype: torch.dtype) -> Step:
+    rows, width, limit = 6, 5, 12
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        def numbers(columns: int) -> torch.Tensor:
+            order = torch.randperm(rows // 2 * columns, generator=generator)
+            return (2 * order).int().view(-1, columns)
+
+        row, slot = torch.arange(rows * width) // width, torch.arange(rows * width) % width
+        page = 2 * slot + torch.randint(0, 2, slot.shape, generator=generator)
+        order = torch.randperm(len(row), generator=generator)
+        shape = (2, PAGE, DIM)
+        return {
+            "moves": torch.stack((row, page, slot), 1)[order].int(),
+            "count": torch.randint(0, len(row) + 1, (1,), generator=generator).int(),
+            "arena": torch.randn(rows * width, *shape, generator=generator).to(dtype),
+            "home": torch.randn(rows * limit, *shape, generator=generator).to(dtype),
+            "of_slots": numbers(width),
+            "of_home": numbers(limit),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        sides = ops.RowPages(t["arena"], t["of_slots"], 2), ops.RowPages(t["home"], t["of_home"], 2)
+        ops.move_pages(t["moves"], t["count"], *sides, way="fetch")
+        return (t["arena"],)
+
+    return Step(call, renew)

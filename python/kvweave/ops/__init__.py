@@ -8,6 +8,9 @@ Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, en
 delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
 (block, slot), as `KvRequest` makes them, or of an engine's batch `step_tables`.
 
+Pages that a decode step chose come into slots by `recycle_pages` and `move_pages`, whose arenas are
+any tensors of equal pages.
+
 Every op takes `backend`: None picks the fast version for the cache's device, "reference" the
 definition in plain loops, which every other version is checked against. Ops are not
 differentiable. While an op runs, other threads must not write to its tensors.
@@ -31,9 +34,11 @@ from kvweave.ops.copy_rerotate import copy_rerotate
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.gather_entries import gather_entries
 from kvweave.ops.merge_states import merge_states
+from kvweave.ops.move_pages import RowPages, move_pages
 from kvweave.ops.pack_pages import pack_pages, unpack_pages
 from kvweave.ops.packed_kv import PackedKv, PackedPages
 from kvweave.ops.reading import PagedKv
+from kvweave.ops.recycle_pages import Recycled, recycle_pages
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
 from kvweave.ops.score_pages import score_pages
 from kvweave.ops.score_tokens import EdgeMass, score_tokens
@@ -54,7 +59,9 @@ __all__ = [
     "Pages",
     "Pairing",
     "Reach",
+    "Recycled",
     "RopeTable",
+    "RowPages",
     "StepTables",
     "Table",
     "Workspace",
@@ -65,7 +72,9 @@ __all__ = [
     "copy_rerotate",
     "gather_entries",
     "merge_states",
+    "move_pages",
     "pack_pages",
+    "recycle_pages",
     "rotate_rows",
     "score_pages",
     "score_tokens",

@@ -304,6 +304,25 @@ impl Drop for DeviceBuffer {
     }
 }
 
+/// The address under which kernels reach pinned host memory of so many bytes; nothing for memory
+/// that is not pinned, or not all of it.
+pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option<u64> {
+    let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
+    let mapped = |address: u64| {
+        let mut found: sys::CUdeviceptr = 0;
+        // SAFETY: the driver looks the address up without reading there, and writes one number.
+        let told =
+            unsafe { sys::cuPointerGetAttribute((&raw mut found).cast(), attribute, address) };
+        told.result().ok().map(|()| found)
+    };
+    let ends = || {
+        let last = address.checked_add(bytes.checked_sub(1)? as u64)?;
+        let (first, end) = (mapped(address)?, mapped(last)?);
+        (end.checked_sub(first) == Some(last - address)).then_some(first)
+    };
+    context.enter_uncaptured(|| Ok(ends())).ok().flatten()
+}
+
 /// Shared memory that every launch may ask for; more must be allowed for the kernel first.
 const SHARED_BYTES: u32 = 48 << 10;
 

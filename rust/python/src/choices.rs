@@ -1,6 +1,6 @@
 //! What Python chooses by a word or a number, as the core has it.
 
-use kvweave_core::ops::{PackedKind, PageScore, Pairing, ScaleDtype, SharedScore};
+use kvweave_core::ops::{PackedKind, PageScore, Pairing, ScaleDtype, SharedScore, Way};
 use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
 
 use crate::arguments::count;
@@ -53,6 +53,14 @@ pub fn page_score(name: &str) -> Result<PageScore, Failure> {
         "min-max" => Ok(PageScore::MinMax),
         "mean" => Ok(PageScore::Mean),
         _ => Err(Failure::invalid("score", "min-max or mean", format!("{name:?}"))),
+    }
+}
+
+pub fn way_of_pages(name: &str) -> Result<Way, Failure> {
+    match name {
+        "fetch" => Ok(Way::Fetch),
+        "spill" => Ok(Way::Spill),
+        _ => Err(Failure::invalid("way", "fetch or spill", format!("{name:?}"))),
     }
 }
 

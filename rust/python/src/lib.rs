@@ -50,7 +50,11 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
+    use super::ops::cpu::move_pages::move_pages;
+    #[pymodule_export]
     use super::ops::cpu::pack_pages::{pack_pages, unpack_pages};
+    #[pymodule_export]
+    use super::ops::cpu::recycle_pages::recycle_pages;
     #[pymodule_export]
     use super::ops::cpu::rotate_rows::rotate_rows;
     #[pymodule_export]
@@ -78,7 +82,11 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
     #[pymodule_export]
+    use super::ops::cuda::move_pages::move_pages_cuda;
+    #[pymodule_export]
     use super::ops::cuda::pack_pages::{pack_pages_cuda, unpack_pages_cuda};
+    #[pymodule_export]
+    use super::ops::cuda::recycle_pages::recycle_pages_cuda;
     #[pymodule_export]
     use super::ops::cuda::rotate_rows::rotate_rows_cuda;
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 mod laws;
 mod match_reference;
+mod moves;
 mod packed;
 mod paged;
 mod pages;

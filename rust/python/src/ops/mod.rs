@@ -8,4 +8,5 @@ pub mod cpu;
 pub mod cuda;
 mod reading;
 mod rotation;
+mod row_pages;
 mod step_batch;

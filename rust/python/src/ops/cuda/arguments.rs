@@ -37,6 +37,13 @@ impl Place {
         Ok(Self { device: tensor.device, ordinal, dtype, row_dtype: dtype })
     }
 
+    /// The place of a call that reads no elements of a cache.
+    pub fn of_numbers(what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
+        let ordinal = ordinal_of(what, tensor)?;
+        let dtype = KvDtype::F32;
+        Ok(Self { device: tensor.device, ordinal, dtype, row_dtype: dtype })
+    }
+
     /// The same with the rows' elements: over fp8 those that `tensor` has.
     pub fn with_rows(self, what: &str, tensor: &TensorRef) -> Result<Self, Failure> {
         let quantised = self.dtype.is_quantised();

@@ -15,7 +15,7 @@ pub type Workspace<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 pub type Needs = (usize, usize);
 
 /// The parts of a workspace that are as large as a call needs, or None where it was given none
-/// or one that is too small. A call that needs no f32 looks at nothing.
+/// or one that is too small. A call that needs none looks at nothing.
 ///
 /// # Errors
 /// A workspace that lies elsewhere or is of other dtypes.
@@ -25,7 +25,7 @@ pub fn room(
     (floats, counters): Needs,
 ) -> Result<Option<(DeviceTensor, DeviceTensor)>, Failure> {
     let nothing = DeviceTensor { address: 0, len: 0 };
-    if floats == 0 {
+    if floats == 0 && counters == 0 {
         return Ok(Some((nothing, nothing)));
     }
     let parts = space.map(|space| space.parts(place)).transpose()?.unwrap_or((nothing, nothing));

@@ -1,0 +1,278 @@
+"""What it takes on a GPU to bring chosen pages into slots, and to carry pages to and from the host.
+
+`recycle_pages` for the rows of 16 requests of Llama-3.1-8B's shape (32 layers, 8 KV heads), which
+select in turns one of two sets of pages, so that each call finds the same share missing. Beside it
+the same by torch's own calls, and its floor: reading and writing its tables once, and a launch.
+Every call is a graph of its own; the L2 cache holds nothing of it.
+
+`move_pages` for pages of 2 to 64 KiB between the device and pinned memory, both ways, on one, two
+and four processors' worth of thread blocks. Beside it one copy of as many bytes by the copy engine,
+which is the ceiling, and a copy for each page. Then attention of a decode step in 16 layers, alone
+and while pages are fetched on another stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.cases.page_choice import KV_HEADS, Layer
+from kvweave import ops
+from kvweave.lab.bench.ceilings import Ceilings, measure
+from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock, Effort, replayed
+from kvweave.lab.bench.rows import Row, expect
+
+LAYERS, REQUESTS = 32, 16
+LIMIT = 8192
+RECYCLED = (
+    # pages of each row, slots, share that is missing, the microseconds that the design asks for
+    (128, 144, 0.1, 10.0),
+    (128, 144, 0.0, 10.0),
+    (128, 144, 1.0, None),
+    (64, 80, 0.1, None),
+    (1024, 1100, 0.1, None),
+)
+KIB = 1 << 10
+MOVED = 256 << 20
+"""Bytes that a call moves."""
+PAGES = (2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 64 * KIB)
+FEW = (16, 256)
+"""Pages of calls that are short."""
+SEPARATE = 2048
+"""The most pages that are copied one by one."""
+DECODED = 16
+"""Layers whose attention is timed beside moves."""
+ROUNDS = 30
+
+
+class Recycling:
+    """Rows whose slots hold one of two selections, of which a share is the same."""
+
+    def __init__(self, rows: int, most: int, width: int, missing: float) -> None:
+        generator = torch.Generator("cuda").manual_seed(most)
+        drawn = torch.rand(rows, LIMIT, generator=generator, device="cuda")
+        order = drawn.topk(2 * most).indices.int()
+        kept = most - round(missing * most)
+        first, other = order[:, :most], order[:, most : 2 * most - kept]
+        sets = (first, torch.cat((first[:, :kept], other), 1))
+        self.pages = [chosen.sort(1).values.contiguous() for chosen in sets]
+        self.selected = torch.full((rows,), most, dtype=torch.int32, device="cuda")
+        self.slots = torch.full((rows, width), -1, dtype=torch.int32, device="cuda")
+        self.workspace = ops.Workspace("cuda")
+        self.missing = most - kept
+        self.rows, self.most, self.width = rows, most, width
+
+    def ours(self, turn: int) -> ops.Recycled:
+        given = (self.pages[turn], self.selected, self.slots)
+        return ops.recycle_pages(*given, limit=LIMIT, workspace=self.workspace)
+
+    def by_torch(self, turn: int) -> torch.Tensor:
+        """Full rows without pins; moves are not listed."""
+        pages, slots = self.pages[turn].long(), self.slots.long()
+        wanted = torch.zeros(self.rows, LIMIT + 1, dtype=torch.bool, device="cuda")
+        wanted.scatter_(1, pages, True)
+        held = torch.where(slots < 0, LIMIT, slots)
+        numbers = torch.arange(self.width, device="cuda").expand(self.rows, -1)
+        where = torch.full((self.rows, LIMIT + 1), -1, device="cuda").scatter_(1, held, numbers)
+        places = where.gather(1, pages)
+        missing = places < 0
+        left = (~wanted.gather(1, held)).byte().argsort(1, descending=True, stable=True)
+        taken = left.gather(1, (missing.cumsum(1) - 1).clamp(min=0))
+        places = torch.where(missing, taken, places)
+        self.slots.scatter_(1, places, self.pages[turn])
+        return places
+
+    def check(self) -> None:
+        """Both ways from one selection to the other, against torch's."""
+        for turn in (0, 1, 0):
+            before = self.slots.clone()
+            found = self.ours(turn)
+            after = self.slots.clone()
+            self.slots.copy_(before)
+            expect(torch.equal(found.places, self.by_torch(turn).int()), "places: expected torch's")
+            expect(torch.equal(after, self.slots), "slots: expected torch's")
+            expect(not bool(found.refused.any()), "rows: expected none to be refused")
+        wanted = self.rows * self.missing
+        expect(int(self.ours(1).count) == wanted, f"moves: expected {wanted}")
+
+    def in_turns(self, call: Callable[[int], Any]) -> Callable[[], None]:
+        """Graphs of both selections, replayed one after the other."""
+        graphs = [replayed(partial(call, turn)) for turn in (0, 1)]
+        calls = 0
+
+        def replay() -> None:
+            nonlocal calls
+            graphs[calls % 2]()
+            calls += 1
+
+        return replay
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Pages of a size in two arenas, and moves of all of them in any order."""
+
+    slots: ops.RowPages
+    home: ops.RowPages
+    moves: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, pages: int, size: int) -> Moving:
+        generator = torch.Generator().manual_seed(size)
+        order = torch.randperm(pages, generator=generator)
+        moves = torch.stack((0 * order, order, torch.arange(pages)), 1).int().cuda()
+        table = torch.arange(pages, dtype=torch.int32, device="cuda").view(1, -1)
+        home = torch.empty(pages, size, dtype=torch.uint8, pin_memory=True)
+        home.view(torch.int32).random_(generator=generator)
+        slots = torch.zeros(pages, size, dtype=torch.uint8, device="cuda")
+        count = torch.tensor([pages], dtype=torch.int32, device="cuda")
+        return cls(ops.RowPages(slots, table), ops.RowPages(home, table), moves, count)
+
+    def carry(self, way: Any, processors: int) -> None:
+        sides = (self.moves, self.count, self.slots, self.home)
+        ops.move_pages(*sides, way=way, processors=processors)
+
+    def copy(self, way: str) -> None:
+        """All bytes at once, in the order that they have."""
+        slots, home = self._arenas()
+        target, source = (slots, home) if way == "fetch" else (home, slots)
+        target.copy_(source, non_blocking=True)
+
+    def copy_pages(self, way: str) -> None:
+        slots, home = self._arenas()
+        target, source = (slots, home) if way == "fetch" else (home, slots)
+        for to, page in zip(target, source, strict=True):
+            to.copy_(page, non_blocking=True)
+
+    def check(self) -> None:
+        slots, home = self._arenas()
+        self.carry("fetch", 2)
+        order = self.moves[:, 1].cpu().long()
+        expect(torch.equal(slots.cpu(), home[order]), "fetch: expected the bytes of home")
+        kept = home.clone()
+        home.zero_()
+        self.carry("spill", 2)
+        torch.cuda.synchronize()
+        expect(torch.equal(home, kept), "spill: expected the bytes that were fetched")
+
+    def _arenas(self) -> tuple[torch.Tensor, torch.Tensor]:
+        slots, home = self.slots.data, self.home.data
+        assert isinstance(slots, torch.Tensor)
+        assert isinstance(home, torch.Tensor)
+        return slots, home
+
+
+def run(quick: bool) -> list[Row]:
+    device = torch.device("cuda")
+    clock, effort = DeviceClock(device), QUICK if quick else FULL
+    ceilings = measure(clock, device, effort)
+    rows = [Row("a launch", ceilings.launch_s * 1e6, "µs", None, {})]
+    for shape in RECYCLED[:1] if quick else RECYCLED:
+        rows.append(_recycled(shape, clock, effort, ceilings))
+    for size in PAGES[2:3] if quick else PAGES:
+        rows += _moved(MOVED // size, size, clock, effort)
+    for pages in () if quick else FEW:
+        rows += _moved(pages, 8 * KIB, clock, effort)
+    return rows + _beside(3 if quick else ROUNDS)
+
+
+def _recycled(
+    shape: tuple[int, int, float, float | None],
+    clock: DeviceClock,
+    effort: Effort,
+    ceilings: Ceilings,
+) -> Row:
+    most, width, missing, wanted = shape
+    rows = REQUESTS * LAYERS * KV_HEADS
+    case = Recycling(rows, most, width, missing)
+    case.check()
+    calls = {"ours": case.in_turns(case.ours), "torch": case.in_turns(case.by_torch)}
+    # Each has the slots as its own last call left them.
+    timed = {name: clock.time({name: call}, effort)[name] for name, call in calls.items()}
+    numbers = rows * (2 * most + width + 2) + 4 * rows * case.missing
+    beside = {
+        "floor µs": (4 * numbers / ceilings.read + ceilings.launch_s) * 1e6,
+        **({} if wanted is None else {"asked for µs": wanted}),
+        "torch µs": timed["torch"].median_s * 1e6,
+    }
+    name = f"recycle {rows} × {most} of {width} slots, {missing:.0%} missing"
+    return Row(name, timed["ours"].median_s * 1e6, "µs", timed["ours"].p95_s * 1e6, beside)
+
+
+def _moved(pages: int, size: int, clock: DeviceClock, effort: Effort) -> list[Row]:
+    case = Moving.of(pages, size)
+    case.check()
+    found = []
+    for way in ("fetch", "spill"):
+        calls: dict[str, Callable[[], Any]] = {
+            **{f"{n}": replayed(partial(case.carry, way, n)) for n in (1, 2, 4)},
+            "one copy": partial(case.copy, way),
+        }
+        if pages <= SEPARATE:
+            calls["a copy a page"] = partial(case.copy_pages, way)
+        timed = clock.time(calls, effort)
+        rates = {name: pages * size / timing.median_s / 1e9 for name, timing in timed.items()}
+        beside: dict[str, Any] = {
+            "share of one copy": rates["2"] / rates["one copy"],
+            "asked for": 0.93,
+            **{f"{n} processors GB/s": rates[f"{n}"] for n in (1, 4)},
+            "one copy GB/s": rates["one copy"],
+        }
+        if "a copy a page" in rates:
+            beside["a copy a page GB/s"] = rates["a copy a page"]
+        title = f"{way} {pages} pages of {size / KIB:g} KiB"
+        found.append(Row(title, rates["2"], "GB/s", None, beside))
+    return found
+
+
+def _beside(rounds: int) -> list[Row]:
+    """Attention alone, and while pages are fetched: how much longer it takes."""
+    layer = Layer.of(40, 10_240, 64)
+    case = Moving.of(4 * MOVED // (8 * KIB), 8 * KIB)
+
+    def decode() -> None:
+        for _ in range(DECODED):
+            layer.attend_to_all()
+
+    graph, side = replayed(decode), torch.cuda.Stream()
+    found = []
+    for processors in (1, 2, 4):
+        alone, beside, moved = [], [], []
+        for _ in range(rounds):
+            alone.append(_timed(graph))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(side):
+                begin.record()
+                case.carry("fetch", processors)
+                end.record()
+            beside.append(_timed(graph))
+            # Attention has ended while pages still came, or the figure says nothing.
+            expect(not end.query(), "moves: expected them to last longer than attention")
+            end.synchronize()
+            moved.append(begin.elapsed_time(end) / 1e3)
+        slower = median(beside) / median(alone) - 1
+        beside_it = {
+            "alone ms": median(alone) * 1e3,
+            "slower by": slower,
+            "asked for": 0.03,
+            "fetched GB/s": 4 * MOVED / median(moved) / 1e9,
+        }
+        title = f"attention of {DECODED} layers beside a fetch on {processors} processors"
+        found.append(Row(title, median(beside) * 1e3, "ms", None, beside_it))
+    return found
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call on the current stream, which is waited for."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

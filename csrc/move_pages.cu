@@ -1,0 +1,81 @@
+// move_pages: whole pages between slots on the device and where all pages lie, pinned host memory.
+//
+// The simple version:
+//   for each of the first `count` moves (row, page, slot): find both pages, copy one to the other
+//
+// What makes it as fast as the copy engine at pages of a few KiB, on a small part of the device:
+// 1. what a bus carries is the bytes in flight over the time of a round trip, some 100 KB for PCIe
+//    5. A warp asks for 4 KiB before it stores any, 16 bytes a lane and eight times: so four thread
+//    blocks have 256 KiB in flight, and no shared memory, which attention beside them wants;
+// 2. a warp looks up where its next piece lies while this one is on its way;
+// 3. pieces go round all warps, so that neighbours of a page are on their way together.
+//
+// Moves are not checked on the host: one that points outside a table or an arena is skipped, and a
+// count beyond the moves is all of them.
+
+#include "api.h"
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kOwn = 8;  // loads of a lane that are under way together
+constexpr uint32_t kPiece = kOwn * 32 * sizeof(uint4);
+
+// Where a piece is read and written, and its bytes; 0 for one that is skipped.
+struct Route {
+  const unsigned char* from;
+  unsigned char* to;
+  uint32_t bytes;
+};
+
+// The arena's page under a number of a row, or −1.
+__device__ __forceinline__ int64_t page_of(const RowPagesParams& of, int32_t row, int32_t number) {
+  const uint32_t r = row, n = number;
+  if (r >= of.rows || n >= of.width) return -1;
+  const int32_t first = of.blocks[int64_t{r / of.ranks} * of.width + n];
+  const int64_t page = int64_t{first} + r % of.ranks;
+  return first >= 0 && page < of.pages ? page : -1;
+}
+
+__device__ __forceinline__ Route route_of(const MovePagesParams& p, uint64_t piece,
+                                          uint64_t pieces) {
+  if (piece >= pieces) return {nullptr, nullptr, 0};
+  const uint64_t move = piece / p.page_pieces;
+  const uint32_t offset = static_cast<uint32_t>(piece - move * p.page_pieces) * kPiece;
+  const int32_t* numbers = p.moves + 3 * move;
+  const int64_t page = page_of(p.home, numbers[0], numbers[1]);
+  const int64_t slot = page_of(p.slots, numbers[0], numbers[2]);
+  if (page < 0 || slot < 0) return {nullptr, nullptr, 0};
+  auto* at_home = static_cast<unsigned char*>(p.home.data) + page * p.page_bytes + offset;
+  auto* in_slot = static_cast<unsigned char*>(p.slots.data) + slot * p.page_bytes + offset;
+  const uint32_t bytes = min(p.page_bytes - offset, kPiece);
+  if (p.spills != 0) return {in_slot, at_home, bytes};
+  return {at_home, in_slot, bytes};
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    move_pages(const __grid_constant__ MovePagesParams p) {
+  const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kWarps * gridDim.x;
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t count = min(static_cast<uint32_t>(max(*p.count, 0)), p.most);
+  const uint64_t pieces = uint64_t{count} * p.page_pieces;
+  Route route = route_of(p, warp, pieces);
+  for (uint64_t piece = warp; piece < pieces; piece += warps) {
+    uint4 words[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t at = (i * 32 + lane) * sizeof(uint4);
+      if (at < route.bytes) words[i] = __ldcs(reinterpret_cast<const uint4*>(route.from + at));
+    }
+    const Route next = route_of(p, piece + warps, pieces);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t at = (i * 32 + lane) * sizeof(uint4);
+      if (at < route.bytes) __stcs(reinterpret_cast<uint4*>(route.to + at), words[i]);
+    }
+    route = next;
+  }
+}

@@ -1,0 +1,345 @@
+// recycle_pages: the pages that rows selected into the slots that they have on the device.
+//
+// The simple version:
+//   for each row: pages that a slot holds stay there; each other one, in order, takes the first
+//   slot that is not pinned and holds no selected page, and is a move (row, page, slot)
+//
+// What makes it a few microseconds:
+// 1. a row is a warp's, or a thread block's where it is long. Its selection is a bitmap of pages in
+//    shared memory, so that a slot knows at once whether its page is selected, and by the bits
+//    before it as which of them;
+// 2. a warp has neighbouring numbers, so ballots tell the n-th missing page and the n-th slot that
+//    is left: what is written is in order, and the same at every run;
+// 3. all moves stand one behind the other though nobody waits for the host: a thread block says
+//    how many it has and then adds up what those before it said. All of them are there at once,
+//    so that takes two readings of the L2 cache and no second launch.
+//
+// What selections and slots say is not checked on the host. A row whose pages do not ascend or lie
+// outside, that holds a page twice, or that has no room for what it selects, is left as it is.
+//
+// The states of thread blocks are 0 before and after: the last one that has read them clears them.
+
+#include "api.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kOwn = 4;  // numbers that a thread asks for at once
+constexpr uint32_t kAll = ~0u;
+constexpr uint16_t kNone = 0xffff;
+constexpr int32_t kNoPage = -1;
+
+// Of what the warps before this one have, and of what all have.
+struct Sums {
+  uint32_t before, all;
+};
+
+struct Shared {
+  uint32_t of_warp[kWarps];
+  uint32_t of_team[kWarps];
+  uint32_t is_last;
+};
+
+__device__ __forceinline__ Sums sums_of_warps(uint32_t of_own, int warp,
+                                              uint32_t (&of_warp)[kWarps]) {
+  // Nobody may still be reading what was there.
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warp[warp] = of_own;
+  __syncthreads();
+  Sums sums{0, 0};
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    sums.before += i < warp ? of_warp[i] : 0;
+    sums.all += of_warp[i];
+  }
+  return sums;
+}
+
+// One row, of the threads of a team: a warp, or the thread block.
+template <int kTeam>
+class Row {
+  const RecyclePagesParams& p;
+  Shared& sh;
+  uint32_t* wanted;   // bits of the pages that are selected
+  uint32_t* held;     // and of those in slots
+  uint16_t* before;   // selected pages before those of a word
+  uint16_t* slot_of;  // of each selected page: its slot
+  uint16_t* left;     // slots for what is missing
+  const int32_t* pages;
+  int32_t* slots;
+  const int warp = threadIdx.x % kTeam / 32, lane = threadIdx.x % 32;
+  const uint32_t rank = threadIdx.x % kTeam;
+  uint32_t row, words, room, chosen, width;
+  bool is_there, is_bad;
+  int32_t own[kOwn];
+
+  static constexpr uint32_t kTile = kTeam * kOwn;
+
+  // Number i of a thread has this index; a warp's are neighbours.
+  __device__ __forceinline__ uint32_t at(uint32_t tile, int i) const {
+    return tile * kTile + (warp * kOwn + i) * 32 + lane;
+  }
+
+  static __device__ __forceinline__ uint32_t tiles(uint32_t count) {
+    return (count + kTile - 1) / kTile;
+  }
+
+  __device__ __forceinline__ void fetch(int32_t (&to)[kOwn], const int32_t* from, uint32_t tile,
+                                        uint32_t count) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t index = at(tile, i);
+      to[i] = index < count ? from[index] : kNoPage;
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_team() const {
+    if constexpr (kTeam == 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ Sums sums(uint32_t of_own) const {
+    if constexpr (kTeam == 32) {
+      return {0, of_own};
+    } else {
+      return sums_of_warps(of_own, warp, sh.of_warp);
+    }
+  }
+
+  __device__ __forceinline__ bool any_of_team(bool one) const {
+    if constexpr (kTeam == 32) {
+      return __any_sync(kAll, one);
+    } else {
+      return __syncthreads_or(one);
+    }
+  }
+
+ public:
+  uint32_t missing = 0;
+
+  __device__ Row(const RecyclePagesParams& params, Shared& shared, unsigned char* memory)
+      : p(params), sh(shared) {
+    const uint32_t team = threadIdx.x / kTeam;
+    row = blockIdx.x * (kThreads / kTeam) + team;
+    words = (p.limit + 31) / 32;
+    room = min(p.most, p.width);
+    wanted = reinterpret_cast<uint32_t*>(memory + team * p.team_bytes);
+    held = wanted + words;
+    before = reinterpret_cast<uint16_t*>(held + words);
+    slot_of = before + words;
+    left = slot_of + p.most;
+    is_there = row < p.rows;
+    width = is_there ? p.width : 0;
+    pages = p.pages + int64_t{is_there ? row : 0} * p.most;
+    slots = p.slots + int64_t{is_there ? row : 0} * p.width;
+  }
+
+  // Finds what is missing, and whether the row is as it has to be.
+  __device__ void compare() {
+    int32_t of_slots[kOwn];
+    fetch(own, pages, 0, is_there ? p.most : 0);
+    fetch(of_slots, slots, 0, width);
+    const int listed = is_there ? p.selected[row] : 0;
+    is_bad = listed < 0 || static_cast<uint32_t>(listed) > p.most;
+    chosen = is_bad ? 0 : listed;
+    for (uint32_t i = rank; i < 2 * words; i += kTeam) wanted[i] = 0;
+    for (uint32_t i = rank; i < chosen; i += kTeam) slot_of[i] = kNone;
+    wait_for_team();
+    mark_pages();
+    wait_for_team();
+    rank_words();
+    wait_for_team();
+    const Sums found = visit_slots(of_slots);
+    missing = chosen - min(found.before, chosen);
+    is_bad = any_of_team(is_bad || missing > found.all);
+    if (is_bad) missing = 0;
+  }
+
+  // Writes what the row has, its moves from `first` on.
+  __device__ void write(uint32_t first) {
+    if (!is_there) return;
+    const uint32_t sound = is_bad ? 0 : chosen;
+    int32_t* places = p.places + int64_t{row} * p.most;
+    uint32_t moved = first;
+    for (uint32_t tile = 0; tile < tiles(p.most); ++tile) {
+      if (tile > 0 || tiles(chosen) > 1) fetch(own, pages, tile, chosen);
+      uint32_t is_missing = 0, of_warp = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t index = at(tile, i);
+        const bool lacks = index < sound && slot_of[index] == kNone;
+        is_missing |= static_cast<uint32_t>(lacks) << i;
+        of_warp += __popc(__ballot_sync(kAll, lacks));
+      }
+      const Sums of_tile = sums(of_warp);
+      uint32_t next = moved + of_tile.before;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t index = at(tile, i);
+        const bool lacks = is_missing >> i & 1;
+        const uint32_t all_lacking = __ballot_sync(kAll, lacks);
+        int32_t slot = index < sound ? slot_of[index] : -1;
+        if (lacks) {
+          const uint32_t place = next + __popc(all_lacking & ((1u << lane) - 1));
+          slot = left[place - first];
+          slots[slot] = own[i];
+          int32_t* move = p.moves + int64_t{place} * 3;
+          move[0] = static_cast<int32_t>(row);
+          move[1] = own[i];
+          move[2] = slot;
+        }
+        if (index < p.most) places[index] = slot;
+        next += __popc(all_lacking);
+      }
+      moved += of_tile.all;
+    }
+    if (rank == 0) p.refused[row] = is_bad;
+  }
+
+ private:
+  __device__ __forceinline__ void mark_pages() {
+    for (uint32_t tile = 0; tile < tiles(chosen); ++tile) {
+      if (tile > 0) fetch(own, pages, tile, chosen);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t index = at(tile, i);
+        int32_t last = __shfl_up_sync(kAll, own[i], 1);
+        if (lane == 0) last = index > 0 && index < chosen ? pages[index - 1] : kNoPage;
+        if (index >= chosen) continue;
+        const uint32_t page = own[i];
+        if (page < p.limit && own[i] > last) {
+          atomicOr(&wanted[page / 32], 1u << page % 32);
+        } else {
+          is_bad = true;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rank_words() {
+    uint32_t so_far = 0;
+    for (uint32_t first = 0; first < words; first += kTeam) {
+      const uint32_t word = first + rank;
+      const uint32_t bits = word < words ? __popc(wanted[word]) : 0;
+      uint32_t up_to = bits;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_up_sync(kAll, up_to, step);
+        if (lane >= step) up_to += other;
+      }
+      const Sums of_all = sums(__shfl_sync(kAll, up_to, 31));
+      if (word < words) before[word] = static_cast<uint16_t>(so_far + of_all.before + up_to - bits);
+      so_far += of_all.all;
+    }
+  }
+
+  // Notes the slots of pages that are selected, and the first slots that are left. Returns how many
+  // there are of either.
+  __device__ __forceinline__ Sums visit_slots(int32_t (&of_slots)[kOwn]) {
+    Sums found{0, 0};
+    for (uint32_t tile = 0; tile < tiles(width); ++tile) {
+      if (tile > 0) fetch(of_slots, slots, tile, width);
+      uint32_t is_left = 0, counts = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t slot = at(tile, i);
+        const bool stays = slot < width && holds_selected(of_slots[i], slot);
+        const bool goes = slot < width && !stays && !is_pinned(slot);
+        is_left |= static_cast<uint32_t>(goes) << i;
+        counts += __popc(__ballot_sync(kAll, stays)) << 16 | __popc(__ballot_sync(kAll, goes));
+      }
+      const Sums of_tile = sums(counts);
+      uint32_t next = found.all + (of_tile.before & 0xffff);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const bool goes = is_left >> i & 1;
+        const uint32_t all_going = __ballot_sync(kAll, goes);
+        const uint32_t place = next + __popc(all_going & ((1u << lane) - 1));
+        if (goes && place < room) left[place] = static_cast<uint16_t>(at(tile, i));
+        next += __popc(all_going);
+      }
+      found.before += of_tile.all >> 16;
+      found.all += of_tile.all & 0xffff;
+    }
+    wait_for_team();
+    return found;
+  }
+
+  __device__ __forceinline__ bool is_pinned(uint32_t slot) const {
+    return p.pinned != nullptr && p.pinned[int64_t{row} * p.width + slot] != 0;
+  }
+
+  __device__ __forceinline__ bool holds_selected(int32_t page, uint32_t slot) {
+    if (page == kNoPage) return false;
+    const uint32_t number = page, word = number / 32, bit = 1u << number % 32;
+    if (number >= p.limit || (atomicOr(&held[word], bit) & bit) != 0) {
+      is_bad = true;
+      return false;
+    }
+    const uint32_t bits = wanted[word];
+    if ((bits & bit) == 0) return false;
+    slot_of[before[word] + __popc(bits & (bit - 1))] = static_cast<uint16_t>(slot);
+    return true;
+  }
+};
+
+// Says how many moves this thread block has, and adds up what those before it say.
+__device__ uint32_t moves_before(const RecyclePagesParams& p, Shared& sh, uint32_t own) {
+  volatile uint32_t* states = p.states;
+  if (threadIdx.x == 0) states[blockIdx.x] = own + 1;
+  uint32_t sum = 0;
+  for (uint32_t i = threadIdx.x; i < blockIdx.x; i += kThreads) {
+    uint32_t said;
+    do {
+      said = states[i];
+    } while (said == 0);
+    sum += said - 1;
+  }
+  sum = __reduce_add_sync(kAll, sum);
+  return sums_of_warps(sum, threadIdx.x / 32, sh.of_warp).all;
+}
+
+template <int kTeam>
+__device__ __forceinline__ void recycle(const RecyclePagesParams& p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ Shared sh;
+  constexpr int kTeams = kThreads / kTeam;
+  Row<kTeam> row(p, sh, memory);
+  row.compare();
+  if (threadIdx.x % kTeam == 0) sh.of_team[threadIdx.x / kTeam] = row.missing;
+  __syncthreads();
+  uint32_t own = 0, of_earlier = 0;
+#pragma unroll
+  for (int team = 0; team < kTeams; ++team) {
+    of_earlier += team < threadIdx.x / kTeam ? sh.of_team[team] : 0;
+    own += sh.of_team[team];
+  }
+  const uint32_t first = moves_before(p, sh, own);
+  const uint32_t last = gridDim.x - 1;
+  if (threadIdx.x == 0) {
+    if (blockIdx.x == last) *p.count = static_cast<int32_t>(first + own);
+    __threadfence();
+    sh.is_last = atomicAdd(&p.states[gridDim.x], 1u) == last;
+  }
+  row.write(first + of_earlier);
+  __syncthreads();
+  if (!sh.is_last) return;
+  for (uint32_t i = threadIdx.x; i <= gridDim.x; i += kThreads) p.states[i] = 0;
+}
+
+}  // namespace
+
+// Named for who has a row.
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    recycle_pages_warp(const __grid_constant__ RecyclePagesParams params) {
+  recycle<32>(params);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    recycle_pages_block(const __grid_constant__ RecyclePagesParams params) {
+  recycle<kThreads>(params);
+}

@@ -1,0 +1,63 @@
+//! Params of the kernels that bring pages into slots and carry them, as `csrc/api.h` lays them out.
+
+/// Mirror of `RecyclePagesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct RecyclePagesParams {
+    /// i32 [rows, most].
+    pub(crate) pages: u64,
+    /// i32 [rows].
+    pub(crate) selected: u64,
+    /// u8 [rows, width], or 0.
+    pub(crate) pinned: u64,
+    /// i32 [rows, width].
+    pub(crate) slots: u64,
+    /// i32 [rows, most].
+    pub(crate) places: u64,
+    /// i32 [rows · min(most, width), 3].
+    pub(crate) moves: u64,
+    /// i32 [1].
+    pub(crate) count: u64,
+    /// i32 [rows].
+    pub(crate) refused: u64,
+    /// Workspace, u32 [thread blocks + 1].
+    pub(crate) states: u64,
+    pub(crate) rows: u32,
+    pub(crate) most: u32,
+    pub(crate) width: u32,
+    pub(crate) limit: u32,
+    pub(crate) team_bytes: u32,
+}
+
+/// Mirror of `RowPagesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct RowPagesParams {
+    pub(crate) data: u64,
+    /// i32 [rows / ranks, width].
+    pub(crate) blocks: u64,
+    pub(crate) pages: i64,
+    pub(crate) rows: u32,
+    pub(crate) width: u32,
+    pub(crate) ranks: u32,
+}
+
+/// Mirror of `MovePagesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct MovePagesParams {
+    /// i32 [most, 3].
+    pub(crate) moves: u64,
+    /// i32 [1].
+    pub(crate) count: u64,
+    pub(crate) slots: RowPagesParams,
+    pub(crate) home: RowPagesParams,
+    pub(crate) most: u32,
+    pub(crate) page_bytes: u32,
+    pub(crate) page_pieces: u32,
+    pub(crate) spills: u32,
+}
+
+const _: () = assert!(size_of::<RecyclePagesParams>() == 96);
+const _: () = assert!(size_of::<RowPagesParams>() == 40);
+const _: () = assert!(size_of::<MovePagesParams>() == 112);

@@ -1,0 +1,26 @@
+//! What `move_pages` takes of an arena from Python, wherever it lies.
+
+use crate::failure::Failure;
+use crate::tensor::TensorRef;
+
+/// Pages [pages, …] of an arena without gaps: how many, and the bytes of each.
+pub fn pages_of_arena(what: &str, arena: &TensorRef) -> Result<(usize, usize), Failure> {
+    arena.expect_contiguous(what)?;
+    let Some((&pages, of_page)) = arena.shape().split_first() else {
+        return Err(Failure::invalid(what, "pages along a first axis", "a tensor without axes"));
+    };
+    let size = of_page.iter().try_fold(arena.dtype.bytes(), |size, &axis| size.checked_mul(axis));
+    match size {
+        Some(bytes) if bytes > 0 => Ok((pages, bytes)),
+        _ => Err(Failure::invalid(what, "pages of at least a byte", format!("{of_page:?}"))),
+    }
+}
+
+/// Refuses arenas whose pages are not as many bytes.
+pub fn equal_pages(slots: usize, home: usize) -> Result<usize, Failure> {
+    if slots == home {
+        return Ok(slots);
+    }
+    let expected = format!("pages of {slots} bytes, as slots have them");
+    Err(Failure::invalid("home", expected, format!("{home} bytes")))
+}
