@@ -81,7 +81,7 @@ class Recycling:
         where = torch.full((self.rows, LIMIT + 1), -1, device="cuda").scatter_(1, held, numbers)
         places = where.gather(1, pages)
         missing = places < 0
-        left = (~wanted.gather(1, held)).byte().argsort(1, descending=True, stable=True)
+        left = (~wanted.gather(1, held)).byte().argsort(dim=1, descending=True, stable=True)
         taken = left.gather(1, (missing.cumsum(1) - 1).clamp(min=0))
         places = torch.where(missing, taken, places)
         self.slots.scatter_(1, places, self.pages[turn])

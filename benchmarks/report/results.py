@@ -39,6 +39,7 @@ TITLES = {
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
+    "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
 }
@@ -93,12 +94,13 @@ class Choice(NamedTuple):
 REUSED = "TTFT, 32768 tokens, 97 % in documents seen before: segments"
 CHOICE = (
     Choice(
-        "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; sparsex with "
-        "1024 rows by score; with 10 %; with 1024 and ℓ* 12 %",
+        "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; foresight with "
+        "10 %; the same with a draft of 8 tokens; sparsex with 10 %; with 1024 rows and ℓ* 12 %",
         "ttft_cuda",
         (
             ("Llama-3.1-8B, 32768 tokens: naive", "÷ full"),
-            ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: foresight, 10 %, no draft", "÷ full"),
+            ("Llama-3.1-8B, 32768 tokens: foresight, 10 %, draft of 8", "÷ full"),
             ("Llama-3.1-8B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
             ("Llama-3.1-8B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
         ),
@@ -108,7 +110,8 @@ CHOICE = (
         "ttft_cuda",
         (
             ("Qwen3-32B, 32768 tokens: naive", "÷ full"),
-            ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: foresight, 10 %, no draft", "÷ full"),
+            ("Qwen3-32B, 32768 tokens: foresight, 10 %, draft of 8", "÷ full"),
             ("Qwen3-32B, 32768 tokens: sparsex, 10 % by score", "÷ full"),
             ("Qwen3-32B, 32768 tokens: sparsex, 1024 by score, ℓ* 12 %", "÷ full"),
         ),
@@ -116,7 +119,7 @@ CHOICE = (
     *(
         Choice(
             f"{what}, {model}, 32K, 97 % cached, one KV head in eight whole: redknot with a dense "
-            "feed-forward in 20 layers; in 3; weave with sparsex's rows",
+            "feed-forward in 20 layers; in 3; weave with foresight's rows",
             "ttft_heads",
             tuple(
                 (f"{model}, 32768 tokens: {policy}, map, materialise", column)
