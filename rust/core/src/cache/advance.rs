@@ -1,6 +1,7 @@
 //! Moving on: window groups let go of what no coming row sees, and take blocks for those that come.
 
 use std::ops::Range;
+use std::slice;
 
 use hashbrown::HashMap;
 
@@ -388,7 +389,7 @@ impl Holding {
             return;
         }
         self.lost = true;
-        self.table.uncover(&unseen);
+        self.table.uncover(slice::from_ref(&unseen));
         let gone = self.drop_donors();
         state.pool.release(&gone);
     }

@@ -66,13 +66,16 @@ impl Request {
             let held = &mut self.holdings[group];
             held.chunk_blocks += needs[group];
             let mut replaced = Vec::new();
-            for b in blocks {
+            for &b in &blocks {
                 let moves = held.table.block(b).is_none() || held.is_forked(state, b);
                 if moves && let Some(block) = fresh.next() {
                     replaced.extend(held.move_block(b, block, state.pool.page(block), len));
                 }
                 held.copy_donors(b);
             }
+            // All at once: a prompt has as many donors as blocks.
+            let spans: Vec<_> = blocks.iter().map(|&b| held.table.span(b)).collect();
+            held.table.uncover(&spans);
             held.retire(&common, state, &replaced);
         }
         Ok(())
@@ -117,13 +120,12 @@ impl Holding {
         old
     }
 
-    /// Copies what donors hold of grid block `b` into it and stops reading the donors there.
+    /// Plans the copy of what donors hold of grid block `b` into it.
     fn copy_donors(&mut self, b: usize) {
         let span = self.table.span(b);
         for donor in self.table.donors_in(span.clone()) {
             self.copies.push(copy_of(&donor, &span, self.table.page(b)));
         }
-        self.table.uncover(&span);
     }
 
     /// Keeps blocks that were copied away from until the copies are done.

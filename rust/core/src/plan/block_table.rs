@@ -118,19 +118,20 @@ impl BlockTable {
         donors_in(&self.donors, range)
     }
 
-    /// Ends donor coverage of a range.
-    pub(crate) fn uncover(&mut self, range: &Range<usize>) {
-        let mut kept = Vec::with_capacity(self.donors.len() + 1);
+    /// Ends donor coverage of some ranges, which are in order and do not meet.
+    pub(crate) fn uncover(&mut self, ranges: &[Range<usize>]) {
+        let mut kept = Vec::with_capacity(self.donors.len() + ranges.len());
         for donor in &self.donors {
-            if donor.end <= range.start || donor.start >= range.end {
-                kept.push(*donor);
-                continue;
+            let first = ranges.partition_point(|range| range.end <= donor.start);
+            let mut at = donor.start;
+            for range in ranges[first..].iter().take_while(|range| range.start < donor.end) {
+                if at < range.start {
+                    kept.push(donor.clip(&(at..range.start)));
+                }
+                at = range.end;
             }
-            if donor.start < range.start {
-                kept.push(DonorRange { end: range.start, ..*donor });
-            }
-            if donor.end > range.end {
-                kept.push(donor.clip(&(range.end..donor.end)));
+            if at < donor.end {
+                kept.push(donor.clip(&(at..donor.end)));
             }
         }
         self.donors = kept;
@@ -196,6 +197,8 @@ pub(crate) fn donors_in(
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
 
     fn donor(start: usize, end: usize, begin: u32, page: i32) -> DonorRange {
@@ -228,7 +231,7 @@ mod tests {
     fn what_is_absent_is_not_read() {
         let mut table = table();
         assert!(!table.lacks(1, &(4..8)));
-        table.uncover(&(4..5));
+        table.uncover(slice::from_ref(&(4..5)));
         assert!(table.lacks(1, &(4..8)));
         assert!(!table.lacks(1, &(5..8)));
         assert_eq!(table.take(0), Some(BlockId::new(0)));
@@ -239,8 +242,21 @@ mod tests {
     #[test]
     fn uncovering_a_block_splits_donor_ranges() {
         let mut table = table();
-        table.uncover(&(4..8));
+        table.uncover(slice::from_ref(&(4..8)));
         let left: Vec<_> = table.donors_in(0..12).map(|w| (w.start, w.end, w.begin)).collect();
         assert_eq!(left, [(2, 4, 1), (8, 9, 3)]);
+    }
+
+    #[test]
+    fn uncovering_several_ranges_is_uncovering_each() {
+        let ranges: Vec<Range<usize>> = vec![0..1, 3..4, 4..6, 8..20];
+        let (mut at_once, mut each) = (table(), table());
+        at_once.uncover(&ranges);
+        ranges.iter().for_each(|range| each.uncover(slice::from_ref(range)));
+        assert_eq!(at_once.donors(), each.donors());
+        let left: Vec<_> = at_once.donors().iter().map(|w| (w.start, w.end, w.begin)).collect();
+        assert_eq!(left, [(2, 3, 1), (6, 8, 1)]);
+        at_once.uncover(&[]);
+        assert_eq!(at_once.donors(), each.donors());
     }
 }
