@@ -5,8 +5,9 @@
 //
 // What makes it as fast as the copy engine at pages of a few KiB, on a small part of the device:
 // 1. what a bus carries is the bytes in flight over the time of a round trip, some 100 KB for PCIe
-//    5. A warp asks for 4 KiB before it stores any, 16 bytes a lane and eight times: so four thread
-//    blocks have 256 KiB in flight, and no shared memory, which attention beside them wants;
+//    5. A warp asks for 4 KiB before it stores any, 16 bytes a lane and eight times: so 16 thread
+//    blocks have 256 KiB in flight, and no shared memory, which attention beside them wants. They
+//    are small, so that each finds registers on a processor that runs a block of attention;
 // 2. a warp looks up where its next piece lies while this one is on its way;
 // 3. pieces go round all warps, so that neighbours of a page are on their way together.
 //
@@ -17,7 +18,7 @@
 
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kOwn = 8;  // loads of a lane that are under way together
 constexpr uint32_t kPiece = kOwn * 32 * sizeof(uint4);
@@ -56,7 +57,7 @@ __device__ __forceinline__ Route route_of(const MovePagesParams& p, uint64_t pie
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
     move_pages(const __grid_constant__ MovePagesParams p) {
   const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kWarps * gridDim.x;
   const uint32_t lane = threadIdx.x % 32;

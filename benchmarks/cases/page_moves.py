@@ -232,7 +232,10 @@ def _moved(pages: int, size: int, clock: DeviceClock, effort: Effort) -> list[Ro
 
 
 def _beside(rounds: int) -> list[Row]:
-    """Attention alone, and while pages are fetched: how much longer it takes."""
+    """Attention alone, and while pages are fetched: how much longer it takes.
+
+    Beside one copy of as many bytes by the copy engine it takes what the memory alone costs.
+    """
     layer = Layer.of(40, 10_240, 64)
     case = Moving.of(4 * MOVED // (8 * KIB), 8 * KIB)
 
@@ -242,14 +245,18 @@ def _beside(rounds: int) -> list[Row]:
 
     graph, side = replayed(decode), torch.cuda.Stream()
     found = []
-    for processors in (1, 2, 4):
+    fetches: dict[str, Callable[[], Any]] = {
+        **{f"a fetch on {n} processors": partial(case.carry, "fetch", n) for n in (1, 2, 4)},
+        "one copy by the copy engine": partial(case.copy, "fetch"),
+    }
+    for name, fetch in fetches.items():
         alone, beside, moved = [], [], []
         for _ in range(rounds):
             alone.append(_timed(graph))
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(side):
                 begin.record()
-                case.carry("fetch", processors)
+                fetch()
                 end.record()
             beside.append(_timed(graph))
             # Attention has ended while pages still came, or the figure says nothing.
@@ -263,7 +270,7 @@ def _beside(rounds: int) -> list[Row]:
             "asked for": 0.03,
             "fetched GB/s": 4 * MOVED / median(moved) / 1e9,
         }
-        title = f"attention of {DECODED} layers beside a fetch on {processors} processors"
+        title = f"attention of {DECODED} layers beside {name}"
         found.append(Row(title, median(beside) * 1e3, "ms", None, beside_it))
     return found
 

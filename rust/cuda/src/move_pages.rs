@@ -9,9 +9,9 @@ use crate::move_params::{MovePagesParams, RowPagesParams};
 use crate::operands::{DeviceTensor, long, narrow};
 
 /// `kThreads` of the kernel.
-const THREADS: u32 = 512;
+const THREADS: u32 = 128;
 /// Thread blocks that a processor has at a time.
-const BLOCKS: usize = 2;
+const BLOCKS: usize = 8;
 /// `kPiece` of the kernel: bytes that a warp carries at a time.
 const PIECE: usize = 4096;
 /// Bytes of a load or store.
