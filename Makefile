@@ -51,6 +51,7 @@ endif
 VLLM_SITE := .venv-vllm
 ROUNDS ?= 1
 # Files of tests that run at a time.
+TEST_JOBS ?= 2
 VLLM_JOBS ?= 2
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.
@@ -75,7 +76,8 @@ test-rust: $(STAMPS)/venv
 
 # Waiting threads of torch sleep: spinning, they would starve ours on a busy machine.
 test-python: setup
-	OMP_WAIT_POLICY=passive $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) \
+	  -n $(TEST_JOBS) --dist loadfile
 
 # Random ones, and Rust as it is shipped, optimised. What is found becomes a test of its own.
 search: setup
