@@ -51,7 +51,9 @@ def user_errors(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except (KvweaveError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
-            err().print(f"[bold red]error:[/] {_escaped(_sentence(error))}", highlight=False)
+            # One line, however long: a path that is cut in two cannot be copied.
+            said = f"[bold red]error:[/] {_escaped(_sentence(error))}"
+            err().print(said, highlight=False, soft_wrap=True)
             raise typer.Exit(BAD_INPUT) from error
 
     return run
