@@ -245,13 +245,13 @@ def _dense() -> dict[str, Any]:
 def _load_named(
     name: str, dtype: torch.dtype | None, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     place, where = _device(device), _where(name)
     read = partial(AutoModelForCausalLM.from_pretrained, where.name, dtype=dtype or "auto")
     model = _had(name, partial(read, **where.how))
     _placed(model, place)
-    return model, _had(name, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
+    return model, load_tokenizer(name)
 
 
 @dataclass(frozen=True)
