@@ -35,6 +35,8 @@ POLICIES: dict[str, Any] = {
     "naive": "naive",
     "sparsex": "sparsex",
     "sparsex-0": {"name": "sparsex", "boundary": 0, "top_k": 0.05},
+    "foresight-0": {"name": "foresight", "share": 0.1, "draft": 0},
+    "foresight": {"name": "foresight", "share": 0.1},
 }
 NAMES = {
     "stock": "stock",
@@ -42,6 +44,8 @@ NAMES = {
     "naive": "segments, naive",
     "sparsex": "segments, sparsex",
     "sparsex-0": "segments, sparsex, ℓ* = 0, 5 % by score",
+    "foresight-0": "segments, foresight, 10 %, no draft",
+    "foresight": "segments, foresight, 10 %, a draft of 8",
 }
 """What a record calls them."""
 CASE = "vllm"
