@@ -18,7 +18,7 @@ from kvweave.lab.bench.timing import compare, summarise
 from kvweave.lab.eval.corpus import Encode, corpus_of
 from kvweave.models import load_smollm2
 
-POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex")
+POLICIES = ("full", "prefix", "naive", "epic", "cacheblend", "sparsex", "foresight")
 SYSTEM = "You answer questions about the documents below, briefly, and only from what they say.\n"
 QUESTION = "\nQuestion: what does the speaker ask of Congress? Answer in one sentence.\nAnswer:"
 SEGMENTS = 4
