@@ -291,10 +291,9 @@ class PlanWalk:
         if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
             got = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else None
             _refuse(f"{name}: expected positions i32 [R], got {got or type(given).__name__}")
-        for at, kept in enumerate(self._seen):
-            if np.array_equal(kept, given):
-                self._seen.append(self._seen.pop(at))
-                return kept
+        kept = self._seen_before(given)
+        if kept is not None:
+            return kept
         if len(given) and not 0 <= int(given.min()) <= int(given.max()) < 2**31:
             _refuse(f"{name}: expected positions >= 0, got {int(given.min())}")
         if np.any(given[1:] <= given[:-1]):
@@ -302,8 +301,19 @@ class PlanWalk:
         return self._known(given.astype(np.int32))
 
     def _known(self, rows: Rows) -> Rows:
+        """The array that stands for these rows: one that is kept of the same rows, or this one."""
+        kept = self._seen_before(rows)
+        if kept is not None:
+            return kept
         self._seen = [*self._seen, rows][-8:]
         return rows
+
+    def _seen_before(self, rows: Rows) -> Rows | None:
+        for at, kept in enumerate(self._seen):
+            if np.array_equal(kept, rows):
+                self._seen.append(self._seen.pop(at))
+                return kept
+        return None
 
     def _some(self, name: str, given: Any, rows: Rows) -> Rows:
         some = self._rows(name, given)

@@ -445,6 +445,25 @@ def test_equal_rows_are_one_array_and_nobody_elses() -> None:
     assert rows[2].tolist() == list(range(1, TOKENS))
 
 
+def test_rows_stay_one_array_behind_layer_0_once_more() -> None:
+    """Who carries plans out makes tables anew where the array is another one."""
+    some, all_but_one, deep = rows_of(0, TOKENS - 1), ALL[1:], 6
+
+    def plans() -> Any:
+        yield LayerPlan(0, some[1:])
+        yield LayerPlan(0, all_but_one)
+        for layer in range(1, deep):
+            yield LayerPlan(layer, all_but_one.copy())
+
+    walk = PlanWalk(plans(), deep, TOKENS, logits_from=TOKENS - 1)
+    tasks = []
+    while (task := walk.advance()) is not None:
+        tasks.append(task)
+    deeper = [task.plan.rows for task in tasks if isinstance(task, Deeper)]
+    assert len(deeper) == deep - 1
+    assert all(rows is deeper[0] for rows in deeper)
+
+
 def test_a_prompt_of_one_layer() -> None:
     view = view_of(3, [0, 1, 2], (), layers=1)
     recorder = Recorder(3, 1)
