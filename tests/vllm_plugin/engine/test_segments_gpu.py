@@ -13,16 +13,19 @@ from vllm import LLM
 
 from families import tiny
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.policies import SparseX
+from kvweave.policies import Foresight, SparseX
 from test_gpu import MEMORY, MODES, SPREAD
 from test_segments import PROMPTS, SEEDS, compare
 from vllm_segments import (
+    FIRST,
+    SECOND,
     SIZES,
     Counterpart,
     Counts,
     Marked,
     ask,
     asked,
+    close,
     named,
     plain,
     segments,
@@ -42,6 +45,24 @@ def test_in_f32_answers_are_the_runners(checkpoint) -> None:
     """The plain kernels: the same rows are chosen and the same tokens said."""
     with segments(checkpoint("llama"), settings(), **MEMORY) as (llm, _):
         compare(llm, Counterpart(tiny("llama", **SIZES)))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_a_draft_says_the_same_from_a_graph(checkpoint, mode: str) -> None:
+    """The first is decoded launch by launch, those behind it from a graph, of any length."""
+    beside = Counterpart(tiny("llama", **SIZES))
+    options = {**MEMORY, **MODES[mode], "enable_prefix_caching": False}
+    with segments(checkpoint("llama"), settings(), **options) as (llm, counts):
+        for case, draft in enumerate((8, 8, 3, 12)):
+            policy = Foresight(share=0.3, draft=draft)
+            beside.ask(FIRST, "full", 1, namespace=str(case))
+            ask(llm, FIRST, policy="full", namespace=str(case))
+            wanted = beside.ask(SECOND, policy, remember=False, namespace=str(case))
+            got = ask(llm, SECOND, policy=named(policy), namespace=str(case))
+            close(got, wanted)
+            assert (counts.worker.drafts._graph is not None) == (case > 0)
+        for pages in counts.worker._layers().pages:
+            assert not pages[: counts.worker.store.geometry.kv_heads].any()
 
 
 def near(llm: LLM, beside: Counterpart, given: Marked, policy: str | SparseX) -> None:

@@ -1,35 +1,32 @@
-"""Drafts in vLLM: the model's likeliest next tokens, decoded from a prompt's KV as it is now."""
+"""Drafts in vLLM: what the model's likeliest next tokens look at, over a prompt's KV as it is."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.backend.metadata import PagedMetadata
-from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, over_ranks
+from kvweave.adapters.vllm.segments.draft_steps import DraftedPrompt, DraftSteps
 from kvweave.plan import Draft
 
 
 class Drafter:
-    """Decodes a few tokens of one request of a batch, and measures what their queries look at.
+    """Drafts a few tokens of requests of a batch, and measures what their queries look at.
 
-    vLLM has given the request no block for them. They go into its null block, number 0, which vLLM
-    keeps out of circulation: tables name it where there is no block, and nobody reads what it
-    holds. It is zero again when the draft is done. So a draft longer than a block has no room, nor
-    has one beyond the `longest` sequence that the model is run for.
+    A draft has one block, see `DraftSteps`: one of more tokens has no room, nor has one beyond the
+    longest sequence that the model is run for.
     """
 
-    def __init__(self, model: Any, layers: AttentionLayers, batch: Batch, longest: int) -> None:
+    def __init__(
+        self, model: Any, layers: AttentionLayers, batch: Batch, steps: DraftSteps
+    ) -> None:
         self.model = model
         self.layers = layers
         self.batch = batch
-        self.longest = longest
+        self.steps = steps
 
     def mass(
         self, request: int, length: int, draft: Draft, last: torch.Tensor
@@ -39,59 +36,25 @@ class Drafter:
         last [1, E]: the last token's states behind the last layer and its norm.
         """
         count = draft.tokens
-        if count > self.batch.page_tokens or length + count > self.longest:
+        if count > self.batch.page_tokens or length + count > self.steps.longest:
             return None
-        at = torch.arange(length, length + count, device=last.device, dtype=torch.int32)
-        queries: list[list[torch.Tensor]] = []
-        for step in range(count):
-            token = self.model.compute_logits(last).argmax(-1)
-            last, asked = self._decode(token, at[step : step + 1], request, length, step)
-            queries.append(asked)
-        entries = self._entries(request, length, count)
-        mass = torch.zeros(length + count, device=last.device)
-        for number in range(draft.since, len(self.layers.names)):
-            q = torch.cat([asked[number] for asked in queries])
-            attends, pages = self.layers.attends[number], self.layers.pages[number]
-            mass += ChunkKv(attends, pages, entries, length + count).mass(q, at)
-        for pages in self.layers.pages:
-            pages[: self.batch.kv_heads].zero_()
+        prompt = DraftedPrompt(self.batch.entries(request), length, count, last)
+        workspace = self.batch.metadata.workspace
+        try:
+            asked = self.steps.queries(self.model, self.layers, prompt, workspace)
+            mass = self._mass(prompt, asked, draft.since)
+        finally:
+            for pages in self.layers.pages:
+                pages[: self.batch.kv_heads].zero_()
         return over_ranks(mass)[:length]
 
-    def _decode(
-        self, token: torch.Tensor, at: torch.Tensor, request: int, length: int, step: int
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One token through all layers: its last states [1, E], and its queries in each layer."""
-        asked: list[torch.Tensor] = []
-
-        def write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            null = self.layers.pages[len(asked)][: self.batch.kv_heads]
-            null[:, 0, step], null[:, 1, step] = k[0], v[0]
-            asked.append(q)
-
-        device, known = at.device, self.batch.metadata
-        entries = self._entries(request, length, step + 1)
-        ends = torch.tensor([[0, 1], [0, len(entries)]], dtype=torch.int32, device=device)
-        metadata = PagedMetadata(
-            rows=1,
-            decode=True,
-            positions=at,
-            row_offsets=ends[0],
-            slots=known.slots[:0],
-            entries=Entries(entries, ends[1]),
-            workspace=known.workspace,
-            observer=write,
-            writes=False,
-        )
-        context: Any = get_forward_context()
-        context.attn_metadata = dict.fromkeys(self.layers.names, metadata)
-        hidden, residual = self.model.model.embed_input_ids(token), None
-        for layer in self.model.model.layers:
-            hidden, residual = layer(at.long(), hidden, residual)
-        last, _ = self.model.model.norm(hidden, residual)
-        return last, asked
-
-    def _entries(self, request: int, length: int, count: int) -> torch.Tensor:
-        """Entries of the prompt, and of so many tokens of the draft behind it."""
-        own = np.array([[0, 0, count, length, 0]], np.int32)
-        prompt = self.batch.entries(request)
-        return torch.cat((prompt, torch.from_numpy(own).to(prompt.device)))
+    def _mass(self, prompt: DraftedPrompt, asked: list[torch.Tensor], since: int) -> torch.Tensor:
+        device, end = prompt.last.device, prompt.length + prompt.count
+        own = torch.tensor([[0, 0, prompt.count, prompt.length, 0]], dtype=torch.int32)
+        entries = torch.cat((prompt.entries, own.to(device)))
+        at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
+        mass = torch.zeros(end, device=device)
+        for number in range(since, len(asked)):
+            attends, pages = self.layers.attends[number], self.layers.pages[number]
+            mass += ChunkKv(attends, pages, entries, end).mass(asked[number], at)
+        return mass

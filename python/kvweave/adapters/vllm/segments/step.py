@@ -20,6 +20,7 @@ from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.draft import Drafter
+from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.layer_rows import LayerRows, States
 from kvweave.adapters.vllm.segments.probes import Probes
 from kvweave.adapters.vllm.segments.stats import SegmentStats
@@ -31,7 +32,7 @@ from kvweave.plan_walk import EARLY, Begin, Deeper, Further
 class Step:
     """Carries out the walks of a step's chunks; made once a step, before the forward.
 
-    `longest`: tokens of a sequence that the model is run for, at most.
+    `drafts` decodes what a policy wants drafted.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Step:
         stats: SegmentStats,
         works: list[ChunkWork],
         batch: Batch,
-        longest: int,
+        drafts: DraftSteps,
     ) -> None:
         self.store = store
         self.layers = layers
         self.stats = stats
         self.works = works
         self.batch = batch
-        self.longest = longest
+        self.drafts = drafts
         self.probes = Probes(layers, batch)
         named = {work.request for work in works}
         self.others = set(range(len(batch.row_offsets) - 1)) - named
@@ -69,7 +70,7 @@ class Step:
 
     def _run(self, model: Any, embedded: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = torch.zeros_like(embedded)
-        drafter = Drafter(model, self.layers, self.batch, self.longest)
+        drafter = Drafter(model, self.layers, self.batch, self.drafts)
         others, passes = self.others, 0
         while True:
             begun = [work for work in self.works if isinstance(work.chunk.task, Begin)]

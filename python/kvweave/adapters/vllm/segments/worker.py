@@ -20,6 +20,7 @@ from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.document_encoding import encode_document
+from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
@@ -34,7 +35,7 @@ class SegmentWorker:
     def __init__(self, layers: list[SegmentAttention], store: SegmentStore, longest: int) -> None:
         self.attention = layers
         self.store = store
-        self.longest = longest
+        self.drafts = DraftSteps(longest)
         self.stats = SegmentStats()
         self._admitted: dict[str, AdmittedPrompt] = {}
         self._chunks: list[Chunk] = []
@@ -107,7 +108,7 @@ class SegmentWorker:
             self._chunks.remove(chunk)
             self._let_go(chunk.request_id)
         layers = self._layers()
-        return Step(self.store, layers, self.stats, works, batch, self.longest) if works else None
+        return Step(self.store, layers, self.stats, works, batch, self.drafts) if works else None
 
     def abandon(self) -> None:
         """A forward has failed: its prompts are let go of, and nothing of them is kept."""

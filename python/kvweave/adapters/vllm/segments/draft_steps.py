@@ -1,0 +1,180 @@
+"""Decode steps of drafts in vLLM: one row through all layers, each step making the next one ready."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+
+from kvweave import ops
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.step_tables import Entries
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
+from kvweave.device_memory import is_shortage
+
+_log = logging.getLogger(__name__)
+
+Addresses = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftedPrompt:
+    """A prompt of `length` tokens that is drafted from, its entries [N, 5], one a page.
+
+    `count` tokens are drafted, `last` [1, E] being the states of the prompt's last token behind the
+    last layer and its norm.
+    """
+
+    entries: torch.Tensor
+    length: int
+    count: int
+    last: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What steps read and write, at addresses that stay.
+
+    `last` [1, E]; `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5],
+    those of the longest prompt and of the draft, and `ends` i32 [2] of them; `queries` of each
+    layer [P, H, D], by the token's number in the draft.
+    """
+
+    last: torch.Tensor
+    at: torch.Tensor
+    slot: torch.Tensor
+    entries: torch.Tensor
+    ends: torch.Tensor
+    queries: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, layers: AttentionLayers, longest: int, last: torch.Tensor) -> _Room:
+        """Room for drafts of a page behind prompts of up to `longest` tokens."""
+        device, page = last.device, int(layers.pages[0].shape[2])
+        number = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(
+            torch.empty_like(last),
+            number,
+            number.long(),
+            number.new_zeros(-(-longest // page) + 1, 5),
+            number.new_zeros(2),
+            [last.new_empty(page, a.num_heads, a.head_size) for a in layers.attends],
+        )
+
+    def take(self, prompt: DraftedPrompt) -> None:
+        """Makes the first step of a draft ready: its entry is the null block's."""
+        pages, device = len(prompt.entries), self.at.device
+        self.entries[:pages] = prompt.entries
+        own = [0, 0, prompt.count, prompt.length, 0]
+        known = torch.tensor([*own, 0, pages + 1], dtype=torch.int32).to(device)
+        self.entries[pages], self.ends[:] = known[:5], known[5:]
+        self.last.copy_(prompt.last)
+        self.at.fill_(prompt.length)
+        self.slot.zero_()
+
+
+class DraftSteps:
+    """Drafts, one after the other, of prompts of up to `longest` tokens.
+
+    vLLM has given no block for their keys and values. They go into its null block, number 0, which
+    vLLM keeps out of circulation: tables name it where there is no block, and nobody reads what it
+    holds. Whoever drafts zeroes it again.
+
+    On a GPU the step is captured behind the first draft and replayed from then on, where this rank
+    has all of the model.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._room: _Room | None = None
+        self._known: Addresses = ()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tried = False
+        self._capturable = True
+
+    def queries(
+        self,
+        model: Any,
+        layers: AttentionLayers,
+        prompt: DraftedPrompt,
+        workspace: ops.Workspace,
+    ) -> list[torch.Tensor]:
+        """The likeliest next tokens' queries in each layer, [count, H, D]; valid until the next.
+
+        Their keys and values are in the null block then, from slot 0 on.
+        """
+        room = self._room_of(layers, prompt.last)
+        room.take(prompt)
+        if self._graph is None and self._tried and self._capturable:
+            self._capture(model, layers, room, workspace)
+        for _ in range(prompt.count):
+            if self._graph is None:
+                _step(model, layers, room, workspace)
+            else:
+                self._graph.replay()
+        self._tried = True
+        return [asked[: prompt.count] for asked in room.queries]
+
+    def _room_of(self, layers: AttentionLayers, last: torch.Tensor) -> _Room:
+        """The room; another one, and no graph, where vLLM has other memory than before."""
+        known = tuple(pages.data_ptr() for pages in layers.pages)
+        if self._room is None or known != self._known:
+            self._room, self._known = _Room.of(layers, self.longest, last), known
+            self._graph, self._tried = None, False
+            alone = get_tensor_model_parallel_world_size() == 1
+            self._capturable = last.is_cuda and alone
+        return self._room
+
+    def _capture(
+        self, model: Any, layers: AttentionLayers, room: _Room, workspace: ops.Workspace
+    ) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                _step(model, layers, room, workspace)
+        except RuntimeError as error:
+            # Where there was no room for it there may be some another time.
+            self._capturable = is_shortage(error)
+            _log.warning("a draft's steps are launched one kernel at a time: %s", error)
+            return
+        self._graph = graph
+
+
+def _step(model: Any, layers: AttentionLayers, room: _Room, workspace: ops.Workspace) -> None:
+    """The likeliest token behind `last`, through all layers, and what the next step begins with."""
+    asked = 0
+
+    def write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        nonlocal asked
+        null = layers.pages[asked][: k.shape[1]]
+        for which, fresh in enumerate((k, v)):
+            null[:, which].index_copy_(1, room.slot, fresh[0, :, None].to(null.dtype))
+        room.queries[asked].index_copy_(0, room.slot, q)
+        asked += 1
+
+    metadata = PagedMetadata(
+        rows=1,
+        decode=True,
+        positions=room.at,
+        row_offsets=room.ends[:0],
+        slots=room.entries[:0, :2],
+        entries=Entries(room.entries, room.ends),
+        workspace=workspace,
+        observer=write,
+        writes=False,
+    )
+    context: Any = get_forward_context()
+    context.attn_metadata = dict.fromkeys(layers.names, metadata)
+    token = model.compute_logits(room.last).argmax(-1)
+    hidden, residual = model.model.embed_input_ids(token), None
+    at = room.at.long()
+    for layer in model.model.layers:
+        hidden, residual = layer(at, hidden, residual)
+    last, _ = model.model.norm(hidden, residual)
+    room.last.copy_(last)
+    room.at.add_(1)
+    room.slot.add_(1)
