@@ -130,7 +130,7 @@ def test_anything_else_is_refused_by_type(value: Any) -> None:
 def test_settings_of_the_policy() -> None:
     given = {"policy": {"name": "sparsex", "boundary": 0, "top_k": 0.05}}
     assert parse(given).recovery() == SparseX(boundary=0, top_k=0.05)
-    assert parse({"policy": {"name": "sparsex"}}) == parse({})
+    assert parse({"policy": {"name": "foresight"}}) == parse({})
     assert parse({}).recovery() == SparseX()
     assert parse({"policy": "naive"}).recovery() == Naive()
 

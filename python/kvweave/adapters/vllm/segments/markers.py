@@ -14,13 +14,11 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from kvweave.errors import InvalidArgument
-from kvweave.policies import POLICIES, Policy, is_exact
+from kvweave.policies import DEFAULT_POLICY, POLICIES, Policy, is_exact
 from kvweave.policies.policy_text import kinds_of, settings_of, told, with_settings
 
 SECTION = "kvweave"
 FIELDS = ("segments", "namespace", "policy", "discover")
-DEFAULT_POLICY = "sparsex"
-"""What recovers a request that names no policy."""
 MOST_SEGMENTS = 4096
 LONGEST = 256
 
