@@ -28,6 +28,7 @@ time, then the lowest priority, then what costs little to have again and was use
     cache.advise(tokens, priority=1)            # before this goes all of priority 0
     cache.advise(tokens, cost=40, until=900)    # forty times as dear, until `set_time(900)`
     cache.advise(tokens, hint="done")           # nobody reads it again ("soon": somebody will)
+    request.advise(400, 900, hint="done")       # of a part of what a live request holds
 
 A namespace may have a quota of blocks, or of their bytes. Its documents never pin more, and what is
 cached of it beyond that is evicted before anything of others.

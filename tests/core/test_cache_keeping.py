@@ -90,6 +90,41 @@ def test_advice_is_of_what_is_cached() -> None:
     assert cache.advise(np.array([], np.int32), "a", priority=1) == 0
 
 
+def test_a_request_advises_on_a_range_of_its_positions() -> None:
+    """The first of three texts of two blocks is meant whole, of the second a half, no third."""
+    cache = cache_of(eviction="cost-aware")
+    texts = [text(start, 2) for start in (100, 200, 300)]
+    for tokens, start in zip(texts, (0, P, 2 * P), strict=True):
+        request = cache.admit(tokens)
+        request.commit(len(tokens), len(tokens))
+        request.advise(start, 2 * P, priority=1)
+        request.release()
+    learn(cache, text(1000, 5))
+    cache.check()
+    assert [cache.match_prefix(tokens) for tokens in texts] == [2 * P, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"end": 2 * P + 1}, rf"a range inside \[0, {2 * P}\), got \[0, {2 * P + 1}\)"),
+        ({"start": 5, "end": 4}, r"got \[5, 4\)"),
+        ({"start": -1}, "start: expected at least 0, got -1"),
+        ({"priority": 256}, "priority: expected 0 to 255, got 256"),
+        ({"hint": "never"}, "hint: expected none, soon or done"),
+    ],
+)
+def test_advice_of_a_request_is_refused(call: dict[str, Any], words: str) -> None:
+    cache = cache_of(eviction="cost-aware")
+    request = cache.admit(text(0, 2))
+    with pytest.raises(kvweave.KvweaveError, match=words):
+        request.advise(**{"start": 0, "end": P, **call})
+    request.advise(0, 0)
+    request.release()
+    with pytest.raises(InvalidArgument, match="expected a live request, got a released one"):
+        request.advise(0, P)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

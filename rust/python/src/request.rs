@@ -7,6 +7,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, raised};
+use crate::choices::advice;
 use crate::failure::{Failure, call_core};
 use crate::plan::ReusePlan;
 use crate::scalars::{Number, Text};
@@ -203,6 +204,29 @@ impl KvRequest {
         let start = raised(py, count("start", start))?;
         let end = raised(py, count("end", end))?;
         self.with(py, |request| request.freeze(name.0, start..end))
+    }
+
+    /// Takes note of what is known of the positions [start, end): of the blocks that hold any of
+    /// them, for everybody who shares these. A cache that evicts by "lru" has no use for it.
+    #[pyo3(signature = (
+        start, end, *, priority=Number::from(0), cost=Number::from(1), until=None,
+        hint=Text("none")
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    fn advise(
+        &self,
+        py: Python<'_>,
+        start: Number,
+        end: Number,
+        priority: Number,
+        cost: Number,
+        until: Option<Number>,
+        hint: Text<'_>,
+    ) -> PyResult<()> {
+        let start = raised(py, count("start", start))?;
+        let end = raised(py, count("end", end))?;
+        let advice = raised(py, advice(priority, cost, until, hint.0))?;
+        self.with(py, |request| request.advise(start..end, advice))
     }
 
     /// A second request with the same tokens; blocks are copied by whichever side writes first.
