@@ -16,7 +16,7 @@ from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.decode.reads import StepReads
 from kvweave.runner.decode.sampling import Int64, choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
-from kvweave.runner.decode.step import StepTables, forward, query_room
+from kvweave.runner.decode.step import DecodeTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.model.rope import Rotary
 
@@ -103,7 +103,7 @@ class Decoder:
         if self.graphs is not None:
             logits, self.queries = self.graphs.logits(slots, step, watched)
             return logits
-        tables = StepTables.of(self.rotary, slots, step)
+        tables = DecodeTables.of(self.rotary, slots, step)
         self.queries = query_room(self.spec, len(slots.batch)) if watched else None
         return forward(self.spec, self.pages, tables, slots.rope, self.workspace, self.queries)
 

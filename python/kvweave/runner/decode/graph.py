@@ -19,7 +19,7 @@ from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
-from kvweave.runner.decode.step import StepTables, forward, query_room
+from kvweave.runner.decode.step import DecodeTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.model.rope import PositionTable, Rotary
 
@@ -110,13 +110,13 @@ class StepSize:
         slots.write(made.places[moved:], made.moved[moved:])
         self.patch.copy_(self.sent, non_blocking=True)
 
-    def tables(self) -> StepTables:
+    def tables(self) -> DecodeTables:
         """The tables of the step, views of the patch on the device."""
         self.entries.index_copy_(0, self.places, self.moved)
         if self.chosen is not None:
             spans = self.splits[:-1].view(self.rows, -1)
             self.chosen.begin(spans, self.plans, self.widths)
-        return StepTables(
+        return DecodeTables(
             ids=self.ids,
             positions=self.positions_of,
             slots=self.slots,

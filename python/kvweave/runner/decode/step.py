@@ -20,7 +20,7 @@ from kvweave.runner.model.rope import Rotary, Turns
 
 
 @dataclass(frozen=True)
-class StepTables:
+class DecodeTables:
     """The newest token of each of B requests, and where its KV and that before it lie.
 
     ids i64 [B], positions i32 [B], slots i32 [tables, B, 2], entries i32 [N, 5], and the rows'
@@ -40,7 +40,7 @@ class StepTables:
     packed: PackedStep | None = None
 
     @staticmethod
-    def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> StepTables:
+    def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> DecodeTables:
         """The tables of a step, and its entries brought up to date."""
         made, device = step.made, slots.spec.device
         slots.write(made.places, made.moved)
@@ -58,7 +58,7 @@ class StepTables:
             chosen.begin(table, plans, step.chosen.widths)
         packed = None if slots.packed is None else slots.packed.step(made.positions)
         known = ids, positions, places, entries, splits, turns, slots.reach
-        return StepTables(*known, chosen, packed)
+        return DecodeTables(*known, chosen, packed)
 
     def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table, Reach]:
         """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer.
@@ -88,7 +88,7 @@ def query_room(spec: ModelSpec, requests: int) -> torch.Tensor:
 def forward(
     spec: ModelSpec,
     pages: torch.Tensor,
-    tables: StepTables,
+    tables: DecodeTables,
     rope: RopeTable,
     workspace: Workspace | None,
     queries: torch.Tensor | None = None,
