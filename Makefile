@@ -3,12 +3,13 @@
 #   make demo [JSON=path]   the six policies on a real model, one table
 #   make test               every test, Rust and Python
 #   make search [ROUNDS=n]  the properties again, with examples that no run had before
+#   make fuzz [FUZZ_SECONDS=n] spoiled head maps, payloads, profiles, shards and marks: an hour in all
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
 #   make kill-store         a thousand processes killed while they write to a store (a minute)
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
-#   make results            the newest records into the README's tables
+#   make results            the newest records into the tables of README.md and docs/results.md
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
 #   make clean              forget everything that was built
 
@@ -16,7 +17,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python search test-vllm kill-store vllm vllm-offered lint \
+.PHONY: demo test test-rust test-python search fuzz test-vllm kill-store vllm vllm-offered lint \
   bench results wheel packages setup clean
 
 PYTHON ?= python3
@@ -50,6 +51,8 @@ VLLM_LEFT_OUT := torchaudio torchcodec PyNvVideoCodec flashinfer-python tilelang
 endif
 VLLM_SITE := .venv-vllm
 ROUNDS ?= 1
+# Of each kind of document.
+FUZZ_SECONDS ?= 720
 # Files of tests that run at a time.
 TEST_JOBS ?= 2
 VLLM_JOBS ?= 2
@@ -85,6 +88,9 @@ search: setup
 	  cargo test --release --locked --workspace --exclude kvweave-python --quiet; \
 	  HYPOTHESIS_PROFILE=search OMP_WAIT_POLICY=passive $(PY) -m pytest -q -m hypothesis; \
 	done
+
+fuzz: setup
+	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$$RANDOM $(PY) -m pytest -q -s tests/fuzz -n 0
 
 # The wheel is installed as a user would, entry point and all, but in a folder of this tree.
 test-vllm: $(STAMPS)/wheel vllm

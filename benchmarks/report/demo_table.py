@@ -1,4 +1,4 @@
-"""The demo's means as a record, and as the README's table of them.
+"""The demo's means as a record, and as a table of them.
 
 `make demo JSON=out.json`, then `python -m benchmarks.report.record out.json` on the same machine,
 then `python -m benchmarks.report.results`.

@@ -1,8 +1,8 @@
 """Writes the newest records into the README and `docs/results.md`.
 
-`python -m benchmarks.report.results`. No figure there is typed by hand. The README has a choice of
-them, the other page every table, each under the command that prints it and the machine that
-measured it.
+`python -m benchmarks.report.results`. No figure there is typed by hand. The README has the
+headlines, the other page a choice of figures and every table, each under the command that prints it
+and the machine that measured it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import demo_table
+from benchmarks.report import demo_table, headlines
 from benchmarks.report.budget_tables import budget_tables
 from benchmarks.report.record import RECORDS, ROOT
 from kvweave.errors import InvalidArgument
@@ -43,7 +43,7 @@ TITLES = {
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
 }
-# Rows of a long case that a README has room for.
+# Rows of a long case that a page has room for.
 SHOWN = {"attention": " 4096 "}
 # Commands that print a case's rows, where that is not `make bench`.
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -60,7 +60,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
 }
 HIDDEN = {"elements", "tokens", "text"}
-# Columns of a case that has more than a README has room for.
+# Columns of a case that has more than a page has room for.
 COLUMNS = {
     "ttft_cuda": ("÷ full", "rows", "bound s", "of bound", "peak GiB", "÷ planned", "limit s"),
     "ttft_heads": (
@@ -80,7 +80,7 @@ Cell = tuple[str, str | None]
 
 
 class Choice(NamedTuple):
-    """A row of the README: what it says, and cells of one case, joined by a semicolon.
+    """A row of the choice: what it says, and cells of one case, joined by a semicolon.
 
     `command`: what prints these cells, where it is not all that prints the case.
     """
@@ -214,11 +214,14 @@ CHOICE = (
         f"{VLLM} --jobs throughput",
     ),
     Choice(
-        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; sparsex "
-        "with ℓ* = 0 and 5 % by score; sparsex as it is",
+        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; foresight "
+        "with 10 %; the same with a draft of 8 tokens; sparsex with ℓ* = 0 and 5 % by score; sparsex "
+        "as it is",
         "vllm",
         (
             (f"{REUSED}, naive", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, no draft", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, a draft of 8", "÷ stock"),
             (f"{REUSED}, sparsex, ℓ* = 0, 5 % by score", "÷ stock"),
             (f"{REUSED}, sparsex", "÷ stock"),
         ),
@@ -270,7 +273,7 @@ def markdown(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def choice(runs: dict[str, dict[str, Any]]) -> str:
-    """The README's table; rows whose case was not recorded are left out.
+    """The page's first table; rows whose case was not recorded are left out.
 
     Raises InvalidArgument for a case whose newest run lacks a row or a column that is shown.
     """
@@ -373,13 +376,17 @@ def main() -> int:
     """Fills both pages in; returns the exit status, 1 when a row that is shown was not recorded."""
     runs = newest()
     try:
-        chosen = choice(runs)
+        chosen, shown = choice(runs), headlines.markdown(runs)
     except InvalidArgument as error:
         print(error, file=sys.stderr)
         return 1
-    parts = [(README, chosen, "results"), (RESULTS, markdown(runs), "results")]
+    parts = [
+        (README, shown, "headlines"),
+        (RESULTS, chosen, "choice"),
+        (RESULTS, markdown(runs), "results"),
+    ]
     if demo_table.CASE in runs:
-        parts.append((README, demo_table.markdown(runs[demo_table.CASE]), "demo"))
+        parts.append((RESULTS, demo_table.markdown(runs[demo_table.CASE]), "demo"))
     for path, part, name in parts:
         path.write_text(filled(path.read_text(encoding="utf-8"), part, name), encoding="utf-8")
     return 0

@@ -25,7 +25,7 @@ from benchmarks.cases import (
 from benchmarks.device import counters as device_counters
 from benchmarks.device.models import random_model
 from benchmarks.device.profile import class_of
-from benchmarks.report import demo_table, record, results
+from benchmarks.report import demo_table, headlines, record, results
 from benchmarks.run import CASES, main
 from benchmarks.vllm import (
     engine as device_vllm_engine,
@@ -224,12 +224,27 @@ def test_a_watched_policy_plans_as_it_would() -> None:
 def test_both_pages_show_the_newest_records() -> None:
     runs = results.newest()
     readme = results.README.read_text(encoding="utf-8")
-    assert results.filled(readme, results.choice(runs)) == readme
+    assert results.filled(readme, headlines.markdown(runs), "headlines") == readme
     page = results.RESULTS.read_text(encoding="utf-8")
+    assert results.filled(page, results.choice(runs), "choice") == page
     assert results.filled(page, results.markdown(runs)) == page
 
 
-def test_the_readmes_choice_names_rows_that_exist() -> None:
+def test_headlines_are_ratios_of_what_was_measured() -> None:
+    """By hand, of the first row; and a run without it is refused by name."""
+    runs = results.newest()
+    rows = {row["name"]: row["value"] for row in runs["vllm"]["rows"]}
+    first = headlines.HEADLINES[0].told(runs["vllm"])
+    reused = "TTFT, 32768 tokens, 97 % in documents seen before"
+    stock, ours = rows[f"{reused}: stock"], rows[f"{reused}: segments, foresight, 10 %, a draft of 8"]
+    assert first.times == [stock / ours]
+    assert f"vLLM {stock:.0f} ms" in headlines.markdown(runs)
+    assert [h.told(runs[h.case]).times[0] > 1 for h in headlines.HEADLINES] == [True] * 4
+    with pytest.raises(InvalidArgument, match="newest run of vllm: expected the row"):
+        headlines.markdown({**runs, "vllm": {**runs["vllm"], "rows": []}})
+
+
+def test_the_choice_names_rows_that_exist() -> None:
     runs = results.newest()
     for what, case, cells, _ in results.CHOICE:
         rows = {row["name"]: row for row in runs[case]["rows"]}

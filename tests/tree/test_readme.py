@@ -2,21 +2,25 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+PAGES = ["README.md", "DESIGN.md", "CONTRIBUTING.md"]
+PAGES += [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_there_is_an_example_for_each_user() -> None:
-    assert len(EXAMPLES) == 2
+def example(page: str) -> Any:
+    """The one Python example of a page, compiled."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return compile(code, page, "exec")
 
 
 def test_own_runner_example_reuses_the_segment(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    exec(compile(EXAMPLES[1], "README.md", "exec"), names)
+    exec(example("docs/ops.md"), names)
     plan = names["again"].plan  # type: ignore[attr-defined]
     assert plan.reused_segment > 0
     assert str(plan) in capsys.readouterr().out
@@ -24,7 +28,7 @@ def test_own_runner_example_reuses_the_segment(capsys: pytest.CaptureFixture[str
 
 def test_notebook_example_reuses_both_documents(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    exec(compile(EXAMPLES[0], "README.md", "exec"), names)
+    exec(example("README.md"), names)
     assert "spring" in names["answer"].text  # type: ignore[attr-defined]
     report = names["answer"].report  # type: ignore[attr-defined]
     assert report.reused_segment > 100
@@ -32,11 +36,11 @@ def test_notebook_example_reuses_both_documents(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    missing = [link for link in links if not (ROOT / link).exists()]
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
 
 
