@@ -214,9 +214,9 @@ CHOICE = (
         f"{VLLM} --jobs throughput",
     ),
     Choice(
-        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; foresight "
-        "with 10 %; the same with a draft of 8 tokens; sparsex with ℓ* = 0 and 5 % by score; sparsex "
-        "as it is",
+        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; "
+        "foresight with 10 %; the same with a draft of 8 tokens; sparsex with ℓ* = 0 and 5 % by "
+        "score; sparsex as it is",
         "vllm",
         (
             (f"{REUSED}, naive", "÷ stock"),

@@ -236,7 +236,8 @@ def test_headlines_are_ratios_of_what_was_measured() -> None:
     rows = {row["name"]: row["value"] for row in runs["vllm"]["rows"]}
     first = headlines.HEADLINES[0].told(runs["vllm"])
     reused = "TTFT, 32768 tokens, 97 % in documents seen before"
-    stock, ours = rows[f"{reused}: stock"], rows[f"{reused}: segments, foresight, 10 %, a draft of 8"]
+    stock = rows[f"{reused}: stock"]
+    ours = rows[f"{reused}: segments, foresight, 10 %, a draft of 8"]
     assert first.times == [stock / ours]
     assert f"vLLM {stock:.0f} ms" in headlines.markdown(runs)
     assert [h.told(runs[h.case]).times[0] > 1 for h in headlines.HEADLINES] == [True] * 4

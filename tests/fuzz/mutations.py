@@ -1,4 +1,4 @@
-"""Documents that were spoiled: bytes at random, and numbers, words and structure by their syntax."""
+"""Documents that were spoiled: bytes at random, and numbers, words and brackets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads documents of any origin: a head map, a payload, a profile, a shard, marks of a chat."""
+"""What reads documents of any origin: head maps, payloads, profiles, shards, marks of a chat."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from kvweave import HeadClassMap, KvPayload, Provenance, Store
+from kvweave import HeadClassMap, KvCache, KvShape, Provenance, Store
 from kvweave.adapters.vllm.segments.markers import parse
 from kvweave.adapters.vllm.server import marks
+from kvweave.payload import KvPayload, export_kv
 from kvweave.policies.policy_profile import PolicyProfile
-from payloads import sample
 from policy_profiles import profile
 
-HEADS = """{"schema_version": 1, "model": "m", "layers": 2, "kv_heads": 2, "heads": [
- {"layer": 0, "head": 0, "class": {"kind": "full"}},
- {"layer": 0, "head": 1, "class": {"kind": "window", "sink": 16, "recent": 256}},
- {"layer": 1, "head": 0, "class": {"kind": "top_k", "pages": 32, "rerank_every": 16}},
- {"layer": 1, "head": 1, "class": {"kind": "window", "sink": 4, "recent": 64}}]}"""
+HEADS = """{"schema_version": 1, "model_fingerprint": "m", "layers": 2, "kv_heads": 2, "heads": [
+ {"layer": 0, "head": 0, "class": {"kind": "full"}, "reach": "global", "stability": "stable"},
+ {"layer": 0, "head": 1, "class": {"kind": "window", "sink": 16, "recent": 256}, "reach": "local",
+  "stability": "stable"},
+ {"layer": 1, "head": 0, "class": {"kind": "top_k", "pages": 32, "rerank_every": 16},
+  "reach": "global", "stability": "unstable"},
+ {"layer": 1, "head": 1, "class": {"kind": "window", "sink": 4, "recent": 64}, "reach": "local",
+  "stability": "stable"}]}"""
 MARKS: tuple[dict[str, Any], ...] = (
     {"segments": [[0, 4], [6, 90, "manual"]], "namespace": "acme", "discover": True},
     {"policy": {"name": "sparsex", "boundary": 0, "top_k": 0.05}, "segments": [[3, 7]]},
@@ -59,7 +63,13 @@ def head_map(_: Path) -> Target:
 
 
 def payload(_: Path) -> Target:
-    return Target("payload", [sample().to_bytes()], KvPayload.from_bytes)
+    cache = KvCache(KvShape(2, 2, 16), blocks=4)
+    tokens = np.arange(3, dtype=np.int32)
+    with cache.admit(tokens, reuse="none") as request:
+        pages = torch.from_dlpack(cache.arena)
+        pages.fill_(0.5)
+        sent = export_kv(cache, pages, request, logits=torch.arange(8.0))
+    return Target("payload", [sent.to_bytes()], KvPayload.from_bytes)
 
 
 def policy_profile(_: Path) -> Target:
@@ -75,7 +85,7 @@ def shard(folder: Path) -> Target:
     store = Store(folder / "kv")
     of = Provenance("model", dtype="f32", layout="bytes", layers=2, kv_heads=3, head_dim=8)
     tokens = np.arange(40, dtype=np.int32)
-    name, _ = store.put(of, tokens, {"kv": bytes(range(256)) * 8, "none": b""})
+    name, _ = store.put(of, tokens, {"kv": bytes(range(256)), "none": b""})
     path = folder / "kv" / "shards" / f"{name}.kv"
     document = path.read_bytes()
 
@@ -90,19 +100,31 @@ def shard(folder: Path) -> Target:
 
 
 def marks_of_a_request(_: Path) -> Target:
-    """What a client's JSON says, as it stands in a request and as a text in one."""
-    documents = [json.dumps(each).encode() for each in (*MARKS, CHAT)]
+    """The marks of a request, as text and as what a server has read of it."""
 
     def read(data: bytes) -> object:
         text = data.decode("utf-8", "replace")
-        # What is no JSON never comes so far: the server has read it.
-        with suppress(ValueError, RecursionError):
-            given = json.loads(text)
-            if isinstance(given, dict):
-                return parse(given), marks.read(given)
-        return parse(text)
+        given = _json(text)
+        return parse(text) if given is None else parse(given)
 
-    return Target("marks", documents, read)
+    return Target("marks", [json.dumps(each).encode() for each in MARKS], read)
+
+
+def marks_of_a_chat(_: Path) -> Target:
+    """A chat that has marks in its messages. What is no JSON never comes so far."""
+
+    def read(data: bytes) -> object:
+        given = _json(data.decode("utf-8", "replace"))
+        return marks.read(given) if isinstance(given, dict) else None
+
+    return Target("chat", [json.dumps(CHAT).encode()], read)
+
+
+def _json(text: str) -> Any:
+    """What a text says; None where it is no JSON."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
 
 
 TARGETS = {
@@ -111,4 +133,5 @@ TARGETS = {
     "profile": policy_profile,
     "shard": shard,
     "marks": marks_of_a_request,
+    "chat": marks_of_a_chat,
 }

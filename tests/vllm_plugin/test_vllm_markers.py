@@ -131,7 +131,7 @@ def test_settings_of_the_policy() -> None:
     given = {"policy": {"name": "sparsex", "boundary": 0, "top_k": 0.05}}
     assert parse(given).recovery() == SparseX(boundary=0, top_k=0.05)
     assert parse({"policy": {"name": "foresight"}}) == parse({})
-    assert parse({}).recovery() == SparseX()
+    assert parse({}).recovery() == Foresight()
     assert parse({"policy": "naive"}).recovery() == Naive()
 
 

@@ -72,7 +72,8 @@ class DecodeSlots:
         self._said: Int32 | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
-        # Tokens of each of the batch when it is done.
+        # Tokens of each member, and of each of the batch, when it is done.
+        self._end_of: dict[Decoding, int] = {}
         self._ends = np.zeros(0, np.int64)
 
     def _room(self, entries: int) -> torch.Tensor:
@@ -110,9 +111,10 @@ class DecodeSlots:
             self._leave(sequence)
         joining = [s for s in coming if s not in self.members]
         self._take_heads(joining)
-        needed = [s.request.length + s.remaining for s in joining]
+        coming_ends = {s: s.request.length + s.remaining for s in joining}
         # Those who stay need no more than when they came.
-        self.longest = max([self.longest if self.members else 0, *needed])
+        self.longest = max([self.longest if self.members else 0, *coming_ends.values()])
+        self._end_of.update(coming_ends)
         for sequence in joining:
             self.members[sequence] = self.rows.join()
             self._spent_before[sequence] = self._spent
@@ -120,7 +122,7 @@ class DecodeSlots:
                 self._drawing.add(sequence)
         self._requests = [s.request for s in batch]
         self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
-        self._ends = np.asarray([s.request.length + s.remaining for s in batch], np.int64)
+        self._ends = np.asarray([self._end_of[s] for s in batch], np.int64)
         self.batch, self._said = list(batch), None
         if self.packed is not None:
             self.packed.seat(self.batch)
@@ -144,6 +146,7 @@ class DecodeSlots:
 
     def _leave(self, sequence: Decoding) -> None:
         row = self.members.pop(sequence)
+        del self._end_of[sequence]
         self.rows.leave(row)
         if self.chosen is not None:
             self.chosen.forget(row)

@@ -1,4 +1,4 @@
-"""Decode steps of drafts in vLLM: one row through all layers, each step making the next one ready."""
+"""Decode steps of drafts in vLLM: one row through all layers, each making the next one ready."""
 
 from __future__ import annotations
 
