@@ -3,13 +3,13 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from byte_tokenizer import Bytes
 from families import random_tokens, tiny
 from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument, Unsupported
@@ -26,22 +26,6 @@ from kvweave.runner import Runner
 SINK, RECENT, TOKENS = 4, 16, 150
 Profiled = tuple[Runner, Path, HeadProfile]
 FAMILIES = ("llama", "llama-yarn", "llama-dynamic", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3")
-
-
-class Bytes:
-    """A tokenizer of bytes, with or without an id before every text."""
-
-    eos_token_id = None
-
-    def __init__(self, lead: int | None = None) -> None:
-        self.lead = [] if lead is None else [lead]
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        ids = list(text.encode())
-        return SimpleNamespace(input_ids=self.lead + ids if add_special_tokens else ids)
-
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
 
 def words(count: int, seed: int) -> str:

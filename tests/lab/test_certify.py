@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_profile import Bytes
 
+from byte_tokenizer import Bytes
 from commands import call, refused
 from eval_samples import measured
 from families import tiny
@@ -23,7 +23,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.lab.eval import bootstrap, evaluate
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.profile import CertifyJob, Effort, certify, effort_of
-from kvweave.lab.profile.certify import ALL_JOBS
+from kvweave.lab.profile.certify import ALL_JOBS, _finalists
 from kvweave.lab.profile.losses import Losses, samples_needed
 from kvweave.policies import Foresight, Naive
 from kvweave.policies.policy_profile import Bound, Evidence, PolicyProfile, heads_digest
@@ -135,6 +135,33 @@ def test_what_is_far_above_is_given_up_early() -> None:
     assert not losses("kl", [0.05] * 60).surely_above(0.05)
     assert losses("score-drop", [1.0] * 30).surely_above(0.01)
     assert not losses("score-drop", [0.5, -0.5] * 30).surely_above(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kls", "wanted"),
+    [
+        # Each candidate's KL, of a bound of 1, the cheapest first; noise of 2 %.
+        ((2.0, 0.8, 0.79, 0.78, 0.6, 0.3), [0.8, 0.6, 0.3]),
+        ((0.9, 0.2), [0.9, 0.2]),
+        ((0.1, 0.05), [0.1]),
+        ((1.2, 0.99), [0.99]),
+        ((1.2, 1.1), []),
+    ],
+)
+def test_finalists_are_within_the_bound_by_more_and_by_less(
+    kls: tuple[float, ...], wanted: list[float]
+) -> None:
+    """Those of one margin are alike, and would fail together."""
+    seen = []
+    for number, kl in enumerate(kls, 1):
+        one = Losses(Foresight(share=kl / 4), "kl")
+        for sample in range(8):
+            noisy = kl * (1.0 + 0.02 * (-1) ** sample)
+            full, mine = measured(sample, "full"), measured(sample, "foresight", (noisy,))
+            one.add("job", full, replace(mine, flops=100 * number))
+        seen.append(one)
+    found = _finalists(seen[::-1], Bound("kl", 1.0), EFFORT)
+    assert [policy.share * 4 for policy in found] == pytest.approx(wanted)
 
 
 # ---- certificates ----------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """`certify`: the cheapest policy whose loss against `full` on a model is within a stated bound.
 
 Candidates are foresight at several budgets, drafts and depths, and naive, which is its budget of 0.
-They are chosen on one half of a text, coarsely and then near the cheapest that may do; the best few
-are measured on samples of the other half, and the cheapest of these whose interval ends within the
-bound is the profile's. With several of them the level of each interval is raised (Bonferroni), so
-that the chance of a false certificate is what the stated level says.
+They are chosen on one half of a text, coarsely and then near the cheapest that may do; a few, which
+are within the bound by more or less, are measured on samples of the other half, and the cheapest of
+these whose interval ends within it is the profile's. With several of them the level of each
+interval is raised (Bonferroni), so that the chance of a false certificate is what the stated level
+says.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ ALL_JOBS = "all jobs"
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.5)
 DRAFTS = (0, 4, 16)
 DEPTHS = (0.0, 0.5)
-FINALISTS = 3
+MARGINS = (1.0, 0.75, 0.5)
+"""Shares of the bound that the finalists are likely to be within: the other half is other text."""
+FINALISTS = len(MARGINS)
 LEAST_ROUNDS = 4
 """Rounds before a candidate is given up or taken."""
 
@@ -239,13 +242,15 @@ def _mean(losses: Losses) -> float:
 
 
 def _finalists(seen: Sequence[Losses], bound: Bound, effort: Effort) -> list[Policy]:
-    """The few cheapest candidates that the larger number of samples is likely to certify.
+    """Of each margin the cheapest candidate that the larger number of samples is likely to certify.
 
     An interval over c times the samples is about √c times narrower. Where none is likely, the
-    dearest whose mean is within the bound.
+    dearest whose mean is within the bound. Candidates of about the same cost would fail together,
+    so they are not all that is tried.
     """
     cheaper = sorted((s for s in seen if s.flops_share < 1.0), key=lambda s: s.flops_share)
-    likely, possible = [], []
+    possible: list[Policy] = []
+    likely: dict[float, Policy] = {}
     for losses in cheaper:
         found = losses.interval(_level(bound, FINALISTS))
         if not found.value <= bound.value:
@@ -253,9 +258,11 @@ def _finalists(seen: Sequence[Losses], bound: Bound, effort: Effort) -> list[Pol
         possible.append(losses.policy)
         rounds = min(map(len, losses.by_job.values()))
         above = (found.high - found.value) * math.sqrt(rounds / effort.certify)
-        if found.value + above <= bound.value:
-            likely.append(losses.policy)
-    return likely[:FINALISTS] or possible[-1:]
+        for margin in MARGINS:
+            if found.value + above <= margin * bound.value:
+                likely.setdefault(margin, losses.policy)
+    chosen = {text_of(policy): policy for policy in likely.values()}
+    return list(chosen.values()) or possible[-1:]
 
 
 def _evidence(at: StageJobs, measured: Mapping[str, Losses], level: float) -> Iterator[Evidence]:
