@@ -4,8 +4,11 @@ A model of Llama-3.1-8B's shape with random weights decodes over an arena of ran
 nobody computes the prompts, whose KV is as random as the weights. *all* reads everything. *64
 pages* and *128 pages* are head maps of nothing but such heads, ranked every 16 steps: a step in
 which nobody is ranked, one in which all are, and what a step takes on average. *all join* is the
-step at whose start the bounds of all pages are computed. Where requests are *in turns*, they have
-joined one after the other, so that some of them are ranked in every step.
+step at whose start the bounds of all pages are computed. *Over the host* has all pages but those
+that are read in the host's memory: a step in which requests are ranked brings what they newly
+choose from there, *all join* what they choose and the keys of all pages. *Spilled* is the step in
+which all pages go there. Where requests are *in turns*, they have joined one after the other, so
+that some of them are ranked in every step.
 
 Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
 the next tokens brought to the host. Contenders run one after the other in one process, over the
@@ -30,6 +33,8 @@ from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
 from kvweave.runner.decode import Decoder, Decoding, Sampling
 from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.host_pages import HostPages
+from kvweave.runner.kv.host_pool import HostPool, make_host_pools
 from kvweave.runner.model.fused_norms import with_fused_norms
 from kvweave.runner.model.joined_layers import with_joined_products
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec, describe
@@ -94,6 +99,9 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
         rows += dense
         for budget in budgets:
             rows += Stepped.of(spec, pages, load, budget, steps).rows(periods, dense[0].value)
+        over = Stepped.of(spec, pages, load, budgets[0], steps, over_host=True)
+        rows += over.rows(periods, dense[0].value)
+        over.release()
     return rows
 
 
@@ -121,17 +129,23 @@ def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:
 
 @dataclass
 class Stepped:
-    """A batch that decodes under one budget, None for everything."""
+    """A batch that decodes under one budget, None for everything, over the host's memory or not."""
 
     load: Load
     budget: int | None
     decoder: Decoder
     requests: list[KvRequest]
     batch: list[Decoding]
+    spilled_s: float = 0.0
 
     @staticmethod
     def of(
-        spec: ModelSpec, pages: torch.Tensor, load: Load, budget: int | None, steps: int
+        spec: ModelSpec,
+        pages: torch.Tensor,
+        load: Load,
+        budget: int | None,
+        steps: int,
+        over_host: bool = False,
     ) -> Stepped:
         # What the contender before has left is in the way of what this one makes.
         gc.collect()
@@ -141,11 +155,18 @@ class Stepped:
         shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
-        decoder = Decoder(HeadReads(spec, cache), rotary, pages)
+        host = make_host_pools(cache, pages, pages.nbytes if over_host else None)
+        decoder = Decoder(HeadReads(spec, cache, host=host), rotary, pages)
         positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
         requests = [cache.admit(tokens, reuse="none") for _ in range(load.requests)]
+        known = positions, Sampling(), steps, spec.device
         batch = [
-            Decoding(request, positions, Sampling(), steps, spec.device, tokens=[1])
+            Decoding(
+                request,
+                *known,
+                tokens=[1],
+                host={group: HostPages(pool, request) for group, pool in host.items()},
+            )
             for request in requests
         ]
         return Stepped(load, budget, decoder, requests, batch)
@@ -164,6 +185,7 @@ class Stepped:
         times = np.asarray([self.step(self.batch) for _ in range(periods * EVERY)])
         self.check()
         what = "all" if self.budget is None else f"{self.budget} pages"
+        what += ", over the host" if self.host_pools else ""
         name = f"{self.load.title()}: {what}"
         if self.budget is None:
             timing = summarise(times.tolist())
@@ -177,6 +199,9 @@ class Stepped:
             beside["all ranked ms"] = float(by_phase.max()) * 1e3
             beside["all join ms"] = self.join() * 1e3
         beside["bounds GB"] = self.bounds_bytes() / 1e9
+        if self.host_pools:
+            beside["spilled ms"] = self.spilled_s * 1e3
+        beside["KV GB"] = sum(request.kv_bytes()[0] for request in self.requests) / 1e9
         return [Row(name, mean, "ms", float(np.percentile(times, 95)) * 1e3, beside)]
 
     def warm(self) -> None:
@@ -184,8 +209,21 @@ class Stepped:
         if self.load.in_turns:
             for turn in range(1, EVERY):
                 self.step(self.batch[: max(1, turn * len(self.batch) // EVERY)])
+        else:
+            self.spilled_s = self.step(self.batch)
         for _ in range(WARM_STEPS):
             self.step(self.batch)
+
+    @property
+    def host_pools(self) -> list[HostPool]:
+        return list(self.decoder.heads.host.values())
+
+    def release(self) -> None:
+        """Gives the host's memory back to whoever comes next."""
+        self.decoder.forget()
+        for sequence in self.batch:
+            for pages in sequence.host.values():
+                pages.release()
 
     def join(self) -> float:
         """Seconds of a step whose requests all come anew; graphs that know it are there."""
@@ -212,3 +250,7 @@ class Stepped:
         expected = {self.load.tokens - 1}
         expect(lengths == expected, f"expected a token a step, got lengths {lengths}")
         self.decoder.heads.cache.check()
+        for pool in self.host_pools:
+            expect(pool.pinned or not pool.arena.is_cuda, "expected pinned memory, got pageable")
+            most = max(sequence.host[pool.budget.group].count for sequence in self.batch)
+            expect(most > 0, "expected pages in host memory, got none")

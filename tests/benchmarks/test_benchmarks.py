@@ -125,13 +125,15 @@ def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
     loads = [top_k_step.Load(3, 200, 2, in_turns=turns) for turns in (False, True)]
     model = random_model("tiny Llama", "cpu", torch.float32)
     rows = top_k_step.rows_of(model, loads, [4, 1000], periods=2)
-    assert [row.unit for row in rows] == ["ms"] * 6
+    assert [row.unit for row in rows] == ["ms"] * 8
     assert all(row.value > 0 for row in rows)
-    at_once, all_of_it = rows[1].of, rows[2].of
+    at_once, all_of_it, over_host = rows[1].of, rows[2].of, rows[3].of
     assert at_once["all ÷ this"] == rows[0].value / rows[1].value
     assert at_once["nobody ranked ms"] <= rows[1].value <= at_once["all ranked ms"]
     assert at_once["bounds GB"] > all_of_it["bounds GB"] > 0
-    assert "all ranked ms" not in rows[4].of
+    assert over_host["KV GB"] < 0.5 * at_once["KV GB"]
+    assert over_host["spilled ms"] > 0
+    assert "all ranked ms" not in rows[5].of
 
 
 def test_engine_load_case_measures_what_is_said_and_given_back() -> None:

@@ -14,9 +14,8 @@ from plan_policies import Restoring
 def decoding(runner: Runner, done: Prefill, limit: int) -> Decoding:
     """A prefilled prompt, its first token chosen."""
     device = runner.spec.device
-    sequence = Decoding(
-        done.request, done.positions, Sampling(), limit, device, packed=done.kv.packed
-    )
+    parts = {"packed": done.kv.packed, "host": done.kv.host}
+    sequence = Decoding(done.request, done.positions, Sampling(), limit, device, **parts)
     sequence.choose(done.logits[-1])
     return sequence
 

@@ -28,8 +28,10 @@ from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
+from kvweave.runner.kv.beside_host import check_host
 from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.host_pool import make_host_pools
 from kvweave.runner.kv.pages import make_pools
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
 from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
@@ -53,7 +55,9 @@ class Runner(KnowledgeBase):
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
     `kv_dtype`: None for the model's own dtype, or "int4": full pages are packed, into the pool
-    `packed` (see docs/packed-kv.md, also for what does not go with it). `mode` is
+    `packed` (see docs/packed-kv.md, also for what does not go with it). `host_bytes`: so much of
+    the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
+    docs/sparse-decode.md); None keeps all pages on the device. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
     room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
@@ -64,7 +68,7 @@ class Runner(KnowledgeBase):
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
-    does not go with packed pages;
+    does not go with packed pages or host memory;
     `CorruptProfile` for a profile of another model, dtype or head map;
     `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
     that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
@@ -84,6 +88,7 @@ class Runner(KnowledgeBase):
         max_tokens: int | None = None,
         page_tokens: int = 16,
         kv_dtype: str | None = None,
+        host_bytes: int | None = None,
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
@@ -105,6 +110,7 @@ class Runner(KnowledgeBase):
         if heads is not None and not isinstance(heads, HeadClassMap):
             raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
         check_profile(profile, canary, self.spec, heads)
+        check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
         self.cache, pages, self.packed = make_pools(
             self.spec,
@@ -118,6 +124,7 @@ class Runner(KnowledgeBase):
             eviction=word("eviction", eviction),
             heads=heads,
         )
+        self.host = make_host_pools(self.cache, pages, host_bytes)
         self.heads, self.progress = heads, progress
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
@@ -129,7 +136,8 @@ class Runner(KnowledgeBase):
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
             if check:
                 verify(model, self.spec)
-        self._decoder = Decoder(HeadReads(self.spec, self.cache, self.packed), rotary, pages)
+        reads = HeadReads(self.spec, self.cache, self.packed, self.host)
+        self._decoder = Decoder(reads, rotary, pages)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)

@@ -4,6 +4,7 @@
 //! (law 2), and every head of every live request reads exactly its own tokens at their positions.
 
 mod simulated_arena;
+mod spilled_blocks;
 
 use kvweave_core::{
     Admission, CacheConfig, Error, ErrorKind, GroupId, HashKind, HeadClass, HeadClassMap, KvCache,
@@ -11,6 +12,7 @@ use kvweave_core::{
 };
 use proptest::prelude::*;
 use simulated_arena::{Arena, assert_partition};
+use spilled_blocks::{bring_back, is_spilled, spill};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -53,6 +55,14 @@ enum Step {
     Fork {
         which: u8,
     },
+    Spill {
+        which: u8,
+        blocks: u8,
+        slots: u8,
+    },
+    BringBack {
+        which: u8,
+    },
     Drop {
         which: u8,
     },
@@ -89,6 +99,9 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (any::<u8>(), any::<u8>(), 0u8..3)
             .prop_map(|(which, from, name)| Step::Freeze { which, from, name }),
         2 => any::<u8>().prop_map(|which| Step::Fork { which }),
+        4 => (any::<u8>(), 0u8..8, 0u8..6)
+            .prop_map(|(which, blocks, slots)| Step::Spill { which, blocks, slots }),
+        2 => any::<u8>().prop_map(|which| Step::BringBack { which }),
         4 => any::<u8>().prop_map(|which| Step::Drop { which }),
         1 => (0u8..3).prop_map(|name| Step::Delete { name }),
         1 => (0u8..2, proptest::option::of(0u8..12))
@@ -120,6 +133,8 @@ struct World {
     cache: KvCache,
     arena: Arena,
     live: Vec<Live>,
+    /// Blocks of the host's memory that were ever given.
+    home: i32,
 }
 
 fn expect_kind(outcome: &Result<(), Error>, allowed: &[ErrorKind]) {
@@ -156,6 +171,8 @@ impl World {
             | Step::Commit { which, .. }
             | Step::Freeze { which, .. }
             | Step::Fork { which }
+            | Step::Spill { which, .. }
+            | Step::BringBack { which }
             | Step::Drop { which } => *which,
         };
         let Some(i) = self.pick(which) else { return };
@@ -166,6 +183,16 @@ impl World {
                 self.rewrite(i, *at, *count, *first_only)
             }
             Step::Append { tokens, .. } => self.append(i, tokens),
+            Step::Spill { blocks, slots, .. } => {
+                let Live { request, done, .. } = &mut self.live[i];
+                let wanted = (usize::from(*blocks), usize::from(*slots));
+                if *done == request.len() {
+                    spill(&self.cache, &mut self.arena, request, &mut self.home, wanted);
+                }
+            }
+            Step::BringBack { .. } => {
+                bring_back(&self.cache, &mut self.arena, &mut self.live[i].request);
+            }
             Step::Commit { back, approximate, .. } => self.commit(i, *back, *approximate),
             Step::Freeze { from, name, .. } => {
                 let request = &mut self.live[i].request;
@@ -183,7 +210,8 @@ impl World {
                     Err(error) => {
                         // Chunks end with the advance after the last one.
                         let in_chunks = *chunk > 0 && request.len() == request.plan().tokens;
-                        assert!(in_chunks || !request.promoted().is_empty(), "{error}");
+                        let may = !request.promoted().is_empty() || is_spilled(request);
+                        assert!(in_chunks || may, "{error}");
                     }
                 }
             }
@@ -200,7 +228,8 @@ impl World {
             _ => computed.min(first_segment),
         };
         let exact = exact.saturating_sub(usize::from(approximate));
-        request.commit(computed, exact).unwrap();
+        let outcome = request.commit(computed, exact);
+        assert_eq!(outcome.is_err(), is_spilled(request), "{outcome:?}");
     }
 
     /// The next chunk, or all that is left to do; never refused.
@@ -300,6 +329,10 @@ impl World {
         let at = i32::from(at) % end;
         let positions: Vec<i32> = (at..end.min(at + i32::from(count))).collect();
         let outcome = request.make_writable(&positions, first_only.then_some(GroupId(0)));
+        if is_spilled(request) {
+            assert!(outcome.is_err());
+            return;
+        }
         expect_kind(&outcome, &[ErrorKind::NotWritable]);
         if outcome.is_ok() {
             self.arena.settle(&self.cache, request, &[]);
@@ -337,6 +370,7 @@ impl World {
 
 const SINK: HeadClass = HeadClass::Window { sink: 3, recent: 5 };
 const NEAR: HeadClass = HeadClass::Window { sink: 0, recent: 9 };
+const BEST: HeadClass = HeadClass::TopK { pages: 3, rerank_every: 2 };
 
 /// Classes of the four heads; none for a cache without a head map.
 fn run(steps: &[Step], hash: HashKind, blocks: u64, classes: Option<[HeadClass; 4]>) {
@@ -352,7 +386,7 @@ fn run(steps: &[Step], hash: HashKind, blocks: u64, classes: Option<[HeadClass; 
         config.slab_pages = Some(7);
     }
     let cache = KvCache::new(config).unwrap();
-    let mut world = World { cache, arena: Arena::default(), live: Vec::new() };
+    let mut world = World { cache, arena: Arena::default(), live: Vec::new(), home: 0 };
     for step in steps {
         world.run(step);
         world.verify();
@@ -396,6 +430,20 @@ proptest! {
         steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
     ) {
         run(&steps, HashKind::Xxh3_128, blocks, Some([NEAR, HeadClass::Full, NEAR, SINK]));
+    }
+
+    #[test]
+    fn heads_that_choose(
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
+    ) {
+        run(&steps, HashKind::Xxh3_128, blocks, Some([BEST, HeadClass::Full, BEST, SINK]));
+    }
+
+    #[test]
+    fn heads_that_choose_alone(
+        steps in proptest::collection::vec(step(), 1..100), blocks in 20u64..120,
+    ) {
+        run(&steps, HashKind::Xxh3_128, blocks, Some([BEST; 4]));
     }
 
     #[test]

@@ -240,6 +240,38 @@ impl KvRequest {
         self.with(py, |request| Ok(request.kv_bytes()))
     }
 
+    /// Says that the next whole blocks of a head group have their KV in the host's memory from now
+    /// on, in blocks `home` (i32 [N]) there: theirs go back, and the request holds at least `slots`
+    /// in place of all that it spilled. Entries list a block so spilled as −1 − its number at home.
+    /// Returns the pages of the slots, i32 [S].
+    fn spill<'py>(
+        &self,
+        py: Python<'py>,
+        group: Number,
+        home: &Bound<'py, PyAny>,
+        slots: Number,
+    ) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        let home = Table::of("home", home)?;
+        let home = raised(py, home.list("home"))?;
+        let group = raised(py, group_id(group))?;
+        let slots = raised(py, count("slots", slots))?;
+        let pages = self.with(py, |request| request.spill(group, home, slots))?;
+        Ok(PyArray1::from_vec(py, pages))
+    }
+
+    /// Gives all that was spilled of a head group blocks again, into which its KV is to be brought
+    /// before anything is read; its slots go.
+    fn bring_back(&self, py: Python<'_>, group: Number) -> PyResult<()> {
+        let group = raised(py, group_id(group))?;
+        self.with(py, |request| request.bring_back(group))
+    }
+
+    /// Blocks of a head group that lie in the host's memory: its first ones.
+    fn spilled(&self, py: Python<'_>, group: Number) -> PyResult<usize> {
+        let group = raised(py, group_id(group))?;
+        self.with(py, |request| request.spilled(group))
+    }
+
     /// Says that the KV was brought in from elsewhere, to decode from: `commit` is refused from now
     /// on, here and in forks.
     fn bring_in(&self, py: Python<'_>) -> PyResult<()> {

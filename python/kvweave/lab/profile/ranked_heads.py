@@ -6,7 +6,7 @@ import json
 
 from kvweave.arguments import whole
 from kvweave.cache import HeadClassMap
-from kvweave.runner.kv.heads import RECENT_PAGES, SINK_PAGES
+from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
 
 RERANK_EVERY = 16
 """Decode steps between two rankings of a stable head's pages (FlexiCache, section 4.1)."""

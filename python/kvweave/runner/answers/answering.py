@@ -17,6 +17,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
+from kvweave.runner.kv.beside_host import refuse_beside_host
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.lossy.lossy import LossyPrefiller
 from kvweave.runner.prefill.lookup import Lookup
@@ -124,6 +125,7 @@ class Answering:
         whole("max_new_tokens", max_new_tokens, 1)
         check_healing(healing)
         refuse_beside_packed(self.prefiller.packed, "healing", healing)
+        refuse_beside_host(self.prefiller.heads.host, "healing", healing)
         chosen: Any = Sampling() if sampling is None else sampling
         if not isinstance(chosen, Sampling):
             raise InvalidArgument(f"sampling: expected a Sampling or None, got {shown(chosen)}")
@@ -144,6 +146,7 @@ class Answering:
             stop=ask.stop.ids,
             timings=done.report.timings,
             packed=done.kv.packed,
+            host=done.kv.host,
         )
         watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
         sequence.choose(done.logits[-1])
@@ -157,7 +160,7 @@ class Answering:
         """Chooses what an answer says next, now that its KV is there again."""
         sequence = answer.sequence
         sequence.request, sequence.positions = done.request, done.positions
-        sequence.packed = done.kv.packed
+        sequence.packed, sequence.host = done.kv.packed, done.kv.host
         if answer.watch is not None:
             answer.watch.go_on(done)
         sequence.choose(done.logits[-1])

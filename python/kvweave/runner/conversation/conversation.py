@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 
 import numpy as np
 
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.policies import Policy
 from kvweave.runner.answers.answering import Answering, Ask
 from kvweave.runner.answers.stop import Stops
@@ -113,11 +114,14 @@ class Conversation:
     def close(self) -> None:
         """Lets later prompts find the conversation where they may, and gives its blocks back.
 
-        Safe to call twice.
+        What lies in host memory is found by nobody, unless the device has room for it. Safe to call
+        twice.
         """
         live, self._live, self._closed = self._live, None, True
         if live is not None:
             try:
+                with suppress(PoolFull):
+                    live.kv.bring_back()
                 live.commit()
             finally:
                 live.release()

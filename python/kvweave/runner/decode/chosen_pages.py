@@ -15,19 +15,26 @@ Bounds are of the entries of a request's table, and kept while it decodes. An en
 when it is first ranked, from what then lies in its page, and again when it has become another. The
 last entry, which grows, is always read and needs none. Whoever rewrites tokens of a request between
 two steps has to have it forgotten.
+
+Where a group has host memory, a request that is ranked is spilled first: see `HostSlots`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.runner.decode.host_slots import HostRoom, HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
 from kvweave.runner.decode.sampling import Int64
-from kvweave.runner.kv.heads import HeadReads, PageBudget
+from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.host_pages import HostPages
+from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
 
 NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
@@ -48,13 +55,15 @@ class ChosenRoom:
     `chosen` i32 [R + 1, heads, W, 5]: of each row and head the entries that were chosen, then those
     begun since. It is a part of the array of all entries; the last row is nobody's. `bounds`
     [places · heads, 2 or 3, D], see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
-    `score_pages` wants them, with the row of their bounds in place of a block.
+    `score_pages` wants them, with the row of their bounds in place of a block. `host`: what brings
+    pages from host memory, where the group has any.
     """
 
     budget: PageBudget
     chosen: torch.Tensor
     bounds: torch.Tensor
     ranked: torch.Tensor
+    host: HostRoom | None = None
 
     @property
     def columns(self) -> int:
@@ -91,7 +100,7 @@ class ListedStep:
 
     Their `rows` [B], the positions of their newest tokens [B] and how long they are at their `ends`
     [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have changed, to
-    `entries` [M, 5].
+    `entries` [M, 5]. `hosts` [B]: their pages that may lie in host memory, by head group.
     """
 
     rows: Int32
@@ -100,6 +109,7 @@ class ListedStep:
     spans: Int32
     moved: Int64
     entries: Int32
+    hosts: Sequence[Mapping[int, HostPages]] = ()
 
 
 @dataclass
@@ -155,10 +165,11 @@ class _Budget:
     `known` bool [N], whether these are of what the entry is now.
     """
 
-    def __init__(self, budget: PageBudget, pages: torch.Tensor) -> None:
+    def __init__(self, budget: PageBudget, pages: torch.Tensor, pool: HostPool | None) -> None:
         self.budget = budget
+        self.host = None if pool is None else HostSlots(pool)
         self.page_tokens = int(pages.shape[2])
-        self.bounds = KeptBounds(budget.heads, pages)
+        self.bounds = KeptBounds(budget.heads, pages, pool)
         # Pages that are begun between two rankings.
         self.since = -(-(budget.every - 1) // self.page_tokens)
         self.since = min(self.since, len(pages) // budget.heads)
@@ -193,18 +204,23 @@ class _Budget:
         self._ranked = ranked
         self.first = first
         self._kept = None
+        if self.host is not None:
+            self.host.fit(rows)
         chosen = array[first : first + self.entries(rows)]
         self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
 
     def _lay(self, chosen: torch.Tensor) -> None:
         bounds = self.bounds.values.flatten(0, 1)
-        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked)
+        host = None if self.host is None else self.host.room
+        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked, host)
 
     def forget(self, row: int) -> None:
         """Lets go of what a row has chosen, and of its bounds."""
         self.ranked[row], self.needs[row] = -1, 0
         self._let_go(int(self.lies[row, 0]), int(self.lies[row, 1]))
         self.lies[row] = 0
+        if self.host is not None:
+            self.host.forget(row)
 
     def _let_go(self, begin: int, end: int) -> None:
         of_row = self.places[begin:end]
@@ -234,6 +250,7 @@ class _Budget:
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
             self._bound(spans[due], array)
+            self._spill(step, np.flatnonzero(due), count)
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
         width = _width(int(count.max())) if due.any() else 0
@@ -246,6 +263,17 @@ class _Budget:
             most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
             self._kept = _KeptPlan(rows, begin, count, kept, until, most, newest, plan)
         return plan, width
+
+    def _spill(self, step: ListedStep, due: Int64, count: Int64) -> None:
+        """Spills those of a step that are ranked, now that all bounds are known."""
+        if self.host is None:
+            return
+        for number in due.tolist():
+            host = step.hosts[number].get(self.budget.group) if step.hosts else None
+            # The newest token is written in this step.
+            self.host.follow(int(step.rows[number]), host, int(count[number]) - 1)
+        if self.host.room is not self.room.host:
+            self._lay(self.room.chosen)
 
     def _plan(
         self,
@@ -315,7 +343,7 @@ class ChosenPages:
     def __init__(self, heads: HeadReads, pages: torch.Tensor) -> None:
         self.rows = self.listed = 0
         self.rooms: tuple[ChosenRoom, ...] = ()
-        self.groups = [_Budget(b, pages) for b in heads.budgets]
+        self.groups = [_Budget(b, pages, heads.host.get(b.group)) for b in heads.budgets]
         self._array = np.zeros((0, 5), np.int32)
 
     def fit(self, array: torch.Tensor, listed: int, rows: int) -> torch.Tensor:

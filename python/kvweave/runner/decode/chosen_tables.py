@@ -25,7 +25,7 @@ from kvweave.runner.decode.chosen_pages import (
     ChosenRoom,
 )
 from kvweave.runner.decode.reads import HeadChoice
-from kvweave.runner.kv.heads import RECENT_PAGES, SINK_PAGES
+from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
 from kvweave.runner.model.model_spec import ModelSpec
 
 
@@ -139,8 +139,11 @@ class ChosenTables:
             entry_offsets=ranking.offsets,
             reach=choice.listed,
         )
+        entries = entries.view(*rows, 5)
+        if room.host is not None:
+            room.host.bring(choice.ranks, ranking.rows, chosen.view(rows), entries)
         to = room.chosen[:, choice.ranks[0] : choice.ranks[1], : room.budget.pages]
-        to.index_copy_(0, ranking.rows, entries.view(*rows, 5))
+        to.index_copy_(0, ranking.rows, entries)
 
     def _score(
         self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking

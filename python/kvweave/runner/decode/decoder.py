@@ -27,8 +27,8 @@ class Decoder:
     """Decode steps of one model over one arena.
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
-    frequencies of RoPE are fixed and the model itself waits for nothing. Steps over packed pages
-    are launched one kernel at a time.
+    frequencies of RoPE are fixed and the model itself waits for nothing. Steps over packed pages,
+    and those for which the host copies pages itself, are launched one kernel at a time.
 
     A step takes any batch of one kind: requests that were in the last one keep their tables, others
     join with theirs. One thread at a time may call a decoder.
@@ -42,7 +42,8 @@ class Decoder:
         self.reads = StepReads(heads)
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        captured = self.workspace is not None and rotary.is_fixed and heads.packed is None
+        waits = heads.packed is not None or any(not pool.pinned for pool in heads.host.values())
+        captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         self.queries: torch.Tensor | None = None
         # Latest used last: a draft that comes between two steps of a batch has its own.

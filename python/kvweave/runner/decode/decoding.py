@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kvweave.cache import KvRequest
 from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.rope import PositionTable
 from kvweave.runner.report import Timings
@@ -20,6 +21,7 @@ class Decoding:
 
     `tokens` are the generated ids; the last of them has no KV yet. `device` is the logits'. The
     time of its steps is added to `timings`. `packed`: its packed pages, where the runner has any.
+    `host`: what may lie in host memory, by head group.
     """
 
     request: KvRequest
@@ -31,6 +33,7 @@ class Decoding:
     timings: Timings = field(default_factory=Timings)
     tokens: list[int] = field(default_factory=list)
     packed: PackedPrefix | None = None
+    host: Mapping[int, HostPages] = field(default_factory=dict)
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:

@@ -6,11 +6,14 @@ does not depend on who else holds the same block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.tables import Int32, send, send_index
 
 _PAGES_AT_ONCE = {"cpu": 4096, "cuda": 32768}
@@ -19,17 +22,23 @@ _SPARE = 4
 """A part of so many is made beside what is asked for, lest all move with every request."""
 
 
+_KeysOf = Callable[[torch.Tensor, slice], torch.Tensor]
+"""The keys [N · heads, P, D] of entries [N, 5], and of which of them all."""
+
+
 class KeptBounds:
     """Least and greatest keys of entries, a place for each: f32 [places, heads, 3, D].
 
     `heads`: the pages of a block. The third vector, which `score_pages` takes for means, is 0. Of
     keys of 16 bits on a GPU they are [places, heads, 2, D] in the dtype of these, a third of the
-    bytes: the least and the greatest of some numbers are two of them.
+    bytes: the least and the greatest of some numbers are two of them. `pool`: host memory where
+    pages may lie, by entries whose block is −1 − its number there.
     """
 
-    def __init__(self, heads: int, pages: torch.Tensor) -> None:
+    def __init__(self, heads: int, pages: torch.Tensor, pool: HostPool | None = None) -> None:
         self.heads = heads
         self.pages = pages
+        self.pool = pool
         self.values = self._zeros(1)
         self._free = np.zeros(1, np.int64)
         self._ranks = torch.arange(heads, device=pages.device)
@@ -68,6 +77,18 @@ class KeptBounds:
 
     def compute(self, rows: Int32, places: Int64) -> None:
         """Bounds of the keys that lie in the slots of entries [N, 5], at so many places."""
+        away: npt.NDArray[np.bool_] = rows[:, 0] < 0
+        self._compute(rows[~away], places[~away], self._here)
+        if self.pool is not None and away.any():
+            listed = rows[away]
+            home, pool = -1 - listed[:, 0], self.pool
+            self._compute(listed, places[away], lambda _, some: pool.keys(home[some]))
+
+    def _here(self, rows: torch.Tensor, _some: slice) -> torch.Tensor:
+        keys: torch.Tensor = self.pages[(rows[:, :1] + self._ranks).reshape(-1), 0]
+        return keys
+
+    def _compute(self, rows: Int32, places: Int64, keys_of: _KeysOf) -> None:
         device = self.pages.device
         at_once = max(1, _PAGES_AT_ONCE[device.type] // self.heads)
         (sent,) = map(torch.as_tensor, send(device, rows))
@@ -75,14 +96,16 @@ class KeptBounds:
         partial: npt.NDArray[np.bool_] = rows[:, 2] - rows[:, 1] < self.pages.shape[2]
         for start in range(0, len(rows), at_once):
             some = slice(start, start + at_once)
-            found = self._of(sent[some], bool(partial[some].any()))
+            keys = keys_of(sent[some], some)
+            found = self._of(keys, sent[some], bool(partial[some].any()))
             for number, bound in enumerate(found):
                 kept = bound.to(self.values.dtype).view(-1, self.heads, bound.shape[-1])
                 self.values[:, :, number].index_copy_(0, at[some], kept)
 
-    def _of(self, rows: torch.Tensor, partial: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Least and greatest keys [N · heads, D] of entries; NaN where one of the keys is NaN."""
-        keys = self.pages[(rows[:, :1] + self._ranks).reshape(-1), 0]
+    def _of(
+        self, keys: torch.Tensor, rows: torch.Tensor, partial: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Least and greatest [N · heads, D] of keys [N · heads, P, D]; NaN where one is NaN."""
         if not partial:
             return torch.aminmax(keys, dim=1)
         slot = torch.arange(keys.shape[1], device=keys.device)

@@ -185,7 +185,8 @@ class DecodeSlots:
         rows = int(self._numbers.max()) + 1
         self.entries = chosen.fit(self.entries, made.entries, rows)
         of_batch = self._numbers, made.positions, self._ends, made.spans
-        return chosen.step(ListedStep(*of_batch, made.places, made.moved))
+        hosts = [sequence.host for sequence in self.batch]
+        return chosen.step(ListedStep(*of_batch, made.places, made.moved, hosts))
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import CorruptHeadMap, Unsupported
 from kvweave.ops import Reach, Table
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.packed_pool import PackedPool
+from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES, PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.model_spec import ModelSpec
 
@@ -22,12 +24,6 @@ Promoted = tuple[tuple[int, int], ...]
 
 Sight = tuple[int, int]
 """How many of the latest tokens a head sees, 0 for all, and how many of the first."""
-
-SINK_PAGES = 1
-"""Pages at the start of a table that a top-K head always reads."""
-
-RECENT_PAGES = 2
-"""The newest pages, which it always reads too: the last one may hold a single token."""
 
 _MOST_SCORED = 256
 """The largest head dim for which `score_pages` has a kernel."""
@@ -63,27 +59,14 @@ class LayerHeads:
     narrowed: list[tuple[Sight, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class PageBudget:
-    """What the heads of a top-K group read.
-
-    `group`: its number. `pages` are read by each head in a decode step, ranked anew `every` so many
-    steps. `heads`: how many the group has in all layers.
-    """
-
-    group: int
-    pages: int
-    every: int
-    heads: int
-
-
 class HeadReads:
     """The head groups of a cache, and what every head of a layer reads.
 
     `uniform`: one group keeps all tokens of all heads, so that nothing here is needed but where
     pages are chosen. `windows`: (window, sink) of each group; None for one that keeps every token.
     `budgets`: those of groups whose heads choose pages. With a pool of `packed` pages windows say
-    what is kept exactly, and heads see all that is kept: the rest is read packed.
+    what is kept exactly, and heads see all that is kept: the rest is read packed. `host`: memory
+    for the pages of groups, by their numbers, that may lie there while a request decodes.
 
     # Errors
     `Unsupported` for top-K heads in a layer with a sliding window of the model's own, or on a GPU
@@ -91,17 +74,19 @@ class HeadReads:
     read even the pages that are always read.
     """
 
-    def __init__(self, spec: ModelSpec, cache: KvCache, packed: PackedPool | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cache: KvCache,
+        packed: PackedPool | None = None,
+        host: Mapping[int, HostPool] | None = None,
+    ) -> None:
         self.spec = spec
         self.cache = cache
         self.packed = packed
-        groups = cache.groups
-        self.budgets = [
-            PageBudget(number, group.read, group.rerank_every, group.pages)
-            for number, group in enumerate(groups)
-            if group.kind == "top_k"
-        ]
-        self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in groups]
+        self.host = {} if host is None else host
+        self.budgets = budgets_of(cache)
+        self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in cache.groups]
         self.uniform = self.windows == [None]
         self._page_layers: list[Table] = []
         self._made: dict[Promoted, list[Reach]] = {}

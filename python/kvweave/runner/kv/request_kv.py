@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads, LayerHeads
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
@@ -24,7 +26,8 @@ class RequestKv:
     """Tables of one request, made anew when they change and sent over once.
 
     `rotates` False copies reused keys without turning them to their new position. `packed`: what
-    lies in packed pages, where the runner has any.
+    lies in packed pages, where the runner has any. `host`: what may lie in host memory while the
+    request decodes, by head group; nothing does yet where it is not given.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class RequestKv:
         positions: PositionTable,
         rotates: bool = True,
         packed: PackedPrefix | None = None,
+        host: Mapping[int, HostPages] | None = None,
     ) -> None:
         self.heads = heads
         self.pages = pages
@@ -42,6 +46,9 @@ class RequestKv:
         self.positions = positions
         self.rotates = rotates
         self.packed = packed
+        if host is None:
+            host = {group: HostPages(pool, request) for group, pool in heads.host.items()}
+        self.host = host
         self.spec = heads.spec
         self._table: KvTable | None = None
         self._rows: RowTable | None = None
@@ -160,8 +167,11 @@ class RequestKv:
     def commit(self, computed: int, exact: int) -> None:
         """Says what later prompts may find: see `KvCache`.
 
-        Of packed text that is the sink and packed pages, but for those that find no room.
+        Of packed text that is the sink and packed pages, but for those that find no room. Where
+        pages lie in host memory it is nothing more than was said before they did.
         """
+        if self.is_spilled:
+            return
         if self.packed is None:
             self.request.commit(computed, exact)
             return
@@ -171,8 +181,26 @@ class RequestKv:
         if computed >= SINK_TOKENS:
             self.request.commit(SINK_TOKENS, SINK_TOKENS)
 
+    @property
+    def is_spilled(self) -> bool:
+        """Whether any of it lies in host memory."""
+        return any(pages.count for pages in self.host.values())
+
+    def bring_back(self) -> None:
+        """Has all KV lie on the device, for what reads or writes more than a decode step.
+
+        # Errors
+        `PoolFull` without room; what is still in host memory stays there.
+        """
+        if self.is_spilled:
+            for pages in self.host.values():
+                pages.bring_back()
+            self._table = self._rows = None
+
     def release(self) -> None:
         """Gives all blocks back; safe to call twice."""
+        for pages in self.host.values():
+            pages.release()
         self.request.release()
         if self.packed is not None:
             self.packed.release()

@@ -95,10 +95,12 @@ class Prefiller(PrefillContext):
         packed = done.kv.packed
         if packed is not None:
             packed.pack(request, request.length)
+        done.kv.bring_back()
         request.append(new)
         done.pending = []
         with self.spec.current():
-            kv = RequestKv(self.heads, self.pages, request, positions, done.kv.rotates, packed)
+            parts = done.kv.rotates, packed, done.kv.host
+            kv = RequestKv(self.heads, self.pages, request, positions, *parts)
             kv.copy()
             rows, first = kv.newest(len(new)), length - max(1, len(tokens))
             ids = send_index(self.spec.device, request.tokens).long()

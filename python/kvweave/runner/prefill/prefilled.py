@@ -64,9 +64,11 @@ class Prefill:
 
         # Errors
         `InvalidArgument` for a prompt that was released, or whose local heads were made full;
-        `Unsupported` beside packed pages.
+        `Unsupported` beside packed pages; `PoolFull` where pages are in host memory and find no
+        room on the device.
         """
         refuse_beside_packed(self.kv.packed, "fork")
+        self.kv.bring_back()
         report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
             self.kv.forked(self.request.fork()),

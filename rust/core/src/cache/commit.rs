@@ -21,7 +21,8 @@ impl Request {
     ///
     /// # Errors
     /// `OutOfRange` unless committed <= computed <= len and exact <= computed, `InvalidArgument`
-    /// if copies have not been taken, or for a request that was brought in from elsewhere.
+    /// if copies have not been taken, for a request that was brought in from elsewhere, or one of
+    /// which some KV was spilled.
     pub fn commit(&mut self, computed: usize, exact: usize) -> Result<(), Error> {
         if computed > self.len() || exact > computed {
             let expected = format!("exact <= computed <= {}", self.len());
@@ -29,6 +30,7 @@ impl Request {
             return Err(Error::out_of_range("commit", expected, got));
         }
         self.copies_taken("commit")?;
+        self.resident("commit")?;
         if self.brought_in {
             let expected = "a request that was prefilled here";
             return Err(Error::invalid("commit", expected, "one brought in to decode from"));

@@ -17,8 +17,8 @@ impl Request {
     /// mode without forks, and where a window group keeps nothing.
     ///
     /// # Errors
-    /// `OutOfRange`, `NotWritable` for the exact prefix and committed positions, `PoolFull`.
-    /// Nothing has changed then.
+    /// `OutOfRange`, `NotWritable` for the exact prefix and committed positions, `InvalidArgument`
+    /// where some KV was spilled, `PoolFull`. Nothing has changed then.
     pub fn make_writable(
         &mut self,
         positions: &[i32],
@@ -31,6 +31,7 @@ impl Request {
             }
             None => 0..self.common.groups.len(),
         };
+        self.resident("make_writable")?;
         let page = self.common.page_tokens();
         let mut touched = Vec::with_capacity(positions.len());
         for &position in positions {
@@ -81,7 +82,7 @@ impl Request {
         Ok(())
     }
 
-    fn check_group(&self, group: GroupId) -> Result<(), Error> {
+    pub(super) fn check_group(&self, group: GroupId) -> Result<(), Error> {
         let groups = self.common.groups.len();
         if group.index() >= groups {
             return Err(Error::out_of_range("head group", format!("group < {groups}"), group.0));

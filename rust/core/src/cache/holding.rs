@@ -35,6 +35,10 @@ pub(super) struct Holding {
     pub(super) private: WritableBlocks<Index>,
     /// Private blocks that are in no table yet.
     pub(super) spare: WritableBlocks<Index>,
+    /// Grid blocks at the start whose KV lies in the host's memory.
+    pub(super) spilled: usize,
+    /// Private blocks in their place, which no table lists.
+    pub(super) slots: WritableBlocks<Index>,
     /// Blocks that were copied away from, held until the copies are done.
     pub(super) replaced: Vec<SharedBlocks<Index>>,
     pub(super) donors: SharedBlocks<Index>,
@@ -61,13 +65,15 @@ impl Holding {
             promoted_from: false,
             private: WritableBlocks::adopt(store, Vec::new()),
             spare: WritableBlocks::adopt(store, Vec::new()),
+            spilled: 0,
+            slots: WritableBlocks::adopt(store, Vec::new()),
             replaced: Vec::new(),
             donors: SharedBlocks::adopt(store, Vec::new()),
             prefix: SharedBlocks::adopt(store, Vec::new()),
         }
     }
 
-    /// The same table on the same blocks, each with one more owner.
+    /// The same table on the same blocks, each with one more owner; nothing of it is spilled.
     pub(super) fn fork(&self, store: &Arc<Store<Index>>) -> Holding {
         Holding {
             group: self.group,
@@ -81,6 +87,8 @@ impl Holding {
             promoted_from: self.promoted_from,
             private: self.private.fork(),
             spare: WritableBlocks::adopt(store, Vec::new()),
+            spilled: 0,
+            slots: WritableBlocks::adopt(store, Vec::new()),
             replaced: Vec::new(),
             donors: self.donors.clone(),
             prefix: self.prefix.clone(),
@@ -89,7 +97,8 @@ impl Holding {
 
     /// Blocks that this request alone pays for.
     pub(super) fn own_blocks(&self) -> usize {
-        self.private.blocks().len() + self.spare.blocks().len()
+        let guards = [&self.private, &self.spare, &self.slots];
+        guards.iter().map(|guard| guard.blocks().len()).sum()
     }
 
     /// Blocks that are read together with others.

@@ -21,6 +21,7 @@ mod ledger;
 mod promote;
 mod quotas;
 mod request;
+mod spill;
 mod stats;
 
 use std::sync::Arc;

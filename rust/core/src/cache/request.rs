@@ -288,10 +288,12 @@ impl Request {
     ///
     /// # Errors
     /// `InvalidArgument` if copies have not been taken (the fork would read blocks not yet
-    /// filled), the prompt is still computed in chunks, or heads have been promoted.
+    /// filled), the prompt is still computed in chunks, heads have been promoted, or some of its
+    /// KV was spilled.
     pub fn fork(&self) -> Result<Request, Error> {
         self.copies_taken("fork")?;
         self.chunks_done("fork")?;
+        self.resident("fork")?;
         if !self.promoted.is_empty() {
             let got = format!("{} of them", self.promoted.len());
             return Err(Error::invalid("fork", "a request without promoted heads", got));

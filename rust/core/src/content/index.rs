@@ -451,7 +451,7 @@ pub(crate) struct ContentEntry<'a> {
 impl Evict for Index {
     fn evicted(&mut self, block: BlockId, forgotten: &mut Vec<BlockId>) {
         let Some(content) = self.content_of(block) else { return };
-        if self.places.row(content)[0] != block {
+        if self.places.stands_without(content, block) {
             self.places.detach(block);
             return;
         }

@@ -1,7 +1,7 @@
 //! Where the KV of each content lies: content × head group → a block of the arena, and back.
 //!
-//! Content stands for as long as its block of the first head group does. A block of another group
-//! can go before: window groups let go of what no row sees any more.
+//! Content stands for as long as its blocks of the first head group, and of all that keep every
+//! token, do. A block of a window group can go before: it lets go of what no row sees any more.
 
 use crate::error::Error;
 use crate::heads::LocalWindow;
@@ -89,6 +89,12 @@ impl Places {
                 self.contents[block.index()] = content;
             }
         }
+    }
+
+    /// Whether a content goes on without one of its blocks.
+    pub(super) fn stands_without(&self, content: ContentId, block: BlockId) -> bool {
+        let group = self.row(content).iter().position(|&other| other == block);
+        group.is_some_and(|group| group > 0 && self.windows[group].is_some())
     }
 
     /// Takes a block out of its content, which keeps the others.

@@ -3,7 +3,8 @@
 //!
 //! Grid block b holds positions [bP, (b+1)P). A donor range (share mode) covers positions whose
 //! KV is read from a block on the donor's grid; it takes precedence over the grid block. A window
-//! group has no block where it keeps nothing.
+//! group has no block where it keeps nothing. A grid block whose KV lies in the host's memory has
+//! none either, and in place of its page −1 − its number there.
 
 use std::ops::Range;
 
@@ -172,7 +173,7 @@ impl BlockTable {
         while at < range.end {
             let b = at / self.page_tokens;
             let end = range.end.min((b + 1) * self.page_tokens);
-            if self.block(b).is_some() {
+            if self.block(b).is_some() || self.page(b) < 0 {
                 let first = b * self.page_tokens;
                 let page = self.page(b);
                 entries.push([page, (at - first) as i32, (end - first) as i32, at as i32, 0]);

@@ -54,6 +54,29 @@ impl Arena {
         }
     }
 
+    /// Carries a block of a head group from page to page, below 0 at home in the host's memory.
+    pub fn carry(&mut self, cache: &KvCache, group: GroupId, from: i32, to: i32) {
+        let page = cache.config().shape.page_tokens() as i32;
+        for rank in 0..cache.groups().pages()[group.index()] as i32 {
+            for slot in 0..page {
+                match self.cells.get(&(from + rank, slot)).copied() {
+                    Some(cell) => self.cells.insert((to + rank, slot), cell),
+                    None => self.cells.remove(&(to + rank, slot)),
+                };
+            }
+        }
+    }
+
+    /// Writes what is nobody's token into a block of a head group.
+    pub fn spoil(&mut self, cache: &KvCache, group: GroupId, block: i32) {
+        let page = cache.config().shape.page_tokens() as i32;
+        for rank in 0..cache.groups().pages()[group.index()] as i32 {
+            for slot in 0..page {
+                self.cells.insert((block + rank, slot), (u32::MAX, -1, (u32::MAX, 0)));
+            }
+        }
+    }
+
     /// Executes all pending copies of a request, and those of single pages that bring a promoted
     /// head in, of which some hold nothing yet. Returns those of the first group.
     pub fn settle(

@@ -1,0 +1,165 @@
+"""Slots on the device for pages that lie in host memory (FlexiCache, sections 3.3 and 3.4).
+
+A request whose pages were spilled has some slots for each head, in blocks of its own. When a head
+is ranked, pages of its choice that a slot holds stay there, and the others are brought from the
+host into slots that hold none of it: `recycle_pages` says which, and `move_pages` reads that on the
+device. Between two rankings nothing moves. Attention reads what was chosen by entries that name
+slots in place of the request's blocks.
+
+A request is spilled where it is ranked: its bounds are known then, and nobody reads between two
+rankings what its table lists. Pages since then lie in blocks of its own until the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvRequest
+from kvweave.ops import RowPages
+from kvweave.runner.kv.host_pages import HostPages
+from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.tables import send
+
+_FEWEST_PAGES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class HostRoom:
+    """What lies on the device for R rows of requests and one that is nobody's, of one head group.
+
+    `held` i32 [R + 1, heads, S]: the page that each slot of a head holds, −1 for none. `slots` i32
+    [R + 1, S]: where they begin in the arena. `home` i32 [R + 1, W]: where pages begin in host
+    memory. `spilled` i32 [R + 1]: how many of a request lie there, its first ones.
+    """
+
+    pool: HostPool
+    held: torch.Tensor
+    slots: torch.Tensor
+    home: torch.Tensor
+    spilled: torch.Tensor
+
+    @staticmethod
+    def made(pool: HostPool, rows: int, pages: int) -> HostRoom:
+        """Room for so many rows of requests of up to so many pages, of which there is none yet."""
+
+        def nothing(*sizes: int) -> torch.Tensor:
+            return torch.full(sizes, -1, dtype=torch.int32, device=pool.arena.device)
+
+        return HostRoom(
+            pool,
+            nothing(rows + 1, pool.budget.heads, pool.slots),
+            nothing(rows + 1, pool.slots),
+            nothing(rows + 1, pages),
+            nothing(rows + 1).zero_(),
+        )
+
+    def take(self, other: HostRoom) -> None:
+        """Takes over the rows of a smaller one, but for its last, which is nobody's."""
+        rows = len(other.spilled) - 1
+        for mine, its in (
+            (self.held, other.held),
+            (self.slots, other.slots),
+            (self.home[:, : other.home.shape[1]], other.home),
+            (self.spilled, other.spilled),
+        ):
+            mine[:rows] = its[:rows]
+
+    def bring(
+        self,
+        ranks: tuple[int, int],
+        rows: torch.Tensor,
+        chosen: torch.Tensor,
+        entries: torch.Tensor,
+    ) -> None:
+        """Brings what some heads of B requests have chosen into slots, and has entries name these.
+
+        `ranks`: those of the heads' pages, from and to. rows i64 [B]: of the requests, the last one
+        for those who have chosen nothing. chosen i32 [B, heads, K]: pages, −1 behind them. entries
+        i32 [B, heads, K, 5] are of these, and changed in place.
+        """
+        first, heads = ranks[0], ranks[1] - ranks[0]
+        of_heads = self.held[:, ranks[0] : ranks[1]]
+        held = of_heads.index_select(0, rows)
+        spilled = self.spilled.index_select(0, rows)[:, None, None]
+        # Ascending, so that what was spilled comes first.
+        away = (chosen >= 0) & (chosen < spilled)
+        recycled = ops.recycle_pages(
+            chosen.flatten(0, 1),
+            away.sum(-1, dtype=torch.int32).flatten(),
+            held.view(-1, held.shape[-1]),
+            limit=self.home.shape[1],
+        )
+        of_heads.index_copy_(0, rows, held)
+        slots, home = self.slots.index_select(0, rows), self.home.index_select(0, rows)
+        here = RowPages(self.pool.arena, slots + first, heads)
+        there = RowPages(self.pool.pages, home + first, heads)
+        self.pool.carry(recycled.moves, recycled.count, here, there, "fetch")
+        at = recycled.places.view(chosen.shape)
+        named = slots[:, None].expand(-1, heads, -1).gather(2, at.clamp_min(0).long())
+        entries[..., 0] = torch.where(at >= 0, named, entries[..., 0])
+
+
+class HostSlots:
+    """Whose pages lie in host memory of those that decode together, of one head group.
+
+    `room`: what lies on the device; another one as soon as any of it lies elsewhere.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self.room = HostRoom.made(pool, 0, _FEWEST_PAGES)
+        # Of each row: whose pages the device was told of, and how many.
+        self._told: dict[int, tuple[KvRequest | None, int]] = {}
+
+    def fit(self, rows: int) -> None:
+        """Room for so many rows; what lies in it stays."""
+        if rows >= len(self.room.spilled):
+            self._grow(rows, self.room.home.shape[1])
+
+    def _grow(self, rows: int, pages: int) -> None:
+        before, self.room = self.room, HostRoom.made(self.pool, rows, pages)
+        self.room.take(before)
+
+    def forget(self, row: int) -> None:
+        """Lets go of a request's row: what its slots hold is nobody's."""
+        self._told.pop(row, None)
+
+    def follow(self, row: int, host: HostPages | None, pages: int) -> None:
+        """Spills the first pages of a request that is ranked, and tells the device where they lie.
+
+        None for one whose pages all stay.
+        """
+        if host is not None:
+            host.spill(pages)
+        home, count = (None, 0) if host is None else (host.home, host.count)
+        before = self._told.get(row)
+        if before == (home, count):
+            return
+        if count > self.room.home.shape[1]:
+            self._grow(len(self.room.spilled) - 1, 1 << (count - 1).bit_length())
+        # Whoever was here before, or has been brought back since, has other slots.
+        goes_on = before is not None and before[0] is home and before[1] > 0
+        self._tell(row, host, before[1] if goes_on and before is not None else 0)
+        self._told[row] = home, count
+
+    def _tell(self, row: int, host: HostPages | None, known: int) -> None:
+        room = self.room
+        if not known:
+            room.held[row].fill_(-1)
+        if host is None or not host.count:
+            room.spilled[row] = 0
+            return
+        slots = host.slots[: self.pool.slots]
+        blocks, count = host.blocks()[known:], np.asarray([host.count], np.int32)
+        sent = map(torch.as_tensor, send(room.spilled.device, slots, blocks, count))
+        places: tuple[torch.Tensor, ...] = (
+            room.slots[row],
+            room.home[row, known : host.count],
+            room.spilled[row : row + 1],
+        )
+        for place, new in zip(places, sent, strict=True):
+            place.copy_(new)

@@ -1,0 +1,39 @@
+"""What does not go with pages in host memory yet: one table, and the error that names both."""
+
+from __future__ import annotations
+
+from kvweave.errors import Unsupported
+
+NOT_BESIDE_HOST = {
+    "kv_dtype": "packed pages have no head map, and so nothing that chooses pages",
+    "mode": "segments that are read where they lie keep their pages on the device",
+    "healing": "what it looks at and writes again are all pages of an answer, every few tokens",
+}
+"""By the argument or call that asks for it: why pages in host memory do not serve it."""
+
+
+def check_host(host_bytes: object, kv_dtype: object, mode: str) -> None:
+    """Raises for what a runner is asked for beside host memory.
+
+    # Errors
+    `Unsupported` as `refuse_beside_host`.
+    """
+    refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
+    refuse_beside_host(host_bytes, "mode", mode if mode == "share" else None)
+
+
+def refuse_beside_host(host: object, what: str, got: object = "one") -> None:
+    """Raises for something that is asked for of a runner whose pages may lie in host memory.
+
+    Nothing is said where `host` is None or empty, or `got` is None.
+
+    # Errors
+    `Unsupported` naming both.
+    """
+    if not host or got is None:
+        return
+    named = got if isinstance(got, str) else "one"
+    raise Unsupported(
+        f"{what}: expected a runner without host_bytes, got {named} beside them: "
+        f"{NOT_BESIDE_HOST[what]}"
+    )

@@ -1,0 +1,110 @@
+"""The pages of one request that lie in the host's memory while it decodes, of one head group.
+
+What is spilled are the first pages of the request's table, full ones, and never the newest. In
+their place the request holds blocks of the device as slots, into which its heads bring what they
+choose: see `HostSlots`. Host memory that is full spills nothing: pages stay on the device then, and
+decoding goes on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvweave.cache import KvRequest
+from kvweave.errors import PoolFull
+from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.tables import Int32
+
+
+class HostPages:
+    """Pages of one head group of a request: the first `count` of its table lie in `pool`.
+
+    `home` holds their blocks there, none while there are none. `slots` i32 [S]: where the slots on
+    the device begin.
+    """
+
+    def __init__(self, pool: HostPool, request: KvRequest) -> None:
+        self.pool = pool
+        self.request = request
+        self.count = 0
+        self.home: KvRequest | None = None
+        self.slots: Int32 = np.zeros(0, np.int32)
+
+    def spill(self, pages: int) -> None:
+        """Has the first pages lie here, if that takes less of the device and there is room.
+
+        All of them have their KV. What finds no room stays where it is.
+        """
+        least = self.count or self.pool.slots
+        if pages <= least:
+            return
+        group = self.pool.budget.group
+        try:
+            blocks = self._booked(pages)[self.count :]
+            here = blocks_of(self.request, group)[self.count : pages]
+            self.pool.carry_blocks(here, blocks, "spill")
+            # Not before they lie there: what the request gives back others may write.
+            self.slots = self.request.spill(group, blocks, self.pool.slots)
+        except PoolFull:
+            if not self.count:
+                self._leave_home()
+            return
+        self.count = pages
+
+    def bring_back(self) -> None:
+        """Has all pages lie on the device again, where whatever reads all of them finds them.
+
+        # Errors
+        `PoolFull` without room; nothing has changed then. Whatever else happens on the way, the
+        request is released: of what it had on the device there is nothing.
+        """
+        if not self.count:
+            return
+        group = self.pool.budget.group
+        home = self.blocks()
+        self.request.bring_back(group)
+        try:
+            here = blocks_of(self.request, group)[: self.count]
+            self.pool.carry_blocks(here, home, "fetch")
+        except BaseException:
+            self.request.release()
+            raise
+        finally:
+            self._leave_home()
+
+    def blocks(self) -> Int32:
+        """Where the pages lie in the pool, i32 [count]."""
+        return self._rows()[: self.count]
+
+    def _rows(self) -> Int32:
+        return np.zeros(0, np.int32) if self.home is None else blocks_of(self.home)
+
+    def _booked(self, pages: int) -> Int32:
+        """Blocks of the pool for so many pages, i32 [pages].
+
+        # Errors
+        `PoolFull` without room for all of them.
+        """
+        cache = self.pool.cache
+        tokens = self.request.tokens[: pages * cache.shape.page_tokens]
+        if self.home is None:
+            self.home = cache.admit(tokens, reuse="none")
+        elif len(tokens) > self.home.length:
+            # More than are spilled may be there, of a time that the device refused.
+            self.home.append(tokens[self.home.length :])
+        return self._rows()[:pages]
+
+    def _leave_home(self) -> None:
+        self.count, self.slots = 0, np.zeros(0, np.int32)
+        if self.home is not None:
+            self.home.release()
+            self.home = None
+
+    def release(self) -> None:
+        """Gives the pool's blocks back; safe to call twice. The request's own go with it."""
+        self._leave_home()
+
+
+def blocks_of(request: KvRequest, table: int = 0) -> Int32:
+    """The blocks that a table of a request lists, i32 [N]."""
+    return np.ascontiguousarray(request.entries(table)[:, 0])

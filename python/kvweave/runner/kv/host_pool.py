@@ -1,0 +1,184 @@
+"""Host memory for pages that heads which choose seldom read (FlexiCache, section 3.3).
+
+A head group whose heads are ranked once in a while has a pool of it: a cache of its own counts its
+blocks, which have the group's pages of `page_tokens` tokens each, and one tensor is their bytes. A
+group that is ranked at every step has none: its pages would travel in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.arguments import whole
+from kvweave.cache import KvCache, KvShape
+from kvweave.device_memory import arena_pages
+from kvweave.errors import InvalidArgument
+from kvweave.ops import RowPages, Table
+from kvweave.runner.kv.page_budget import PageBudget, budgets_of
+from kvweave.runner.kv.tables import Int32, send
+
+Way = Literal["fetch", "spill"]
+
+_log = logging.getLogger(__name__)
+
+_SPARE = 8
+"""One slot of so many more than a head reads: pages that were chosen lately stay there."""
+
+_PAGES_AT_ONCE = 4096
+"""Pages that are copied at once where the host does it."""
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """The host memory of one head group: `cache` counts its blocks, `pages` are they.
+
+    Both `pages` and the device's `arena` are [pages, 2, P, D]. `pinned`: whether the device reads
+    `pages` where they lie; otherwise the host copies them, and a step waits for that. On the CPU
+    the device is the other arena.
+    """
+
+    budget: PageBudget
+    cache: KvCache
+    pages: torch.Tensor
+    arena: torch.Tensor
+    pinned: bool
+
+    @property
+    def slots(self) -> int:
+        """Pages of a head that have room on the device once the others lie here."""
+        return self.budget.pages + -(-self.budget.pages // _SPARE)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.budget.heads * self.cache.shape.page_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them."""
+        counts = self.cache.stats()
+        held = counts["held"] * self.block_bytes
+        return {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
+
+    def keys(self, blocks: Int32) -> torch.Tensor:
+        """The keys of whole blocks [N] on the device: [N · heads, P, D]."""
+        heads, arena = self.budget.heads, self.arena
+        sizes = (len(blocks) * heads, *arena.shape[1:])
+        room = torch.empty(sizes, dtype=arena.dtype, device=arena.device)
+        here = heads * np.arange(len(blocks), dtype=np.int32)
+        self.carry_blocks(here, blocks, "fetch", room)
+        return room[:, 0]
+
+    def carry_blocks(
+        self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None = None
+    ) -> None:
+        """Carries whole blocks [N] between the device, where they are `here`, and here at home.
+
+        `room`: other pages of the device than those of the arena.
+        """
+        arena = self.arena if room is None else room
+        rows = np.arange(self.budget.heads, dtype=np.int32)
+        pages = np.arange(len(here), dtype=np.int32)
+        moves = np.empty((len(rows) * len(pages), 3), np.int32)
+        moves[:, 0] = np.repeat(rows, len(pages))
+        moves[:, 1] = moves[:, 2] = np.tile(pages, len(rows))
+        count = np.asarray([len(moves)], np.int32)
+        sent = send(self.arena.device, moves, count, here[None], home[None])
+        ranks = self.budget.heads
+        slots, pages_at = RowPages(arena, sent[2], ranks), RowPages(self.pages, sent[3], ranks)
+        self.carry(sent[0], sent[1], slots, pages_at, way)
+
+    def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
+        """As `ops.move_pages`, also where the device does not read the host's memory."""
+        if self.pinned or not self.arena.is_cuda:
+            ops.move_pages(moves, count, slots, home, way=way)
+        else:
+            carry_by_host(moves, count, slots, home, way)
+
+
+def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
+    """As `ops.move_pages`, between a device and memory that is not pinned: waits for the device."""
+    steps = torch.as_tensor(moves)[: int(count[0])].cpu().long()
+    row, page, slot = steps.unbind(1)
+
+    def places(side: RowPages, number: torch.Tensor) -> torch.Tensor:
+        blocks = torch.as_tensor(side.blocks).cpu()
+        return blocks[row // side.ranks, number] + row % side.ranks
+
+    here, there = places(slots, slot), places(home, page)
+    arena, memory = slots.data, home.data
+    assert isinstance(arena, torch.Tensor)
+    assert isinstance(memory, torch.Tensor)
+    for start in range(0, len(steps), _PAGES_AT_ONCE):
+        some = slice(start, start + _PAGES_AT_ONCE)
+        at = here[some].to(arena.device)
+        if way == "fetch":
+            arena.index_copy_(0, at, memory[there[some]].to(arena.device))
+        else:
+            memory.index_copy_(0, there[some], arena.index_select(0, at).cpu())
+
+
+def make_host_pools(
+    cache: KvCache, arena: torch.Tensor, host_bytes: int | None
+) -> Mapping[int, HostPool]:
+    """The pools of a cache's head groups, by their numbers, of so many bytes together.
+
+    None where `host_bytes` is. Each has a share by its heads.
+
+    # Errors
+    `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
+    that hold no block of one of the groups; `OutOfMemory` for what the host cannot hold.
+    """
+    if host_bytes is None:
+        return {}
+    whole("host_bytes", host_bytes, 1)
+    budgets = [budget for budget in budgets_of(cache) if budget.every > 1]
+    if not budgets:
+        raise InvalidArgument(
+            "host_bytes: expected a head map with top_k heads that are not ranked at every step, "
+            "got none"
+        )
+    heads = sum(budget.heads for budget in budgets)
+    # The null block and one more of each.
+    least = 2 * heads * cache.shape.page_bytes
+    if host_bytes < least:
+        raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
+    return {
+        budget.group: _made(budget, cache.shape, arena, host_bytes * budget.heads // heads)
+        for budget in budgets
+    }
+
+
+def _made(budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int) -> HostPool:
+    shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
+    cache = KvCache(shape, arena_bytes=size, memory=False)
+    sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
+    pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
+    return HostPool(budget, cache, pages, arena, arena.is_cuda and pin(pages))
+
+
+def pin(pages: torch.Tensor) -> bool:
+    """Asks the driver to let devices read a tensor of the host where it lies; whether they may.
+
+    torch's own pinned memory is not used: it comes in powers of two.
+    """
+    cudart: Any = torch.cuda.cudart
+    runtime = cudart()
+    refused = int(runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+    if refused:
+        _log.warning(
+            "host memory: expected %d bytes to be pinned, got error %d: the host copies what the "
+            "device would read itself",
+            pages.nbytes,
+            refused,
+        )
+        return False
+    weakref.finalize(pages, runtime.cudaHostUnregister, pages.data_ptr())
+    return True

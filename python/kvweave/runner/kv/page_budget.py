@@ -1,0 +1,36 @@
+"""How many pages the heads of a group read in a decode step, and which they read in any case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvweave.cache import KvCache
+
+SINK_PAGES = 1
+"""Pages at the start of a table that a top-K head always reads."""
+
+RECENT_PAGES = 2
+"""The newest pages, which it always reads too: the last one may hold a single token."""
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """What the heads of a top-K group read.
+
+    `group`: its number. `pages` are read by each head in a decode step, ranked anew `every` so many
+    steps. `heads`: how many the group has in all layers.
+    """
+
+    group: int
+    pages: int
+    every: int
+    heads: int
+
+
+def budgets_of(cache: KvCache) -> list[PageBudget]:
+    """Those of the groups of a cache whose heads choose pages."""
+    return [
+        PageBudget(number, group.read, group.rerank_every, group.pages)
+        for number, group in enumerate(cache.groups)
+        if group.kind == "top_k"
+    ]

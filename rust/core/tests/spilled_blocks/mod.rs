@@ -1,0 +1,72 @@
+//! Spills blocks of requests on a simulated arena, where pages below 0 are the host's, and brings
+//! them back.
+
+use kvweave_core::{ErrorKind, GroupId, KvCache, Request};
+
+use crate::simulated_arena::Arena;
+
+/// The last head group that keeps every token.
+fn whole_group(cache: &KvCache) -> Option<GroupId> {
+    let mut groups = (0..cache.groups().len() as u8).map(GroupId).rev();
+    groups.find(|&group| cache.groups().window(group).is_none())
+}
+
+/// Whether any of a request lies in the host's memory.
+pub fn is_spilled(request: &Request) -> bool {
+    let mut groups = (0..request.tables() - request.promoted().len()).map(|g| GroupId(g as u8));
+    groups.any(|group| request.spilled(group).unwrap() > 0)
+}
+
+/// Spills so many blocks, for so many slots at least, whose content is nobody's from then on.
+/// `home`: the first block of the host's memory that was never given.
+pub fn spill(
+    cache: &KvCache,
+    arena: &mut Arena,
+    request: &mut Request,
+    home: &mut i32,
+    (blocks, slots): (usize, usize),
+) {
+    let Some(group) = whole_group(cache) else { return };
+    let (first, page) = (request.spilled(group).unwrap(), cache.config().shape.page_tokens());
+    if (first + blocks) * page as usize >= request.len() {
+        return;
+    }
+    // A block has up to eight pages, of which the last has the lowest number.
+    let numbers: Vec<i32> = (0..blocks as i32).map(|n| *home + 8 * n + 7).collect();
+    *home += 8 * blocks as i32;
+    let table = request.entries_of(usize::from(group.0)).unwrap();
+    let stats = cache.stats();
+    match request.spill(group, &numbers, slots) {
+        Ok(pages) => {
+            assert!(pages.len() >= slots);
+            for (entry, &number) in table[first..].iter().zip(&numbers) {
+                arena.carry(cache, group, entry[0], -1 - number);
+            }
+            pages.iter().for_each(|&page| arena.spoil(cache, group, page));
+        }
+        Err(error) => {
+            let full = matches!(error.kind(), ErrorKind::PoolFull { .. });
+            assert!(full || error.kind() == ErrorKind::InvalidArgument, "{error}");
+            assert_eq!(request.entries_of(usize::from(group.0)).unwrap(), table);
+            assert_eq!(cache.stats(), stats, "a refused spill changed something");
+        }
+    }
+}
+
+/// Brings back all that was spilled, if there is room.
+pub fn bring_back(cache: &KvCache, arena: &mut Arena, request: &mut Request) {
+    let Some(group) = whole_group(cache) else { return };
+    let table = usize::from(group.0);
+    let (before, count) = (request.entries_of(table).unwrap(), request.spilled(group).unwrap());
+    let outcome = request.bring_back(group);
+    let after = request.entries_of(table).unwrap();
+    if let Err(error) = outcome {
+        assert!(matches!(error.kind(), ErrorKind::PoolFull { .. }), "{error}");
+        assert_eq!(before, after);
+        return;
+    }
+    assert!(!is_spilled(request));
+    for (from, to) in before.iter().zip(&after).take(count) {
+        arena.carry(cache, group, from[0], to[0]);
+    }
+}

@@ -1,0 +1,107 @@
+"""Decoding over pinned host memory on a GPU, in captured steps, and over memory that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_batches import decoding
+from families import random_tokens, tiny
+from host_memory import AMPLE, both, host_runner, nothing_is_held, spills
+from kvweave.runner.kv import host_pool
+from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
+from versions import needs_cuda
+
+pytestmark = needs_cuda
+
+STEPS = 50
+KINDS = [[top_k(4, 5)], [top_k(3, 16), FULL], [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)]]
+
+
+def on_gpu(dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A model, and its runners' settings; of half precision by the kernels of tensor cores."""
+    if dtype == torch.float32:
+        return tiny("llama").cuda(), {}
+    return tiny("llama", head_dim=64).to("cuda", dtype), {"page_tokens": 16}
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    pairs = zip(one[1], other[1], strict=True)
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_says_what_all_pages_on_the_device_say(kinds: Any, dtype: torch.dtype) -> None:
+    model, sizes = on_gpu(dtype)
+    resident, host = both(model, kinds, **sizes)
+    assert all(pool.pinned for pool in host.host.values())
+    tokens = random_tokens(300, 3)
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert spills(host) == len(host.host)
+    graphs = host._decoder.graphs
+    assert graphs is not None
+    assert graphs.capturable
+    assert any(size.graph is not None for size in graphs._sizes.values())
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_requests_that_join_in_turns(kinds: Any) -> None:
+    answers = []
+    for runner in both(tiny("llama").cuda(), kinds, max_tokens=16384):
+        draws = np.random.default_rng(1)
+        prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]
+        sequences = [decoding(runner, one, 60) for one in done]
+        with torch.inference_mode():
+            for turn in range(70):
+                batch = [s for s in sequences[: 1 + turn] if not s.done and draws.random() < 0.9]
+                if batch:
+                    runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
+        answers.append([sequence.tokens for sequence in sequences])
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+        assert nothing_is_held(runner)
+    assert answers[0] == answers[1]
+
+
+def test_memory_that_is_refused_to_be_pinned_is_carried_by_the_host() -> None:
+    model, tokens = tiny("llama").cuda(), random_tokens(200, 3)
+    resident = host_runner(model, [top_k(4, 5), FULL], None)
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_pool, "pin", lambda _pages: False)
+        host = host_runner(model, [top_k(4, 5), FULL])
+    assert not any(pool.pinned for pool in host.host.values())
+    assert host._decoder.graphs is None
+    assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert nothing_is_held(host)
+
+
+def test_who_gives_way_is_brought_back_or_cancelled_loses_nothing() -> None:
+    model = tiny("llama").cuda()
+    found = []
+    for runner in both(model, [top_k(4, 5), FULL]):
+        with runner.prefill(random_tokens(150, 2), "full", remember=False) as done:
+            said = [runner.decode(done, max_new_tokens=23, stop=()).tokens]
+            said.append(runner.extend(done, random_tokens(7, 3).tolist()).argmax(-1).tolist())
+            with done.fork() as fork:
+                more = [runner.decode(one, max_new_tokens=23, stop=()) for one in (fork, done)]
+            found.append(said + [made.tokens for made in more])
+    assert found[0] == found[1]
+    runner = host_runner(model, [top_k(4, 4), FULL], AMPLE, max_tokens=300)
+    engine = runner.engine(token_budget=64, chunk_tokens=32, max_running=4)
+    ask = {"max_new_tokens": 40, "stop": (), "remember": False}
+    asked = [engine.submit(random_tokens(70, seed), "full", **ask) for seed in range(6)]
+    for _ in range(6):
+        engine.must_step()
+    engine.cancel(asked[0])
+    engine.run()
+    assert [len(request.result().tokens) for request in asked[1:]] == [40] * 5
+    assert nothing_is_held(runner)

@@ -1,0 +1,49 @@
+"""Runners that decode over host memory, beside those whose pages all stay on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvweave.runner import Runner
+from ranked_pages import every_place_came_back, kinds_map
+
+AMPLE = 1 << 24
+PAGE = 4
+
+
+def host_runner(
+    model: Any, kinds: list[dict[str, Any]], host_bytes: int | None = AMPLE, **settings: Any
+) -> Runner:
+    """A runner of a tiny model whose heads have these classes, in turn."""
+    settings = {"max_tokens": 4096, "page_tokens": PAGE, **settings}
+    settings = {"progress": False, "check": False, **settings}
+    plain = Runner(model, **{**settings, "max_tokens": 64})
+    heads = kinds_map(plain.spec, kinds)
+    return Runner(model, heads=heads, host_bytes=host_bytes, **settings)
+
+
+def both(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> tuple[Runner, Runner]:
+    """The same runner twice: all pages on the device, and over host memory."""
+    resident = host_runner(model, kinds, None, **settings)
+    return resident, host_runner(model, kinds, **settings)
+
+
+def spills(runner: Runner) -> int:
+    """How many requests have had pages of a group in host memory so far."""
+    return sum(int(pool.stats()["requests"]) for pool in runner.host.values())
+
+
+def held_at_home(runner: Runner) -> int:
+    """Blocks of host memory that are held."""
+    for pool in runner.host.values():
+        pool.cache.check()
+    return sum(int(pool.stats()["held"]) for pool in runner.host.values())
+
+
+def nothing_is_held(runner: Runner) -> bool:
+    """Whether blocks, slots, host pages and bounds have all come back, but for documents'."""
+    runner.cache.check()
+    stats = runner.cache.stats()
+    pinned = int(stats["frozen"]) * len(runner.cache.groups)
+    held = int(stats["held"]) - pinned + held_at_home(runner)
+    return held == 0 and every_place_came_back(runner)
