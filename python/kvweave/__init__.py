@@ -50,6 +50,7 @@ from kvweave.store import Provenance, Shard, Store, StoredShard
 
 if TYPE_CHECKING:
     from kvweave import lab, models, ops, payload, policies, runner
+    from kvweave.adapters.transformers import PagedCache
     from kvweave.policies import (
         CacheBlend,
         Epic,
@@ -122,6 +123,7 @@ _LATER = {
         ),
         "kvweave.policies",
     ),
+    "PagedCache": "kvweave.adapters.transformers",
     "PolicyProfile": "kvweave.policies.policy_profile",
 }
 
@@ -158,6 +160,7 @@ __all__ = [
     "Naive",
     "NamespaceConflict",
     "OutOfMemory",
+    "PagedCache",
     "PlanSpan",
     "Policy",
     "PolicyProfile",
