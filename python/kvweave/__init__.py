@@ -50,6 +50,7 @@ from kvweave.store import Provenance, Shard, Store, StoredShard
 
 if TYPE_CHECKING:
     from kvweave import lab, models, ops, payload, policies, runner
+    from kvweave.adapters.transformers import PagedCache
     from kvweave.policies import (
         CacheBlend,
         Epic,
@@ -122,6 +123,7 @@ _LATER = {
         ),
         "kvweave.policies",
     ),
+    "PagedCache": "kvweave.adapters.transformers",
     "PolicyProfile": "kvweave.policies.policy_profile",
 }
 
@@ -158,6 +160,7 @@ __all__ = [
     "Naive",
     "NamespaceConflict",
     "OutOfMemory",
+    "PagedCache",
     "PlanSpan",
     "Policy",
     "PolicyProfile",
@@ -218,3 +221,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """What `%load_ext kvweave` calls: notebooks show plans and head maps as pictures then."""
+    from kvweave.drawn import load_ipython_extension as load
+
+    load(ipython)

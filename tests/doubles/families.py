@@ -65,10 +65,21 @@ FAMILIES = {
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 0, 1]}),
 }
 
+OTHERS = {
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"attention_multiplier": 0.3}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {"sliding_window": 24}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 24}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+}
+"""Families that transformers' own forward alone knows, with fused or shared matrices."""
+
 
 def tiny(name: str, **changes: Any) -> Any:
     """A random model of a family, f32 on the CPU."""
-    config_name, model_name, extra = FAMILIES[name]
+    config_name, model_name, extra = {**FAMILIES, **OTHERS}[name]
     torch.manual_seed(1)
     options = {
         "vocab_size": VOCABULARY,

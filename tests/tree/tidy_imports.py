@@ -35,7 +35,7 @@ PYTHON_LAYERS = [
     {"errors"},
     {"arguments", "device_memory"},
     {"cache", "ops", "scheduler", "store"},
-    {"plan", "models", "payload"},
+    {"drawn", "plan", "models", "payload"},
     {"plan_walk", "question"},
     {"policies"},
     {"runner"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvweave.drawn import answer_html, report_html
+
 if TYPE_CHECKING:
     from kvweave.cache import ReusePlan
 
@@ -129,6 +131,9 @@ class Report:
             f"{self.row_share:.0%} of rows, {self.ttft_s:.3g} s to the first token)"
         )
 
+    def _repr_html_(self) -> str:
+        return report_html(self.to_dict(), self.plan)
+
     @property
     def ttft_s(self) -> float:
         """Time to the first token's logits: look-up, copies and prefill."""
@@ -168,6 +173,9 @@ class Generation:
     tokens: list[int]
     report: Report
     stopped: bool = False
+
+    def _repr_html_(self) -> str:
+        return answer_html(self.to_dict(), self.report.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """The answer as plain data, its report included."""

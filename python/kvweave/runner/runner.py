@@ -101,7 +101,7 @@ class Runner(KnowledgeBase):
         check: bool = True,
     ) -> None:
         self.spec = describe(model)
-        check_place(self.spec)
+        check_place(self.spec.dtype, self.spec.device)
         whole("page_tokens", page_tokens)
         if chunk_tokens is not None:
             whole("chunk_tokens", chunk_tokens, 1)

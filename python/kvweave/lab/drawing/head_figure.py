@@ -10,29 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvweave.errors import InvalidArgument
+from kvweave.drawn.heads import PANELS, DrawnHeads, Values, read_heads
 from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_PANELS = {
-    "score": "score",
-    "edge": "attention outside\nsink and window",
-    "retrieval": "attention on the\nhidden sentence",
-    "key_shift": "keys moved by\nanother prefix",
-    "value_shift": "values moved by\nanother prefix",
-    "overlap": "important pages\nkept",
-}
 _SHADES = " ░▒▓█"
 _CELL = 0.24
 """Inches of one head in the figure."""
-
-Values = npt.NDArray[np.float64]
 
 
 def head_figure(head_map: Mapping[str, Any], title: str = "Head classes") -> Figure:
@@ -42,7 +31,7 @@ def head_figure(head_map: Mapping[str, Any], title: str = "Head classes") -> Fig
 
     Raises InvalidArgument for data that is no head map.
     """
-    drawn = _read(head_map)
+    drawn = read_heads(head_map)
     layers, heads = drawn.is_global.shape
     panels = drawn.panels or {"score": np.where(drawn.is_global, 1.0, 0.0)}
     wide = max(6.5, 2.3 + _CELL * layers)
@@ -77,7 +66,7 @@ def draw_heads(head_map: Mapping[str, Any]) -> RenderableType:
 
     Raises InvalidArgument for data that is no head map.
     """
-    drawn = _read(head_map)
+    drawn = read_heads(head_map)
     score = drawn.panels.get("score", drawn.is_global.astype(float))
     most = float(score.max()) or 1.0
     text = Text()
@@ -94,66 +83,12 @@ def draw_heads(head_map: Mapping[str, Any]) -> RenderableType:
     return Group(Text(drawn.headline, style="bold"), text, legend)
 
 
-class _Drawn:
-    """What of a map is drawn: classes bool [L, G], panels [L, G] by name, one line of words.
-
-    `does`: what heads without a window do with everything.
-    """
-
-    def __init__(self, layers: int, heads: int) -> None:
-        self.is_global = np.zeros((layers, heads), bool)
-        self.panels: dict[str, Values] = {}
-        self.headline = ""
-        self.does = "reads"
-
-
-def _read(head_map: Mapping[str, Any]) -> _Drawn:
-    try:
-        drawn = _Drawn(int(head_map["layers"]), int(head_map["kv_heads"]))
-        windows, ranked = set(), list[int]()
-        for entry in head_map["heads"]:
-            kind = entry["class"]
-            drawn.is_global[entry["layer"], entry["head"]] = kind["kind"] != "window"
-            if kind["kind"] == "window":
-                windows.add((kind["sink"], kind["recent"]))
-            if kind["kind"] == "top_k":
-                ranked.append(int(kind["pages"]))
-        evidence = head_map.get("evidence", {})
-        lengths = evidence.get("by_length", {})
-        if "score" in evidence:
-            drawn.panels["score"] = np.asarray(evidence["score"], np.float64)
-        for name in _PANELS:
-            measured = [scores[name] for scores in lengths.values() if name in scores]
-            if measured:
-                drawn.panels[name] = np.mean(np.asarray(measured, np.float64), axis=0)
-        shapes = {values.shape for values in drawn.panels.values()} - {drawn.is_global.shape}
-        if shapes:
-            raise ValueError(f"scores of shape {shapes.pop()}")
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise InvalidArgument(f"head map: expected a map's JSON, got {error!r}") from error
-    kept, total = int(drawn.is_global.sum()), drawn.is_global.size
-    drawn.does = "keeps" if ranked else "reads"
-    words = [
-        f"{kept} of {total} KV heads {drawn.does[:-1]} everything ({kept / max(total, 1):.0%})"
-    ]
-    if ranked:
-        pages = " or ".join(map(str, sorted(set(ranked))))
-        words.append(f"{len(ranked)} of these read {pages} pages in a decode step")
-    if len(windows) == 1:
-        ((sink, recent),) = windows
-        words.append(f"the others {sink} first and {recent} latest tokens")
-    if lengths:
-        words.append("prompts of " + ", ".join(lengths) + " tokens")
-    drawn.headline = "; ".join(words)
-    return drawn
-
-
 def _strip(
     figure: Figure,
     place: Any,
     name: str,
     values: Values,
-    drawn: _Drawn,
+    drawn: DrawnHeads,
     last: bool,
 ) -> None:
     from matplotlib.patches import Rectangle
@@ -163,7 +98,7 @@ def _strip(
     for layer, head in zip(*np.nonzero(drawn.is_global), strict=True):
         corner = (layer - 0.5, head - 0.5)
         axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#d55e00", linewidth=1.1))
-    axes.set_ylabel(_PANELS[name], size=8, color=INK, rotation=0, ha="right", va="center")
+    axes.set_ylabel(PANELS[name], size=8, color=INK, rotation=0, ha="right", va="center")
     axes.set_yticks(range(values.shape[1]))
     step = 1 if values.shape[0] <= 16 else 5
     axes.set_xticks(range(0, values.shape[0], step))

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvweave.drawn.spans import COLOURS, KINDS, DrawnPlan, DrawnSpan, read_plan, read_rows
 from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
-from kvweave.lab.drawing.spans import COLOURS, KINDS, DrawnPlan, DrawnSpan, read_plan, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

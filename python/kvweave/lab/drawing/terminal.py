@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvweave.lab.drawing.spans import KINDS, DrawnPlan, read_plan, read_rows
+from kvweave.drawn.spans import KINDS, DrawnPlan, read_plan, read_rows
 
 # Named colours follow the terminal's own theme; the glyphs tell kinds apart without any.
 _LOOKS = {

@@ -38,15 +38,37 @@ def make_cache(
     shape = KvShape(
         len(spec.layers), spec.kv_heads, spec.head_dim, page_tokens, KV_DTYPES[spec.dtype]
     )
-    if spec.device.type == "cpu":
+    return make_cache_of(
+        shape,
+        spec.dtype,
+        spec.device,
+        arena_bytes=arena_bytes,
+        blocks=blocks,
+        heads=heads,
+        **settings,
+    )
+
+
+def make_cache_of(
+    shape: KvShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    arena_bytes: int | None = None,
+    blocks: int | None = None,
+    heads: HeadClassMap | None = None,
+    **settings: Any,
+) -> tuple[KvCache, torch.Tensor]:
+    """`make_cache` for KV of a shape, whose dtype is that of the model."""
+    if device.type == "cpu":
         cache = KvCache(shape, arena_bytes=arena_bytes, blocks=blocks, heads=heads, **settings)
         return cache, from_dlpack(cache.arena)
     if arena_bytes is not None:
         count = arena_bytes // shape.page_bytes
     else:
         count = shape.pages_for_blocks(blocks or 0, heads)
-    sizes = (max(0, count), 2, page_tokens, spec.head_dim)
-    pages = arena_pages(sizes, spec.dtype, spec.device)
+    sizes = (max(0, count), 2, shape.page_tokens, shape.head_dim)
+    pages = arena_pages(sizes, dtype, device)
     return KvCache(shape, external=pages, heads=heads, **settings), pages
 
 

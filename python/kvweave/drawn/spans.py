@@ -1,4 +1,4 @@
-"""A reuse plan as plain spans with colours: what terminal and figure both draw."""
+"""A reuse plan as plain spans with colours: what terminal, figure and notebook draw."""
 
 from __future__ import annotations
 
