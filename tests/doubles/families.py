@@ -73,8 +73,13 @@ OTHERS = {
     "cohere": ("CohereConfig", "CohereForCausalLM", {}),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": 24}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 24}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"num_key_value_heads": 4}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
 }
-"""Families that transformers' own forward alone knows, with fused or shared matrices."""
+"""Families that transformers' own forward alone knows, with other matrices or no rotation."""
 
 
 def tiny(name: str, **changes: Any) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvweave
 from families import FAMILIES, OTHERS, tiny
@@ -30,6 +32,12 @@ def family(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
+    return own(tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """The same weights, which attend by themselves while the others have a cache."""
     return own(tiny("llama"))
 
 
@@ -223,3 +231,41 @@ def test_closing_gives_everything_back(llama: Any) -> None:
     assert cache.kv.stats()["held"] == 0
     assert llama.config._attn_implementation == before
     assert (len(llama._forward_pre_hooks), len(llama._forward_hooks)) == hooks
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_any_calls_in_a_row_are_the_models_own(llama: Any, alone: Any, data: Any) -> None:
+    """Batches over shared beginnings, appended to and picked from, with hardly any room."""
+    stem = prompt_ids(120, 24)
+    with kvweave.PagedCache(llama, max_tokens=400, check=False) as cache:
+        for _ in range(data.draw(st.integers(1, 4))):
+            shapes = st.tuples(st.integers(0, 60), st.integers(1, 40), st.integers(0, 3))
+            shapes_of_rows = data.draw(st.lists(shapes, min_size=1, max_size=4))
+            rows = [
+                torch.cat((stem[:, :kept], prompt_ids(more, 25 + seed)), 1)
+                for kept, more, seed in shapes_of_rows
+            ]
+            kept = data.draw(st.sampled_from([0, 1, 5]))
+            try:
+                batch = padded(*rows)
+                places = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+                placed = {"position_ids": places, "past_key_values": cache}
+                llama(**batch, **placed, logits_to_keep=kept)
+                for _ in range(data.draw(st.integers(0, 3))):
+                    picks = st.integers(0, len(rows) - 1)
+                    order = data.draw(st.lists(picks, min_size=len(rows), max_size=len(rows)))
+                    cache.reorder_cache(torch.tensor(order))
+                    new = prompt_ids(data.draw(st.integers(1, 20)), 40).repeat(len(rows), 1)
+                    new[:, -1] = torch.arange(len(rows)) + 7
+                    ours = llama(new, past_key_values=cache).logits
+                    rows = [torch.cat((rows[at], new[i : i + 1]), 1) for i, at in enumerate(order)]
+                    for row, logits in zip(rows, ours, strict=True):
+                        theirs = alone(row, use_cache=False).logits[0, -new.shape[1] :]
+                        assert torch.allclose(logits, theirs, atol=1e-4, rtol=0)
+                assert cache.lengths == [row.shape[1] for row in rows]
+            except PoolFull:
+                assert cache.lengths == []
+            cache.kv.check()
+        cache.reset()
+        assert cache.kv.stats()["held"] == 0

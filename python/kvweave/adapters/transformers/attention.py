@@ -52,8 +52,9 @@ def attend(
     step = others.get(STEP)
     if not isinstance(step, PagedStep):
         raise Unsupported(
-            f'attn_implementation "{NAME}": expected past_key_values=PagedCache(model, …), '
-            'got none; model.set_attn_implementation("sdpa") runs without one'
+            f'attn_implementation "{NAME}": expected past_key_values=PagedCache(model, …), and '
+            "layers that hand their arguments on, got one of the two at most; "
+            'model.set_attn_implementation("sdpa") runs without'
         )
     changes = [name for name in _CHANGES if others.get(name) is not None]
     if attention_mask is not None:

@@ -65,17 +65,33 @@ def kv_geometry(model: Any) -> KvGeometry:
         raise Unsupported(f"model: expected its weights on one device, got {', '.join(devices)}")
     dtype, device = model.get_input_embeddings().weight.dtype, parameters[0].device
     check_place(dtype, device)
-    heads = int(text.num_attention_heads)
-    layers = int(text.num_hidden_layers)
+    layers, kv_heads, head_dim = _sizes(text)
     return KvGeometry(
         layers=layers,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
         dtype=dtype,
         device=device,
         windows=_windows(text, layers),
     )
+
+
+def _sizes(text: Any) -> tuple[int, int, int]:
+    """Layers, KV heads and the elements of a head."""
+    try:
+        heads = int(text.num_attention_heads)
+        return (
+            int(text.num_hidden_layers),
+            int(getattr(text, "num_key_value_heads", None) or heads),
+            int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        )
+    except Exception as error:
+        # Configs of unlike layers refuse to be asked for one number of all, by an error of theirs.
+        kind = type(text).__name__
+        raise Unsupported(
+            f"model: expected layers with KV of one size, got a {kind} that says: {error}"
+        ) from error
 
 
 def _check_forward(model: Any) -> None:
