@@ -269,3 +269,19 @@ def test_any_calls_in_a_row_are_the_models_own(llama: Any, alone: Any, data: Any
             cache.kv.check()
         cache.reset()
         assert cache.kv.stats()["held"] == 0
+
+
+def test_hidden_states_and_scores_are_those_of_all_rows(llama: Any, alone: Any) -> None:
+    ids = prompt_ids(30, 41)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_hidden_states": True, "output_logits": True, "pad_token_id": 0}
+    theirs = alone.generate(ids, **options)
+    with kvweave.PagedCache(llama, max_tokens=256) as cache:
+        said(llama, ids, past_key_values=cache)
+        ours = llama.generate(ids, past_key_values=cache, **options)
+        assert cache.plans[0].reused_prefix == 29
+    for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        for layer, wanted in zip(mine, other, strict=True):
+            assert torch.allclose(layer, wanted, atol=1e-4, rtol=0)
+    for mine, wanted in zip(ours.logits, theirs.logits, strict=True):
+        assert torch.allclose(mine, wanted, atol=1e-4, rtol=0)
