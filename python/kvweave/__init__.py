@@ -221,10 +221,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def load_ipython_extension(ipython: Any) -> None:
-    """What `%load_ext kvweave` calls: notebooks show plans and head maps as pictures then."""
-    from kvweave.drawn import load_ipython_extension as load
-
-    load(ipython)

@@ -6,6 +6,7 @@ mod cache;
 mod choices;
 mod decode_rows;
 mod dlpack;
+mod drawn;
 mod dtype;
 mod failure;
 mod ops;

@@ -7,6 +7,7 @@ use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::drawn::drawn;
 use crate::failure::call_core;
 use crate::scalars::Text;
 
@@ -76,6 +77,11 @@ impl ReusePlan {
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         call_core(py, || self.0.to_json())
+    }
+
+    /// A notebook shows the plan as a picture.
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        drawn(slf.as_any(), "plan_html")
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {

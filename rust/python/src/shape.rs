@@ -4,6 +4,7 @@ use kvweave_core::{self as core, CacheConfig, GroupId, HeadClass};
 use pyo3::prelude::*;
 
 use crate::arguments::count;
+use crate::drawn::drawn;
 use crate::dtype::{kv_dtype, kv_dtype_name};
 use crate::failure::{Failure, call_core};
 use crate::scalars::{Number, Text};
@@ -134,6 +135,11 @@ impl HeadClassMap {
 
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         call_core(py, || self.0.to_json())
+    }
+
+    /// A notebook shows the map as a picture.
+    fn _repr_html_<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        drawn(slf.as_any(), "heads_html")
     }
 
     #[getter]

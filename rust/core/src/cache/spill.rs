@@ -43,12 +43,7 @@ impl Request {
     /// for the slots. Nothing has changed then.
     ///
     /// [`DecodeRows`]: super::DecodeRows
-    pub fn spill(
-        &mut self,
-        group: GroupId,
-        home: &[i32],
-        slots: usize,
-    ) -> Result<Vec<i32>, Error> {
+    pub fn spill(&mut self, group: GroupId, home: &[i32], slots: usize) -> Result<Vec<i32>, Error> {
         self.check_spill(group, home)?;
         let common = self.common.clone();
         let mut stored = common.store.lock();
