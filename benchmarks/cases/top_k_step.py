@@ -102,6 +102,7 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
         over = Stepped.of(spec, pages, load, budgets[0], steps, over_host=True)
         rows += over.rows(periods, dense[0].value)
         over.release()
+        del over
     return rows
 
 

@@ -6,12 +6,12 @@ use kvweave_core::{
 
 const PAGE: usize = 4;
 
-/// A cache of twelve blocks whose heads all keep a window.
-fn cache() -> KvCache {
+/// A cache of twelve blocks of two heads.
+fn cache_of(classes: [HeadClass; 2]) -> KvCache {
     let shape = KvShape::new(1, 2, 8, PAGE as u32, KvDtype::F32).unwrap();
     let mut map = HeadClassMap::full(&shape, "m");
-    for entry in &mut map.heads {
-        entry.class = HeadClass::Window { sink: 4, recent: 8 };
+    for (entry, class) in map.heads.iter_mut().zip(classes) {
+        entry.class = class;
     }
     let config = CacheConfig { heads: Some(map), ..CacheConfig::new(shape, 0) };
     KvCache::new(config.sized_for(12).unwrap()).unwrap()
@@ -31,7 +31,7 @@ fn learnt(cache: &KvCache, tokens: &[u32]) -> Request {
 
 #[test]
 fn what_made_room_is_no_hit_and_nobody_is_led_to_what_took_its_number() {
-    let cache = cache();
+    let cache = cache_of([HeadClass::Window { sink: 4, recent: 8 }; 2]);
     learnt(&cache, &text(1, 1)).freeze("book", 0..PAGE).unwrap();
     let first = text(100, 8);
     drop(learnt(&cache, &first));
@@ -50,5 +50,24 @@ fn what_made_room_is_no_hit_and_nobody_is_led_to_what_took_its_number() {
     drop(request);
     let mixed = [&other[..], &longer[first.len()..]].concat();
     assert!(cache.lookup_prefix(&mixed, "") <= other.len(), "KV of another text is served");
+    cache.check().unwrap();
+}
+
+#[test]
+fn a_text_without_its_blocks_of_one_full_group_is_no_hit() {
+    let cache = cache_of([HeadClass::Full, HeadClass::TopK { pages: 3, rerank_every: 4 }]);
+    let first = text(100, 7);
+    drop(learnt(&cache, &first));
+    // Slots take room of the second group alone.
+    let mut other = cache.admit(&Admission::new(&text(500, 3))).unwrap();
+    other.spill(GroupId(1), &[0], 8).unwrap();
+    let evicted = cache.stats().evictions;
+    assert!(evicted > 0, "nothing had to go");
+    cache.check().unwrap();
+    let found = cache.lookup_prefix(&first, "");
+    assert_eq!(found, first.len() - evicted as usize * PAGE);
+    drop(other);
+    let request = cache.admit(&Admission::new(&first)).unwrap();
+    assert_eq!(request.plan().prefix_tokens(), found);
     cache.check().unwrap();
 }

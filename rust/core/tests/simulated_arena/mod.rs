@@ -12,7 +12,8 @@ type Cell = (u32, i64, (u32, u32));
 
 #[derive(Default)]
 pub struct Arena {
-    cells: HashMap<(i32, i32), Cell>,
+    /// By page and slot.
+    pub cells: HashMap<(i32, i32), Cell>,
 }
 
 /// All (layer, KV head) of a model, with the table and page that a request reads for each.
@@ -50,29 +51,6 @@ impl Arena {
             for rank in 0..pages {
                 let page = [src + rank, src_slot, dst + rank, dst_slot, count, delta];
                 self.copy_page(page, true);
-            }
-        }
-    }
-
-    /// Carries a block of a head group from page to page, below 0 at home in the host's memory.
-    pub fn carry(&mut self, cache: &KvCache, group: GroupId, from: i32, to: i32) {
-        let page = cache.config().shape.page_tokens() as i32;
-        for rank in 0..cache.groups().pages()[group.index()] as i32 {
-            for slot in 0..page {
-                match self.cells.get(&(from + rank, slot)).copied() {
-                    Some(cell) => self.cells.insert((to + rank, slot), cell),
-                    None => self.cells.remove(&(to + rank, slot)),
-                };
-            }
-        }
-    }
-
-    /// Writes what is nobody's token into a block of a head group.
-    pub fn spoil(&mut self, cache: &KvCache, group: GroupId, block: i32) {
-        let page = cache.config().shape.page_tokens() as i32;
-        for rank in 0..cache.groups().pages()[group.index()] as i32 {
-            for slot in 0..page {
-                self.cells.insert((block + rank, slot), (u32::MAX, -1, (u32::MAX, 0)));
             }
         }
     }

@@ -17,6 +17,30 @@ pub fn is_spilled(request: &Request) -> bool {
     groups.any(|group| request.spilled(group).unwrap() > 0)
 }
 
+/// The slots of a block's pages.
+fn slots_of(cache: &KvCache, group: GroupId, block: i32) -> impl Iterator<Item = (i32, i32)> {
+    let (pages, slots) =
+        (cache.groups().pages()[group.index()] as i32, cache.config().shape.page_tokens() as i32);
+    (block..block + pages).flat_map(move |page| (0..slots).map(move |slot| (page, slot)))
+}
+
+/// Carries a block to other pages.
+fn carry(cache: &KvCache, arena: &mut Arena, group: GroupId, (from, to): (i32, i32)) {
+    for (here, there) in slots_of(cache, group, from).zip(slots_of(cache, group, to)) {
+        match arena.cells.get(&here).copied() {
+            Some(cell) => arena.cells.insert(there, cell),
+            None => arena.cells.remove(&there),
+        };
+    }
+}
+
+/// Writes what is nobody's token into a block.
+fn spoil(cache: &KvCache, arena: &mut Arena, group: GroupId, block: i32) {
+    for slot in slots_of(cache, group, block) {
+        arena.cells.insert(slot, (u32::MAX, -1, (u32::MAX, 0)));
+    }
+}
+
 /// Spills so many blocks, for so many slots at least, whose content is nobody's from then on.
 /// `home`: the first block of the host's memory that was never given.
 pub fn spill(
@@ -40,9 +64,9 @@ pub fn spill(
         Ok(pages) => {
             assert!(pages.len() >= slots);
             for (entry, &number) in table[first..].iter().zip(&numbers) {
-                arena.carry(cache, group, entry[0], -1 - number);
+                carry(cache, arena, group, (entry[0], -1 - number));
             }
-            pages.iter().for_each(|&page| arena.spoil(cache, group, page));
+            pages.iter().for_each(|&page| spoil(cache, arena, group, page));
         }
         Err(error) => {
             let full = matches!(error.kind(), ErrorKind::PoolFull { .. });
@@ -67,6 +91,6 @@ pub fn bring_back(cache: &KvCache, arena: &mut Arena, request: &mut Request) {
     }
     assert!(!is_spilled(request));
     for (from, to) in before.iter().zip(&after).take(count) {
-        arena.carry(cache, group, from[0], to[0]);
+        carry(cache, arena, group, (from[0], to[0]));
     }
 }
