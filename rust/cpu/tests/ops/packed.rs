@@ -28,7 +28,8 @@ fn formats() -> impl Strategy<Value = PackedFormat> {
     })
 }
 
-/// Two bases of any directions, and which of them each page has; nothing for INT4 pages.
+/// Two bases, and which of them each page has; nothing for INT4 pages. Directions are any, about 1
+/// long, so that what is packed stays as large as it was.
 struct Given {
     data: Vec<f32>,
     of: Vec<i32>,
@@ -37,7 +38,8 @@ struct Given {
 impl Given {
     fn new(format: &PackedFormat, pages: usize, random: &mut Random) -> Option<Self> {
         let half = (format.top_r()?.of().channels + 1) * format.head_dim();
-        let data = (0..2 * HEADS * 2 * half).map(|_| random.unit()).collect();
+        let length = (format.head_dim() as f32 / 3.0).sqrt();
+        let data = (0..2 * HEADS * 2 * half).map(|_| random.unit() / length).collect();
         Some(Self { data, of: (0..pages).map(|page| page as i32 / 2 % 2).collect() })
     }
 
