@@ -46,8 +46,10 @@ def test_what_is_for_top_r_alone_is_refused_elsewhere() -> None:
     with pytest.raises(InvalidArgument, match="format: expected top-r pages"):
         ops.Moments(ops.PackedFormat("int4", 64), 2)
     for pages in (0, 2**40):
-        with pytest.raises(InvalidArgument, match="pages: expected 1 to 65536"):
+        with pytest.raises(InvalidArgument, match="pages: expected 1 to 64527"):
             ops.Moments(OF, pages)
+    with pytest.raises(InvalidArgument, match="pages: expected 1 to 255"):
+        ops.Moments(ops.PackedFormat("top-r", 1024, kept=64), 256)
 
 
 @pytest.mark.parametrize("version", HOST, **NAMES)

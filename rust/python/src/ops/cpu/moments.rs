@@ -18,7 +18,7 @@ use crate::scalars::Number;
 /// (MosaicKV, sections 4.2 and 5.5).
 ///
 /// `format` a top-r format, `pages` those of a block: each has sums of its own in f64, 2·(D + 1)·D
-/// of them. Methods may be called from any thread.
+/// of them, 4 GiB at most. Methods may be called from any thread.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct Moments(Mutex<kvweave_cpu::Moments>);
 
@@ -28,8 +28,9 @@ impl Moments {
     }
 }
 
-/// Pages that sums are kept of at most.
+/// Pages that sums are kept of at most, and their bytes.
 const MOST_PAGES: usize = 1 << 16;
+const MOST_BYTES: usize = 1 << 32;
 
 #[pymethods]
 impl Moments {
@@ -38,8 +39,10 @@ impl Moments {
         let format = format.get().format;
         let made = call_core(py, || {
             let pages = count("pages", pages)?;
-            if pages == 0 || pages > MOST_PAGES {
-                return Err(Failure::invalid("pages", format!("1 to {MOST_PAGES}"), pages));
+            let of_page = 2 * size_of::<f64>() * format.head_dim() * (format.head_dim() + 1);
+            let most = MOST_PAGES.min(MOST_BYTES / of_page);
+            if pages == 0 || pages > most {
+                return Err(Failure::invalid("pages", format!("1 to {most}"), pages));
             }
             kvweave_cpu::Moments::new(format, pages)
                 .ok_or_else(|| Failure::invalid("format", "top-r pages", format))
