@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from kvweave._native_ops import Moments as Moments
 from kvweave._native_ops import PackedFormat as PackedFormat
 from kvweave._native_ops import Reach as Reach
 from kvweave._native_ops import RopeTable as RopeTable

@@ -12,6 +12,8 @@ _Array: TypeAlias = Any
 _Results: TypeAlias = tuple[_Array, _Array]
 _TablePair: TypeAlias = tuple[_Array, _Array | None]
 """A table on a CUDA device, and the same on the host where it came from there."""
+_Bases: TypeAlias = tuple[_Array, _Array] | None
+"""Bases of packed pages, and which of them each block has."""
 
 @final
 class RopeTable:
@@ -38,7 +40,16 @@ class PackedFormat:
     """What a packed page is, by kind and sizes."""
 
     def __new__(
-        cls, kind: str, head_dim: int, page_tokens: int = 64, scales: str = "bf16"
+        cls,
+        kind: str,
+        head_dim: int,
+        page_tokens: int = 64,
+        scales: str = "bf16",
+        *,
+        kept: int | None = None,
+        group: int = 1,
+        channels: int | None = None,
+        numbers: str | None = None,
     ) -> PackedFormat: ...
     @property
     def kind(self) -> str: ...
@@ -50,7 +61,27 @@ class PackedFormat:
     def head_dim(self) -> int: ...
     @property
     def page_bytes(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def numbers(self) -> str: ...
     def __hash__(self) -> int: ...
+
+@final
+class Moments:
+    """Mean and covariance of a text's keys and values, and the basis made of them."""
+
+    def __new__(cls, format: PackedFormat, pages: int) -> Moments: ...
+    def add(self, cache: _Array, packs: _Array) -> None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def left_out(self) -> int: ...
+    def basis(self, *, centred: bool = True) -> npt.NDArray[np.float32]: ...
 
 def write_pages(
     cache: _Array,
@@ -121,6 +152,7 @@ def attend_decode_cuda(
 def attend_packed(
     arguments: Any,
     format: PackedFormat,
+    bases: _Bases,
     entry_offsets: _Array,
     out: _Array,
     lse: _Array,
@@ -155,6 +187,7 @@ def pack_pages(
     format: PackedFormat,
     packs: _Array,
     pages: int,
+    bases: _Bases,
     reference: bool,
 ) -> None: ...
 def unpack_pages(
@@ -163,6 +196,7 @@ def unpack_pages(
     format: PackedFormat,
     packs: _Array,
     pages: int,
+    bases: _Bases,
     reference: bool,
 ) -> None: ...
 def pack_pages_cuda(

@@ -67,8 +67,12 @@ def text_of(
     page_tokens: int = 16,
     of: ops.PackedFormat,
     version: Version | None = None,
+    bases: torch.Tensor | None = None,
 ) -> Text:
-    """Random tokens with outliers in some channels, in shuffled blocks of exact pages; packed."""
+    """Random tokens with outliers in some channels, in shuffled blocks of exact pages; packed.
+
+    Of top-r pages `bases` are drawn from, block by block.
+    """
     dim, whole = of.head_dim, of.page_tokens
     blocks = whole // page_tokens
     count = -(-tokens // whole)
@@ -87,8 +91,10 @@ def text_of(
         block = int(packs[token // whole, 2 + token % whole // page_tokens])
         at = slice(block, block + kv_heads), token % page_tokens
         cache[at[0], 0, at[1]], cache[at[0], 1, at[1]] = k[token], v[token]
-    packed = ops.PackedPages.zeros(1 + kv_heads * count, of)
+    packed = ops.PackedPages.zeros(1 + kv_heads * count, of, bases=bases)
     packed.data.fill_(0xA5)
+    if bases is not None:
+        packed.bases.of.random_(len(bases), generator=generator)
     if version is not None:
         version.pack_pages(cache, packed, packs, pages=kv_heads)
     return Text(cache, packed, packs, k.double(), v.double())
@@ -120,6 +126,16 @@ def read_back(text: Text, version: Version) -> tuple[torch.Tensor, torch.Tensor]
     return k, v
 
 
+def random_bases(
+    generator: torch.Generator, of: ops.PackedFormat, pages: int, count: int = 2
+) -> torch.Tensor:
+    """So many bases [count, pages, 2, C + 1, D]: means, and directions that are orthonormal."""
+    shape = (count, pages, 2, of.head_dim, of.head_dim)
+    turned = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
+    means = torch.randn((*shape[:3], 1, of.head_dim), generator=generator, dtype=torch.float64)
+    return torch.cat((means, turned[..., : of.channels, :]), -2).float().contiguous()
+
+
 def check_attention(
     generator: torch.Generator,
     of: ops.PackedFormat,
@@ -132,12 +148,14 @@ def check_attention(
     window: int | None,
     softcap: float | None,
     delta: int,
+    bases: torch.Tensor | None = None,
 ) -> None:
     """A batch of requests, the second page of each moved by delta, against f64 attention."""
     texts = [
-        text_of(generator, n, kv_heads=kv_heads, of=of, version=CPU) if n else None for n in lengths
+        text_of(generator, n, kv_heads=kv_heads, of=of, version=CPU, bases=bases) if n else None
+        for n in lengths
     ]
-    held, entries, data = 0, [], []
+    held, entries, data, numbers = 0, [], [], []
     for text in texts:
         if text is not None:
             rows = text.entries()
@@ -145,8 +163,13 @@ def check_attention(
             rows[1:2, 4] = delta
             held += len(text.packed.data)
             data.append(text.packed.data)
+            numbers += [] if bases is None else [text.packed.bases.of]
         entries.append(rows if text is not None else np.zeros((0, 5), np.int32))
-    pages = ops.PackedPages(torch.cat(data) if data else ops.PackedPages.zeros(1, of).data, of)
+    pages = ops.PackedPages.zeros(max(held, 1), of, bases=bases)
+    if data:
+        torch.cat(data, out=pages.data)
+    if numbers:
+        torch.cat(numbers, out=pages.bases.of)
     heads = kv_heads * group
     q = torch.randn(len(lengths), heads, of.head_dim, generator=generator).to(dtype)
     positions = np.array([max(n - 1, 0) for n in lengths], np.int32)

@@ -25,7 +25,7 @@ naming what was expected and what came; `Unsupported` for what a device does not
 for results or tables that find no room, nothing having been written.
 """
 
-from kvweave._native import PackedFormat, Reach, RopeTable
+from kvweave._native import Moments, PackedFormat, Reach, RopeTable
 from kvweave.ops.attend_decode import attend_decode
 from kvweave.ops.attend_packed import attend_packed
 from kvweave.ops.attend_prefill import attend_prefill
@@ -36,7 +36,7 @@ from kvweave.ops.gather_entries import gather_entries
 from kvweave.ops.merge_states import merge_states
 from kvweave.ops.move_pages import RowPages, move_pages
 from kvweave.ops.pack_pages import pack_pages, unpack_pages
-from kvweave.ops.packed_kv import PackedKv, PackedPages
+from kvweave.ops.packed_kv import PackedBases, PackedKv, PackedPages, packed_format
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.recycle_pages import Recycled, recycle_pages
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
@@ -44,6 +44,7 @@ from kvweave.ops.score_pages import score_pages
 from kvweave.ops.score_tokens import EdgeMass, score_tokens
 from kvweave.ops.select_pages import select_pages
 from kvweave.ops.step_tables import StepTables, step_tables
+from kvweave.ops.top_r_choice import choose_top_r, top_r_candidates, top_r_losses
 from kvweave.ops.workspace import Workspace
 from kvweave.ops.write_pages import PageBounds, bound_pages, write_pages
 
@@ -51,6 +52,8 @@ __all__ = [
     "Backend",
     "BoundedPages",
     "EdgeMass",
+    "Moments",
+    "PackedBases",
     "PackedFormat",
     "PackedKv",
     "PackedPages",
@@ -69,17 +72,21 @@ __all__ = [
     "attend_packed",
     "attend_prefill",
     "bound_pages",
+    "choose_top_r",
     "copy_rerotate",
     "gather_entries",
     "merge_states",
     "move_pages",
     "pack_pages",
+    "packed_format",
     "recycle_pages",
     "rotate_rows",
     "score_pages",
     "score_tokens",
     "select_pages",
     "step_tables",
+    "top_r_candidates",
+    "top_r_losses",
     "unpack_pages",
     "write_pages",
 ]

@@ -39,9 +39,13 @@ def attend_packed(
     [B · tables + 1] with a `reach`. Returns out [B, H, D] and lse f32 [B, H]; a row that sees no
     key gets 0 and −∞.
 
-    On CUDA q has the dtype of the format's scales and D is 64 or 128, else `Unsupported`. Scales
-    are multiplied into queries and weights there, which rounds these once more to q's dtype
-    (MosaicKV, section 5.3, moves its rotation likewise).
+    Of top-r pages the basis meets the query and the output, never a key or a value (MosaicKV,
+    section 5.3): q is turned back by an entry's delta, then rotated, so a text that was moved keeps
+    the basis it was packed in. One call may read texts of several bases.
+
+    On CUDA pages are INT4, q has the dtype of the format's scales and D is 64 or 128, else
+    `Unsupported`. Scales are multiplied into queries and weights there, which rounds these once
+    more to q's dtype.
     """
     expect_tensors(q=q)
     if not isinstance(kv, PackedKv):
@@ -64,7 +68,8 @@ def attend_packed(
     out, lse = results(q, out)
     if device is None:
         reference = backend == "reference"
-        _native.attend_packed(call, pages.format, entry_offsets, out, lse, reference)
+        bases = pages.native_bases
+        _native.attend_packed(call, pages.format, bases, entry_offsets, out, lse, reference)
         return out, lse
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
     call, spans, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)

@@ -26,6 +26,11 @@ def pack_pages(
     scales hold, makes NaN of all that shares its steps: the channel in this page, or the token's
     values.
 
+    A top-r page holds vectors of its block's basis (MosaicKV, sections 4.2 and 5.1): x less the
+    mean, along each direction; of the groups the r / g of most energy, of equal ones the first. A
+    vector with a number that is NaN or infinite, or beyond what numbers and scales hold, is NaN,
+    all of it, and no other is. It is `Unsupported` on CUDA.
+
     All versions write the same bytes. On CUDA this is one launch, and rows of a table there that
     point outside either side are skipped.
     """
@@ -52,7 +57,7 @@ def _convert(
     given = (cache, held.data, held.format)
     if device is None:
         run = _native.pack_pages if way == "pack" else _native.unpack_pages
-        run(*given, packs, pages, backend == "reference")
+        run(*given, packs, pages, held.native_bases, backend == "reference")
         return
     table = on_device(device, packs=packs)["packs"]
     put = _native.pack_pages_cuda if way == "pack" else _native.unpack_pages_cuda

@@ -3,11 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from kvweave._native import PackedFormat, Reach, RopeTable
 from kvweave.ops.dispatch import expect_tensors, invalid
+
+Preset = Literal["int4", "quarter-bf16", "half-int4"]
+
+
+def packed_format(
+    name: Preset, head_dim: int, page_tokens: int = 64, scales: str = "bf16"
+) -> PackedFormat:
+    """A named format for D channels.
+
+    "int4": a scale a channel of keys and a token of values (KIVI, section 3). "quarter-bf16": the
+    quarter of a vector that is largest in its text's basis, in bf16, as MosaicKV's evaluation has
+    it (section 6.1). "half-int4": the larger half, in four bits with a scale a vector; the format
+    to choose where INT4 has too many bytes.
+
+    # Errors
+    `InvalidArgument` for another name or sizes that a format has not.
+    """
+    if name == "int4":
+        return PackedFormat("int4", head_dim, page_tokens, scales)
+    if name == "quarter-bf16":
+        kept = head_dim // 4
+        return PackedFormat("top-r", head_dim, page_tokens, scales, kept=kept, numbers="bf16")
+    if name == "half-int4":
+        kept = head_dim // 2
+        return PackedFormat("top-r", head_dim, page_tokens, scales, kept=kept, numbers="int4")
+    raise invalid("packed format", "int4, quarter-bf16 or half-int4", repr(name)[:40])
+
+
+@dataclass(frozen=True)
+class PackedBases:
+    """The rotated bases of texts, and which of them each packed block was packed in.
+
+    `data` f32 [bases, pages of a block, 2, C + 1, D]: of each page a mean and C orthonormal
+    directions for its keys, then its values, as `Moments.basis` makes them. `of` i32 [packed
+    pages], on the host: at the first page of a block the number of its basis. A basis stays as it
+    is for as long as a page is packed in it.
+    """
+
+    data: torch.Tensor
+    of: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -15,17 +56,31 @@ class PackedPages:
     """Packed pages of one format: `data` u8 [pages, format.page_bytes], contiguous.
 
     As in the arena, a block is as many pages as it has (layer, KV head) pairs, its number that of
-    its first page, and block 0 the null block.
+    its first page, and block 0 the null block. Top-r pages have `bases`, others none.
     """
 
     data: torch.Tensor
     format: PackedFormat
+    bases: PackedBases | None = None
 
     @staticmethod
-    def zeros(pages: int, format: PackedFormat, device: torch.device | str = "cpu") -> PackedPages:
-        """So many pages of zeros."""
-        shape = (pages, format.page_bytes)
-        return PackedPages(torch.zeros(shape, dtype=torch.uint8, device=device), format)
+    def zeros(
+        pages: int,
+        format: PackedFormat,
+        device: torch.device | str = "cpu",
+        *,
+        bases: torch.Tensor | None = None,
+    ) -> PackedPages:
+        """So many pages of zeros; with `bases`, all in the first of them until `of` says more."""
+        data = torch.zeros((pages, format.page_bytes), dtype=torch.uint8, device=device)
+        if bases is None:
+            return PackedPages(data, format)
+        return PackedPages(data, format, PackedBases(bases, torch.zeros(pages, dtype=torch.int32)))
+
+    @property
+    def native_bases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The bases as the native module takes them."""
+        return None if self.bases is None else (self.bases.data, self.bases.of)
 
 
 @dataclass(frozen=True)
@@ -51,4 +106,8 @@ def expect_packed(pages: PackedPages) -> PackedPages:
     if not isinstance(pages, PackedPages):
         raise invalid("packed pages", "PackedPages", f"an object of type {type(pages).__name__}")
     expect_tensors(data=pages.data)
+    if pages.bases is not None:
+        if not isinstance(pages.bases, PackedBases):
+            raise invalid("bases", "PackedBases", f"an object of type {type(pages.bases).__name__}")
+        expect_tensors(bases=pages.bases.data, of=pages.bases.of)
     return pages

@@ -3,6 +3,7 @@
 use kvweave_core::ops::{AttendPacked, Element, OpError};
 
 use crate::attend_decode::attend_rows;
+use crate::attend_top_r::attend_top_r;
 
 /// See [`AttendPacked`].
 ///
@@ -10,6 +11,10 @@ use crate::attend_decode::attend_rows;
 /// What [`AttendPacked::validate`] refuses.
 pub fn attend_packed<T: Element>(params: AttendPacked<'_, T>) -> Result<(), OpError> {
     params.validate()?;
+    if let Some(of) = params.kv.format.top_r() {
+        attend_top_r(params, of);
+        return Ok(());
+    }
     let AttendPacked { queries, kv, scoring, entry_offsets, out, lse } = params;
     let pages = kv.as_pages();
     attend_rows((queries, pages, scoring), entry_offsets, (out, lse), |tile, kv_head, piece| {

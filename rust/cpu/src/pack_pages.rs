@@ -3,7 +3,7 @@
 use std::array;
 
 use kvweave_core::ops::{
-    Element, OpError, Pack, PackPages, PackedFormat, Packs, Step, UnpackPages, WideStep,
+    Element, OpError, Pack, PackPages, PackedFormat, Packs, Side, Step, UnpackPages, WideStep,
 };
 use rayon::prelude::*;
 
@@ -12,6 +12,7 @@ use crate::packed_page::{
     KEY_SHIFTS, PackedKeys, PackedPage, PackedValues, UNIT, VALUE_SHIFTS, tokens_of, words_of,
 };
 use crate::simd::{Kernel, Vector, dispatch};
+use crate::top_r_page::{Packer, unpack};
 
 /// Numbers that are worked on together: those of a word.
 const LANES: usize = 8;
@@ -28,14 +29,20 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
     let packed = Disjoint::new(packed);
     let room = || vec![0.0f32; format.page_tokens() * dim];
     tasks_of(&packs).par_iter().for_each_init(
-        || (room(), room()),
-        |(keys, values), &(pack, page)| {
+        || (room(), room(), Packer::default()),
+        |(keys, values, packer), &(pack, page)| {
             load(cache, &packs, (pack, page), keys, values);
             // SAFETY: packed blocks share no page, as `validate` proved, and each page of each has
             // one task.
             let target = unsafe { packed.piece((pack.block + page) * bytes, bytes) };
             let held = pack.tokens * dim;
             target.fill(0);
+            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
+                let basis = |side| bases.basis(&format, pack.block, page, side);
+                packer.pack(&of, basis(Side::Keys), Side::Keys, &keys[..held], target);
+                packer.pack(&of, basis(Side::Values), Side::Values, &values[..held], target);
+                return;
+            }
             dispatch(PackKeys { format: &format, keys: &keys[..held], page: &mut *target });
             dispatch(PackValues { format: &format, values: &values[..held], page: target });
         },
@@ -59,10 +66,16 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
         |(keys, values), &(pack, page)| {
             let source = &packed[(pack.block + page) * bytes..][..bytes];
             let held = pack.tokens * dim;
-            let slots = 0..pack.tokens;
-            let of_page = PackedPage::new(&format, source);
-            dispatch(PackedKeys { page: of_page, slots: slots.clone(), rows: &mut keys[..held] });
-            dispatch(PackedValues { page: of_page, slots, rows: &mut values[..held], width: dim });
+            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
+                let basis = |side| bases.basis(&format, pack.block, page, side);
+                unpack(&of, basis(Side::Keys), Side::Keys, source, &mut keys[..held]);
+                unpack(&of, basis(Side::Values), Side::Values, source, &mut values[..held]);
+            } else {
+                let (page, slots) = (PackedPage::new(&format, source), 0..pack.tokens);
+                let (keys, values) = (&mut keys[..held], &mut values[..held]);
+                dispatch(PackedKeys { page, slots: slots.clone(), rows: keys });
+                dispatch(PackedValues { page, slots, rows: values, width: dim });
+            }
             for (first, tokens, block) in parts_of(&packs, pack) {
                 let (from, len) = (first * dim, tokens * dim);
                 let at = geometry.key_offset(block, 0, page, 0);
@@ -139,7 +152,7 @@ impl Kernel for PackKeys<'_> {
             let (scales, zeros) = &mut steps[channel / LANES];
             (scales[channel % LANES], zeros[channel % LANES]) = (wide.scale, wide.zero);
         }
-        let largest = f32::from(format.kind().largest_code());
+        let largest = f32::from(PackedFormat::LARGEST_CODE);
         for (row, codes) in keys.chunks_exact(dim).zip(page.chunks_exact_mut(dim / 2)) {
             let words = codes.as_chunks_mut::<4>().0.iter_mut();
             for ((keys, word), (scales, zeros)) in row.as_chunks().0.iter().zip(words).zip(&steps) {
@@ -165,7 +178,7 @@ impl Kernel for PackValues<'_> {
     fn run<V: Vector, const C: usize>(self) {
         let Self { format, values, page } = self;
         let dim = format.head_dim();
-        let largest = f32::from(format.kind().largest_code());
+        let largest = f32::from(PackedFormat::LARGEST_CODE);
         let mut codes = vec![[0u32; LANES]; UNIT * dim / LANES];
         for (unit, values) in values.chunks(UNIT * dim).enumerate() {
             codes.fill([0; LANES]);
@@ -246,7 +259,7 @@ impl Spread {
 
     /// Of each lane.
     fn steps(&self, format: &PackedFormat) -> [Step; LANES] {
-        let (largest, scales) = (format.kind().largest_code(), format.scales());
+        let (largest, scales) = (PackedFormat::LARGEST_CODE, format.scales());
         array::from_fn(|c| Step::of(self.least[c] + self.odd[c], self.greatest[c], largest, scales))
     }
 
@@ -255,7 +268,7 @@ impl Spread {
         let least = self.least.into_iter().fold(f32::INFINITY, f32::min);
         let greatest = self.greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
         let odd: f32 = self.odd.iter().sum();
-        Step::of(least + odd, greatest, format.kind().largest_code(), format.scales())
+        Step::of(least + odd, greatest, PackedFormat::LARGEST_CODE, format.scales())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Launch of `pack_pages.cu`.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::PackedFormat;
+use kvweave_core::ops::{PackedFormat, PackedKind};
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
@@ -86,6 +86,9 @@ impl CudaBackend {
 fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
     let format = &call.format;
     let (tokens, dim) = (format.page_tokens(), format.head_dim());
+    if format.kind() != PackedKind::Int4 {
+        return Err(CudaError::unsupported("kind", "int4", format.kind().name()));
+    }
     if dim > MAX_HEAD_DIM {
         return Err(CudaError::unsupported("head_dim", format!("up to {MAX_HEAD_DIM}"), dim));
     }

@@ -1,6 +1,8 @@
 //! What Python chooses by a word or a number, as the core has it.
 
-use kvweave_core::ops::{PackedKind, PageScore, Pairing, ScaleDtype, SharedScore, Way};
+use kvweave_core::ops::{
+    KeptNumbers, PackedKind, PageScore, Pairing, ScaleDtype, SharedScore, TopR, Way,
+};
 use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
 
 use crate::arguments::count;
@@ -72,10 +74,38 @@ pub fn shared_score(name: &str) -> Result<SharedScore, Failure> {
     }
 }
 
-pub fn packed_kind(name: &str) -> Result<PackedKind, Failure> {
+/// How much of a vector top-r pages keep, as Python says it: r, g, C and what numbers become.
+pub struct Kept<'a> {
+    pub kept: Option<Number>,
+    pub group: Number,
+    pub channels: Option<Number>,
+    pub numbers: Option<&'a str>,
+}
+
+pub fn packed_kind(name: &str, of: &Kept<'_>, head_dim: usize) -> Result<PackedKind, Failure> {
+    let plain = of.kept.is_none() && of.channels.is_none() && of.numbers.is_none();
     match name {
-        "int4" => Ok(PackedKind::Int4),
-        _ => Err(Failure::invalid("kind", "int4", format!("{name:?}"))),
+        "int4" if plain && i64::from(of.group) == 1 => Ok(PackedKind::Int4),
+        "int4" => Err(Failure::invalid("kind", "top-r for kept channels", "\"int4\"")),
+        "top-r" => {
+            let kept = of.kept.ok_or_else(|| Failure::invalid("kept", "a number", "none"))?;
+            Ok(PackedKind::TopR(TopR {
+                kept: count("kept", kept)?,
+                group: count("group", of.group)?,
+                channels: of.channels.map_or(Ok(head_dim), |some| count("channels", some))?,
+                numbers: kept_numbers(of.numbers.unwrap_or("bf16"))?,
+            }))
+        }
+        _ => Err(Failure::invalid("kind", "int4 or top-r", format!("{name:?}"))),
+    }
+}
+
+fn kept_numbers(name: &str) -> Result<KeptNumbers, Failure> {
+    match name {
+        "bf16" => Ok(KeptNumbers::Bf16),
+        "fp8" => Ok(KeptNumbers::Fp8),
+        "int4" => Ok(KeptNumbers::Int4),
+        _ => Err(Failure::invalid("numbers", "bf16, fp8 or int4", format!("{name:?}"))),
     }
 }
 

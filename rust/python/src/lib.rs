@@ -51,6 +51,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
     #[pymodule_export]
+    use super::ops::cpu::moments::Moments;
+    #[pymodule_export]
     use super::ops::cpu::move_pages::move_pages;
     #[pymodule_export]
     use super::ops::cpu::pack_pages::{pack_pages, unpack_pages};

@@ -1,10 +1,11 @@
-//! `PackedFormat` as Python sees it.
+//! `PackedFormat` as Python sees it, and the bases of top-r pages.
 
-use kvweave_core::ops;
+use kvweave_core::ops::{self, Bases, TopR};
 use pyo3::prelude::*;
 
-use crate::arguments::{count, raised};
-use crate::choices::{packed_kind, scale_dtype};
+use crate::arguments::{Table, count, raised};
+use crate::choices::{Kept, packed_kind, scale_dtype};
+use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::scalars::Number;
@@ -16,6 +17,11 @@ use crate::tensor::TensorRef;
 /// and for each token's values. `page_tokens` P and `head_dim` D are multiples of 16, up to 256 and
 /// 1024; `scales` "bf16" or "f16" is what scales and zeros are stored as. An INT4 page has
 /// P·D + 4·D + 4·P bytes.
+///
+/// "top-r" keeps of each vector the `kept` r largest numbers in its text's rotated basis, chosen in
+/// groups of `group` g = 1, 2 or 4 neighbours, out of the basis' first `channels` C ≤ D (MosaicKV,
+/// sections 4.2, 5.1 and 5.2). They are stored as `numbers`: "bf16", or "fp8" or "int4" with a
+/// scale a vector. A page has 2·P·(⌈C / 8g⌉ + r·(2, 1, 1/2) + (0, 2, 2)) bytes.
 #[pyclass(frozen, eq, hash, module = "kvweave._native")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PackedFormat {
@@ -30,23 +36,35 @@ impl PackedFormat {
         tensor.expect_shape(what, &shape)?;
         tensor.expect_contiguous(what)
     }
+
+    fn top_r(&self) -> Option<TopR> {
+        self.format.top_r().map(|page| page.of())
+    }
 }
 
 #[pymethods]
 impl PackedFormat {
     #[new]
-    #[pyo3(signature = (kind, head_dim, page_tokens = Number::from(64), scales = "bf16"))]
+    #[expect(clippy::too_many_arguments, reason = "Python's keywords")]
+    #[pyo3(signature = (
+        kind, head_dim, page_tokens = Number::from(64), scales = "bf16", *,
+        kept = None, group = Number::from(1), channels = None, numbers = None,
+    ))]
     fn new(
         py: Python<'_>,
         kind: &str,
         head_dim: Number,
         page_tokens: Number,
         scales: &str,
+        kept: Option<Number>,
+        group: Number,
+        channels: Option<Number>,
+        numbers: Option<&str>,
     ) -> PyResult<Self> {
         let checks = || {
-            let (kind, scales) = (packed_kind(kind)?, scale_dtype(scales)?);
             let (tokens, dim) = (count("page_tokens", page_tokens)?, count("head_dim", head_dim)?);
-            Ok((kind, scales, tokens, dim))
+            let kind = packed_kind(kind, &Kept { kept, group, channels, numbers }, dim)?;
+            Ok((kind, scale_dtype(scales)?, tokens, dim))
         };
         let (kind, scales, tokens, dim) = raised(py, checks())?;
         let format = call_core(py, || ops::PackedFormat::new(kind, scales, tokens, dim))?;
@@ -83,13 +101,81 @@ impl PackedFormat {
         self.format.page_bytes()
     }
 
+    /// r: numbers that are kept of a vector; D of an INT4 page.
+    #[getter]
+    fn kept(&self) -> usize {
+        self.top_r().map_or(self.head_dim(), |of| of.kept)
+    }
+
+    /// g: neighbours that are kept together.
+    #[getter]
+    fn group(&self) -> usize {
+        self.top_r().map_or(1, |of| of.group)
+    }
+
+    /// C: channels that numbers are kept of.
+    #[getter]
+    fn channels(&self) -> usize {
+        self.top_r().map_or(self.head_dim(), |of| of.channels)
+    }
+
+    /// What they are stored as.
+    #[getter]
+    fn numbers(&self) -> &'static str {
+        self.top_r().map_or("int4", |of| of.numbers.name())
+    }
+
     fn __repr__(&self) -> String {
-        format!(
-            "PackedFormat({:?}, head_dim={}, page_tokens={}, scales={:?})",
-            self.kind(),
-            self.head_dim(),
-            self.page_tokens(),
-            self.scales()
-        )
+        let (kind, scales) = (self.kind(), self.scales());
+        let sizes = format!("head_dim={}, page_tokens={}", self.head_dim(), self.page_tokens());
+        let kept = self.top_r().map_or_else(String::new, |of| {
+            let TopR { kept, group, channels, numbers } = of;
+            let numbers = numbers.name();
+            format!(", kept={kept}, group={group}, channels={channels}, numbers={numbers:?}")
+        });
+        format!("PackedFormat({kind:?}, {sizes}, scales={scales:?}{kept})")
+    }
+}
+
+/// The bases of packed pages as they came from Python, borrowed.
+pub struct BasesGiven<'py> {
+    data: Borrowed<'py>,
+    of: Table<'py>,
+}
+
+impl<'py> BasesGiven<'py> {
+    /// `given`: data f32 [bases, pages, 2, C + 1, D] and of i32 [packed pages].
+    pub fn of(
+        given: Option<&(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    ) -> PyResult<Option<BasesGiven<'py>>> {
+        let Some((data, of)) = given else { return Ok(None) };
+        let (data, of) = (borrow("bases", data)?, Table::of("basis of each packed page", of)?);
+        Ok(Some(Self { data, of }))
+    }
+
+    /// Refuses a tensor that is written and shares memory with them.
+    pub fn expect_apart(&self, what: &str, written: &TensorRef) -> Result<(), Failure> {
+        written.expect_apart(what, &self.data.tensor, "bases")?;
+        written.expect_apart(what, &self.of.0.tensor, "basis of each packed page")
+    }
+
+    /// As the core takes them.
+    pub fn core(&self, format: &ops::PackedFormat) -> Result<Bases<'_>, Failure> {
+        let tensor = &self.data.tensor;
+        let rows = format.top_r().map(|page| page.of().channels + 1);
+        let shape = [
+            ("bases", None),
+            ("pages", None),
+            ("2", Some(2)),
+            ("C + 1", rows),
+            ("D", Some(format.head_dim())),
+        ];
+        tensor.expect_dtype("bases", DType::F32)?;
+        tensor.expect_shape("bases", &shape)?;
+        tensor.expect_contiguous("bases")?;
+        let pages = tensor.shape()[1];
+        // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
+        let data = unsafe { tensor.slice("bases")? };
+        Ok(Bases { data, pages, of: self.of.list("basis of each packed page")? })
     }
 }

@@ -20,6 +20,7 @@ mod score_pages;
 mod score_tokens;
 mod select_pages;
 mod step_tables;
+mod top_r;
 mod write_pages;
 
 pub use attend_decode::attend_decode;

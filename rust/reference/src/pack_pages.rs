@@ -1,8 +1,11 @@
 //! Exact pages into packed ones, and back.
 
 use kvweave_core::ops::{
-    CodePlace, Element, OpError, PackPages, PackedFormat, ScaleDtype, Step, UnpackPages, WideStep,
+    Bases, CodePlace, Element, OpError, PackPages, PackedFormat, ScaleDtype, Side, Step,
+    UnpackPages, WideStep,
 };
+
+use crate::top_r::{pack_vector, unpack_vector};
 
 /// See [`PackPages`].
 ///
@@ -25,6 +28,16 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
             };
             let target = &mut packed[(pack.block + page) * bytes..][..bytes];
             target.fill(0);
+            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
+                let basis = |side| bases.basis(&format, pack.block, page, side);
+                for token in 0..pack.tokens {
+                    let key: Vec<f32> = (0..format.head_dim()).map(|c| key(token, c)).collect();
+                    pack_vector(&of, basis(Side::Keys), (Side::Keys, token), &key, target);
+                    let value: Vec<f32> = (0..format.head_dim()).map(|c| value(token, c)).collect();
+                    pack_vector(&of, basis(Side::Values), (Side::Values, token), &value, target);
+                }
+                continue;
+            }
             pack_keys(&format, pack.tokens, key, target);
             pack_values(&format, pack.tokens, value, target);
         }
@@ -44,14 +57,16 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
     for pack in packs.iter() {
         for page in 0..packs.pages {
             let source = &packed[(pack.block + page) * bytes..][..bytes];
+            let at = (pack.block, page);
+            let [keys, values] = stands_for(&packs.format, packs.bases, at, source);
             for token in 0..pack.tokens {
                 let block = pack.sources[token / packs.page_tokens] as usize;
                 let first = geometry.key_offset(block, 0, page, token % packs.page_tokens);
-                for channel in 0..packs.format.head_dim() {
-                    let at = first + channel;
-                    cache[at] = C::from_f32(packed_key(&packs.format, source, token, channel));
-                    cache[at + geometry.value_offset] =
-                        C::from_f32(packed_value(&packs.format, source, token, channel));
+                let dim = packs.format.head_dim();
+                for channel in 0..dim {
+                    let (at, from) = (first + channel, token * dim + channel);
+                    cache[at] = C::from_f32(keys[from]);
+                    cache[at + geometry.value_offset] = C::from_f32(values[from]);
                 }
             }
         }
@@ -59,19 +74,34 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
     Ok(())
 }
 
+/// What a packed page stands for: keys [P, D] and values [P, D].
+pub(crate) fn stands_for(
+    format: &PackedFormat,
+    bases: Option<Bases<'_>>,
+    (block, rank): (usize, usize),
+    page: &[u8],
+) -> [Vec<f32>; 2] {
+    let (tokens, dim) = (format.page_tokens(), format.head_dim());
+    if let (Some(of), Some(bases)) = (format.top_r(), bases) {
+        return [Side::Keys, Side::Values].map(|side| {
+            let basis = bases.basis(format, block, rank, side);
+            (0..tokens).flat_map(|token| unpack_vector(&of, basis, (side, token), page)).collect()
+        });
+    }
+    [packed_key, packed_value].map(|packed| {
+        let at = |i: usize| packed(format, page, i / dim, i % dim);
+        (0..tokens * dim).map(at).collect()
+    })
+}
+
 /// What the code of a key stands for.
-pub(crate) fn packed_key(format: &PackedFormat, page: &[u8], token: usize, channel: usize) -> f32 {
+fn packed_key(format: &PackedFormat, page: &[u8], token: usize, channel: usize) -> f32 {
     let places = (format.key_scale(channel), format.key_zero(channel));
     step_at(page, places, format.scales()).number(code_at(page, format.key_code(token, channel)))
 }
 
 /// What the code of a value stands for.
-pub(crate) fn packed_value(
-    format: &PackedFormat,
-    page: &[u8],
-    token: usize,
-    channel: usize,
-) -> f32 {
+fn packed_value(format: &PackedFormat, page: &[u8], token: usize, channel: usize) -> f32 {
     let places = (format.value_scale(token), format.value_zero(token));
     step_at(page, places, format.scales()).number(code_at(page, format.value_code(token, channel)))
 }
@@ -88,7 +118,7 @@ fn pack_keys(
         put(page, format.key_zero(channel), step.zero);
         let step = step.widen(format.scales());
         for token in 0..tokens {
-            let code = step.code(key(token, channel), format.kind().largest_code());
+            let code = step.code(key(token, channel), PackedFormat::LARGEST_CODE);
             let CodePlace { byte, shift } = format.key_code(token, channel);
             page[byte] |= code << shift;
         }
@@ -107,7 +137,7 @@ fn pack_values(
         put(page, format.value_zero(token), step.zero);
         let step = step.widen(format.scales());
         for channel in 0..format.head_dim() {
-            let code = step.code(value(token, channel), format.kind().largest_code());
+            let code = step.code(value(token, channel), PackedFormat::LARGEST_CODE);
             let CodePlace { byte, shift } = format.value_code(token, channel);
             page[byte] |= code << shift;
         }
@@ -120,7 +150,7 @@ fn step_of(format: &PackedFormat, numbers: impl Iterator<Item = f32> + Clone) ->
     let least = numbers.clone().fold(f32::INFINITY, f32::min);
     let greatest = numbers.fold(f32::NEG_INFINITY, f32::max);
     let least = if finite { least } else { f32::NAN };
-    Step::of(least, greatest, format.kind().largest_code(), format.scales())
+    Step::of(least, greatest, PackedFormat::LARGEST_CODE, format.scales())
 }
 
 fn put(page: &mut [u8], at: usize, bits: u16) {

@@ -1,6 +1,7 @@
 //! Params of `attend_packed`.
 
-use super::entries::KvView;
+use super::bases::{Bases, check_given};
+use super::entries::{Entry, KvView};
 use super::error::{OpError, ensure_len, ensure_size};
 use super::geometry::PageGeometry;
 use super::packed_format::PackedFormat;
@@ -26,6 +27,8 @@ pub struct PackedKv<'a> {
     pub entries: &'a [[i32; 5]],
     /// Tables, pages and windows of each KV head; `None`: as in our arena.
     pub reach: Option<Reach<'a>>,
+    /// The bases of top-r pages.
+    pub bases: Option<Bases<'a>>,
 }
 
 impl<'a> PackedKv<'a> {
@@ -82,10 +85,29 @@ impl<T> AttendPacked<'_, T> {
         kv.validate(self.entry_offsets)?;
         self.queries.validate(&kv.geometry)?;
         self.scoring.validate(&kv.geometry, kv.scales, kv.reach)?;
+        self.validate_bases(&kv)?;
         let requests = (self.entry_offsets.len() - 1) / kv.tables();
         ensure_len("q rows", requests, self.queries.vectors.rows)?;
         let (rows, heads) = (self.queries.vectors.rows, self.queries.vectors.heads);
         ensure_size("out", &[rows, heads, kv.geometry.head_dim], self.out.len())?;
         ensure_size("lse", &[rows, heads], self.lse.len())
+    }
+
+    /// Proves that every block that a head reads has the basis that its format needs.
+    fn validate_bases(&self, kv: &KvView<'_, ()>) -> Result<(), OpError> {
+        let format = &self.kv.format;
+        let pages = self.kv.packed.len() / format.page_bytes();
+        let Some(bases) = check_given(self.kv.bases.as_ref(), format, pages)? else {
+            return Ok(());
+        };
+        let requests = (self.entry_offsets.len() - 1) / kv.tables();
+        for head in (0..kv.geometry.kv_heads).map(|head| kv.head(head, &self.scoring)) {
+            for request in 0..requests {
+                for &row in &kv.entries[kv.span(self.entry_offsets, request, head.table)] {
+                    bases.check_block(format, Entry::new(row).block, head.rank)?;
+                }
+            }
+        }
+        Ok(())
     }
 }

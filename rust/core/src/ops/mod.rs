@@ -13,6 +13,7 @@
 mod attend_decode;
 mod attend_packed;
 mod attend_prefill;
+mod bases;
 mod copy_rerotate;
 mod element;
 mod entries;
@@ -37,12 +38,14 @@ mod scoring;
 mod select_pages;
 mod step;
 mod step_tables;
+mod top_r;
 mod write_pages;
 mod write_slots;
 
 pub use attend_decode::AttendDecode;
 pub use attend_packed::{AttendPacked, PackedKv};
 pub use attend_prefill::AttendPrefill;
+pub use bases::{Bases, Basis};
 pub use copy_rerotate::{
     BlockPage, CopyRerotate, CopyRun, CopySource, validate_copies, validate_layers,
 };
@@ -70,5 +73,6 @@ pub use scoring::Scoring;
 pub use select_pages::SelectPages;
 pub use step::{ScaleDtype, Step, WideStep};
 pub use step_tables::{Listed, MOST_TABLES, StepShape, StepTables, TableSpan};
+pub use top_r::{KeptNumbers, Side, TopR, TopRPage, VectorPlace};
 pub use write_pages::{WritePages, refuse_bounds, validate_rows};
 pub use write_slots::WriteSlots;

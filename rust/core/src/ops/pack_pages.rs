@@ -1,5 +1,6 @@
 //! Params of `pack_pages` and `unpack_pages`.
 
+use super::bases::{Bases, check_given};
 use super::element::Element;
 use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
@@ -11,7 +12,7 @@ use super::packed_format::PackedFormat;
 /// block those of page r of its blocks of the cache, in their order. A block may have fewer tokens
 /// than P: steps are those of the tokens that there are, and codes and steps of others are 0.
 /// What is NaN or infinite makes NaN of what shares its steps: of a key's channel over the page, of
-/// all values of a token.
+/// all values of a token; in a top-r page, of its vector.
 #[derive(Debug)]
 pub struct PackPages<'a, C> {
     /// Exact pages, [pages, 2, P', D].
@@ -43,6 +44,8 @@ pub struct Packs<'a> {
     pub page_tokens: usize,
     /// Pages of a block, on either side.
     pub pages: usize,
+    /// The bases of top-r pages.
+    pub bases: Option<Bases<'a>>,
     /// Rows `[packed block, tokens, block …]` with P / P' blocks of the cache, of which those that
     /// have no token count for nothing. Never the null block, and no block is written twice.
     pub rows: &'a [i32],
@@ -93,18 +96,36 @@ impl Packs<'_> {
         packed_len: usize,
         unpacked: bool,
     ) -> Result<(), OpError> {
+        let packed_pages = self.format.pages_in(packed_len)?;
+        self.validate_sources(cache_len)?;
+        let targets: Vec<i32> = self.rows.chunks_exact(self.width()).map(|row| row[0]).collect();
+        if let Some(&last) = targets.iter().max() {
+            let inside = (last as usize).checked_add(self.pages).is_some_and(|n| n <= packed_pages);
+            ensure(inside, OpErrorKind::OutOfRange, "packed block", || {
+                (format!("{} pages within {packed_pages}", self.pages), last)
+            })?;
+        }
+        let exact = || self.iter().flat_map(|pack| pack.sources).copied().collect();
+        self.check_apart(if unpacked { exact() } else { targets })
+    }
+
+    /// Proves of the rows and of a cache of `cache_len` elements what `validate` does, but for
+    /// packed pages that there are not yet.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate_sources(&self, cache_len: usize) -> Result<(), OpError> {
         let geometry = self.geometry();
         geometry.check_counts()?;
         let tokens = self.format.page_tokens();
         ensure(tokens.is_multiple_of(self.page_tokens), OpErrorKind::Shape, "page_tokens", || {
             (format!("a divisor of {tokens}, the tokens of a packed page"), self.page_tokens)
         })?;
-        let packed_pages = self.format.pages_in(packed_len)?;
         let whole = self.rows.len().is_multiple_of(self.width());
         ensure(whole, OpErrorKind::Shape, "packs", || {
             (format!("rows of {} numbers", self.width()), self.rows.len())
         })?;
-        let (mut targets, mut exact) = (Vec::new(), Vec::new());
+        let mut last = 0;
         for row in self.rows.chunks_exact(self.width()) {
             let sound = row[1] >= 1 && row[1] as usize <= tokens;
             ensure(sound, OpErrorKind::OutOfRange, "tokens of a packed block", || {
@@ -116,19 +137,23 @@ impl Packs<'_> {
                     ("at least 1, as block 0 is the null block", block)
                 })?;
             }
-            targets.push(row[0]);
-            exact.extend_from_slice(sources);
+            last = sources.iter().copied().fold(last, i32::max);
         }
-        if let Some(&last) = targets.iter().max() {
-            let inside = (last as usize).checked_add(self.pages).is_some_and(|n| n <= packed_pages);
-            ensure(inside, OpErrorKind::OutOfRange, "packed block", || {
-                (format!("{} pages within {packed_pages}", self.pages), last)
-            })?;
-        }
-        if let Some(&last) = exact.iter().max() {
-            geometry.check_inside(last as usize, 0, cache_len)?;
-        }
-        self.check_apart(if unpacked { exact } else { targets })
+        if last > 0 { geometry.check_inside(last as usize, 0, cache_len) } else { Ok(()) }
+    }
+
+    /// Proves that every packed block has the basis that its format needs. `validate` accepted the
+    /// rows.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn validate_bases(&self, packed_len: usize) -> Result<(), OpError> {
+        let packed_pages = packed_len / self.format.page_bytes();
+        let Some(bases) = check_given(self.bases.as_ref(), &self.format, packed_pages)? else {
+            return Ok(());
+        };
+        let last = self.pages - 1;
+        self.iter().try_for_each(|pack| bases.check_block(&self.format, pack.block, last))
     }
 
     /// Refuses blocks that share a page.
@@ -163,7 +188,8 @@ impl<C: Element> PackPages<'_, C> {
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
         refuse_quantised::<C>()?;
-        self.packs.validate(self.cache.len(), self.packed.len(), false)
+        self.packs.validate(self.cache.len(), self.packed.len(), false)?;
+        self.packs.validate_bases(self.packed.len())
     }
 }
 
@@ -174,7 +200,8 @@ impl<C: Element> UnpackPages<'_, C> {
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
         refuse_quantised::<C>()?;
-        self.packs.validate(self.cache.len(), self.packed.len(), true)
+        self.packs.validate(self.cache.len(), self.packed.len(), true)?;
+        self.packs.validate_bases(self.packed.len())
     }
 }
 

@@ -1,7 +1,8 @@
 //! The bytes of a packed page: the one place that says where its codes, scales and zeros lie.
 //!
-//! A packed page holds P tokens of one KV head of one layer in few bits. Its parts follow each
-//! other without gaps, each on a boundary of 16 bytes:
+//! A packed page holds P tokens of one KV head of one layer in few bits. What lies in a top-r page
+//! says [`TopRPage`]. The parts of an INT4 page follow each other without gaps, each on a boundary
+//! of 16 bytes:
 //!
 //! | part | bytes | what lies there |
 //! |---|---|---|
@@ -26,6 +27,7 @@ use std::ops::Range;
 
 use super::error::{OpError, OpErrorKind, ensure};
 use super::step::ScaleDtype;
+use super::top_r::{TopR, TopRPage};
 
 /// What the numbers of a packed page are made of. Further kinds are further parts of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +35,8 @@ use super::step::ScaleDtype;
 pub enum PackedKind {
     /// Codes from 0 to 15.
     Int4,
+    /// Of each vector the largest numbers in its text's basis.
+    TopR(TopR),
 }
 
 impl PackedKind {
@@ -41,14 +45,7 @@ impl PackedKind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Int4 => "int4",
-        }
-    }
-
-    /// The largest code.
-    #[must_use]
-    pub fn largest_code(self) -> u8 {
-        match self {
-            Self::Int4 => 15,
+            Self::TopR(_) => "top-r",
         }
     }
 }
@@ -81,11 +78,14 @@ impl PackedFormat {
     pub const MAX_PAGE_TOKENS: usize = 256;
     /// D at most.
     pub const MAX_HEAD_DIM: usize = 1024;
+    /// The largest code of four bits.
+    pub const LARGEST_CODE: u8 = 15;
 
     /// Checks and builds a format.
     ///
     /// # Errors
-    /// `InvalidArgument` where P or D is no multiple of 16, 0, or above the largest.
+    /// `InvalidArgument` where P or D is no multiple of 16, 0, or above the largest, or a top-r
+    /// page has no such parts.
     pub fn new(
         kind: PackedKind,
         scales: ScaleDtype,
@@ -101,6 +101,9 @@ impl PackedFormat {
             ensure(sound, OpErrorKind::InvalidArgument, what, || {
                 (format!("a multiple of {UNIT} from {UNIT} to {most}"), size)
             })?;
+        }
+        if let PackedKind::TopR(of) = kind {
+            of.check(head_dim)?;
         }
         Ok(Self { kind, scales, page_tokens, head_dim })
     }
@@ -132,7 +135,16 @@ impl PackedFormat {
     /// Bytes of one page.
     #[must_use]
     pub fn page_bytes(&self) -> usize {
-        self.value_steps().end
+        self.top_r().map_or_else(|| self.value_steps().end, |page| page.page_bytes())
+    }
+
+    /// Where everything lies in a top-r page; the places below are those of an INT4 page.
+    #[must_use]
+    pub fn top_r(&self) -> Option<TopRPage> {
+        match self.kind {
+            PackedKind::TopR(of) => Some(TopRPage::new(of, self.scales, self.page_tokens)),
+            PackedKind::Int4 => None,
+        }
     }
 
     /// Bytes of the keys' codes, which are a row of D/8 words a token.
@@ -244,6 +256,7 @@ fn place(start: usize, word: usize, nibble: usize) -> CodePlace {
 
 #[cfg(test)]
 mod tests {
+    use super::super::top_r::KeptNumbers;
     use super::*;
 
     fn format(page_tokens: usize, head_dim: usize) -> PackedFormat {
@@ -285,6 +298,40 @@ mod tests {
                 }
             }
             assert!(taken[..format.key_scales().start].iter().all(|&byte| byte == 0xFF));
+        }
+    }
+
+    #[test]
+    fn bytes_of_a_top_r_page_are_the_formula() {
+        let bytes = |kept, group, channels, numbers| {
+            let kind = PackedKind::TopR(TopR { kept, group, channels, numbers });
+            PackedFormat::new(kind, ScaleDtype::Bf16, 64, 128).expect("sound sizes").page_bytes()
+        };
+        // Of a vector: bitmap, numbers, scale.
+        assert_eq!(bytes(32, 1, 128, KeptNumbers::Bf16), 128 * (16 + 64));
+        assert_eq!(bytes(32, 2, 128, KeptNumbers::Bf16), 128 * (8 + 64));
+        assert_eq!(bytes(32, 4, 128, KeptNumbers::Bf16), 128 * (4 + 64));
+        assert_eq!(bytes(32, 1, 100, KeptNumbers::Bf16), 128 * (13 + 64));
+        assert_eq!(bytes(64, 1, 128, KeptNumbers::Fp8), 128 * (16 + 64 + 2));
+        assert_eq!(bytes(64, 1, 128, KeptNumbers::Int4), 128 * (16 + 32 + 2));
+        let of_bf16 = 4 * 64 * 128;
+        assert!(of_bf16 >= 5 * bytes(64, 1, 128, KeptNumbers::Int4), "five times fewer");
+    }
+
+    #[test]
+    fn what_is_no_top_r_is_refused() {
+        for (kept, group, channels, numbers) in [
+            (16, 3, 64, KeptNumbers::Bf16),
+            (18, 4, 64, KeptNumbers::Bf16),
+            (0, 1, 64, KeptNumbers::Bf16),
+            (65, 1, 64, KeptNumbers::Bf16),
+            (33, 1, 32, KeptNumbers::Fp8),
+            (16, 2, 63, KeptNumbers::Fp8),
+            (16, 1, 80, KeptNumbers::Fp8),
+            (15, 1, 64, KeptNumbers::Int4),
+        ] {
+            let kind = PackedKind::TopR(TopR { kept, group, channels, numbers });
+            assert!(PackedFormat::new(kind, ScaleDtype::Bf16, 64, 64).is_err());
         }
     }
 

@@ -57,11 +57,20 @@ impl ScaleDtype {
         }
     }
 
-    fn nan(self) -> u16 {
+    /// Bits of NaN.
+    pub(super) fn nan(self) -> u16 {
         match self {
             Self::Bf16 => 0x7FC0,
             Self::F16 => 0x7E00,
         }
+    }
+
+    /// Bits of the least scale of which `reach` are not below `largest`; NaN where that is not
+    /// finite, or no such scale is.
+    pub(super) fn scale_of(self, largest: f32, reach: f32) -> u16 {
+        let size = largest / reach;
+        let scale = if size.is_finite() { self.above(size) } else { self.nan() };
+        if self.widen(scale).is_finite() { scale } else { self.nan() }
     }
 }
 

@@ -1,8 +1,9 @@
 //! Packed pages: the fast versions write the definition's bytes, and attend as it does.
 
 use kvweave_core::ops::{
-    AttendPacked, HeadRows, OpError, OpErrorKind, PackPages, PackedFormat, PackedKind, PackedKv,
-    Packs, Pairing, Queries, RopeTable, ScaleDtype, Scoring, UnpackPages,
+    AttendPacked, Bases, HeadRows, KeptNumbers, OpError, OpErrorKind, PackPages, PackedFormat,
+    PackedKind, PackedKv, Packs, Pairing, Queries, RopeTable, ScaleDtype, Scoring, TopR,
+    UnpackPages,
 };
 use proptest::prelude::*;
 
@@ -14,9 +15,37 @@ const HEADS: usize = 2;
 fn formats() -> impl Strategy<Value = PackedFormat> {
     let scales = prop_oneof![Just(ScaleDtype::Bf16), Just(ScaleDtype::F16)];
     let sizes = (prop::sample::select(vec![16, 48, 64]), prop::sample::select(vec![16, 64, 80]));
-    (scales, sizes).prop_map(|(scales, (tokens, dim))| {
-        PackedFormat::new(PackedKind::Int4, scales, tokens, dim).expect("sound sizes")
+    let numbers = vec![KeptNumbers::Bf16, KeptNumbers::Fp8, KeptNumbers::Int4];
+    // Of four channels: those left out at the end, and those kept of the others.
+    let kept = (prop::sample::select(numbers), prop::sample::select(vec![1, 2, 4]), 0..2, 1..4);
+    (scales, sizes, prop::option::of(kept)).prop_map(|(scales, (tokens, dim), kept)| {
+        let kind = kept.map_or(PackedKind::Int4, |(numbers, group, cut, share)| {
+            let channels = dim - cut as usize * dim / 4;
+            let kept = (channels * share as usize / 4).next_multiple_of(4);
+            PackedKind::TopR(TopR { kept, group, channels, numbers })
+        });
+        PackedFormat::new(kind, scales, tokens, dim).expect("sound sizes")
     })
+}
+
+/// Two bases, and which of them each page has; nothing for INT4 pages. Directions are any, about 1
+/// long, so that what is packed stays as large as it was.
+struct Given {
+    data: Vec<f32>,
+    of: Vec<i32>,
+}
+
+impl Given {
+    fn new(format: &PackedFormat, pages: usize, random: &mut Random) -> Option<Self> {
+        let half = (format.top_r()?.of().channels + 1) * format.head_dim();
+        let length = (format.head_dim() as f32 / 3.0).sqrt();
+        let data = (0..2 * HEADS * 2 * half).map(|_| random.unit() / length).collect();
+        Some(Self { data, of: (0..pages).map(|page| page as i32 / 2 % 2).collect() })
+    }
+
+    fn bases(given: Option<&Self>) -> Option<Bases<'_>> {
+        given.map(|given| Bases { data: &given.data, pages: HEADS, of: &given.of })
+    }
 }
 
 /// Exact pages of as many blocks as `tokens` fill, and where they are packed to.
@@ -47,8 +76,10 @@ proptest! {
             let at = usize::from(at) % cache.len();
             cache[at] = f32::NAN;
         }
-        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows: &rows };
-        let blocks = rows.len() / packs.width() + 1;
+        let blocks = tokens.div_ceil(format.page_tokens()) + 1;
+        let given = Given::new(&format, HEADS * blocks, &mut random);
+        let bases = Given::bases(given.as_ref());
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, bases, rows: &rows };
         let bytes = HEADS * blocks * format.page_bytes();
         let mut packed = [0x5A, 0xA5].map(|poison| vec![poison; bytes]);
         let [wanted, got] = &mut packed;
@@ -77,8 +108,10 @@ proptest! {
     ) {
         let mut random = Random(seed);
         let (cache, rows) = text(&format, tokens, &mut random);
-        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows: &rows };
-        let blocks = rows.len() / packs.width() + 1;
+        let blocks = tokens.div_ceil(format.page_tokens()) + 1;
+        let given = Given::new(&format, HEADS * blocks, &mut random);
+        let bases = Given::bases(given.as_ref());
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, bases, rows: &rows };
         let mut packed = vec![0; HEADS * blocks * format.page_bytes()];
         kvweave_cpu::pack_pages(PackPages { cache: &cache, packed: &mut packed, packs }).unwrap();
         let mut at = 0;
@@ -108,6 +141,7 @@ proptest! {
                     layer: 0,
                     entries: &entries,
                     reach: None,
+                    bases,
                 },
                 scoring: Scoring {
                     scale: 0.2,
@@ -142,7 +176,7 @@ fn pages_that_are_none_are_refused_and_stay() {
         (&[2, 16, 2, 4, 3, 16, 2, 4], OpErrorKind::Overlap),
     ];
     for (rows, kind) in cases {
-        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, rows };
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, bases: None, rows };
         for run in [kvweave_reference::pack_pages::<f32>, kvweave_cpu::pack_pages::<f32>] {
             let mut packed = vec![0x5A; 6 * format.page_bytes()];
             let refused = run(PackPages { cache: &cache, packed: &mut packed, packs });

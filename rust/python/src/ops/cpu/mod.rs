@@ -7,6 +7,7 @@ pub mod copy_rerotate;
 mod element;
 pub mod gather_entries;
 pub mod merge_states;
+pub mod moments;
 pub mod move_pages;
 pub mod pack_pages;
 mod reading;

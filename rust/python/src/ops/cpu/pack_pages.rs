@@ -8,7 +8,7 @@ use crate::arguments::{Table, count, page_tokens_of, raised};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::ROWS;
 use crate::failure::Failure;
-use crate::packed::PackedFormat;
+use crate::packed::{BasesGiven, PackedFormat};
 use crate::scalars::Number;
 
 /// The arguments of either, borrowed.
@@ -16,6 +16,7 @@ struct Sides<'py> {
     cache: Borrowed<'py>,
     packed: Borrowed<'py>,
     rows: Table<'py>,
+    bases: Option<BasesGiven<'py>>,
 }
 
 impl<'py> Sides<'py> {
@@ -23,9 +24,11 @@ impl<'py> Sides<'py> {
         cache: &Bound<'py, PyAny>,
         packed: &Bound<'py, PyAny>,
         packs: &Bound<'py, PyAny>,
+        bases: Option<&(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
     ) -> PyResult<Self> {
         let (cache, packed) = (borrow("cache", cache)?, borrow("packed pages", packed)?);
-        Ok(Self { cache, packed, rows: Table::of("packs", packs)? })
+        let (rows, bases) = (Table::of("packs", packs)?, BasesGiven::of(bases)?);
+        Ok(Self { cache, packed, rows, bases })
     }
 
     /// What is packed where; the side that is written lies apart from all that is read.
@@ -35,18 +38,24 @@ impl<'py> Sides<'py> {
         let format = format.format;
         let page_tokens = page_tokens_of(cache, &format)?;
         let pages = count("pages", pages)?;
-        let mut packs = Packs { format, page_tokens, pages, rows: &[] };
+        let bases = self.bases.as_ref().map(|bases| bases.core(&format)).transpose()?;
+        let mut packs = Packs { format, page_tokens, pages, bases, rows: &[] };
         packs.rows = self.rows.wide("packs", packs.width())?;
         cache.expect_apart("cache", packed, "packed pages")?;
         for (what, side) in [("cache", cache), ("packed pages", packed)] {
             side.expect_apart(what, &self.rows.0.tensor, "packs")?;
+            if let Some(bases) = &self.bases {
+                bases.expect_apart(what, side)?;
+            }
         }
         Ok(packs)
     }
 }
 
 #[pyfunction]
-#[pyo3(signature = (cache, packed, format, packs, pages, reference))]
+#[expect(clippy::too_many_arguments, reason = "Python's arguments")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (cache, packed, format, packs, pages, bases, reference))]
 pub fn pack_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -54,9 +63,10 @@ pub fn pack_pages(
     format: &Bound<'_, PackedFormat>,
     packs: &Bound<'_, PyAny>,
     pages: Number,
+    bases: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     reference: bool,
 ) -> PyResult<()> {
-    let sides = Sides::of(cache, packed, packs)?;
+    let sides = Sides::of(cache, packed, packs, bases.as_ref())?;
     with_element!(py, ("cache", ROWS), sides.cache.tensor.dtype, C => {
         let params = || {
             let packs = sides.packs(format.get(), pages)?;
@@ -73,7 +83,9 @@ pub fn pack_pages(
 }
 
 #[pyfunction]
-#[pyo3(signature = (cache, packed, format, packs, pages, reference))]
+#[expect(clippy::too_many_arguments, reason = "Python's arguments")]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (cache, packed, format, packs, pages, bases, reference))]
 pub fn unpack_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -81,9 +93,10 @@ pub fn unpack_pages(
     format: &Bound<'_, PackedFormat>,
     packs: &Bound<'_, PyAny>,
     pages: Number,
+    bases: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     reference: bool,
 ) -> PyResult<()> {
-    let sides = Sides::of(cache, packed, packs)?;
+    let sides = Sides::of(cache, packed, packs, bases.as_ref())?;
     with_element!(py, ("cache", ROWS), sides.cache.tensor.dtype, C => {
         let params = || {
             let packs = sides.packs(format.get(), pages)?;

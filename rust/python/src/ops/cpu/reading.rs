@@ -7,7 +7,7 @@ use crate::arguments::{Table, count, head_rows, output, pages_of, raised, scales
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::Failure;
 use crate::ops::reading::AttentionArguments;
-use crate::packed::PackedFormat;
+use crate::packed::{BasesGiven, PackedFormat};
 use crate::tensor::{KvElement, TensorRef};
 
 /// The arguments of an op that reads pages, borrowed.
@@ -56,7 +56,11 @@ impl Attention<'_> {
     }
 
     /// The cache as packed pages of `format`.
-    pub fn packed(&self, format: &PackedFormat) -> Result<PackedKv<'_>, Failure> {
+    pub fn packed<'a>(
+        &'a self,
+        format: &PackedFormat,
+        bases: Option<&'a BasesGiven<'_>>,
+    ) -> Result<PackedKv<'a>, Failure> {
         let packed = &self.cache.tensor;
         format.expect_pages("packed pages", packed)?;
         let entries = self.entries.rows("entries")?;
@@ -64,7 +68,8 @@ impl Attention<'_> {
         let packed = unsafe { packed.bytes("packed pages") }?;
         let (layers, kv_heads) = (self.scoring.rope.layers(), self.kv_heads);
         let (format, layer, reach) = (format.format, self.layer, self.reach);
-        Ok(PackedKv { packed, format, layers, kv_heads, layer, entries, reach })
+        let bases = bases.map(|bases| bases.core(&format)).transpose()?;
+        Ok(PackedKv { packed, format, layers, kv_heads, layer, entries, reach, bases })
     }
 
     pub fn read(&self) -> [(&'static str, &TensorRef); 4] {

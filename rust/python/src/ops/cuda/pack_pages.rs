@@ -69,7 +69,7 @@ fn launch<'py>(
         let format = format.get().format;
         let page_tokens = page_tokens_of(cache, &format)?;
         let pages = count("pages", pages)?;
-        let width = Packs { format, page_tokens, pages, rows: &[] }.width();
+        let width = Packs { format, page_tokens, pages, bases: None, rows: &[] }.width();
         let (packs, rows) = table.wide("packs", &place, width)?;
         cache.expect_apart("cache", packed, "packed pages")?;
         for (what, side) in [("cache", cache), ("packed pages", packed)] {
@@ -96,7 +96,8 @@ fn launch<'py>(
     let (ordinal, launch, on_host) = raised(py, checks())?;
     call_core(py, || {
         let PackPagesLaunch { cache, packed, format, page_tokens, pages, .. } = launch;
-        let packs = Packs { format, page_tokens, pages, rows: on_host.unwrap_or(&[]) };
+        let rows = on_host.unwrap_or(&[]);
+        let packs = Packs { format, page_tokens, pages, bases: None, rows };
         packs.validate(cache.len, packed.len, direction == PackDirection::Unpack)?;
         // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
         // the stream has passed. That no block is written twice was checked on the host, or is the

@@ -1,0 +1,142 @@
+//! Vectors into top-r pages and back, a page at a time.
+
+use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
+
+/// Room that packing takes, used again for every page of a task.
+#[derive(Default)]
+pub(crate) struct Packer {
+    /// [D, C]: the directions, so that a vector's C products advance together.
+    turned: Vec<f32>,
+    /// [C]
+    rotated: Vec<f32>,
+    /// (energy, group)
+    groups: Vec<(u64, u32)>,
+}
+
+impl Packer {
+    /// Packs rows [tokens, D] of one side into a page of zeros.
+    pub(crate) fn pack(
+        &mut self,
+        page: &TopRPage,
+        basis: Basis<'_>,
+        side: Side,
+        rows: &[f32],
+        bytes: &mut [u8],
+    ) {
+        let (dim, channels) = (basis.mean.len(), page.of().channels);
+        self.turned.resize(dim * channels, 0.0);
+        for (channel, direction) in basis.directions.chunks_exact(dim).enumerate() {
+            for (d, &x) in direction.iter().enumerate() {
+                self.turned[d * channels + channel] = x;
+            }
+        }
+        for (token, row) in rows.chunks_exact(dim).enumerate() {
+            self.rotate(basis.mean, row, channels);
+            let finite = row.iter().chain(&self.rotated).all(|x| x.is_finite());
+            self.choose(page, finite);
+            self.store(page, (side, token), finite, bytes);
+        }
+    }
+
+    /// Each number is summed in the order of channels, as the definition says.
+    fn rotate(&mut self, mean: &[f32], row: &[f32], channels: usize) {
+        self.rotated.clear();
+        self.rotated.resize(channels, 0.0);
+        let directions = self.turned.chunks_exact(channels);
+        for ((x, mean), directions) in row.iter().zip(mean).zip(directions) {
+            let centred = x - mean;
+            for (sum, d) in self.rotated.iter_mut().zip(directions) {
+                *sum += d * centred;
+            }
+        }
+    }
+
+    /// The groups that are kept, in their order.
+    fn choose(&mut self, page: &TopRPage, finite: bool) {
+        let kept = page.of().kept_groups();
+        self.groups.clear();
+        let energies = self.rotated.chunks_exact(page.of().group).map(|group| {
+            let energy: f64 = group.iter().map(|&c| f64::from(c) * f64::from(c)).sum();
+            // Of numbers that are not below 0 the bits have the same order.
+            energy.to_bits()
+        });
+        self.groups.extend(energies.zip(0..));
+        if finite && kept < self.groups.len() {
+            self.groups
+                .select_nth_unstable_by_key(kept, |&(energy, group)| (u64::MAX - energy, group));
+        }
+        self.groups.truncate(kept);
+        self.groups.sort_unstable_by_key(|&(_, group)| group);
+    }
+
+    fn store(&self, page: &TopRPage, at: (Side, usize), finite: bool, bytes: &mut [u8]) {
+        let size = page.of().group;
+        let kept =
+            || self.groups.iter().flat_map(|&(_, of)| &self.rotated[of as usize * size..][..size]);
+        let largest = kept().fold(0.0f32, |largest, c| largest.max(c.abs()));
+        let stored = page.scale(if finite { largest } else { f32::NAN }).to_le_bytes();
+        let scale = page.wide_scale(&stored);
+        let VectorPlace { bitmap, numbers, scale: scale_at } = page.place(at.0, at.1);
+        for &(_, of) in &self.groups {
+            bytes[bitmap.start + of as usize / 8] |= 1 << (of % 8);
+        }
+        if !scale_at.is_empty() {
+            bytes[scale_at].copy_from_slice(&stored);
+        }
+        for (i, &c) in kept().enumerate() {
+            page.put(&mut bytes[numbers.clone()], i, c, scale);
+        }
+    }
+}
+
+/// The kept numbers of one vector with their channels, into `kept`.
+pub(crate) fn kept_of(
+    page: &TopRPage,
+    (side, token): (Side, usize),
+    bytes: &[u8],
+    kept: &mut Vec<(u32, f32)>,
+) {
+    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
+    let (scale, numbers) = (page.wide_scale(&bytes[scale]), &bytes[numbers]);
+    let (size, most) = (page.of().group, page.of().kept);
+    let (groups, last) = (page.of().groups(), bitmap.len() - 1);
+    kept.clear();
+    for (at, &byte) in bytes[bitmap].iter().enumerate() {
+        // Bits behind the last group count for nothing.
+        let mut bits = if at == last { byte & (0xFF >> (8 * (at + 1) - groups)) } else { byte };
+        while bits != 0 && kept.len() < most {
+            let group = 8 * at + bits.trailing_zeros() as usize;
+            for channel in group * size..(group + 1) * size {
+                kept.push((channel as u32, page.number(numbers, kept.len(), scale)));
+            }
+            bits &= bits - 1;
+        }
+    }
+}
+
+/// What a page's tokens stand for on one side, into rows [tokens, D].
+pub(crate) fn unpack(
+    page: &TopRPage,
+    basis: Basis<'_>,
+    side: Side,
+    bytes: &[u8],
+    rows: &mut [f32],
+) {
+    let dim = basis.mean.len();
+    let mut kept = Vec::with_capacity(page.of().kept);
+    for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
+        kept_of(page, (side, token), bytes, &mut kept);
+        row.fill(0.0);
+        for &(channel, c) in &kept {
+            add(row, c, &basis.directions[channel as usize * dim..][..dim]);
+        }
+        add(row, 1.0, basis.mean);
+    }
+}
+
+/// `sums += factor · row`.
+pub(crate) fn add(sums: &mut [f32], factor: f32, row: &[f32]) {
+    for (sum, x) in sums.iter_mut().zip(row) {
+        *sum += factor * x;
+    }
+}

@@ -1,0 +1,108 @@
+//! `Moments` as Python sees it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvweave_core::ops::Packs;
+use numpy::{PyArray1, PyArray4, PyArrayMethods};
+use pyo3::prelude::*;
+
+use super::element::with_element;
+use crate::arguments::{Table, count, page_tokens_of, raised};
+use crate::dlpack::borrow;
+use crate::dtype::ROWS;
+use crate::failure::{Failure, call_core};
+use crate::packed::PackedFormat;
+use crate::scalars::Number;
+
+/// Mean and covariance of a text's keys and values, as its tokens come, and the basis made of them
+/// (MosaicKV, sections 4.2 and 5.5).
+///
+/// `format` a top-r format, `pages` those of a block: each has sums of its own in f64, 2·(D + 1)·D
+/// of them, 4 GiB at most. Methods may be called from any thread.
+#[pyclass(frozen, module = "kvweave._native")]
+pub struct Moments(Mutex<kvweave_cpu::Moments>);
+
+impl Moments {
+    fn lock(&self) -> MutexGuard<'_, kvweave_cpu::Moments> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Pages that sums are kept of at most, and their bytes.
+const MOST_PAGES: usize = 1 << 16;
+const MOST_BYTES: usize = 1 << 32;
+
+#[pymethods]
+impl Moments {
+    #[new]
+    fn new(py: Python<'_>, format: &Bound<'_, PackedFormat>, pages: Number) -> PyResult<Self> {
+        let format = format.get().format;
+        let made = call_core(py, || {
+            let pages = count("pages", pages)?;
+            let of_page = 2 * size_of::<f64>() * format.head_dim() * (format.head_dim() + 1);
+            let most = MOST_PAGES.min(MOST_BYTES / of_page);
+            if pages == 0 || pages > most {
+                return Err(Failure::invalid("pages", format!("1 to {most}"), pages));
+            }
+            kvweave_cpu::Moments::new(format, pages)
+                .ok_or_else(|| Failure::invalid("format", "top-r pages", format))
+        })?;
+        Ok(Self(Mutex::new(made)))
+    }
+
+    /// Takes in tokens of exact pages: those that rows of `packs` name, as for `pack_pages`, whose
+    /// packed blocks count for nothing here. A vector with a number that is NaN or infinite is left
+    /// out. Nothing is taken in where anything is refused.
+    fn add(
+        &self,
+        py: Python<'_>,
+        cache: &Bound<'_, PyAny>,
+        packs: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (cache, rows) = (borrow("cache", cache)?, Table::of("packs", packs)?);
+        with_element!(py, ("cache", ROWS), cache.tensor.dtype, C => {
+            let (format, pages) = {
+                let moments = self.lock();
+                (*moments.format(), moments.pages())
+            };
+            let checks = || {
+                let page_tokens = page_tokens_of(&cache.tensor, &format)?;
+                let mut packs = Packs { format, page_tokens, pages, bases: None, rows: &[] };
+                packs.rows = rows.wide("packs", packs.width())?;
+                // SAFETY: the owner is held by `cache`; writers are excluded as `arguments` says.
+                Ok((unsafe { cache.tensor.slice::<C>("cache")? }, packs))
+            };
+            let (cache, packs) = raised(py, checks())?;
+            call_core(py, || self.lock().add(cache, &packs))
+        })
+    }
+
+    /// Tokens that were taken in.
+    #[getter]
+    fn tokens(&self) -> u64 {
+        self.lock().tokens()
+    }
+
+    /// Vectors that were left out.
+    #[getter]
+    fn left_out(&self) -> u64 {
+        self.lock().left_out()
+    }
+
+    /// A basis f32 [pages, 2, C + 1, D] of keys and of values: their mean, or zeros unless
+    /// `centred`, then C orthonormal directions, those of the largest spread around it first.
+    #[pyo3(signature = (*, centred = true))]
+    fn basis<'py>(&self, py: Python<'py>, centred: bool) -> PyResult<Bound<'py, PyArray4<f32>>> {
+        let (numbers, shape) = call_core(py, || {
+            let moments = self.lock();
+            let numbers = moments.basis(centred).map_err(|error| {
+                Failure::invalid("moments", "covariances whose eigenvectors are found", error)
+            })?;
+            let (pages, dim) = (moments.pages(), moments.format().head_dim());
+            Ok::<_, Failure>((numbers, [pages, 2, dim]))
+        })?;
+        let [pages, sides, dim] = shape;
+        let rows = numbers.len() / (pages * sides * dim);
+        PyArray1::from_vec(py, numbers).reshape([pages, sides, rows, dim])
+    }
+}

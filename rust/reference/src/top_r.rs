@@ -1,0 +1,71 @@
+//! One vector of a top-r page: into its bytes, and back.
+
+use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
+
+/// Packs the vector x of a token into a page of zeros. All arithmetic is f32 in this order, but for
+/// energies, which f64 holds exactly; of groups with the same energy the first are kept.
+pub(crate) fn pack_vector(
+    page: &TopRPage,
+    basis: Basis<'_>,
+    (side, token): (Side, usize),
+    x: &[f32],
+    bytes: &mut [u8],
+) {
+    let group = page.of().group;
+    let rotated: Vec<f32> = (0..page.of().channels)
+        .map(|channel| {
+            let direction = &basis.directions[channel * x.len()..][..x.len()];
+            let centred = x.iter().zip(basis.mean).map(|(x, mean)| x - mean);
+            direction.iter().zip(centred).fold(0.0, |sum, (d, x)| sum + d * x)
+        })
+        .collect();
+    let finite = x.iter().chain(&rotated).all(|x| x.is_finite());
+    let energy = |of: usize| -> f64 {
+        rotated[of * group..(of + 1) * group].iter().map(|&c| f64::from(c) * f64::from(c)).sum()
+    };
+    let mut groups: Vec<usize> = (0..page.of().groups()).collect();
+    if finite {
+        groups.sort_by(|&a, &b| energy(b).total_cmp(&energy(a)));
+    }
+    groups.truncate(page.of().kept_groups());
+    groups.sort_unstable();
+    let kept: Vec<f32> =
+        groups.iter().flat_map(|of| &rotated[of * group..(of + 1) * group]).copied().collect();
+    let largest = kept.iter().fold(0.0f32, |largest, c| largest.max(c.abs()));
+    let stored = page.scale(if finite { largest } else { f32::NAN }).to_le_bytes();
+    let scale = page.wide_scale(&stored);
+    let VectorPlace { bitmap, numbers, scale: scale_at } = page.place(side, token);
+    for of in groups {
+        bytes[bitmap.start + of / 8] |= 1 << (of % 8);
+    }
+    if !scale_at.is_empty() {
+        bytes[scale_at].copy_from_slice(&stored);
+    }
+    for (i, &c) in kept.iter().enumerate() {
+        page.put(&mut bytes[numbers.clone()], i, c, scale);
+    }
+}
+
+/// What the bytes of a token's vector stand for, [D]: f32, summed in the order of channels, the
+/// mean last.
+pub(crate) fn unpack_vector(
+    page: &TopRPage,
+    basis: Basis<'_>,
+    (side, token): (Side, usize),
+    bytes: &[u8],
+) -> Vec<f32> {
+    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
+    let scale = page.wide_scale(&bytes[scale]);
+    let (group, dim) = (page.of().group, basis.mean.len());
+    let mut x = vec![0.0f32; dim];
+    for (nth, of) in page.kept_groups(&bytes[bitmap]).enumerate() {
+        for member in 0..group {
+            let c = page.number(&bytes[numbers.clone()], nth * group + member, scale);
+            let direction = &basis.directions[(of * group + member) * dim..][..dim];
+            for (x, d) in x.iter_mut().zip(direction) {
+                *x += c * d;
+            }
+        }
+    }
+    x.iter().zip(basis.mean).map(|(x, mean)| x + mean).collect()
+}
