@@ -54,6 +54,21 @@ def test_the_terminal_tells_outcomes_shifts_and_reasons() -> None:
     assert "layers 2–3: 120 of 400 tokens (30%)" in text
 
 
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_long_texts_leave_the_other_columns_their_room(width: int) -> None:
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(draw_plan(PLAN, previews=["many words " * 30] * 6, width=width))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    heads = next(line for line in lines if "source or reason" in line)
+    assert all(head in heads for head in ("tokens", "count", "outcome", "Δ", "text"))
+    (row,) = [line for line in lines if "misaligned-start" in line]
+    assert "90–96" in row
+    assert "recompute" in row
+    assert "many words" in row
+
+
 def test_every_outcome_is_seen_in_the_bar_without_colour() -> None:
     bar = printed(PLAN).splitlines()[1]
     assert len(bar.rstrip()) == 60

@@ -106,8 +106,8 @@ def _table(made: PolicyProfile, model: str) -> Table:
         pad_edge=False,
     )
     table.add_column("stage", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("job", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    table.add_column("job", overflow="fold")
     for head in ("n", "FLOPs", "KL" if made.bound.kind == "kl" else "drop"):
         table.add_column(head, justify="right", no_wrap=True)
     last = ""

@@ -43,7 +43,10 @@ def plan(
     ] = False,
     model: Annotated[str, typer.Option(help="Whose tokenizer (and weights).")] = "smollm2",
     page_tokens: Annotated[int, typer.Option(min=8, max=64)] = 16,
-    width: Annotated[int, typer.Option(min=20, help="Characters of the bar.")] = 96,
+    width: Annotated[
+        int | None,
+        typer.Option(min=20, help="Characters of the bar; as the terminal has, 96 at most."),
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Draw to PNG, SVG or PDF.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
 ) -> None:
@@ -72,7 +75,9 @@ def plan(
     previews = [
         found.tokenizer.decode(found.tokens[s["start"] : s["end"]][:24]) for s in made["spans"]
     ]
-    out().print(draw_plan(made, rows, previews=previews, width=width))
+    console = out()
+    bar = min(96, console.width) if width is None else width
+    console.print(draw_plan(made, rows, previews=previews, width=bar))
     if out_file is not None:
         save_plan(out_file, made, rows, title=f"Reuse plan of {name_of(prompt)}")
         out().print(f"drawn to {out_file}", style="dim")

@@ -70,14 +70,15 @@ def _legend(plan: DrawnPlan) -> Text:
 
 
 def _table(plan: DrawnPlan, previews: Sequence[str] | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("tokens", justify="right")
-    table.add_column("count", justify="right")
-    table.add_column("outcome")
-    table.add_column("Δ", justify="right")
-    table.add_column("source or reason")
+    # The text takes what the other columns leave of a line, not the other way round.
+    table = Table(box=None, pad_edge=False, expand=previews is not None)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("Δ", justify="right", no_wrap=True)
+    table.add_column("source or reason", overflow="fold")
     if previews is not None:
-        table.add_column("text", no_wrap=True, overflow="ellipsis", style="dim")
+        table.add_column("text", no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
     for index, span in enumerate(plan.spans):
         outcome = "recompute" if span.kind in ("fresh", "miss") else span.kind
         cells: list[RenderableType] = [
