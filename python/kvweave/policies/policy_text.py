@@ -161,7 +161,8 @@ def _read(text: str, kind: Any) -> Iterator[Any]:
             number = kind(text)
         except ValueError:
             return
-        if math.isfinite(number):
+        # Whole numbers have no bounds of their own, and floats do not hold all of them.
+        if abs(number) < 2**63 if kind is int else math.isfinite(number):
             yield number
 
 
