@@ -82,7 +82,7 @@ def policy_profile(_: Path) -> Target:
 
 def shard(folder: Path) -> Target:
     """A file in the place of a shard, looked up, read and verified."""
-    store = Store(folder / "kv")
+    store = Store(folder / "kv", direct=False)
     of = Provenance("model", dtype="f32", layout="bytes", layers=2, kv_heads=3, head_dim=8)
     tokens = np.arange(40, dtype=np.int32)
     name, _ = store.put(of, tokens, {"kv": bytes(range(256)), "none": b""})
