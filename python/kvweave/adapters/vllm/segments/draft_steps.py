@@ -65,8 +65,12 @@ class _Room:
             [last.new_empty(page, a.num_heads, a.head_size) for a in layers.attends],
         )
 
-    def take(self, prompt: DraftedPrompt) -> None:
-        """Makes the first step of a draft ready: its entry is the null block's."""
+    def take(self, prompt: DraftedPrompt) -> Entries:
+        """Makes the first step of a draft ready, whose entry is the null block's; what steps read.
+
+        Where a graph may know them these are all that there is room for, and `ends` says how many
+        count. Elsewhere they end where they are told to.
+        """
         pages, device = len(prompt.entries), self.at.device
         self.entries[:pages] = prompt.entries
         own = [0, 0, prompt.count, prompt.length, 0]
@@ -75,6 +79,57 @@ class _Room:
         self.last.copy_(prompt.last)
         self.at.fill_(prompt.length)
         self.slot.zero_()
+        listed = self.entries if self.entries.is_cuda else self.entries[: pages + 1]
+        return Entries(listed, self.ends)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a draft: what it calls, and what it reads and writes."""
+
+    model: Any
+    layers: AttentionLayers
+    room: _Room
+    entries: Entries
+    workspace: ops.Workspace
+
+    def run(self) -> None:
+        """The likeliest token behind `last` through all layers; the next step begins with that."""
+        room, layers, model = self.room, self.layers, self.model
+        context: Any = get_forward_context()
+        context.attn_metadata = dict.fromkeys(layers.names, self._metadata())
+        token = model.compute_logits(room.last).argmax(-1)
+        hidden, residual = model.model.embed_input_ids(token), None
+        at = room.at.long()
+        for layer in model.model.layers:
+            hidden, residual = layer(at, hidden, residual)
+        last, _ = model.model.norm(hidden, residual)
+        room.last.copy_(last)
+        room.at.add_(1)
+        room.slot.add_(1)
+
+    def _metadata(self) -> PagedMetadata:
+        room, layers, asked = self.room, self.layers, 0
+
+        def write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+            nonlocal asked
+            null = layers.pages[asked][: k.shape[1]]
+            for which, fresh in enumerate((k, v)):
+                null[:, which].index_copy_(1, room.slot, fresh[0, :, None].to(null.dtype))
+            room.queries[asked].index_copy_(0, room.slot, q)
+            asked += 1
+
+        return PagedMetadata(
+            rows=1,
+            decode=True,
+            positions=room.at,
+            row_offsets=room.ends[:0],
+            slots=room.entries[:0, :2],
+            entries=self.entries,
+            workspace=self.workspace,
+            observer=write,
+            writes=False,
+        )
 
 
 class DraftSteps:
@@ -108,12 +163,12 @@ class DraftSteps:
         Their keys and values are in the null block then, from slot 0 on.
         """
         room = self._room_of(layers, prompt.last)
-        room.take(prompt)
+        step = _Step(model, layers, room, room.take(prompt), workspace)
         if self._graph is None and self._tried and self._capturable:
-            self._capture(model, layers, room, workspace)
+            self._capture(step)
         for _ in range(prompt.count):
             if self._graph is None:
-                _step(model, layers, room, workspace)
+                step.run()
             else:
                 self._graph.replay()
         self._tried = True
@@ -129,52 +184,14 @@ class DraftSteps:
             self._capturable = last.is_cuda and alone
         return self._room
 
-    def _capture(
-        self, model: Any, layers: AttentionLayers, room: _Room, workspace: ops.Workspace
-    ) -> None:
+    def _capture(self, step: _Step) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                _step(model, layers, room, workspace)
+                step.run()
         except RuntimeError as error:
             # Where there was no room for it there may be some another time.
             self._capturable = is_shortage(error)
             _log.warning("a draft's steps are launched one kernel at a time: %s", error)
             return
         self._graph = graph
-
-
-def _step(model: Any, layers: AttentionLayers, room: _Room, workspace: ops.Workspace) -> None:
-    """The likeliest token behind `last`, through all layers, and what the next step begins with."""
-    asked = 0
-
-    def write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        nonlocal asked
-        null = layers.pages[asked][: k.shape[1]]
-        for which, fresh in enumerate((k, v)):
-            null[:, which].index_copy_(1, room.slot, fresh[0, :, None].to(null.dtype))
-        room.queries[asked].index_copy_(0, room.slot, q)
-        asked += 1
-
-    metadata = PagedMetadata(
-        rows=1,
-        decode=True,
-        positions=room.at,
-        row_offsets=room.ends[:0],
-        slots=room.entries[:0, :2],
-        entries=Entries(room.entries, room.ends),
-        workspace=workspace,
-        observer=write,
-        writes=False,
-    )
-    context: Any = get_forward_context()
-    context.attn_metadata = dict.fromkeys(layers.names, metadata)
-    token = model.compute_logits(room.last).argmax(-1)
-    hidden, residual = model.model.embed_input_ids(token), None
-    at = room.at.long()
-    for layer in model.model.layers:
-        hidden, residual = layer(at, hidden, residual)
-    last, _ = model.model.norm(hidden, residual)
-    room.last.copy_(last)
-    room.at.add_(1)
-    room.slot.add_(1)
