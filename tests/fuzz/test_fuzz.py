@@ -1,7 +1,7 @@
 """Spoiled documents of any kind are taken or refused by an error of ours, and nothing else happens.
 
-Each target runs for FUZZ_SECONDS (8), from a seed that FUZZ_SEED says: `make fuzz` is
-an hour in all. What is found stands in `found/<target>/`, one document a file, and is read first.
+Each target runs for FUZZ_SECONDS (8), from a seed that FUZZ_SEED says: `make fuzz` is an hour in all.
+What was found stands in `found/<target>/<what it is>.bin`, and is read first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_a_spoiled_document_is_taken_or_refused(name: str, tmp_path: Path) -> No
     target = TARGETS[name](tmp_path)
     for document in target.documents:
         target.read(document)
-    known = sorted((FOUND / name).glob("*")) if (FOUND / name).is_dir() else []
+    known = sorted((FOUND / name).glob("*.bin")) if (FOUND / name).is_dir() else []
     random, cases, refused = Random(SEED), 0, 0
     end = time.monotonic() + SECONDS
     while known or cases % LOOKS_AT_THE_CLOCK or time.monotonic() < end:
