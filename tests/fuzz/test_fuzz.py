@@ -1,7 +1,7 @@
 """Spoiled documents of any kind are taken or refused by an error of ours, and nothing else happens.
 
-Each target runs for FUZZ_SECONDS (8), from a seed that FUZZ_SEED says: `make fuzz` is an hour in all.
-What was found stands in `found/<target>/<what it is>.bin`, and is read first.
+Each target runs for FUZZ_SECONDS (8), from a seed that FUZZ_SEED says; `make fuzz` is an hour in
+all. What was found stands in `found/<target>/<what it is>.bin`, and is read first.
 """
 
 from __future__ import annotations
