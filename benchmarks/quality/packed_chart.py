@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
+from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, quiet_axes, save_figure
 from kvweave.lab.eval.statistics import Bootstrap, Floats, Interval, difference
 
 REFERENCE = "INT4"
@@ -130,11 +130,7 @@ def save_chart(path: Path, record: Mapping[str, Any]) -> None:
         size=9,
     )
     axes.set_ylabel("KL to exact, nats a token", size=9)
-    axes.tick_params(which="both", colors=MUTED, labelsize=8)
-    axes.grid(color="#e5e5e5", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
+    quiet_axes(axes)
     figure.legend(
         *axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.61, 0.87),
         frameon=False, fontsize=8,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.record import RECORDS
-from kvweave.errors import InvalidArgument
+from benchmarks.report.table_rows import markdown_row, recorded
 
 Runs = dict[str, dict[str, Any]]
 """The newest run of each case."""
@@ -59,18 +59,6 @@ class Headline:
     told: Callable[[dict[str, Any]], Told]
 
 
-def measured(run: dict[str, Any], name: str) -> float:
-    """The value of a row.
-
-    Raises InvalidArgument for a run without it.
-    """
-    found = [row["value"] for row in run["rows"] if row["name"] == name and "value" in row]
-    if not found:
-        text = f"newest run of {run['case']}: expected the row {name!r}, got none"
-        raise InvalidArgument(text, expected=name, got="none")
-    return float(found[0])
-
-
 def beside(
     row: str, peer: tuple[str, str], own: tuple[str, str], unit: str, *, more: bool = False
 ) -> Callable[[dict[str, Any]], Told]:
@@ -78,16 +66,16 @@ def beside(
 
     def told(run: dict[str, Any]) -> Told:
         (theirs, of_peer), (ours, of_own) = peer, own
-        value = measured(run, f"{row}: {of_peer}")
-        return Told(((theirs, value),), (ours, measured(run, f"{row}: {of_own}")), unit, more)
+        value, mine = (recorded(run, f"{row}: {of}")["value"] for of in (of_peer, of_own))
+        return Told(((theirs, value),), (ours, mine), unit, more)
 
     return told
 
 
 def scattered(run: dict[str, Any]) -> Told:
     """Attention of scattered rows, beside each peer in the same process."""
-    ours = measured(run, SCATTERED) * 1e-3
-    (row,) = [row for row in run["rows"] if row["name"] == SCATTERED]
+    row = recorded(run, SCATTERED)
+    ours = row["value"] * 1e-3
     peers = {"FA3, a sequence a run": "FlashAttention 3", "SDPA + mask": "SDPA with a mask"}
     ratios = row["detail"]["ratios"]
     others = tuple((said, ours * ratios[name]) for name, said in peers.items())
@@ -137,7 +125,7 @@ def left_of_the_gap(path: Path = RECOVERY) -> str:
         "what reused KV leaves of the distance (KL) to a full prefill, at a fifth of its FLOPs: "
         "four kinds of questions over eight documents"
     )
-    return _line((what, *told.cells()))
+    return markdown_row((what, *told.cells()))
 
 
 def markdown(runs: Runs) -> str:
@@ -145,11 +133,9 @@ def markdown(runs: Runs) -> str:
 
     Raises InvalidArgument for a newest run that lacks a row that is shown.
     """
-    rows = [_line((h.what, *h.told(runs[h.case]).cells())) for h in HEADLINES if h.case in runs]
+    rows = [
+        markdown_row((h.what, *h.told(runs[h.case]).cells())) for h in HEADLINES if h.case in runs
+    ]
     rows.insert(1, left_of_the_gap())
     heads = ["| what | others | kvweave | factor |", "|---|---:|---:|---:|"]
     return "\n".join([*heads, *rows]) + "\n"
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import demo_table, headlines
 from benchmarks.report.budget_tables import budget_tables
 from benchmarks.report.record import RECORDS, ROOT
+from benchmarks.report.table_rows import markdown_row, recorded
 from kvweave.errors import InvalidArgument
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
@@ -278,26 +279,23 @@ def choice(runs: dict[str, dict[str, Any]]) -> str:
 
     Raises InvalidArgument for a case whose newest run lacks a row or a column that is shown.
     """
-    lines = [_line(["what", "measured", "on", "command"]), "|---|---:|---|---|"]
+    lines = [markdown_row(["what", "measured", "on", "command"]), "|---|---:|---|---|"]
     for what, case, cells, command in CHOICE:
         if case not in runs:
             continue
-        rows = {row["name"]: row for row in runs[case]["rows"]}
-        shown = [_cell(case, name, rows.get(name), column) for name, column in cells]
+        shown = [_cell(runs[case], name, column) for name, column in cells]
         machine = runs[case]["machine"]["processor"]
         commands = f"`{command}`" if command else _commands(case)
-        lines.append(_line([what, "; ".join(shown), machine, commands]))
+        lines.append(markdown_row([what, "; ".join(shown), machine, commands]))
     return "\n".join(lines) + "\n"
 
 
-def _cell(case: str, name: str, row: dict[str, Any] | None, column: str | None) -> str:
-    if row is None or "value" not in row:
-        text = f"newest run of {case}: expected the row {name!r}, got none"
-        raise InvalidArgument(text, expected=name, got="none")
+def _cell(run: dict[str, Any], name: str, column: str | None) -> str:
+    row = recorded(run, name)
     if column is None:
         return f"{_figure(row['value'])} {row['unit']}".rstrip()
     if column not in row["of"]:
-        text = f"newest run of {case}: expected {column!r} in the row {name!r}, got none"
+        text = f"newest run of {run['case']}: expected {column!r} in the row {name!r}, got none"
         raise InvalidArgument(text, expected=column, got="none")
     return _figure(row["of"][column])
 
@@ -325,12 +323,12 @@ def _table(case: str, run: dict[str, Any]) -> str:
         return "\n".join(lines + budget_tables(rows)) + "\n"
     spread = ["p95"] if any(row["p95"] is not None for row in rows) else []
     heads = ["what", VALUE.get(case, "median"), *spread, *beside]
-    lines += [_line(heads), "|---|" + "---:|" * (len(heads) - 1)]
+    lines += [markdown_row(heads), "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
         measured = f"{_figure(row['value'])} {row['unit']}".rstrip()
         p95 = ["" if row["p95"] is None else _figure(row["p95"]) for _ in spread]
         cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
-        lines.append(_line([row["name"], measured, *p95, *cells]))
+        lines.append(markdown_row([row["name"], measured, *p95, *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -352,10 +350,6 @@ def _ceilings(run: dict[str, Any]) -> list[str]:
         f"read {span('read', 1e-12, 2)} TB/s, bf16 matmul {span('matmul', 1e-12, 0)} TFLOP/s, "
         f"empty launch {span('launch_s', 1e6, 1)} µs."
     ]
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _figure(value: Any) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import InvalidArgument
-from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
+from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, quiet_axes, save_figure
 
 TYPE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999")
 _SMALLEST = 1e-6
@@ -64,11 +64,7 @@ def save_budget(
     axes.set_xticks([100 * share for share in shares], [f"{100 * share:g}" for share in shares])
     axes.set_xlabel("KV heads that are kept whole, % (the others: sink and window)", size=9)
     axes.set_ylabel("mean KL to full without a map, nats a token", size=9)
-    axes.tick_params(which="both", colors=MUTED, labelsize=8)
-    axes.grid(color="#e5e5e5", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
+    quiet_axes(axes)
     figure.legend(
         *axes.get_legend_handles_labels(),
         loc="upper left",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvweave.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK = "#222222"
@@ -23,6 +24,15 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def quiet_axes(axes: Axes) -> None:
+    """A pale grid behind what is drawn, small ticks, and no frame on the right and above."""
+    axes.tick_params(which="both", colors=MUTED, labelsize=8)
+    axes.grid(color="#e5e5e5", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("right", "top"):
+        axes.spines[side].set_visible(False)
 
 
 def check_suffix(path: Path) -> None:

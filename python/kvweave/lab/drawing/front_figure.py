@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvweave.errors import InvalidArgument
 from kvweave.lab.drawing.budget_figure import TYPE_COLOURS
-from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, save_figure
+from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, quiet_axes, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -174,11 +174,7 @@ def _draw(axes: Axes, points: list[FrontPoint], families: Mapping[str, list[str]
     axes.plot([p.cost for p in front], [p.quality for p in front], "o", markersize=10,
               markerfacecolor="none", markeredgecolor=INK, markeredgewidth=0.9)  # fmt: skip
     axes.set_xlim(left=0.0)
-    axes.tick_params(colors=MUTED, labelsize=8)
-    axes.grid(color="#e5e5e5", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("right", "top"):
-        axes.spines[side].set_visible(False)
+    quiet_axes(axes)
 
 
 def _level(axes: Axes, value: float | None) -> None:
