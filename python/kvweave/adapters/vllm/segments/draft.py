@@ -41,17 +41,21 @@ class Drafter:
         prompt = DraftedPrompt(self.batch.entries(request), length, count, last)
         workspace = self.batch.metadata.workspace
         try:
-            asked = self.steps.queries(self.model, self.layers, prompt, workspace)
-            mass = self._mass(prompt, asked, draft.since)
+            asked, entries = self.steps.queries(self.model, self.layers, prompt, workspace)
+            mass = self._mass(prompt, asked, entries, draft.since)
         finally:
             for pages in self.layers.pages:
                 pages[: self.batch.kv_heads].zero_()
         return over_ranks(mass)[:length]
 
-    def _mass(self, prompt: DraftedPrompt, asked: list[torch.Tensor], since: int) -> torch.Tensor:
+    def _mass(
+        self,
+        prompt: DraftedPrompt,
+        asked: list[torch.Tensor],
+        entries: torch.Tensor,
+        since: int,
+    ) -> torch.Tensor:
         device, end = prompt.last.device, prompt.length + prompt.count
-        own = torch.tensor([[0, 0, prompt.count, prompt.length, 0]], dtype=torch.int32)
-        entries = torch.cat((prompt.entries, own.to(device)))
         at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
         mass = torch.zeros(end, device=device)
         for number in range(since, len(asked)):

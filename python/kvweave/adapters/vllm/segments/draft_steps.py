@@ -157,10 +157,11 @@ class DraftSteps:
         layers: AttentionLayers,
         prompt: DraftedPrompt,
         workspace: ops.Workspace,
-    ) -> list[torch.Tensor]:
-        """The likeliest next tokens' queries in each layer, [count, H, D]; valid until the next.
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The likeliest next tokens' queries in each layer, [count, H, D], and the entries [N, 5].
 
-        Their keys and values are in the null block then, from slot 0 on.
+        The entries are of the prompt and of these tokens, whose keys and values are in the null
+        block then, from slot 0 on. All are valid until the next draft.
         """
         room = self._room_of(layers, prompt.last)
         step = _Step(model, layers, room, room.take(prompt), workspace)
@@ -172,7 +173,8 @@ class DraftSteps:
             else:
                 self._graph.replay()
         self._tried = True
-        return [asked[: prompt.count] for asked in room.queries]
+        asked = [queries[: prompt.count] for queries in room.queries]
+        return asked, room.entries[: len(prompt.entries) + 1]
 
     def _room_of(self, layers: AttentionLayers, last: torch.Tensor) -> _Room:
         """The room; another one, and no graph, where vLLM has other memory than before."""
