@@ -27,7 +27,7 @@ class Loaded(Protocol):
     @property
     def span(self) -> tuple[int, int]: ...
     @property
-    def answer(self) -> int: ...
+    def answer(self) -> int | tuple[int, int]: ...
     @property
     def chunk(self) -> int: ...
     @property
@@ -48,14 +48,17 @@ class Callers:
 
 
 def come(
-    engine: Callers, lengths: Sequence[int], answer: int, apart: Sequence[float]
+    engine: Callers, lengths: Sequence[int], answers: Sequence[int], apart: Sequence[float]
 ) -> list[Heard]:
-    """Requests that come one by one, so many seconds after one another."""
+    """Requests that come one by one, so many seconds after one another.
+
+    Each has one of the `lengths`, and says as many tokens as `answers` has of it.
+    """
     heard: dict[str, Heard] = {}
     due = time.perf_counter() + np.cumsum(apart)
     while len(heard) < len(due) or engine.busy():
         while len(heard) < len(due) and due[len(heard)] <= time.perf_counter():
-            length = lengths[len(heard)]
+            length, answer = lengths[len(heard)], answers[len(heard)]
             came = time.perf_counter()
             heard[engine.add(length, answer)] = Heard(length, came)
         if not engine.busy():
@@ -75,25 +78,43 @@ def listen(engine: Callers, heard: dict[str, Heard]) -> None:
 
 def load(engine: Callers, task: Loaded) -> Iterator[Row]:
     """All at once, then at a mean rate: what was given, or four fifths of what all at once gave."""
-    lengths = lengths_of(task)
-    heard = come(engine, lengths, task.answer, [0.0] * task.requests)
+    lengths, answers = lengths_of(task), answers_of(task)
+    heard = come(engine, lengths, answers, [0.0] * task.requests)
     rows = list(figures(f"{shape_of(task)}, at once", heard, {}))
     yield from rows
     rate, apart = arrivals(task, rows[0])
-    heard = come(engine, lengths, task.answer, apart)
+    heard = come(engine, lengths, answers, apart)
     yield from figures(f"{shape_of(task)}, Poisson at {rate:.3g}/s", heard, {})
 
 
 def shape_of(task: Loaded) -> str:
     """What a load is called."""
-    span = f"{task.span[0]} to {task.span[1]}"
-    return f"{task.model}, {task.requests} of {span}, {task.answer} out"
+    said = task.answer if isinstance(task.answer, int) else _to(task.answer)
+    return f"{task.model}, {task.requests} of {_to(task.span)}, {said} out"
+
+
+def _to(span: tuple[int, int]) -> str:
+    return f"{span[0]} to {span[1]}"
 
 
 def lengths_of(task: Loaded, seed: int = 0) -> list[int]:
     """Tokens of each prompt, the same for every engine."""
     lengths: list[int] = np.random.default_rng(seed).integers(*task.span, task.requests).tolist()
     return lengths
+
+
+def answers_of(task: Loaded, seed: int = 0) -> list[int]:
+    """Tokens that each request says, the same for every engine."""
+    if isinstance(task.answer, int):
+        return [task.answer] * task.requests
+    draws = np.random.default_rng(seed + 2)
+    answers: list[int] = draws.integers(*task.answer, task.requests, endpoint=True).tolist()
+    return answers
+
+
+def longest_answer(task: Loaded) -> int:
+    """Tokens of the longest answer that may be asked for."""
+    return task.answer if isinstance(task.answer, int) else task.answer[1]
 
 
 def arrivals(task: Loaded, at_once: Row, seed: int = 0) -> tuple[float, list[float]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,7 +29,16 @@ import torch
 import kvweave
 from benchmarks.device.models import random_model
 from benchmarks.heard import Heard, figures
-from benchmarks.load import Callers, arrivals, beside, come, lengths_of, shape_of
+from benchmarks.load import (
+    Callers,
+    answers_of,
+    arrivals,
+    beside,
+    come,
+    lengths_of,
+    longest_answer,
+    shape_of,
+)
 from benchmarks.report.record import of_device
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner import Engine, EngineRequest
@@ -45,16 +54,17 @@ WORKING = 4 * 2**30
 class Task:
     """What is asked of an engine.
 
-    `requests` of between `span` tokens each say `answer` tokens; a step computes `chunk` tokens of
-    a prompt at most, and as many in all. Beside a prompt of `long` tokens, `talkers` decode, and a
-    step computes `long_chunk` tokens of it. `rate` in requests a second (0: from the first load).
-    `max_tokens` sizes the arena where the model lies on the CPU.
+    `requests` of between `span` tokens each say `answer` tokens, or between two numbers of them; a
+    step computes `chunk` tokens of a prompt at most, and as many in all. Beside a prompt of `long`
+    tokens, `talkers` decode, and a step computes `long_chunk` tokens of it. `rate` in requests a
+    second (0: from the first load). The arena is of `arena_bytes`, or of `max_tokens` where the
+    model lies on the CPU; of what a GPU has where both are 0. `layers` of the model, 0 for all.
     """
 
     model: str = "Llama-3.1-8B"
     requests: int = 100
     span: tuple[int, int] = (10_000, 30_000)
-    answer: int = 500
+    answer: int | tuple[int, int] = 500
     chunk: int = 16_384
     rate: float = 0.0
     talkers: int = 16
@@ -62,6 +72,8 @@ class Task:
     long_chunk: int = 2048
     running: int = 256
     max_tokens: int = 0
+    arena_bytes: int = 0
+    layers: int = 0
     seed: int = 0
 
 
@@ -69,20 +81,29 @@ ON_CPU = Task("small Llama", 16, (200, 600), 32, 256, 0.0, 4, 2000, 256, 16, 16_
 QUICK = Task("tiny Llama", 4, (24, 60), 6, 64, 0.0, 2, 200, 64, 16, 16_384)
 
 
-class Load:
-    """One runner, and what is heard of the requests of its engines."""
+def model_of(task: Task) -> Any:
+    """The model of a task, on the GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return random_model(task.model, device, dtype, layers=task.layers)
 
-    def __init__(self, task: Task) -> None:
+
+class Load:
+    """One runner of a model, and what is heard of the requests of its engines.
+
+    `how`: what the runner is asked for besides.
+    """
+
+    def __init__(self, task: Task, model: Any, **how: Any) -> None:
         self.task = task
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = random_model(task.model, device, dtype)
-        self.runner = kvweave.Runner(model, progress=False, **self._room())
+        self.runner = kvweave.Runner(model, progress=False, **self._room(), **how)
         self.vocabulary = model.config.vocab_size
         self.draws = np.random.default_rng(task.seed)
         self.lengths = lengths_of(task, task.seed)
 
     def _room(self) -> dict[str, Any]:
+        if self.task.arena_bytes:
+            return {"arena_bytes": self.task.arena_bytes}
         if self.task.max_tokens:
             return {"max_tokens": self.task.max_tokens}
         free, total = torch.cuda.mem_get_info()
@@ -95,8 +116,16 @@ class Load:
         budget = max(chunk, running + 4 * pages)
         return self.runner.engine(token_budget=budget, chunk_tokens=chunk, max_running=running)
 
-    def callers(self, engine: Engine, asked: dict[str, EngineRequest]) -> Callers:
-        """Callers of an engine, whose requests go into `asked`, each of its own random tokens."""
+    def callers(
+        self,
+        engine: Engine,
+        asked: dict[str, EngineRequest],
+        look: Callable[[Engine], None] | None = None,
+    ) -> Callers:
+        """Callers of an engine, whose requests go into `asked`, each of its own random tokens.
+
+        `look` is called behind each step.
+        """
         speaking: dict[str, EngineRequest] = {}
 
         def add(tokens: int, answer: int) -> str:
@@ -108,6 +137,8 @@ class Load:
 
         def step() -> Iterator[tuple[str, int]]:
             engine.step()
+            if look is not None:
+                look(engine)
             for name, request in list(speaking.items()):
                 yield name, len(request.take())
                 if request.ended:
@@ -131,7 +162,8 @@ class Load:
         if self.runner.spec.device.type != "cpu":
             return
         prompts = [self.draws.integers(0, self.vocabulary, n).tolist() for n in self.lengths[:3]]
-        how = {"max_new_tokens": self.task.answer, "stop": (), "remember": False}
+        how: dict[str, Any] = {"stop": (), "remember": False}
+        how["max_new_tokens"] = longest_answer(self.task)
         with closing(self.engine(self.task.chunk)) as engine:
             asked = [engine.submit(prompt, "full", **how) for prompt in prompts]
             engine.run()
@@ -140,14 +172,16 @@ class Load:
 
     # ---- loads ------------------------------------------------------------------------------
 
-    def come(self, apart: Sequence[float]) -> tuple[list[Heard], dict[str, int]]:
-        """Requests that come one by one, so many seconds after one another."""
+    def come(
+        self, apart: Sequence[float], look: Callable[[Engine], None] | None = None
+    ) -> tuple[list[Heard], dict[str, int]]:
+        """Requests that come one by one, so many seconds after one another; `look` as `callers`."""
         asked: dict[str, EngineRequest] = {}
+        answers = answers_of(self.task, self.task.seed)
         with closing(self.engine(self.task.chunk)) as engine:
-            callers = self.callers(engine, asked)
-            heard = come(callers, self.lengths, self.task.answer, apart)
+            callers = self.callers(engine, asked, look)
+            heard = come(callers, self.lengths, answers, apart)
             counted = engine.metrics()
-        answers = [self.task.answer] * len(heard)
         self.check(list(asked.values()), [len(one.at) for one in heard], answers)
         return heard, {name: counted[name] for name in ("preempted", "steps")}
 
@@ -161,15 +195,20 @@ class Load:
         return rows
 
 
+    def warm(self) -> None:
+        """A few short answers: the first steps of a size are captured, or tuned, by them."""
+        task = self.task
+        few = replace(task, requests=min(4, task.requests), answer=min(8, longest_answer(task)))
+        self.task = few
+        self.come([0.0] * few.requests)
+        self.task = task
+
+
 def rows_of(task: Task) -> list[Row]:
     """All loads of a task, one after the other."""
-    load = Load(task)
+    load = Load(task, model_of(task))
     load.check_alone()
-    # The first steps of every size are captured, or tuned, here.
-    warm = replace(task, requests=min(4, task.requests), answer=min(8, task.answer))
-    load.task = warm
-    load.come([0.0] * warm.requests)
-    load.task = task
+    load.warm()
     heard, counted = load.come([0.0] * task.requests)
     rows = list(figures(f"{shape_of(task)}, at once", heard, counted))
     rate, apart = arrivals(task, rows[0], task.seed)

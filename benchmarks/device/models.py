@@ -77,11 +77,17 @@ LARGE = ("Llama-3.1-8B", "Qwen3-32B")
 """Those that somebody uses; the others are there to see that a case runs."""
 
 
-def random_model(name: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A transformers model of a known shape: weights N(0, 0.02²), norms 1, SDPA attention."""
+def random_model(
+    name: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layers: int = 0
+) -> Any:
+    """A transformers model of a known shape: weights N(0, 0.02²), norms 1, SDPA attention.
+
+    Of so many `layers`, 0 for as many as the shape has.
+    """
     import transformers
 
     family, shape = MODELS[name]
+    shape = {**shape, "num_hidden_layers": layers or shape["num_hidden_layers"]}
     config = getattr(transformers, f"{family}Config")(
         **shape, tie_word_embeddings=False, attn_implementation="sdpa", dtype=dtype
     )

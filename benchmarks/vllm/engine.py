@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device.models import MODELS
-from benchmarks.load import Callers, beside, load, told
+from benchmarks.load import (
+    Callers,
+    answers_of,
+    beside,
+    lengths_of,
+    load,
+    longest_answer,
+    told,
+)
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 
@@ -56,7 +64,7 @@ class Task:
     decodes: tuple[tuple[int, int], ...] = ((40, 10_000), (8, 120_000))
     requests: int = 100
     span: tuple[int, int] = (10_000, 30_000)
-    answer: int = 500
+    answer: int | tuple[int, int] = 500
     rate: float = 0.0
     talkers: int = 16
     long: int = 100_000
@@ -267,14 +275,14 @@ def capacity(task: Task, model: Path, heads: Path) -> None:
 def throughput(task: Task, model: Path, heads: Path) -> None:
     """Requests of many lengths, all there at the start, until the last has ended."""
     low, high = task.span
-    lengths = np.random.default_rng(0).integers(low, high, task.requests).tolist()
-    llm = started(task, model, heads, high + task.answer, task.requests)
+    lengths, answers = lengths_of(task), answers_of(task)
+    llm = started(task, model, heads, high + longest_answer(task), task.requests)
     requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
     requests.add(low, 4)
     warm = sum(tokens for _, tokens in requests.steps())
     start = time.perf_counter()
-    for length in lengths:
-        requests.add(length, task.answer)
+    for length, answer in zip(lengths, answers, strict=True):
+        requests.add(length, answer)
     said = sum(tokens for _, tokens in requests.steps())
     took = time.perf_counter() - start
     say(
@@ -291,7 +299,7 @@ def throughput(task: Task, model: Path, heads: Path) -> None:
 
 def loads(task: Task, model: Path, heads: Path) -> None:
     """Requests at once and at a mean rate, and when each of their tokens was there."""
-    llm = started(task, model, heads, task.span[1] + task.answer, 256)
+    llm = started(task, model, heads, task.span[1] + longest_answer(task), 256)
     requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
     for _ in range(4):
         requests.add(task.span[0], 8)

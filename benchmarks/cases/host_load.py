@@ -1,0 +1,185 @@
+"""An engine under load whose device holds few requests whole, over the device and over the host.
+
+Random weights at the shape of a known model, prompts of random tokens, an arena of so many bytes on
+the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of
+every four KV heads one reads everything, the others choose pages every 16 steps, and pages that
+these do not read lie in the host's memory (FlexiCache, section 4). Both get the same requests, all
+at once, and then at the rate at which *all* got through its own. What callers hear is measured, and
+what the cache says that requests held on the device while they decoded, for each of their tokens.
+
+`python -m benchmarks.cases.host_load --json FILE [--task '{"requests": 40}']` writes a run for
+`python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task by
+`python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.engine_load import Load, Task, model_of
+from benchmarks.heard import Heard, figures
+from benchmarks.load import arrivals, shape_of
+from benchmarks.report.record import of_device
+from kvweave.cache import HeadClassMap
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.runner.model.model_spec import ModelSpec, describe
+
+CASE = "host_load"
+PAGES, EVERY, WHOLE_EVERY = 64, 16, 4
+HOST_OVER_DEVICE = 6
+"""Host memory for so many times the arena."""
+ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=8, arena_bytes=6 * 2**30)
+ON_CPU = Task("small Llama", 12, (400, 1200), (16, 64), 256, arena_bytes=48 * 2**20)
+QUICK = Task("tiny Llama", 4, (80, 160), (8, 40), 64, arena_bytes=400 * 2**10)
+
+
+def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:
+    """A map in which one KV head in four is whole, another one from layer to layer."""
+    few = {"kind": "top_k", "pages": pages, "rerank_every": EVERY}
+    chooses = {"class": few, "reach": "global", "stability": "stable"}
+    reads_all = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}
+
+    def is_whole(layer: int, head: int) -> bool:
+        return head % WHOLE_EVERY == layer % min(WHOLE_EVERY, spec.kv_heads)
+
+    places = [(at, head) for at in range(len(spec.layers)) for head in range(spec.kv_heads)]
+    made = {
+        "schema_version": 1,
+        "model_fingerprint": spec.fingerprint,
+        "layers": len(spec.layers),
+        "kv_heads": spec.kv_heads,
+        "heads": [
+            {"layer": at, "head": head, **(reads_all if is_whole(at, head) else chooses)}
+            for at, head in places
+        ],
+    }
+    return HeadClassMap.from_json(json.dumps(made))
+
+
+class Held:
+    """Bytes on the device that decoding requests hold, beside those that all their KV would be.
+
+    Both are sums over looks, of which one is taken every so many steps.
+    """
+
+    EVERY = 32
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.looks = 0
+        self.bytes = self.whole = 0
+        self.most = 0
+
+    def look(self, engine: Any) -> None:
+        """Looks at the requests of an engine that decode."""
+        self.looks += 1
+        if self.looks % self.EVERY:
+            return
+        lives = [live for live in engine._live.values() if live.done is not None]
+        shape = self.load.runner.cache.shape
+        token = shape.layers * shape.kv_heads * shape.page_bytes // shape.page_tokens
+        self.bytes += sum(sum(live.done.request.kv_bytes()) for live in lives)
+        self.whole += sum(token * live.done.request.length for live in lives)
+        self.most = max(self.most, len(lives))
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that all their KV would be."""
+        return self.bytes / max(1, self.whole)
+
+
+def rows_of(task: Task, pages: int = PAGES) -> list[Row]:
+    """The load at once and at a rate, over the device and over the host."""
+    model = model_of(task)
+    rows: list[Row] = []
+    rate = task.rate
+    for what, how in contenders(task, model, pages):
+        load = Load(task, model, **how)
+        load.warm()
+        made = list(loaded(load, what, rate))
+        rate = rate or made[0].of["requests/s"]
+        rows += made
+        close(load)
+        del load
+    beside(rows)
+    return rows
+
+
+def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is measured, and what its runner is asked for."""
+    yield "all", {}
+    heads = choosing(describe(model), pages)
+    yield "over the host", {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+
+
+def loaded(load: Load, what: str, rate: float) -> Iterator[Row]:
+    """Its figures, and what requests held, of both ways to come."""
+    task = load.task
+    held = Held(load)
+    heard, counted = load.come([0.0] * task.requests, held.look)
+    rows = named(f"{shape_of(task)}, at once: {what}", heard, counted, held)
+    yield from rows
+    rate, apart = arrivals(replace(task, rate=rate or rows[0].of["requests/s"]), rows[0], task.seed)
+    held = Held(load)
+    heard, counted = load.come(apart, held.look)
+    yield from named(f"{shape_of(task)}, Poisson at {rate:.3g}/s: {what}", heard, counted, held)
+
+
+def named(name: str, heard: list[Heard], counted: dict[str, Any], held: Held) -> list[Row]:
+    beside = {**counted, "decoding at once": held.most, "KV held": held.share}
+    return list(figures(name, heard, beside))
+
+
+def beside(rows: list[Row]) -> None:
+    """Sets each figure of the host beside that of the device."""
+    half = len(rows) // 2
+    for whole, over in zip(rows[:half], rows[half:], strict=True):
+        more = over.unit == "tokens/s"
+        over.of["× all"] = over.value / whole.value if more else whole.value / over.value
+
+
+def close(load: Load) -> None:
+    """Gives all memory back to whoever comes next."""
+    for pool in load.runner.host.values():
+        expect(pool.stats()["held"] == 0, "expected host memory back, got some held")
+    del load.runner
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run(quick: bool) -> list[Row]:
+    if torch.cuda.is_available():
+        return rows_of(replace(ON_GPU, requests=24) if quick else ON_GPU)
+    return rows_of(QUICK if quick else ON_CPU, pages=4 if quick else 16)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs one task on the machine it is called on, and writes it down."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}", description=__doc__)
+    parser.add_argument("--json", type=Path, help="file for the run")
+    parser.add_argument("--task", type=json.loads, default={}, help="fields of Task, as JSON")
+    chosen = parser.parse_args(words)
+    known = {one.name for one in fields(Task)}
+    if unknown := set(chosen.task) - known:
+        parser.error(f"--task: expected some of {', '.join(sorted(known))}, got {unknown}")
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.task.items()}
+    rows = rows_of(replace(ON_GPU if torch.cuda.is_available() else ON_CPU, **given))
+    for row in rows:
+        print(f"{row.name}: {row.value:.4g} {row.unit}, p95 {row.p95}, {row.of}")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(of_device(CASE, rows), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
