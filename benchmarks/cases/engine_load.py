@@ -194,7 +194,6 @@ class Load:
         self.check(list(asked.values())[-1:], [1], [1])
         return rows
 
-
     def warm(self) -> None:
         """A few short answers: the first steps of a size are captured, or tuned, by them."""
         task = self.task

@@ -33,6 +33,7 @@ TITLES = {
     "rotate_rows": "Rotating queries and keys on the CPU, beside torch's expression of it",
     "decode_host": "Host time of a decode step beside its model, 1024 tokens a request",
     "engine_load": "An engine under load: random weights, prompts that share nothing",
+    "host_load": "An engine under load whose device holds few requests, over the host's memory",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",

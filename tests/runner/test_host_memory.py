@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from families import random_tokens, tiny
 from host_memory import PAGE, both, held_at_home, host_runner, nothing_is_held, spills
 from kvweave import PoolFull, ops
 from kvweave.runner import Runner, Sampling, Segment
+from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.host_pool import Arrival, Aside
 from ranked_pages import FULL, WINDOW, logits_of_steps, stepping_as_on_a_gpu, top_k
 
 STEPS = 40
@@ -84,12 +88,13 @@ def test_few_pages_are_another_answer_than_all(llama: Any) -> None:
             move(moves, count, *sides, way=way)
 
         patch.setattr(ops, "move_pages", counted)
-        logits_of_steps(host, tokens, 9)
+        logits_of_steps(host, tokens, 13)
     layers, heads = len(host.spec.layers), host.spec.kv_heads
-    assert len(fetched) == 3 * layers
-    # At first all of a choice but the newest page, then what is new of it alone.
-    assert fetched[:layers] == [2 * heads] * layers
-    assert sum(fetched[layers:]) < 2 * sum(fetched[:layers])
+    assert len(fetched) == 4 * layers
+    # First nothing lies there, then all of a choice but the newest page does, then what is new.
+    assert fetched[:layers] == [0] * layers
+    assert fetched[layers : 2 * layers] == [2 * heads] * layers
+    assert sum(fetched[2 * layers :]) < 2 * sum(fetched[layers : 2 * layers])
 
 
 def test_a_page_that_is_spoiled_at_home_is_missed(llama: Any) -> None:
@@ -109,6 +114,50 @@ def test_a_page_that_is_spoiled_at_home_is_missed(llama: Any) -> None:
         patch.setattr(type(pool), "carry_blocks", spoiled)
         assert not same_bits(logits_of_steps(host, tokens, 12), wanted)
     assert same_bits(logits_of_steps(host, tokens, 12), wanted)
+
+
+class LateCopies:
+    """Copies beside decoding that come over a while after they were begun: in so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.begun = looks, 0
+
+    def make(self, work: Any) -> Any:
+        self.begun += 1
+        left = self.looks
+
+        class Late(Arrival):
+            def is_there(self) -> bool:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    work()
+                return left <= 0
+
+            def wait(self) -> None:
+                pass
+
+        return Late()
+
+
+@pytest.mark.parametrize("looks", [1, 2, 5, 1000])
+def test_pages_stay_on_the_device_until_all_have_come_over(llama: Any, looks: int) -> None:
+    """What is said does not depend on when; nor does what is given back by who leaves before."""
+    resident, host = both(llama, [top_k(4, 5), FULL])
+    tokens, late = random_tokens(90, 3), LateCopies(looks)
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Aside, "do", lambda aside, work: late.make(work))
+        patch.setattr(Decoder, "_behind", prepared_at_once)
+        assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert late.begun == 1
+    assert nothing_is_held(host)
+
+
+@contextmanager
+def prepared_at_once(_decoder: Any, slots: Any) -> Iterator[None]:
+    slots.prepare()
+    yield
 
 
 # ---- batches and engines --------------------------------------------------------------------

@@ -44,13 +44,14 @@ def test_the_device_holds_slots_and_the_newest_pages(llama: Any) -> None:
             for step in range(1, 41):
                 runner._decoder.step([sequence])
                 pages = -(-(400 + step) // PAGE)
-                # Ranked at the first step and every fourth: all pages but the newest go then.
-                ranked = -(-(400 + (step - 1) // 4 * 4 + 1) // PAGE)
-                held = 9 + pages - ranked + 1
+                # Copied behind the first ranking; behind the step before each other one all pages
+                # but the newest go.
+                copied = (400 + step // 4 * 4 - (step >= 4)) // PAGE
+                held = pages if step < 4 else 9 + pages - copied
                 own = held * chosen.pages + pages * full.pages
                 assert done.request.kv_bytes() == (own * page, 0)
-                assert pool.stats()["held"] == ranked - 1
-                assert pool.stats()["held_bytes"] == (ranked - 1) * chosen.pages * page
+                assert pool.stats()["held"] == copied
+                assert pool.stats()["held_bytes"] == copied * chosen.pages * page
                 groups = runner.cache.stats()["groups"]
                 assert [g["held"] for g in groups] == [pages, held]
         runner._decoder.forget()

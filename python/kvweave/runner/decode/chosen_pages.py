@@ -16,7 +16,7 @@ when it is first ranked, from what then lies in its page, and again when it has 
 last entry, which grows, is always read and needs none. Whoever rewrites tokens of a request between
 two steps has to have it forgotten.
 
-Where a group has host memory, a request that is ranked is spilled first: see `HostSlots`.
+Where a group has host memory, pages are spilled behind the step before a ranking: see `HostSlots`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class _Budget:
     Of each row: `ranked` i64 [R], the position of its newest token when it was ranked, −1 for
     never; `listed` i64 [R], its entries then; `lies` i64 [R, 2], the part of the array that its
     table has taken up. Of each entry of the array: `places` i64 [N] of its bounds, −1 for none;
-    `known` bool [N], whether these are of what the entry is now.
+    `known` bool [N], whether these are of what the entry is now; `told` i64 [N], the position that
+    the device knows it at, −1 for none.
     """
 
     def __init__(self, budget: PageBudget, pages: torch.Tensor, pool: HostPool | None) -> None:
@@ -178,6 +179,7 @@ class _Budget:
         self.listed, self.lies = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
         self.needs = np.zeros(0, np.int64)
         self.places, self.known = np.zeros(0, np.int64), np.zeros(0, bool)
+        self.told = np.zeros(0, np.int64)
         self.first = 0
         self.room: ChosenRoom
         self._kept: _KeptPlan | None = None
@@ -199,6 +201,7 @@ class _Budget:
         self.lies = np.concatenate((self.lies, np.zeros((more, 2), np.int64)))
         more = len(ranked) - len(self.places)
         self.places = np.append(self.places, np.full(more, -1, np.int64))
+        self.told = np.append(self.told, np.full(more, -1, np.int64))
         self.known = np.append(self.known, np.zeros(more, bool))
         ranked[: len(self._ranked)] = self._ranked
         self._ranked = ranked
@@ -249,8 +252,8 @@ class _Budget:
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
-            self._bound(spans[due], array)
-            self._spill(step, np.flatnonzero(due), count)
+            self._bound(spans[due], spans[due, 1] - 1, array)
+            self._follow_home(step, np.flatnonzero(due))
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
         width = _width(int(count.max())) if due.any() else 0
@@ -264,14 +267,45 @@ class _Budget:
             self._kept = _KeptPlan(rows, begin, count, kept, until, most, newest, plan)
         return plan, width
 
-    def _spill(self, step: ListedStep, due: Int64, count: Int64) -> None:
-        """Spills those of a step that are ranked, now that all bounds are known."""
+    def prepare(self, step: ListedStep, array: Int32) -> None:
+        """Does of the next step what need not wait for it, while this one is computed.
+
+        Of requests that it will rank bounds are brought up to date and pages spilled; it ranks them
+        then whenever it comes. Pages of those that were ranked now begin to be copied.
+        """
+        ranked, goes_on = self.ranked[step.rows], step.positions + 1 < step.ends
+        for number in np.flatnonzero((ranked == step.positions) & goes_on).tolist():
+            if (host := self._host_of(step, number)) is not None:
+                host.begin(_full_pages(step, number, self.page_tokens))
+        age = step.positions + 1 - ranked
+        soon = np.flatnonzero((ranked >= 0) & (age >= self.budget.every) & goes_on)
+        if not len(soon):
+            return
+        spans = step.spans[soon, self.budget.group].astype(np.int64)
+        self._follow(step.rows[soon], spans)
+        # The newest entry grows no more where its page is full.
+        grows = array[spans[:, 1] - 1, 2] < self.page_tokens
+        self._bound(spans, spans[:, 1] - grows, array)
+        if self.host is not None:
+            for number in soon.tolist():
+                if (host := self._host_of(step, number)) is not None:
+                    host.spill(_full_pages(step, number, self.page_tokens))
+            self._follow_home(step, soon)
+        self.ranked[step.rows[soon]] = -1
+        self._kept = None
+
+    def _host_of(self, step: ListedStep, number: int) -> HostPages | None:
+        """What may lie in host memory of one of a step's requests."""
+        if self.host is None or not step.hosts:
+            return None
+        return step.hosts[number].get(self.budget.group)
+
+    def _follow_home(self, step: ListedStep, some: Int64) -> None:
+        """Tells the device where pages of some of a step's requests lie."""
         if self.host is None:
             return
-        for number in due.tolist():
-            host = step.hosts[number].get(self.budget.group) if step.hosts else None
-            # The newest token is written in this step.
-            self.host.follow(int(step.rows[number]), host, int(count[number]) - 1)
+        for number in some.tolist():
+            self.host.follow(int(step.rows[number]), self._host_of(step, number))
         if self.host.room is not self.room.host:
             self._lay(self.room.chosen)
 
@@ -305,11 +339,18 @@ class _Budget:
         lay[:, 0], lay[:, 1] = spans[:, 0], np.maximum(lay[:, 1], spans[:, 1])
         self.lies[rows] = lay
 
-    def _bound(self, spans: Int64, array: Int32) -> None:
-        """Brings the bounds of all entries but the last of tables [n, 2] up to date."""
-        other = np.concatenate(
-            [begin + np.flatnonzero(~self.known[begin : end - 1]) for begin, end in spans.tolist()]
-        )
+    def _bound(self, spans: Int64, end: Int64, array: Int32) -> None:
+        """Brings the bounds of entries of tables [n, 2] up to date, of each those before its `end`.
+
+        That leaves out the last one at most: what it scores does not matter, it is read in any
+        case.
+        """
+        tables = zip(spans[:, 0].tolist(), end.tolist(), strict=True)
+        other = np.concatenate([at + np.flatnonzero(~self.known[at:to]) for at, to in tables])
+        last = spans[:, 1] - 1
+        last = last[(end == last) & (self.told[last] != array[last, 3])]
+        if not len(other) + len(last):
+            return
         new = other[self.places[other] < 0]
         values = self.bounds.values
         self.places[new] = self.bounds.take(len(new), int(self.needs.sum()))
@@ -318,14 +359,19 @@ class _Budget:
         if len(other):
             self.bounds.compute(array[other], self.places[other])
         self.known[other] = True
-        # The last one is read whatever it scores.
-        listed = np.concatenate((other, spans[:, 1] - 1))
+        listed = np.concatenate((other, last))
         rows: Int32 = array[listed]
+        self.told[listed] = rows[:, 3]
         rows[:, 0] = 0
         rows[: len(other), 0] = self.places[other] * self.budget.heads
         (sent,) = send(self._ranked.device, rows)
         at = send_index(self._ranked.device, listed).long()
         self._ranked.index_copy_(0, at, torch.as_tensor(sent))
+
+
+def _full_pages(step: ListedStep, number: int, page_tokens: int) -> int:
+    """Pages before the newest token's, of one of a step's requests."""
+    return int(step.positions[number]) // page_tokens
 
 
 def _width(entries: int) -> int:
@@ -378,6 +424,16 @@ class ChosenPages:
         for group in self.groups:
             if row < len(group.ranked):
                 group.forget(row)
+
+    def prepare(self, step: ListedStep) -> bool:
+        """Does of the next step what need not wait for it, while this one is computed.
+
+        Whether any of what lies on the device lies elsewhere now.
+        """
+        before = [group.room for group in self.groups]
+        for group in self.groups:
+            group.prepare(step, self._array)
+        return any(g.room is not room for g, room in zip(self.groups, before, strict=True))
 
     def step(self, step: ListedStep) -> ChosenStep:
         """What a step says of its requests. Bounds are brought up to date on the device."""

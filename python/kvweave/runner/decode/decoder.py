@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from kvweave.runner.decode.sampling import Int64, choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import DecodeTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.host_pool import Aside
 from kvweave.runner.model.rope import Rotary
 
 _MOST_SLOTS = 4
@@ -48,6 +50,7 @@ class Decoder:
         self.queries: torch.Tensor | None = None
         # Latest used last: a draft that comes between two steps of a batch has its own.
         self._slots: list[DecodeSlots] = []
+        self._aside = Aside(self.spec.device)
 
     @needs_memory("decode step")
     def step(
@@ -79,9 +82,32 @@ class Decoder:
         with self.spec.current():
             step = slots.step()
             logits = self._logits(slots, step, watched)
-            chosen = choose(slots.batch, logits, slots.greedy)
+            with self._behind(slots):
+                chosen = choose(slots.batch, logits, slots.greedy)
         slots.hear(chosen, time.perf_counter() - start)
         return chosen
+
+    @contextmanager
+    def _behind(self, slots: DecodeSlots) -> Iterator[None]:
+        """Behind a step that is launched, prepares the next one while its tokens are awaited.
+
+        What the device does for that it does beside the choice of tokens, and before all else.
+        """
+        if slots.chosen is None:
+            yield
+            return
+        moved = False
+
+        def prepare() -> None:
+            nonlocal moved
+            moved = slots.prepare()
+
+        prepared = self._aside.do(prepare)
+        if moved:
+            # What lay elsewhere before may be given to the choice of tokens.
+            prepared.wait()
+        yield
+        prepared.wait()
 
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:
         """Those that members of the batch sit in already; or else those that are left by all."""

@@ -6,8 +6,9 @@ host into slots that hold none of it: `recycle_pages` says which, and `move_page
 device. Between two rankings nothing moves. Attention reads what was chosen by entries that name
 slots in place of the request's blocks.
 
-A request is spilled where it is ranked: its bounds are known then, and nobody reads between two
-rankings what its table lists. Pages since then lie in blocks of its own until the next one.
+A request is spilled just before it is ranked: nobody reads between two rankings what its table
+lists. Pages since then lie in blocks of its own until the next one. When it is ranked first, all of
+them do, and begin to be copied.
 """
 
 from __future__ import annotations
@@ -128,13 +129,11 @@ class HostSlots:
         """Lets go of a request's row: what its slots hold is nobody's."""
         self._told.pop(row, None)
 
-    def follow(self, row: int, host: HostPages | None, pages: int) -> None:
-        """Spills the first pages of a request that is ranked, and tells the device where they lie.
+    def follow(self, row: int, host: HostPages | None) -> None:
+        """Tells the device where the pages of a request lie that is ranked next.
 
         None for one whose pages all stay.
         """
-        if host is not None:
-            host.spill(pages)
         home, count = (None, 0) if host is None else (host.home, host.count)
         before = self._told.get(row)
         if before == (home, count):

@@ -70,6 +70,8 @@ class DecodeSlots:
         self._spent_before: dict[Decoding, float] = {}
         # What the batch said last, where that is what each of them goes on from.
         self._said: Int32 | None = None
+        # What the last step said of the batch, for the next one's rankings.
+        self._listed: ListedStep | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
         # Tokens of each member, and of each of the batch, when it is done.
@@ -186,7 +188,15 @@ class DecodeSlots:
         self.entries = chosen.fit(self.entries, made.entries, rows)
         of_batch = self._numbers, made.positions, self._ends, made.spans
         hosts = [sequence.host for sequence in self.batch]
-        return chosen.step(ListedStep(*of_batch, made.places, made.moved, hosts))
+        self._listed = ListedStep(*of_batch, made.places, made.moved, hosts)
+        return chosen.step(self._listed)
+
+    def prepare(self) -> bool:
+        """Does of the next step what need not wait for it: see `ChosenPages.prepare`."""
+        listed, self._listed = self._listed, None
+        if self.chosen is None or listed is None:
+            return False
+        return self.chosen.prepare(listed)
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""

@@ -2,8 +2,9 @@
 
 What is spilled are the first pages of the request's table, full ones, and never the newest. In
 their place the request holds blocks of the device as slots, into which its heads bring what they
-choose: see `HostSlots`. Host memory that is full spills nothing: pages stay on the device then, and
-decoding goes on.
+choose: see `HostSlots`. The first pages are many: they are copied while decoding goes on, and lie
+here once all of them have come over. Host memory that is full spills nothing: pages stay on the
+device then, and decoding goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from kvweave.cache import KvRequest
 from kvweave.errors import PoolFull
-from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32
 
 
@@ -29,20 +30,40 @@ class HostPages:
         self.count = 0
         self.home: KvRequest | None = None
         self.slots: Int32 = np.zeros(0, np.int32)
+        # Pages that have been copied, or are being: `_coming` then says when they are there.
+        self._copied = 0
+        self._coming: Arrival | None = None
+
+    def begin(self, pages: int) -> None:
+        """Copies the first pages beside whatever else the device does: see `spill`.
+
+        All of them have their KV. Nothing is done where that would not take less of the device,
+        where there is no room, or where it has been done before.
+        """
+        if self._copied or pages <= self.pool.slots:
+            return
+        try:
+            self._coming = self._copy(pages, aside=True)
+        except PoolFull:
+            self._leave_home()
 
     def spill(self, pages: int) -> None:
         """Has the first pages lie here, if that takes less of the device and there is room.
 
-        All of them have their KV. What finds no room stays where it is.
+        All of them have their KV. What finds no room stays where it is, and so does everything
+        while the first ones are on their way.
         """
-        least = self.count or self.pool.slots
-        if pages <= least:
+        if pages <= (self.count or self.pool.slots):
             return
+        if self._coming is not None:
+            if not self._coming.is_there():
+                return
+            self._coming = None
         group = self.pool.budget.group
         try:
-            blocks = self._booked(pages)[self.count :]
-            here = blocks_of(self.request, group)[self.count : pages]
-            self.pool.carry_blocks(here, blocks, "spill")
+            if pages > self._copied:
+                self._copy(pages)
+            blocks = self._rows()[self.count : pages]
             # Not before they lie there: what the request gives back others may write.
             self.slots = self.request.spill(group, blocks, self.pool.slots)
         except PoolFull:
@@ -50,6 +71,20 @@ class HostPages:
                 self._leave_home()
             return
         self.count = pages
+
+    def _copy(self, pages: int, aside: bool = False) -> Arrival | None:
+        """Copies the pages up to so many that were not copied before.
+
+        # Errors
+        `PoolFull` without room for them here.
+        """
+        blocks = self._booked(pages)[self._copied :]
+        here = blocks_of(self.request, self.pool.budget.group)[self._copied : pages]
+        arrival = self.pool.copy_aside(here, blocks) if aside else None
+        if not aside:
+            self.pool.carry_blocks(here, blocks, "spill")
+        self._copied = pages
+        return arrival
 
     def bring_back(self) -> None:
         """Has all pages lie on the device again, where whatever reads all of them finds them.
@@ -59,6 +94,7 @@ class HostPages:
         request is released: of what it had on the device there is nothing.
         """
         if not self.count:
+            self._leave_home()
             return
         group = self.pool.budget.group
         home = self.blocks()
@@ -95,7 +131,12 @@ class HostPages:
         return self._rows()[:pages]
 
     def _leave_home(self) -> None:
-        self.count, self.slots = 0, np.zeros(0, np.int32)
+        self.count = self._copied = 0
+        self.slots = np.zeros(0, np.int32)
+        if self._coming is not None:
+            # Others may be given the blocks: they copy behind this.
+            self.pool.abandon(self._coming)
+            self._coming = None
         if self.home is not None:
             self.home.release()
             self.home = None

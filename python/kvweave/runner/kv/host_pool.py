@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,12 +37,55 @@ _PAGES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """When a copy that the device makes beside its other work has come over.
+
+    `event` is behind it on the stream that makes it; None for a copy that has been made already.
+    """
+
+    event: Any = None
+
+    def is_there(self) -> bool:
+        """Whether it has. What the current stream does from then on finds it."""
+        if self.event is None:
+            return True
+        there = bool(self.event.query())
+        if there:
+            self.wait()
+        return there
+
+    def wait(self) -> None:
+        """Has the current stream do nothing more before it has; the host does not wait."""
+        if self.event is not None:
+            self.event.wait()
+
+
+class Aside:
+    """A stream of a GPU for copies that nothing waits for; elsewhere they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream
+        self.stream: torch.cuda.Stream | None = stream(device) if device.type == "cuda" else None
+        self.abandoned = Arrival()
+
+    def do(self, work: Callable[[], None]) -> Arrival:
+        """Does something behind all that the current stream has been asked to do by now."""
+        if self.stream is None:
+            work()
+            return Arrival()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            work()
+            return Arrival(self.stream.record_event())
+
+
+@dataclass(frozen=True)
 class HostPool:
     """The host memory of one head group: `cache` counts its blocks, `pages` are they.
 
     Both `pages` and the device's `arena` are [pages, 2, P, D]. `pinned`: whether the device reads
     `pages` where they lie; otherwise the host copies them, and a step waits for that. On the CPU
-    the device is the other arena.
+    the device is the other arena. `aside` makes copies that decoding does not wait for.
     """
 
     budget: PageBudget
@@ -50,6 +93,7 @@ class HostPool:
     pages: torch.Tensor
     arena: torch.Tensor
     pinned: bool
+    aside: Aside
 
     @property
     def slots(self) -> int:
@@ -76,6 +120,14 @@ class HostPool:
         self.carry_blocks(here, blocks, "fetch", room)
         return room[:, 0]
 
+    def copy_aside(self, here: Int32, home: Int32) -> Arrival:
+        """Copies whole blocks [N] of the device, where they are `here`, beside its other work."""
+        return self.aside.do(lambda: self.carry_blocks(here, home, "spill"))
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Says of a copy on its way that nobody wants it: its blocks are others' from now on."""
+        self.aside.abandoned = arrival
+
     def carry_blocks(
         self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None = None
     ) -> None:
@@ -83,6 +135,7 @@ class HostPool:
 
         `room`: other pages of the device than those of the arena.
         """
+        self.aside.abandoned.wait()
         arena = self.arena if room is None else room
         rows = np.arange(self.budget.heads, dtype=np.int32)
         pages = np.arange(len(here), dtype=np.int32)
@@ -161,7 +214,8 @@ def _made(budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int) -> Ho
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
     pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
-    return HostPool(budget, cache, pages, arena, arena.is_cuda and pin(pages))
+    pinned = arena.is_cuda and pin(pages)
+    return HostPool(budget, cache, pages, arena, pinned, Aside(arena.device))
 
 
 def pin(pages: torch.Tensor) -> bool:

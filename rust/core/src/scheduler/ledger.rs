@@ -126,8 +126,9 @@ impl BlockLedger {
         self.groups.iter().map(|group| group.block_pages * blocks(group)).sum()
     }
 
+    /// Takes pages, and leaves as many as `spare` requests take for their next tokens.
     fn take(&mut self, pages: usize, spare: usize) -> Result<(), Shortage> {
-        let needed = pages + spare;
+        let needed = pages + spare.saturating_mul(self.pages_of(1));
         let free = if self.exhausted { 0 } else { self.free };
         if pages > 0 && needed > free {
             self.exhausted = false;
@@ -191,7 +192,17 @@ impl Room for BlockLedger {
 
 #[cfg(test)]
 mod tests {
-    use super::{BlockLedger, RequestId, Room};
+    use super::{BlockLedger, LedgerGroup, RequestId, Room};
+
+    #[test]
+    fn what_is_left_for_others_is_a_block_of_every_group() {
+        let group = |block_pages| LedgerGroup { block_pages, window: None };
+        let mut ledger = BlockLedger::new(100, 4, 16, &[group(3), group(7)]).unwrap();
+        // Five blocks of ten pages, and one each for five others.
+        assert!(ledger.admit(RequestId(1), 20, 6).is_err());
+        assert_eq!(ledger.admit(RequestId(1), 20, 5), Ok(0));
+        assert_eq!(ledger.free(), 50);
+    }
 
     #[test]
     fn what_is_reserved_is_taken_at_admission_and_never_asked_for_again() {

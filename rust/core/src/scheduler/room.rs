@@ -43,8 +43,9 @@ pub trait Room {
     /// What is missing.
     fn fits(&self, tokens: usize) -> Result<(), Shortage>;
 
-    /// Takes what a request needs to hold its first `tokens`, and leaves at least `spare` blocks
-    /// for others. Returns how many of these tokens are there already and need not be computed.
+    /// Takes what a request needs to hold its first `tokens`, and leaves at least what the next
+    /// block of tokens takes of `spare` others. Returns how many of these tokens are there already
+    /// and need not be computed.
     ///
     /// # Errors
     /// What is missing.
