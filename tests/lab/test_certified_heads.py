@@ -17,8 +17,8 @@ from head_maps import classes_of, head_map, masked_reference
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument
 from kvweave.lab.eval.corpus import corpus_of, halves
-from kvweave.lab.profile import HeadLadder, certify
-from kvweave.lab.profile.losses import StageJobs
+from kvweave.lab.profile import CertifyJob, Effort, HeadLadder, certify, effort_of
+from kvweave.lab.profile.losses import StageJobs, samples_needed
 from kvweave.policies import Foresight
 from kvweave.policies.policy_profile import Bound, PolicyProfile, heads_digest
 from kvweave.runner import Runner
@@ -145,6 +145,25 @@ def test_where_no_head_map_helps_none_is_certified(runner: Runner, ladder: HeadL
     none = certify(runner, Bound("kl", 1e-12), effort=SMALL, ladder=narrow)
     assert (none.policy, none.heads, none.flops_share, none.kv_share) == ("full", None, 1.0, 1.0)
     assert len(none.tried_heads) == 2
+
+
+def test_a_score_is_certified_under_a_head_map(ladder: HeadLadder) -> None:
+    parts = with_tokenizer()
+
+    def make_runner(heads: HeadClassMap | None) -> Runner:
+        return Runner(*parts, max_tokens=4096, progress=False, check=False, heads=heads)
+
+    bound = Bound("score-drop", 0.5, level=0.8)
+    effort = Effort((CertifyJob("needle", 384, "plain", 2),), 4, 8, max_new_tokens=4)
+    asked = replace(ladder, make_runner=make_runner, tokens=512)
+    made = certify(make_runner(None), bound, effort=effort, ladder=asked)
+    # A random model finds no number, whatever it is answered by.
+    assert made.policy == "naive"
+    assert made.heads is not None
+    row = rows(made, "certify", heads_digest(made.heads))["naive"]
+    assert 0.0 == row.value < row.high <= 0.5
+    usual = effort_of(Bound("score-drop", 0.01), find_heads=True)
+    assert usual.certify * len(usual.jobs) >= samples_needed(0.01, 1.0 - 0.05 / 4)
 
 
 def test_ladders_that_are_none(runner: Runner, ladder: HeadLadder, loaded: tuple[Any, Any]) -> None:

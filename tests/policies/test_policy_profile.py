@@ -102,10 +102,14 @@ def test_texts_of_policies() -> None:
         text_of(Mine())
 
 
-@given(cut=st.integers(0, len(profile().to_json()) - 3))
-def test_cut_short(cut: int) -> None:
+WHOLE = [profile().to_json(), profile(fingerprint="m" * 64, heads=HEADS).to_json()]
+
+
+@given(data=st.data(), text=st.sampled_from(WHOLE))
+def test_cut_short(data: st.DataObject, text: str) -> None:
+    cut = data.draw(st.integers(0, len(text) - 3))
     with pytest.raises(CorruptProfile, match="expected JSON, got"):
-        PolicyProfile.from_json(profile().to_json()[:cut])
+        PolicyProfile.from_json(text[:cut])
 
 
 @pytest.mark.parametrize(

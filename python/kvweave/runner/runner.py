@@ -109,9 +109,9 @@ class Runner(KnowledgeBase):
             raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
         if heads is not None and not isinstance(heads, HeadClassMap):
             raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
-        heads = check_profile(profile, canary, self.spec, heads)
         check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
+        heads = check_profile(profile, canary, self.spec, heads)
         self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,
