@@ -117,7 +117,7 @@ def finalists(seen: Sequence[Losses], bound: Bound, effort: Effort) -> list[Cand
 
     Where none is likely, the dearest whose mean is within the bound. Candidates of about the same
     cost would fail together, so they are not all that is tried. Where heads were searched the
-    surest one without a map stands beside them: no certificate is lost by the search.
+    surest one without a map stands beside them, for maps may do worse on the other half.
     """
     whole = [losses for losses in seen if losses.candidate.heads is None]
     mapped = 0 < len(whole) < len(seen)
