@@ -113,7 +113,7 @@ def _table(made: PolicyProfile, model: str) -> Table:
     maps = {tried.digest: f"{tried.whole} of {tried.heads}" for tried in made.tried_heads}
     caption = "mean over jobs, each weighing alike · \\[low, high]: interval · n: samples"
     if maps:
-        caption += " · whole: heads that keep every token · cheapest first by FLOPs × KV"
+        caption += " · whole: heads that keep all tokens · in order of FLOPs × KV"
     table = Table(
         title=f"Policies of {model}, bound {made.bound}",
         caption=caption,
