@@ -76,7 +76,9 @@ def policy_profile(_: Path) -> Target:
     def read(data: bytes) -> object:
         return PolicyProfile.from_json(data.decode("utf-8", "surrogateescape")).to_json()
 
-    texts = (profile("foresight:share=0.07:draft=4"), profile("weave"), profile("full"))
+    heads = HeadClassMap.from_json(HEADS)
+    mapped = profile("weave", heads.model_fingerprint, heads)
+    texts = (profile("foresight:share=0.07:draft=4"), mapped, profile("full"))
     return Target("profile", [one.to_json().encode() for one in texts], read)
 
 

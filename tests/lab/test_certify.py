@@ -3,58 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from byte_tokenizer import Bytes
+from certificates import EFFORT, SMALL, bound_between, rows, with_bytes, with_tokenizer
 from commands import call, refused
-from eval_samples import measured
-from families import tiny
-from head_maps import classes_of, head_map
-from kvweave import models
 from kvweave.errors import InvalidArgument
-from kvweave.lab.eval import bootstrap, evaluate
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.profile import CertifyJob, Effort, certify, effort_of
-from kvweave.lab.profile.certify import ALL_JOBS, _finalists
-from kvweave.lab.profile.losses import Losses, samples_needed
-from kvweave.policies import Foresight, Naive
-from kvweave.policies.policy_profile import Bound, Evidence, PolicyProfile, heads_digest
+from kvweave.lab.profile.certify import ALL_JOBS
+from kvweave.policies import Foresight
+from kvweave.policies.policy_profile import Bound, PolicyProfile
 from kvweave.policies.policy_text import read_policy
 from kvweave.runner import Runner
-
-EFFORT = Effort((CertifyJob("lm", 512, "plain", 2),), search=4, certify=6, max_new_tokens=4)
-SMALL = replace(EFFORT, search=2, certify=2)
-
-
-def model_of(vocabulary: int) -> Any:
-    """A random model whose attention is sharp enough to tell policies apart."""
-    made = tiny("llama", vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=4096)
-    for layer in made.model.layers:
-        layer.self_attn.q_proj.weight.data *= 8.0
-        layer.self_attn.k_proj.weight.data *= 8.0
-        layer.self_attn.v_proj.weight.data *= 6.0
-    return made
 
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, Any]:
-    """A model of bytes: with few logits to compute, policies cost what their rows do."""
-    return model_of(300), Bytes()
+    return with_bytes()
 
 
 @pytest.fixture(scope="module")
 def chatting() -> tuple[Any, Any]:
-    """A model with a real tokenizer, for tasks that ask."""
-    tokenizer = models.load_tokenizer("smollm2")
-    return model_of(len(tokenizer)), tokenizer
+    return with_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +38,7 @@ def runner(loaded: tuple[Any, Any]) -> Runner:
 
 @pytest.fixture(scope="module")
 def bound(runner: Runner) -> Bound:
-    """A bound that naive does not keep, and foresight at some budget does."""
-    task = EFFORT.jobs[0].on("sotu")
-    found = evaluate(runner, task, [Foresight(share=0.35)], 2, controlled=0).summaries()
-    naive, mine = (summary.kl.value for summary in found if summary.role == "policy")
-    assert mine < 0.5 * naive
-    return Bound("kl", math.sqrt(naive * mine))
-
-
-def rows(made: PolicyProfile, stage: str) -> dict[str, Evidence]:
-    """What all jobs came to in a stage, by policy."""
-    return {e.policy: e for e in made.evidence if e.stage == stage and e.job == ALL_JOBS}
+    return bound_between(runner)
 
 
 @pytest.fixture(scope="module")
@@ -84,84 +48,6 @@ def tight(
     """A certificate of that bound, and the log of its making."""
     log = tmp_path_factory.mktemp("certify") / "log.jsonl"
     return certify(runner, bound, effort=EFFORT, log=log), log
-
-
-# ---- losses ----------------------------------------------------------------------------------
-
-
-def losses(kind: str, *jobs: list[float]) -> Losses:
-    made = Losses(Naive(), kind)
-    for number, values in enumerate(jobs):
-        for index, value in enumerate(values):
-            full = measured(index, "full", score=1.0)
-            mine = measured(index, "naive", (value,), score=1.0 - value)
-            made.add(f"job {number}", full, mine)
-    return made
-
-
-def test_an_interval_is_the_bootstraps_over_samples() -> None:
-    values = [0.01, 0.02, 0.4, 0.03, 0.05]
-    for kind in ("kl", "score-drop"):
-        found, wanted = losses(kind, values).interval(0.9), bootstrap(values, level=0.9)
-        assert (found.value, found.low, found.high) == pytest.approx(
-            (wanted.value, wanted.low, wanted.high)
-        )
-    both = losses("kl", values, [1.0] * 5)
-    assert both.interval(0.9).value == pytest.approx((np.mean(values) + 1.0) / 2)
-    assert both.of("job 1").interval(0.9).value == pytest.approx(1.0)
-    assert both.flops_share == 0.2
-
-
-@given(samples=st.integers(2, 60), level=st.floats(0.5, 0.99))
-def test_no_loss_seen_is_no_proof_of_none(samples: int, level: float) -> None:
-    high = losses("score-drop", [0.0] * samples).interval(level).high
-    # A loss in that share of all samples stays unseen with a probability of (1 − level) / 2.
-    assert (1.0 - high) ** samples == pytest.approx((1.0 - level) / 2.0)
-    needed = samples_needed(high * 1.0001, level)
-    assert needed <= samples < needed + 2
-    assert losses("score-drop", [-0.5] * samples).interval(level).high >= high
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_within_no_bound(value: float) -> None:
-    made = losses("kl", [0.0] * 9 + [value])
-    assert made.lost == 1
-    assert made.surely_above(1e9)
-    assert made.interval(0.95).high == math.inf
-
-
-def test_what_is_far_above_is_given_up_early() -> None:
-    assert losses("kl", [0.5] * 4).surely_above(0.05)
-    assert not losses("kl", [0.05] * 60).surely_above(0.05)
-    assert losses("score-drop", [1.0] * 30).surely_above(0.01)
-    assert not losses("score-drop", [0.5, -0.5] * 30).surely_above(0.01)
-
-
-@pytest.mark.parametrize(
-    ("kls", "wanted"),
-    [
-        # Each candidate's KL, of a bound of 1, the cheapest first; noise of 2 %.
-        ((2.0, 0.8, 0.79, 0.78, 0.6, 0.3), [0.8, 0.6, 0.3]),
-        ((0.9, 0.2), [0.9, 0.2]),
-        ((0.1, 0.05), [0.1]),
-        ((1.2, 0.99), [0.99]),
-        ((1.2, 1.1), []),
-    ],
-)
-def test_finalists_are_within_the_bound_by_more_and_by_less(
-    kls: tuple[float, ...], wanted: list[float]
-) -> None:
-    """Those of one margin are alike, and would fail together."""
-    seen = []
-    for number, kl in enumerate(kls, 1):
-        one = Losses(Foresight(share=kl / 4), "kl")
-        for sample in range(8):
-            noisy = kl * (1.0 + 0.02 * (-1) ** sample)
-            full, mine = measured(sample, "full"), measured(sample, "foresight", (noisy,))
-            one.add("job", full, replace(mine, flops=100 * number))
-        seen.append(one)
-    found = _finalists(seen[::-1], Bound("kl", 1.0), EFFORT)
-    assert [policy.share * 4 for policy in found] == pytest.approx(wanted)
 
 
 # ---- certificates ----------------------------------------------------------------------------
@@ -256,19 +142,6 @@ def test_a_score_is_certified_on_enough_samples_alone(chatting: tuple[Any, Any])
         certify(runner, Bound("score-drop", 0.9), effort=EFFORT)
 
 
-def test_under_a_head_map_full_is_the_whole_models(runner: Runner, loaded: tuple[Any, Any]) -> None:
-    # Local heads that see so little that no policy under them comes near the whole model.
-    heads = head_map(runner.spec, classes_of(loaded[0], ((16, 1),)))
-    narrow = Runner(*loaded, max_tokens=4096, progress=False, check=False, heads=heads)
-    made = certify(narrow, Bound("kl", 1e3), effort=SMALL, whole=runner)
-    assert made.heads == heads_digest(heads)
-    plain = certify(runner, Bound("kl", 1e3), effort=SMALL)
-    assert rows(made, "certify")["naive"].value > rows(plain, "certify")["naive"].value
-    for wrong in (None, narrow):
-        with pytest.raises(InvalidArgument, match="whole runner without a head map"):
-            certify(narrow, Bound("kl", 1.0), effort=SMALL, whole=wrong)
-
-
 def test_what_cannot_be_certified_is_refused(loaded: tuple[Any, Any]) -> None:
     mute = Runner(loaded[0], max_tokens=256, progress=False, check=False)
     with pytest.raises(InvalidArgument, match="with a tokenizer"):
@@ -314,3 +187,5 @@ def test_the_command_refuses_what_it_cannot_mean() -> None:
     assert "expected a number above 0" in refused("certify", "smollm2", "--kl", -1)
     assert "expected a number above 0" in refused("certify", "smollm2", "--kl", "nan")
     assert "no such file" in refused("certify", "smollm2", "--kl", 1, "--heads", "absent.json")
+    beside = ("--find-heads", "--heads", "map.json")
+    assert "expected no --heads beside it" in refused("certify", "smollm2", "--kl", 1, *beside)

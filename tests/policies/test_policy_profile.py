@@ -5,13 +5,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from families import random_tokens, tiny
-from head_maps import CLASSES, classes_of, head_map
-from kvweave.errors import CorruptProfile, InvalidArgument
+from head_maps import CLASSES, class_map, classes_of, head_map, runner_of
+from kvweave.errors import CorruptHeadMap, CorruptProfile, InvalidArgument
 from kvweave.policies import Foresight, Naive, Weave, policy_of
 from kvweave.policies.policy_profile import (
     MOST_BYTES,
@@ -19,6 +21,7 @@ from kvweave.policies.policy_profile import (
     Evidence,
     PolicyProfile,
     Text,
+    TriedHeads,
     heads_digest,
 )
 from kvweave.policies.policy_text import read_policy, text_of
@@ -31,6 +34,7 @@ evidence = st.builds(
     Evidence,
     stage=st.sampled_from(["search", "certify"]),
     policy=words,
+    heads=st.none() | words,
     job=words,
     task=words,
     layout=st.none() | words,
@@ -41,10 +45,13 @@ evidence = st.builds(
     low=st.none() | finite,
     high=st.none() | finite,
     flops_share=finite,
+    kv_share=finite,
 )
+HEADS = class_map(np.asarray([[(0, 0), (16, 4)], [(9, 0), (0, 0)]], np.int32), "m" * 64)
+TRIED = TriedHeads(heads_digest(HEADS), 2, 4)
 profiles = st.builds(
     PolicyProfile,
-    model_fingerprint=words,
+    model_fingerprint=st.just("m" * 64),
     dtype=words,
     policy=st.sampled_from(["full", "naive", "foresight:share=0.1:draft=4"]),
     bound=st.builds(
@@ -54,12 +61,14 @@ profiles = st.builds(
         level=st.floats(0.01, 0.99),
     ),
     flops_share=finite,
+    kv_share=finite,
     evidence=st.lists(evidence, max_size=3).map(tuple),
+    tried_heads=st.just((TRIED,)),
     texts=st.lists(st.builds(Text, name=words, digest=words), max_size=2).map(tuple),
     seed=st.integers(0, 2**40),
     kvweave=words,
     date=words,
-    heads=st.none() | words,
+    heads=st.none() | st.just(HEADS),
 )
 
 
@@ -93,18 +102,23 @@ def test_texts_of_policies() -> None:
         text_of(Mine())
 
 
-@given(cut=st.integers(0, len(profile().to_json()) - 3))
-def test_cut_short(cut: int) -> None:
+WHOLE = [profile().to_json(), profile(fingerprint="m" * 64, heads=HEADS).to_json()]
+
+
+@given(data=st.data(), text=st.sampled_from(WHOLE))
+def test_cut_short(data: st.DataObject, text: str) -> None:
+    cut = data.draw(st.integers(0, len(text) - 3))
     with pytest.raises(CorruptProfile, match="expected JSON, got"):
-        PolicyProfile.from_json(profile().to_json()[:cut])
+        PolicyProfile.from_json(text[:cut])
 
 
 @pytest.mark.parametrize(
     ("text", "expected", "got"),
     [
-        (spoiled(schema_version=2), "1", "2"),
-        (spoiled(schema_version=True), "1", "True"),
-        (spoiled(schema_version=None), "1", "None"),
+        (spoiled(schema_version=1), "2", "1"),
+        (spoiled(schema_version=3), "2", "3"),
+        (spoiled(schema_version=True), "2", "True"),
+        (spoiled(schema_version=None), "2", "None"),
         (spoiled(more=1), "the fields model_fingerprint", "'more' too"),
         (spoiled(seed="0"), "a whole number", "'0'"),
         (spoiled(seed=1.5), "a whole number", "1.5"),
@@ -121,7 +135,13 @@ def test_cut_short(cut: int) -> None:
         (spoiled(evidence=[3]), "an object", "int"),
         (spoiled(evidence=[{}]), "the fields stage", "no stage"),
         (spoiled(bound=None), "an object", "NoneType"),
-        (spoiled(heads=3), "text", "3"),
+        (spoiled(heads=3), "an object", "int"),
+        (spoiled(heads="0123456789abcdef"), "an object", "str"),
+        (spoiled(heads={}), "", ""),
+        (spoiled(heads={"schema_version": "@"}).replace('"@"', "1e999"), "", ""),
+        (spoiled(heads={"h" * 9000: "\ud800"}), "", ""),
+        (spoiled(heads=json.loads(HEADS.to_json())), "", ""),
+        (spoiled(tried_heads=[{"digest": "d", "whole": -1, "heads": 4}]), "a number >= 0", "-1"),
         ("[]", "an object", "list"),
         ("null", "an object", "NoneType"),
         ("", "JSON", "Expecting value"),
@@ -149,6 +169,15 @@ def test_a_missing_field_is_named() -> None:
         del plain[name]
         with pytest.raises(CorruptProfile, match=name):
             PolicyProfile.from_json(json.dumps(plain))
+
+
+@pytest.mark.parametrize("depth", [100, 127, 128, 500, 900, 950, 990, 20_000])
+def test_a_head_map_nested_deeply(depth: int) -> None:
+    text = json.dumps({**json.loads(HEADS.to_json()), "evidence": {"deep": "@"}})
+    nested = "[" * depth + "]" * depth
+    with pytest.raises(CorruptProfile) as raised:
+        PolicyProfile.from_json(spoiled(heads="@@").replace('"@@"', text).replace('"@"', nested))
+    assert len(str(raised.value)) < 400
 
 
 def test_files(tmp_path: Path) -> None:
@@ -180,7 +209,6 @@ def test_a_profile_of_something_else_is_refused_at_construction() -> None:
     for wrong, what in (
         (replace(mine, model_fingerprint="another"), "model: expected .*, got another"),
         (replace(mine, dtype="bfloat16"), "dtype: expected float32, got bfloat16"),
-        (replace(mine, heads="0123456789abcdef"), "head map: expected none, got 0123"),
     ):
         with pytest.raises(CorruptProfile, match=what):
             Runner(model, max_tokens=256, progress=False, check=False, profile=wrong)
@@ -188,14 +216,48 @@ def test_a_profile_of_something_else_is_refused_at_construction() -> None:
 
 def test_a_head_map_is_known_by_what_heads_keep() -> None:
     model = tiny("llama")
-    runner = Runner(model, max_tokens=256, progress=False, check=False)
-    spec = runner.spec
+    spec = runner_of(model).spec
     heads = head_map(spec, classes_of(model))
     other = head_map(spec, classes_of(model, CLASSES[1:]))
-    mine = replace(profile(fingerprint=spec.fingerprint), heads=heads_digest(heads))
-    Runner(model, max_tokens=256, progress=False, check=False, heads=heads, profile=mine)
-    with pytest.raises(CorruptProfile, match="head map"):
-        Runner(model, max_tokens=256, progress=False, check=False, heads=other, profile=mine)
+    mine = profile(fingerprint=spec.fingerprint, heads=heads)
+    assert runner_of(model, heads=heads, profile=mine).heads == heads
+    without = profile(fingerprint=spec.fingerprint)
+    for asked, certified in ((other, mine), (heads, without)):
+        with pytest.raises(CorruptProfile, match=f"head map: expected {heads_digest(asked)}, got"):
+            runner_of(model, heads=asked, profile=certified)
+
+
+def test_a_profiles_head_map_is_the_runners() -> None:
+    model = tiny("llama")
+    whole = runner_of(model)
+    heads = head_map(whole.spec, classes_of(model))
+    mine = profile("naive", whole.spec.fingerprint, heads)
+    certified = runner_of(model, profile=PolicyProfile.from_json(mine.to_json()))
+    by_hand = runner_of(model, heads=heads)
+    assert certified.heads == heads
+    tokens = random_tokens(200, 0).tolist()
+    with (
+        certified.prefill(tokens) as mine_done,
+        by_hand.prefill(tokens, "naive") as wanted,
+        whole.prefill(tokens, "naive") as other,
+    ):
+        assert mine_done.report.policy == "naive"
+        assert mine_done.report.kv_bytes == wanted.report.kv_bytes < other.report.kv_bytes
+        assert torch.equal(mine_done.logits, wanted.logits)
+        assert not torch.equal(mine_done.logits, other.logits)
+
+
+def test_a_head_map_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="heads: expected a map of model ffff"):
+        profile(heads=HEADS)
+    with pytest.raises(InvalidArgument, match="heads: expected one of the maps tried, , got"):
+        replace(profile(fingerprint="m" * 64), heads=HEADS)
+    model = tiny("llama")
+    fingerprint = runner_of(model).spec.fingerprint
+    # A map that says it is of this model, and has other layers.
+    short = class_map(classes_of(model)[:1], fingerprint)
+    with pytest.raises(CorruptHeadMap, match="expected 4 layers"):
+        runner_of(model, profile=profile(fingerprint=fingerprint, heads=short))
 
 
 def test_a_profiles_policy_is_used_by_default() -> None:

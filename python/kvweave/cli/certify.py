@@ -1,10 +1,10 @@
-"""`kvweave certify`: the cheapest policy that keeps a stated bound on a model, as a profile."""
+"""`kvweave certify`: the cheapest policy, and head map, that keep a stated bound, as a profile."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,10 @@ def certify(
     heads: Annotated[
         Path | None, typer.Option(help="Certify under this head map, against the whole model.")
     ] = None,
+    find_heads: Annotated[
+        bool,
+        typer.Option("--find-heads", help="Profile the heads, and search head maps too."),
+    ] = False,
     samples: Annotated[
         int | None, typer.Option(min=2, help="Of each job, for the certificate.")
     ] = None,
@@ -55,31 +59,38 @@ def certify(
     """Find the cheapest policy within a bound, on text of one half, and certify it on the other."""
     if (kl is None) == (score_drop is None):
         raise InvalidArgument(f"bound: expected --kl or --score-drop, got {kl} and {score_drop}")
+    if find_heads and heads is not None:
+        raise InvalidArgument(f"find-heads: expected no --heads beside it, got {heads.name}")
     with err().status(f"loading {model}"):
         from kvweave import models
         from kvweave.cache import HeadClassMap
+        from kvweave.lab.profile import HeadLadder, effort_of
         from kvweave.lab.profile import certify as measure
-        from kvweave.lab.profile import effort_of
         from kvweave.policies.policy_profile import Bound
         from kvweave.runner import Runner
 
-        bound = (
-            Bound("kl", kl, level)
-            if kl is not None
-            else Bound("score-drop", score_drop or 0, level)
-        )
-        effort = effort_of(bound, quick)
+        by_kl = Bound("kl", kl, level) if kl is not None else None
+        bound = by_kl or Bound("score-drop", score_drop or 0, level)
+        effort = effort_of(bound, quick, find_heads)
         if samples is not None:
             effort = replace(effort, certify=samples)
         kept = None if heads is None else HeadClassMap.from_json(heads.read_text(encoding="utf-8"))
         loaded = models.load(model, read_dtype(dtype), device=device)
-        room = 4 * effort.longest + 4096
-        whole = Runner(*loaded, max_tokens=room)
-        runner = whole
-        if kept is not None:
-            runner = Runner(*loaded, max_tokens=room, heads=kept, check=False)
+
+        def make_runner(under: HeadClassMap | None) -> Runner:
+            room = 4 * effort.longest + 4096
+            return Runner(*loaded, max_tokens=room, heads=under, check=under is None)
+
+        whole = make_runner(None)
+        runner = whole if kept is None else make_runner(kept)
+        ladder = HeadLadder(make_runner) if find_heads else None
     err().print(f"certifying {bound} by {_counted(effort.certify, len(effort.jobs))}", style="dim")
-    made = measure(runner, bound, effort=effort, corpus=corpus, whole=whole, seed=seed, log=log)
+    settings: dict[str, Any] = {"effort": effort, "corpus": corpus, "seed": seed, "log": log}
+    made = measure(runner, bound, whole=whole, ladder=ladder, **settings)
+    _show(made, model, out_file)
+
+
+def _show(made: PolicyProfile, model: str, out_file: Path | None) -> None:
     out().print(_table(made, model), highlight=False)
     out().print(_verdict(made), highlight=False)
     if out_file is not None:
@@ -99,16 +110,23 @@ def _table(made: PolicyProfile, model: str) -> Table:
 
     from kvweave.lab.profile.certify import ALL_JOBS
 
+    maps = {tried.digest: f"{tried.whole} of {tried.heads}" for tried in made.tried_heads}
+    caption = "mean over jobs, each weighing alike · \\[low, high]: interval · n: samples"
+    if maps:
+        caption += " · whole: heads that keep all tokens · in order of FLOPs × KV"
     table = Table(
         title=f"Policies of {model}, bound {made.bound}",
-        caption="mean over jobs, each weighing alike · \\[low, high]: interval · n: samples",
+        caption=caption,
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("stage", no_wrap=True)
     table.add_column("policy", overflow="fold")
     table.add_column("job", overflow="fold")
-    for head in ("n", "FLOPs", "KL" if made.bound.kind == "kl" else "drop"):
+    if maps:
+        table.add_column("whole", no_wrap=True)
+    loss = "KL" if made.bound.kind == "kl" else "drop"
+    for head in ("n", "FLOPs", *(("KV",) if maps else ()), loss):
         table.add_column(head, justify="right", no_wrap=True)
     last = ""
     for row in made.evidence:
@@ -118,9 +136,10 @@ def _table(made: PolicyProfile, model: str) -> Table:
         if last and last != row.stage:
             table.add_section()
         last = row.stage
-        table.add_row(
-            row.stage, row.policy, row.job, str(row.samples), f"{row.flops_share:.3f}", _told(row)
-        )
+        whole = [maps.get(row.heads or "", "all")] if maps else []
+        kv = [f"{row.kv_share:.3f}"] if maps else []
+        figures = (str(row.samples), f"{row.flops_share:.3f}", *kv, _told(row))
+        table.add_row(row.stage, row.policy, row.job, *whole, *figures)
     return table
 
 
@@ -133,6 +152,17 @@ def _told(row: Evidence) -> str:
 
 
 def _verdict(made: PolicyProfile) -> str:
-    if made.policy == "full":
-        return f"full: no policy was found within {made.bound}"
-    return f"{made.policy} is within {made.bound}, at {made.flops_share:.3f} of full's FLOPs"
+    from kvweave.policies.policy_profile import heads_digest
+
+    if made.policy == "full" and made.heads is None:
+        whole = ", with all heads whole" if made.tried_heads else ""
+        return f"full{whole}: nothing was found within {made.bound}"
+    cost = f"at {made.flops_share:.3f} of full's FLOPs"
+    if made.heads is None:
+        none = "; no head map was found that is cheaper" if made.tried_heads else ""
+        return f"{made.policy} is within {made.bound}, {cost}{none}"
+    under = next(t for t in made.tried_heads if t.digest == heads_digest(made.heads))
+    return (
+        f"{made.policy} with {under.whole} of {under.heads} heads whole is within {made.bound}, "
+        f"{cost} and {made.kv_share:.3f} of its KV"
+    )

@@ -1,4 +1,4 @@
-"""`PolicyProfile`: the policy that keeps a stated bound on one model, and the evidence for it.
+"""`PolicyProfile`: the policy and head map that keep a stated bound on one model, with evidence.
 
 Plain data that a file holds. A file's origin is not trusted: every field is checked, and what is
 wrong is said without repeating the file.
@@ -10,18 +10,18 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from kvweave.cache import HeadClassMap
-from kvweave.errors import CorruptProfile, InvalidArgument
+from kvweave.errors import CorruptHeadMap, CorruptProfile, InvalidArgument
 from kvweave.policies import Policy
 from kvweave.policies.policy_text import read_policy
 
-SCHEMA_VERSION = 1
-MOST_BYTES = 1 << 20
-"""Of a profile's text. A search writes some 20 KB."""
+SCHEMA_VERSION = 2
+MOST_BYTES = 1 << 22
+"""Of a profile's text. A search writes some 40 KB, and a head map some 0.4 KB a head."""
 _SHOWN = 60
 """Characters of a wrong value that a message repeats."""
 
@@ -58,14 +58,17 @@ class Bound:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one policy lost on one job, or on all of them together (`job` "all jobs").
+    """What one candidate lost on one job, or on all of them together (`job` "all jobs").
 
-    `samples`: how many, of which `lost` gave no number and count as a failure. `value`, `low`,
-    `high`: the mean and its interval, None where there is none. `flops_share`: of full's.
+    `heads`: the digest of the head map that the policy ran under, None without one. `samples`: how
+    many, of which `lost` gave no number and count as a failure. `value`, `low`, `high`: the mean
+    and its interval, None where there is none. `flops_share` and `kv_share`: FLOPs of the prefill
+    and bytes of KV that it left, over those of full without a map.
     """
 
     stage: Stage
     policy: str
+    heads: str | None
     job: str
     task: str
     layout: str | None
@@ -76,6 +79,16 @@ class Evidence:
     low: float | None
     high: float | None
     flops_share: float
+    kv_share: float
+
+
+@dataclass(frozen=True)
+class TriedHeads:
+    """A head map that was tried: its digest, and how many of its heads keep every token."""
+
+    digest: str
+    whole: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -88,12 +101,13 @@ class Text:
 
 @dataclass(frozen=True)
 class PolicyProfile:
-    """The cheapest policy found within a bound on one model; `full` where none was.
+    """What was found cheapest within a bound on one model; `full` without a map where nothing was.
 
-    `policy` as `read_policy` reads it. `heads`: the digest of the head map it was measured under,
-    None without one. `flops_share`: the policy's FLOPs over full's, on what it was certified with.
+    `policy` as `read_policy` reads it. `heads`: the head map that belongs to it, under which it was
+    measured against the model without one; None: every head keeps every token. `flops_share` and
+    `kv_share`: as in `Evidence`, on what it was certified with.
 
-    Raises InvalidArgument for a policy text that cannot be read.
+    Raises InvalidArgument for a policy text that cannot be read, or a head map of another model.
     """
 
     model_fingerprint: str
@@ -101,15 +115,28 @@ class PolicyProfile:
     policy: str
     bound: Bound
     flops_share: float
+    kv_share: float
     evidence: tuple[Evidence, ...]
+    tried_heads: tuple[TriedHeads, ...]
     texts: tuple[Text, ...]
     seed: int
     kvweave: str
     date: str
-    heads: str | None = None
+    heads: HeadClassMap | None = None
 
     def __post_init__(self) -> None:
         read_policy(self.policy)
+        if self.heads is not None and self.heads.model_fingerprint != self.model_fingerprint:
+            raise InvalidArgument(
+                f"heads: expected a map of model {_named(self.model_fingerprint)}, "
+                f"got one of {_named(self.heads.model_fingerprint)}"
+            )
+        known = [tried.digest for tried in self.tried_heads]
+        if self.heads is not None and heads_digest(self.heads) not in known:
+            raise InvalidArgument(
+                f"heads: expected one of the maps tried, {', '.join(known)}, "
+                f"got {heads_digest(self.heads)}"
+            )
 
     @property
     def chosen(self) -> Policy:
@@ -118,7 +145,9 @@ class PolicyProfile:
 
     def to_json(self) -> str:
         """The JSON form; the same profile gives the same text."""
-        plain = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        plain = {"schema_version": SCHEMA_VERSION, **asdict(replace(self, heads=None))}
+        if self.heads is not None:
+            plain["heads"] = json.loads(self.heads.to_json())
         return json.dumps(plain, indent=2, allow_nan=False) + "\n"
 
     @staticmethod
@@ -166,13 +195,21 @@ class PolicyProfile:
             _refuse(path.name, "UTF-8 text", f"{error.reason} at byte {error.start}")
 
     def check(self, fingerprint: str, dtype: str, heads: HeadClassMap | None) -> None:
-        """Raises CorruptProfile unless this is of the model, of its dtype, and of its head map."""
-        digest = None if heads is None else heads_digest(heads)
-        mine = {"model": self.model_fingerprint, "dtype": self.dtype, "head map": self.heads}
-        theirs = {"model": fingerprint, "dtype": dtype, "head map": digest}
+        """Raises CorruptProfile unless this is of the model, of its dtype, and of a head map.
+
+        `heads`: a map that is asked for by itself; None takes this profile's.
+        """
+        mine = {"model": self.model_fingerprint, "dtype": self.dtype}
+        theirs = {"model": fingerprint, "dtype": dtype}
+        if heads is not None:
+            mine["head map"], theirs["head map"] = _digest(self.heads), heads_digest(heads)
         for what, wanted in theirs.items():
             if mine[what] != wanted:
                 _refuse(f"policy profile {what}", _named(wanted), _named(mine[what]))
+
+
+def _digest(heads: HeadClassMap | None) -> str:
+    return "none" if heads is None else heads_digest(heads)
 
 
 def heads_digest(heads: HeadClassMap) -> str:
@@ -201,10 +238,28 @@ def _made(kind: type[Any], plain: Any, what: str) -> Any:
         raise CorruptProfile(_cut(f"{what}: {error}", 300)) from error
 
 
+_PARTS = {"Bound": Bound, "Evidence": Evidence, "Text": Text, "TriedHeads": TriedHeads}
+
+
+def _head_map(value: Any, what: str) -> HeadClassMap:
+    """The map that a JSON value is."""
+    if not isinstance(value, dict):
+        _refuse(what, "an object", type(value).__name__)
+    try:
+        return HeadClassMap.from_json(json.dumps(value, allow_nan=False))
+    except RecursionError:
+        _refuse(what, "a head map", "values nested too deeply")
+    except (CorruptHeadMap, ValueError) as error:
+        # What the message repeats was in the file.
+        raise CorruptProfile(_cut(f"{what}: {error}", 300)) from error
+
+
 def _field(value: Any, told: str, what: str) -> Any:
     """One value of the type that a dataclass's field names."""
-    if told in ("Bound", "Evidence", "Text"):
-        return _made({"Bound": Bound, "Evidence": Evidence, "Text": Text}[told], value, what)
+    if told in _PARTS:
+        return _made(_PARTS[told], value, what)
+    if told == "HeadClassMap":
+        return _head_map(value, what)
     if told.startswith("tuple["):
         if not isinstance(value, list):
             _refuse(what, "a list", type(value).__name__)
@@ -260,8 +315,8 @@ def _refuse(what: str, expected: str, got: str) -> NoReturn:
     raise CorruptProfile(f"{what}: expected {expected}, got {got}", expected=expected, got=got)
 
 
-def _named(name: str | None) -> str:
-    return "none" if name is None else _cut(name, 16)
+def _named(name: str) -> str:
+    return _cut(name, 16)
 
 
 def _short(value: object) -> str:

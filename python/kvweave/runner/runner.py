@@ -61,10 +61,10 @@ class Runner(KnowledgeBase):
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
     room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
-    may keep. `profile` states the policy of whoever names none (see
-    `kvweave certify`); `canary` compares a share of live requests with `full`. `check` compares our
-    forward with the model's own on a short random prompt before anything else. The pages lie where
-    the model lies, on the CPU or a GPU; logits come back there too.
+    may keep. `profile` states the policy of whoever names none and, where `heads` is None, the head
+    map (see `kvweave certify`); `canary` compares a share of live requests with `full`. `check`
+    compares our forward with the model's own on a short random prompt before anything else. The
+    pages lie where the model lies, on the CPU or a GPU; logits come back there too.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
@@ -109,9 +109,9 @@ class Runner(KnowledgeBase):
             raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
         if heads is not None and not isinstance(heads, HeadClassMap):
             raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
-        check_profile(profile, canary, self.spec, heads)
         check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
+        heads = check_profile(profile, canary, self.spec, heads)
         self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,

@@ -1,9 +1,11 @@
 """What a model allows: heads that need no whole context, and a policy that keeps a bound."""
 
-from kvweave.lab.profile.certify import CertifyJob, Effort, certify, effort_of
+from kvweave.lab.profile.certify import certify
 from kvweave.lab.profile.decode_effect import DecodeEffect, DecodeMeter
 from kvweave.lab.profile.duo import DuoPattern
 from kvweave.lab.profile.effect import Effect, EffectMeter, SmallestShare, smallest_share
+from kvweave.lab.profile.effort import CertifyJob, Effort, effort_of
+from kvweave.lab.profile.head_ladder import HeadLadder
 from kvweave.lab.profile.head_profile import HeadProfile
 from kvweave.lab.profile.measure import DEFAULT_LENGTHS, DEFAULT_TEXTS, check_lengths, profile_heads
 from kvweave.lab.profile.ranked_heads import with_ranked_pages
@@ -21,6 +23,7 @@ __all__ = [
     "Effect",
     "EffectMeter",
     "Effort",
+    "HeadLadder",
     "HeadProfile",
     "LengthScores",
     "ProfileText",

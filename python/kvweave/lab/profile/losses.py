@@ -1,10 +1,10 @@
-"""What policies lose against `full`, sample by sample, and what that says about a bound."""
+"""What candidates lose against `full`, sample by sample, and what that says about a bound."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from kvweave.lab.eval import (
 )
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.eval.summary import mean_kl
-from kvweave.policies import Policy
-from kvweave.policies.policy_profile import BoundKind, Stage, heads_digest
-from kvweave.runner import Runner
+from kvweave.lab.profile.candidate import Candidate
+from kvweave.lab.profile.runners import MapRunners
+from kvweave.policies.policy_profile import BoundKind, Stage
 from kvweave.runner.lossy.mean_bound import surely_above
 
 STOPPED_AT = 0.99
@@ -49,99 +49,123 @@ class StageJobs:
 
 
 class LossMeter:
-    """Measures policies on samples; what a log holds already is not measured again.
+    """Measures candidates on samples; what a log holds already is not measured again.
 
-    `whole` is the runner that full is measured by: the same one, or one of the same model without
-    the head map of `runner`.
+    Full is measured by the whole runner of `runners`, each candidate by the one under its map.
     """
 
     def __init__(
         self,
-        runner: Runner,
-        whole: Runner,
+        runners: MapRunners,
         stages: Sequence[StageJobs],
         seed: int,
         max_new_tokens: int,
         log: Path | None,
     ) -> None:
-        self._runner, self._whole = runner, whole
+        self._runners = runners
         self._seed, self._max_new_tokens = seed, max_new_tokens
+        spec = runners.whole.spec
         subject = {
-            "model": runner.spec.fingerprint,
-            "dtype": str(runner.spec.dtype).removeprefix("torch."),
-            "device": runner.spec.device.type,
-            "heads": None if runner.heads is None else heads_digest(runner.heads),
+            "model": spec.fingerprint,
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "device": spec.device.type,
             "seed": seed,
             "max_new_tokens": max_new_tokens,
         }
         self._log = MeasurementLog(log, subject)
         self._log.define({at.name(task): _meaning(task) for at in stages for task in at.tasks}, {})
 
+    @property
+    def progress(self) -> bool:
+        """Whether the whole runner shows any."""
+        return self._runners.whole.progress
+
     def measure(
-        self, at: StageJobs, task: Task, index: int, policies: Mapping[str, Policy]
+        self, at: StageJobs, task: Task, index: int, candidates: Mapping[str, Candidate]
     ) -> dict[str, Measurement]:
-        """Full and the policies by name, on one sample."""
-        self._log.define({}, {name: repr(policy) for name, policy in policies.items()})
+        """Full and the candidates by name, on one sample."""
+        self._log.define({}, {name: _told(one) for name, one in candidates.items()})
         known = self._log.measured(at.name(task), index)
-        wanted = {"full", *policies}
+        wanted = {"full", *candidates}
         if not wanted <= known.keys():
-            new = self._made(at, task, index, policies, known)
+            new = self._made(at, task, index, candidates, known)
             self._log.append(at.name(task), index, new)
             known = self._log.measured(at.name(task), index)
-        return {name: known[name] for name in ("full", *policies)}
+        return {name: known[name] for name in ("full", *candidates)}
 
     def _made(
         self,
         at: StageJobs,
         task: Task,
         index: int,
-        policies: Mapping[str, Policy],
+        candidates: Mapping[str, Candidate],
         known: Mapping[str, Measurement],
     ) -> list[Measurement]:
         """What is not known yet; all of it, if full now answers something else."""
-        sample = task.sample(self._whole.prompts.tokenizer, at.numbers(self._seed, index))
+        whole = self._runners.whole
+        sample = task.sample(whole.prompts.tokenizer, at.numbers(self._seed, index))
         namespace = f"certify/{at.name(task)}/{self._seed}/{index}"
-        with ExitStack() as stack:
-            ready = stack.enter_context(inserted(self._whole, sample, namespace))
-            measurer = SampleMeasurer(self._whole, ready, index, namespace, self._max_new_tokens)
+        with inserted(whole, sample, namespace) as ready:
+            measurer = SampleMeasurer(whole, ready, index, namespace, self._max_new_tokens)
             full = measurer.full()
-            if self._runner is not self._whole:
-                stack.enter_context(inserted(self._runner, sample, namespace))
-                measurer = measurer.on(self._runner)
             if "full" in known and known["full"].answer != full.answer:
                 known = {}
-            return [full] * ("full" not in known) + [
-                measurer.policy(policy, name=name)
-                for name, policy in policies.items()
-                if name not in known
-            ]
+            made = [full] * ("full" not in known)
+            new = {name: one for name, one in candidates.items() if name not in known}
+            for digest in {one.digest: None for one in new.values()}:
+                under = {name: one for name, one in new.items() if one.digest == digest}
+                runner = self._runners.of(next(iter(under.values())))
+                with nullcontext() if runner is whole else inserted(runner, sample, namespace):
+                    here = measurer.on(runner)
+                    made += [here.policy(one.policy, name=name) for name, one in under.items()]
+        return made
 
 
 @dataclass
 class Losses:
-    """One policy's losses, [rounds] for each job; a round is one sample of every job.
+    """One candidate's losses, [rounds] for each job; a round is one sample of every job.
 
-    A loss that is no number is infinite. `flops` and `full_flops`: over the same samples.
+    A loss that is no number is infinite. `flops`, `full_flops`, `kv` and `full_kv` (bytes): sums
+    over the same samples.
     """
 
-    policy: Policy
+    candidate: Candidate
     kind: BoundKind
     by_job: dict[str, list[float]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     full_flops: dict[str, int] = field(default_factory=dict)
+    kv: dict[str, int] = field(default_factory=dict)
+    full_kv: dict[str, int] = field(default_factory=dict)
 
     def add(self, job: str, full: Measurement, mine: Measurement) -> None:
         """Takes in one sample."""
         loss = mean_kl(mine) if self.kind == "kl" else full.score - mine.score
         self.by_job.setdefault(job, []).append(loss if math.isfinite(loss) else math.inf)
-        self.flops[job] = self.flops.get(job, 0) + mine.flops
-        self.full_flops[job] = self.full_flops.get(job, 0) + full.flops
+        for totals, number in (
+            (self.flops, mine.flops),
+            (self.full_flops, full.flops),
+            (self.kv, mine.kv_bytes + mine.shared_kv_bytes),
+            (self.full_kv, full.kv_bytes + full.shared_kv_bytes),
+        ):
+            totals[job] = totals.get(job, 0) + number
 
     @property
     def flops_share(self) -> float:
         """Of full's, over all samples; infinite before the first."""
-        full = sum(self.full_flops.values())
-        return sum(self.flops.values()) / full if full else math.inf
+        return _share(self.flops, self.full_flops)
+
+    @property
+    def kv_share(self) -> float:
+        """Bytes of KV that prompts hold once they are prefilled, of full's without a map."""
+        return _share(self.kv, self.full_kv)
+
+    @property
+    def cost(self) -> float:
+        """What candidates are ordered by: `flops_share` × `kv_share`, 1 for full without a map.
+
+        To halve the one is worth as much as to halve the other.
+        """
+        return self.flops_share * self.kv_share
 
     @property
     def samples(self) -> int:
@@ -181,13 +205,14 @@ class Losses:
 
     def of(self, job: str) -> Losses:
         """Those of one job alone."""
-        return Losses(
-            self.policy,
-            self.kind,
-            {job: self.by_job[job]},
-            {job: self.flops[job]},
-            {job: self.full_flops[job]},
-        )
+        parts = self.flops, self.full_flops, self.kv, self.full_kv
+        sums = ({job: part[job]} for part in parts)
+        return Losses(self.candidate, self.kind, {job: self.by_job[job]}, *sums)
+
+
+def _share(mine: Mapping[str, int], full: Mapping[str, int]) -> float:
+    whole = sum(full.values())
+    return sum(mine.values()) / whole if whole else math.inf
 
 
 def samples_needed(drop: float, level: float) -> int:
@@ -206,20 +231,26 @@ def race(
     """Measures candidates round by round, each as long as there is something to learn of it.
 
     One that is surely above the bound is measured no further. Neither is one that is settled, nor
-    any that computes more than it.
+    any that costs more than it.
     """
     live = dict(candidates)
     for index in rounds:
         if not live:
             return
-        policies = {name: losses.policy for name, losses in live.items()}
+        measured = {name: losses.candidate for name, losses in live.items()}
         for task in at.tasks:
-            found = meter.measure(at, task, index, policies)
+            found = meter.measure(at, task, index, measured)
             for name, losses in live.items():
                 losses.add(at.name(task), found["full"], found[name])
         live = {name: losses for name, losses in live.items() if not losses.surely_above(bound)}
-        enough = min((s.flops_share for s in live.values() if settled(s)), default=math.inf)
-        live = {name: losses for name, losses in live.items() if losses.flops_share < enough}
+        enough = min((s.cost for s in live.values() if settled(s)), default=math.inf)
+        live = {name: losses for name, losses in live.items() if losses.cost < enough}
+
+
+def _told(candidate: Candidate) -> str:
+    """What a name in the log stands for."""
+    policy = repr(candidate.policy)
+    return policy if candidate.digest is None else f"{policy} under {candidate.digest}"
 
 
 def _meaning(task: Task) -> dict[str, Any]:

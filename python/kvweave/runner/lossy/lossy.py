@@ -34,8 +34,10 @@ def check_profile(
     canary: Canary | None,
     spec: ModelSpec,
     heads: HeadClassMap | None,
-) -> None:
+) -> HeadClassMap | None:
     """Raises what a runner of this model and head map has against a profile and a canary.
+
+    Returns the head map that the runner is to have: the one that was asked for, else the profile's.
 
     # Errors
     `CorruptProfile` for a profile of another model, dtype or head map; `InvalidArgument` for what
@@ -48,6 +50,7 @@ def check_profile(
         profile.check(spec.fingerprint, str(spec.dtype).removeprefix("torch."), heads)
     if canary is not None:
         bound_of(canary, profile)
+    return profile.heads if heads is None and profile is not None else heads
 
 
 def bound_of(canary: Canary, profile: PolicyProfile | None) -> float:
