@@ -317,6 +317,9 @@ class DecodeRows:
     table's entries lie in the array; places i64 [M] of the array and what is to be written there,
     moved i32 [M, 5]; copies i32 [C, 8] of request, group, and the columns of `take_copies`, to be
     executed before anything is written. The array has `entries` rows and doubles when it must.
+    `counts` i32 [B] appends so many tokens to each, at least one, tokens i32 [R] being those of all,
+    one request behind the other: positions are i32 [R] then and slots i32 [T, R, 2]. Tokens that
+    `KvRequest.truncate` took back since are listed no more, and nothing else is listed anew.
     Errors: `PoolFull` with the number of the request in `request`, `InvalidArgument`; nothing has
     changed then.
     """
@@ -329,7 +332,13 @@ class DecodeRows:
     def set_heads(self, heads: _Array) -> None: ...
     def join(self) -> int: ...
     def leave(self, row: int) -> None: ...
-    def step(self, requests: Sequence[KvRequest], rows: _Array, tokens: _Array) -> DecodeStep: ...
+    def step(
+        self,
+        requests: Sequence[KvRequest],
+        rows: _Array,
+        tokens: _Array,
+        counts: _Array | None = None,
+    ) -> DecodeStep: ...
 
 @final
 class Scheduler:

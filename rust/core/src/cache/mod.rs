@@ -23,6 +23,7 @@ mod quotas;
 mod request;
 mod spill;
 mod stats;
+mod truncate;
 
 use std::sync::Arc;
 
