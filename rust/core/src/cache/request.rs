@@ -9,8 +9,8 @@ use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
 
 use super::books::Common;
+use super::cut::Cut;
 use super::holding::Holding;
-use super::truncate::Cut;
 
 /// How far the request's exact prefix has been entered into the prefix tree.
 #[derive(Clone, Copy)]

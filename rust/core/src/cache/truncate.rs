@@ -8,18 +8,9 @@ use crate::error::{Error, ErrorKind};
 use crate::ids::BlockId;
 
 use super::books::State;
+use super::cut::Cut;
 use super::holding::Holding;
 use super::request::Request;
-
-/// The last time that tokens were taken back, for copies of tables that follow.
-#[derive(Clone, Copy)]
-pub(super) struct Cut {
-    /// The request's revision before and after.
-    before: u64,
-    after: u64,
-    /// Tokens that were left.
-    len: usize,
-}
 
 impl Request {
     /// Takes back the tokens behind the first `len`, as if they had never been appended: their
@@ -91,17 +82,12 @@ impl Request {
         if revision == self.revision {
             return Some(len);
         }
-        let cut = self.cut.filter(|cut| cut.after == self.revision && cut.before == revision);
-        cut.map(|cut| cut.len.min(len))
+        self.cut.filter(|cut| cut.spans(revision, self.revision)).map(|cut| cut.len.min(len))
     }
 
     fn note_cut(&mut self, len: usize) {
-        let after = self.revision + 1;
-        self.cut = match self.cut.filter(|cut| cut.after == self.revision) {
-            Some(cut) => Some(Cut { before: cut.before, after, len: cut.len.min(len) }),
-            None => Some(Cut { before: self.revision, after, len }),
-        };
-        self.revision = after;
+        self.cut = Some(Cut::after(self.cut, self.revision, len));
+        self.revision += 1;
     }
 
     fn uncommitted(&self, what: &str, len: usize) -> Result<(), Error> {
