@@ -165,15 +165,42 @@ def test_what_a_gpu_captures_drafts_the_same(llama, kinds) -> None:
 
 
 @pytest.mark.parametrize("mode", ["materialise", "share"])
-def test_behind_segments_that_are_reused(llama, mode) -> None:
+@pytest.mark.parametrize("policy", ["naive", "foresight"])
+def test_behind_segments_that_are_reused(llama, mode, policy) -> None:
     answers = []
     for make in (dense_runner, verified_runner):
         runner = make(llama, [top_k(4), FULL], mode=mode, max_tokens=4096)
-        made = runner.generate(knowledge(runner, 3), "naive", **asked())
-        assert made.report.mode == mode
+        made = runner.generate(knowledge(runner, 3), policy, **asked())
         assert made.report.reused_segment > 0
         answers.append(made.tokens)
     assert answers[0] == answers[1]
+
+
+def test_turns_of_a_conversation(llama) -> None:
+    answers = []
+    for make in (dense_runner, verified_runner):
+        runner = make(llama, [top_k(4), FULL], tokenizer=Bytes(), max_tokens=4096)
+        with runner.conversation() as talk:
+            said = [
+                talk.ask([text], max_new_tokens=STEPS, stop=()).tokens
+                for text in ("What is it that they all want?", "And who has it?", "Why?")
+            ]
+        answers.append(said)
+        assert held(runner) == 0
+    assert answers[0] == answers[1]
+
+
+def test_a_server_streams_what_is_said_in_rounds(llama) -> None:
+    dense = dense_runner(llama, MIXED, tokenizer=Bytes())
+    runner = verified_runner(llama, MIXED, tokenizer=Bytes())
+    prompts = [random_tokens(n, n).tolist() for n in (20, 61)]
+    wanted = [dense.generate(p, "full", **asked()) for p in prompts]
+    with runner.serve() as server:
+        some = [server.submit(p, "full", streamed=True, **asked()) for p in prompts]
+        told = [list(one) for one in some]
+    for pieces, one in zip(told, wanted, strict=True):
+        assert [piece.token for piece in pieces] == one.tokens
+        assert "".join(piece.text for piece in pieces) == one.text
 
 
 # ---- ends within a run ----------------------------------------------------------------------
