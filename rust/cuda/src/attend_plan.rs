@@ -296,7 +296,9 @@ fn prefill_grid(
 ) -> Option<Grid> {
     let geometry = &call.kv.geometry;
     let tiles = call.rows * call.group() / pairs + call.requests;
-    let blocks = tiles * geometry.kv_heads;
+    // With few rows a request fills no more than one tile.
+    let filled = (call.rows * call.group()).div_ceil(pairs).max(call.requests);
+    let blocks = filled * geometry.kv_heads;
     let keys = call.kv.entries.len / 5 * geometry.page_tokens / call.requests.max(1);
     let wanted = (device.processors as usize / blocks.max(1)).max(1);
     let splits = wanted.min(keys.div_ceil(KEYS_A_SPLIT)).clamp(1, MAX_SPLITS);

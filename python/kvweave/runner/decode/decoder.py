@@ -142,12 +142,12 @@ class Decoder:
         try:
             with self.spec.current():
                 runs = self.rounds.runs(slots, slots.step(drafts + 1))
-        except PoolFull:
-            return []
-        except BaseException:
+        except BaseException as error:
             for sequence, length in zip(batch, known, strict=True):
                 if not sequence.request.released:
                     sequence.request.truncate(length)
+            if isinstance(error, PoolFull):
+                return []
             raise
         slots.hear(None, time.perf_counter() - start)
         return runs

@@ -22,8 +22,8 @@ class Draws:
     """The random numbers of a round of B sequences, each of which drafts so many tokens, i64 [B].
 
     A draft is chosen with the very number that its verification is: where both see the same
-    logits they say the same, however these were flattened. Numbers for tokens that are not said
-    are taken back, so that a sequence's next round goes on where one token a step would have.
+    logits they say the same, at any temperature. Numbers for tokens that are not said are taken
+    back, so that a sequence's next round goes on where one token a step would have.
 
     `failed`: what choosing raised, by sequence and row.
     """
