@@ -7,8 +7,8 @@ model accepts says nothing of others. So a row has the speed-up at that number, 
 accepted, and how many accepted drafts a round is worth it from.
 
 Elsewhere SmolLM2 answers prompts of real text, and how many of its drafts are accepted is the
-figure; on a CPU a verification's rows cost what as many steps do, and nothing is won by them.
-Every answer is compared with the dense one. Contenders run one after the other in one process.
+figure. Every answer is compared with the dense one. Contenders run one after the other in one
+process.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_each_token_is_what_the_pass_over_all_pages_says(monkeypatch, dtype, wro
 
 
 def test_rounds_are_captured_and_wait_once(monkeypatch) -> None:
-    """Drafts with a ranking, drafts without, and verifications; the wait is the round's last act."""
+    """Drafts with a ranking, drafts without, and verifications; a round waits at its end alone."""
     runner: Runner = there([top_k(4, 4)], speculate=4)
     prompts = [random_tokens(length, 1) for length in (150, 90)]
     runner.generate_batch(prompts, "full", **ASK)
