@@ -23,6 +23,7 @@ from benchmarks.cases import (
     page_choice,
     page_moves,
     rotate_rows,
+    speculation,
     store,
     top_k_step,
     ttft,
@@ -50,6 +51,7 @@ CASES: dict[str, Case] = {
     "page_moves": page_moves.run,
     "packed_decode": packed_decode.run,
     "top_k_step": top_k_step.run,
+    "speculation": speculation.run,
 }
 ON_A_GPU = {
     "packed_decode",

@@ -145,7 +145,9 @@ class Stepped:
         budget: int | None,
         steps: int,
         over_host: bool = False,
+        drafts: int = 0,
     ) -> Stepped:
+        """The requests of a load; with `drafts` a decoder that drafts by the budget."""
         # What the contender before has left is in the way of what this one makes.
         gc.collect()
         if spec.device.type == "cuda":
@@ -155,7 +157,8 @@ class Stepped:
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
         host = make_host_pools(cache, pages, pages.nbytes if over_host else None)
-        decoder = Decoder(HeadReads(spec, cache, host=host), rotary, pages)
+        reads = HeadReads(spec, cache, host=host, verified=drafts > 0)
+        decoder = Decoder(reads, rotary, pages, drafts)
         positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
         requests = [cache.admit(tokens, reuse="none") for _ in range(load.requests)]
         known = positions, Sampling(), steps, spec.device

@@ -42,6 +42,7 @@ TITLES = {
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
+    "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",

@@ -19,6 +19,7 @@ from benchmarks.cases import (
     head_memory,
     host_load,
     rotate_rows,
+    speculation,
     store,
     top_k_step,
     ttft_cuda,
@@ -92,7 +93,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
-    host = {"head_memory", "decode_host", "engine_load", "host_load", "store"}
+    host = {"head_memory", "decode_host", "engine_load", "host_load", "speculation", "store"}
     on_gpu = {"packed_decode", "page_choice", "page_moves", "top_k_step", "ttft_heads"}
     assert set(CASES) == timed | host | on_gpu
 
@@ -119,6 +120,24 @@ def test_decode_host_case_measures_steps_that_say_a_token_each() -> None:
     rows = decode_host.run(quick=True)
     assert [row.unit for row in rows] == ["µs"] * 9
     assert all(0 < row.value <= row.p95 for row in rows)
+
+
+def test_speculation_case_measures_rounds_beside_dense_steps() -> None:
+    """Of a tiny model on the host; by all pages all drafts are accepted."""
+    model, loads = random_model("tiny Llama", "cpu", torch.float32), [top_k_step.Load(2, 200, 2)]
+    dense, few, more = speculation.rows_of(model, loads, 1000, [1, 3], rounds=3)
+    assert [row.unit for row in (dense, few, more)] == ["ms"] * 3
+    assert (few.of["accepted"], more.of["accepted"]) == (1.0, 3.0)
+    for row, drafts in ((few, 1), (more, 3)):
+        assert row.of["dense ÷ this"] == row.of["if all are accepted"]
+        assert row.of["dense ÷ this"] == (1 + drafts) * dense.value / row.value
+        assert row.of["worth it from"] == row.value / dense.value - 1
+
+
+def test_speculation_case_counts_what_a_real_model_accepts() -> None:
+    (row,) = speculation.accepted_rows([(1, 150)], [3], steps=13, budget=4)
+    assert 0 < row.value <= 3
+    assert row.of["share"] == row.value / 3
 
 
 def test_top_k_step_case_measures_steps_of_whole_batches() -> None:

@@ -58,7 +58,7 @@ def kinds_map(spec: ModelSpec, kinds: list[dict[str, Any]]) -> HeadClassMap:
 def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
     settings = {"max_tokens": 2048, "page_tokens": 4, "progress": False, "check": False, **settings}
-    plain = Runner(model, **{**settings, "max_tokens": 64})
+    plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None})
     return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
 
 

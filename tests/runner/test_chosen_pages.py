@@ -70,7 +70,8 @@ class World:
         newest = np.array([self.table[-1, 3] + self.table[-1, 2] - self.table[-1, 1] - 1], np.int32)
         at_end = newest.astype(np.int64) + 1
         row = np.zeros(1, np.int32)
-        step = chosen.step(ListedStep(row, newest, at_end, spans, moved, self.table[moved]))
+        listed = row, newest, at_end, spans, moved, self.table[moved], np.ones(1, np.int64)
+        step = chosen.step(ListedStep(*listed))
         known = step.rooms, self.array, self.reads.choices
         tables = ChosenTables(self.runner.spec, self.rope, PAGE, *known)
         plans = [torch.from_numpy(plan) for plan in step.plans]

@@ -85,6 +85,26 @@ class HealingReport:
 
 
 @dataclass
+class SpeculationReport:
+    """What came of drafting, for one answer.
+
+    `drafted`: tokens that `rounds` drafted, `accepted`: those of them that were said. A round says
+    one token more than it accepts, but where a draft ended the answer.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Takes note of a round; one without drafts is a step."""
+        if drafted:
+            self.rounds += 1
+            self.drafted += drafted
+            self.accepted += accepted
+
+
+@dataclass
 class Report:
     """What was reused, what was computed, how long it took, what it holds.
 
@@ -98,7 +118,8 @@ class Report:
     room, or no longer all of their window. `settled_now`: reused tokens that the policy computed
     again; `settled_before`: tokens that earlier turns of a conversation left, which counts them as
     neither reused nor recomputed. `healing`: of an answer that was watched.
-    `canary`: of a request that was drawn for comparison.
+    `canary`: of a request that was drawn for comparison. `speculation`: of an answer that a runner
+    with `speculate` has decoded.
     """
 
     policy: str
@@ -122,6 +143,7 @@ class Report:
     settled_before: int = 0
     healing: HealingReport | None = None
     canary: CanaryCheck | None = None
+    speculation: SpeculationReport | None = None
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
@@ -148,7 +170,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        nested = ("plan", "timings", "passes", "healing")
+        nested = ("plan", "timings", "passes", "healing", "speculation")
         plain = {k: v for k, v in self.__dict__.items() if k not in nested}
         return {
             **plain,
@@ -157,6 +179,7 @@ class Report:
             "timings": asdict(self.timings),
             "healing": None if self.healing is None else asdict(self.healing),
             "canary": None if self.canary is None else asdict(self.canary),
+            "speculation": None if self.speculation is None else asdict(self.speculation),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,
         }

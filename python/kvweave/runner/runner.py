@@ -28,6 +28,7 @@ from kvweave.runner.hand_off import hand_over, take_over
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
+from kvweave.runner.kv.beside_drafts import check_drafting, check_speculate
 from kvweave.runner.kv.beside_host import check_host
 from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.heads import HeadReads
@@ -57,7 +58,9 @@ class Runner(KnowledgeBase):
     `kv_dtype`: None for the model's own dtype, or "int4": full pages are packed, into the pool
     `packed` (see docs/packed-kv.md, also for what does not go with it). `host_bytes`: so much of
     the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
-    docs/sparse-decode.md); None keeps all pages on the device. `mode` is
+    docs/sparse-decode.md); None keeps all pages on the device. `speculate`: tokens that a round
+    drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that answers are
+    dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
     room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
@@ -94,6 +97,7 @@ class Runner(KnowledgeBase):
         frozen_share: float = 0.5,
         eviction: str = "lru",
         heads: HeadClassMap | None = None,
+        speculate: int | None = None,
         chunk_tokens: int | None = None,
         profile: PolicyProfile | None = None,
         canary: Canary | None = None,
@@ -112,6 +116,8 @@ class Runner(KnowledgeBase):
         check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
+        asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
+        drafts = check_speculate(speculate, heads, page_tokens, **asked)
         self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,
@@ -136,8 +142,10 @@ class Runner(KnowledgeBase):
             tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
             if check:
                 verify(model, self.spec)
-        reads = HeadReads(self.spec, self.cache, self.packed, self.host)
-        self._decoder = Decoder(reads, rotary, pages)
+        known = self.spec, self.cache, self.packed, self.host
+        reads = HeadReads(*known, verified=drafts > 0)
+        check_drafting(drafts, reads, rotary)
+        self._decoder = Decoder(reads, rotary, pages, drafts)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)

@@ -32,9 +32,9 @@ impl DecodeRows {
 /// What `DecodeRows.step` returns.
 #[pyclass(frozen, get_all, module = "kvweave._native")]
 pub struct DecodeStep {
-    /// i32 [B]: of the newest tokens.
+    /// i32 [R]: of the new tokens, one a request or one request behind the other.
     positions: Py<PyArray1<i32>>,
-    /// i32 [T, B, 2]: block and slot of their K, V.
+    /// i32 [T, R, 2]: block and slot of their K, V.
     slots: Py<PyArray3<i32>>,
     /// i32 [B, T, 2]: from where to where a table's entries lie in the array.
     spans: Py<PyArray3<i32>>,
@@ -53,13 +53,14 @@ pub struct DecodeStep {
 
 impl DecodeStep {
     fn new(py: Python<'_>, step: StepRows, rows: [usize; 3]) -> PyResult<Self> {
-        let (batch, [tables, entries, lanes]) = (step.positions.len(), rows);
+        let (new, [tables, entries, lanes]) = (step.positions.len(), rows);
+        let batch = step.spans.len() / tables.max(1);
         let cube = |pairs: Vec<[i32; 2]>, sizes: [usize; 3]| {
             PyArray1::from_vec(py, pairs.into_flattened()).reshape(sizes).map(Bound::unbind)
         };
         Ok(Self {
             positions: PyArray1::from_vec(py, step.positions).unbind(),
-            slots: cube(step.slots, [tables, batch, 2])?,
+            slots: cube(step.slots, [tables, new, 2])?,
             spans: cube(step.spans, [batch, tables, 2])?,
             places: PyArray1::from_vec(py, step.moves.places).unbind(),
             moved: table(py, step.moves.entries)?.unbind(),
@@ -120,7 +121,9 @@ impl DecodeRows {
     }
 
     /// Appends a token (i32 [B]) to each request, all or none, and says what the step reads and
-    /// writes. `rows` (i32 [B]): the row of each request.
+    /// writes. `rows` (i32 [B]): the row of each request. `counts` (i32 [B]): so many tokens for
+    /// each, at least one; `tokens` are those of all then, one request behind the other.
+    #[pyo3(signature = (requests, rows, tokens, counts=None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
     fn step(
         &self,
@@ -128,18 +131,28 @@ impl DecodeRows {
         requests: Vec<Py<KvRequest>>,
         rows: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
+        counts: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<DecodeStep> {
         let (rows, tokens) = (Table::of("rows", rows)?, Tokens::of(tokens)?);
+        let counts = counts.map(|counts| Table::of("counts", counts)).transpose()?;
         let numbers = || {
             let rows = rows.list("rows")?.iter().map(|&row| count("row", row));
             rows.collect::<Result<Vec<_>, _>>()
         };
         let numbers = raised(py, numbers())?;
         let ids = raised(py, tokens.ids())?;
+        let each = |counts: &Table<'_>| {
+            let each = counts.list("counts")?.iter().map(|&of| count("counts", of));
+            each.collect::<Result<Vec<_>, _>>()
+        };
+        let counts = raised(py, counts.as_ref().map(each).transpose())?;
         let (step, sizes) = call_core(py, || {
             with_all(&requests, |requests| {
                 let mut rows = self.lock();
-                let step = rows.step(requests, &numbers, &ids)?;
+                let step = match &counts {
+                    Some(counts) => rows.steps(requests, &numbers, &ids, counts)?,
+                    None => rows.step(requests, &numbers, &ids)?,
+                };
                 Ok((step, [rows.tables(), rows.entries(), rows.lanes()]))
             })
         })?;

@@ -190,6 +190,21 @@ impl KvRequest {
         self.with(py, |request| request.append(&ids))
     }
 
+    /// Takes back the tokens behind the first `length`, as if they had never been appended.
+    fn truncate(&self, py: Python<'_>, length: Number) -> PyResult<()> {
+        let length = raised(py, count("length", length))?;
+        self.with(py, |request| request.truncate(length))
+    }
+
+    /// Says which tokens (i32 [N]) those from `start` on are that were appended before they were
+    /// known.
+    fn set_tokens(&self, py: Python<'_>, start: Number, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let start = raised(py, count("start", start))?;
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        self.with(py, |request| request.set_tokens(start, &ids))
+    }
+
     /// Says that K and V of [0, computed) are stored, and that those of [0, exact) are what a full
     /// prefill would have stored. From now on others may reuse them.
     fn commit(&self, py: Python<'_>, computed: Number, exact: Number) -> PyResult<()> {

@@ -17,6 +17,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
+from kvweave.runner.kv.beside_drafts import refuse_beside_drafts
 from kvweave.runner.kv.beside_host import refuse_beside_host
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.lossy.lossy import LossyPrefiller
@@ -126,6 +127,7 @@ class Answering:
         check_healing(healing)
         refuse_beside_packed(self.prefiller.packed, "healing", healing)
         refuse_beside_host(self.prefiller.heads.host, "healing", healing)
+        refuse_beside_drafts(self.decoder.drafts, "healing", healing)
         chosen: Any = Sampling() if sampling is None else sampling
         if not isinstance(chosen, Sampling):
             raise InvalidArgument(f"sampling: expected a Sampling or None, got {shown(chosen)}")
@@ -148,6 +150,8 @@ class Answering:
             packed=done.kv.packed,
             host=done.kv.host,
         )
+        if self.decoder.drafts:
+            done.report.speculation = sequence.speculation
         watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
         sequence.choose(done.logits[-1])
         kept = ask.streamed or ask.stop.texts

@@ -93,14 +93,27 @@ class ChosenStep:
     plans: tuple[Int32, ...]
     widths: tuple[int, ...]
 
+    def once_more(self, entries: int) -> ChosenStep:
+        """The same tables again, of so many entries: what was chosen is read, and nobody ranked."""
+        if not any(self.widths):
+            return self
+        plans = []
+        for room, plan in zip(self.rooms, self.plans, strict=True):
+            idle = np.tile(room.nobody(entries), (len(plan), 1))
+            idle[:, : LENGTH + 1] = plan[:, : LENGTH + 1]
+            # Who was not ranked has what he reads from the first time.
+            plans.append(idle)
+        return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
+
 
 @dataclass(frozen=True)
 class ListedStep:
     """The requests of a step, and where their entries are.
 
-    Their `rows` [B], the positions of their newest tokens [B] and how long they are at their `ends`
-    [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have changed, to
-    `entries` [M, 5]. `hosts` [B]: their pages that may lie in host memory, by head group.
+    Their `rows` [B], the positions of their first new tokens [B] and how long they are at their
+    `ends` [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have
+    changed, to `entries` [M, 5]. `growing` [B]: of each table the last entries that have any of the
+    new tokens. `hosts` [B]: their pages that may lie in host memory, by head group.
     """
 
     rows: Int32
@@ -109,6 +122,7 @@ class ListedStep:
     spans: Int32
     moved: Int64
     entries: Int32
+    growing: Int64
     hosts: Sequence[Mapping[int, HostPages]] = ()
 
 
@@ -119,7 +133,8 @@ class _KeptPlan:
     Of the same `rows`, whose tables began at `begin` [B] and had `count` [B] entries: `kept` bool
     [B], whether a request reads what was chosen for it; it is ranked when its newest token is at
     `until` [B], and anybody when there are more entries than `most` [B]. `newest` i64 [B, n]: the
-    places that are read beside what was chosen, as they are filled.
+    places that are read beside what was chosen, as they are filled. `least` [B]: the entries that
+    each had at its ranking.
     """
 
     rows: Int32
@@ -128,6 +143,7 @@ class _KeptPlan:
     kept: npt.NDArray[np.bool_]
     until: Int64
     most: Int64
+    least: Int64
     newest: Int64
     plan: Int32
 
@@ -142,10 +158,11 @@ class _KeptPlan:
             and bool(known[begin[self.kept]].all())
             and bool((step.positions < self.until).all())
             and bool((count <= self.most).all())
+            and bool((count >= self.least).all())
         )
 
     def grown(self, count: Int64, nobody: int) -> Int32:
-        """What is said when the tables have so many entries; none has fewer than before."""
+        """What is said when the tables have so many entries."""
         more = np.flatnonzero(count != self.count)
         if len(more):
             self.plan[more, LENGTH] += (count - self.count)[more].astype(np.int32)
@@ -252,7 +269,7 @@ class _Budget:
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
-            self._bound(spans[due], spans[due, 1] - 1, array)
+            self._bound(spans[due], (spans[:, 1] - step.growing)[due], array)
             self._follow_home(step, np.flatnonzero(due))
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
@@ -264,7 +281,8 @@ class _Budget:
         if not width:
             until = np.where(kept, self.ranked[rows] + self.budget.every, _NEVER)
             most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
-            self._kept = _KeptPlan(rows, begin, count, kept, until, most, newest, plan)
+            least = np.where(kept, self.listed[rows], 0)
+            self._kept = _KeptPlan(rows, begin, count, kept, until, most, least, newest, plan)
         return plan, width
 
     def prepare(self, step: ListedStep, array: Int32) -> None:
@@ -342,13 +360,13 @@ class _Budget:
     def _bound(self, spans: Int64, end: Int64, array: Int32) -> None:
         """Brings the bounds of entries of tables [n, 2] up to date, of each those before its `end`.
 
-        That leaves out the last one at most: what it scores does not matter, it is read in any
-        case.
+        That leaves out last ones, which new tokens lie in: what these score does not matter, they
+        are read in any case.
         """
         tables = zip(spans[:, 0].tolist(), end.tolist(), strict=True)
         other = np.concatenate([at + np.flatnonzero(~self.known[at:to]) for at, to in tables])
-        last = spans[:, 1] - 1
-        last = last[(end == last) & (self.told[last] != array[last, 3])]
+        last = np.concatenate([np.arange(*ends) for ends in zip(end, spans[:, 1], strict=True)])
+        last = last[self.told[last] != array[last, 3]]
         if not len(other) + len(last):
             return
         new = other[self.places[other] < 0]
@@ -434,6 +452,12 @@ class ChosenPages:
         for group in self.groups:
             group.prepare(step, self._array)
         return any(g.room is not room for g, room in zip(self.groups, before, strict=True))
+
+    def note(self, moved: Int64, entries: Int32) -> None:
+        """Takes note of entries that a step has changed in which nobody chooses pages."""
+        self._array[moved] = entries
+        for group in self.groups:
+            group.known[moved] = False
 
     def step(self, step: ListedStep) -> ChosenStep:
         """What a step says of its requests. Bounds are brought up to date on the device."""

@@ -11,10 +11,12 @@ import torch
 
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
+from kvweave.errors import PoolFull
 from kvweave.ops import Workspace
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.graph import StepGraphs
 from kvweave.runner.decode.reads import StepReads
+from kvweave.runner.decode.rounds import Rounds, Run
 from kvweave.runner.decode.sampling import Int64, choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import DecodeTables, forward, query_room
@@ -32,21 +34,29 @@ class Decoder:
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps over packed pages,
     and those for which the host copies pages itself, are launched one kernel at a time.
 
+    With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
+    `step` reads all of them.
+
     A step takes any batch of one kind: requests that were in the last one keep their tables, others
     join with theirs. One thread at a time may call a decoder.
     """
 
-    def __init__(self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor) -> None:
+    def __init__(
+        self, heads: HeadReads, rotary: Rotary, pages: torch.Tensor, drafts: int = 0
+    ) -> None:
         self.spec = heads.spec
         self.heads = heads
         self.rotary = rotary
         self.pages = pages
         self.reads = StepReads(heads)
+        self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
         waits = heads.packed is not None or any(not pool.pinned for pool in heads.host.values())
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
+        known = heads, rotary, pages, drafts, self.workspace, self.graphs
+        self.rounds = Rounds(*known) if drafts else None
         self.queries: torch.Tensor | None = None
         # Latest used last: a draft that comes between two steps of a batch has its own.
         self._slots: list[DecodeSlots] = []
@@ -108,6 +118,39 @@ class Decoder:
             prepared.wait()
         yield
         prepared.wait()
+
+    @needs_memory("decode round")
+    def round(self, batch: Sequence[Decoding]) -> list[Run]:
+        """Drafts and verifies some tokens of each sequence: what each says, or nothing of any.
+
+        Nothing is said where none may draft, or where there is no room to: then a `step` is what is
+        left to do, and nothing has changed. The tokens are not added to the sequences; the requests
+        have KV of all but the last of each.
+
+        # Errors
+        `InvalidArgument` and `OutOfMemory` as for `step`. The requests have what they had then.
+        """
+        if self.rounds is None or not (drafts := self.rounds.drafts(batch)).any():
+            return []
+        start = time.perf_counter()
+        slots = self._slots_of(batch)
+        slots.seat(batch)
+        # What a promoted head sees elsewhere is listed for one row of a request.
+        if slots.promoted:
+            return []
+        known = [sequence.request.length for sequence in batch]
+        try:
+            with self.spec.current():
+                runs = self.rounds.runs(slots, slots.step(drafts + 1))
+        except BaseException as error:
+            for sequence, length in zip(batch, known, strict=True):
+                if not sequence.request.released:
+                    sequence.request.truncate(length)
+            if isinstance(error, PoolFull):
+                return []
+            raise
+        slots.hear(None, time.perf_counter() - start)
+        return runs
 
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:
         """Those that members of the batch sit in already; or else those that are left by all."""

@@ -12,7 +12,7 @@ from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.rope import PositionTable
-from kvweave.runner.report import Timings
+from kvweave.runner.report import SpeculationReport, Timings
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Decoding:
 
     `tokens` are the generated ids; the last of them has no KV yet. `device` is the logits'. The
     time of its steps is added to `timings`. `packed`: its packed pages, where the runner has any.
-    `host`: what may lie in host memory, by head group.
+    `host`: what may lie in host memory, by head group. `speculation`: what came of drafts.
     """
 
     request: KvRequest
@@ -34,6 +34,7 @@ class Decoding:
     tokens: list[int] = field(default_factory=list)
     packed: PackedPrefix | None = None
     host: Mapping[int, HostPages] = field(default_factory=dict)
+    speculation: SpeculationReport = field(default_factory=SpeculationReport)
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ always the same: it is captured once for each size of batch and then replayed, w
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvweave.ops import RopeTable, Workspace
 from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.reads import StepReach
+from kvweave.runner.decode.round_grid import RoundGrid
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import DecodeTables, forward, query_room
 from kvweave.runner.kv.heads import HeadReads
@@ -42,7 +44,8 @@ class StepSize:
     """The patch of steps of one size at one address, and the graph that reads it.
 
     `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows,
-    and `chosen` the tables of heads that choose pages, ranked or not as `widths` say.
+    and `chosen` the tables of heads that choose pages, ranked or not as `widths` say. `width`: rows
+    of each request, 1 but in a verification.
     """
 
     def __init__(
@@ -54,15 +57,17 @@ class StepSize:
         moves: int,
         chosen: ChosenTables | None = None,
         widths: tuple[int, ...] = (),
+        width: int = 1,
     ) -> None:
         self.entries, self.reach, self.positions = entries, reach, positions
-        self.rows, self.moves = rows, moves
+        self.rows, self.moves, self.width = rows, moves, width
         self.chosen, self.widths = chosen, widths
         self.idle = [room.nobody(len(entries)) for room in chosen.rooms] if chosen else []
         device, tables = entries.device, reach.tables
         self.offsets = 2 * rows * tables + 1
         # Numbers of 64 bits come first, where they are aligned.
-        sizes = [2 * rows, 2 * moves, rows, 2 * tables * rows, self.offsets, 5 * moves]
+        every = rows * width
+        sizes = [2 * every, 2 * moves, every, 2 * tables * every, self.offsets, 5 * moves]
         sizes += [rows * len(row) for row in self.idle]
         self.patch = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
@@ -70,15 +75,17 @@ class StepSize:
         ids, places, positions_of, slots, offsets, moved, *plans = torch.split(self.patch, sizes)
         self.plans = [plan.view(rows, -1) for plan in plans]
         self.ids, self.places = ids.view(torch.int64), places.view(torch.int64)
-        self.slots = slots.view(tables, rows, 2)
+        self.slots = slots.view(tables, every, 2)
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
+        self.row_offsets = ends if width > 1 else None
         self.positions_of, self.splits, self.moved = positions_of, offsets, moved.view(moves, 5)
         parts = np.split(self.sent.numpy(), np.cumsum(sizes)[:-1])
         self._ids, self._places = parts[0].view(np.int64), parts[1].view(np.int64)
-        self._positions, self._slots = parts[2], parts[3].reshape(tables, rows, 2)
+        self._positions, self._slots = parts[2], parts[3].reshape(tables, every, 2)
         self._offsets, self._moved = parts[4], parts[5].reshape(moves, 5)
         self._plans = [part.reshape(rows, -1) for part in parts[6:]]
         # Rows and moves of the step before; at first all are to be emptied.
-        self._filled = (rows + 1, moves + 1)
+        self._filled = (every + 1, moves + 1)
         self.queries: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
@@ -98,8 +105,8 @@ class StepSize:
         self._places[:moved], self._moved[:moved] = made.places[:moved], made.moved[:moved]
         for number, idle in enumerate(self.idle):
             assert step.chosen is not None
-            self._plans[number][:count] = step.chosen.plans[number]
-            self._plans[number][count:] = idle
+            self._plans[number][: len(made.spans)] = step.chosen.plans[number]
+            self._plans[number][len(made.spans) :] = idle
         before, self._filled = self._filled, (count, moved)
         if count < before[0]:
             self._ids[count:], self._positions[count:], self._slots[:, count:] = 0, 0, -1
@@ -109,6 +116,13 @@ class StepSize:
             self._places[moved:], self._moved[moved:] = len(self.entries) - 1, NO_ENTRY
         slots.write(made.places[moved:], made.moved[moved:])
         self.patch.copy_(self.sent, non_blocking=True)
+
+    def take(self, all_rows: StepSize, row: int, drafted: torch.Tensor) -> None:
+        """Goes on to another row of each request, of a verification's rows, with tokens i64 [B]."""
+        width = all_rows.width
+        self.ids[: len(drafted)] = drafted
+        self.positions_of.copy_(all_rows.positions_of.view(-1, width)[:, row])
+        self.slots.copy_(all_rows.slots.view(len(self.slots), -1, width, 2)[:, :, row])
 
     def tables(self) -> DecodeTables:
         """The tables of the step, views of the patch on the device."""
@@ -125,6 +139,7 @@ class StepSize:
             turns=self.positions.turns(self.positions_of),
             reach=self.reach,
             chosen=self.chosen,
+            row_offsets=self.row_offsets,
         )
 
     def knows(self, chosen: ChosenStep | None) -> bool:
@@ -162,7 +177,41 @@ class StepGraphs:
         logits = self._run(size, slots.rope)[:count]
         return logits, None if size.queries is None else size.queries[:, :count]
 
-    def _size_of(self, slots: DecodeSlots, chosen: ChosenStep | None, watched: bool) -> StepSize:
+    def round(
+        self,
+        slots: DecodeSlots,
+        step: Step,
+        grid: RoundGrid,
+        draw: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a round drafts, i64 [B, W − 1], and the logits f32 [B · W, V] of all its rows.
+
+        `draw` takes logits f32 [B, V] and gives tokens i64 [B]. Both hold until the next step.
+        """
+        assert step.chosen is not None
+        count, width = grid.positions.shape
+        verification = self._size_of(slots, None, width=width)
+        verification.write(slots, grid.all_rows(step))
+        ids = verification.ids.view(-1, width)
+        size, again = self._size_of(slots, step.chosen), step.chosen.once_more(len(slots.entries))
+        size.write(slots, grid.first_rows(step, step.chosen))
+        for row in range(width - 1):
+            if row == 1 and again is not step.chosen:
+                size = self._size_of(slots, again)
+                size.write(slots, grid.first_rows(step, again))
+            if row:
+                size.take(verification, row, ids[:count, row])
+            ids[:count, row + 1] = draw(self._run(size, slots.rope)[:count])
+        logits = self._run(verification, slots.rope)[: count * width]
+        return ids[:count, 1:], logits
+
+    def _size_of(
+        self,
+        slots: DecodeSlots,
+        chosen: ChosenStep | None,
+        watched: bool = False,
+        width: int = 1,
+    ) -> StepSize:
         """The size that serves a batch; made anew where what a graph knows has moved.
 
         Steps in which requests are ranked have graphs of their own.
@@ -171,7 +220,7 @@ class StepGraphs:
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
         widths = chosen.widths if chosen is not None else ()
-        key = (id(slots), rows, moves, regime, slots.promoted, watched, widths)
+        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, widths)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
         positions, reach = self.rotary.fixed(slots.longest), slots.reach
@@ -189,7 +238,7 @@ class StepGraphs:
                 del self._sizes[next(iter(self._sizes))]
             tables = slots.chosen_tables(chosen) if chosen is not None else None
             known = slots.entries, reach, positions, rows, moves
-            size = self._sizes[key] = StepSize(*known, tables, widths)
+            size = self._sizes[key] = StepSize(*known, tables, widths, width)
             size.queries = query_room(self.spec, rows) if watched else None
         return size
 

@@ -63,6 +63,12 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(probabilities).scatter(0, order, ordered * kept)
 
 
+def check_token(token: int, vocabulary: int) -> None:
+    """Raises InvalidArgument for a token that is none: it would fail the next step of all."""
+    if not 0 <= token < vocabulary:
+        raise InvalidArgument(f"sampling: expected a token below {vocabulary}, got {token}")
+
+
 class Chooser(Protocol):
     """A sequence whose next token is chosen: its settings, draws, and tokens so far."""
 

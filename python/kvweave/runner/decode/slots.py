@@ -28,15 +28,28 @@ from kvweave.runner.kv.tables import Int32, send
 
 
 @dataclass(frozen=True)
-class Step:
-    """The tokens i32 [B] that a step feeds, and what it reads and writes: see `DecodeRows.step`.
+class StepRows:
+    """A part of what `DecodeRows.step` said, by the same names, of R rows of B requests."""
 
-    `chosen`: what top-K heads read of it, where there are any.
+    positions: Int32
+    slots: Int32
+    spans: Int32
+    places: Int64
+    moved: Int32
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tokens i32 [R] that a step feeds, and what it reads and writes: see `DecodeRows.step`.
+
+    `counts` i64 [B]: how many of each request, one where it is None. `chosen`: what top-K heads
+    read of it, where there are any that choose.
     """
 
     tokens: Int32
-    made: DecodeStep
+    made: DecodeStep | StepRows
     chosen: ChosenStep | None = None
+    counts: Int64 | None = None
 
 
 class DecodeSlots:
@@ -158,10 +171,12 @@ class DecodeSlots:
 
     # ---- a step ---------------------------------------------------------------------------
 
-    def step(self) -> Step:
+    def step(self, counts: Int64 | None = None) -> Step:
         """Appends each sequence's last token to its request, all or none, and says what to read.
 
-        Copies that writing asks for are made; the entries are not brought up to date yet.
+        `counts` [B]: of a round, so many tokens for each; those behind the last are not known yet,
+        and stand as 0. Copies that writing asks for are made; the entries are not brought up to
+        date yet.
 
         # Errors
         As `Decoder.step`.
@@ -171,25 +186,45 @@ class DecodeSlots:
             tokens = np.asarray([s.tokens[-1] for s in self.batch], np.int32)
         if self.packed is not None:
             self.packed.pack()
-        made = self.rows.step(self._requests, self._numbers, tokens)
+        if counts is not None:
+            first = np.cumsum(counts) - counts
+            known, tokens = tokens, np.zeros(int(counts.sum()), np.int32)
+            tokens[first] = known
+        of_each = None if counts is None else counts.astype(np.int32)
+        made = self.rows.step(self._requests, self._numbers, tokens, of_each)
         self.lanes = made.lanes
         if len(made.copies):
             self._copy(made.copies)
         if self.chosen is not None:
-            return Step(tokens, made, self._chosen_step(self.chosen, made))
+            return Step(tokens, made, self._chosen_step(self.chosen, made, counts), counts)
         if made.entries >= len(self.entries):
             old, self.entries = self.entries, self._room(made.entries)
             self.entries[: len(old) - 1] = old[:-1]
-        return Step(tokens, made)
+        return Step(tokens, made, None, counts)
 
-    def _chosen_step(self, chosen: ChosenPages, made: DecodeStep) -> ChosenStep:
-        """What top-K heads read in a step, and room for it behind the entries of requests."""
+    def _chosen_step(
+        self, chosen: ChosenPages, made: DecodeStep, counts: Int64 | None
+    ) -> ChosenStep | None:
+        """What top-K heads read in a step, and room for it behind the entries of requests.
+
+        None where they choose for guesses alone, and the step makes none.
+        """
         rows = int(self._numbers.max()) + 1
         self.entries = chosen.fit(self.entries, made.entries, rows)
-        of_batch = self._numbers, made.positions, self._ends, made.spans
+        if self.heads.verified and counts is None:
+            chosen.note(made.places, made.moved)
+            return None
+        first, growing = made.positions, np.ones(len(self.batch), np.int64)
+        if counts is not None:
+            last = np.cumsum(counts) - 1
+            first, pages = first[last - counts + 1], made.positions // int(self.pages.shape[2])
+            growing += pages[last] - pages[last - counts + 1]
+        of_batch = self._numbers, first, self._ends, made.spans
         hosts = [sequence.host for sequence in self.batch]
-        self._listed = ListedStep(*of_batch, made.places, made.moved, hosts)
-        return chosen.step(self._listed)
+        listed = ListedStep(*of_batch, made.places, made.moved, growing, hosts)
+        # What a round leaves is known when it has ended.
+        self._listed = listed if counts is None else None
+        return chosen.step(listed)
 
     def prepare(self) -> bool:
         """Does of the next step what need not wait for it: see `ChosenPages.prepare`."""
@@ -204,9 +239,15 @@ class DecodeSlots:
         known = step.rooms, self.entries, self.reads.choices
         return ChosenTables(self.spec, self.rope, page_tokens, *known)
 
-    def hear(self, chosen: Int64, seconds: float) -> None:
-        """Takes in what each of the batch said, i64 [B] or −1 for nothing, and what that took."""
+    def hear(self, chosen: Int64 | None, seconds: float) -> None:
+        """Takes in what each of the batch said, i64 [B] or −1 for nothing, and what that took.
+
+        None: the batch knows.
+        """
         self._spent += seconds
+        if chosen is None:
+            self._said = None
+            return
         self._said = chosen.astype(np.int32) if len(chosen) and chosen.min() >= 0 else None
 
     def _copy(self, copies: Int32) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ class DecodeTables:
     ids i64 [B], positions i32 [B], slots i32 [tables, B, 2], entries i32 [N, 5], and the rows'
     turns. offsets i32 [2 · B · tables + 1]: where each table begins and ends; what lies between two
     of them is nobody's, see `reads`. `chosen`: what layers with top-K heads read instead.
-    `packed`: what all heads read besides.
+    `packed`: what all heads read besides. `row_offsets` i32 [B + 1]: of a verification, where a
+    request's rows begin and end; ids, positions, slots and turns are those of all rows then.
     """
 
     ids: torch.Tensor
@@ -38,6 +40,7 @@ class DecodeTables:
     reach: StepReach
     chosen: ChosenTables | None = None
     packed: PackedStep | None = None
+    row_offsets: Table | None = None
 
     @staticmethod
     def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> DecodeTables:
@@ -93,7 +96,7 @@ def forward(
     workspace: Workspace | None,
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits f32 [B, V] of each request's newest token, whose K, V it writes.
+    """Logits f32 [B, V] of each request's newest token, or of all rows, whose K, V it writes.
 
     Into `queries` [L, B, H, D], if given, go the rotated queries of every layer.
     """
@@ -108,14 +111,14 @@ def forward(
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
         heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
         entries, offsets, read = tables.read(index, q)
-        attended, sums = ops.attend_decode(
-            q,
-            tables.positions,
-            entries,
-            ops.PagedKv(pages, index, heads, scale, rope, None, softcap, read),
-            entry_offsets=offsets,
-            workspace=workspace,
-        )
+        kv = ops.PagedKv(pages, index, heads, scale, rope, None, softcap, read)
+        called = q, tables.positions, entries, kv
+        rows = tables.row_offsets
+        known: Any = {"entry_offsets": offsets, "workspace": workspace}
+        if rows is None:
+            attended, sums = ops.attend_decode(*called, **known)
+        else:
+            attended, sums = ops.attend_prefill(*called, row_offsets=rows, **known)
         if tables.packed is not None:
             attended = tables.packed.merged(index, q, rope, (attended, sums), workspace)
         add_attention(layer, grid, hidden, attended)

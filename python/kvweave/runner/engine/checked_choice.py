@@ -9,13 +9,7 @@ import torch
 
 from kvweave.errors import InvalidArgument
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.decode.sampling import Int64
-
-
-def check_token(token: int, vocabulary: int) -> None:
-    """Raises InvalidArgument for a token that is none: it would fail the next step of all."""
-    if not 0 <= token < vocabulary:
-        raise InvalidArgument(f"sampling: expected a token below {vocabulary}, got {token}")
+from kvweave.runner.decode.sampling import Int64, check_token
 
 
 class CheckedChoice:

@@ -31,6 +31,10 @@ class DecodeGroup:
         self._left = np.asarray([sequence.remaining for sequence in members], np.int64)
         self._stops = np.asarray(sorted(set().union(*(s.stop for s in members))), np.int64)
 
+    def note(self, said: Int64) -> None:
+        """Takes note of so many tokens of each, i64 [B], that were delivered one by one."""
+        self._left -= said[self._rows]
+
     def deliver(self, chosen: Int64) -> tuple[list[int], list[LiveRequest]]:
         """Delivers the tokens i64 [B] of all that are not heard: their numbers, and who is done."""
         if not self._plain:

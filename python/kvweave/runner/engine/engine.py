@@ -5,33 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from kvweave.arguments import flag, whole
+from kvweave.arguments import whole
 from kvweave.errors import AlreadyStepping, InvalidArgument, PoolFull
-from kvweave.policies import Policy
 from kvweave.runner.answers.answering import Answering, Ask
-from kvweave.runner.answers.stop import Stops
-from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.decode.rounds import Run
+from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.engine.checked_choice import CheckedChoice
 from kvweave.runner.engine.decode_groups import DecodeGroup, DecodeGroups
 from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
+from kvweave.runner.engine.heard_run import say
 from kvweave.runner.engine.live_request import LiveRequest
 from kvweave.runner.engine.prompt_work import PromptWork
-from kvweave.runner.healing import Healing
-from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.engine.submissions import Submissions
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
-from kvweave.runner.prompt import Prompt, TokenizedPrompt
+from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.scheduler import Scheduler, StepPlan
 
 _NO_LIMIT = 2**31 - 1
 _MOST_RUNNING = 2**20
 
 
-class Engine:
+class Engine(Submissions):
     """Answers requests that come and go, in steps: chunks of prompts beside one decode step.
 
     `submit`, `cancel` and the handles are for any thread. `step` is for one thread at a time; while
@@ -96,76 +96,6 @@ class Engine:
         self._finished: list[int] = []
 
     # ---- from any thread ------------------------------------------------------------------
-
-    def submit(
-        self,
-        prompt: Prompt,
-        policy: str | Policy | None = None,
-        *,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        stop: Stops | None = None,
-        namespace: str = "",
-        discover: bool = False,
-        remember: bool = True,
-        healing: Healing | None = None,
-        priority: int = 0,
-        streamed: bool = False,
-        reserve: bool = False,
-        unread: int | None = None,
-    ) -> EngineRequest:
-        """A request that waits from now on; the arguments of `Runner.generate` mean the same.
-
-        `priority`: more is sooner. `streamed`: text is wanted token by token. `reserve`: room for
-        the whole answer is taken with that of the prompt, so that it never gives way for want of
-        it. `unread`: tokens that may wait for their reader; who falls further behind is cancelled
-        (None: all of the answer may). From any thread.
-
-        # Errors
-        `InvalidArgument` as for `generate`; `PoolFull` for a prompt, with `reserve` also for an
-        answer, that the empty arena could not hold. Nothing waits then.
-        """
-        lookup = Lookup(namespace, discover, remember, late=healing is not None)
-        ask = self._answering.ask(
-            policy,
-            lookup,
-            max_new_tokens,
-            sampling,
-            stop,
-            healing,
-            streamed=flag("streamed", streamed),
-            reserve=flag("reserve", reserve),
-        )
-        tokenized = self._answering.prompts.tokenize(prompt)
-        return self.enter(tokenized, ask, priority=priority, unread=unread)
-
-    def submit_prefilled(
-        self,
-        done: Prefill,
-        *,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        stop: Stops | None = None,
-        healing: Healing | None = None,
-        priority: int = 0,
-        streamed: bool = False,
-        unread: int | None = None,
-    ) -> EngineRequest:
-        """Decodes on from a prompt that `Runner.prefill` of the same runner has prefilled.
-
-        It stays the caller's, who leaves it alone until the request has ended, and releases it: it
-        holds its blocks and what was said then, and `Runner.decode` or another request may follow.
-        Where room is short it pauses, and gives nothing back. From any thread.
-
-        # Errors
-        `InvalidArgument` for a prompt that was released, or is being decoded from; the request
-        fails with it for one to be healed that others may find, or that is released meanwhile.
-        """
-        live_prefill("submit", done)
-        ask = self._answering.ask(
-            "full", done.lookup, max_new_tokens, sampling, stop, healing, streamed=streamed
-        )
-        return self.enter(None, ask, done, priority=priority, unread=unread)
 
     def enter(
         self,
@@ -340,13 +270,9 @@ class Engine:
     # ---- decoding -------------------------------------------------------------------------
 
     def _decode(self, group: DecodeGroup) -> None:
-        """One more token for each, in one step: all or none."""
-        choice = CheckedChoice(self._prefiller.spec.vocabulary)
-        watched = any(live.answering.is_watched for _, live in group.heard)
+        """One more token for each, or some in a round, in one step: all or none."""
         try:
-            chosen = self._decoder.step(group.sequences, watched=watched, choose=choice)
-            queries = self._decoder.queries if watched else None
-            queries = None if queries is None else queries.clone()
+            deliver = self._computed(group)
         except PoolFull as error:
             self._no_room_to_decode(group.lives, error)
             return
@@ -358,6 +284,27 @@ class Engine:
             for live in group.lives:
                 self._fail(live, error)
             raise
+        deliver()
+
+    def _computed(self, group: DecodeGroup) -> Callable[[], None]:
+        """Computes a round of a group, or a step: what delivers it."""
+        if runs := self._decoder.round(group.sequences):
+            return partial(self._hear_runs, group, runs)
+        choice = CheckedChoice(self._prefiller.spec.vocabulary)
+        watched = any(live.answering.is_watched for _, live in group.heard)
+        chosen = self._decoder.step(group.sequences, watched=watched, choose=choice)
+        queries = self._decoder.queries if watched else None
+        return partial(
+            self._deliver, group, choice, chosen, None if queries is None else queries.clone()
+        )
+
+    def _deliver(
+        self,
+        group: DecodeGroup,
+        choice: CheckedChoice,
+        chosen: Int64,
+        queries: torch.Tensor | None,
+    ) -> None:
         for row, failure in choice.failed.items():
             self._fail(group.lives[row], failure)
         said, done = group.deliver(chosen)
@@ -389,6 +336,26 @@ class Engine:
             self._fail(live, error)
         else:
             self._said(live)
+
+    def _hear_runs(self, group: DecodeGroup, runs: Sequence[Run]) -> None:
+        """What each of a group has said in a round."""
+        group.note(np.asarray([len(run.tokens) for run in runs], np.int64))
+        for live, run in zip(group.lives, runs, strict=True):
+            try:
+                said = say(live, run)
+            except Exception as error:
+                self._fail(live, error)
+                continue
+            if live.handle.ended:
+                continue
+            if said:
+                self._scheduler.produced(live.handle.number, said)
+            if live.answering.sequence.done:
+                self._finish(live)
+            elif run.failure is not None:
+                self._fail(live, run.failure)
+            elif (behind := live.handle.behind) is not None:
+                self._fail(live, behind, "cancelled")
 
     def _said(self, live: LiveRequest) -> None:
         """Delivers the newest token; the last one ends the request."""

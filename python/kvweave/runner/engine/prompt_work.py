@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.runner.answers.answering import Answer, Answering
-from kvweave.runner.engine.checked_choice import check_token
+from kvweave.runner.decode.sampling import check_token
 from kvweave.runner.engine.live_request import LiveRequest
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import live_prefill

@@ -67,6 +67,7 @@ class HeadReads:
     `budgets`: those of groups whose heads choose pages. With a pool of `packed` pages windows say
     what is kept exactly, and heads see all that is kept: the rest is read packed. `host`: memory
     for the pages of groups, by their numbers, that may lie there while a request decodes.
+    `verified`: pages are chosen for guesses alone, and what stays was computed over all of them.
 
     # Errors
     `Unsupported` for top-K heads in a layer with a sliding window of the model's own, or on a GPU
@@ -80,8 +81,11 @@ class HeadReads:
         cache: KvCache,
         packed: PackedPool | None = None,
         host: Mapping[int, HostPool] | None = None,
+        *,
+        verified: bool = False,
     ) -> None:
         self.spec = spec
+        self.verified = verified
         self.cache = cache
         self.packed = packed
         self.host = {} if host is None else host
@@ -144,7 +148,7 @@ class HeadReads:
 
         What was decoded with a choice of pages is not what a prefill would have computed.
         """
-        return all(len(request.entries(b.group)) <= b.pages for b in self.budgets)
+        return self.verified or all(len(request.entries(b.group)) <= b.pages for b in self.budgets)
 
     def page_layers(self, group: int) -> Table | None:
         """The layer of each page of a group's blocks; None where a page's rank says it."""

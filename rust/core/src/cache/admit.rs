@@ -99,6 +99,7 @@ pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Req
         read_only: found.prefix.len(),
         front: 0,
         revision: 0,
+        cut: None,
         reserved: request.tokens.len() + request.reserve_tokens,
         committed: found.whole,
         exact: found.whole,

@@ -237,17 +237,17 @@ impl Request {
         }
     }
 
-    /// Whether one more token, at position `at`, asks for nothing: its blocks are there, nobody
-    /// else owns them, and no window moves past a block. [`Self::slide_to`] would find the same, at
-    /// the price of a longer look.
-    pub(super) fn rests_at(&self, state: &State, at: usize) -> bool {
-        let page = self.common.page_tokens();
-        if self.in_chunks || at.is_multiple_of(page) {
+    /// Whether more tokens, at these positions, ask for nothing: their block is there, nobody else
+    /// owns it, and no window moves past a block. [`Self::slide_to`] would find the same, at the
+    /// price of a longer look.
+    pub(super) fn rests_until(&self, state: &State, rows: Range<usize>) -> bool {
+        let (page, at) = (self.common.page_tokens(), rows.start);
+        if self.in_chunks || at.is_multiple_of(page) || (rows.end - 1) / page != at / page {
             return false;
         }
         // All that the row before saw is there, if that was the one asked for last.
         let follows = self.front + 1 == at;
-        let reserve = self.reserve_left(at + 1);
+        let reserve = self.reserve_left(rows.end);
         self.holdings.iter().all(|held| {
             let own = held.table.block(at / page).is_some_and(|b| state.pool.owners(b) == 1);
             own && held.pieces.is_empty()
@@ -260,14 +260,14 @@ impl Request {
         })
     }
 
-    /// Moves on by one row that asks for nothing.
+    /// Moves on by rows that ask for nothing.
     pub(super) fn rest(&mut self) {
         self.front = self.len();
         self.revision += 1;
     }
 
     /// Blocks that were promised and are still to come when there are `len` tokens.
-    fn reserve_left(&self, len: usize) -> usize {
+    pub(super) fn reserve_left(&self, len: usize) -> usize {
         let page = self.common.page_tokens();
         self.reserved.div_ceil(page).saturating_sub(len.div_ceil(page))
     }
@@ -405,7 +405,7 @@ impl Holding {
         reserve.min(window.blocks(self.table.span(0).len(), 1))
     }
 
-    fn trim(&mut self, state: &mut State, keep: usize) {
+    pub(super) fn trim(&mut self, state: &mut State, keep: usize) {
         let excess = self.spare.blocks().len().saturating_sub(keep);
         let gone = self.spare.take_last(excess);
         state.pool.disown(&gone);

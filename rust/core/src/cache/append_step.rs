@@ -1,4 +1,4 @@
-//! One more token for each request of a batch: all or nothing, under one lock.
+//! More tokens for each request of a batch: all or nothing, under one lock.
 
 use std::fmt;
 use std::sync::Arc;
@@ -46,23 +46,31 @@ pub(super) fn append_step(
     requests: &mut [&mut Request],
     tokens: &[u32],
 ) -> Result<(), StepRefused> {
+    append_runs(common, requests, tokens, &vec![1; requests.len()])
+}
+
+/// The same of so many tokens for each, at least one: those of all, one request behind the other.
+pub(super) fn append_runs(
+    common: &Arc<Common>,
+    requests: &mut [&mut Request],
+    tokens: &[u32],
+    counts: &[usize],
+) -> Result<(), StepRefused> {
     let batch = requests.len();
-    if tokens.len() != batch {
-        return Err(Error::invalid("tokens", format!("{batch} of them"), tokens.len()).into());
-    }
-    for (number, request) in requests.iter().enumerate() {
+    check_counts(batch, tokens, counts)?;
+    for (number, (request, &count)) in requests.iter().zip(counts).enumerate() {
         let refused = |error| StepRefused::of(number, batch, &error);
-        may_append(common, request).map_err(refused)?;
+        may_append(common, request, count).map_err(refused)?;
     }
     let mut stored = common.store.lock();
     let state = &mut *stored;
     let (mut slides, mut left) = (Vec::<(usize, Slide)>::new(), Left::default());
     let mut within = Vec::with_capacity(batch);
     for (number, request) in requests.iter_mut().enumerate() {
-        let len = request.len();
-        within.push(request.rests_at(state, len));
+        let (len, end) = (request.len(), request.len() + counts[number]);
+        within.push(request.rests_until(state, len..end));
         if !within[number] {
-            slides.push((number, request.slide_to(state, len..len + 1, len + 1, &mut left)));
+            slides.push((number, request.slide_to(state, len..end, end, &mut left)));
         }
     }
     let parts: Vec<&Slide> = slides.iter().map(|(_, slide)| slide).collect();
@@ -80,21 +88,39 @@ pub(super) fn append_step(
         }
     }
     drop(stored);
-    for ((request, &token), within) in requests.iter_mut().zip(tokens).zip(within) {
+    let mut tokens = tokens;
+    for ((request, &count), within) in requests.iter_mut().zip(counts).zip(within) {
         if within {
             request.rest();
         }
-        request.tokens.push(token);
+        let (own, others) = tokens.split_at(count);
+        request.tokens.extend_from_slice(own);
+        tokens = others;
     }
     Ok(())
 }
 
-fn may_append(common: &Arc<Common>, request: &Request) -> Result<(), Error> {
+fn check_counts(batch: usize, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
+    if counts.len() != batch {
+        return Err(Error::invalid("counts", format!("{batch} of them"), counts.len()));
+    }
+    if counts.contains(&0) {
+        return Err(Error::invalid("counts", "at least one token a request", 0));
+    }
+    let wanted = counts.iter().fold(0_usize, |sum, &count| sum.saturating_add(count));
+    if tokens.len() != wanted {
+        return Err(Error::invalid("tokens", format!("{wanted} of them"), tokens.len()));
+    }
+    Ok(())
+}
+
+fn may_append(common: &Arc<Common>, request: &Request, count: usize) -> Result<(), Error> {
     if !Arc::ptr_eq(&request.common, common) {
         return Err(Error::invalid("cache", "that of the step", "another"));
     }
-    if i32::try_from(request.len() + 1).is_err() {
-        return Err(Error::invalid("append", "at most 2147483647 positions", request.len() + 1));
+    let len = request.len().saturating_add(count);
+    if i32::try_from(len).is_err() {
+        return Err(Error::invalid("append", "at most 2147483647 positions", len));
     }
     request.copies_taken("append")
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::ids::GroupId;
 
-use super::append_step::{StepRefused, append_step};
+use super::append_step::{StepRefused, append_runs};
 use super::books::Common;
 use super::entry_lane::{EntryMoves, Lane, Source};
 use super::entry_room::EntryRoom;
@@ -30,13 +30,13 @@ pub struct StepHead {
     pub sink: usize,
 }
 
-/// What one step reads and writes, and what has changed since the one before, of B requests and
-/// T = groups + heads tables.
+/// What one step reads and writes, and what has changed since the one before, of B requests with R
+/// new tokens and T = groups + heads tables.
 #[derive(Debug, Default)]
 pub struct StepRows {
-    /// [B]: of the newest tokens.
+    /// [R]: of the new tokens, one request behind the other.
     pub positions: Vec<i32>,
-    /// [T, B]: where their K, V go, `[block, slot]`.
+    /// [T, R]: where their K, V go, `[block, slot]`.
     pub slots: Vec<[i32; 2]>,
     /// [B, T]: from where to where a table's entries lie in the array.
     pub spans: Vec<[i32; 2]>,
@@ -50,6 +50,8 @@ pub struct StepRows {
 struct Row {
     /// That of the request when the lanes were last kept up; none before the first step.
     revision: Option<u64>,
+    /// Its tokens then.
+    len: usize,
     lanes: Vec<Lane>,
     /// [T]: which of them.
     of_table: Vec<usize>,
@@ -127,7 +129,7 @@ impl DecodeRows {
 
     /// A row for one more request.
     pub fn join(&mut self) -> usize {
-        let row = Row { revision: None, lanes: Vec::new(), of_table: Vec::new() };
+        let row = Row::new();
         let free = self.rows.iter().position(Option::is_none).unwrap_or(self.rows.len());
         if free == self.rows.len() {
             self.rows.push(None);
@@ -155,7 +157,7 @@ impl DecodeRows {
 
     /// Appends a token to each request, as [`super::KvCache::append_step`] does, and says what the
     /// step needs. `rows`: the row of each request, any order; a request that changed otherwise
-    /// since its last step is looked at anew.
+    /// since its last step is looked at anew, but for tokens that [`Request::truncate`] took back.
     ///
     /// # Errors
     /// As [`super::KvCache::append_step`]; `OutOfRange` for a row that nobody has,
@@ -167,37 +169,64 @@ impl DecodeRows {
         rows: &[usize],
         tokens: &[u32],
     ) -> Result<StepRows, StepRefused> {
-        let batch = requests.len();
+        self.steps(requests, rows, tokens, &vec![1; requests.len()])
+    }
+
+    /// The same of `counts` tokens for each request, at least one: `tokens` are those of all, one
+    /// request behind the other. Tables are those behind the last of them, and a row reads of them
+    /// what is at positions up to its own.
+    ///
+    /// # Errors
+    /// As [`Self::step`]; `InvalidArgument` also for more than one token of a request while heads
+    /// have tables of their own.
+    pub fn steps(
+        &mut self,
+        requests: &mut [&mut Request],
+        rows: &[usize],
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<StepRows, StepRefused> {
         self.check_rows(requests, rows)?;
-        let known = |(request, &row): (&&mut Request, &usize)| {
-            let row = self.rows[row].as_ref();
-            row.is_some_and(|row| row.revision == Some(request.revision))
+        if !self.heads.is_empty() && counts.iter().any(|&count| count > 1) {
+            // What such a head sees was listed for the newest row alone.
+            let got = format!("{} heads with tables of their own", self.heads.len());
+            return Err(Error::invalid("counts", "one token a request", got).into());
+        }
+        let kept = |(request, &row): (&&mut Request, &usize)| {
+            let row = self.rows[row].as_ref()?;
+            request.unchanged_since(row.revision?, row.len)
         };
-        let known: Vec<bool> = requests.iter().zip(rows).map(known).collect();
-        append_step(&self.common, requests, tokens)?;
-        let tables = self.tables();
+        let kept: Vec<Option<usize>> = requests.iter().zip(rows).map(kept).collect();
+        append_runs(&self.common, requests, tokens, counts)?;
+        let (tables, new) = (self.tables(), tokens.len());
         let mut step = StepRows {
-            positions: requests.iter().map(|request| request.len() as i32 - 1).collect(),
-            slots: vec![[-1, -1]; tables * batch],
-            spans: Vec::with_capacity(batch * tables),
+            positions: Vec::with_capacity(new),
+            slots: vec![[-1, -1]; tables * new],
+            spans: Vec::with_capacity(requests.len() * tables),
             ..StepRows::default()
         };
         for (number, request) in requests.iter_mut().enumerate() {
             let Some(row) = &mut self.rows[rows[number]] else { continue };
-            if !known[number] {
+            if kept[number].is_none() {
                 row.lanes.iter_mut().for_each(|lane| lane.leave(&mut self.room));
-                *row = Row { revision: None, lanes: Vec::new(), of_table: Vec::new() };
+                *row = Row::new();
             }
             row.fit(request, &self.heads, &self.places);
+            let (first, end) = (request.len() - counts[number], request.len());
+            let kept = kept[number].filter(|&kept| kept < row.len);
             for lane in &mut row.lanes {
-                lane.follow(request, &mut self.room, &mut step.moves);
+                lane.follow(request, (kept, first), &mut self.room, &mut step.moves);
             }
+            let at = step.positions.len();
+            step.positions.extend((first..end).map(|position| position as i32));
             for (table, &lane) in row.of_table.iter().enumerate() {
                 let lane = &row.lanes[lane];
-                step.slots[table * batch + number] = lane.slot(request);
+                for (slot, len) in step.slots[table * new + at..].iter_mut().zip(first + 1..=end) {
+                    *slot = lane.slot(request, len);
+                }
                 step.spans.push(lane.span());
             }
-            row.revision = Some(request.revision);
+            (row.revision, row.len) = (Some(request.revision), end);
             take_copies(number, request, &mut step.copies);
         }
         Ok(step)
@@ -232,6 +261,10 @@ impl DecodeRows {
 }
 
 impl Row {
+    fn new() -> Row {
+        Row { revision: None, len: 0, lanes: Vec::new(), of_table: Vec::new() }
+    }
+
     /// Sees to a lane for each table of the step.
     fn fit(&mut self, request: &Request, heads: &[StepHead], places: &[(usize, i32)]) {
         let groups = request.common.groups.len();

@@ -5,6 +5,7 @@
 //! the front. So a lane that is loaded once is kept up by an entry or two a step.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use crate::ids::GroupId;
 
@@ -70,9 +71,9 @@ impl Lane {
         }
     }
 
-    /// Where the newest token goes: `[block, slot]`, `[-1, -1]` where it is not kept.
-    pub(super) fn slot(&self, request: &Request) -> [i32; 2] {
-        let newest = self.held(request).table.newest(request.len());
+    /// Where the last of `len` tokens goes: `[block, slot]`, `[-1, -1]` where it is not kept.
+    pub(super) fn slot(&self, request: &Request, len: usize) -> [i32; 2] {
+        let newest = self.held(request).table.newest(len);
         newest.map_or([-1, -1], |[block, _, end, ..]| [block - self.shift(), end - 1])
     }
 
@@ -90,30 +91,67 @@ impl Lane {
         }
     }
 
-    /// Takes in what the request's newest token has changed.
+    /// Takes in what the request's tokens from `first` on have changed, and that of those before it
+    /// listed only `kept`, where that is said.
     pub(super) fn follow(
         &mut self,
         request: &Request,
+        (kept, first): (Option<usize>, usize),
         room: &mut EntryRoom,
         moves: &mut EntryMoves,
     ) {
         let held = self.held(request);
-        let (moving, donors) = (self.moves_on(held), !held.table.donors().is_empty());
         let newest = held.table.newest(request.len());
-        match (self.segment, newest) {
-            // Where donors lie in a window, what goes at its front need not be whole entries.
-            (Some(segment), Some(newest)) if !(moving && donors) => {
-                let followed = if moving {
-                    self.slide(held, newest, segment, moves)
-                } else {
-                    self.grow(newest, segment, moves)
-                };
-                if !followed {
-                    self.load(request, room, moves);
-                }
+        let followed = match (self.segment, newest) {
+            (Some(segment), Some(newest)) if self.moves_on(held) => {
+                // Where donors lie in a window, what goes at its front need not be whole entries. A
+                // window has few entries: what is more than the newest token is listed anew.
+                let plain = held.table.donors().is_empty();
+                let next = kept.is_none() && first + 1 == request.len();
+                plain && next && self.slide(held, newest, segment, moves)
             }
-            _ => self.load(request, room, moves),
+            (Some(segment), Some(_)) => {
+                self.cut_to(held, kept.unwrap_or(first));
+                self.grow_from(held, first..request.len(), segment, moves)
+            }
+            _ => false,
+        };
+        if !followed {
+            self.load(request, room, moves);
         }
+    }
+
+    /// Lists no more than `len` tokens, of which the last block is listed again with the next.
+    fn cut_to(&mut self, held: &Holding, len: usize) {
+        let page = held.table.span(0).len();
+        let behind = (self.last[3] as usize / page).saturating_sub(len / page);
+        if behind > 0 && self.count > behind {
+            self.count -= behind;
+            // What is listed of a block begins at the same position, however much of it there is.
+            self.last = held.table.newest(len + 1).unwrap_or_default();
+        }
+    }
+
+    /// The entries of new tokens at the end; false where there is no room for them.
+    fn grow_from(
+        &mut self,
+        held: &Holding,
+        tokens: Range<usize>,
+        segment: Segment,
+        moves: &mut EntryMoves,
+    ) -> bool {
+        let page = held.table.span(0).len();
+        let told = moves.places.len();
+        for b in tokens.start / page..tokens.end.div_ceil(page) {
+            let newest = held.table.newest(tokens.end.min((b + 1) * page));
+            if !newest.is_some_and(|newest| self.grow(newest, segment, moves)) {
+                // What was said of some of them is said again with all.
+                moves.places.truncate(told);
+                moves.entries.truncate(told);
+                return false;
+            }
+        }
+        true
     }
 
     /// Whether entries leave at the front.

@@ -11,6 +11,7 @@ mod books;
 mod commit;
 mod config;
 mod copy_on_write;
+mod cut;
 mod decode_rows;
 mod entry_lane;
 mod entry_room;
@@ -23,6 +24,7 @@ mod quotas;
 mod request;
 mod spill;
 mod stats;
+mod truncate;
 
 use std::sync::Arc;
 

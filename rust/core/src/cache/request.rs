@@ -9,6 +9,7 @@ use crate::ids::{GroupId, ScopeId};
 use crate::plan::ReusePlan;
 
 use super::books::Common;
+use super::cut::Cut;
 use super::holding::Holding;
 
 /// How far the request's exact prefix has been entered into the prefix tree.
@@ -51,6 +52,7 @@ pub struct Request {
     pub(super) front: usize,
     /// Goes up whenever a table may have changed, so that copies of tables know when they are old.
     pub(super) revision: u64,
+    pub(super) cut: Option<Cut>,
     /// Whether the prompt is still being computed chunk by chunk: until then nobody else may hold
     /// the blocks of window groups, so that giving them up always makes room.
     pub(super) in_chunks: bool,
@@ -317,6 +319,7 @@ impl Request {
             read_only: self.read_only,
             front: self.front,
             revision: 0,
+            cut: None,
             in_chunks: false,
             brought_in: self.brought_in,
             reserved: 0,

@@ -67,6 +67,13 @@ impl BlockTable {
         self.pages.resize(self.len(), 0);
     }
 
+    /// Keeps the first grid blocks; returns the others that are not absent.
+    pub(crate) fn cut(&mut self, keep: usize) -> Vec<BlockId> {
+        let gone = self.blocks.split_off(keep.min(self.blocks.len()));
+        self.pages.truncate(self.blocks.len());
+        gone.into_iter().filter(|block| block.is_some()).collect()
+    }
+
     /// Puts another block in place of a grid block.
     pub(crate) fn set(&mut self, b: usize, block: BlockId, page: i32) {
         (self.blocks[b], self.pages[b]) = (block, page);
