@@ -1,0 +1,62 @@
+"""`Expected`: the documents of a prompt that waits, and what is being read for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvweave.runner.tiers.loads import Load, Wanted
+
+
+@contextmanager
+def releasing_on_error(expected: Expected | None) -> Iterator[None]:
+    """Gives back what was read for a prompt that is refused."""
+    try:
+        yield
+    except BaseException:
+        if expected is not None:
+            expected.release()
+        raise
+
+
+class Expected:
+    """What a prompt's documents are to come from, decided when it came; any thread.
+
+    `patience_s`: how long its reads are waited for, from the first time that anybody asks whether
+    they are done; behind it what was not read is computed. Whoever has one releases it in the end.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted], load: Load | None, patience_s: float) -> None:
+        self.wanted = list(wanted)
+        self._load = load
+        self._patience_s = patience_s
+        self._asked: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing more is waited for."""
+        return self._load is None or self._load.ended or self._left_s() <= 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reads did not end in time."""
+        return self._load is not None and not self._load.ended and self._left_s() <= 0
+
+    def wait(self, most_s: float | None = None) -> None:
+        """Waits until it is ready, so long at most."""
+        seconds = self._left_s() if most_s is None else min(most_s, self._left_s())
+        if self._load is not None and seconds > 0:
+            self._load.wait(seconds)
+
+    def release(self) -> None:
+        """Gives back what was read; safe to call twice."""
+        if self._load is not None:
+            self._load.release()
+
+    def _left_s(self) -> float:
+        """Seconds that are left of its patience."""
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = now
+        return self._patience_s - (now - self._asked)
