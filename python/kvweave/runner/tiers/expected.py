@@ -43,11 +43,13 @@ class Expected:
         """Whether reads did not end in time."""
         return self._load is not None and not self._load.ended and self._left_s() <= 0
 
-    def wait(self, most_s: float | None = None) -> None:
-        """Waits until it is ready, so long at most."""
-        seconds = self._left_s() if most_s is None else min(most_s, self._left_s())
-        if self._load is not None and seconds > 0:
-            self._load.wait(seconds)
+    def wait(self, most_s: float | None = None) -> float:
+        """Waits until it is ready, so long at most; returns the seconds that it took."""
+        if self._load is None or self.is_ready:
+            return 0.0
+        begun = time.perf_counter()
+        self._load.wait(self._left_s() if most_s is None else min(most_s, self._left_s()))
+        return time.perf_counter() - begun
 
     def release(self) -> None:
         """Gives back what was read; safe to call twice."""

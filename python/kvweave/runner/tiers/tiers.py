@@ -114,11 +114,7 @@ class Tiers:
 
         What cannot be had, or finds no room, is left to be computed.
         """
-        begun = time.perf_counter()
-        expected.wait()
-        brought = Brought(
-            expected.wanted, waited_s=time.perf_counter() - begun, measured=self.measured
-        )
+        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
         self._note_late(expected)
         try:
             for want in expected.wanted:
@@ -144,8 +140,7 @@ class Tiers:
         choice = self._choice(document, 0, here=False)
         want = Wanted(0, document.length, document, choice)
         expected = self._expected([want], (NEEDED, 0))
-        brought = Brought(expected.wanted, measured=self.measured)
-        expected.wait()
+        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
         self._note_late(expected)
         try:
             self._bring(want, brought)
