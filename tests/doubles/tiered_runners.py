@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from families import random_tokens
-from kvweave import Runner, Segment
+from kvweave import PoolFull, Runner, Segment
 from kvweave.runner.tiers.choice import Speeds
 from kvweave.runner.tiers.measured import Measured
 from local_heads import local_heads
@@ -57,9 +59,14 @@ def sources(done: Any) -> list[str]:
     return [one.source for one in done.report.documents[1:-1]]
 
 
-def fill(runner: Runner, seed: int = 100) -> None:
-    """Has everything that nobody holds evicted from the device."""
-    shape = runner.cache.shape
-    blocks = runner.cache.stats()["arena_pages"] // (shape.layers * shape.kv_heads)
-    for number in range(2 * blocks * shape.page_tokens // 320 + 1):
-        runner.prefill(random_tokens(320, seed + number).tolist(), "full").release()
+def evict(runner: Runner) -> None:
+    """Has all blocks of the device taken that nobody holds, and given back empty."""
+    cache = runner.cache
+    blocks = cache.stats()["arena_pages"] // (cache.shape.layers * cache.shape.kv_heads)
+    while blocks:
+        try:
+            tokens = np.zeros(blocks * cache.shape.page_tokens, np.int32)
+            cache.admit(tokens, reuse="none").release()
+            return
+        except PoolFull:
+            blocks -= 1

@@ -116,13 +116,16 @@ def test_the_most_urgent_job_goes_first_and_what_raises_stops_no_other() -> None
     worker, gate, done = Worker("a worker"), Gate(), []
     worker.submit(gate)
     gate.begun.wait()
-    dropped = Noted(0, done)
-    for job in (Noted(5, done), dropped, Noted(2, done, ValueError("two")), Noted(1, done)):
+    dropped, hurried = Noted(0, done), Noted(7, done)
+    others = Noted(5, done), Noted(2, done, ValueError("two")), Noted(1, done)
+    for job in (dropped, hurried, *others):
         worker.submit(job)
     worker.drop(dropped)
+    worker.hurry(hurried, (-1,))
     gate.open.set()
     worker.wait()
-    assert done == [1, "2: two", 5]
+    assert done == [-1, 1, "2: two", 5]
+    done.remove(-1)
     worker.submit(Noted(9, done, SystemExit("dies")))
     worker.wait()
     assert done[3].endswith("got SystemExit: dies")

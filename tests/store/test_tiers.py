@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from families import random_tokens, tiny
 from kvweave import InvalidArgument, Runner, Segment, Store, Unsupported
 from kvweave.runner.tiers.choice import Speeds
-from tiered_runners import FAST, SLOW, Stated, answer, fill, prompt_of, sources, tiered
+from tiered_runners import FAST, SLOW, Stated, answer, evict, prompt_of, sources, tiered
 from versions import needs_cuda
 
 LETTER, MANUAL = random_tokens(90, 5).tolist(), random_tokens(70, 8).tolist()
@@ -57,7 +60,7 @@ def test_a_new_runner_finds_marked_documents(
     assert again.report.timings.load_s > 0
     # Now they are on the device; once that has evicted them, in the host's memory.
     assert sources(answer(other, MANUAL, LETTER)) == ["device", "device"]
-    fill(other)
+    evict(other)
     third = answer(other, LETTER, MANUAL)
     assert (third.tokens, sources(third)) == (said.tokens, ["host", "host"])
     assert other.cache.stats()["held"] == other.tiers.host.cache.stats()["held"] == 0
@@ -77,7 +80,7 @@ def test_what_comes_back_is_the_same_bit_for_bit(tmp_path: Path, length: int) ->
     assert [one.source for one in done.report.documents][1] == "disk"
     assert torch.equal(kept_kv(other, document), computed)
     done.release()
-    fill(other)
+    evict(other)
     done = other.prefill(prompt_of(document), "naive", remember=False)
     assert [one.source for one in done.report.documents][1] == "host"
     assert torch.equal(kept_kv(other, document), computed)
@@ -134,8 +137,9 @@ def test_what_is_inserted_again_is_brought_and_not_computed(tmp_path: Path) -> N
     assert [entry.tokens for entry in third.restore()] == [len(MANUAL)]
 
 
-def test_frozen_documents_that_give_way_come_back_and_are_pinned_again() -> None:
-    runner = tiered(tiny("llama"), max_tokens=400, document_bytes=BYTES)
+@pytest.mark.parametrize("local", [0, 1])
+def test_frozen_documents_that_give_way_come_back_and_are_pinned_again(local: int) -> None:
+    runner = tiered(tiny("llama"), local, max_tokens=400, document_bytes=BYTES)
     runner.insert(LETTER, "letter")
     said = answer(runner, LETTER)
     assert sources(said) == ["device"]
@@ -144,6 +148,46 @@ def test_frozen_documents_that_give_way_come_back_and_are_pinned_again() -> None
     again = answer(runner, LETTER)
     assert (again.tokens, sources(again)) == (said.tokens, ["host"])
     assert runner.segments()[0].resident_blocks == 6
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "insert", "evict"]), st.sets(st.integers(0, 3), max_size=2)
+        ),
+        min_size=4,
+        max_size=12,
+    )
+)
+def test_whatever_happens_answers_are_what_their_sources_say(
+    events: list[tuple[str, set[int]]],
+) -> None:
+    """With little room on the device and the host: what was brought is as if inserted here."""
+    model = tiny("llama")
+    texts = [random_tokens(40 + 17 * seed, seed).tolist() for seed in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        runner = tiered(model, max_tokens=448, store=folder, document_bytes=9 * BLOCK)
+        for event, chosen in events:
+            documents = [texts[number] for number in sorted(chosen)]
+            if event == "evict":
+                evict(runner)
+            if event == "insert":
+                for document in documents:
+                    runner.insert(document, f"{len(document)}")
+                    # Frozen it would stay on the device; its name in the store is left alone.
+                    runner.cache.delete(f"{len(document)}")
+                runner.flush()
+            said = answer(runner, *documents, max_new_tokens=3)
+            found = zip(documents, sources(said), strict=True)
+            plain = tiered(model)
+            for document in (one for one, source in found if source != "computed"):
+                plain.insert(document, f"{len(document)}")
+            assert said.tokens == answer(plain, *documents, max_new_tokens=3).tokens
+            assert runner.tiers.stats()["reading_bytes"] == 0
+            runner.cache.check()
+            runner.tiers.host.cache.check()
+        runner.close()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -157,7 +201,7 @@ def test_no_namespace_gets_anothers_document(tmp_path: Path, tier: str) -> None:
         runner = tiered(model, **where)
     else:
         runner.delete("letter", "one")
-        fill(runner)
+        evict(runner)
     for namespace, expected in (("two", "computed"), ("", "computed"), ("one", tier)):
         assert sources(answer(runner, LETTER, of=namespace)) == [expected], namespace
     assert runner.restore(Store(tmp_path), "two") == []
@@ -170,7 +214,7 @@ def test_the_host_keeps_what_was_used_last_within_its_bytes() -> None:
     for number, document in enumerate(documents):
         runner.insert(document, f"{number}")
         runner.delete(f"{number}")
-    fill(runner)
+    evict(runner)
     found = [sources(answer(runner, document))[0] for document in documents]
     assert found == ["computed"] * 3 + ["host"] * 3
     counts = runner.tiers.stats()["host"]
@@ -190,7 +234,7 @@ def test_a_namespace_beyond_its_quota_evicts_its_own() -> None:
         runner.insert(random_tokens(64, seed).tolist(), f"{seed}", "greedy")
         runner.delete(f"{seed}", "greedy")
     runner.delete("mine", "modest")
-    fill(runner)
+    evict(runner)
     assert sources(answer(runner, mine, of="modest")) == ["host"]
 
 
@@ -259,6 +303,6 @@ def test_on_a_gpu(tmp_path: Path, mode: str) -> None:
     assert other.tiers.host.pinned
     again = answer(other, LETTER, MANUAL)
     assert (again.tokens, sources(again)) == (said.tokens, ["disk", "disk"])
-    fill(other)
+    evict(other)
     again = answer(other, LETTER, MANUAL)
     assert (again.tokens, sources(again)) == (said.tokens, ["host", "host"])

@@ -61,4 +61,6 @@ class Expected:
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
+            if self._load is not None:
+                self._load.hurry()
         return self._patience_s - (now - self._asked)

@@ -16,7 +16,8 @@ from kvweave.runner.tiers.trouble import Trouble
 from kvweave.runner.tiers.worker import Job, Worker
 
 NEEDED, PREFETCHED = 0, 1
-"""What goes first: a request that was computed or decoded already, then those that wait."""
+"""What goes first: what a request needs whose turn has come, or that was decoded already; then what
+requests need that wait."""
 
 
 @dataclass(eq=False)
@@ -82,6 +83,10 @@ class Load(Job):
     def ended(self) -> bool:
         """Whether all was read, or will not be."""
         return self._ended.is_set()
+
+    def hurry(self) -> None:
+        """Has it go before those that nobody waits for yet."""
+        self._worker.hurry(self, (NEEDED, *self.urgency[1:]))
 
     def wait(self, seconds: float) -> bool:
         """Waits for the end, so long at most: whether it has come."""

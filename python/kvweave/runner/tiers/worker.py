@@ -63,6 +63,16 @@ class Worker:
             heapq.heapify(self._waiting)
             self.changed.notify_all()
 
+    def hurry(self, job: Job, urgency: tuple[int, ...]) -> None:
+        """Gives a job that has not begun another urgency."""
+        with self.changed:
+            job.urgency = urgency
+            self._waiting = [
+                (urgency if entry[2] is job else entry[0], *entry[1:]) for entry in self._waiting
+            ]
+            heapq.heapify(self._waiting)
+            self.changed.notify_all()
+
     def wait(self) -> None:
         """Returns when every job that was submitted has ended."""
         with self.changed:
