@@ -5,15 +5,16 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from families import random_tokens, tiny
-from kvweave import Runner, Store, StoreDegraded, StoreFull
-from tiered_runners import answer, prompt_of, sources, tiered
+from kvweave import Cancelled, Runner, Store, StoreDegraded, StoreFull
+from tiered_runners import answer, evict, prompt_of, sources, tiered
 
 LETTER, MANUAL = random_tokens(90, 5).tolist(), random_tokens(70, 8).tolist()
 
@@ -273,3 +274,53 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     said = third.generate_batch(prompts, "naive", max_new_tokens=4, stop=(), remember=False)
     assert {sources(one)[0] for one in said} == {"disk", "device"}
     assert third.tiers.stats()["reading_bytes"] == 0
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, levels: int) -> None:
+    """Little room everywhere, a third of all cancelled at some moment, some of higher priority."""
+    model, random = tiny("llama"), np.random.default_rng(4)
+    texts = [random_tokens(40 + 17 * seed, seed).tolist() for seed in range(4)]
+    first = tiered(model, store=tmp_path)
+    for text in texts:
+        first.insert(text, f"{len(text)}")
+    first.close()
+    runner = tiered(model, store=tmp_path, max_tokens=640, document_bytes=1 << 18)
+    token = runner.cache.shape.token_bytes
+    runner.tiers._flight.most = 200 * token
+    with runner.serve(chunk_tokens=64) as server:
+        submitted = []
+        for number in range(40):
+            chosen = [texts[which] for which in random.choice(4, 2, replace=False)]
+            how: dict[str, Any] = {"max_new_tokens": 4, "stop": (), "remember": False}
+            how |= {"priority": int(random.integers(levels)), "reserve": True}
+            submitted.append((chosen, server.submit(prompt_of(*chosen), "naive", **how)))
+            if number % 3 == 0:
+                server.cancel(submitted[int(random.integers(len(submitted)))][1])
+            if number % 10 == 5:
+                server.call(lambda: evict(runner))
+        said = []
+        for chosen, request in submitted:
+            with suppress(Cancelled):
+                said.append((chosen, request.result(60)))
+    assert len(said) > 20
+    assert {source for _, done in said for source in sources(done)} >= {"device", "disk"}
+    alike = 0
+    for chosen, done in said[:12]:
+        plain = tiered(model)
+        for text, source in zip(chosen, sources(done), strict=True):
+            if source != "computed":
+                plain.insert(text, f"{len(text)}")
+        expected = answer(plain, *chosen, max_new_tokens=4)
+        # Of a document that has left the device its first blocks may be there yet, and who gives
+        # way to others is prefilled again by what there is then.
+        if levels == 1 and expected.report.reused_segment == done.report.reused_segment:
+            assert done.tokens == expected.tokens
+            alike += 1
+    assert alike > 6 or levels > 1
+    assert runner.tiers.stats()["troubles"] == {}
+    runner.tiers._reader.wait()
+    assert runner.tiers.stats()["reading_bytes"] == 0
+    assert runner.cache.stats()["held"] == runner.tiers.host.cache.stats()["held"] == 0
+    runner.cache.check()
+    runner.tiers.host.cache.check()

@@ -249,7 +249,7 @@ class Engine(Submissions):
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
             self._prefiller.clock.wait()
-            self._prompts.wait()
+        self._prompts.end_step(waits=not groups)
 
     # ---- prompts --------------------------------------------------------------------------
 

@@ -49,14 +49,18 @@ class PromptWork:
         if live.expected is not None:
             live.expected.release()
 
-    def wait(self) -> None:
-        """Waits a moment for documents, where prompts of a step waited for some and did no more.
+    def end_step(self, *, waits: bool) -> None:
+        """Notes that a step has ended.
 
-        For the end of a step in which nobody decoded.
+        `waits`: nobody decoded in it. Where its prompts all waited for documents, it waits too, a
+        moment.
         """
+        tiers = self._answering.prefiller.tiers
+        if tiers is not None:
+            tiers.end_step()
         awaited, computed = self._awaited, self._computed
         self._awaited, self._computed = None, False
-        if awaited is not None and not computed:
+        if waits and awaited is not None and not computed:
             awaited.wait(_MOMENT_S)
 
     def advance(self, live: LiveRequest, to: int) -> None:

@@ -54,7 +54,7 @@ class Brought:
             if not self.requests:
                 raise
             self.release()
-            return admit(False)
+            return admit(not self.carried)
 
     def sources(self, request: KvRequest) -> list[DocumentSource]:
         """Where each document's KV came from, as the admitted request reads it."""
@@ -65,6 +65,8 @@ class Brought:
             reused = sum(max(0, min(s.end, want.end) - max(s.start, want.start)) for s in spans)
             if source != "computed" and not reused:
                 source, why = "computed", f"{why}, but there was no room for it beside the prompt"
+            elif 0 < reused < want.document.length:
+                why = f"{why}; {reused} of its {want.document.length} tokens are reused"
             found.append(DocumentSource(want.start, want.end, want.document.namespace, source, why))
         return found
 

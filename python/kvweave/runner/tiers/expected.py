@@ -35,8 +35,8 @@ class Expected:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing more is waited for."""
-        return self._load is None or self._load.ended or self._left_s() <= 0
+        """Whether nothing more is waited for; what was read stays then until it is released."""
+        return self._is_done()
 
     @property
     def is_late(self) -> bool:
@@ -44,17 +44,22 @@ class Expected:
         return self._load is not None and not self._load.ended and self._left_s() <= 0
 
     def wait(self, most_s: float | None = None) -> float:
-        """Waits until it is ready, so long at most; returns the seconds that it took."""
-        if self._load is None or self.is_ready:
-            return 0.0
+        """Waits until it is ready, or so long; returns the seconds that it took."""
         begun = time.perf_counter()
-        self._load.wait(self._left_s() if most_s is None else min(most_s, self._left_s()))
-        return time.perf_counter() - begun
+        while self._load is not None and not self._is_done():
+            self._load.wait(self._left_s() if most_s is None else min(most_s, self._left_s()))
+            if most_s is not None:
+                break
+        return time.perf_counter() - begun if self._load is not None else 0.0
 
     def release(self) -> None:
         """Gives back what was read; safe to call twice."""
         if self._load is not None:
             self._load.release()
+
+    def _is_done(self) -> bool:
+        left = self._left_s()
+        return self._load is None or self._load.take() or left <= 0
 
     def _left_s(self) -> float:
         """Seconds that are left of its patience."""

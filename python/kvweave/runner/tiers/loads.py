@@ -46,6 +46,9 @@ class InFlight:
         self.most = most
         # Read and written by whoever has the worker's `changed`.
         self.used = 0
+        self.holders: list[Load] = []
+        # Steps of engines that have ended, see `Load`.
+        self.steps = 0
 
 
 class Load(Job):
@@ -53,7 +56,8 @@ class Load(Job):
 
     They take their bytes of `room` when it begins and give them back by `release`, which everybody
     who has a load calls in the end. Prompts never wait for each other with some of their documents
-    in hand, so a bound on bytes stops nobody for good.
+    in hand. Where one that is needed finds no room, those that a whole step of an engine has left
+    alone since they were read give it up, and read it again: so a bound on bytes stops nobody.
     """
 
     def __init__(
@@ -77,12 +81,20 @@ class Load(Job):
         self._trouble = trouble
         self._released = False
         self._ended = threading.Event()
+        self._ended_in = 0
+        self._taken = False
         worker.submit(self)
 
     @property
     def ended(self) -> bool:
         """Whether all was read, or will not be."""
         return self._ended.is_set()
+
+    def take(self) -> bool:
+        """Whether all was read that will be; if so it stays until it is released."""
+        with self._worker.changed:
+            self._taken = self.ended
+            return self._taken
 
     def hurry(self) -> None:
         """Has it go before those that nobody waits for yet."""
@@ -100,6 +112,7 @@ class Load(Job):
         self._worker.drop(self)
         with self._worker.changed:
             self._released = True
+            self._ended.set()
             for want in self._wanted:
                 want.payload = None
             if self._worker.running is not self:
@@ -109,9 +122,15 @@ class Load(Job):
 
     def may_begin(self) -> bool:
         """Takes the bytes, if they are to be had."""
-        if self._room.used + self._bytes > self._room.most:
+        room = self._room
+        if self.urgency[0] == NEEDED:
+            for other in sorted(room.holders, key=lambda load: load.urgency, reverse=True):
+                if room.used + self._bytes > room.most:
+                    other._give_way()
+        if room.used + self._bytes > room.most:
             return False
-        self._room.used += self._bytes
+        room.used += self._bytes
+        room.holders.append(self)
         self._held = self._bytes
         self.began = time.monotonic()
         return True
@@ -121,6 +140,8 @@ class Load(Job):
         for want in self._wanted:
             if self._is_left():
                 return
+            if want.choice.source != "disk":
+                continue
             begun = time.perf_counter()
             try:
                 payload = self._tier.read(want.document)
@@ -144,6 +165,7 @@ class Load(Job):
                 self._trouble.note("unread", f"a document is computed: {error}")
             if self._released:
                 self._give_back()
+            self._ended_in = self._room.steps
             self._ended.set()
             self._worker.changed.notify_all()
 
@@ -155,7 +177,20 @@ class Load(Job):
     def _is_left(self) -> bool:
         return self._released
 
+    def _give_way(self) -> None:
+        """Gives up what was read, if its request may well be slow to take it."""
+        seen = self._room.steps > self._ended_in + 1
+        if not seen or self._taken or self._released or not self.ended:
+            return
+        for want in self._wanted:
+            want.payload = None
+        self._give_back()
+        self._ended.clear()
+        self._worker.submit(self)
+
     def _give_back(self) -> None:
+        if self in self._room.holders:
+            self._room.holders.remove(self)
         self._room.used -= self._held
         self._held = 0
         self._worker.changed.notify_all()

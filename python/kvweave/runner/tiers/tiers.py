@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -117,11 +118,21 @@ class Tiers:
         brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
         self._note_late(expected)
         try:
+            here, absent = [], []
             for want in expected.wanted:
                 prefix = self._cache.match_prefix(
                     prompt.tokens, namespace, regime=want.document.regime
                 )
                 if self._is_here(want.document, want.end, prefix):
+                    want.choice, want.payload = Choice("device", "it is on the device"), None
+                    here.append(want)
+                else:
+                    absent.append(want)
+            for want in here if absent else ():
+                self._hold(want.document, brought)
+            for want in absent:
+                # The same text may stand in a prompt twice.
+                if want.document.is_in(self._cache):
                     want.choice, want.payload = Choice("device", "it is on the device"), None
                 else:
                     self._bring(want, brought)
@@ -134,6 +145,13 @@ class Tiers:
             self._counts[want.choice.source] += 1
         self.tell()
         return brought
+
+    def end_step(self) -> None:
+        """Hears that a step of an engine has ended, which could take what was read for prompts."""
+        if self._flight.holders:
+            with self._reader.changed:
+                self._flight.steps += 1
+                self._reader.changed.notify_all()
 
     def document(self, document: Document) -> Brought:
         """A document that shall be frozen, brought from the host or the store if one has it."""
@@ -174,6 +192,18 @@ class Tiers:
         else:
             if request is None:
                 want.compute("it has just left the host")
+
+    def _hold(self, document: Document, brought: Brought) -> None:
+        """Keeps a document that is on the device from being evicted for others of its prompt."""
+        with suppress(PoolFull):
+            brought.requests.append(
+                self._cache.admit(
+                    document.tokens,
+                    namespace=document.namespace,
+                    regime=document.regime,
+                    reuse="prefix",
+                )
+            )
 
     def _carried(self, want: Wanted, source: str, brought: Brought) -> KvRequest | None:
         """A request that has a document alone, its KV being brought; None if it is not there."""

@@ -64,8 +64,9 @@ class Worker:
             self.changed.notify_all()
 
     def hurry(self, job: Job, urgency: tuple[int, ...]) -> None:
-        """Gives a job that has not begun another urgency."""
+        """Gives a job another urgency."""
         with self.changed:
+            # Also of one that has begun: others may look at it.
             job.urgency = urgency
             self._waiting = [
                 (urgency if entry[2] is job else entry[0], *entry[1:]) for entry in self._waiting
@@ -106,12 +107,15 @@ class Worker:
         with self.changed:
             self.running = None
             self.changed.notify_all()
-            while not self._waiting or not self._waiting[0][2].may_begin():
-                if self._closed and not self._waiting:
-                    return None
+            while self._waiting or not self._closed:
+                job = self._waiting[0][2] if self._waiting else None
+                if job is not None and job.may_begin():
+                    # To make its room others may have come to wait, and be the first.
+                    self.drop(job)
+                    self.running = job
+                    return job
                 self.changed.wait()
-            self.running = heapq.heappop(self._waiting)[2]
-            return self.running
+            return None
 
     def _work(self) -> None:
         try:
