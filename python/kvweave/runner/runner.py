@@ -114,13 +114,7 @@ class Runner(KnowledgeBase):
     ) -> None:
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
-        whole("page_tokens", page_tokens)
-        if chunk_tokens is not None:
-            whole("chunk_tokens", chunk_tokens, 1)
-        if mode not in ("materialise", "share"):
-            raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
-        if heads is not None and not isinstance(heads, HeadClassMap):
-            raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
+        _check(page_tokens, chunk_tokens, mode, heads)
         check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
@@ -486,3 +480,14 @@ class Runner(KnowledgeBase):
         lookup = Lookup(namespace, discover, remember, late=True)
         chosen, seen = self._lossy.policy_of(policy), flag("watched", watched)
         return Conversation(self._answering, chosen, lookup, healing, seen)
+
+
+def _check(page_tokens: int, chunk_tokens: int | None, mode: str, heads: object) -> None:
+    """Raises `InvalidArgument` for what no runner can be asked for."""
+    whole("page_tokens", page_tokens)
+    if chunk_tokens is not None:
+        whole("chunk_tokens", chunk_tokens, 1)
+    if mode not in ("materialise", "share"):
+        raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
+    if heads is not None and not isinstance(heads, HeadClassMap):
+        raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
