@@ -21,6 +21,7 @@ from benchmarks.cases import (
     rotate_rows,
     speculation,
     store,
+    tiers,
     top_k_step,
     ttft_cuda,
 )
@@ -93,7 +94,8 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
-    host = {"head_memory", "decode_host", "engine_load", "host_load", "speculation", "store"}
+    host = {"head_memory", "decode_host", "engine_load", "host_load", "speculation"}
+    host |= {"store", "tiers"}
     on_gpu = {"packed_decode", "page_choice", "page_moves", "top_k_step", "ttft_heads"}
     assert set(CASES) == timed | host | on_gpu
 
@@ -180,6 +182,16 @@ def test_store_case_reads_what_was_put_and_opens_it_again() -> None:
     assert all(row.value > 0 for row in rows)
     assert rows[0].of["of plain"] == rows[0].value / rows[1].value
     assert rows[0].of["path"] in ("direct", "refused")
+
+
+def test_tiers_case_brings_documents_from_where_it_says(tmp_path: Path) -> None:
+    model = random_model("tiny Llama", "cpu", torch.float32)
+    bench = tiers.Bench(model, 512, tmp_path / "store")
+    rows = tiers.rows_of("tiny", bench, 512, rounds=1)
+    assert [row.name.rpartition(", ")[2] for row in rows[:4]] == list(tiers.SOURCES)
+    assert [row.of["load s"] > 0 for row in rows[:4]] == [False, False, True, True]
+    assert rows[0].of["÷ computed"] == 1
+    assert set(rows[4].of["source"].split(", ")) <= {"computed", "host", "disk"}
 
 
 def test_head_memory_case_counts_what_is_admitted() -> None:

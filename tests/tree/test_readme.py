@@ -36,6 +36,15 @@ def test_notebook_example_reuses_both_documents(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip()
 
 
+def test_tiers_example_finds_its_document_again(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(example("docs/tiers.md"), names)
+    (document,) = names["answer"].report.documents  # type: ignore[attr-defined]
+    assert document.source == "disk"
+    assert names["answer"].report.reused_segment > 100  # type: ignore[attr-defined]
+    assert "documents reused from: disk 1; " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name

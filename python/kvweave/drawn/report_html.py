@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _STEPS = {
+    "load_s": "documents loaded",
     "lookup_s": "look-up",
     "copy_s": "copies",
     "prefill_s": "prefill",
@@ -49,6 +50,8 @@ def _report(report: Mapping[str, Any], plan: ReusePlan) -> Markup:
         parts.append(_layers(report["rows_per_layer"], report["tokens"]))
     elif report["passes"]:
         parts.append(_passes(report["passes"]))
+    if report["documents"]:
+        parts.append(_documents(report["documents"]))
     return joined(*parts, _costs(report))
 
 
@@ -58,6 +61,13 @@ def _layers(rows_per_layer: list[int], tokens: int) -> Markup:
         layers = f"{first}" if end == first + 1 else f"{first}–{end - 1}"
         rows.append([layers, f"{count:,} of {tokens:,}", _share(count / tokens)])
     return table(["layers", "rows computed", ""], rows)
+
+
+def _documents(documents: list[Mapping[str, Any]]) -> Markup:
+    rows: list[list[object]] = [
+        [f"[{one['start']:,}, {one['end']:,})", one["source"], one["why"]] for one in documents
+    ]
+    return table(["document", "reused from", "because"], rows)
 
 
 def _passes(passes: list[Mapping[str, Any]]) -> Markup:

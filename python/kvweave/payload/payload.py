@@ -83,6 +83,10 @@ class KvPayload:
         parts = {name: part.numel() * part.element_size() for name, part in held.items()}
         return PayloadSizes(parts, sum(parts.values()), self.header.dense_bytes)
 
+    def on_host(self) -> KvPayload:
+        """The same with parts that lie on the host; those that do are the very same."""
+        return KvPayload(self.header, self._on_host())
+
     def to_bytes(self) -> bytes:
         """The payload as a safetensors file; its parts come to the host if they are not there."""
         parts = self._on_host()

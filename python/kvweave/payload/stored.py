@@ -11,6 +11,7 @@ import json
 import numpy as np
 import torch
 
+from kvweave.cache import KvCache
 from kvweave.errors import CorruptPayload, CorruptShard
 from kvweave.payload.header import PayloadHeader, parsed
 from kvweave.payload.payload import TOKENS, TORCH_DTYPES, KvPayload
@@ -34,6 +35,22 @@ def provenance_of(header: PayloadHeader, heads: str) -> Provenance:
         head_dim=header.head_dim,
         namespace=header.namespace,
         regime=header.regime,
+        heads=heads,
+    )
+
+
+def provenance_here(cache: KvCache, namespace: str, regime: int, heads: str) -> Provenance:
+    """What the KV of a payload of this cache would be of."""
+    shape = cache.shape
+    return Provenance(
+        cache.fingerprint,
+        dtype=shape.dtype,
+        layout=LAYOUT,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        namespace=namespace,
+        regime=regime,
         heads=heads,
     )
 

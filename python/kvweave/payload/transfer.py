@@ -136,9 +136,19 @@ def freeze_kv(
     """Freezes a payload's text under a name, as if it had been prefilled alone in this cache.
 
     # Errors
+    As `admit_kv`, and `QuotaExceeded`. After any error nothing is held.
+    """
+    with admit_kv(cache, pages, payload, namespace) as request:
+        request.freeze(name, 0, request.length)
+
+
+def admit_kv(cache: KvCache, pages: torch.Tensor, payload: KvPayload, namespace: str) -> KvRequest:
+    """A request of a payload's text, committed as if it had been prefilled alone in this cache.
+
+    # Errors
     `InvalidArgument` for a payload of another model or map, of a request that promoted heads, or
     one that was cut to what a next token sees; `NamespaceConflict`, `Unsupported` as `import_kv`;
-    `PoolFull`, `QuotaExceeded` when it does not fit. After any error nothing is held.
+    `PoolFull` when it does not fit. After any error nothing is held.
     """
     _expect_pages(cache, pages)
     header = payload.header
@@ -147,11 +157,15 @@ def freeze_kv(
     if header.promoted or any(group.spans != all_of_it for group in header.groups):
         raise InvalidArgument("payload: expected every token in every head, got a part of them")
     tokens, regime = payload.tokens.cpu().numpy(), header.regime
-    with cache.admit(tokens, namespace=namespace, reuse="none", regime=regime) as request:
+    request = cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
+    try:
         for index in range(len(header.groups)):
             _write(pages, request, index, all_of_it, payload.parts[group_part(index)])
         request.commit(header.tokens, header.tokens)
-        request.freeze(name, 0, header.tokens)
+    except BaseException:
+        request.release()
+        raise
+    return request
 
 
 def _write(

@@ -18,15 +18,16 @@ from kvweave.errors import (
     UnknownSegment,
     UnknownShard,
 )
-from kvweave.payload.stored import LAYOUT, read_payload, store_payload
-from kvweave.payload.transfer import export_kv, freeze_kv
+from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.payload.transfer import admit_kv, export_kv
 from kvweave.policies import policy_of
-from kvweave.policies.policy_profile import heads_digest
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import TokenizedPrompt, token_array
 from kvweave.runner.report import Report
+from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.make import digest_of
 from kvweave.store import Provenance, Shard, Store
 
 _REFUSED = (CorruptShard, ForeignShard, StoreUnavailable, UnknownShard)
@@ -37,12 +38,16 @@ class Knowledge:
 
     def __init__(self, prefiller: Prefiller, heads: HeadClassMap | None) -> None:
         self._prefiller = prefiller
-        self._heads = "" if heads is None else heads_digest(heads)
+        self._tiers = prefiller.tiers
+        self._heads = digest_of(heads)
 
     def encode(
         self, text: TokenizedPrompt, name: str, namespace: str, store: Store | None = None
     ) -> Report:
-        """Prefills a document alone and freezes it; keeps it in a store, if there is one."""
+        """Prefills a document alone and freezes it; keeps it in a store, if there is one.
+
+        That is the one named here, before this returns, and the runner's own, behind it.
+        """
         prefiller = self._prefiller
         refuse_beside_packed(prefiller.packed, "documents")
         lookup = Lookup(namespace)
@@ -51,6 +56,8 @@ class Knowledge:
             prefiller.prefill(text, policy_of("full"), lookup, keep=True) as done,
         ):
             done.request.freeze(name, 0, len(text.tokens))
+            if self._tiers is not None:
+                self._tiers.keep(done.request, done.positions.regime, name)
             if store is not None:
                 payload = export_kv(
                     prefiller.cache,
@@ -65,7 +72,8 @@ class Knowledge:
     def insert(self, text: TokenizedPrompt, name: str, namespace: str, store: Store | None) -> None:
         """Freezes a document: from the store where it is kept there, else computed and kept."""
         if store is None:
-            self.encode(text, name, namespace)
+            if not self._from_tiers(text, name, namespace):
+                self.encode(text, name, namespace)
             return
         _expect_store(store)
         refuse_beside_packed(self._prefiller.packed, "documents")
@@ -82,9 +90,30 @@ class Knowledge:
         else:
             store.name(namespace, name, shard.name)
 
-    def restore(self, store: Store, namespace: str, name: str | None) -> list[str]:
-        """Freezes what a store keeps by name; returns the names."""
+    @needs_memory("insert")
+    @torch.inference_mode()
+    def _from_tiers(self, text: TokenizedPrompt, name: str, namespace: str) -> bool:
+        """Freezes a document that the host's memory or the runner's store has; whether one had."""
+        tiers, prefiller = self._tiers, self._prefiller
+        if tiers is None:
+            return False
+        regime = prefiller.rotary.table(len(text.tokens)).regime
+        document = Document(text.tokens, namespace, regime)
+        with prefiller.computing, prefiller.spec.current(), tiers.document(document) as brought:
+            if not brought.requests:
+                return False
+            brought.requests[0].freeze(name, 0, document.length)
+            prefiller.clock.wait()
+            brought.take_times()
+            tiers.name(document, brought.requests[0], name)
+        return True
+
+    def restore(self, store: Store | None, namespace: str, name: str | None) -> list[str]:
+        """Freezes what a store keeps by name, by default the runner's own; returns the names."""
+        if store is None and self._tiers is not None and self._tiers.disk is not None:
+            store = self._tiers.disk.store
         _expect_store(store)
+        assert store is not None
         refuse_beside_packed(self._prefiller.packed, "documents")
         if name is not None:
             self._restore(store, word("name", name), namespace)
@@ -121,23 +150,18 @@ class Knowledge:
         except InvalidArgument as error:
             raise ForeignShard(f"shard {error}") from error
         payload = read_payload(shard)
-        with prefiller.computing:
-            freeze_kv(prefiller.cache, prefiller.pages, payload, name, namespace)
+        with (
+            prefiller.computing,
+            admit_kv(prefiller.cache, prefiller.pages, payload, namespace) as request,
+        ):
+            request.freeze(name, 0, request.length)
+            if self._tiers is not None:
+                self._tiers.copy_to_host(request, request.regime)
 
     def _provenance(self, namespace: str, tokens: int) -> Provenance:
         """What the KV of a document of this length would be of here."""
-        cache = self._prefiller.cache
-        return Provenance(
-            cache.fingerprint,
-            dtype=cache.shape.dtype,
-            layout=LAYOUT,
-            layers=cache.shape.layers,
-            kv_heads=cache.shape.kv_heads,
-            head_dim=cache.shape.head_dim,
-            namespace=namespace,
-            regime=self._prefiller.rotary.table(tokens).regime,
-            heads=self._heads,
-        )
+        regime = self._prefiller.rotary.table(tokens).regime
+        return provenance_here(self._prefiller.cache, namespace, regime, self._heads)
 
 
 def _expect_store(store: object) -> None:

@@ -11,6 +11,7 @@ from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import PromptTokenizer, Segment, TokenizedPrompt
 from kvweave.runner.report import Report
+from kvweave.runner.tiers.tiers import Tiers
 from kvweave.store import Store
 
 
@@ -20,6 +21,7 @@ class KnowledgeBase:
     cache: KvCache
     prompts: PromptTokenizer
     progress: bool
+    tiers: Tiers | None
     _knowledge: Knowledge
 
     def insert(
@@ -33,7 +35,8 @@ class KnowledgeBase:
         """Prefills a text alone and freezes its blocks under a name in a namespace.
 
         With a store the text is read from there if it was kept before, and kept there otherwise,
-        under the same name: a runner that starts again reads it instead of computing it.
+        under the same name: a runner that starts again reads it instead of computing it. One that
+        is named here has kept it when this returns; the runner's own has when `flush` does.
 
         # Errors
         `PoolFull` when it does not fit the arena or the share of it that may be frozen;
@@ -44,7 +47,7 @@ class KnowledgeBase:
         return self.cache.frozen_segment(name, namespace)
 
     def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
-        """Like `insert` without a store, and returns what it cost."""
+        """Like `insert`, but computes it in any case, and returns what that cost."""
         return self._knowledge.encode(self._document(content, name, namespace), name, namespace)
 
     def _document(self, content: str | Sequence[int], name: str, namespace: str) -> TokenizedPrompt:
@@ -56,9 +59,11 @@ class KnowledgeBase:
         return self.prompts.tokenize(tokens)
 
     def restore(
-        self, store: Store, namespace: str = "", *, name: str | None = None
+        self, store: Store | None = None, namespace: str = "", *, name: str | None = None
     ) -> list[FrozenSegment]:
         """Freezes documents that a store keeps, of a namespace or a single one; computes nothing.
+
+        None is the runner's own store.
 
         # Errors
         `UnknownSegment` for a name that is not there. `CorruptShard`, `ForeignShard` for one that
@@ -84,12 +89,33 @@ class KnowledgeBase:
         return [self.insert(content, name, namespace, store=store) for name, content in named]
 
     def delete(self, name: str, namespace: str = "") -> None:
-        """Unfreezes a segment; its blocks may then be evicted.
+        """Unfreezes a segment; its blocks may then be evicted. The runner's store forgets its name.
 
         # Errors
         `UnknownSegment` when there is none of that name in that namespace.
         """
         self.cache.delete(word("name", name), word("namespace", namespace))
+        if self.tiers is not None:
+            self.tiers.forget(name, namespace)
+
+    def flush(self) -> None:
+        """Returns when the runner's store keeps every document that was inserted.
+
+        # Errors
+        What the store raised for the first since the last call that it does not keep: `StoreFull`,
+        `QuotaExceeded`, `StoreUnavailable`. The document is frozen here all the same.
+        """
+        if self.tiers is not None:
+            self.tiers.flush()
+
+    def close(self) -> None:
+        """Waits until the runner's store keeps what was inserted, and ends its threads.
+
+        Nothing is raised: what is not kept was warned of (`StoreDegraded`). Without this the same
+        happens when the process ends. Safe to call twice; a runner without a store has no threads.
+        """
+        if self.tiers is not None:
+            self.tiers.close()
 
     def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
         """The frozen segments of a namespace, or all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 class Timings:
     """Wall-clock seconds of each part of a request.
 
+    `load_s` documents that came from the host's memory or a store, the wait for them included;
     `lookup_s` plan and admission; `copy_s` Δ-RoPE copies; `prefill_s` the layers and the last
     token's logits; `select_s` the policy's scores and choices (inside `prefill_s`); `decode_s`
     all decode steps of the request's batch while it was running.
     """
 
+    load_s: float = 0.0
     lookup_s: float = 0.0
     copy_s: float = 0.0
     prefill_s: float = 0.0
@@ -40,6 +43,20 @@ class PassReport:
     flops: dict[str, int]
     seconds: float
     tokens: int = 0
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Where the KV of a marked document at tokens [start, end) came from, and why from there.
+
+    `source`: "device", "host" (its memory), "disk" (a store), or "computed" with the prompt.
+    """
+
+    start: int
+    end: int
+    namespace: str
+    source: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,8 @@ class Report:
     again; `settled_before`: tokens that earlier turns of a conversation left, which counts them as
     neither reused nor recomputed. `healing`: of an answer that was watched.
     `canary`: of a request that was drawn for comparison. `speculation`: of an answer that a runner
-    with `speculate` has decoded.
+    with `speculate` has decoded. `documents`: where the KV of its marked documents came from, of a
+    runner with tiers and a policy that reuses them.
     """
 
     policy: str
@@ -144,12 +162,13 @@ class Report:
     healing: HealingReport | None = None
     canary: CanaryCheck | None = None
     speculation: SpeculationReport | None = None
+    documents: list[DocumentSource] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
         return (
             f"Report({self.policy}: {self.tokens} tokens, {self.reused_prefix} by prefix, "
-            f"{self.reused_segment} by segment, {self.recomputed} recomputed; "
+            f"{self.reused_segment} by segment, {self.recomputed} recomputed; {self._sources}"
             f"{self.row_share:.0%} of rows, {self.ttft_s:.3g} s to the first token)"
         )
 
@@ -157,9 +176,19 @@ class Report:
         return report_html(self.to_dict(), self.plan)
 
     @property
+    def _sources(self) -> str:
+        """How many documents came from where."""
+        if not self.documents:
+            return ""
+        counts = Counter(document.source for document in self.documents)
+        told = ", ".join(f"{source} {count}" for source, count in counts.items())
+        return f"documents reused from: {told}; "
+
+    @property
     def ttft_s(self) -> float:
-        """Time to the first token's logits: look-up, copies and prefill."""
-        return self.timings.lookup_s + self.timings.copy_s + self.timings.prefill_s
+        """Time to the first token's logits: loads, look-up, copies and prefill."""
+        times = self.timings
+        return times.load_s + times.lookup_s + times.copy_s + times.prefill_s
 
     @property
     def row_share(self) -> float:
@@ -170,13 +199,14 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        nested = ("plan", "timings", "passes", "healing", "speculation")
+        nested = ("plan", "timings", "passes", "healing", "speculation", "documents")
         plain = {k: v for k, v in self.__dict__.items() if k not in nested}
         return {
             **plain,
             "plan": self.plan.to_dict(),
             "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
+            "documents": [asdict(one) for one in self.documents],
             "healing": None if self.healing is None else asdict(self.healing),
             "canary": None if self.canary is None else asdict(self.canary),
             "speculation": None if self.speculation is None else asdict(self.speculation),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ from kvweave.runner.prefill.verify import verify
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.serve.server import Server
+from kvweave.runner.tiers.make import make_tiers
+from kvweave.store import Store
 
 
 class Runner(KnowledgeBase):
@@ -60,7 +63,10 @@ class Runner(KnowledgeBase):
     the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
     docs/sparse-decode.md); None keeps all pages on the device. `speculate`: tokens that a round
     drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that answers are
-    dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `mode` is
+    dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `store`,
+    a `Store` or its folder: documents are written there behind their callers, and read from there;
+    `document_bytes`: so much of the host's memory for documents whose blocks leave the device (see
+    docs/tiers.md). `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
     lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
     room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
@@ -92,6 +98,8 @@ class Runner(KnowledgeBase):
         page_tokens: int = 16,
         kv_dtype: str | None = None,
         host_bytes: int | None = None,
+        store: Store | str | PathLike[str] | None = None,
+        document_bytes: int | None = None,
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
@@ -106,13 +114,7 @@ class Runner(KnowledgeBase):
     ) -> None:
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
-        whole("page_tokens", page_tokens)
-        if chunk_tokens is not None:
-            whole("chunk_tokens", chunk_tokens, 1)
-        if mode not in ("materialise", "share"):
-            raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
-        if heads is not None and not isinstance(heads, HeadClassMap):
-            raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
+        _check(page_tokens, chunk_tokens, mode, heads)
         check_host(host_bytes, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
@@ -146,7 +148,8 @@ class Runner(KnowledgeBase):
         reads = HeadReads(*known, verified=drafts > 0)
         check_drafting(drafts, reads, rotary)
         self._decoder = Decoder(reads, rotary, pages, drafts)
-        self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens)
+        self.tiers = make_tiers(self._decoder, store, document_bytes, heads, eviction, hash)
+        self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens, self.tiers)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
         self._calls = Calls(self._answering)
@@ -477,3 +480,14 @@ class Runner(KnowledgeBase):
         lookup = Lookup(namespace, discover, remember, late=True)
         chosen, seen = self._lossy.policy_of(policy), flag("watched", watched)
         return Conversation(self._answering, chosen, lookup, healing, seen)
+
+
+def _check(page_tokens: int, chunk_tokens: int | None, mode: str, heads: object) -> None:
+    """Raises `InvalidArgument` for what no runner can be asked for."""
+    whole("page_tokens", page_tokens)
+    if chunk_tokens is not None:
+        whole("chunk_tokens", chunk_tokens, 1)
+    if mode not in ("materialise", "share"):
+        raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
+    if heads is not None and not isinstance(heads, HeadClassMap):
+        raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")

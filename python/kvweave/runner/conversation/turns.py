@@ -10,6 +10,8 @@ over.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -96,9 +98,12 @@ class _Turn:
         """The prompt with the turn's KV."""
         pre, policy = self.prefiller, self.policy
         first = first_of(logits_from, self.length)
-        start = time.perf_counter()
         anew = self._brings_segments()
-        request = self._admitted(reserve_tokens) if anew else self._forked()
+        fresh = self.prompt if anew else replace(self.prompt, segments=())
+        with pre.brought(fresh, policy, self.lookup) as brought:
+            start = time.perf_counter()
+            admitted = partial(self._admitted, reserve_tokens)
+            request = brought.admit(admitted) if anew else self._forked()
         timings = Timings(lookup_s=time.perf_counter() - start)
         try:
             kv = RequestKv(pre.heads, pre.pages, request, self.positions, policy.delta_rope)
@@ -110,12 +115,14 @@ class _Turn:
             ids = send_index(pre.spec.device, self.prompt.tokens).long()
             logits, trace = pre.executor.prefill(kv, ids, self._plans(view), first)
             pre.clock.wait()
+            timings.load_s = brought.take_times()
             timings.copy_s = Clock.seconds(copying, copied)
             timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
             timings.prefill_s = time.perf_counter() - start - timings.lookup_s - timings.copy_s
             kv.advance(self.length, self.length)
             report = pre.report(request, policy, trace, timings, view)
             report.mode, report.mode_reason = pre.mode_for(policy)
+            report.documents = brought.sources(request)
             report.device_bytes = pre.device_bytes(report, trace, len(logits))
             exact = min(self._exact(reused), trace.exact)
             report.settled_now = reused.settle(trace.recomputed)
@@ -140,13 +147,13 @@ class _Turn:
             raise
         return request
 
-    def _admitted(self, reserve_tokens: int) -> KvRequest:
+    def _admitted(self, reserve_tokens: int, segments: bool) -> KvRequest:
         pre = self.prefiller
         return pre.cache.admit(
             self.prompt.tokens,
             namespace=self.lookup.namespace,
-            segments=self.prompt.segments,
-            discover=self.lookup.discover,
+            segments=self.prompt.segments if segments else (),
+            discover=self.lookup.discover and segments,
             reuse=self.policy.reuse,
             mode=pre.mode_for(self.policy)[0],
             reserve_tokens=reserve_tokens,

@@ -25,6 +25,7 @@ from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.engine.submissions import Submissions
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.expected import releasing_on_error
 from kvweave.scheduler import Scheduler, StepPlan
 
 _NO_LIMIT = 2**31 - 1
@@ -120,11 +121,12 @@ class Engine(Submissions):
             regime = self._prefiller.rotary.regime(length)
         else:
             regime = done.positions.regime
-        with self._lock:
+        expected = None if done else self._prompts.expect(prompt, ask, priority)
+        with releasing_on_error(expected), self._lock:
             if done is not None and any(live.done is done for live in self._live.values()):
                 raise InvalidArgument("submit: expected a prompt that nobody decodes from")
             handle = EngineRequest(self._submitted, unread)
-            live = LiveRequest(handle, prompt, ask, given=done is not None, done=done)
+            live = LiveRequest(handle, prompt, ask, done is not None, expected, done=done)
             self._scheduler.arrive(
                 self._submitted,
                 length,
@@ -247,12 +249,16 @@ class Engine(Submissions):
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
             self._prefiller.clock.wait()
+        self._prompts.end_step(waits=not groups)
 
     # ---- prompts --------------------------------------------------------------------------
 
     def _prefill(self, live: LiveRequest, to: int, last: bool) -> None:
         try:
             if not live.given:
+                if not self._prompts.is_ready(live):
+                    self._scheduler.not_done(live.handle.number)
+                    return
                 if live.job is None:
                     self._let_go(live)
                 self._prompts.advance(live, to)
@@ -436,6 +442,7 @@ class Engine(Submissions):
         self._groups.forget()
         self._let_go(live)
         live.done = None
+        self._prompts.leave(live)
 
     # ---- ends -----------------------------------------------------------------------------
 

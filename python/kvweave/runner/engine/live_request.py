@@ -13,6 +13,7 @@ from kvweave.runner.kv.tables import Int32
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.expected import Expected
 
 
 @dataclass(eq=False)
@@ -22,13 +23,15 @@ class LiveRequest:
     `job` while it is prefilled, `done` while it decodes; neither while it waits, but that `given`
     says of a prompt that its caller has prefilled, and keeps: `done` is there all the time then.
     `answer` from its first token on, also while it waits for room to go on. `policy` once it has
-    begun: what was asked for, or full, and `off` says why.
+    begun: what was asked for, or full, and `off` says why. `expected`: the documents that its
+    prompt waits for, until it is begun.
     """
 
     handle: EngineRequest
     prompt: TokenizedPrompt
     ask: Ask
     given: bool = False
+    expected: Expected | None = None
     job: PrefillJob | None = None
     done: Prefill | None = None
     answer: Answer | None = None

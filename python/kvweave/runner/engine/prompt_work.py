@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvweave.runner.answers.answering import Answer, Answering
+from kvweave.runner.answers.answering import Answer, Answering, Ask
 from kvweave.runner.decode.sampling import check_token
 from kvweave.runner.engine.live_request import LiveRequest
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import live_prefill
+from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.loads import NEEDED, PREFETCHED
+
+_MOMENT_S = 0.01
+"""How soon a step is planned again for prompts that wait for documents alone."""
 
 
 class PromptWork:
@@ -17,6 +23,45 @@ class PromptWork:
     def __init__(self, answering: Answering, chunk_tokens: int) -> None:
         self._answering = answering
         self._chunk = chunk_tokens
+        # Documents that a prompt of the step waits for, and whether it computed anything.
+        self._awaited: Expected | None = None
+        self._computed = False
+
+    def expect(self, prompt: TokenizedPrompt, ask: Ask, priority: int) -> Expected | None:
+        """Has the documents read of a prompt that is to wait. From any thread."""
+        prefiller = self._answering.prefiller
+        return prefiller.expect(prompt, ask.policy, ask.lookup, PREFETCHED, priority)
+
+    def is_ready(self, live: LiveRequest) -> bool:
+        """Whether the documents of a prompt are there that it waits for, if any."""
+        if live.job is not None or live.given:
+            return True
+        if live.expected is None:
+            how = live.ask.policy, live.ask.lookup, NEEDED, 0
+            live.expected = self._answering.prefiller.expect(live.prompt, *how)
+        if live.expected is None or live.expected.is_ready:
+            return True
+        self._awaited = live.expected
+        return False
+
+    def leave(self, live: LiveRequest) -> None:
+        """Gives back what was read for a prompt that will not be begun; safe to call twice."""
+        if live.expected is not None:
+            live.expected.release()
+
+    def end_step(self, *, waits: bool) -> None:
+        """Notes that a step has ended.
+
+        `waits`: nobody decoded in it. Where its prompts all waited for documents, it waits too, a
+        moment.
+        """
+        tiers = self._answering.prefiller.tiers
+        if tiers is not None:
+            tiers.end_step()
+        awaited, computed = self._awaited, self._computed
+        self._awaited, self._computed = None, False
+        if waits and awaited is not None and not computed:
+            awaited.wait(_MOMENT_S)
 
     def advance(self, live: LiveRequest, to: int) -> None:
         """Computes the rows before a position; the first time the prompt is admitted.
@@ -24,6 +69,7 @@ class PromptWork:
         # Errors
         As `PrefillJob`.
         """
+        self._computed = True
         if live.job is None:
             if live.policy is None:
                 live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
@@ -35,7 +81,9 @@ class PromptWork:
                 live.ask.lookup,
                 self._chunk,
                 reserve_tokens=max(0, live.room - len(prompt.tokens)),
+                expected=live.expected,
             )
+            live.expected = None
         live.job.advance(min(to, live.job.tokens))
 
     def begin(self, live: LiveRequest) -> Answer:

@@ -150,10 +150,17 @@ class HostPool:
 
     def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
         """As `ops.move_pages`, also where the device does not read the host's memory."""
-        if self.pinned or not self.arena.is_cuda:
-            ops.move_pages(moves, count, slots, home, way=way)
-        else:
-            carry_by_host(moves, count, slots, home, way)
+        carry_pages(moves, count, slots, home, way, pinned=self.pinned)
+
+
+def carry_pages(
+    moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way, *, pinned: bool
+) -> None:
+    """As `ops.move_pages`, by the device if it may read the host's memory, else by the host."""
+    if pinned or not torch.as_tensor(slots.data).is_cuda:
+        ops.move_pages(moves, count, slots, home, way=way)
+    else:
+        carry_by_host(moves, count, slots, home, way)
 
 
 def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:

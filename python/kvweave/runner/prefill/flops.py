@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvweave.plan import Rows
+from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.tables import RowMemo
 from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
 
@@ -66,6 +67,27 @@ class ModelWeights:
         self.spec = spec
         self.layers = [LayerWeights.of(layer) for layer in spec.layers]
         self.head = _elements(spec.head)
+
+
+class RowFlops:
+    """What computing consecutive rows of a prompt takes, in all layers; of no logits."""
+
+    def __init__(self, spec: ModelSpec, heads: HeadReads) -> None:
+        self._spec = spec
+        self._heads = heads
+        self._weights: ModelWeights | None = None
+
+    def __call__(self, start: int, end: int) -> int:
+        """FLOPs of the rows at [start, end)."""
+        if self._weights is None:
+            self._weights = ModelWeights(self._spec)
+        count, rows = FlopCount(self._weights), np.arange(start, end, dtype=np.int32)
+        for layer in range(len(self._spec.layers)):
+            table = self._heads.narrowed(self._heads.cache.head_rows(layer), layer)
+            count.project(layer, len(rows))
+            count.attend(layer, rows, [(window, sink) for _, _, window, sink in table.tolist()])
+            count.feed_forward(layer, len(rows))
+        return sum(count.parts.values())
 
 
 class FlopCount:

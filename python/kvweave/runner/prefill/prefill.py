@@ -18,6 +18,7 @@ from kvweave.runner.prefill.prefill_context import PrefillContext
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.tiers import Tiers
 
 
 class Prefiller(PrefillContext):
@@ -33,8 +34,9 @@ class Prefiller(PrefillContext):
         tiled: bool,
         mode: str,
         chunk_tokens: int | None,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(decoder, tiled, mode)
+        super().__init__(decoder, tiled, mode, tiers)
         self.chunk_tokens = chunk_tokens or (None if self.packed is None else CHUNK_TOKENS)
 
     def prefill(

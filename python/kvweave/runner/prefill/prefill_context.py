@@ -16,17 +16,24 @@ from kvweave.runner.model.memory import resident_bytes, working_bytes
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.prefill.draft import Drafter
 from kvweave.runner.prefill.executor import Executor
+from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.trace import Trace
+from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
+from kvweave.runner.tiers.brought import Brought
+from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.loads import NEEDED
+from kvweave.runner.tiers.tiers import Tiers
 
 
 class PrefillContext:
     """The model, its cache, and who computes; drafts are made by its decoder.
 
-    `mode` is "materialise" or "share". Whoever computes does so within `computing`.
+    `mode` is "materialise" or "share"; `tiers`: where documents lie beside the cache, if anywhere.
+    Whoever computes does so within `computing`.
     """
 
-    def __init__(self, decoder: Decoder, tiled: bool, mode: str) -> None:
+    def __init__(self, decoder: Decoder, tiled: bool, mode: str, tiers: Tiers | None) -> None:
         self.spec = decoder.spec
         self.rotary = decoder.rotary
         self.heads = decoder.heads
@@ -34,6 +41,7 @@ class PrefillContext:
         self.pages = decoder.pages
         self.packed = decoder.heads.packed
         self.mode = mode
+        self.tiers = tiers
         self.clock = Clock(decoder.spec.device)
         self.computing = OneThread()
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
@@ -79,6 +87,37 @@ class PrefillContext:
             regime=regime,
             reserve_tokens=reserve_tokens,
         )
+
+    def brought(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        expected: Expected | None = None,
+    ) -> Brought:
+        """The documents of a prompt that is to be admitted, on the device as far as that pays.
+
+        `expected`: what was said of them when the prompt came, if anything.
+        """
+        if policy.reuse != "segments" and expected is not None:
+            expected.release()
+        elif expected is None:
+            expected = self.expect(prompt, policy, lookup, NEEDED, 0)
+        if self.tiers is None or expected is None or policy.reuse != "segments":
+            return Brought()
+        return self.tiers.bring(expected, prompt, lookup.namespace)
+
+    def expect(
+        self, prompt: TokenizedPrompt, policy: Policy, lookup: Lookup, need: int, priority: int
+    ) -> Expected | None:
+        """Has a prompt's documents looked for that are not on the device; any thread.
+
+        None where nothing is looked for. `need`: of `loads`; more `priority` is sooner.
+        """
+        if self.tiers is None or policy.reuse != "segments" or not prompt.segments:
+            return None
+        regime = self.rotary.regime(len(prompt.tokens))
+        return self.tiers.expect(prompt, lookup.namespace, regime, urgency=(need, -priority))
 
     def view(self, request: KvRequest, prefix: int | None = None) -> PromptView:
         """An admitted prompt as its policy sees it; `prefix`: rows that are there, or its plan's.

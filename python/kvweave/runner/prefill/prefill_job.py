@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
@@ -25,6 +26,7 @@ from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prefill.trace import Trace
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
+from kvweave.runner.tiers.expected import Expected
 
 
 class PrefillJob:
@@ -36,7 +38,8 @@ class PrefillJob:
     that of the prefiller. After any error, and `release`, the request holds nothing.
 
     `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
-    also what lies behind the windows of its heads; it is computed at once then.
+    also what lies behind the windows of its heads; it is computed at once then. `expected`: what
+    its documents are to come from, if that was decided before.
 
     # Errors
     `PoolFull` when the prompt does not fit; `Unsupported` for a policy that reuses segments beside
@@ -56,8 +59,8 @@ class PrefillJob:
         logits_from: int | None = None,
         reserve_tokens: int = 0,
         keep: bool = False,
+        expected: Expected | None = None,
     ) -> None:
-        start = time.perf_counter()
         segments = policy.reuse == "segments"
         refuse_beside_packed(context.packed, "policy", policy.name if segments else None)
         self.tokens = len(prompt.tokens)
@@ -69,25 +72,9 @@ class PrefillJob:
         self._keep = keep
         self._mode = context.mode_for(policy)
         positions = context.rotary.table(self.tokens)
-        self._packed = context.packed_prefix(
-            prompt.tokens, policy.reuse, lookup.namespace, positions.regime, reserve_tokens
-        )
-        try:
-            self.request = context.cache.admit(
-                prompt.tokens,
-                namespace=lookup.namespace,
-                segments=prompt.segments if segments else (),
-                discover=lookup.discover and segments,
-                reuse=policy.reuse,
-                mode=self._mode[0],
-                reserve_tokens=reserve_tokens,
-                regime=positions.regime,
-                chunk_tokens=self._chunk,
-            )
-        except BaseException:
-            if self._packed is not None:
-                self._packed.release()
-            raise
+        with context.brought(prompt, policy, lookup, expected) as self._brought:
+            start = time.perf_counter()
+            self._admit(prompt, positions.regime, reserve_tokens)
         self._timings = Timings(lookup_s=time.perf_counter() - start)
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None
@@ -114,6 +101,35 @@ class PrefillJob:
         found = self._view.segments
         self._exact = found[0][0] if found else self.tokens
         self.computed = self._view.prefix
+
+    def _admit(self, prompt: TokenizedPrompt, regime: int, reserve_tokens: int) -> None:
+        """Takes the prompt's blocks, and its packed pages where there are any."""
+        context, policy, lookup = self._context, self._policy, self._lookup
+        self._packed = context.packed_prefix(
+            prompt.tokens, policy.reuse, lookup.namespace, regime, reserve_tokens
+        )
+
+        def admitted(segments: bool) -> KvRequest:
+            segments = segments and policy.reuse == "segments"
+            return context.cache.admit(
+                prompt.tokens,
+                namespace=lookup.namespace,
+                segments=prompt.segments if segments else (),
+                discover=lookup.discover and segments,
+                reuse=policy.reuse,
+                mode=self._mode[0],
+                reserve_tokens=reserve_tokens,
+                regime=regime,
+                chunk_tokens=self._chunk,
+            )
+
+        try:
+            self.request = self._brought.admit(admitted)
+        except BaseException:
+            if self._packed is not None:
+                self._packed.release()
+            raise
+        self._sources = self._brought.sources(self.request)
 
     @needs_memory("prefill")
     @torch.inference_mode()
@@ -192,6 +208,10 @@ class PrefillJob:
             report.kv_bytes += own
             report.shared_kv_bytes += shared
         report.mode, report.mode_reason = self._mode
+        report.documents = self._sources
+        if context.tiers is not None:
+            seconds = self._timings.prefill_s
+            context.tiers.measured.note("compute", sum(report.flops.values()), seconds)
         report.device_bytes = context.device_bytes(report, trace, len(logits))
         reused = ReusedTokens.of(self._view.segments)
         report.settled_now = reused.settle(trace.recomputed)
@@ -201,6 +221,7 @@ class PrefillJob:
         """How long the device took for each part; waits for it."""
         self._context.clock.wait()
         times = self._timings
+        times.load_s = self._brought.take_times()
         times.copy_s = Clock.seconds(*self._copying)
         times.prefill_s = sum(Clock.seconds(*span) for span in self._computing)
         times.select_s = sum(Clock.seconds(*span) for span in trace.selections)

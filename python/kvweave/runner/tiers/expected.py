@@ -1,0 +1,71 @@
+"""`Expected`: the documents of a prompt that waits, and what is being read for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvweave.runner.tiers.loads import Load, Wanted
+
+
+@contextmanager
+def releasing_on_error(expected: Expected | None) -> Iterator[None]:
+    """Gives back what was read for a prompt that is refused."""
+    try:
+        yield
+    except BaseException:
+        if expected is not None:
+            expected.release()
+        raise
+
+
+class Expected:
+    """What a prompt's documents are to come from, decided when it came; any thread.
+
+    `patience_s`: how long its reads are waited for, from the first time that anybody asks whether
+    they are done; behind it what was not read is computed. Whoever has one releases it in the end.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted], load: Load | None, patience_s: float) -> None:
+        self.wanted = list(wanted)
+        self._load = load
+        self._patience_s = patience_s
+        self._asked: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing more is waited for; what was read stays then until it is released."""
+        return self._is_done()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether reads did not end in time."""
+        return self._load is not None and not self._load.ended and self._left_s() <= 0
+
+    def wait(self, most_s: float | None = None) -> float:
+        """Waits until it is ready, or so long; returns the seconds that it took."""
+        begun = time.perf_counter()
+        while self._load is not None and not self._is_done():
+            self._load.wait(self._left_s() if most_s is None else min(most_s, self._left_s()))
+            if most_s is not None:
+                break
+        return time.perf_counter() - begun if self._load is not None else 0.0
+
+    def release(self) -> None:
+        """Gives back what was read; safe to call twice."""
+        if self._load is not None:
+            self._load.release()
+
+    def _is_done(self) -> bool:
+        left = self._left_s()
+        return self._load is None or self._load.take() or left <= 0
+
+    def _left_s(self) -> float:
+        """Seconds that are left of its patience."""
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = now
+            if self._load is not None:
+                self._load.hurry()
+        return self._patience_s - (now - self._asked)

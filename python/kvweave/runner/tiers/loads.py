@@ -1,0 +1,196 @@
+"""`Load`: the documents of one prompt on their way from a store to the host's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvweave.errors import CorruptShard, ForeignShard
+from kvweave.payload import KvPayload
+from kvweave.runner.tiers.choice import Choice
+from kvweave.runner.tiers.disk_tier import DiskTier
+from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.trouble import Trouble
+from kvweave.runner.tiers.worker import Job, Worker
+
+NEEDED, PREFETCHED = 0, 1
+"""What goes first: what a request needs whose turn has come, or that was decoded already; then what
+requests need that wait."""
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A document at tokens [start, end) of a prompt, and where its KV is to come from.
+
+    `payload` once it was read from a store, which took `seconds`.
+    """
+
+    start: int
+    end: int
+    document: Document
+    choice: Choice
+    payload: KvPayload | None = None
+    seconds: float = 0.0
+
+    def compute(self, why: str) -> None:
+        """Has it computed after all."""
+        self.choice, self.payload = Choice("computed", why), None
+
+
+class InFlight:
+    """Bytes of documents that were read and are not on the device yet, at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # Read and written by whoever has the worker's `changed`.
+        self.used = 0
+        self.holders: list[Load] = []
+        # Steps of engines that have ended, see `Load`.
+        self.steps = 0
+
+
+class Load(Job):
+    """Reads the documents that one prompt takes from a store, all of them or none begun.
+
+    They take their bytes of `room` when it begins and give them back by `release`, which everybody
+    who has a load calls in the end. Prompts never wait for each other with some of their documents
+    in hand. Where one that is needed finds no room, those that a whole step of an engine has left
+    alone since they were read give it up, and read it again: so a bound on bytes stops nobody.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        room: InFlight,
+        tier: DiskTier,
+        wanted: Sequence[Wanted],
+        size: Callable[[Document], int],
+        urgency: tuple[int, ...],
+        trouble: Trouble,
+    ) -> None:
+        self.urgency = urgency
+        self.began: float | None = None
+        self._worker = worker
+        self._room = room
+        self._tier = tier
+        self._wanted = wanted
+        self._bytes = sum(size(want.document) for want in wanted)
+        self._held = 0
+        self._trouble = trouble
+        self._released = False
+        self._ended = threading.Event()
+        self._ended_in = 0
+        self._taken = False
+        worker.submit(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all was read, or will not be."""
+        return self._ended.is_set()
+
+    def take(self) -> bool:
+        """Whether all was read that will be; if so it stays until it is released."""
+        with self._worker.changed:
+            self._taken = self.ended
+            return self._taken
+
+    def hurry(self) -> None:
+        """Has it go before those that nobody waits for yet."""
+        self._worker.hurry(self, (NEEDED, *self.urgency[1:]))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the end, so long at most: whether it has come."""
+        return self._ended.wait(seconds)
+
+    def release(self) -> None:
+        """Gives the bytes back, of a load that goes on when its read at hand ends.
+
+        Any thread; safe to call twice.
+        """
+        self._worker.drop(self)
+        with self._worker.changed:
+            self._released = True
+            self._ended.set()
+            for want in self._wanted:
+                want.payload = None
+            if self._worker.running is not self:
+                self._give_back()
+
+    # ---- the worker's side ----------------------------------------------------------------
+
+    def may_begin(self) -> bool:
+        """Takes the bytes, if they are to be had."""
+        room = self._room
+        if self.urgency[0] == NEEDED:
+            for other in sorted(room.holders, key=lambda load: load.urgency, reverse=True):
+                if room.used + self._bytes > room.most:
+                    other._give_way()
+        if room.used + self._bytes > room.most:
+            return False
+        room.used += self._bytes
+        room.holders.append(self)
+        self._held = self._bytes
+        self.began = time.monotonic()
+        return True
+
+    def run(self) -> None:
+        """Reads one document after the other; one that cannot be read stops no other."""
+        for want in self._wanted:
+            if self._is_left():
+                return
+            if want.choice.source != "disk":
+                continue
+            begun = time.perf_counter()
+            try:
+                payload = self._tier.read(want.document)
+            except (CorruptShard, ForeignShard) as error:
+                self._refuse(want, "refused", f"the store's document is refused: {error}")
+                continue
+            except Exception as error:
+                self._refuse(want, "unread", f"the store cannot be read: {error}")
+                continue
+            with self._worker.changed:
+                if self._is_left():
+                    return
+                if payload is None:
+                    want.compute("no tier has it")
+                want.payload, want.seconds = payload, time.perf_counter() - begun
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes that nothing more will be read."""
+        with self._worker.changed:
+            if error is not None and not self._ended.is_set():
+                self._trouble.note("unread", f"a document is computed: {error}")
+            if self._released:
+                self._give_back()
+            self._ended_in = self._room.steps
+            self._ended.set()
+            self._worker.changed.notify_all()
+
+    def _refuse(self, want: Wanted, kind: str, why: str) -> None:
+        self._trouble.note(kind, f"a document is computed: {why}")
+        with self._worker.changed:
+            want.compute(why)
+
+    def _is_left(self) -> bool:
+        return self._released
+
+    def _give_way(self) -> None:
+        """Gives up what was read, if its request may well be slow to take it."""
+        seen = self._room.steps > self._ended_in + 1
+        if not seen or self._taken or self._released or not self.ended:
+            return
+        for want in self._wanted:
+            want.payload = None
+        self._give_back()
+        self._ended.clear()
+        self._worker.submit(self)
+
+    def _give_back(self) -> None:
+        if self in self._room.holders:
+            self._room.holders.remove(self)
+        self._room.used -= self._held
+        self._held = 0
+        self._worker.changed.notify_all()

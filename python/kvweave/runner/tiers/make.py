@@ -1,0 +1,67 @@
+"""The tiers of a runner, of what its caller names: a store, host memory, or both."""
+
+from __future__ import annotations
+
+from os import PathLike
+from weakref import finalize
+
+from kvweave.arguments import shown, whole
+from kvweave.cache import HeadClassMap
+from kvweave.errors import InvalidArgument
+from kvweave.policies.policy_profile import heads_digest
+from kvweave.runner.clock import Clock
+from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
+from kvweave.runner.prefill.flops import RowFlops
+from kvweave.runner.tiers.disk_tier import DiskTier
+from kvweave.runner.tiers.host_tier import HostTier
+from kvweave.runner.tiers.tiers import Tiers
+from kvweave.store import Store
+
+_MOST_S = 60.0
+"""How long the end of a process waits for documents that are being written."""
+
+
+def digest_of(heads: HeadClassMap | None) -> str:
+    """What a shard says of a head map; "" where there is none."""
+    return "" if heads is None else heads_digest(heads)
+
+
+def make_tiers(
+    decoder: Decoder,
+    store: Store | str | PathLike[str] | None,
+    document_bytes: int | None,
+    heads: HeadClassMap | None,
+    eviction: str,
+    hash: str,
+) -> Tiers | None:
+    """The tiers beside a decoder's cache; None where neither a store nor bytes are named.
+
+    # Errors
+    `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` beside packed
+    pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for a folder that
+    cannot be used.
+    """
+    if store is None and document_bytes is None:
+        return None
+    cache, pages = decoder.heads.cache, decoder.pages
+    refuse_beside_packed(decoder.heads.packed, "documents")
+    disk, host = None, None
+    if store is not None:
+        disk = DiskTier(_opened(store), cache, digest_of(heads))
+    if document_bytes is not None:
+        whole("document_bytes", document_bytes, 1)
+        host = HostTier(cache, pages, document_bytes, eviction=eviction, hash=hash)
+    flops = RowFlops(decoder.spec, decoder.heads)
+    tiers = Tiers(cache, pages, Clock(decoder.spec.device), flops, host, disk)
+    # Also when the process ends: what is being written is waited for, unless its disk is dead.
+    finalize(decoder, tiers.close, _MOST_S)
+    return tiers
+
+
+def _opened(store: object) -> Store:
+    if isinstance(store, Store):
+        return store
+    if not isinstance(store, (str, PathLike)):
+        raise InvalidArgument(f"store: expected a Store or a folder, got {shown(store)}")
+    return Store(store)

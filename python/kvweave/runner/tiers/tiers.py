@@ -1,0 +1,369 @@
+"""`Tiers`: the documents of a runner beyond its device, in the host's memory and in a store.
+
+A document that is frozen is copied to both: to the host's memory at once, to the store behind its
+caller. So when its blocks leave the device nothing is to be done, and nobody waits for it. A prompt
+that marks it finds it there again, where bringing it takes less time than computing it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from kvweave.cache import KvCache, KvRequest
+from kvweave.errors import KvweaveError, PoolFull
+from kvweave.payload.transfer import admit_kv, export_kv
+from kvweave.runner.clock import Clock
+from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.brought import Brought, Carried
+from kvweave.runner.tiers.choice import Choice, Tier, choose
+from kvweave.runner.tiers.disk_tier import DiskTier
+from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.host_tier import HostTier
+from kvweave.runner.tiers.keeping import Keeping
+from kvweave.runner.tiers.loads import NEEDED, PREFETCHED, InFlight, Load, Wanted
+from kvweave.runner.tiers.measured import Measured
+from kvweave.runner.tiers.trouble import Trouble
+from kvweave.runner.tiers.worker import Worker
+
+FLIGHT_BYTES = 1 << 30
+PATIENCE_S = 10.0
+
+
+class Tiers:
+    """A host tier, a store, or both, beside the arena `pages` of a cache.
+
+    `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
+    read from the store and not on the device yet, and as many wait to be written. `patience_s`:
+    a prompt waits so long for its reads once its turn has come, and is computed then.
+
+    `expect` is for any thread; what brings or keeps is for the one that computes.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        pages: torch.Tensor,
+        clock: Clock,
+        flops: Callable[[int, int], int],
+        host: HostTier | None,
+        disk: DiskTier | None,
+        *,
+        flight_bytes: int = FLIGHT_BYTES,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.measured = Measured()
+        self.patience_s = patience_s
+        self._cache = cache
+        self._pages = pages
+        self._clock = clock
+        self._flops = flops
+        self._closed = False
+        self._trouble = Trouble()
+        self._reader = Worker("kvweave reads")
+        self._flight = InFlight(flight_bytes)
+        self._keeping = None if disk is None else Keeping(disk, flight_bytes, self._trouble)
+        self._counts = {"device": 0, "host": 0, "disk": 0, "computed": 0, "not on host": 0}
+
+    # ---- what a prompt takes --------------------------------------------------------------
+
+    def expect(
+        self,
+        prompt: TokenizedPrompt,
+        namespace: str,
+        regime: int,
+        *,
+        urgency: tuple[int, int] = (PREFETCHED, 0),
+    ) -> Expected:
+        """Decides where a prompt's documents come from, and begins to read. From any thread."""
+        prefix = self._cache.match_prefix(prompt.tokens, namespace, regime=regime)
+        wanted = []
+        for start, end, whose in prompt.segments:
+            document = Document(prompt.tokens[start:end], whose, regime)
+            choice = self._choice(document, start, self._is_here(document, end, prefix))
+            wanted.append(Wanted(start, end, document, choice))
+        return self._expected(wanted, urgency)
+
+    def _expected(self, wanted: list[Wanted], urgency: tuple[int, int]) -> Expected:
+        """Has the store's documents of a prompt read, as many as may be in flight together."""
+        reads, left = [], self._flight.most
+        for want in wanted:
+            if want.choice.source != "disk":
+                continue
+            size = self._size(want.document)
+            if size > left:
+                want.compute(f"its {size} bytes are more than may be in flight")
+            else:
+                left -= size
+                reads.append(want)
+        load = None
+        if reads:
+            assert self.disk is not None
+            how = (self._size, urgency, self._trouble)
+            load = Load(self._reader, self._flight, self.disk, reads, *how)
+        return Expected(wanted, load, self.patience_s)
+
+    def bring(self, expected: Expected, prompt: TokenizedPrompt, namespace: str) -> Brought:
+        """Waits for what is expected, and brings it to the device.
+
+        What cannot be had, or finds no room, is left to be computed.
+        """
+        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
+        self._note_late(expected)
+        try:
+            here, absent = [], []
+            for want in expected.wanted:
+                prefix = self._cache.match_prefix(
+                    prompt.tokens, namespace, regime=want.document.regime
+                )
+                if self._is_here(want.document, want.end, prefix):
+                    want.choice, want.payload = Choice("device", "it is on the device"), None
+                    here.append(want)
+                else:
+                    absent.append(want)
+            for want in here if absent else ():
+                self._hold(want.document, brought)
+            for want in absent:
+                # The same text may stand in a prompt twice.
+                if want.document.is_in(self._cache):
+                    want.choice, want.payload = Choice("device", "it is on the device"), None
+                else:
+                    self._bring(want, brought)
+        except BaseException:
+            brought.release()
+            raise
+        finally:
+            expected.release()
+        for want in expected.wanted:
+            self._counts[want.choice.source] += 1
+        self.tell()
+        return brought
+
+    def end_step(self) -> None:
+        """Hears that a step of an engine has ended, which could take what was read for prompts."""
+        if self._flight.holders:
+            with self._reader.changed:
+                self._flight.steps += 1
+                self._reader.changed.notify_all()
+
+    def document(self, document: Document) -> Brought:
+        """A document that shall be frozen, brought from the host or the store if one has it."""
+        choice = self._choice(document, 0, here=False)
+        want = Wanted(0, document.length, document, choice)
+        expected = self._expected([want], (NEEDED, 0))
+        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
+        self._note_late(expected)
+        try:
+            self._bring(want, brought)
+        except BaseException:
+            brought.release()
+            raise
+        finally:
+            expected.release()
+        self.tell()
+        return brought
+
+    def _bring(self, want: Wanted, brought: Brought) -> None:
+        """Brings one document to the device, or says why not."""
+        document, source = want.document, want.choice.source
+        if source == "device":
+            # It has left since it was looked for; what is nearest is the host.
+            source = "host" if self.host is not None and self.host.has(document) else "computed"
+            want.choice = Choice(source, "it has just left the device")
+        if source == "computed":
+            return
+        if source == "disk" and want.payload is None:
+            want.compute("the store did not give it")
+            return
+        try:
+            request = self._carried(want, source, brought)
+        except PoolFull:
+            want.compute("there was no room for it on the device")
+        except KvweaveError as error:
+            self._trouble.note("refused", f"a document is computed: it is refused: {error}")
+            want.compute(f"it is refused: {error}")
+        else:
+            if request is None:
+                want.compute("it has just left the host")
+
+    def _hold(self, document: Document, brought: Brought) -> None:
+        """Keeps a document that is on the device from being evicted for others of its prompt."""
+        with suppress(PoolFull):
+            brought.requests.append(
+                self._cache.admit(
+                    document.tokens,
+                    namespace=document.namespace,
+                    regime=document.regime,
+                    reuse="prefix",
+                )
+            )
+
+    def _carried(self, want: Wanted, source: str, brought: Brought) -> KvRequest | None:
+        """A request that has a document alone, its KV being brought; None if it is not there."""
+        document, begin = want.document, self._clock.mark()
+        tier: Tier = "host" if source == "host" else "disk"
+        if source == "host":
+            request = self._from_host(document)
+        else:
+            assert want.payload is not None
+            request = admit_kv(self._cache, self._pages, want.payload, document.namespace)
+        if request is None:
+            return None
+        brought.requests.append(request)
+        carried = Carried(tier, self._size(document), begin, self._clock.mark(), want.seconds)
+        brought.carried.append(carried)
+        if tier == "disk":
+            want.payload = None
+            self.copy_to_host(request, document.regime)
+        return request
+
+    def _from_host(self, document: Document) -> KvRequest | None:
+        assert self.host is not None
+        request = self._cache.admit(
+            document.tokens, namespace=document.namespace, regime=document.regime, reuse="none"
+        )
+        try:
+            if not self.host.fetch(document, request):
+                request.release()
+                return None
+            request.commit(document.length, document.length)
+        except BaseException:
+            request.release()
+            raise
+        return request
+
+    # ---- what is kept ---------------------------------------------------------------------
+
+    def keep(self, request: KvRequest, regime: int, name: str) -> None:
+        """Copies a document that a request has alone to the host, and has it kept in the store."""
+        self.copy_to_host(request, regime)
+        if self._keeping is not None:
+            payload = export_kv(self._cache, self._pages, request, whole=True)
+            self._keeping.write(payload.on_host(), name)
+        self.tell()
+
+    def forget(self, name: str, namespace: str) -> None:
+        """Has a document's name taken out of the store."""
+        if self._keeping is not None:
+            self._keeping.forget(name, namespace)
+
+    def name(self, document: Document, request: KvRequest, name: str) -> None:
+        """As `keep`, of a document that came from a tier: what the store has is only named."""
+        if self.disk is None:
+            return
+        try:
+            there = self.disk.has(document)
+        except KvweaveError:
+            there = False
+        if there and self._keeping is not None:
+            self._keeping.name(document, name)
+        else:
+            self.keep(request, document.regime, name)
+
+    def copy_to_host(self, request: KvRequest, regime: int) -> None:
+        """Copies a document that a request has alone to the host, if there is room for it."""
+        if self.host is None:
+            return
+        document = Document(request.tokens, request.namespace, regime)
+        if not self.host.keep(document, request):
+            self._counts["not on host"] += 1
+
+    # ---- all of it ------------------------------------------------------------------------
+
+    def tell(self) -> None:
+        """Warns the caller of what went wrong meanwhile, the first time that it does."""
+        self._trouble.tell()
+
+    def flush(self) -> None:
+        """Returns when every document that was frozen survives this process.
+
+        # Errors
+        What the store raised for the first since the last call that does not: `StoreFull`,
+        `QuotaExceeded`, `StoreUnavailable`.
+        """
+        if self._keeping is not None:
+            try:
+                self._keeping.flush()
+            finally:
+                self.tell()
+
+    def close(self, most_s: float | None = None) -> None:
+        """Waits for what is being written, so long at most, and ends the threads.
+
+        A read that goes on is left alone. Safe to call twice.
+        """
+        self._closed = True
+        self._reader.close(finish=False, most_s=0)
+        if self._keeping is not None:
+            self._keeping.close(most_s)
+        self.tell()
+
+    def set_quota(self, namespace: str = "", *, bytes: int | None = None) -> None:
+        """Bytes of host memory and of the store that a namespace may keep; None: no quota any more.
+
+        # Errors
+        `InvalidArgument` for a name or a number that cannot be.
+        """
+        if self.host is not None:
+            self.host.cache.set_quota(namespace, bytes=bytes)
+        if self.disk is not None:
+            self.disk.store.set_quota(namespace, bytes=bytes)
+
+    def stats(self) -> dict[str, Any]:
+        """Documents of prompts by where they came from, bytes in flight, speeds, and troubles."""
+        speeds = self.measured.speeds
+        return {
+            "documents": dict(self._counts),
+            "reading_bytes": self._flight.used,
+            **({} if self._keeping is None else self._keeping.stats()),
+            "speeds": {"host": speeds.host, "disk": speeds.disk, "compute": speeds.compute},
+            "troubles": self._trouble.counts,
+            "host": None if self.host is None else self.host.stats(),
+        }
+
+    def _note_late(self, expected: Expected) -> None:
+        if not expected.is_late:
+            return
+        why = f"the store did not answer within {self.patience_s} s"
+        self._trouble.note("late", f"documents are computed: {why}")
+        for want in expected.wanted:
+            if want.choice.source == "disk" and want.payload is None:
+                want.compute(why)
+
+    def _is_here(self, document: Document, end: int, prefix: int) -> bool:
+        """Whether a document, or the prompt up to its end, is on the device."""
+        return prefix >= end or document.is_in(self._cache)
+
+    def _choice(self, document: Document, start: int, here: bool) -> Choice:
+        if here:
+            return Choice("device", "it is on the device")
+        there: list[Tier] = []
+        if self.host is not None and self.host.has(document):
+            there.append("host")
+        if self.disk is not None and not self._closed and not self._is_stuck():
+            there.append("disk")
+        if not there:
+            return Choice("computed", "no tier has it")
+        flops = self._flops(start, start + document.length)
+        choice = choose(there, self._size(document), flops, self.measured.speeds)
+        if choice.source == "computed":
+            for tier in there:
+                self.measured.decline(tier)
+        return choice
+
+    def _is_stuck(self) -> bool:
+        """Whether a read goes on for longer than anybody waits: then nobody asks the store."""
+        load = self._reader.running
+        began = load.began if isinstance(load, Load) else None
+        return began is not None and time.monotonic() - began > self.patience_s
+
+    def _size(self, document: Document) -> int:
+        """Bytes of a document's KV: every token in every head."""
+        return document.length * self._cache.shape.token_bytes

@@ -1,0 +1,148 @@
+"""Which tier a document comes from, and the threads that read and write: no model, no clock."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from families import random_tokens, tiny
+from kvweave import Runner
+from kvweave.runner.prefill.flops import RowFlops
+from kvweave.runner.tiers.choice import Speeds, choose
+from kvweave.runner.tiers.measured import Measured
+from kvweave.runner.tiers.worker import Job, Worker
+
+KNOWN = Speeds(host=1e9, disk=1e8, compute=1e12)
+
+
+@pytest.mark.parametrize(
+    ("there", "flops", "speeds", "source"),
+    [
+        ([], 10**12, KNOWN, "computed"),
+        # 1e8 bytes: 0.1 s from the host, 1 s from the disk.
+        (["host", "disk"], 10**12, KNOWN, "host"),
+        (["disk"], 10**12, KNOWN, "disk"),
+        (["disk"], 999 * 10**9, KNOWN, "computed"),
+        (["host"], 99 * 10**9, KNOWN, "computed"),
+        (["host", "disk"], 10**12, replace(KNOWN, disk=1e10), "disk"),
+        # What was never measured is tried, the nearest first.
+        (["disk", "host"], 1, Speeds(), "host"),
+        (["disk"], 1, Speeds(host=1e9, compute=1e12), "disk"),
+        (["disk"], 1, replace(KNOWN, compute=None), "disk"),
+    ],
+)
+def test_the_fastest_is_chosen(there: Any, flops: int, speeds: Speeds, source: str) -> None:
+    assert choose(there, 10**8, flops, speeds).source == source
+
+
+@given(
+    st.integers(1, 2**40),
+    st.integers(1, 2**60),
+    *(st.floats(1e-3, 1e18) for _ in range(3)),
+)
+def test_no_other_source_would_have_been_faster(
+    size: int, flops: int, host: float, disk: float, compute: float
+) -> None:
+    times = {"host": size / host, "disk": size / disk, "computed": flops / compute}
+    chosen = choose(["host", "disk"], size, flops, Speeds(host, disk, compute))
+    assert times[chosen.source] == min(times.values())
+
+
+def test_speeds_follow_what_happens_and_a_bad_impression_does_not_last() -> None:
+    measured = Measured()
+    assert measured.speeds == Speeds()
+    measured.note("disk", 100, 1)
+    measured.note("disk", 0, 1)
+    measured.note("compute", 50, 0)
+    assert measured.speeds == Speeds(disk=100)
+    for _ in range(30):
+        measured.note("disk", 1000, 1)
+    speed = measured.speeds.disk
+    assert speed is not None
+    assert 990 < speed <= 1000
+    for _ in range(15):
+        measured.decline("disk")
+    assert measured.speeds.disk == speed
+    measured.decline("disk")
+    assert measured.speeds.disk is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])
+def test_flops_of_rows_are_those_of_a_prefill_but_for_logits(family: str) -> None:
+    """The last layer of a prefill computes one row behind its K and V; the others all of them."""
+    runner = Runner(tiny(family), max_tokens=512, check=False, progress=False)
+    tokens = random_tokens(100, 1).tolist()
+    done = runner.prefill(tokens, "full", logits_from=0)
+    ran = sum(done.report.flops.values()) - done.report.flops["logits"]
+    rows = RowFlops(runner.spec, runner._prefiller.heads)
+    assert rows(0, 100) == ran
+    assert rows(0, 40) + rows(40, 100) == ran
+    assert rows(7, 7) == 0
+
+
+class Noted(Job):
+    def __init__(self, number: int, done: list[Any], raises: BaseException | None = None) -> None:
+        self.urgency = (number,)
+        self.done = done
+        self.raises = raises
+
+    def run(self) -> None:
+        if self.raises is not None:
+            raise self.raises
+        self.done.append(self.urgency[0])
+
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.done.append(f"{self.urgency[0]}: {error}")
+
+
+class Gate(Job):
+    """Keeps the worker busy until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        self.begun.set()
+        self.open.wait()
+
+
+def test_the_most_urgent_job_goes_first_and_what_raises_stops_no_other() -> None:
+    worker, gate, done = Worker("a worker"), Gate(), []
+    worker.submit(gate)
+    gate.begun.wait()
+    dropped, hurried = Noted(0, done), Noted(7, done)
+    others = Noted(5, done), Noted(2, done, ValueError("two")), Noted(1, done)
+    for job in (dropped, hurried, *others):
+        worker.submit(job)
+    worker.drop(dropped)
+    worker.hurry(hurried, (-1,))
+    gate.open.set()
+    worker.wait()
+    assert done == [-1, 1, "2: two", 5]
+    done.remove(-1)
+    worker.submit(Noted(9, done, SystemExit("dies")))
+    worker.wait()
+    assert done[3].endswith("got SystemExit: dies")
+    worker.submit(Noted(3, done))
+    worker.close(finish=True)
+    assert done[4:] == [3]
+    worker.submit(Noted(4, done))
+    assert done[5:] == ["4: a worker: expected one that is open, got a closed one"]
+    worker.close(finish=True)
+
+
+def test_who_waits_is_told_when_a_worker_closes_without_them() -> None:
+    worker, gate, done = Worker("a worker"), Gate(), []
+    worker.submit(gate)
+    gate.begun.wait()
+    worker.submit(Noted(1, done))
+    worker.close(finish=False, most_s=0)
+    assert done == ["1: a worker: expected one that is open, got a closed one"]
+    gate.open.set()
+    worker.close(finish=False)
