@@ -27,8 +27,9 @@ request pays for all its tokens when it is admitted, then for each page that it 
 these, `shared_pages` (of the arena) are left out, which others hold already and it will read;
 `pages_of` counts what some tokens take. Who comes with `reserve` takes room for so many tokens
 more when it is admitted, and needs none while it says them (`expect` names all of them together:
-`reserved`). When the cache raises `PoolFull` all the same (other users of it took the room, free
-pages lie in slabs of another head group, or who gave way had pages that others read too),
+`reserved`). Nobody is admitted whose blocks the cache could not give of every head group: free
+pages may lie in slabs of another. When the cache raises `PoolFull` all the same (other users of it
+took the room, or who gave way had pages that others read too),
 `not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing; for a request
 that decodes, the next plan makes room. A step that failed for another reason is
 `not_done(request)`, and is planned again.

@@ -132,7 +132,7 @@ def test_every_request_says_what_it_would_alone(
 
 def test_who_gives_way_may_have_pages_that_others_read() -> None:
     cache = small_cache(20)
-    engine = Engine(cache, small(cache))
+    engine = Engine(cache, small(cache, headroom=0))
     for request, (length, limit) in enumerate([(23, 4), (1, 1), (1, 1), (5, 2)]):
         engine.arrive(request, [request % 3 * 7 + at for at in range(length)], limit)
         engine.step()

@@ -20,8 +20,8 @@ pub mod tier;
 pub mod virtual_pages;
 
 pub use cache::{
-    Admission, CacheConfig, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats, KvCache,
-    MarkedSegment, Mode, Quota, Request, Reuse, StepHead, StepRefused, StepRows,
+    Admission, CacheConfig, CacheRoom, CacheStats, Counters, DecodeRows, EntryMoves, GroupStats,
+    KvCache, MarkedSegment, Mode, Quota, Request, Reuse, StepHead, StepRefused, StepRows,
 };
 pub use content::{FrozenSegment, HashKind, MissReason};
 pub use error::{Error, ErrorKind};

@@ -3,10 +3,10 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::scheduler::{
-    self as core, Arrival, BlockLedger, PrefillOrder, Refusal, RequestId, RequestState, Room as _,
+    self as core, Arrival, PrefillOrder, Refusal, RequestId, RequestState, Room as _,
     SchedulerConfig,
 };
-use kvweave_core::{Error, KvCache as Cache};
+use kvweave_core::{CacheRoom, Error};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
@@ -21,12 +21,11 @@ use crate::scalars::{Number, Text};
 /// Plans steps for the requests of one cache. Use it from any thread.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct Scheduler {
-    scheduler: Mutex<core::Scheduler<BlockLedger>>,
-    cache: Cache,
+    scheduler: Mutex<core::Scheduler<CacheRoom>>,
 }
 
 impl Scheduler {
-    fn lock(&self) -> MutexGuard<'_, core::Scheduler<BlockLedger>> {
+    fn lock(&self) -> MutexGuard<'_, core::Scheduler<CacheRoom>> {
         self.scheduler.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -34,7 +33,7 @@ impl Scheduler {
     fn with<T: Send, E: Into<Failure>>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut core::Scheduler<BlockLedger>) -> Result<T, E> + Send,
+        work: impl FnOnce(&mut core::Scheduler<CacheRoom>) -> Result<T, E> + Send,
     ) -> PyResult<T> {
         call_core(py, || work(&mut self.lock()).map_err(Into::into))
     }
@@ -141,9 +140,9 @@ impl Scheduler {
                 order,
             };
             let span = span_tokens.map(|number| count("span_tokens", number)).transpose()?;
-            let ledger = cache.ledger(span.unwrap_or(config.chunk_tokens))?;
-            let scheduler = core::Scheduler::new(config, ledger)?;
-            Ok(Self { scheduler: Mutex::new(scheduler), cache })
+            let room = CacheRoom::new(&cache, span.unwrap_or(config.chunk_tokens))?;
+            let scheduler = core::Scheduler::new(config, room)?;
+            Ok(Self { scheduler: Mutex::new(scheduler) })
         })
     }
 
@@ -190,8 +189,9 @@ impl Scheduler {
                 fits.map_err(|short| short.as_error("prompt and answer"))?;
             }
             scheduler.arrive(nanos("now", now)?, &arrival)?;
-            scheduler.room_mut().expect(request, arrival.cached, shared);
-            scheduler.room_mut().reserve(request, reserved);
+            let ledger = scheduler.room_mut().ledger_mut();
+            ledger.expect(request, arrival.cached, shared);
+            ledger.reserve(request, reserved);
             Ok::<_, Failure>(())
         })
     }
@@ -214,8 +214,9 @@ impl Scheduler {
             let reserved = count("reserved", reserved)?;
             let waits = scheduler.state(request) == Some(RequestState::Waiting);
             if waits {
-                scheduler.room_mut().expect(request, cached, shared);
-                scheduler.room_mut().reserve(request, reserved);
+                let ledger = scheduler.room_mut().ledger_mut();
+                ledger.expect(request, cached, shared);
+                ledger.reserve(request, reserved);
             }
             Ok::<_, Failure>(waits)
         })
@@ -224,7 +225,7 @@ impl Scheduler {
     /// Pages that some tokens are counted as.
     fn pages_of(&self, py: Python<'_>, tokens: Number) -> PyResult<usize> {
         self.with(py, |scheduler| {
-            Ok::<_, Failure>(scheduler.room().pages_of(count("tokens", tokens)?))
+            Ok::<_, Failure>(scheduler.room().ledger().pages_of(count("tokens", tokens)?))
         })
     }
 
@@ -281,7 +282,7 @@ impl Scheduler {
             for request in finished {
                 scheduler.finish(request);
             }
-            scheduler.room_mut().tell_free(self.cache.available_pages());
+            scheduler.room_mut().look();
             let plan = scheduler.plan(now)?;
             Ok::<_, Failure>(StepPlan(plan))
         })

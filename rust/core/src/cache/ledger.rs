@@ -11,7 +11,7 @@ impl KvCache {
     /// [`Self::available_pages`].
     ///
     /// With one head group what it promises can be had. With several, free pages may lie in slabs
-    /// of another group: `Scheduler::not_done` is for the call that fails then.
+    /// of another group: see [`CacheRoom`](super::CacheRoom), which asks.
     ///
     /// # Errors
     /// `InvalidArgument` for chunks of no tokens.

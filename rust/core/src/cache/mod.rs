@@ -22,6 +22,7 @@ mod ledger;
 mod promote;
 mod quotas;
 mod request;
+mod room;
 mod spill;
 mod stats;
 mod truncate;
@@ -34,6 +35,7 @@ pub use config::CacheConfig;
 pub use decode_rows::{DecodeRows, StepHead, StepRows};
 pub use entry_lane::EntryMoves;
 pub use request::Request;
+pub use room::CacheRoom;
 pub use stats::{CacheStats, Counters, GroupStats, Quota};
 
 use crate::content::hash::seed_of;

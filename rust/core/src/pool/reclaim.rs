@@ -54,6 +54,13 @@ impl Pool {
             || self.feasible(needs).is_ok()
     }
 
+    /// Whether an empty arena would have slabs for so many blocks of each group.
+    #[must_use]
+    pub fn could_hold(&self, needs: &[usize]) -> bool {
+        let slabs: usize = self.each(needs).map(|(group, need)| slabs_for(need, 0, group)).sum();
+        slabs <= self.arena.slabs()
+    }
+
     fn each<'a>(&'a self, needs: &'a [usize]) -> impl Iterator<Item = (&'a Group, usize)> {
         self.groups.iter().zip(needs.iter().copied())
     }

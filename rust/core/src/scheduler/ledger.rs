@@ -118,12 +118,43 @@ impl BlockLedger {
     /// Pages of `tokens` tokens.
     #[must_use]
     pub fn pages_of(&self, tokens: usize) -> usize {
+        self.groups.iter().map(|group| group.block_pages * self.blocks(group, tokens)).sum()
+    }
+
+    /// Blocks of each group of `tokens` tokens.
+    pub fn blocks_of(&self, tokens: usize) -> impl Iterator<Item = usize> + '_ {
+        self.groups.iter().map(move |group| self.blocks(group, tokens))
+    }
+
+    fn blocks(&self, group: &LedgerGroup, tokens: usize) -> usize {
         let all = tokens.div_ceil(self.page_tokens);
-        let blocks = |group: &LedgerGroup| match group.window {
+        match group.window {
             Some(window) => all.min(window.blocks(self.page_tokens, self.chunk_tokens)),
             None => all,
-        };
-        self.groups.iter().map(|group| group.block_pages * blocks(group)).sum()
+        }
+    }
+
+    /// Blocks of each group that a request which has not been admitted would take then, for its
+    /// first `tokens`: none for what is cached of them.
+    pub fn blocks_to_take(
+        &self,
+        request: RequestId,
+        tokens: usize,
+    ) -> impl Iterator<Item = usize> + '_ {
+        let account = self.accounts.get(&request).copied().unwrap_or_default();
+        let cached = account.cached / self.page_tokens;
+        let tokens = tokens.max(account.reserved);
+        self.groups.iter().map(move |group| {
+            let blocks = self.blocks(group, tokens);
+            if group.window.is_some() { blocks } else { blocks.saturating_sub(cached) }
+        })
+    }
+
+    /// Has a request that was admitted hold nothing again, as if it had not been.
+    pub fn undo_admission(&mut self, request: RequestId) {
+        if let Some(account) = self.accounts.get_mut(&request) {
+            self.free += std::mem::take(&mut account.held);
+        }
     }
 
     /// Takes pages, and leaves as many as `spare` requests take for their next tokens.

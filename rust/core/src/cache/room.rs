@@ -1,0 +1,122 @@
+//! A scheduler's room beside a cache: what its requests take is counted, and what the cache could
+//! give is asked, group by group.
+
+use crate::error::Error;
+use crate::scheduler::{BlockLedger, RequestId, Room, Shortage};
+
+use super::{KvCache, freeze};
+
+/// A [`BlockLedger`] that admits nobody whose blocks the cache could not give.
+///
+/// Pages that are free may lie in slabs of another head group, where they serve nobody else: a
+/// prompt that was promised room by their number alone would be computed in vain, or others would
+/// have to give way for it. [`Self::look`] before each plan.
+pub struct CacheRoom {
+    cache: KvCache,
+    ledger: BlockLedger,
+    /// Blocks of each group of the pool that this plan has promised.
+    promised: Vec<usize>,
+    /// Whether this plan has anybody give way: the cache will have more than it has now.
+    gives_back: bool,
+}
+
+impl CacheRoom {
+    /// The room beside a cache, for prompts that are computed in chunks of at most so many tokens.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for chunks of no tokens.
+    pub fn new(cache: &KvCache, chunk_tokens: usize) -> Result<CacheRoom, Error> {
+        let ledger = cache.ledger(chunk_tokens)?;
+        let groups = cache.0.store.lock().pool.group_count();
+        let promised = vec![0; groups];
+        Ok(CacheRoom { cache: cache.clone(), ledger, promised, gives_back: false })
+    }
+
+    /// Looks at what is free now; from here on it is counted.
+    pub fn look(&mut self) {
+        self.ledger.tell_free(self.cache.available_pages());
+        self.promised.fill(0);
+        self.gives_back = false;
+    }
+
+    /// What is counted.
+    #[must_use]
+    pub fn ledger(&self) -> &BlockLedger {
+        &self.ledger
+    }
+
+    /// What is counted, to be told what a look-up found and what is to be reserved.
+    pub fn ledger_mut(&mut self) -> &mut BlockLedger {
+        &mut self.ledger
+    }
+
+    /// Blocks that the cache is asked for: those promised, some more, and as many again of every
+    /// head group for each of `spare` requests.
+    fn wanted(&self, more: impl Iterator<Item = usize>, spare: usize) -> Vec<usize> {
+        let more = more.chain(std::iter::repeat(0));
+        let spare = self.ledger.blocks_of(1).map(|blocks| blocks * spare);
+        let each = self.promised.iter().zip(more).zip(spare.chain(std::iter::repeat(0)));
+        each.map(|((promised, more), spare)| promised + more + spare).collect()
+    }
+}
+
+impl Room for CacheRoom {
+    fn fits(&self, tokens: usize) -> Result<(), Shortage> {
+        self.ledger.fits(tokens)?;
+        let mut needs: Vec<usize> = self.ledger.blocks_of(tokens).collect();
+        needs.resize(self.promised.len(), 0);
+        if self.cache.0.store.lock().pool.could_hold(&needs) {
+            return Ok(());
+        }
+        let total = self.ledger.total();
+        Err(Shortage { needed: self.ledger.pages_of(tokens).max(total + 1), free: total })
+    }
+
+    fn admit(
+        &mut self,
+        request: RequestId,
+        tokens: usize,
+        spare: usize,
+    ) -> Result<usize, Shortage> {
+        let wanted = self.wanted(self.ledger.blocks_to_take(request, tokens), spare);
+        let cached = self.ledger.admit(request, tokens, spare)?;
+        if !self.gives_back && !self.cache.could_give(&wanted) {
+            self.ledger.undo_admission(request);
+            let needed = self.ledger.pages_of(tokens);
+            return Err(Shortage { needed, free: self.ledger.free().min(needed) });
+        }
+        self.promised = self.wanted(self.ledger.blocks_to_take(request, tokens), 0);
+        Ok(cached)
+    }
+
+    fn grow(&mut self, request: RequestId, tokens: usize) -> Result<(), Shortage> {
+        let before = self.ledger.held(request);
+        self.ledger.grow(request, tokens)?;
+        if self.ledger.held(request) > before {
+            self.promised = self.wanted(self.ledger.blocks_of(1), 0);
+        }
+        Ok(())
+    }
+
+    fn gain(&self, request: RequestId) -> usize {
+        self.ledger.gain(request)
+    }
+
+    fn release(&mut self, request: RequestId) {
+        self.gives_back |= self.ledger.held(request) > 0;
+        self.ledger.release(request);
+    }
+
+    fn retract(&mut self, request: RequestId, tokens: usize) {
+        self.ledger.retract(request, tokens);
+    }
+}
+
+impl KvCache {
+    /// Whether so many blocks of each group of the pool could be had now, frozen ones that nobody
+    /// reads giving way.
+    fn could_give(&self, needs: &[usize]) -> bool {
+        let mut state = self.0.store.lock();
+        state.pool.fits(needs) || freeze::fits(&self.0, &mut state, needs)
+    }
+}
