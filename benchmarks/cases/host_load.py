@@ -37,7 +37,7 @@ CASE = "host_load"
 PAGES, EVERY, WHOLE_EVERY = 64, 16, 4
 HOST_OVER_DEVICE = 6
 """Host memory for so many times the arena."""
-ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=8, arena_bytes=6 * 2**30)
+ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=4, arena_bytes=2 * 2**30)
 ON_CPU = Task("small Llama", 12, (400, 1200), (16, 64), 256, arena_bytes=48 * 2**20)
 QUICK = Task("tiny Llama", 4, (80, 160), (8, 40), 64, arena_bytes=400 * 2**10)
 

@@ -83,8 +83,8 @@ def test_each_token_is_what_the_pass_over_all_pages_says(monkeypatch, dtype, wro
     plain = there(dense(MIXED), dtype=dtype)
     for prompt, one in zip(prompts, made, strict=True):
         with plain.prefill(prompt, "full", remember=False) as done:
-            behind = plain.extend(done, one.tokens[:-1])
-            logits = torch.cat((done.logits[-1:], behind))[-len(one.tokens) :]
+            first = done.logits[-1:]
+            logits = torch.cat((first, plain.extend(done, one.tokens[:-1])))
         said = torch.tensor(one.tokens, device=logits.device)[:, None]
         lacks = logits.amax(-1) - logits.gather(1, said)[:, 0]
         assert float(lacks.max()) < 0.03 * float(logits.abs().max())
