@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,9 @@ class StepRows:
     spans: Int32
     places: Int64
     moved: Int32
+
+
+_REQUEST = attrgetter("request")
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,10 @@ class DecodeSlots:
         self._listed: ListedStep | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
-        # Tokens of each member, and of each of the batch, when it is done.
-        self._end_of: dict[Decoding, int] = {}
+        # Of each row: its tokens when it is done, and what it said last while `_said` is known.
+        self._end_of: Int64 = np.zeros(0, np.int64)
+        self._newest: Int32 = np.zeros(0, np.int32)
+        # Tokens of each of the batch when it is done.
         self._ends = np.zeros(0, np.int64)
 
     def _room(self, entries: int) -> torch.Tensor:
@@ -121,26 +127,37 @@ class DecodeSlots:
         """Makes these the batch of the next step, in this order: others leave, new ones join."""
         if self.is_seated(batch):
             return
-        coming = dict.fromkeys(batch)
-        for sequence in [s for s in self.members if s not in coming]:
+        said, coming = self._said is not None, set(batch)
+        for sequence in self.members.keys() - coming:
             self._leave(sequence)
-        joining = [s for s in coming if s not in self.members]
+        joining = list(dict.fromkeys(s for s in batch if s not in self.members))
         self._take_heads(joining)
-        coming_ends = {s: s.request.length + s.remaining for s in joining}
         # Those who stay need no more than when they came.
-        self.longest = max([self.longest if self.members else 0, *coming_ends.values()])
-        self._end_of.update(coming_ends)
+        self.longest = self.longest if self.members else 0
         for sequence in joining:
-            self.members[sequence] = self.rows.join()
-            self._spent_before[sequence] = self._spent
-            if not is_greedy([sequence]):
-                self._drawing.add(sequence)
-        self._requests = [s.request for s in batch]
-        self._numbers = np.asarray([self.members[s] for s in batch], np.int32)
-        self._ends = np.asarray([self._end_of[s] for s in batch], np.int64)
-        self.batch, self._said = list(batch), None
+            self._join(sequence)
+        # Most stay, so that what is known of a row is looked up by its number.
+        self._requests = list(map(_REQUEST, batch))
+        rows = map(self.members.__getitem__, batch)
+        self._numbers = np.fromiter(rows, np.int32, len(batch))
+        self._ends = self._end_of[self._numbers]
+        self.batch, self._said = list(batch), self._newest[self._numbers] if said else None
         if self.packed is not None:
             self.packed.seat(self.batch)
+
+    def _join(self, sequence: Decoding) -> None:
+        """Gives a request a row of its own."""
+        row = self.members[sequence] = self.rows.join()
+        if row >= len(self._end_of):
+            more = np.zeros(1 + row, np.int64)
+            self._end_of = np.concatenate((self._end_of, more))
+            self._newest = np.concatenate((self._newest, more.astype(np.int32)))
+        end = self._end_of[row] = sequence.request.length + sequence.remaining
+        self._newest[row] = sequence.tokens[-1]
+        self.longest = max(self.longest, int(end))
+        self._spent_before[sequence] = self._spent
+        if not is_greedy([sequence]):
+            self._drawing.add(sequence)
 
     def _take_heads(self, joining: Sequence[Decoding]) -> None:
         """Sees to tables for all heads that the coming requests have promoted.
@@ -161,7 +178,6 @@ class DecodeSlots:
 
     def _leave(self, sequence: Decoding) -> None:
         row = self.members.pop(sequence)
-        del self._end_of[sequence]
         self.rows.leave(row)
         if self.chosen is not None:
             self.chosen.forget(row)
@@ -249,6 +265,8 @@ class DecodeSlots:
             self._said = None
             return
         self._said = chosen.astype(np.int32) if len(chosen) and chosen.min() >= 0 else None
+        if self._said is not None:
+            self._newest[self._numbers] = self._said
 
     def _copy(self, copies: Int32) -> None:
         """Copies what others share of the blocks that are to be written: i32 [C, 8]."""
