@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cached_prompts import knowledge
@@ -61,6 +61,8 @@ def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     torch.testing.assert_close(torch.stack(one), torch.stack(other), atol=1e-4, rtol=0)
 
 
+# Two that sat apart, then together, then apart again.
+@example(name="llama", mapped=False, graphs=False, seeds=[0, 1, 2], turns=[4, 1, 5, 1, 4])
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(FAMILIES)),

@@ -165,6 +165,10 @@ class Decoder:
             found = DecodeSlots(self.heads, self.pages, self.reads)
         else:
             found = self._slots[0]
+        for others in known:
+            if others is not found:
+                # What they know of a request is old as soon as it takes a step here.
+                others.let_go(batch)
         self._slots = [*(s for s in self._slots if s is not found), found]
         return found
 

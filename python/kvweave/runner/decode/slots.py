@@ -171,6 +171,11 @@ class DecodeSlots:
             self.promoted = tuple(promoted)
             self.rows.set_heads(self.reach.sights)
 
+    def let_go(self, some: Sequence[Decoding]) -> None:
+        """Lets some go that take their steps elsewhere from now on."""
+        for sequence in self.members.keys() & set(some):
+            self._leave(sequence)
+
     def forget(self, request: KvRequest | None = None) -> None:
         """Lets one of the requests go, or all."""
         for sequence in [s for s in self.members if request is None or s.request is request]:

@@ -79,8 +79,10 @@ impl Room for CacheRoom {
         spare: usize,
     ) -> Result<usize, Shortage> {
         let wanted = self.wanted(self.ledger.blocks_to_take(request, tokens), spare);
+        // Of pages that others hold it is not known which group's they are.
+        let asks = !self.gives_back && self.ledger.shared(request) == 0;
         let cached = self.ledger.admit(request, tokens, spare)?;
-        if !self.gives_back && !self.cache.could_give(&wanted) {
+        if asks && !self.cache.could_give(&wanted) {
             self.ledger.undo_admission(request);
             let needed = self.ledger.pages_of(tokens);
             return Err(Shortage { needed, free: self.ledger.free().min(needed) });

@@ -134,6 +134,12 @@ impl BlockLedger {
         }
     }
 
+    /// Pages of what a request which has not been admitted will read that are held by others.
+    #[must_use]
+    pub fn shared(&self, request: RequestId) -> usize {
+        self.accounts.get(&request).map_or(0, |account| account.shared)
+    }
+
     /// Blocks of each group that a request which has not been admitted would take then, for its
     /// first `tokens`: none for what is cached of them.
     pub fn blocks_to_take(
