@@ -10,6 +10,7 @@
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
 #   make results            the newest records into the tables of README.md and docs/results.md
+#   make site               the documents as a site, in build/site
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
 #   make clean              forget everything that was built
 
@@ -18,7 +19,7 @@ SHELL := bash
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz test-vllm kill-store vllm vllm-offered lint \
-  bench results wheel packages setup clean
+  bench results site wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -117,6 +118,11 @@ bench: setup
 results: setup
 	$(PY) -m benchmarks.report.results
 
+# Any warning stops it: a link that leads nowhere, or a page that nobody finds.
+site: $(STAMPS)/packages
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo build/site/index.html
+
 wheel: $(STAMPS)/wheel
 
 packages: $(STAMPS)/packages
@@ -172,4 +178,4 @@ $(STAMPS)/installed: $(STAMPS)/wheel $(STAMPS)/packages
 
 clean:
 	cargo clean
-	rm -rf $(VENV) $(VLLM_SITE) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_SITE) dist build .pytest_cache .ruff_cache .mypy_cache .hypothesis

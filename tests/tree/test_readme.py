@@ -36,6 +36,12 @@ def test_notebook_example_reuses_both_documents(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip()
 
 
+def test_quick_start_example_finds_its_document() -> None:
+    names: dict[str, object] = {}
+    exec(example("docs/notebook-start.md"), names)
+    assert names["runner"].cache.stats()["frozen_hits"] > 0  # type: ignore[attr-defined]
+
+
 def test_tiers_example_finds_its_document_again(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(example("docs/tiers.md"), names)

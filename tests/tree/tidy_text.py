@@ -189,7 +189,7 @@ def readme_commands(root: Path) -> list[str]:
 
 
 TOP_LEVEL = {
-    *("Cargo.toml", "Cargo.lock", "pyproject.toml", "Makefile", "LICENSE"),
+    *("Cargo.toml", "Cargo.lock", "pyproject.toml", "mkdocs.yml", "Makefile", "LICENSE"),
     *("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *("rust", "python", "csrc", "tests", "benchmarks", "notebooks", "docs"),
 }
