@@ -224,7 +224,22 @@ def run(quick: bool) -> list[Row]:
 
 def main(words: list[str] | None = None) -> int:
     """Runs one task on the machine it is called on, and writes it down."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}", description=__doc__)
+    task = Task() if torch.cuda.is_available() else ON_CPU
+    return carry_out((CASE, __doc__), rows_of, task, words)
+
+
+def carry_out(
+    named: tuple[str, str | None],
+    rows_of: Callable[[Task], list[Row]],
+    task: Task,
+    words: list[str] | None,
+) -> int:
+    """A task, some of its fields as the command line says; prints its rows and keeps them.
+
+    `named`: the case, and what its help says.
+    """
+    case, about = named
+    parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{case}", description=about)
     parser.add_argument("--json", type=Path, help="file for the run")
     parser.add_argument("--task", type=json.loads, default={}, help="fields of Task, as JSON")
     chosen = parser.parse_args(words)
@@ -232,11 +247,11 @@ def main(words: list[str] | None = None) -> int:
     if unknown := set(chosen.task) - known:
         parser.error(f"--task: expected some of {', '.join(sorted(known))}, got {unknown}")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.task.items()}
-    rows = rows_of(replace(Task() if torch.cuda.is_available() else ON_CPU, **given))
+    rows = rows_of(replace(task, **given))
     for row in rows:
         print(f"{row.name}: {row.value:.4g} {row.unit}, p95 {row.p95}, {row.of}")
     if chosen.json:
-        chosen.json.write_text(json.dumps(of_device(CASE, rows), indent=1) + "\n")
+        chosen.json.write_text(json.dumps(of_device(case, rows), indent=1) + "\n")
     return 0
 
 

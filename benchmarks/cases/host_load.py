@@ -14,55 +14,28 @@ what the cache says that requests held on the device while they decoded, for eac
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks.cases.engine_load import Load, Task, model_of
+from benchmarks.cases.engine_load import Load, Task, carry_out, model_of
+from benchmarks.cases.top_k_step import choosing
 from benchmarks.heard import Heard, figures
 from benchmarks.load import arrivals, shape_of
-from benchmarks.report.record import of_device
-from kvweave.cache import HeadClassMap
 from kvweave.lab.bench.rows import Row, expect
-from kvweave.runner.model.model_spec import ModelSpec, describe
+from kvweave.runner.model.model_spec import describe
 
 CASE = "host_load"
-PAGES, EVERY, WHOLE_EVERY = 64, 16, 4
+PAGES, WHOLE_EVERY = 64, 4
 HOST_OVER_DEVICE = 6
 """Host memory for so many times the arena."""
 ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=4, arena_bytes=2 * 2**30)
 ON_CPU = Task("small Llama", 12, (400, 1200), (16, 64), 256, arena_bytes=48 * 2**20)
 QUICK = Task("tiny Llama", 4, (80, 160), (8, 40), 64, arena_bytes=400 * 2**10)
-
-
-def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:
-    """A map in which one KV head in four is whole, another one from layer to layer."""
-    few = {"kind": "top_k", "pages": pages, "rerank_every": EVERY}
-    chooses = {"class": few, "reach": "global", "stability": "stable"}
-    reads_all = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}
-
-    def is_whole(layer: int, head: int) -> bool:
-        return head % WHOLE_EVERY == layer % min(WHOLE_EVERY, spec.kv_heads)
-
-    places = [(at, head) for at in range(len(spec.layers)) for head in range(spec.kv_heads)]
-    made = {
-        "schema_version": 1,
-        "model_fingerprint": spec.fingerprint,
-        "layers": len(spec.layers),
-        "kv_heads": spec.kv_heads,
-        "heads": [
-            {"layer": at, "head": head, **(reads_all if is_whole(at, head) else chooses)}
-            for at, head in places
-        ],
-    }
-    return HeadClassMap.from_json(json.dumps(made))
 
 
 class Held:
@@ -117,7 +90,7 @@ def rows_of(task: Task, pages: int = PAGES) -> list[Row]:
 def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is measured, and what its runner is asked for."""
     yield "all", {}
-    heads = choosing(describe(model), pages)
+    heads = choosing(describe(model), pages, WHOLE_EVERY)
     yield "over the host", {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
 
 
@@ -165,20 +138,8 @@ def run(quick: bool) -> list[Row]:
 
 def main(words: list[str] | None = None) -> int:
     """Runs one task on the machine it is called on, and writes it down."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}", description=__doc__)
-    parser.add_argument("--json", type=Path, help="file for the run")
-    parser.add_argument("--task", type=json.loads, default={}, help="fields of Task, as JSON")
-    chosen = parser.parse_args(words)
-    known = {one.name for one in fields(Task)}
-    if unknown := set(chosen.task) - known:
-        parser.error(f"--task: expected some of {', '.join(sorted(known))}, got {unknown}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.task.items()}
-    rows = rows_of(replace(ON_GPU if torch.cuda.is_available() else ON_CPU, **given))
-    for row in rows:
-        print(f"{row.name}: {row.value:.4g} {row.unit}, p95 {row.p95}, {row.of}")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(of_device(CASE, rows), indent=1) + "\n")
-    return 0
+    task = ON_GPU if torch.cuda.is_available() else ON_CPU
+    return carry_out((CASE, __doc__), rows_of, task, words)
 
 
 if __name__ == "__main__":

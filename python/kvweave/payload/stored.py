@@ -11,7 +11,7 @@ import json
 import numpy as np
 import torch
 
-from kvweave.cache import KvCache
+from kvweave.cache import KvCache, KvShape
 from kvweave.errors import CorruptPayload, CorruptShard
 from kvweave.payload.header import PayloadHeader, parsed
 from kvweave.payload.payload import TOKENS, TORCH_DTYPES, KvPayload
@@ -26,24 +26,19 @@ _ALIGNED = 4096
 
 def provenance_of(header: PayloadHeader, heads: str) -> Provenance:
     """What a payload's KV is of; `heads` names the head map, "" where there is none."""
-    return Provenance(
-        header.fingerprint,
-        dtype=header.dtype,
-        layout=LAYOUT,
-        layers=header.layers,
-        kv_heads=header.kv_heads,
-        head_dim=header.head_dim,
-        namespace=header.namespace,
-        regime=header.regime,
-        heads=heads,
-    )
+    return _provenance(header, header.fingerprint, header.namespace, header.regime, heads)
 
 
 def provenance_here(cache: KvCache, namespace: str, regime: int, heads: str) -> Provenance:
     """What the KV of a payload of this cache would be of."""
-    shape = cache.shape
+    return _provenance(cache.shape, cache.fingerprint, namespace, regime, heads)
+
+
+def _provenance(
+    shape: PayloadHeader | KvShape, fingerprint: str, namespace: str, regime: int, heads: str
+) -> Provenance:
     return Provenance(
-        cache.fingerprint,
+        fingerprint,
         dtype=shape.dtype,
         layout=LAYOUT,
         layers=shape.layers,

@@ -1,30 +1,16 @@
 //! A step of a whole batch is as many single appends, or nothing; and what it says of tables is
 //! what the requests' own tables say.
 
+mod window_cache;
+
 use std::collections::{BTreeMap, HashMap};
 
 use kvweave_core::{
-    Admission, CacheConfig, DecodeRows, ErrorKind, GroupId, HeadClass, HeadClassMap, KvCache,
-    KvDtype, KvShape, Mode, Request, Reuse, StepHead, StepRows,
+    Admission, DecodeRows, ErrorKind, GroupId, KvCache, Mode, Request, Reuse, StepHead, StepRows,
 };
 use proptest::prelude::*;
 
-const P: usize = 4;
-
-/// Two layers of three heads: one full, the others of two windows where `windows` says so.
-fn cache_of(blocks: u64, windows: bool) -> KvCache {
-    let shape = KvShape::new(2, 3, 8, P as u32, KvDtype::F32).unwrap();
-    let mut map = HeadClassMap::full(&shape, "m");
-    for (i, entry) in map.heads.iter_mut().enumerate() {
-        if windows && i % 3 != 0 {
-            let (sink, recent) = if i % 3 == 1 { (3, 7) } else { (0, 10) };
-            entry.class = HeadClass::Window { sink, recent };
-        }
-    }
-    let mut config = CacheConfig::new(shape, 0);
-    config.heads = Some(map);
-    KvCache::new(config.sized_for(blocks).unwrap()).unwrap()
-}
+use window_cache::cache_of;
 
 fn settle(request: &mut Request) {
     for group in 0..request.tables() - request.promoted().len() {

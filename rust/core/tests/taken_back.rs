@@ -1,27 +1,11 @@
 //! Tokens that were appended and taken back leave nothing behind; lists of entries follow.
 
-use kvweave_core::{
-    Admission, CacheConfig, ErrorKind, GroupId, HeadClass, HeadClassMap, KvCache, KvDtype, KvShape,
-    Request,
-};
+mod window_cache;
+
+use kvweave_core::{Admission, ErrorKind, GroupId, KvCache, Request};
 use proptest::prelude::*;
 
-const P: usize = 4;
-
-/// Two layers of three heads: one full, the others of two windows where `windows` says so.
-fn cache_of(blocks: u64, windows: bool) -> KvCache {
-    let shape = KvShape::new(2, 3, 8, P as u32, KvDtype::F32).unwrap();
-    let mut map = HeadClassMap::full(&shape, "m");
-    for (i, entry) in map.heads.iter_mut().enumerate() {
-        if windows && i % 3 != 0 {
-            let (sink, recent) = if i % 3 == 1 { (3, 7) } else { (0, 10) };
-            entry.class = HeadClass::Window { sink, recent };
-        }
-    }
-    let mut config = CacheConfig::new(shape, 0);
-    config.heads = Some(map);
-    KvCache::new(config.sized_for(blocks).unwrap()).unwrap()
-}
+use window_cache::cache_of;
 
 fn settle(request: &mut Request) {
     for group in 0..request.tables() {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvweave.arguments import whole
 from kvweave.cache import HeadClassMap
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.beside import refuse
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.model.rope import Rotary
 
@@ -55,10 +56,5 @@ def refuse_beside_drafts(drafts: int, what: str, got: object = "one") -> None:
     # Errors
     `Unsupported` naming both.
     """
-    if not drafts or got is None:
-        return
-    named = got if isinstance(got, str) else "one"
-    raise Unsupported(
-        f"{what}: expected a runner without speculate, got {named} beside it: "
-        f"{NOT_BESIDE_DRAFTS[what]}"
-    )
+    if drafts:
+        refuse(NOT_BESIDE_DRAFTS, "speculate", "it", what, got)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvweave.errors import Unsupported
+from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_HOST = {
     "kv_dtype": "packed pages have no head map, and so nothing that chooses pages",
@@ -30,10 +30,5 @@ def refuse_beside_host(host: object, what: str, got: object = "one") -> None:
     # Errors
     `Unsupported` naming both.
     """
-    if not host or got is None:
-        return
-    named = got if isinstance(got, str) else "one"
-    raise Unsupported(
-        f"{what}: expected a runner without host_bytes, got {named} beside them: "
-        f"{NOT_BESIDE_HOST[what]}"
-    )
+    if host:
+        refuse(NOT_BESIDE_HOST, "host_bytes", "them", what, got)

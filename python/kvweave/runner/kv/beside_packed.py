@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvweave.arguments import shown
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_PACKED = {
     "heads": "a head map gives its classes blocks of their own, and none is packed",
@@ -41,10 +42,5 @@ def refuse_beside_packed(packed: object, what: str, got: object = "one") -> None
     # Errors
     `Unsupported` naming both.
     """
-    if packed is None or got is None:
-        return
-    named = got if isinstance(got, str) else "one"
-    raise Unsupported(
-        f"{what}: expected a runner without kv_dtype, got {named} beside kv_dtype='int4': "
-        f"{NOT_BESIDE_PACKED[what]}"
-    )
+    if packed is not None:
+        refuse(NOT_BESIDE_PACKED, "kv_dtype", "kv_dtype='int4'", what, got)

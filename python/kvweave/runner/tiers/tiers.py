@@ -8,8 +8,8 @@ that marks it finds it there again, where bringing it takes less time than compu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -115,14 +115,10 @@ class Tiers:
 
         What cannot be had, or finds no room, is left to be computed.
         """
-        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
-        self._note_late(expected)
-        try:
+        with self._bringing(expected) as brought:
             here, absent = [], []
+            prefix = self._prefix(expected.wanted, prompt, namespace)
             for want in expected.wanted:
-                prefix = self._cache.match_prefix(
-                    prompt.tokens, namespace, regime=want.document.regime
-                )
                 if self._is_here(want.document, want.end, prefix):
                     want.choice, want.payload = Choice("device", "it is on the device"), None
                     here.append(want)
@@ -136,15 +132,29 @@ class Tiers:
                     want.choice, want.payload = Choice("device", "it is on the device"), None
                 else:
                     self._bring(want, brought)
+        for want in expected.wanted:
+            self._counts[want.choice.source] += 1
+        self.tell()
+        return brought
+
+    def _prefix(self, wanted: list[Wanted], prompt: TokenizedPrompt, namespace: str) -> int:
+        """Tokens of a prompt's beginning that are on the device. Its documents share a regime."""
+        if not wanted:
+            return 0
+        return self._cache.match_prefix(prompt.tokens, namespace, regime=wanted[0].document.regime)
+
+    @contextmanager
+    def _bringing(self, expected: Expected) -> Iterator[Brought]:
+        """Waits for what is expected; what has been brought of it is let go after an error."""
+        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
+        self._note_late(expected)
+        try:
+            yield brought
         except BaseException:
             brought.release()
             raise
         finally:
             expected.release()
-        for want in expected.wanted:
-            self._counts[want.choice.source] += 1
-        self.tell()
-        return brought
 
     def end_step(self) -> None:
         """Hears that a step of an engine has ended, which could take what was read for prompts."""
@@ -158,15 +168,8 @@ class Tiers:
         choice = self._choice(document, 0, here=False)
         want = Wanted(0, document.length, document, choice)
         expected = self._expected([want], (NEEDED, 0))
-        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
-        self._note_late(expected)
-        try:
+        with self._bringing(expected) as brought:
             self._bring(want, brought)
-        except BaseException:
-            brought.release()
-            raise
-        finally:
-            expected.release()
         self.tell()
         return brought
 
