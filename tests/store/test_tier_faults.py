@@ -262,11 +262,19 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     runner.flush()
     other = tiered(tiny("llama"), store=stored)
     token = other.cache.shape.token_bytes
-    # The letter and the fresh text fit together, the manual does not fit beside them.
-    other.tiers._flight.most = (90 + 30) * token
-    done = answer(other, LETTER, MANUAL)
-    assert sources(done) == ["disk", "computed"]
-    assert "in flight" in done.report.documents[2].why
+    # What one prompt wants is more than may be in flight: it is read for alone.
+    other.tiers._flight.most = 30 * token
+    seen = []
+    other.tiers.disk.read = lambda document, read=other.tiers.disk.read: (
+        seen.append(other.tiers.stats()["reading_bytes"]) or read(document)
+    )
+    prompts = [prompt_of(LETTER, MANUAL), prompt_of(MANUAL), prompt_of(LETTER)]
+    for done in other.generate_batch(prompts, "naive", max_new_tokens=4, stop=(), remember=False):
+        assert set(sources(done)) <= {"disk", "device"}
+    # The text before them is asked for too.
+    sizes = [len(LETTER) + len(MANUAL), len(MANUAL), len(LETTER)]
+    assert seen
+    assert set(seen) <= {(30 + size) * token for size in sizes}
     # Many prompts that together want more than may be in flight are all answered.
     third = tiered(tiny("llama"), store=stored)
     third.tiers._flight.most = (90 + 30) * token

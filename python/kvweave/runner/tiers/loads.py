@@ -40,7 +40,10 @@ class Wanted:
 
 
 class InFlight:
-    """Bytes of documents that were read and are not on the device yet, at most `most`."""
+    """Bytes of documents that were read and are not on the device yet.
+
+    At most `most`, or those of one prompt alone.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -49,6 +52,10 @@ class InFlight:
         self.holders: list[Load] = []
         # Steps of engines that have ended, see `Load`.
         self.steps = 0
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes may be read. What is more than `most` goes alone."""
+        return not self.used or self.used + size <= self.most
 
 
 class Load(Job):
@@ -125,9 +132,9 @@ class Load(Job):
         room = self._room
         if self.urgency[0] == NEEDED:
             for other in sorted(room.holders, key=lambda load: load.urgency, reverse=True):
-                if room.used + self._bytes > room.most:
+                if not room.has_room(self._bytes):
                     other._give_way()
-        if room.used + self._bytes > room.most:
+        if not room.has_room(self._bytes):
             return False
         room.used += self._bytes
         room.holders.append(self)

@@ -39,8 +39,9 @@ class Tiers:
     """A host tier, a store, or both, beside the arena `pages` of a cache.
 
     `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
-    read from the store and not on the device yet, and as many wait to be written. `patience_s`:
-    a prompt waits so long for its reads once its turn has come, and is computed then.
+    read from the store and not on the device yet, or the documents of one prompt where these are
+    more; as many wait to be written, or one document. `patience_s`: a prompt waits so long for its
+    reads once its turn has come, and is computed then.
 
     `expect` is for any thread; what brings or keeps is for the one that computes.
     """
@@ -92,18 +93,8 @@ class Tiers:
         return self._expected(wanted, urgency)
 
     def _expected(self, wanted: list[Wanted], urgency: tuple[int, int]) -> Expected:
-        """Has the store's documents of a prompt read, as many as may be in flight together."""
-        reads, left = [], self._flight.most
-        for want in wanted:
-            if want.choice.source != "disk":
-                continue
-            size = self._size(want.document)
-            if size > left:
-                want.compute(f"its {size} bytes are more than may be in flight")
-            else:
-                left -= size
-                reads.append(want)
-        load = None
+        """Has the store's documents of a prompt read."""
+        reads, load = [want for want in wanted if want.choice.source == "disk"], None
         if reads:
             assert self.disk is not None
             how = (self._size, urgency, self._trouble)
