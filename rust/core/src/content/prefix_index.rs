@@ -79,6 +79,9 @@ impl Index {
     fn usable_blocks(&self, blocks: &[ContentId], end: usize) -> usize {
         let page = self.nodes.page_tokens();
         let (mut usable, mut end) = (blocks.len(), end);
+        if self.places.windows().iter().all(Option::is_none) {
+            return usable;
+        }
         let windows = || self.places.windows().iter().enumerate();
         // The first block that is gone cuts the prefix; a shorter one needs earlier blocks.
         let gone = |blocks: &[ContentId], end: usize| {
@@ -178,6 +181,9 @@ impl Index {
         tokens: &[u32],
     ) -> Option<(ContentId, usize)> {
         let mut best: Option<(ContentId, usize)> = None;
+        if tokens.is_empty() {
+            return best;
+        }
         let mut child = self.first_child(scope, parent);
         for _ in 0..CHILDREN {
             if !child.is_some() || best.is_some_and(|(_, n)| n == tokens.len()) {

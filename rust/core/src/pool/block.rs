@@ -91,9 +91,7 @@ impl<I> WritableBlocks<I> {
 impl<I> Drop for WritableBlocks<I> {
     fn drop(&mut self) {
         if !self.blocks.is_empty() {
-            let mut stored = self.store.lock();
-            stored.pool.disown(&self.blocks);
-            stored.pool.release(&self.blocks);
+            self.store.lock().pool.release_owned(&self.blocks);
         }
     }
 }

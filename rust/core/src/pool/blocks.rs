@@ -356,8 +356,19 @@ impl Pool {
     /// Removes a holder of each block. The last one frees the block, or caches it if it is
     /// indexed: last block first, so that a tail is evicted before its prefix.
     pub fn release(&mut self, blocks: &[BlockId]) {
+        self.release_from(blocks, 0);
+    }
+
+    /// The same of a holder that is an owner of each block.
+    pub(super) fn release_owned(&mut self, blocks: &[BlockId]) {
+        self.release_from(blocks, 1);
+    }
+
+    #[inline]
+    fn release_from(&mut self, blocks: &[BlockId], owners: u32) {
         for &block in blocks.iter().rev() {
             let entry = &mut self.blocks[block.index()];
+            entry.owners -= owners;
             match entry.state {
                 BlockState::Held(1) => {
                     let pool = &mut self.groups[entry.group.index()];

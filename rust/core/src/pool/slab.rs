@@ -91,7 +91,8 @@ impl Pool {
             };
             let free = &mut self.slabs[usize::from(slab)].free;
             let at = free.len().saturating_sub(start + count - out.len());
-            out.extend(free.drain(at..).rev());
+            out.extend(free[at..].iter().rev());
+            free.truncate(at);
         }
         let pool = &mut self.groups[group.index()];
         pool.free -= count;
