@@ -57,6 +57,15 @@ def samples(runner: Runner) -> list[Sample]:
     return draw(task_of("needle", 256), runner.prompts.tokenizer, 3, seed=0)
 
 
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_every_sample_of_a_suite_can_be_laid_out(suite: Suite) -> None:
+    tokenizer = models.load_tokenizer("smollm2")
+    for task, count in tasks_of(suite):
+        for sample in draw(task, tokenizer, count, suite.seed):
+            ids = [part.tokens or tokenizer(part.text).input_ids for part in sample.segments]
+            assert min(map(len, ids)) >= 16
+
+
 # ---- what is measured ------------------------------------------------------------------------
 
 

@@ -58,7 +58,8 @@ class KeyValue:
         lines, fit = self._table(space, rng, _PAIRS)
         if fit == len(lines):
             lines, fit = self._table(space, rng, _TRIPLES)
-        cut = [np.arange(start, end) for start, end in pairwise((0, *_cuts(space, fit)))]
+        ends = _long_enough(space, lines, _cuts(space, fit))
+        cut = [np.arange(start, end) for start, end in pairwise((0, *ends))]
         asked_in = rng.permutation(space.documents)[: self.asked]
         chosen: list[int] = []
         for index in range(self.asked):
@@ -106,6 +107,21 @@ def _cuts(space: Space, lines: int) -> list[int]:
     if space.weights is not None:
         return space.cuts(lines)
     return [int(part[-1]) + 1 for part in np.array_split(np.arange(lines), space.documents)]
+
+
+def _long_enough(space: Space, lines: Sequence[str], ends: Sequence[int]) -> Sequence[int]:
+    """The same cuts, but a document of too few tokens has lines more, and the longest less."""
+    sizes = np.diff((0, *ends))
+    for _ in lines:
+        ends = np.cumsum(sizes).tolist()
+        texts = ["\n".join(lines[start:end]) for start, end in pairwise((0, *ends))]
+        short = [i for i, text in enumerate(texts) if len(space.encode(text)) < space.least_tokens]
+        longest = int(np.argmax(sizes))
+        if not short or longest in short:
+            break
+        sizes[short[0]] += 1
+        sizes[longest] -= 1
+    return ends
 
 
 def _question(keys: Sequence[str], numbers: Sequence[str]) -> Question:

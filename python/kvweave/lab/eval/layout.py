@@ -72,7 +72,8 @@ class Plain:
         steps = np.linspace(0.0, 1.0, self.documents)
         weights = tuple(float(w) for w in rng.permutation(self.spread**steps))
         order = tuple(int(i) for i in rng.permutation(self.documents))
-        return Space(tokenizer, length, weights, self.gaps(rng, gap), order)
+        gaps = self.gaps(rng, gap)
+        return Space(tokenizer, length, weights, gaps, order, least_tokens=self.least_tokens)
 
     def gaps(self, rng: np.random.Generator, gap: str) -> tuple[str, ...]:
         """The fresh text between documents; `gap` is the family's own."""

@@ -70,7 +70,7 @@ class Space:
     `weights`: how long the documents are, by ratio; None for an equal share each beside the
     evidence. `gaps`: the fresh text between documents. `order`: the document that gets the i-th
     piece of evidence (modulo their number). `trims`: a last sentence is cut short at a word where
-    it does not fit.
+    it does not fit. `least_tokens`: no document may be shorter.
     """
 
     tokenizer: Any
@@ -79,6 +79,7 @@ class Space:
     gaps: tuple[str, ...]
     order: tuple[int, ...]
     trims: bool = True
+    least_tokens: int = 1
 
     @property
     def documents(self) -> int:
