@@ -10,10 +10,7 @@
 // 2. scores become whole numbers that order as they do, of which the least comes first. Where the
 //    last one that is selected lies is found eleven bits at a time: a histogram in shared memory of
 //    those that can still be it, and a sum over its bins. A pass that settles it is the last one;
-// 3. additions to one bin wait for each other, and all scores of a row fall into few bins. So the
-//    best score of each thread is counted first. N of these are as good as the N-th best of them,
-//    which the N-th best of all therefore is too: what is less is not counted at all;
-// 4. a warp has neighbouring pages, so ballots count what is selected before each of them: results
+// 3. a warp has neighbouring pages, so ballots count what is selected before each of them: results
 //    come out in ascending order, and of equal scores the first ones are known without sorting.
 //
 // Which scores are equal and which are NaN is decided on all 32 bits: no candidate is dropped, and
@@ -44,7 +41,6 @@ __device__ __forceinline__ uint32_t key_of(float score) {
 
 struct Shared {
   alignas(16) uint32_t bins[kPasses][1 << kBits];
-  alignas(16) uint32_t best[1 << kBits];  // of the threads' best, by their first bits
   uint32_t of_warp[kWarps];
   uint32_t bin, before, within;  // what the last pass found
 };
@@ -145,9 +141,8 @@ class Row {
       write_first(count);
       return;
     }
-    // The threads' best lie behind the bins of the passes.
     auto* bins = reinterpret_cast<uint4*>(sh.bins);
-    for (int i = threadIdx.x; i < (kPasses + 1 << kBits) / 4; i += kThreads) bins[i] = uint4{};
+    for (int i = threadIdx.x; i < (kPasses << kBits) / 4; i += kThreads) bins[i] = uint4{};
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) keys[i] = key_at(page_of(0, i), read[i]);
     __syncthreads();
@@ -176,23 +171,7 @@ class Row {
     }
   }
 
-  // The greatest first bits that a key can have which is among the first `room`.
-  __device__ __forceinline__ uint32_t greatest(uint32_t room) {
-    if (room > kThreads) return kAll;
-    uint32_t best = kNone;
-    for (uint32_t tile = 0; tile < tiles(); ++tile) {
-      fetch(tile);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) best = min(best, keys[i]);
-    }
-    atomicAdd(&sh.best[best >> (32 - kBits)], 1u);
-    __syncthreads();
-    find_bin<1 << kBits>(sh, sh.best, room);
-    return sh.bin;
-  }
-
-  // Counts the keys whose bits from `above` on are `bound`, by the bits from `shift` on below. Of
-  // all keys, with no bits above, those whose first bits are at most `bound`.
+  // Counts the keys whose bits from `above` on are `bound`, by the bits from `shift` on below.
   __device__ __forceinline__ void count_keys(uint32_t (&bins)[1 << kBits], uint32_t bound,
                                              int above, int shift) {
     const uint32_t mask = (1u << (above - shift)) - 1;
@@ -200,9 +179,8 @@ class Row {
       fetch(tile);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const uint32_t key = keys[i];
-        const bool counts = above == 32 ? key >> shift <= bound : key >> (above % 32) == bound;
-        if (counts && key != kNone) atomicAdd(&bins[key >> shift & mask], 1u);
+        const bool counts = above == 32 || keys[i] >> (above % 32) == bound;
+        if (counts && keys[i] != kNone) atomicAdd(&bins[keys[i] >> shift & mask], 1u);
       }
     }
     __syncthreads();
@@ -211,12 +189,11 @@ class Row {
   __device__ __forceinline__ void search(uint32_t room, uint32_t& bound, int& shift,
                                          uint32_t& equal) {
     equal = room;
-    const uint32_t most = greatest(room);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       constexpr int kAbove[kPasses] = {32, 21, 10}, kShift[kPasses] = {21, 10, 0};
       shift = kShift[pass];
-      count_keys(sh.bins[pass], pass == 0 ? most : bound, kAbove[pass], shift);
+      count_keys(sh.bins[pass], bound, kAbove[pass], shift);
       if (pass + 1 < kPasses) {
         find_bin<1 << kBits>(sh, sh.bins[pass], equal);
       } else {
