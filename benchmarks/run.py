@@ -20,6 +20,7 @@ from benchmarks.cases import (
     head_memory,
     host_load,
     packed_decode,
+    packed_step,
     page_choice,
     page_moves,
     rotate_rows,
@@ -52,6 +53,7 @@ CASES: dict[str, Case] = {
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
     "packed_decode": packed_decode.run,
+    "packed_step": packed_step.run,
     "top_k_step": top_k_step.run,
     "speculation": speculation.run,
 }

@@ -31,8 +31,8 @@ class Decoder:
     """Decode steps of one model over one arena.
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
-    frequencies of RoPE are fixed and the model itself waits for nothing. Steps over packed pages,
-    and those for which the host copies pages itself, are launched one kernel at a time.
+    frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
+    copies pages itself are launched one kernel at a time.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.
@@ -52,7 +52,7 @@ class Decoder:
         self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        waits = heads.packed is not None or any(not pool.pinned for pool in heads.host.values())
+        waits = any(not pool.pinned for pool in heads.host.values())
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs

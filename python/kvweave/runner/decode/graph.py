@@ -18,6 +18,7 @@ from kvweave.device_memory import is_shortage
 from kvweave.ops import RopeTable, Workspace
 from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
+from kvweave.runner.decode.packed_reads import PackedRoom
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.round_grid import RoundGrid
 from kvweave.runner.decode.slots import DecodeSlots, Step
@@ -45,7 +46,8 @@ class StepSize:
 
     `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows,
     and `chosen` the tables of heads that choose pages, ranked or not as `widths` say. `width`: rows
-    of each request, 1 but in a verification.
+    of each request, 1 but in a verification. `packed`: where entries of packed pages lie, of a step
+    that reads any.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class StepSize:
         chosen: ChosenTables | None = None,
         widths: tuple[int, ...] = (),
         width: int = 1,
+        packed: PackedRoom | None = None,
     ) -> None:
         self.entries, self.reach, self.positions = entries, reach, positions
         self.rows, self.moves, self.width = rows, moves, width
         self.chosen, self.widths = chosen, widths
+        self.packed = packed
         self.idle = [room.nobody(len(entries)) for room in chosen.rooms] if chosen else []
         device, tables = entries.device, reach.tables
         self.offsets = 2 * rows * tables + 1
@@ -139,6 +143,7 @@ class StepSize:
             turns=self.positions.turns(self.positions_of),
             reach=self.reach,
             chosen=self.chosen,
+            packed=None if self.packed is None else self.packed.step(self.positions_of),
             row_offsets=self.row_offsets,
         )
 
@@ -172,7 +177,10 @@ class StepGraphs:
 
         `watched`: so do the queries [L, B, H, D], which come with them.
         """
-        size, count = self._size_of(slots, step.chosen, watched), len(step.tokens)
+        count, packed = len(step.tokens), None
+        if slots.packed is not None and slots.packed.are_read(step.made.positions):
+            packed = slots.packed.room(rows_for(count))
+        size = self._size_of(slots, step.chosen, watched, packed=packed)
         size.write(slots, step)
         logits = self._run(size, slots.rope)[:count]
         return logits, None if size.queries is None else size.queries[:, :count]
@@ -211,6 +219,7 @@ class StepGraphs:
         chosen: ChosenStep | None,
         watched: bool = False,
         width: int = 1,
+        packed: PackedRoom | None = None,
     ) -> StepSize:
         """The size that serves a batch; made anew where what a graph knows has moved.
 
@@ -220,7 +229,8 @@ class StepGraphs:
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
         widths = chosen.widths if chosen is not None else ()
-        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, widths)
+        is_packed = packed is not None
+        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, is_packed, widths)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
         positions, reach = self.rotary.fixed(slots.longest), slots.reach
@@ -229,6 +239,7 @@ class StepGraphs:
             and size.entries is slots.entries
             and size.positions is positions
             and size.reach is reach
+            and size.packed is packed
             and size.knows(chosen)
         )
         if size is None or not same:
@@ -238,7 +249,7 @@ class StepGraphs:
                 del self._sizes[next(iter(self._sizes))]
             tables = slots.chosen_tables(chosen) if chosen is not None else None
             known = slots.entries, reach, positions, rows, moves
-            size = self._sizes[key] = StepSize(*known, tables, widths, width)
+            size = self._sizes[key] = StepSize(*known, tables, widths, width, packed)
             size.queries = query_room(self.spec, rows) if watched else None
         return size
 

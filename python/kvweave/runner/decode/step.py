@@ -59,7 +59,9 @@ class DecodeTables:
             table, *plans = map(torch.as_tensor, send(device, spans, *step.chosen.plans))
             chosen = slots.chosen_tables(step.chosen)
             chosen.begin(table, plans, step.chosen.widths)
-        packed = None if slots.packed is None else slots.packed.step(made.positions)
+        packed = None
+        if slots.packed is not None and slots.packed.are_read(made.positions):
+            packed = slots.packed.step(positions)
         known = ids, positions, places, entries, splits, turns, slots.reach
         return DecodeTables(*known, chosen, packed)
 
