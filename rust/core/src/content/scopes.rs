@@ -19,8 +19,8 @@ struct Name(String, u64);
 struct NameRef<'a>(&'a str, u64);
 
 impl Equivalent<Name> for NameRef<'_> {
-    /// The namespace of nobody is not compared byte for byte: a `memcmp` by masked loads, as libc has
-    /// it for AVX-512, takes some 200 ns for no bytes at an address where no page is.
+    /// The namespace of nobody is not compared byte for byte: a `memcmp` by masked loads, as libc
+    /// has it for AVX-512, takes some 200 ns for no bytes at an address where no page is.
     fn equivalent(&self, name: &Name) -> bool {
         let same_length = self.0.len() == name.0.len();
         same_length && self.1 == name.1 && (self.0.is_empty() || self.0 == name.0)
