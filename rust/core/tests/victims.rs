@@ -96,6 +96,17 @@ fn advice_is_given_of_what_is_cached_of_a_text() {
 }
 
 #[test]
+fn a_text_that_was_advised_is_given_up_from_its_end() {
+    let cache = cache(Eviction::CostAware);
+    let kept = text(100, 6);
+    learn(&cache, &kept, None);
+    assert_eq!(cache.advise(&kept, "", 0, Advice { priority: 3, ..Advice::default() }), 24);
+    learn(&cache, &text(1000, 4), None);
+    assert_eq!(cache.lookup_prefix(&kept, ""), 4 * PAGE);
+    cache.check().unwrap();
+}
+
+#[test]
 fn advice_is_of_positions_that_there_are() {
     let cache = cache(Eviction::CostAware);
     let request = cache.admit(&Admission::new(&text(1, 1))).unwrap();

@@ -20,7 +20,8 @@ impl KvCache {
         let PrefixMatch { partial, .. } = state.index.match_prefix(scope, tokens, &mut found);
         let whole = found.len() * self.0.page_tokens();
         found.extend(partial.map(|(content, _)| content));
-        for content in found {
+        // The last block first: of equal ones a tail is given up before what it stands behind.
+        for content in found.into_iter().rev() {
             let row = state.index.row(content).iter().copied();
             let known: Vec<_> = row.filter(|block| block.is_some()).collect();
             state.pool.advise(&known, advice);
