@@ -31,6 +31,7 @@ from benchmarks.cases import (
     ttft,
     ttft_cuda,
     ttft_heads,
+    workflow,
 )
 from benchmarks.report import record
 from kvweave.lab.bench.rows import Row
@@ -46,6 +47,7 @@ CASES: dict[str, Case] = {
     "attention": attention.run,
     "store": store.run,
     "tiers": tiers.run,
+    "workflow": workflow.run,
     "ttft": ttft.run,
     "ttft_cuda": ttft_cuda.run,
     "ttft_heads": ttft_heads.run,

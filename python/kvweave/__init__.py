@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         Segment,
         ServedRequest,
         Server,
+        Workflow,
     )
 
 _MODULES = ("lab", "models", "ops", "payload", "policies", "runner")
@@ -102,6 +103,7 @@ _LATER = {
             "Segment",
             "ServedRequest",
             "Server",
+            "Workflow",
         ),
         "kvweave.runner",
     ),
@@ -192,6 +194,7 @@ __all__ = [
     "UnknownShard",
     "Unsupported",
     "Weave",
+    "Workflow",
     "__version__",
     "cuda_status",
     "lab",

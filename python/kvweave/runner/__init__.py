@@ -21,6 +21,7 @@ from kvweave.runner.runner import Runner
 from kvweave.runner.serve.async_runner import AsyncRunner
 from kvweave.runner.serve.served_request import ServedRequest
 from kvweave.runner.serve.server import Server
+from kvweave.runner.workflow import Workflow
 
 __all__ = [
     "AsyncRunner",
@@ -45,6 +46,7 @@ __all__ = [
     "StreamedToken",
     "Timings",
     "TokenizedPrompt",
+    "Workflow",
     "chat_parts",
     "chat_prompt",
     "chat_turn_parts",

@@ -133,7 +133,7 @@ class Runner(KnowledgeBase):
             heads=heads,
         )
         self.host = make_host_pools(self.cache, pages, host_bytes)
-        self.heads, self.progress = heads, progress
+        self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
         with torch.inference_mode(), self.spec.current():
@@ -275,6 +275,10 @@ class Runner(KnowledgeBase):
             take_over(self._prefiller, payload, namespace, max_new_tokens - 1) as done,
         ):
             return self._calls.answer(done, ask)
+
+    def regime(self, length: int) -> int:
+        """The `regime` of a text of so many tokens, as `cache.advise` takes it."""
+        return self._decoder.rotary.regime(length)
 
     # ---- generation -----------------------------------------------------------------------
 
