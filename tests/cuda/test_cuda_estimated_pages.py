@@ -142,7 +142,7 @@ def test_drafts_by_estimates_are_verified_by_all_pages() -> None:
 def test_rows_of_many_splits_are_the_cpus(heads, group, dim, dtype) -> None:
     """Tables of up to several windows of a thread block, of every head dim and group."""
     generator = torch.Generator().manual_seed(dim)
-    lengths = torch.tensor([20_000, 0, 127, 4096, 3])
+    lengths = torch.tensor([9000, 0, 127, 4096, 3])
     count, total = len(lengths), int(lengths.sum())
     place = torch.cat([torch.arange(n) for n in lengths.tolist()])
     rows = torch.randperm(total, generator=generator) * heads
