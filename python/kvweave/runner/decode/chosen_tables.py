@@ -134,11 +134,11 @@ class ChosenTables:
         attended: tuple[torch.Tensor, torch.Tensor],
         read: ReadEntries,
         workspace: Workspace | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of queries q [B, H, D] with an estimate of what was left out of a layer.
 
-        `attended` out [B, H, D] and lse [B, H] over what was `read`: it is the result but for heads
-        whose budget has means.
+        `attended` out [B, H, D] and lse [B, H] over what was `read`: they are the result but for
+        heads whose budget has means.
         """
         for choice in self.choices[layer]:
             room, of_layer = self.rooms[choice.budget], self.spec.layers[layer]
@@ -163,7 +163,7 @@ class ChosenTables:
                 read=read,
                 workspace=workspace,
             )
-        return attended[0]
+        return attended
 
     def _rank(self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking) -> None:
         room = self.rooms[choice.budget]

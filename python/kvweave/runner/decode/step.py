@@ -122,7 +122,7 @@ def forward(
             if tables.chosen is not None:
                 seen = ops.ReadEntries(entries, offsets, read)
                 states = attended, sums
-                attended = tables.chosen.estimated(index, q, states, seen, workspace)
+                attended, sums = tables.chosen.estimated(index, q, states, seen, workspace)
         else:
             attended, sums = ops.attend_prefill(*called, row_offsets=rows, **known)
         if tables.packed is not None:

@@ -18,6 +18,7 @@ type Any<'py> = Bound<'py, PyAny>;
 /// their offsets, the latter with their reach.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[expect(clippy::too_many_arguments, reason = "tensors by their part in the call")]
 #[pyo3(signature = (q, attended, listed, pages, read, results, reference))]
 pub fn estimate_pages(
     py: Python<'_>,
