@@ -237,6 +237,41 @@ struct ScorePagesParams {
   float softcap;         // 0 for none
 };
 
+// What was attended to and results are [requests, query_heads, head_dim], contiguous, of the dtype
+// of q and of means; log-sum-exps are [requests, query_heads].
+struct EstimatePagesParams {
+  const void* q;  // by strides
+  const void* attended;
+  const float* attended_lse;
+  const void* means;             // [pages, 2, head_dim]: mean key, mean value
+  const int32_t* entries;        // [N, 5]: block, begin, end, position, delta
+  const int32_t* entry_offsets;  // [requests · tables + 1]
+  const int32_t* heads;          // [kv_heads, 4]: table, rank, …; null: see first_rank
+  const int32_t* read;           // [M, 5]: entries that were read, by their positions
+  const int32_t* read_offsets;   // [requests · read_tables + 1]
+  const int32_t* read_heads;     // [kv_heads, 4]: table, …; null: table 0
+  const float* inv_freq;         // [pairs], this layer's
+  void* out;
+  float* lse;
+  float* partial;      // workspace [requests · kv_heads · chunks, splits, queries · (dim + 2)]
+  uint32_t* counters;  // workspace [requests · kv_heads · chunks], zero before and after
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  int64_t pages;         // that have means
+  uint32_t tables;       // entry tables of a request
+  uint32_t read_tables;
+  uint32_t kv_heads;
+  uint32_t group;        // query heads of a KV head
+  uint32_t chunks;       // parts of these, each a thread block's
+  uint32_t blocks;       // thread blocks of a row that share its splits
+  uint32_t head_dim;
+  uint32_t pairs;        // rotary_dim / 2
+  uint32_t interleaved;  // pairs are neighbours
+  uint32_t first_rank;   // without heads: KV head g has table 0, rank first_rank + g
+  float scale;
+  float softcap;         // 0 for none
+};
+
 struct SelectPagesParams {
   const float* scores;     // [rows, width]
   const int32_t* counts;   // [rows]
@@ -367,8 +402,9 @@ static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
-static_assert(sizeof(ScorePagesParams) == 136, "params.rs says 136 bytes");
-static_assert(sizeof(SelectPagesParams) == 56, "params.rs says 56 bytes");
+static_assert(sizeof(ScorePagesParams) == 136, "choice_params.rs says 136 bytes");
+static_assert(sizeof(EstimatePagesParams) == 192, "choice_params.rs says 192 bytes");
+static_assert(sizeof(SelectPagesParams) == 56, "choice_params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");

@@ -7,7 +7,8 @@ the first and last pages; all get rows that are full. A row's floor is reading i
 
 `score_pages` beside the floor of reading bounds: two vectors a page and KV head, of f32 or of the
 queries' bf16, which are half of that. Then a layer of a decode step: pages chosen by bounds of f32
-and attended to, those of an earlier choice attended to, and all of them.
+and attended to, those of an earlier choice attended to, with and without an estimate of the others
+by their means (the floor being reading those), and all of them.
 
 Every call is a graph of its own; the L2 cache holds nothing of it. "warm" repeats it in one graph,
 where the scores lie in the L2 cache as they do behind `score_pages`.
@@ -15,6 +16,7 @@ where the scores lie in the L2 cache as they do behind `score_pages`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -135,6 +137,7 @@ class Layer:
     bounds: ops.BoundedPages
     keys: ops.BoundedPages
     kv: ops.PagedKv
+    means: ops.PageMeans
     budgets: torch.Tensor
     workspace: ops.Workspace
 
@@ -170,6 +173,7 @@ class Layer:
             bounded,
             replace(bounded, bounds=bounds[:, :2].bfloat16().contiguous()),
             ops.PagedKv(cache, 0, KV_HEADS, scale, table),
+            ops.PageMeans(cache.mean(2), PAGE, 0, KV_HEADS, scale, table),
             torch.full((requests * KV_HEADS,), most, dtype=torch.int32, device="cuda"),
             ops.Workspace("cuda"),
         )
@@ -178,6 +182,12 @@ class Layer:
     def bytes(self) -> float:
         """That scores read: least and greatest key of each page and KV head."""
         return float(self.requests * (self.tokens // PAGE) * KV_HEADS * 2 * DIM * 4)
+
+    @property
+    def means_bytes(self) -> float:
+        """That an estimate reads: mean key and value of each page that a head has not read."""
+        left = self.tokens // PAGE - self.most
+        return float(self.requests * left * KV_HEADS * 2 * DIM * 2)
 
     def score(self) -> tuple[torch.Tensor, torch.Tensor]:
         width = self.tokens // PAGE
@@ -203,6 +213,15 @@ class Layer:
         """Of the heads to tables of their own."""
         given = (self.q, self.positions, entries, replace(self.kv, reach=OWN_TABLES))
         return ops.attend_decode(*given, entry_offsets=offsets, workspace=self.workspace)[0]
+
+    def attend_and_estimate(self, entries: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The same, and the means of all other pages."""
+        known = {"workspace": self.workspace}
+        given = (self.q, self.positions, entries, replace(self.kv, reach=OWN_TABLES))
+        attended = ops.attend_decode(*given, entry_offsets=offsets, **known)
+        read = ops.ReadEntries(entries, offsets, OWN_TABLES)
+        listed = (self.q, attended, self.entries, self.means)
+        return ops.estimate_pages(*listed, entry_offsets=self.offsets, read=read, **known)[0]
 
     def choose_and_attend(self) -> torch.Tensor:
         return self.attend(*self.gather())
@@ -230,6 +249,17 @@ class Layer:
         weights = (asked @ k.mT * self.kv.scale).softmax(-1)
         worst = float((self.choose_and_attend()[0].view_as(asked) - weights @ v).abs().max())
         expect(worst < 2e-2, f"attend_decode: expected a difference below 2e-2, got {worst}")
+        left = torch.ones(rows.shape, dtype=torch.bool, device="cuda")
+        left.scatter_(1, pages[0].long(), value=False)
+        means = self.means.means[rows].float()
+        logits = (asked @ means[:, :, 0].mT * self.kv.scale + math.log(PAGE)).masked_fill(
+            ~left[:, None], -torch.inf
+        )
+        weights = torch.cat((asked @ k.mT * self.kv.scale, logits), -1).softmax(-1)
+        wanted = weights @ torch.cat((v, means[:, :, 1]), 1)
+        estimated = self.attend_and_estimate(*self.gather())[0].view_as(asked)
+        worst = float((estimated - wanted).abs().max())
+        expect(worst < 2e-2, f"estimate_pages: expected a difference below 2e-2, got {worst}")
 
 
 def run(quick: bool) -> list[Row]:
@@ -288,6 +318,7 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
         "score, select": layer.select,
         "score, select, gather, attend": layer.choose_and_attend,
         "attend to what was chosen": lambda: layer.attend(*kept),
+        "attend to it, estimate the rest": lambda: layer.attend_and_estimate(*kept),
         "attend to all": layer.attend_to_all,
     }
     timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
@@ -301,8 +332,14 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
         "floor µs": floor / 2 * 1e6,
         "share of reading": floor / 2 / timed["score by bf16"].median_s,
     }
-    for name in ("score, select, gather, attend", "attend to what was chosen"):
+    chosen, estimated = "attend to what was chosen", "attend to it, estimate the rest"
+    for name in ("score, select, gather, attend", chosen, estimated):
         beside[name] = {"all ÷ this": dense / timed[name].median_s}
+    more = timed[estimated].median_s - timed[chosen].median_s
+    beside[estimated] |= {
+        "estimate µs": more * 1e6,
+        "floor µs": layer.means_bytes / ceilings.read * 1e6,
+    }
     title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
     return [_row(f"{title}: {name}", timing, beside[name]) for name, timing in timed.items()]
 

@@ -4,7 +4,8 @@ A model of Llama-3.1-8B's shape with random weights decodes over an arena of ran
 nobody computes the prompts, whose KV is as random as the weights. *all* reads everything. *64
 pages* and *128 pages* are head maps of nothing but such heads, ranked every 16 steps: a step in
 which nobody is ranked, one in which all are, and what a step takes on average. *all join* is the
-step at whose start the bounds of all pages are computed. *Over the host* has all pages but those
+step at whose start the bounds of all pages are computed. *Estimated* are pages that are not read,
+by their means, in every step. *Over the host* has all pages but those
 that are read in the host's memory: a step in which requests are ranked brings what they newly
 choose from there, *all join* what they choose and the keys of all pages. Where requests are *in
 turns*, they have joined one after the other, so that some of them are ranked in every step.
@@ -96,6 +97,9 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
         rows += dense
         for budget in budgets:
             rows += Stepped.of(spec, pages, load, budget, steps).rows(periods, dense[0].value)
+        estimated = Stepped.of(spec, pages, load, budgets[0], steps, estimate=True)
+        rows += estimated.rows(periods, dense[0].value)
+        del estimated
         over = Stepped.of(spec, pages, load, budgets[0], steps, over_host=True)
         rows += over.rows(periods, dense[0].value)
         over.release()
@@ -110,12 +114,14 @@ def as_a_runner_has_it(spec: ModelSpec) -> ModelSpec:
     return with_joined_products(with_fused_norms(spec))
 
 
-def choosing(spec: ModelSpec, pages: int, whole_every: int = 0) -> HeadClassMap:
-    """A map of heads that read so many pages.
+def choosing(
+    spec: ModelSpec, pages: int, whole_every: int = 0, estimate: bool = False
+) -> HeadClassMap:
+    """A map of heads that read so many pages, and estimate the others or not.
 
     Of every `whole_every` KV heads one is whole, another one from layer to layer; 0 is for none.
     """
-    kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY}
+    kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY, "estimate": estimate}
     chooses = {"class": kind, "reach": "global", "stability": "stable"}
     whole = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}
 
@@ -145,13 +151,17 @@ def arena_of(spec: ModelSpec, loads: Sequence[Load], steps: int) -> torch.Tensor
 
 @dataclass
 class Stepped:
-    """A batch that decodes under one budget, None for everything, over the host's memory or not."""
+    """A batch that decodes under one budget, None for everything, over the host's memory or not.
+
+    `estimate`: what is not read is estimated.
+    """
 
     load: Load
     budget: int | None
     decoder: Decoder
     requests: list[KvRequest]
     batch: list[Decoding]
+    estimate: bool = False
 
     @staticmethod
     def of(
@@ -162,13 +172,14 @@ class Stepped:
         steps: int,
         over_host: bool = False,
         drafts: int = 0,
+        estimate: bool = False,
     ) -> Stepped:
         """The requests of a load; with `drafts` a decoder that drafts by the budget."""
         # What the contender before has left is in the way of what this one makes.
         gc.collect()
         if spec.device.type == "cuda":
             torch.cuda.empty_cache()
-        heads = None if budget is None else choosing(spec, budget)
+        heads = None if budget is None else choosing(spec, budget, estimate=estimate)
         shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
@@ -187,7 +198,7 @@ class Stepped:
             )
             for request in requests
         ]
-        return Stepped(load, budget, decoder, requests, batch)
+        return Stepped(load, budget, decoder, requests, batch, estimate)
 
     def step(self, batch: list[Decoding]) -> float:
         """Seconds of one step of a batch, whose tokens are then on the host."""
@@ -203,6 +214,7 @@ class Stepped:
         times = np.asarray([self.step(self.batch) for _ in range(periods * EVERY)])
         self.check()
         what = "all" if self.budget is None else f"{self.budget} pages"
+        what += ", estimated" if self.estimate else ""
         what += ", over the host" if self.host_pools else ""
         name = f"{self.load.title()}: {what}"
         if self.budget is None:
@@ -253,7 +265,7 @@ class Stepped:
         slots = self.decoder._slots[-1]
         expect(slots.chosen is not None, "expected heads that choose pages, got none")
         assert slots.chosen is not None
-        return sum(room.bounds.nbytes for room in slots.chosen.rooms)
+        return sum(group.bounds.nbytes for group in slots.chosen.groups)
 
     def check(self) -> None:
         """Whether steps were captured on a GPU, and each of the requests said a token in each."""

@@ -1,18 +1,26 @@
 """What reading few pages costs in quality: `python -m benchmarks.quality.page_budgets MODEL`.
 
-Stable heads read the best pages of each budget, ranked every 16 decode steps; unstable ones read
-everything ("full"), as many pages ranked at every step ("ranked"), or are treated as stable ones
-("as stable"). Stability is measured on the half of each text that prompts are not taken from. KL
-and agreement are to the whole model over the answers that it drew: see `DecodeMeter`.
+Heads read the best pages of each budget. Stable ones are ranked every 16 decode steps; unstable
+ones read everything ("full"), as many pages ranked at every step ("ranked", as the paper has it),
+or are treated as stable ones ("as stable"). Then one thing after the other is otherwise: how often
+stable heads are ranked, once for all of an answer being the least; what pages are ranked by; and
+whether what is not read is estimated by its means. With `--all` every way of one is measured with
+every way of the others. These are the rows of FlexiCache's Table 3, in other words: *once* is its
+"without reranking", *as stable* its "without unstable heads". The second table is its Table 4:
+which heads are unstable in one text and in another.
+
+Stability is measured on the half of each text that prompts are not taken from. KL and agreement are
+to the whole model over the answers that it drew: see `DecodeMeter`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +30,10 @@ import torch
 from benchmarks.report.record import machine
 from kvweave import models
 from kvweave.cache import HeadClassMap
-from kvweave.lab.profile import held_out, measure_stability, text_tasks
+from kvweave.lab.profile import Stability, held_out, measure_stability, text_tasks
 from kvweave.lab.profile.decode_effect import TEMPERATURE, DecodeMeter
 from kvweave.lab.profile.head_profile import Flags, head_map
-from kvweave.lab.profile.ranked_heads import RERANK_EVERY, with_ranked_pages
+from kvweave.lab.profile.ranked_heads import RERANK_EVERY, SCORES, with_ranked_pages
 from kvweave.runner import Runner
 
 TEXTS = ("sotu", "python")
@@ -33,19 +41,67 @@ BUDGETS = (8, 16, 32)
 SINK, RECENT = 16, 256
 
 
-def maps_of(fingerprint: str, unstable: Flags, pages: int) -> dict[str, HeadClassMap]:
-    """Maps of one budget, by what unstable heads do."""
+UNSTABLE = ("full", "ranked", "as stable")
+PERIODS = (1, RERANK_EVERY, 64, None)
+HEADER = """\
+| pages | the unstable | ranked every | by | estimate | KL a token | worst tenth | same token |
+|---:|---|---:|---|---|---:|---:|---:|"""
 
-    def of(flags: Flags, unstable_too: bool = False) -> HeadClassMap:
-        every = np.ones_like(flags)
-        whole = head_map(fingerprint, every, ~flags, SINK, RECENT, evidence={})
-        return with_ranked_pages(whole, pages, unstable_too=unstable_too)
 
-    return {
-        "full": of(unstable),
-        "ranked": of(unstable, unstable_too=True),
-        "as stable": of(np.zeros_like(unstable)),
-    }
+@dataclass(frozen=True)
+class Way:
+    """How heads read `pages` pages. `every`: steps between two rankings, None for one an answer."""
+
+    pages: int
+    unstable: str = "full"
+    every: int | None = RERANK_EVERY
+    score: str = "min-max"
+    estimate: bool = False
+
+    def heads(self, fingerprint: str, unstable: Flags, steps: int) -> HeadClassMap:
+        """The map, of a model of which these heads are unstable, for answers of so many steps."""
+        flags = np.zeros_like(unstable) if self.unstable == "as stable" else unstable
+        whole = head_map(fingerprint, np.ones_like(flags), ~flags, SINK, RECENT, evidence={})
+        return with_ranked_pages(
+            whole,
+            self.pages,
+            rerank_every=steps + 1 if self.every is None else self.every,
+            unstable_too=self.unstable == "ranked",
+            score=self.score,
+            estimate=self.estimate,
+        )
+
+    def words(self) -> tuple[str, ...]:
+        """The first columns of its row."""
+        every = "once" if self.every is None else str(self.every)
+        return str(self.pages), self.unstable, every, self.score, "on" if self.estimate else "off"
+
+
+def ways_of(pages: int, every_one: bool = False) -> list[Way]:
+    """The ways of one budget: one thing otherwise at a time, or `every_one` there is."""
+    if every_one:
+        beside = product(UNSTABLE, PERIODS, SCORES, (False, True))
+        return [Way(pages, *some) for some in beside]
+    plain = Way(pages)
+    return [
+        *(replace(plain, unstable=some) for some in UNSTABLE),
+        *(replace(plain, every=every) for every in PERIODS if every != plain.every),
+        replace(plain, score="mean"),
+        *(replace(plain, estimate=True, score=score) for score in SCORES),
+        replace(plain, estimate=True, unstable="as stable"),
+        replace(plain, estimate=True, every=None),
+    ]
+
+
+def shared_heads(stability: Stability) -> Iterator[str]:
+    """The lines of a table of how many unstable heads two texts share."""
+    found = stability.to_dict()
+    names, chance = found["tasks"], found["shared_by_chance"]
+    yield "| unstable in | " + " | ".join(names) + " |"
+    yield "|---|" + "---:|" * len(names)
+    for name, row in zip(names, found["shared_by_tasks"], strict=True):
+        yield f"| {name} | " + " | ".join(f"{share:.2f}" for share in row) + " |"
+    yield f"By chance: {chance:.2f}."
 
 
 class Bench:
@@ -72,15 +128,15 @@ class Bench:
         del whole
         self.meter = DecodeMeter(make_runner, prompts, steps)
 
-    def rows(self, budgets: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-        """The effect of each budget and way, one after the other."""
-        unstable = self.stability.unstable()
-        for pages in budgets:
-            for way, heads in maps_of(self.fingerprint, unstable, pages).items():
-                effect = self.meter.measure(heads)
-                words = (f"{effect.kl:.4f}", f"{effect.worst:.4f}", f"{effect.agreement:.1%}")
-                print(f"| {pages} | {way} | {' | '.join(words)} |", flush=True)
-                yield {"pages": pages, "unstable": way, **asdict(effect)}
+    def rows(self, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
+        """The effect of each way, one after the other."""
+        unstable, steps = self.stability.unstable(), self.meter.steps
+        print(HEADER, flush=True)
+        for way in ways:
+            effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
+            found = (f"{effect.kl:.4f}", f"{effect.worst:.4f}", f"{effect.agreement:.1%}")
+            print(f"| {' | '.join((*way.words(), *found))} |", flush=True)
+            yield {**asdict(way), **asdict(effect)}
 
 
 def main() -> None:
@@ -91,6 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="decode steps compared a prompt")
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
     parser.add_argument("--pages", action="append", type=int, default=[])
+    parser.add_argument("--all", action="store_true", help="every way of one with all of others")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     texts = tuple(asked.text) or TEXTS
@@ -105,16 +162,17 @@ def main() -> None:
         "steps": asked.steps,
         "temperature": TEMPERATURE,
         "page_tokens": bench.page_tokens,
-        "rerank_every": RERANK_EVERY,
         "stability": bench.stability.to_dict(),
         "rows": [],
     }
-    for row in bench.rows(tuple(asked.pages) or BUDGETS):
+    budgets = asked.pages or BUDGETS
+    for row in bench.rows([way for pages in budgets for way in ways_of(pages, asked.all)]):
         record["rows"].append(row)
         if asked.out is not None:
             # What is measured is kept, should a long run be broken off.
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             asked.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("", *shared_heads(bench.stability), sep="\n")
 
 
 if __name__ == "__main__":

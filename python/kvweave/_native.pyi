@@ -18,6 +18,8 @@ from kvweave._native_ops import attend_prefill as attend_prefill
 from kvweave._native_ops import attend_prefill_cuda as attend_prefill_cuda
 from kvweave._native_ops import copy_rerotate as copy_rerotate
 from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
+from kvweave._native_ops import estimate_pages as estimate_pages
+from kvweave._native_ops import estimate_pages_cuda as estimate_pages_cuda
 from kvweave._native_ops import gather_entries as gather_entries
 from kvweave._native_ops import gather_entries_cuda as gather_entries_cuda
 from kvweave._native_ops import merge_states as merge_states
@@ -126,6 +128,8 @@ class HeadGroup:
     pages: int
     read: int
     rerank_every: int
+    score: str
+    estimate: bool
 
 @final
 class PlanSpan:

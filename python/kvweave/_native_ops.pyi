@@ -291,6 +291,25 @@ def select_pages_cuda(
     results: _Results,
     stream: int,
 ) -> None: ...
+def estimate_pages(
+    q: _Array,
+    attended: _Results,
+    listed: tuple[_Array, _Array],
+    pages: Any,
+    read: tuple[_Array, _Array, Reach | None],
+    results: _Results,
+    reference: bool,
+) -> None: ...
+def estimate_pages_cuda(
+    q: _Array,
+    attended: _Results,
+    listed: tuple[_TablePair, _TablePair],
+    pages: Any,
+    read: tuple[_TablePair, _TablePair, Reach | None],
+    results: _Results,
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
 def gather_entries(
     chosen: tuple[_Array, _Array],
     entries: _Array,

@@ -147,14 +147,16 @@ def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
     loads = [top_k_step.Load(3, 200, 2, in_turns=turns) for turns in (False, True)]
     model = random_model("tiny Llama", "cpu", torch.float32)
     rows = top_k_step.rows_of(model, loads, [4, 1000], periods=2)
-    assert [row.unit for row in rows] == ["ms"] * 8
+    assert [row.unit for row in rows] == ["ms"] * 10
     assert all(row.value > 0 for row in rows)
-    at_once, all_of_it, over_host = rows[1].of, rows[2].of, rows[3].of
+    at_once, all_of_it, estimated, over_host = (row.of for row in rows[1:5])
     assert at_once["all ÷ this"] == rows[0].value / rows[1].value
     assert at_once["nobody ranked ms"] <= rows[1].value <= at_once["all ranked ms"]
     assert at_once["bounds GB"] > all_of_it["bounds GB"] > 0
+    # On the host bounds are three vectors of f32, and means two.
+    assert estimated["bounds GB"] == pytest.approx(5 / 3 * at_once["bounds GB"])
     assert over_host["KV GB"] < 0.5 * at_once["KV GB"]
-    assert "all ranked ms" not in rows[5].of
+    assert "all ranked ms" not in rows[6].of
 
 
 def test_engine_load_case_measures_what_is_said_and_given_back() -> None:

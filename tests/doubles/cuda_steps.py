@@ -56,6 +56,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "score_pages": score_pages(dtype),
         "select_pages": select_pages(),
         "gather_entries": gather_entries(),
+        "estimate_pages": estimate_pages(dtype),
         "pack_pages": pack_pages(dtype),
         "recycle_pages": recycle_pages(),
         "move_pages": move_pages(dtype),
@@ -69,6 +70,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
 NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
 NAMES += ["select_pages", "gather_entries", "pack_pages", "recycle_pages", "move_pages"]
+NAMES += ["estimate_pages"]
 
 
 def scoring(rope: ops.RopeTable) -> dict:
@@ -325,6 +327,35 @@ def gather_entries() -> Step:
         return ops.gather_entries(*chosen, t["entries"], entry_offsets=ends, reach=reach)
 
     return Step(call, renew, host_tables=False)
+
+
+def estimate_pages(dtype: torch.dtype) -> Step:
+    rope, blocks = rope_table(1, DIM), 30
+    # As for `score_pages`; what was read has tables of the same form.
+    reach = ops.Reach(2, np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32))
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        made = score_pages(dtype).renew(generator)
+        begin = made["offsets"][:-1:2]
+        end = begin + torch.randint(0, 9, (3,), generator=generator)
+        return {
+            "q": made["q"],
+            "out": torch.randn(3, HEADS, DIM, generator=generator).to(dtype),
+            "lse": torch.randn(3, HEADS, generator=generator),
+            "means": torch.randn(blocks * KV_HEADS, 2, DIM, generator=generator).to(dtype),
+            "entries": made["entries"],
+            "offsets": made["offsets"],
+            "ends": torch.cat((torch.stack((begin, end), 1).flatten(), begin[:1])).int(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        means = t["means"] if t["means"].is_cuda else t["means"].float()
+        pages = ops.PageMeans(means, PAGE, 0, KV_HEADS, DIM**-0.5, rope, reach=reach)
+        read = ops.ReadEntries(t["entries"], t["ends"], reach)
+        given = t["q"], (t["out"], t["lse"]), t["entries"], pages
+        return ops.estimate_pages(*given, entry_offsets=t["offsets"], read=read)
+
+    return Step(call, renew)
 
 
 def recycle_pages() -> Step:

@@ -25,8 +25,9 @@ SINK, RECENT = 1, 2
 NAME = "ranked_pages"
 
 
-def top_k(pages: int, every: int = 1) -> dict[str, Any]:
-    return {"kind": "top_k", "pages": pages, "rerank_every": every}
+def top_k(pages: int, every: int = 1, **more: Any) -> dict[str, Any]:
+    """The class of a head; `more` are its `score` and `estimate`."""
+    return {"kind": "top_k", "pages": pages, "rerank_every": every, **more}
 
 
 def kinds_map(spec: ModelSpec, kinds: list[dict[str, Any]]) -> HeadClassMap:
@@ -78,8 +79,10 @@ def best_pages(scores: list[float], most: int) -> list[int]:
     return sorted(always + others[: most - len(always)])
 
 
-def page_score(queries: torch.Tensor, keys: torch.Tensor) -> float:
+def page_score(queries: torch.Tensor, keys: torch.Tensor, score: str = "min-max") -> float:
     """What the query heads [n, D] may find among keys [T, D]: the most that any of them may."""
+    if score == "mean":
+        return float((queries.double() @ keys.double().mean(0)).max())
     least, most = keys.double().amin(0), keys.double().amax(0)
     return float(torch.maximum(queries.double() * least, queries.double() * most).sum(-1).max())
 
@@ -126,15 +129,43 @@ class PlainDecoding:
         logits = query @ keys.transpose(2, 3) * named["scaling"]
         if (cap := named.get("softcap")) is not None:
             logits = cap * torch.tanh(logits / cap)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ values).transpose(1, 2).contiguous(), None
+        logits = logits.masked_fill(~seen, -torch.inf)
+        out = logits.softmax(-1) @ values
+        for head in range(heads if rows == 1 else 0):
+            own = slice(head * group, (head + 1) * group)
+            left = self._left(module.layer_idx, head, key[0, head], value[0, head])
+            mean_keys, mean_values = (
+                (torch.stack(means) for means in left) if left else (None, None)
+            )
+            if mean_keys is None:
+                continue
+            estimated = query[0, own, 0] @ mean_keys.mT * named["scaling"]
+            if cap is not None:
+                estimated = cap * torch.tanh(estimated / cap)
+            terms = torch.cat((logits[0, own, 0], estimated + math.log(self.page)), 1)
+            of_all = torch.cat((value[0, head], mean_values))
+            out[0, own, 0] = terms.softmax(-1) @ of_all
+        return out.transpose(1, 2).contiguous(), None
+
+    def _left(self, layer: int, head: int, key: Any, value: Any) -> Any:
+        """Mean keys and mean values of the pages that a head estimates; None where of none."""
+        kind = self._kind(layer, head)
+        if not kind.get("estimate") or math.ceil(len(key) / self.page) <= kind["pages"]:
+            return None
+        _, listed, best = self.chosen[layer, head]
+        # Whatever is left out is full: the newest pages are always read.
+        pages = [page for page in range(listed) if page not in best]
+        return [[x.split(self.page)[page].mean(0) for page in pages] for x in (key, value)]
+
+    def _kind(self, layer: int, head: int) -> dict[str, Any]:
+        config = self.model.config
+        return self.kinds[(layer * config.num_key_value_heads + head) % len(self.kinds)]
 
     def _seen(
         self, layer: int, head: int, query: Any, key: Any, rows: int, total: int
     ) -> torch.Tensor:
         """What rows of a head see, bool [rows, total]."""
-        config = self.model.config
-        kind = self.kinds[(layer * config.num_key_value_heads + head) % len(self.kinds)]
+        kind = self._kind(layer, head)
         row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
         causal = at <= row
         if kind["kind"] == "window":
@@ -147,7 +178,9 @@ class PlainDecoding:
         since, listed, best = self.chosen.get((layer, head), (-math.inf, 0, []))
         if total - since >= kind["rerank_every"]:
             pages = key.split(self.page)
-            best = best_pages([page_score(query[:, 0], page) for page in pages], kind["pages"])
+            score = kind.get("score", "min-max")
+            scores = [page_score(query[:, 0], page, score) for page in pages]
+            best = best_pages(scores, kind["pages"])
             since, listed = total, count
         self.chosen[layer, head] = since, listed, best
         return causal & torch.isin(at // self.page, torch.tensor([*best, *range(listed, count)]))
@@ -156,10 +189,20 @@ class PlainDecoding:
 # ---- what a runner chose, against what lies in its pages ------------------------------------
 
 
-def stored_keys(runner: Runner, entry: list[int], rank: int) -> torch.Tensor:
-    """The keys of an entry as they are stored, f64 [n, D]."""
+def stored_tokens(runner: Runner, entry: list[int], rank: int) -> torch.Tensor:
+    """The keys and values of an entry as they are stored, f64 [2, n, D]."""
     block, begin, end, _, _ = entry
-    return runner._decoder.pages[block + rank, 0, begin:end].double()
+    return runner._decoder.pages[block + rank, :, begin:end].double()
+
+
+def expect_means(room: Any, budget: Any, ranked: torch.Tensor, rank: int, stored: Any) -> None:
+    """Compares the means that are kept of entries i32 [n, 5] with those of what lies in them."""
+    if not budget.estimate:
+        return
+    for row, pages in zip(ranked.tolist(), stored, strict=True):
+        kept = room.means[row[0] + rank].double()
+        slack = 1e-5 if room.means.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(kept, pages.mean(1), atol=slack, rtol=slack)
 
 
 def turned_back(runner: Runner, q: torch.Tensor, delta: int) -> torch.Tensor:
@@ -184,15 +227,17 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
             table = sequence.request.entries(budget.group).tolist()
             if len(table) <= budget.pages:
                 continue
-            room = slots.chosen.groups[heads.budgets.index(budget)].room
-            chosen = room.chosen[slots.members[sequence], :, : budget.pages].tolist()
+            group = slots.chosen.groups[heads.budgets.index(budget)]
+            room, row = group.room, slots.members[sequence]
+            chosen = room.chosen[row, :, : budget.pages].tolist()
+            # The newest entry, which is always read, has no means.
+            ranked = room.ranked[group.lies[row, 0] :][: len(table) - 1]
             for head, rank in zip(some, ranks, strict=True):
+                stored = [stored_tokens(runner, entry, rank) for entry in table]
+                expect_means(room, budget, ranked, rank, stored[:-1])
                 scores = [
-                    page_score(
-                        turned_back(runner, of_kv[head], entry[4]),
-                        stored_keys(runner, entry, rank),
-                    )
-                    for entry in table
+                    page_score(turned_back(runner, of_kv[head], entry[4]), kv[0], budget.score)
+                    for entry, kv in zip(table, stored, strict=True)
                 ]
                 best = best_pages(scores, budget.pages)
                 assert chosen[rank] == [table[page] for page in best]

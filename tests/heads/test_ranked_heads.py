@@ -153,12 +153,13 @@ def test_the_command_writes_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     command = import_module("kvweave.cli.profile_heads")
     monkeypatch.setattr(command, "_measured", lambda *_: measured)
     monkeypatch.setattr(models, "load", lambda *_, **__: (SimpleNamespace(), None))
-    for arguments, every in (((), 16), (("--rerank-every", 4), 4)):
-        written = tmp_path / f"{every}.json"
+    cases = ((), 16, False), (("--rerank-every", 4), 4, False), (("--estimate",), 16, True)
+    for arguments, every, estimate in cases:
+        written = tmp_path / f"{every}-{estimate}.json"
         result = call("smollm2", "--top-k", 32, *arguments, "--out", written)
         assert result.exit_code == 0, result.output
         made = HeadClassMap.from_json(written.read_text())
-        assert made == with_ranked_pages(measured, 32, rerank_every=every)
+        assert made == with_ranked_pages(measured, 32, rerank_every=every, estimate=estimate)
         assert "2 of these read 32 pages" in " ".join(result.output.split())
 
 
@@ -167,6 +168,7 @@ def test_the_command_writes_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         (("--top-k", 2), "greater than or equal to 3"),
         (("--top-k", 8, "--rerank-every", 0), "greater than or equal to 1"),
+        (("--estimate",), "estimate: expected --top-k with it, got none"),
         (("--duo", "x.tsv", "--top-k", 8), "duo: expected no --top-k beside it"),
     ],
 )

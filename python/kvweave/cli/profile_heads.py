@@ -56,6 +56,7 @@ def profile_heads(
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=3, help="Pages a stable head reads.")] = None,
     rerank_every: Annotated[int, typer.Option(min=1, help="Steps between its rankings.")] = 16,
+    estimate: Annotated[bool, typer.Option(help="Estimate those it does not read.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
@@ -75,8 +76,7 @@ def profile_heads(
     beside = {"scores": scores, "stability-figure": stability_figure, "kl": kl, "top-k": top_k}
     _check_alone("duo", duo, beside)
     _check_alone("kl", kl, {"share": share})
-    if share is not None and not 0.0 <= share <= 1.0:
-        raise InvalidArgument(f"share: expected 0..1, got {share}")
+    _check_numbers(share, top_k, estimate)
     settings: dict[str, Any] = {"lengths": _lengths(lengths), "prompts": prompts, "seed": seed}
     with err().status(f"loading {model}"):
         from kvweave import models
@@ -91,8 +91,7 @@ def profile_heads(
 
         settings["texts"] = text or DEFAULT_TEXTS
         made = _measured(loaded, scores, (sink, recent), (share, kl), steps, settings)
-    if top_k is not None:
-        made = _ranked(made, top_k, rerank_every)
+    made = _ranked(made, top_k, rerank_every, estimate)
     if stability_figure is not None:
         _draw_stability(made, f"Pages that heads of {model} choose", stability_figure)
     _show(made, f"Head classes of {model}", out_file, figure)
@@ -103,11 +102,20 @@ def _check_pattern(duo: Path | None, config: Path | None, threshold: float | Non
         raise InvalidArgument("duo-config, threshold: expected --duo with them, got none")
 
 
-def _ranked(made: HeadClassMap, pages: int, every: int) -> HeadClassMap:
-    """The same map, its stable global heads reading few pages in decode steps."""
+def _check_numbers(share: float | None, top_k: int | None, estimate: bool) -> None:
+    if estimate and top_k is None:
+        raise InvalidArgument("estimate: expected --top-k with it, got none")
+    if share is not None and not 0.0 <= share <= 1.0:
+        raise InvalidArgument(f"share: expected 0..1, got {share}")
+
+
+def _ranked(made: HeadClassMap, pages: int | None, every: int, estimate: bool) -> HeadClassMap:
+    """The same map, its stable global heads reading few pages in decode steps, if any number."""
+    if pages is None:
+        return made
     from kvweave.lab.profile import with_ranked_pages
 
-    return with_ranked_pages(made, pages, rerank_every=every)
+    return with_ranked_pages(made, pages, rerank_every=every, estimate=estimate)
 
 
 def _check_alone(name: str, option: object, others: Mapping[str, object]) -> None:

@@ -32,11 +32,13 @@ from kvweave.ops.attend_prefill import attend_prefill
 from kvweave.ops.bounded_pages import BoundedPages
 from kvweave.ops.copy_rerotate import copy_rerotate
 from kvweave.ops.dispatch import Backend, Pages, Table
+from kvweave.ops.estimate_pages import estimate_pages
 from kvweave.ops.gather_entries import gather_entries
 from kvweave.ops.merge_states import merge_states
 from kvweave.ops.move_pages import RowPages, move_pages
 from kvweave.ops.pack_pages import pack_pages, unpack_pages
 from kvweave.ops.packed_kv import PackedBases, PackedKv, PackedPages, packed_format
+from kvweave.ops.page_means import PageMeans, ReadEntries
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.recycle_pages import Recycled, recycle_pages
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
@@ -58,10 +60,12 @@ __all__ = [
     "PackedKv",
     "PackedPages",
     "PageBounds",
+    "PageMeans",
     "PagedKv",
     "Pages",
     "Pairing",
     "Reach",
+    "ReadEntries",
     "Recycled",
     "RopeTable",
     "RowPages",
@@ -74,6 +78,7 @@ __all__ = [
     "bound_pages",
     "choose_top_r",
     "copy_rerotate",
+    "estimate_pages",
     "gather_entries",
     "merge_states",
     "move_pages",

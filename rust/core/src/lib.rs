@@ -25,7 +25,7 @@ pub use cache::{
 };
 pub use content::{FrozenSegment, HashKind, MissReason};
 pub use error::{Error, ErrorKind};
-pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow};
+pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow, RankedBy};
 pub use ids::{BlockId, GroupId};
 pub use plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
 pub use pool::{Advice, Eviction, Hint};

@@ -1,7 +1,8 @@
 //! A prefix of which an admission evicts what no row sees.
 
 use kvweave_core::{
-    Admission, CacheConfig, GroupId, HeadClass, HeadClassMap, KvCache, KvDtype, KvShape, Request,
+    Admission, CacheConfig, GroupId, HeadClass, HeadClassMap, KvCache, KvDtype, KvShape, RankedBy,
+    Request,
 };
 
 const PAGE: usize = 4;
@@ -55,7 +56,10 @@ fn what_made_room_is_no_hit_and_nobody_is_led_to_what_took_its_number() {
 
 #[test]
 fn a_text_without_its_blocks_of_one_full_group_is_no_hit() {
-    let cache = cache_of([HeadClass::Full, HeadClass::TopK { pages: 3, rerank_every: 4 }]);
+    let cache = cache_of([
+        HeadClass::Full,
+        HeadClass::TopK { pages: 3, rerank_every: 4, score: RankedBy::MinMax, estimate: false },
+    ]);
     let first = text(100, 7);
     drop(learnt(&cache, &first));
     // Slots take room of the second group alone.

@@ -8,7 +8,7 @@ mod spilled_blocks;
 
 use kvweave_core::{
     Admission, CacheConfig, Error, ErrorKind, GroupId, HashKind, HeadClass, HeadClassMap, KvCache,
-    KvDtype, KvShape, MarkedSegment, Mode, Request, Reuse,
+    KvDtype, KvShape, MarkedSegment, Mode, RankedBy, Request, Reuse,
 };
 use proptest::prelude::*;
 use simulated_arena::{Arena, assert_partition};
@@ -370,7 +370,8 @@ impl World {
 
 const SINK: HeadClass = HeadClass::Window { sink: 3, recent: 5 };
 const NEAR: HeadClass = HeadClass::Window { sink: 0, recent: 9 };
-const BEST: HeadClass = HeadClass::TopK { pages: 3, rerank_every: 2 };
+const BEST: HeadClass =
+    HeadClass::TopK { pages: 3, rerank_every: 2, score: RankedBy::MinMax, estimate: false };
 
 /// Classes of the four heads; none for a cache without a head map.
 fn run(steps: &[Step], hash: HashKind, blocks: u64, classes: Option<[HeadClass; 4]>) {

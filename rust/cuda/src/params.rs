@@ -315,67 +315,6 @@ pub(crate) struct StepTablesParams {
     pub(crate) spans: [SpanParams; MOST_TABLES],
 }
 
-/// Mirror of `ScorePagesParams`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[repr(C)]
-pub(crate) struct ScorePagesParams {
-    pub(crate) q: u64,
-    /// f32 [pages, 3, head_dim].
-    pub(crate) bounds: u64,
-    /// i32 [N, 5].
-    pub(crate) entries: u64,
-    /// i32 [requests · tables + 1].
-    pub(crate) entry_offsets: u64,
-    /// i32 [G, 4], or 0.
-    pub(crate) heads: u64,
-    /// f32 [pairs].
-    pub(crate) inv_freq: u64,
-    /// f32 [requests, kv_heads, width].
-    pub(crate) scores: u64,
-    /// i32 [requests, kv_heads].
-    pub(crate) counts: u64,
-    pub(crate) q_row_stride: i64,
-    pub(crate) q_head_stride: i64,
-    /// That have bounds.
-    pub(crate) pages: i64,
-    pub(crate) tables: u32,
-    pub(crate) kv_heads: u32,
-    pub(crate) group: u32,
-    pub(crate) head_dim: u32,
-    pub(crate) pairs: u32,
-    pub(crate) interleaved: u32,
-    /// Without heads: the page of KV head 0.
-    pub(crate) first_rank: u32,
-    pub(crate) width: u32,
-    /// Thread blocks of a row of scores.
-    pub(crate) chunks: u32,
-    /// Whether scores of the query heads of a KV head are summed; else the highest counts.
-    pub(crate) summed: u32,
-    pub(crate) scale: f32,
-    /// 0 for none.
-    pub(crate) softcap: f32,
-}
-
-/// Mirror of `SelectPagesParams`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub(crate) struct SelectPagesParams {
-    /// f32 [rows, width].
-    pub(crate) scores: u64,
-    /// i32 [rows].
-    pub(crate) counts: u64,
-    /// i32 [rows].
-    pub(crate) budgets: u64,
-    /// i32 [rows, most].
-    pub(crate) pages: u64,
-    /// i32 [rows].
-    pub(crate) selected: u64,
-    pub(crate) width: u32,
-    pub(crate) most: u32,
-    pub(crate) sink: u32,
-    pub(crate) recent: u32,
-}
-
 /// Mirror of `GatherEntriesParams`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -457,8 +396,6 @@ const _: () = assert!(size_of::<PageBoundsParams>() == 88);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);
-const _: () = assert!(size_of::<ScorePagesParams>() == 136);
-const _: () = assert!(size_of::<SelectPagesParams>() == 56);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
 const _: () = assert!(size_of::<PackPagesParams>() == 64);
 const _: () = assert!(size_of::<AttendPackedParams>() == 248);

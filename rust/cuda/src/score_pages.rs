@@ -4,11 +4,11 @@ use kvweave_core::KvDtype;
 use kvweave_core::ops::{PageBounds, PageScore, Pairing, SharedScore};
 
 use crate::backend::CudaBackend;
+use crate::choice_params::ScorePagesParams;
 use crate::error::CudaError;
 use crate::ffi::{DeviceBuffer, Grid};
 use crate::operands::{DeviceRows, DeviceTensor, blocks_of, long, name_of, narrow};
 use crate::paged::DeviceReach;
-use crate::params::ScorePagesParams;
 
 const THREADS: u32 = 256;
 /// Entries that a thread block scores: `kEntries` of the kernel.

@@ -1,10 +1,10 @@
 //! Launch of `select_pages.cu`.
 
 use crate::backend::CudaBackend;
+use crate::choice_params::SelectPagesParams;
 use crate::error::CudaError;
 use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, narrow};
-use crate::params::SelectPagesParams;
 
 const THREADS: u32 = 512;
 /// Scores of a row that a thread block may hold: a kernel each. The last takes longer rows too.

@@ -47,6 +47,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::copy_rerotate::copy_rerotate;
     #[pymodule_export]
+    use super::ops::cpu::estimate_pages::estimate_pages;
+    #[pymodule_export]
     use super::ops::cpu::gather_entries::gather_entries;
     #[pymodule_export]
     use super::ops::cpu::merge_states::merge_states;
@@ -80,6 +82,8 @@ mod _native {
     use super::ops::cuda::copy_rerotate::copy_rerotate_cuda;
     #[pymodule_export]
     use super::ops::cuda::device::cuda_status;
+    #[pymodule_export]
+    use super::ops::cuda::estimate_pages::estimate_pages_cuda;
     #[pymodule_export]
     use super::ops::cuda::gather_entries::gather_entries_cuda;
     #[pymodule_export]

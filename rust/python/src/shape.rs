@@ -193,19 +193,37 @@ pub struct HeadGroup {
     read: u32,
     /// Steps between two rankings of pages; 0 unless the kind is "top_k".
     rerank_every: u32,
+    /// What pages are ranked by; "" unless the kind is "top_k".
+    score: &'static str,
+    /// Whether pages that are not read are estimated by their means.
+    estimate: bool,
 }
 
 impl HeadGroup {
     /// The groups of a cache, in order.
     pub fn all(groups: &core::HeadGroups) -> Vec<Self> {
         let group = |(group, &pages): (usize, &u32)| {
-            let full = Self { kind: "full", sink: 0, recent: 0, pages, read: 0, rerank_every: 0 };
+            let full = Self {
+                kind: "full",
+                sink: 0,
+                recent: 0,
+                pages,
+                read: 0,
+                rerank_every: 0,
+                score: "",
+                estimate: false,
+            };
             match groups.class(GroupId(group as u8)) {
                 HeadClass::Full => full,
                 HeadClass::Window { sink, recent } => Self { kind: "window", sink, recent, ..full },
-                HeadClass::TopK { pages: read, rerank_every } => {
-                    Self { kind: "top_k", read, rerank_every, ..full }
-                }
+                HeadClass::TopK { pages: read, rerank_every, score, estimate } => Self {
+                    kind: "top_k",
+                    read,
+                    rerank_every,
+                    score: score.name(),
+                    estimate,
+                    ..full
+                },
             }
         };
         groups.pages().iter().enumerate().map(group).collect()
@@ -215,8 +233,9 @@ impl HeadGroup {
 #[pymethods]
 impl HeadGroup {
     fn __repr__(&self) -> String {
-        let Self { kind, sink, recent, pages, read, rerank_every } = self;
+        let Self { kind, sink, recent, pages, read, rerank_every, score, estimate } = self;
         let kept = format!("kind={kind:?}, sink={sink}, recent={recent}, pages={pages}");
-        format!("HeadGroup({kept}, read={read}, rerank_every={rerank_every})")
+        let ranked = format!("rerank_every={rerank_every}, score={score:?}, estimate={estimate}");
+        format!("HeadGroup({kept}, read={read}, {ranked})")
     }
 }

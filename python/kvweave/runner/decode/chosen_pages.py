@@ -40,7 +40,9 @@ from kvweave.runner.kv.tables import Int32, send, send_index
 NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
 """An entry outside the cache: it covers no token."""
 
-FIRST, APART, LENGTH, KEPT_ROW, DUE_ROW, DUE_BEGIN, DUE_END, NEWEST = range(8)
+FIRST, APART, LENGTH, KEPT_ROW, DUE_ROW, DUE_BEGIN, DUE_END, LEFT_BEGIN, LEFT_END, NEWEST = range(
+    10
+)
 """Columns of a request in a step, see `ChosenStep`."""
 
 _NEVER = 2**31
@@ -55,14 +57,16 @@ class ChosenRoom:
     `chosen` i32 [R + 1, heads, W, 5]: of each row and head the entries that were chosen, then those
     begun since. It is a part of the array of all entries; the last row is nobody's. `bounds`
     [places · heads, 2 or 3, D], see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
-    `score_pages` wants them, with the row of their bounds in place of a block. `host`: what brings
-    pages from host memory, where the group has any.
+    `score_pages` wants them, with the row of their bounds in place of a block. `means`
+    [places · heads, 2, D], beside bounds, of a budget that estimates. `host`: what brings pages
+    from host memory, where the group has any.
     """
 
     budget: PageBudget
     chosen: torch.Tensor
     bounds: torch.Tensor
     ranked: torch.Tensor
+    means: torch.Tensor | None = None
     host: HostRoom | None = None
 
     @property
@@ -85,8 +89,9 @@ class ChosenStep:
     `plans` i32 [B, columns]: the heads' tables begin at entry FIRST, each APART from the one before
     and LENGTH long. The entries at the places from NEWEST on go behind what row KEPT_ROW has
     chosen, the first of them in place of the last. A request that is ranked has its entries from
-    DUE_BEGIN to DUE_END, and what it chooses goes to row DUE_ROW. `widths`: the most entries that
-    any of them may have, 0 where nobody is ranked.
+    DUE_BEGIN to DUE_END, and what it chooses goes to row DUE_ROW. One that reads a choice had the
+    entries from LEFT_BEGIN to LEFT_END when it was made: those not read are left out. `widths`: the
+    most entries that any of them may have, 0 where nobody is ranked.
     """
 
     rooms: tuple[ChosenRoom, ...]
@@ -100,7 +105,8 @@ class ChosenStep:
         plans = []
         for room, plan in zip(self.rooms, self.plans, strict=True):
             idle = np.tile(room.nobody(entries), (len(plan), 1))
-            idle[:, : LENGTH + 1] = plan[:, : LENGTH + 1]
+            for part in (slice(LENGTH + 1), slice(LEFT_BEGIN, LEFT_END + 1)):
+                idle[:, part] = plan[:, part]
             # Who was not ranked has what he reads from the first time.
             plans.append(idle)
         return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
@@ -187,7 +193,7 @@ class _Budget:
         self.budget = budget
         self.host = None if pool is None else HostSlots(pool)
         self.page_tokens = int(pages.shape[2])
-        self.bounds = KeptBounds(budget.heads, pages, pool)
+        self.bounds = KeptBounds(budget, pages, pool)
         # Pages that are begun between two rankings.
         self.since = -(-(budget.every - 1) // self.page_tokens)
         self.since = min(self.since, len(pages) // budget.heads)
@@ -230,9 +236,10 @@ class _Budget:
         self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
 
     def _lay(self, chosen: torch.Tensor) -> None:
-        bounds = self.bounds.values.flatten(0, 1)
+        bounds, means = self.bounds.values.flatten(0, 1), self.bounds.means
+        means = None if means is None else means.flatten(0, 1)
         host = None if self.host is None else self.host.room
-        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked, host)
+        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked, means, host)
 
     def forget(self, row: int) -> None:
         """Lets go of what a row has chosen, and of its bounds."""
@@ -344,6 +351,8 @@ class _Budget:
         plan[:, KEPT_ROW] = np.where(kept, rows, len(self.ranked))
         plan[:, DUE_ROW] = np.where(due, rows, len(self.ranked))
         plan[:, DUE_BEGIN : DUE_END + 1] = np.where(due[:, None], spans, 0)
+        plan[:, LEFT_BEGIN] = np.where(chosen, begin, 0)
+        plan[:, LEFT_END] = np.where(chosen, begin + listed, 0)
         return plan
 
     def _follow(self, rows: Int32, spans: Int64) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave import ops
-from kvweave.ops import RopeTable, Table
+from kvweave.ops import ReadEntries, RopeTable, Table, Workspace
 from kvweave.runner.decode.chosen_pages import (
     APART,
     DUE_BEGIN,
@@ -20,6 +20,8 @@ from kvweave.runner.decode.chosen_pages import (
     DUE_ROW,
     FIRST,
     KEPT_ROW,
+    LEFT_BEGIN,
+    LEFT_END,
     LENGTH,
     NEWEST,
     ChosenRoom,
@@ -56,7 +58,8 @@ class ChosenTables:
 
     `entries` i32 [N, 5]: those of all tables. `offsets` i32 [B · tables + 1]: of a request first
     those of its own tables, then two for each head that chooses, budget by budget in the order of
-    ranks: where its table begins and where it ends.
+    ranks: where its table begins and where it ends. `left` i32 [3 · B + 1] of each budget: of a
+    request its entries at the ranking, then none, then what nobody reads.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ChosenTables:
         self.choices = choices
         self.offsets: torch.Tensor
         self.rankings: list[_Ranking | None] = []
+        self.left: list[torch.Tensor] = []
 
     def begin(
         self, spans: torch.Tensor, plans: Sequence[torch.Tensor], widths: Sequence[int]
@@ -89,7 +93,7 @@ class ChosenTables:
         table = self.offsets[:-1].view(len(spans), columns)
         at = spans.shape[1]
         table[:, :at] = spans
-        self.rankings = []
+        self.rankings, self.left = [], []
         for room, plan, width in zip(self.rooms, plans, widths, strict=True):
             heads = room.budget.heads
             self._go_on(room, plan)
@@ -100,6 +104,9 @@ class ChosenTables:
             ends[:, :, 1] = begin + plan[:, LENGTH, None]
             at += 2 * heads
             self.rankings.append(_Ranking.of(room, plan, width) if width else None)
+            left = plan[:, LEFT_BEGIN : LEFT_END + 1]
+            left = torch.cat((left, left[:, 1:]), 1).reshape(-1)
+            self.left.append(torch.nn.functional.pad(left, (0, 1)))
 
     def _go_on(self, room: ChosenRoom, plan: torch.Tensor) -> None:
         """The newest entry of those that were chosen grows, and others have been begun."""
@@ -119,6 +126,44 @@ class ChosenTables:
             if ranking is not None:
                 self._rank(layer, q, choice, ranking)
         return self.entries, self.offsets
+
+    def estimated(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        attended: tuple[torch.Tensor, torch.Tensor],
+        read: ReadEntries,
+        workspace: Workspace | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of queries q [B, H, D] with an estimate of what was left out of a layer.
+
+        `attended` out [B, H, D] and lse [B, H] over what was `read`: they are the result but for
+        heads whose budget has means.
+        """
+        for choice in self.choices[layer]:
+            room, of_layer = self.rooms[choice.budget], self.spec.layers[layer]
+            if room.means is None:
+                continue
+            pages = ops.PageMeans(
+                room.means,
+                self.page_tokens,
+                layer,
+                self.spec.kv_heads,
+                of_layer.scale,
+                self.rope,
+                of_layer.softcap,
+                choice.left,
+            )
+            attended = ops.estimate_pages(
+                q,
+                attended,
+                room.ranked,
+                pages,
+                entry_offsets=self.left[choice.budget],
+                read=read,
+                workspace=workspace,
+            )
+        return attended
 
     def _rank(self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking) -> None:
         room = self.rooms[choice.budget]
@@ -163,6 +208,7 @@ class ChosenTables:
             self.rope,
             of_layer.softcap,
             choice.bounds,
+            room.budget.score,
         )
         ends, width = ranking.offsets, ranking.width
         return ops.score_pages(asking, room.ranked, pages, entry_offsets=ends, width=width)

@@ -1,4 +1,4 @@
-"""Bounds of entries of a group's tables: of exactly the slots that each lists, on the device.
+"""Bounds and means of entries of a group's tables: of exactly the slots that each lists.
 
 An entry's are computed from what lies in its page when it is asked about, so what is chosen by them
 does not depend on who else holds the same block.
@@ -6,7 +6,7 @@ does not depend on who else holds the same block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
 
 _PAGES_AT_ONCE = {"cpu": 4096, "cuda": 32768}
@@ -22,52 +23,78 @@ _SPARE = 4
 """A part of so many is made beside what is asked for, lest all move with every request."""
 
 
-_KeysOf = Callable[[torch.Tensor, slice], torch.Tensor]
-"""The keys [N · heads, P, D] of entries [N, 5], and of which of them all."""
+_PagesOf = Callable[[torch.Tensor, slice], torch.Tensor]
+"""The keys and values [N · heads, 2, P, D] of entries [N, 5], and of which of them all.
+
+Where means of values are not asked for, they may be keys alone [N · heads, 1, P, D].
+"""
 
 
 class KeptBounds:
     """Least and greatest keys of entries, a place for each: f32 [places, heads, 3, D].
 
-    `heads`: the pages of a block. The third vector, which `score_pages` takes for means, is 0. Of
-    keys of 16 bits on a GPU they are [places, heads, 2, D] in the dtype of these, a third of the
-    bytes: the least and the greatest of some numbers are two of them. `pool`: host memory where
-    pages may lie, by entries whose block is −1 − its number there.
+    The third vector, which `score_pages` takes for means, is the mean key where the budget's pages
+    are ranked by it, and else 0. Where they are not, of keys of 16 bits on a GPU bounds are
+    [places, heads, 2, D] in the dtype of these, a third of the bytes: the least and the greatest of
+    some numbers are two of them. `pool`: host memory where pages may lie, by entries whose block is
+    −1 − its number there.
+
+    `means` [places, heads, 2, D], of a budget that estimates: mean keys and mean values as
+    `estimate_pages` takes them. One of a value that is not finite has NaN for its mean key, so that
+    nothing is estimated of the page.
     """
 
-    def __init__(self, heads: int, pages: torch.Tensor, pool: HostPool | None = None) -> None:
-        self.heads = heads
+    def __init__(
+        self, budget: PageBudget, pages: torch.Tensor, pool: HostPool | None = None
+    ) -> None:
+        self.budget = budget
+        self.heads = budget.heads
         self.pages = pages
         self.pool = pool
-        self.values = self._zeros(1)
+        self.values, self.means = self._zeros(1)
         self._free = np.zeros(1, np.int64)
-        self._ranks = torch.arange(heads, device=pages.device)
+        self._ranks = torch.arange(self.heads, device=pages.device)
 
-    def _zeros(self, places: int) -> torch.Tensor:
-        pages = self.pages
-        alone = pages.is_cuda and pages.element_size() == 2
-        sizes = (places, self.heads, 2 if alone else 3, pages.shape[-1])
-        dtype = pages.dtype if alone else torch.float32
-        return torch.zeros(sizes, dtype=dtype, device=pages.device)
+    def _zeros(self, places: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pages, budget = self.pages, self.budget
+        of_keys = pages.is_cuda and pages.element_size() == 2
+
+        def zeros(vectors: int, dtype: torch.dtype) -> torch.Tensor:
+            sizes = (places, self.heads, vectors, pages.shape[-1])
+            return torch.zeros(sizes, dtype=dtype, device=pages.device)
+
+        dtype = pages.dtype if of_keys else torch.float32
+        means = zeros(2, dtype) if budget.estimate else None
+        if of_keys and budget.score == "min-max":
+            return zeros(2, dtype), means
+        return zeros(3, torch.float32), means
 
     @property
     def free(self) -> Int64:
         """The places that are nobody's."""
         return self._free
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all places."""
+        return self.values.nbytes + (0 if self.means is None else self.means.nbytes)
+
     def take(self, count: int, wanted: int) -> Int64:
         """So many places that are nobody's.
 
-        Where there are too few there is room for `wanted` afterwards, and some more: `values` then
-        are another tensor.
+        Where there are too few there is room for `wanted` afterwards, and some more: `values` and
+        `means` then are other tensors.
         """
         if count > len(self._free):
-            old = self.values
-            taken = len(old) - len(self._free)
-            places = max(taken + count, wanted, len(old) + len(old) // _SPARE)
-            self.values = self._zeros(places)
-            self.values[: len(old)] = old
-            self._free = np.concatenate((self._free, np.arange(len(old), places)))
+            values, means = self.values, self.means
+            old = len(values)
+            taken = old - len(self._free)
+            places = max(taken + count, wanted, old + old // _SPARE)
+            self.values, self.means = self._zeros(places)
+            self.values[:old] = values
+            if self.means is not None and means is not None:
+                self.means[:old] = means
+            self._free = np.concatenate((self._free, np.arange(old, places)))
         given, self._free = self._free[:count], self._free[count:]
         return given
 
@@ -82,35 +109,65 @@ class KeptBounds:
         if self.pool is not None and away.any():
             listed = rows[away]
             home, pool = -1 - listed[:, 0], self.pool
-            self._compute(listed, places[away], lambda _, some: pool.keys(home[some]))
+            self._compute(listed, places[away], lambda _, some: pool.contents(home[some]))
 
     def _here(self, rows: torch.Tensor, _some: slice) -> torch.Tensor:
-        keys: torch.Tensor = self.pages[(rows[:, :1] + self._ranks).reshape(-1), 0]
-        return keys
+        pages = self.pages if self.means is not None else self.pages[:, :1]
+        found: torch.Tensor = pages[(rows[:, :1] + self._ranks).reshape(-1)]
+        return found
 
-    def _compute(self, rows: Int32, places: Int64, keys_of: _KeysOf) -> None:
+    def _compute(self, rows: Int32, places: Int64, pages_of: _PagesOf) -> None:
         device = self.pages.device
-        at_once = max(1, _PAGES_AT_ONCE[device.type] // self.heads)
+        vectors = self.heads if self.means is None else 2 * self.heads
+        at_once = max(1, _PAGES_AT_ONCE[device.type] // vectors)
         (sent,) = map(torch.as_tensor, send(device, rows))
         at = send_index(device, places).long()
         partial: npt.NDArray[np.bool_] = rows[:, 2] - rows[:, 1] < self.pages.shape[2]
         for start in range(0, len(rows), at_once):
             some = slice(start, start + at_once)
-            keys = keys_of(sent[some], some)
-            found = self._of(keys, sent[some], bool(partial[some].any()))
-            for number, bound in enumerate(found):
-                kept = bound.to(self.values.dtype).view(-1, self.heads, bound.shape[-1])
-                self.values[:, :, number].index_copy_(0, at[some], kept)
+            pages = pages_of(sent[some], some)
+            held = self._held(sent[some]) if partial[some].any() else None
+            for number, bound in enumerate(_bounds_of(pages[:, 0], held)):
+                self._put(self.values, number, at[some], bound)
+            if self.budget.score == "mean":
+                self._put(self.values, 2, at[some], _means_of(pages[:, :1], held)[:, 0])
+            if self.means is not None:
+                for number, mean in enumerate(_finite_means_of(pages, held)):
+                    self._put(self.means, number, at[some], mean)
 
-    def _of(
-        self, keys: torch.Tensor, rows: torch.Tensor, partial: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Least and greatest [N · heads, D] of keys [N · heads, P, D]; NaN where one is NaN."""
-        if not partial:
-            return torch.aminmax(keys, dim=1)
-        slot = torch.arange(keys.shape[1], device=keys.device)
+    def _put(self, to: torch.Tensor, number: int, at: torch.Tensor, vectors: torch.Tensor) -> None:
+        kept = vectors.to(to.dtype).view(-1, self.heads, vectors.shape[-1])
+        to[:, :, number].index_copy_(0, at, kept)
+
+    def _held(self, rows: torch.Tensor) -> torch.Tensor:
+        """Which slots of the pages of entries [N, 5] these list: bool [N · heads, P]."""
+        slot = torch.arange(self.pages.shape[2], device=rows.device)
         held = (slot >= rows[:, 1:2]) & (slot < rows[:, 2:3])
-        # What lies in other slots is not looked at.
-        others = ~held[:, None].expand(-1, self.heads, -1).reshape(len(keys), -1, 1)
-        least = keys.masked_fill(others, torch.inf).amin(1)
-        return least, keys.masked_fill(others, -torch.inf).amax(1)
+        return held[:, None].expand(-1, self.heads, -1).reshape(-1, len(slot))
+
+
+def _bounds_of(keys: torch.Tensor, held: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and greatest [N, D] of keys [N, P, D]; NaN where one is NaN.
+
+    What lies in slots that are not `held` [N, P] is not looked at; None holds all.
+    """
+    if held is None:
+        return torch.aminmax(keys, dim=1)
+    others = ~held[:, :, None]
+    least = keys.masked_fill(others, torch.inf).amin(1)
+    return least, keys.masked_fill(others, -torch.inf).amax(1)
+
+
+def _means_of(pages: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    """Means f32 [N, V, D] over the slots of pages [N, V, P, D] that are `held`."""
+    if held is None:
+        return pages.mean(2, dtype=torch.float32)
+    there = pages.masked_fill(~held[:, None, :, None], 0.0)
+    return there.sum(2, dtype=torch.float32) / held.sum(1)[:, None, None]
+
+
+def _finite_means_of(pages: torch.Tensor, held: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    """Mean keys and mean values [N, D] of pages [N, 2, P, D]: see `KeptBounds.means`."""
+    keys, values = _means_of(pages, held).unbind(1)
+    finite = values.isfinite().all(1, keepdim=True)
+    return keys.masked_fill(~finite, torch.nan), values

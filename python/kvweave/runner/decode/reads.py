@@ -28,7 +28,8 @@ class HeadChoice:
     `budget`: its number. `heads` i64 [n] on the device: which they are, None for all of the layer.
     `ranks`: the first of their pages in a block and the one behind the last, which lie side by
     side. `bounds` and `listed` say of the same table of a request, which is the first of two, in
-    which rows the heads' bounds are, and nothing more.
+    which rows the heads' bounds are, and nothing more. `left` is of all heads of the layer, over
+    three tables of a request: these read the first, the others the second, which is empty.
     """
 
     budget: int
@@ -36,6 +37,7 @@ class HeadChoice:
     ranks: tuple[int, int]
     bounds: Reach
     listed: Reach
+    left: Reach
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def _choices(heads: HeadReads, layer: int) -> list[HeadChoice]:
             index = send_index(heads.spec.device, np.asarray(some)).long()
         rows = np.asarray([(0, rank, 0, 0) for rank in ranks], np.int32)
         number = heads.budgets.index(budget)
-        reaches = Reach(2, rows), Reach(2, rows * 0)
+        left = np.tile(np.asarray([1, 0, 0, 0], np.int32), (heads.spec.kv_heads, 1))
+        left[some] = rows
+        reaches = Reach(2, rows), Reach(2, rows * 0), Reach(3, left)
         made.append(HeadChoice(number, index, (ranks[0], ranks[-1] + 1), *reaches))
     return made
 

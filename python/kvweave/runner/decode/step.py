@@ -119,6 +119,10 @@ def forward(
         known: Any = {"entry_offsets": offsets, "workspace": workspace}
         if rows is None:
             attended, sums = ops.attend_decode(*called, **known)
+            if tables.chosen is not None:
+                seen = ops.ReadEntries(entries, offsets, read)
+                states = attended, sums
+                attended, sums = tables.chosen.estimated(index, q, states, seen, workspace)
         else:
             attended, sums = ops.attend_prefill(*called, row_offsets=rows, **known)
         if tables.packed is not None:

@@ -111,14 +111,14 @@ class HostPool:
         held = counts["held"] * self.block_bytes
         return {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
 
-    def keys(self, blocks: Int32) -> torch.Tensor:
-        """The keys of whole blocks [N] on the device: [N · heads, P, D]."""
+    def contents(self, blocks: Int32) -> torch.Tensor:
+        """The pages of whole blocks [N] on the device: [N · heads, 2, P, D]."""
         heads, arena = self.budget.heads, self.arena
         sizes = (len(blocks) * heads, *arena.shape[1:])
         room = torch.empty(sizes, dtype=arena.dtype, device=arena.device)
         here = heads * np.arange(len(blocks), dtype=np.int32)
         self.carry_blocks(here, blocks, "fetch", room)
-        return room[:, 0]
+        return room
 
     def copy_aside(self, here: Int32, home: Int32) -> Arrival:
         """Copies whole blocks [N] of the device, where they are `here`, beside its other work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from kvweave.cache import KvCache
 
@@ -18,19 +19,29 @@ class PageBudget:
     """What the heads of a top-K group read.
 
     `group`: its number. `pages` are read by each head in a decode step, ranked anew `every` so many
-    steps. `heads`: how many the group has in all layers.
+    steps by the `score` that `ops.BoundedPages` has by that name. `heads`: how many the group has
+    in all layers. `estimate`: the means of other pages enter attention as one term each.
     """
 
     group: int
     pages: int
     every: int
     heads: int
+    score: Literal["min-max", "mean"] = "min-max"
+    estimate: bool = False
 
 
 def budgets_of(cache: KvCache) -> list[PageBudget]:
     """Those of the groups of a cache whose heads choose pages."""
     return [
-        PageBudget(number, group.read, group.rerank_every, group.pages)
+        PageBudget(
+            number,
+            group.read,
+            group.rerank_every,
+            group.pages,
+            cast(Literal["min-max", "mean"], group.score),
+            group.estimate,
+        )
         for number, group in enumerate(cache.groups)
         if group.kind == "top_k"
     ]

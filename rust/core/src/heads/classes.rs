@@ -11,7 +11,41 @@ use crate::shape::KvShape;
 /// The schema of the JSON form that this version reads and writes.
 pub const SCHEMA_VERSION: u32 = 1;
 
+/// What pages are ranked by.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum RankedBy {
+    /// What none of a page's keys scores above, by its least and greatest key (Quest; FlexiCache,
+    /// section 3.2).
+    #[default]
+    MinMax,
+    /// What its mean key scores (MosaicKV, section 5.1).
+    Mean,
+}
+
+impl RankedBy {
+    /// As maps have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            RankedBy::MinMax => "min-max",
+            RankedBy::Mean => "mean",
+        }
+    }
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
+    fn is_default(&self) -> bool {
+        *self == RankedBy::default()
+    }
+}
+
 /// What a (layer, KV head) keeps and reads.
+///
+/// What is said beside `pages` and `rerank_every` may be left out, and is left out where it is what
+/// leaving it out means: maps that do not use it are those of versions that did not know it, and
+/// these refuse the others by the name of the field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum HeadClass {
@@ -30,6 +64,12 @@ pub enum HeadClass {
         pages: u32,
         /// Steps between two rankings; 1 ranks at every step.
         rerank_every: u32,
+        /// What they are ranked by.
+        #[serde(default, skip_serializing_if = "RankedBy::is_default")]
+        score: RankedBy,
+        /// Whether the mean key and value of each other page enter attention as one term.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        estimate: bool,
     },
 }
 
@@ -194,12 +234,17 @@ mod tests {
     use crate::ids::GroupId;
     use crate::shape::KvDtype;
 
+    fn top_k(pages: u32) -> HeadClass {
+        let score = RankedBy::MinMax;
+        HeadClass::TopK { pages, rerank_every: 1, score, estimate: false }
+    }
+
     fn mixed() -> HeadClassMap {
         let shape = KvShape::new(2, 3, 8, 4, KvDtype::F32).unwrap();
         let mut map = HeadClassMap::full(&shape, "m");
         map.heads[1].class = HeadClass::Window { sink: 4, recent: 8 };
         map.heads[4].class = HeadClass::Window { sink: 4, recent: 8 };
-        map.heads[5].class = HeadClass::TopK { pages: 2, rerank_every: 1 };
+        map.heads[5].class = top_k(2);
         map
     }
 
@@ -222,6 +267,22 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_said_of_a_ranking_is_what_it_always_was() {
+        let plain = serde_json::to_string(&top_k(2)).unwrap();
+        assert_eq!(plain, r#"{"kind":"top_k","pages":2,"rerank_every":1}"#);
+        let class =
+            HeadClass::TopK { pages: 2, rerank_every: 1, score: RankedBy::Mean, estimate: true };
+        let text = serde_json::to_string(&class).unwrap();
+        let said = r#","score":"mean","estimate":true}"#;
+        assert_eq!(text, format!("{}{said}", plain.strip_suffix('}').unwrap()));
+        for class in [class, top_k(2)] {
+            let text = serde_json::to_string(&class).unwrap();
+            assert_eq!(serde_json::from_str::<HeadClass>(&text).unwrap(), class);
+        }
+        assert!(class > top_k(2));
+    }
+
+    #[test]
     fn corrupt_maps_say_what_is_wrong() {
         let good = mixed();
         let mut cases = Vec::new();
@@ -236,7 +297,7 @@ mod tests {
         change(&|m| m.heads[0].layer = 7, "layer 7");
         change(&|m| m.heads[0].head = 1, "second");
         change(&|m| m.heads[1].class = HeadClass::Window { sink: 0, recent: 0 }, "recent");
-        change(&|m| m.heads[1].class = HeadClass::TopK { pages: 0, rerank_every: 1 }, "pages");
+        change(&|m| m.heads[1].class = top_k(0), "pages");
         cases.push(("{".into(), "schema".into()));
         cases.push((String::new(), "schema".into()));
         for (text, word) in cases {

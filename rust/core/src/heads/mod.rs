@@ -6,5 +6,7 @@
 mod classes;
 mod groups;
 
-pub use classes::{HeadClass, HeadClassMap, HeadEntry, MeasuredReach, SCHEMA_VERSION, Stability};
+pub use classes::{
+    HeadClass, HeadClassMap, HeadEntry, MeasuredReach, RankedBy, SCHEMA_VERSION, Stability,
+};
 pub use groups::{HeadGroups, LocalWindow};

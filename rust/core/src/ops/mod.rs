@@ -18,6 +18,7 @@ mod copy_rerotate;
 mod element;
 mod entries;
 mod error;
+mod estimate_pages;
 mod fp8;
 mod gather_entries;
 mod geometry;
@@ -52,6 +53,7 @@ pub use copy_rerotate::{
 pub use element::Element;
 pub use entries::{Entry, KvView, check_offsets};
 pub use error::{OpError, OpErrorKind};
+pub use estimate_pages::{EstimatePages, ReadEntries, validate_estimated};
 pub use fp8::Fp8E4m3;
 pub use gather_entries::{GatherEntries, NO_ENTRY, validate_gathered};
 pub use geometry::PageGeometry;

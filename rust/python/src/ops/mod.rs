@@ -6,6 +6,7 @@
 mod bounded_pages;
 pub mod cpu;
 pub mod cuda;
+mod page_means;
 mod reading;
 mod rotation;
 mod row_pages;

@@ -5,6 +5,7 @@ pub mod attend_packed;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 mod element;
+pub mod estimate_pages;
 pub mod gather_entries;
 pub mod merge_states;
 pub mod moments;

@@ -11,6 +11,7 @@ pub mod attend_packed;
 pub mod attend_prefill;
 pub mod copy_rerotate;
 pub mod device;
+pub mod estimate_pages;
 pub mod gather_entries;
 pub mod merge_states;
 pub mod move_pages;

@@ -1,0 +1,61 @@
+"""The sweep of budgets: what it measures, and its tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.quality import page_budgets
+from benchmarks.quality.page_budgets import Way, ways_of
+
+UNSTABLE = np.array([[True, False], [False, False]])
+
+
+def classes_of(way: Way) -> list[dict[str, Any]]:
+    made = json.loads(way.heads("m", UNSTABLE, steps=40).to_json())
+    return [entry["class"] for entry in made["heads"]]
+
+
+def test_each_way_is_one_thing_otherwise() -> None:
+    ways = ways_of(8)
+    assert len(set(ways)) == len(ways)
+    assert {way.pages for way in ways} == {8}
+    maps = [json.dumps(classes_of(way)) for way in ways]
+    assert len(set(maps)) == len(maps)
+    every_one = ways_of(8, every_one=True)
+    assert len(set(every_one)) == 3 * 4 * 2 * 2
+    assert set(ways) <= set(every_one)
+
+
+@pytest.mark.parametrize(
+    ("way", "unstable", "stable"),
+    [
+        (Way(8), {"kind": "full"}, {"rerank_every": 16}),
+        (Way(8, "ranked"), {"rerank_every": 1}, {"rerank_every": 16}),
+        (Way(8, "as stable"), {"rerank_every": 16}, {"rerank_every": 16}),
+        (Way(8, every=None), {"kind": "full"}, {"rerank_every": 41}),
+        (
+            Way(8, "ranked", 64, "mean", True),
+            {"rerank_every": 1, "score": "mean", "estimate": True},
+            {"rerank_every": 64, "score": "mean", "estimate": True},
+        ),
+    ],
+)
+def test_maps_are_as_a_way_says(way: Way, unstable: Any, stable: Any) -> None:
+    first, *others = classes_of(way)
+    chooses = {"kind": "top_k", "pages": 8}
+    assert first == (unstable if "kind" in unstable else {**chooses, **unstable})
+    assert others == [{**chooses, **stable}] * 3
+
+
+def test_unstable_heads_that_texts_share_are_a_table() -> None:
+    class Measured:
+        def to_dict(self) -> dict[str, Any]:
+            shared = [[1.0, 0.5], [0.5, 1.0]]
+            return {"tasks": ["a", "b"], "shared_by_tasks": shared, "shared_by_chance": 0.25}
+
+    lines = list(page_budgets.shared_heads(Measured()))  # type: ignore[arg-type]
+    assert lines[2:] == ["| a | 1.00 | 0.50 |", "| b | 0.50 | 1.00 |", "By chance: 0.25."]
