@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from decode_batches import decoding
 from families import random_tokens, tiny
 from host_memory import AMPLE, PAGE, both, host_runner, nothing_is_held, spills
-from kvweave import InvalidArgument, OutOfMemory, PoolFull, Unsupported, ops
+from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.ops import RowPages
 from kvweave.runner import Healing, Runner, Sampling
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
@@ -165,52 +165,6 @@ class Fragile(Sampling):
 
 
 # ---- faults ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["spill", "fetch"])
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_transfer_that_fails_ends_its_step_and_loses_nothing_else(
-    llama: Any, way: str, after: int
-) -> None:
-    runner = host_runner(llama, [top_k(4, 4), FULL])
-    prompts = [random_tokens(100 + seed, seed) for seed in range(3)]
-    ask = {"max_new_tokens": 20, "stop": (), "remember": False}
-    wanted = [runner.generate(p, "full", **ask).tokens for p in prompts]
-    move, calls = ops.move_pages, [0]
-
-    def failing(*given: Any, **named: Any) -> None:
-        calls[0] += named["way"] == way
-        if named["way"] == way and calls[0] == after + 1:
-            raise OutOfMemory("no luck")
-        move(*given, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "move_pages", failing)
-        engine = runner.engine()
-        asked = [engine.submit(p, "full", **ask) for p in prompts]
-        engine.run()
-    outcomes = [request.outcome for request in asked]
-    assert set(outcomes) <= {"failed", "finished"}
-    assert "failed" in outcomes
-    assert nothing_is_held(runner)
-    assert [runner.generate(p, "full", **ask).tokens for p in prompts] == wanted
-
-
-def test_a_transfer_back_that_fails_releases_the_request(llama: Any) -> None:
-    runner = host_runner(llama, [top_k(4, 4)])
-    with runner.prefill(random_tokens(100, 1), "full", remember=False) as done:
-        runner.decode(done, max_new_tokens=9, stop=())
-        with pytest.MonkeyPatch.context() as patch:
-
-            def failing(*_given: Any, **_named: Any) -> None:
-                raise OutOfMemory("no luck")
-
-            patch.setattr(ops, "move_pages", failing)
-            with pytest.raises(OutOfMemory):
-                runner.extend(done, [1, 2, 3])
-        with pytest.raises(InvalidArgument, match="released"):
-            runner.extend(done, [1, 2, 3])
-    assert nothing_is_held(runner)
 
 
 def test_keys_that_are_nan_and_scores_that_are_equal(llama: Any) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.runner.decode.host_slots import HostRoom, HostSlots
+from kvweave.runner.decode.host_slots import Failures, HostRoom, HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.heads import HeadReads
@@ -269,7 +269,7 @@ class _Budget:
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
-            self._bound(spans[due], (spans[:, 1] - step.growing)[due], array)
+            self._bound_all(rows[due], spans[due], (spans[:, 1] - step.growing)[due], array)
             self._follow_home(step, np.flatnonzero(due))
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
@@ -303,7 +303,7 @@ class _Budget:
         self._follow(step.rows[soon], spans)
         # The newest entry grows no more where its page is full.
         grows = array[spans[:, 1] - 1, 2] < self.page_tokens
-        self._bound(spans, spans[:, 1] - grows, array)
+        self._bound_all(step.rows[soon], spans, spans[:, 1] - grows, array)
         if self.host is not None:
             for number in soon.tolist():
                 if (host := self._host_of(step, number)) is not None:
@@ -357,6 +357,13 @@ class _Budget:
         lay[:, 0], lay[:, 1] = spans[:, 0], np.maximum(lay[:, 1], spans[:, 1])
         self.lies[rows] = lay
 
+    def _bound_all(self, rows: Int32, spans: Int64, end: Int64, array: Int32) -> None:
+        """As `_bound`; a request whose keys cannot be had of host memory fails alone."""
+        if self.host is None:
+            self._bound(spans, end, array)
+        else:
+            self.host.each(rows, lambda some: self._bound(spans[some], end[some], array))
+
     def _bound(self, spans: Int64, end: Int64, array: Int32) -> None:
         """Brings the bounds of entries of tables [n, 2] up to date, of each those before its `end`.
 
@@ -374,9 +381,6 @@ class _Budget:
         self.places[new] = self.bounds.take(len(new), int(self.needs.sum()))
         if self.bounds.values is not values:
             self._lay(self.room.chosen)
-        if len(other):
-            self.bounds.compute(array[other], self.places[other])
-        self.known[other] = True
         listed = np.concatenate((other, last))
         rows: Int32 = array[listed]
         self.told[listed] = rows[:, 3]
@@ -385,6 +389,10 @@ class _Budget:
         (sent,) = send(self._ranked.device, rows)
         at = send_index(self._ranked.device, listed).long()
         self._ranked.index_copy_(0, at, torch.as_tensor(sent))
+        # Whose keys cannot be had is ranked in this step all the same, by anything.
+        if len(other):
+            self.bounds.compute(array[other], self.places[other])
+        self.known[other] = True
 
 
 def _full_pages(step: ListedStep, number: int, page_tokens: int) -> int:
@@ -442,6 +450,15 @@ class ChosenPages:
         for group in self.groups:
             if row < len(group.ranked):
                 group.forget(row)
+
+    def take_failures(self) -> Failures:
+        """By row the requests whose pages could not be had of host memory since the last time."""
+        failures: Failures = {}
+        for group in self.groups:
+            if group.host is not None and group.host.failures:
+                failures.update(group.host.failures)
+                group.host.failures.clear()
+        return failures
 
     def prepare(self, step: ListedStep) -> bool:
         """Does of the next step what need not wait for it, while this one is computed.

@@ -69,11 +69,13 @@ class Decoder:
         *,
         watched: bool = False,
         choose: Callable[[Sequence[Decoding], torch.Tensor, bool], Int64] = choose_all,
+        failed: dict[int, Exception] | None = None,
     ) -> Int64:
         """Feeds each sequence's last token through the model and chooses its next: ids i64 [B].
 
         `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`; −1
-        is of a sequence that says nothing.
+        is of a sequence that says nothing. Into `failed`, where it is given, goes by number in the
+        batch why that is for those whose pages could not be had of host memory.
 
         The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
         [L, B, H, D], until the next one.
@@ -82,7 +84,8 @@ class Decoder:
         `PoolFull` when the batch needs blocks and there are none; no request has changed then, and
         the error's `request` says for which of them there was no room. `InvalidArgument` for a
         request that was released or comes twice, no request having changed either.
-        `OutOfMemory` when the step finds no room: the requests are to be released.
+        `OutOfMemory` when the step finds no room: the requests are to be released. `TransferFailed`
+        for pages that could not be had of host memory, where `failed` is not given: likewise.
         """
         start = time.perf_counter()
         if not batch:
@@ -94,6 +97,11 @@ class Decoder:
             logits = self._logits(slots, step, watched)
             with self._behind(slots):
                 chosen = choose(slots.batch, logits, slots.greedy)
+        if failures := slots.take_failures():
+            if failed is None:
+                raise next(iter(failures.values()))
+            failed.update(failures)
+            chosen[list(failures)] = -1
         slots.hear(chosen, time.perf_counter() - start)
         return chosen
 

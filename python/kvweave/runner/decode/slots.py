@@ -17,6 +17,7 @@ import torch
 from kvweave import ops
 from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
+from kvweave.errors import TransferFailed
 from kvweave.ops import RopeTable
 from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep, ListedStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
@@ -253,6 +254,17 @@ class DecodeSlots:
         if self.chosen is None or listed is None:
             return False
         return self.chosen.prepare(listed)
+
+    def take_failures(self) -> dict[int, TransferFailed]:
+        """Whose pages could not be had of host memory since the last time, by number in the batch.
+
+        What a step says for them is nothing.
+        """
+        failures = {} if self.chosen is None else self.chosen.take_failures()
+        if not failures:
+            return {}
+        numbers = enumerate(self._numbers.tolist())
+        return {number: failures[row] for number, row in numbers if row in failures}
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""

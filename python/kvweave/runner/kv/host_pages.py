@@ -4,7 +4,7 @@ What is spilled are the first pages of the request's table, full ones, and never
 their place the request holds blocks of the device as slots, into which its heads bring what they
 choose: see `HostSlots`. The first pages are many: they are copied while decoding goes on, and lie
 here once all of them have come over. Host memory that is full spills nothing: pages stay on the
-device then, and decoding goes on.
+device then, and decoding goes on. So they do where a copy to the host fails for good.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.cache import KvRequest
-from kvweave.errors import PoolFull
+from kvweave.errors import PoolFull, TransferFailed
 from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32
+
+_STAYS = (PoolFull, TransferFailed)
+"""Why pages are not spilled; the next ranking tries again."""
 
 
 class HostPages:
@@ -44,7 +47,7 @@ class HostPages:
             return
         try:
             self._coming = self._copy(pages, aside=True)
-        except PoolFull:
+        except _STAYS:
             self._leave_home()
 
     def spill(self, pages: int) -> None:
@@ -66,7 +69,7 @@ class HostPages:
             blocks = self._rows()[self.count : pages]
             # Not before they lie there: what the request gives back others may write.
             self.slots = self.request.spill(group, blocks, self.pool.slots)
-        except PoolFull:
+        except _STAYS:
             if not self.count:
                 self._leave_home()
             return
@@ -76,7 +79,7 @@ class HostPages:
         """Copies the pages up to so many that were not copied before.
 
         # Errors
-        `PoolFull` without room for them here.
+        `PoolFull` without room for them here; `TransferFailed`.
         """
         blocks = self._booked(pages)[self._copied :]
         here = blocks_of(self.request, self.pool.budget.group)[self._copied : pages]
@@ -90,8 +93,8 @@ class HostPages:
         """Has all pages lie on the device again, where whatever reads all of them finds them.
 
         # Errors
-        `PoolFull` without room; nothing has changed then. Whatever else happens on the way, the
-        request is released: of what it had on the device there is nothing.
+        `PoolFull` without room; nothing has changed then. Whatever else happens on the way, as
+        `TransferFailed`, the request is released: of what it had on the device there is nothing.
         """
         if not self.count:
             self._leave_home()

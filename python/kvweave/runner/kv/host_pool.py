@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,10 +21,11 @@ from kvweave import ops
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.device_memory import arena_pages
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.transfers import MAY_PASS, Transfers
 
 Way = Literal["fetch", "spill"]
 
@@ -85,7 +87,8 @@ class HostPool:
 
     Both `pages` and the device's `arena` are [pages, 2, P, D]. `pinned`: whether the device reads
     `pages` where they lie; otherwise the host copies them, and a step waits for that. On the CPU
-    the device is the other arena. `aside` makes copies that decoding does not wait for.
+    the device is the other arena. `aside` makes copies that decoding does not wait for. Whatever
+    the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
     budget: PageBudget
@@ -94,6 +97,7 @@ class HostPool:
     arena: torch.Tensor
     pinned: bool
     aside: Aside
+    transfers: Transfers = field(default_factory=Transfers)
 
     @property
     def slots(self) -> int:
@@ -106,13 +110,20 @@ class HostPool:
         return self.budget.heads * self.cache.shape.page_bytes
 
     def stats(self) -> dict[str, Any]:
-        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them."""
-        counts = self.cache.stats()
-        held = counts["held"] * self.block_bytes
-        return {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
+        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
+
+        `retried`: transfers that were tried again; `failed`: those that were given up.
+        """
+        counts, made = self.cache.stats(), self.transfers
+        held = {"block_bytes": self.block_bytes, "held_bytes": counts["held"] * self.block_bytes}
+        return {**counts, **held, "retried": made.retried, "failed": made.failed}
 
     def keys(self, blocks: Int32) -> torch.Tensor:
-        """The keys of whole blocks [N] on the device: [N · heads, P, D]."""
+        """The keys of whole blocks [N] on the device: [N · heads, P, D].
+
+        # Errors
+        `TransferFailed`.
+        """
         heads, arena = self.budget.heads, self.arena
         sizes = (len(blocks) * heads, *arena.shape[1:])
         room = torch.empty(sizes, dtype=arena.dtype, device=arena.device)
@@ -121,7 +132,11 @@ class HostPool:
         return room[:, 0]
 
     def copy_aside(self, here: Int32, home: Int32) -> Arrival:
-        """Copies whole blocks [N] of the device, where they are `here`, beside its other work."""
+        """Copies whole blocks [N] of the device, where they are `here`, beside its other work.
+
+        # Errors
+        `TransferFailed`, where it could not even be begun.
+        """
         return self.aside.do(lambda: self.carry_blocks(here, home, "spill"))
 
     def abandon(self, arrival: Arrival) -> None:
@@ -134,8 +149,15 @@ class HostPool:
         """Carries whole blocks [N] between the device, where they are `here`, and here at home.
 
         `room`: other pages of the device than those of the arena.
+
+        # Errors
+        `TransferFailed`; what was to be carried lies where it was, and some of it here too.
         """
         self.aside.abandoned.wait()
+        what = "host memory" if way == "fetch" else "spill"
+        self.transfers.make(what, lambda: self._carry_blocks(here, home, way, room))
+
+    def _carry_blocks(self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None) -> None:
         arena = self.arena if room is None else room
         rows = np.arange(self.budget.heads, dtype=np.int32)
         pages = np.arange(len(here), dtype=np.int32)
@@ -147,6 +169,35 @@ class HostPool:
         ranks = self.budget.heads
         slots, pages_at = RowPages(arena, sent[2], ranks), RowPages(self.pages, sent[3], ranks)
         self.carry(sent[0], sent[1], slots, pages_at, way)
+
+    def fetch(
+        self, moves: Table, count: Table, slots: RowPages, home: RowPages, heads: int
+    ) -> dict[int, TransferFailed]:
+        """Brings what requests have chosen into slots; each its own where that fails together.
+
+        moves i32 [M, 3] are of rows, `heads` of each request; says by its number whose pages could
+        not be brought. Where the device reads the host's memory itself, here it is only told to:
+        it says nothing of single pages, and a launch that it refuses raises as any other.
+        """
+        try:
+            self.carry(moves, count, slots, home, "fetch")
+        except MAY_PASS:
+            if self.pinned:
+                raise
+        else:
+            return {}
+        self.transfers.retried += 1
+        known = torch.as_tensor(moves)[: int(count[0])].cpu().numpy()
+        failed, requests = dict[int, TransferFailed](), known[:, 0] // heads
+        for number in np.unique(requests).tolist():
+            own = np.ascontiguousarray(known[requests == number])
+            steps, some = send(self.arena.device, own, np.asarray([len(own)], np.int32))
+            carry = partial(self.carry, steps, some, slots, home, "fetch")
+            try:
+                self.transfers.make("host memory", carry)
+            except TransferFailed as error:
+                failed[number] = error
+        return failed
 
     def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
         """As `ops.move_pages`, also where the device does not read the host's memory."""
