@@ -32,7 +32,7 @@ class Decoder:
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
-    copies pages itself are launched one kernel at a time.
+    copies pages itself, from when it does so on, are launched one kernel at a time.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.
@@ -52,7 +52,7 @@ class Decoder:
         self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        waits = any(not pool.pinned for pool in heads.host.values())
+        waits = any(pool.waits for pool in heads.host.values())
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs
@@ -182,7 +182,7 @@ class Decoder:
 
     def _logits(self, slots: DecodeSlots, step: Step, watched: bool) -> torch.Tensor:
         """Logits f32 [B, V] of each request's newest token."""
-        if self.graphs is not None:
+        if self.graphs is not None and not any(p.waits for p in self.heads.host.values()):
             logits, self.queries = self.graphs.logits(slots, step, watched)
             return logits
         tables = DecodeTables.of(self.rotary, slots, step)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.cache import KvRequest
-from kvweave.errors import PoolFull, TransferFailed
+from kvweave.errors import OutOfMemory, PoolFull, TransferFailed
 from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32
 
-_STAYS = (PoolFull, TransferFailed)
+_STAYS = (PoolFull, OutOfMemory, TransferFailed)
 """Why pages are not spilled; the next ranking tries again."""
 
 
@@ -79,9 +79,11 @@ class HostPages:
         """Copies the pages up to so many that were not copied before.
 
         # Errors
-        `PoolFull` without room for them here; `TransferFailed`.
+        `PoolFull` without room for them here, `OutOfMemory` where the host has no memory for that;
+        `TransferFailed`.
         """
         blocks = self._booked(pages)[self._copied :]
+        self.pool.reserve(blocks)
         here = blocks_of(self.request, self.pool.budget.group)[self._copied : pages]
         arrival = self.pool.copy_aside(here, blocks) if aside else None
         if not aside:

@@ -1,14 +1,12 @@
 """Host memory for pages that heads which choose seldom read (FlexiCache, section 3.3).
 
 A head group whose heads are ranked once in a while has a pool of it: a cache of its own counts its
-blocks, which have the group's pages of `page_tokens` tokens each, and one tensor is their bytes. A
+blocks, which have the group's pages of `page_tokens` tokens each, and one arena is their bytes. A
 group that is ranked at every step has none: its pages would travel in every step.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +18,14 @@ import torch
 from kvweave import ops
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
-from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
+from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.transfers import MAY_PASS, Transfers
 
 Way = Literal["fetch", "spill"]
-
-_log = logging.getLogger(__name__)
 
 _SPARE = 8
 """One slot of so many more than a head reads: pages that were chosen lately stay there."""
@@ -83,21 +79,34 @@ class Aside:
 
 @dataclass(frozen=True)
 class HostPool:
-    """The host memory of one head group: `cache` counts its blocks, `pages` are they.
+    """The host memory of one head group: `cache` counts its blocks, which lie at `home`.
 
-    Both `pages` and the device's `arena` are [pages, 2, P, D]. `pinned`: whether the device reads
-    `pages` where they lie; otherwise the host copies them, and a step waits for that. On the CPU
-    the device is the other arena. `aside` makes copies that decoding does not wait for. Whatever
+    Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
+    other arena. `aside` makes copies that decoding does not wait for. Whatever
     the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
     budget: PageBudget
     cache: KvCache
-    pages: torch.Tensor
+    home: HostArena
     arena: torch.Tensor
-    pinned: bool
     aside: Aside
     transfers: Transfers = field(default_factory=Transfers)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """All pages here, [pages, 2, P, D]."""
+        return self.home.pages
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device, a GPU, reads pages where they lie."""
+        return self.home.pinned
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host copies what a GPU would read: a step waits for that."""
+        return self.arena.is_cuda and not self.pinned
 
     @property
     def slots(self) -> int:
@@ -112,11 +121,21 @@ class HostPool:
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
 
-        `retried`: transfers that were tried again; `failed`: those that were given up.
+        `reserved_bytes` are memory by now, `pinned` if a GPU reads it. `retried`: times that a
+        transfer was tried again; `failed`: transfers that were given up.
         """
         counts, made = self.cache.stats(), self.transfers
         held = {"block_bytes": self.block_bytes, "held_bytes": counts["held"] * self.block_bytes}
-        return {**counts, **held, "retried": made.retried, "failed": made.failed}
+        of_memory = {"reserved_bytes": self.home.reserved, "pinned": self.pinned}
+        return {**counts, **held, **of_memory, "retried": made.retried, "failed": made.failed}
+
+    def reserve(self, blocks: Int32) -> None:
+        """Sees to memory for blocks [N], which somebody has been given.
+
+        # Errors
+        `OutOfMemory` where the host has none.
+        """
+        self.home.reserve(blocks, self.budget.heads)
 
     def keys(self, blocks: Int32) -> torch.Tensor:
         """The keys of whole blocks [N] on the device: [N · heads, P, D].
@@ -241,7 +260,8 @@ def make_host_pools(
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
-    None where `host_bytes` is. Each has a share by its heads.
+    None where `host_bytes` is. Each has a share by its heads, and takes
+    memory of it as it needs that.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -271,26 +291,5 @@ def _made(budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int) -> Ho
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
-    pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
-    pinned = arena.is_cuda and pin(pages)
-    return HostPool(budget, cache, pages, arena, pinned, Aside(arena.device))
-
-
-def pin(pages: torch.Tensor) -> bool:
-    """Asks the driver to let devices read a tensor of the host where it lies; whether they may.
-
-    torch's own pinned memory is not used: it comes in powers of two.
-    """
-    cudart: Any = torch.cuda.cudart
-    runtime = cudart()
-    refused = int(runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
-    if refused:
-        _log.warning(
-            "host memory: expected %d bytes to be pinned, got error %d: the host copies what the "
-            "device would read itself",
-            pages.nbytes,
-            refused,
-        )
-        return False
-    weakref.finalize(pages, runtime.cudaHostUnregister, pages.data_ptr())
-    return True
+    home = HostArena(sizes, arena.dtype, arena.device)
+    return HostPool(budget, cache, home, arena, Aside(arena.device))
