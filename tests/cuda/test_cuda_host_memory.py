@@ -35,11 +35,14 @@ def same_bits(one: Any, other: Any) -> bool:
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_says_what_all_pages_on_the_device_say(kinds: Any, dtype: torch.dtype) -> None:
+def test_it_says_what_all_pages_on_the_device_say(
+    kinds: Any, dtype: torch.dtype, copies: str
+) -> None:
     model, sizes = on_gpu(dtype)
-    resident, host = both(model, kinds, **sizes)
+    resident, host = both(model, kinds, host_copies=copies, **sizes)
     assert all(pool.pinned for pool in host.host.values())
     tokens = random_tokens(300, 3)
     wanted = logits_of_steps(resident, tokens, STEPS)
@@ -52,10 +55,11 @@ def test_it_says_what_all_pages_on_the_device_say(kinds: Any, dtype: torch.dtype
     assert nothing_is_held(host)
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_requests_that_join_in_turns(kinds: Any) -> None:
+def test_requests_that_join_in_turns(kinds: Any, copies: str) -> None:
     answers = []
-    for runner in both(tiny("llama").cuda(), kinds, max_tokens=16384):
+    for runner in both(tiny("llama").cuda(), kinds, host_copies=copies, max_tokens=16384):
         draws = np.random.default_rng(1)
         prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
         done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]

@@ -85,12 +85,15 @@ class Faults:
 class LateCopies:
     """Copies beside decoding that are made as late as a stream of a GPU may make them.
 
-    That is when somebody waits for one or, in their order, for a later one.
+    That is when somebody waits for one or, in their order, for a later one; or looks for the
+    `comes`th time whether one is there.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
         self.made = 0
+        self.comes: int | None = None
+        self._looks = 0
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -110,6 +113,9 @@ class LateCopies:
 
         class Late(Arrival):
             def is_there(self) -> bool:
+                late._looks += 1
+                if late.comes is not None and late._looks % late.comes == 0:
+                    self.wait()
                 return late.made > number
 
             def wait(self) -> None:

@@ -125,13 +125,14 @@ def test_what_fails_and_then_passes_changes_no_token(
     assert nothing_is_held(runner)
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("whose", [None, 1])
 @pytest.mark.parametrize("place", ["aside", "before a ranking"])
 def test_pages_that_cannot_be_spilled_stay_on_the_device(
-    llama: Any, wanted: Any, place: str, whose: int | None
+    llama: Any, wanted: Any, place: str, whose: int | None, copies: str
 ) -> None:
     """Nobody fails: what lies there is read there, and every ranking tries again."""
-    runner, faults = host_runner(llama, KINDS), Faults(place, ALWAYS)
+    runner, faults = host_runner(llama, KINDS, host_copies=copies), Faults(place, ALWAYS)
     asked = answered(runner, faults, whose)
     assert [request.result().tokens for request in asked] == wanted
     assert counted(runner, "failed") >= 2
@@ -179,13 +180,19 @@ def test_a_call_that_is_wrong_ends_its_step_and_loses_nothing(llama: Any, wanted
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 2**20), often=st.sampled_from([0.02, 0.3, 0.8]))
-def test_whatever_fails_who_finishes_says_what_it_says_without(seed: int, often: float) -> None:
+@given(
+    seed=st.integers(0, 2**20),
+    often=st.sampled_from([0.02, 0.3, 0.8]),
+    copies=st.sampled_from(["spill", "mirror"]),
+)
+def test_whatever_fails_who_finishes_says_what_it_says_without(
+    seed: int, often: float, copies: str
+) -> None:
     """Any transfer fails by chance; some requests are cancelled, and room is short."""
     model, draws = tiny("llama", num_hidden_layers=2), np.random.default_rng(seed)
     resident = host_runner(model, KINDS, None)
-    runner = host_runner(model, KINDS, 1 << 18, max_tokens=700)
-    engine, carry = runner.engine(token_budget=80, chunk_tokens=48, max_running=4), None
+    runner = host_runner(model, KINDS, 1 << 18, max_tokens=700, host_copies=copies)
+    engine = runner.engine(token_budget=80, chunk_tokens=48, max_running=4)
     carry = host_pool.carry_pages
 
     def failing(*given: Any, **named: Any) -> None:
@@ -310,12 +317,15 @@ def test_a_step_that_nobody_hears_failures_of_raises_the_first(llama: Any) -> No
 # ---- who leaves in the middle of a transfer ---------------------------------------------------
 
 
-def test_who_is_cancelled_while_its_pages_are_copied_spoils_nobodys(llama: Any) -> None:
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
+def test_who_is_cancelled_while_its_pages_are_copied_spoils_nobodys(
+    llama: Any, copies: str
+) -> None:
     """Its blocks in host memory become others' while they are still being written."""
     kinds = [top_k(4, 4)]
     resident = host_runner(llama, kinds, None)
     size = next(iter(host_runner(llama, kinds).host.values())).block_bytes
-    runner, late = host_runner(llama, kinds, 40 * size), LateCopies()
+    runner, late = host_runner(llama, kinds, 40 * size, host_copies=copies), LateCopies()
     wanted = resident.generate(random_tokens(110, 2), "full", **ASK).tokens
     engine = runner.engine()
     with late.at_work():

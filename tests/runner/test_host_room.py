@@ -122,14 +122,18 @@ def test_a_prompt_that_no_room_suffices_for_is_refused_while_others_decode(llama
     seed=st.integers(0, 2**20),
     max_tokens=st.sampled_from([180, 300, 800]),
     blocks=st.sampled_from([2, 30, 90, 1000]),
+    copies=st.sampled_from(["spill", "mirror"]),
 )
-def test_whatever_happens_nothing_is_lost(seed: int, max_tokens: int, blocks: int) -> None:
+def test_whatever_happens_nothing_is_lost(
+    seed: int, max_tokens: int, blocks: int, copies: str
+) -> None:
     """Requests come, share prefixes, give way, are cancelled and fail, in little room."""
     model, draws = tiny("llama", num_hidden_layers=2), np.random.default_rng(seed)
     kinds = [top_k(4, int(draws.integers(2, 9))), FULL]
     resident = host_runner(model, kinds, None)
     size = block_bytes(host_runner(model, kinds))
-    runner = host_runner(model, kinds, size * blocks, max_tokens=max_tokens)
+    sizes = {"max_tokens": max_tokens, "host_copies": copies}
+    runner = host_runner(model, kinds, size * blocks, **sizes)
     engine = runner.engine(token_budget=80, chunk_tokens=48, max_running=5)
     asked = []
     for _ in range(400):
@@ -235,6 +239,14 @@ def test_a_map_without_heads_that_are_seldom_ranked_is_refused(llama: Any, kinds
         host_runner(llama, kinds)
     with pytest.raises(InvalidArgument, match="host_bytes: expected a head map"):
         Runner(llama, host_bytes=AMPLE, check=False, progress=False)
+
+
+@pytest.mark.parametrize("copies", ["all", "", None, 3])
+def test_copies_of_no_kind_are_refused(llama: Any, copies: Any) -> None:
+    with pytest.raises(InvalidArgument, match="host_copies: expected spill or mirror, got"):
+        host_runner(llama, [top_k(4, 4)], host_copies=copies)
+    with pytest.raises(InvalidArgument, match="host_copies: expected host_bytes beside mirror"):
+        host_runner(llama, [top_k(4, 4)], None, host_copies="mirror")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8 GB", 100])

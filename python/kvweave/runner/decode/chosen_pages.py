@@ -21,7 +21,6 @@ Where a group has host memory, pages are spilled behind the step before a rankin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +29,9 @@ import torch
 
 from kvweave.runner.decode.host_slots import Failures, HostRoom, HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
+from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.heads import HeadReads
-from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
@@ -104,26 +103,6 @@ class ChosenStep:
             # Who was not ranked has what he reads from the first time.
             plans.append(idle)
         return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
-
-
-@dataclass(frozen=True)
-class ListedStep:
-    """The requests of a step, and where their entries are.
-
-    Their `rows` [B], the positions of their first new tokens [B] and how long they are at their
-    `ends` [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have
-    changed, to `entries` [M, 5]. `growing` [B]: of each table the last entries that have any of the
-    new tokens. `hosts` [B]: their pages that may lie in host memory, by head group.
-    """
-
-    rows: Int32
-    positions: Int32
-    ends: Int64
-    spans: Int32
-    moved: Int64
-    entries: Int32
-    growing: Int64
-    hosts: Sequence[Mapping[int, HostPages]] = ()
 
 
 @dataclass
@@ -229,6 +208,11 @@ class _Budget:
         chosen = array[first : first + self.entries(rows)]
         self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
 
+    def _lay_anew(self, moved: bool) -> None:
+        """What lies on the device for host memory may lie elsewhere now."""
+        if moved:
+            self._lay(self.room.chosen)
+
     def _lay(self, chosen: torch.Tensor) -> None:
         bounds = self.bounds.values.flatten(0, 1)
         host = None if self.host is None else self.host.room
@@ -270,7 +254,8 @@ class _Budget:
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
             self._bound_all(rows[due], spans[due], (spans[:, 1] - step.growing)[due], array)
-            self._follow_home(step, np.flatnonzero(due))
+            if self.host is not None:
+                self._lay_anew(self.host.follow_all(step, np.flatnonzero(due)))
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
         width = _width(int(count.max())) if due.any() else 0
@@ -292,40 +277,26 @@ class _Budget:
         then whenever it comes. Pages of those that were ranked now begin to be copied.
         """
         ranked, goes_on = self.ranked[step.rows], step.positions + 1 < step.ends
-        for number in np.flatnonzero((ranked == step.positions) & goes_on).tolist():
-            if (host := self._host_of(step, number)) is not None:
-                host.begin(_full_pages(step, number, self.page_tokens))
+        if self.host is not None:
+            self.host.begin(step, np.flatnonzero((ranked == step.positions) & goes_on))
         age = step.positions + 1 - ranked
         soon = np.flatnonzero((ranked >= 0) & (age >= self.budget.every) & goes_on)
-        if not len(soon):
-            return
+        if len(soon):
+            self._prepare(step, soon, array)
+        if self.host is not None:
+            self.host.mirror(step, np.flatnonzero(goes_on))
+
+    def _prepare(self, step: ListedStep, soon: Int64, array: Int32) -> None:
+        """As `prepare`, for those of its requests that the next step ranks."""
         spans = step.spans[soon, self.budget.group].astype(np.int64)
         self._follow(step.rows[soon], spans)
         # The newest entry grows no more where its page is full.
         grows = array[spans[:, 1] - 1, 2] < self.page_tokens
         self._bound_all(step.rows[soon], spans, spans[:, 1] - grows, array)
         if self.host is not None:
-            for number in soon.tolist():
-                if (host := self._host_of(step, number)) is not None:
-                    host.spill(_full_pages(step, number, self.page_tokens))
-            self._follow_home(step, soon)
+            self._lay_anew(self.host.spill(step, soon))
         self.ranked[step.rows[soon]] = -1
         self._kept = None
-
-    def _host_of(self, step: ListedStep, number: int) -> HostPages | None:
-        """What may lie in host memory of one of a step's requests."""
-        if self.host is None or not step.hosts:
-            return None
-        return step.hosts[number].get(self.budget.group)
-
-    def _follow_home(self, step: ListedStep, some: Int64) -> None:
-        """Tells the device where pages of some of a step's requests lie."""
-        if self.host is None:
-            return
-        for number in some.tolist():
-            self.host.follow(int(step.rows[number]), self._host_of(step, number))
-        if self.host.room is not self.room.host:
-            self._lay(self.room.chosen)
 
     def _plan(
         self,
@@ -393,11 +364,6 @@ class _Budget:
         if len(other):
             self.bounds.compute(array[other], self.places[other])
         self.known[other] = True
-
-
-def _full_pages(step: ListedStep, number: int, page_tokens: int) -> int:
-    """Pages before the newest token's, of one of a step's requests."""
-    return int(step.positions[number]) // page_tokens
 
 
 def _width(entries: int) -> int:

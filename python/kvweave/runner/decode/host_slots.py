@@ -8,12 +8,13 @@ slots in place of the request's blocks.
 
 A request is spilled just before it is ranked: nobody reads between two rankings what its table
 lists. Pages since then lie in blocks of its own until the next one. When it is ranked first, all of
-them do, and begin to be copied.
+them do, and begin to be copied. Where pages are mirrored, each is copied behind the step that has
+filled it, also of requests that are never spilled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,8 @@ from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
 from kvweave.ops import RowPages
+from kvweave.runner.decode.listed_step import ListedStep
+from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.tables import Int32, send
@@ -154,6 +157,44 @@ class HostSlots:
                     work(slice(number, number + 1))
                 except TransferFailed as error:
                     self.failures[row] = error
+
+    def begin(self, step: ListedStep, some: Int64) -> None:
+        """Has pages of some of a step's requests begin to be copied, which were ranked first."""
+        for number, host in self._of(step, some):
+            host.begin(step.full_pages(number, self._page_tokens))
+
+    def spill(self, step: ListedStep, some: Int64) -> bool:
+        """Has pages of some of a step's requests lie in host memory, which are ranked next.
+
+        As `follow_all`.
+        """
+        for number, host in self._of(step, some):
+            host.spill(step.full_pages(number, self._page_tokens))
+        return self.follow_all(step, some)
+
+    def mirror(self, step: ListedStep, some: Int64) -> None:
+        """Copies pages that a step has filled of some of its requests, where that is asked for."""
+        if self.pool.mirrors:
+            filled = some[step.positions[some] % self._page_tokens == 0]
+            for number, host in self._of(step, filled):
+                host.mirror(step.full_pages(number, self._page_tokens))
+
+    def _of(self, step: ListedStep, some: Int64) -> Iterator[tuple[int, HostPages]]:
+        for number in some.tolist():
+            host = step.host(number, self.pool.budget.group)
+            if host is not None:
+                yield number, host
+
+    @property
+    def _page_tokens(self) -> int:
+        return int(self.pool.arena.shape[2])
+
+    def follow_all(self, step: ListedStep, some: Int64) -> bool:
+        """Tells the device where pages of some of a step's requests lie; whether `room` is new."""
+        before = self.room
+        for number in some.tolist():
+            self.follow(int(step.rows[number]), step.host(number, self.pool.budget.group))
+        return self.room is not before
 
     def follow(self, row: int, host: HostPages | None) -> None:
         """Tells the device where the pages of a request lie that is ranked next.

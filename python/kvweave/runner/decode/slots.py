@@ -19,9 +19,10 @@ from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
 from kvweave.ops import RopeTable
-from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep, ListedStep
+from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.packed_reads import PackedReads
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy

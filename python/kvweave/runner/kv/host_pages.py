@@ -33,7 +33,7 @@ class HostPages:
         self.count = 0
         self.home: KvRequest | None = None
         self.slots: Int32 = np.zeros(0, np.int32)
-        # Pages that have been copied, or are being: `_coming` then says when they are there.
+        # Pages that have been copied, or are being: `_coming` then says when all are there.
         self._copied = 0
         self._coming: Arrival | None = None
 
@@ -59,8 +59,10 @@ class HostPages:
         if pages <= (self.count or self.pool.slots):
             return
         if self._coming is not None:
-            if not self._coming.is_there():
+            if not self.count and not self._coming.is_there():
                 return
+            # Of pages that were mirrored since, the newest may still be on their way.
+            self._coming.wait()
             self._coming = None
         group = self.pool.budget.group
         try:
@@ -75,6 +77,19 @@ class HostPages:
             return
         self.count = pages
 
+    def mirror(self, pages: int) -> None:
+        """Copies what of the first pages was not copied before, beside whatever else goes on.
+
+        Also where nothing will be spilled. What finds no room is copied when it is spilled.
+        """
+        if pages <= self._copied:
+            return
+        try:
+            self._coming = self._copy(pages, aside=True)
+        except _STAYS:
+            if not self._copied:
+                self._leave_home()
+
     def _copy(self, pages: int, aside: bool = False) -> Arrival | None:
         """Copies the pages up to so many that were not copied before.
 
@@ -88,6 +103,7 @@ class HostPages:
         arrival = self.pool.copy_aside(here, blocks) if aside else None
         if not aside:
             self.pool.carry_blocks(here, blocks, "spill")
+        self.pool.transfers.copied += len(blocks)
         self._copied = pages
         return arrival
 

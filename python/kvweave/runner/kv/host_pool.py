@@ -82,7 +82,8 @@ class HostPool:
     """The host memory of one head group: `cache` counts its blocks, which lie at `home`.
 
     Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
-    other arena. `aside` makes copies that decoding does not wait for. Whatever
+    other arena. `mirrors`: whether pages are copied here as they fill, those that are not spilled
+    too. `aside` makes copies that decoding does not wait for. Whatever
     the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
@@ -91,6 +92,7 @@ class HostPool:
     home: HostArena
     arena: torch.Tensor
     aside: Aside
+    mirrors: bool = False
     transfers: Transfers = field(default_factory=Transfers)
 
     @property
@@ -121,11 +123,13 @@ class HostPool:
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
 
-        `reserved_bytes` are memory by now, `pinned` if a GPU reads it. `retried`: times that a
+        `copied_bytes` have come here so far. `reserved_bytes` are memory by now, `pinned` if a GPU
+        reads it. `retried`: times that a
         transfer was tried again; `failed`: transfers that were given up.
         """
         counts, made = self.cache.stats(), self.transfers
         held = {"block_bytes": self.block_bytes, "held_bytes": counts["held"] * self.block_bytes}
+        held["copied_bytes"] = made.copied * self.block_bytes
         of_memory = {"reserved_bytes": self.home.reserved, "pinned": self.pinned}
         return {**counts, **held, **of_memory, "retried": made.retried, "failed": made.failed}
 
@@ -256,12 +260,13 @@ def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, w
 
 
 def make_host_pools(
-    cache: KvCache, arena: torch.Tensor, host_bytes: int | None
+    cache: KvCache, arena: torch.Tensor, host_bytes: int | None, copies: str = "spill"
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
     None where `host_bytes` is. Each has a share by its heads, and takes
-    memory of it as it needs that.
+    memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
+    are spilled.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -282,14 +287,18 @@ def make_host_pools(
     if host_bytes < least:
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
     return {
-        budget.group: _made(budget, cache.shape, arena, host_bytes * budget.heads // heads)
+        budget.group: _made(
+            budget, cache.shape, arena, host_bytes * budget.heads // heads, copies == "mirror"
+        )
         for budget in budgets
     }
 
 
-def _made(budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int) -> HostPool:
+def _made(
+    budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int, mirrors: bool
+) -> HostPool:
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
     home = HostArena(sizes, arena.dtype, arena.device)
-    return HostPool(budget, cache, home, arena, Aside(arena.device))
+    return HostPool(budget, cache, home, arena, Aside(arena.device), mirrors)

@@ -23,11 +23,12 @@ MAY_PASS = (RuntimeError, OSError, MemoryError)
 class Transfers:
     """Counts of transfers: `retried`, times that one was tried again, and `failed`, given up.
 
-    The first of each kind is said in the log as a warning.
+    The first of each kind that is given up is said in the log. `copied`: blocks that have gone to
+    the host.
     """
 
     def __init__(self) -> None:
-        self.retried = self.failed = 0
+        self.retried = self.failed = self.copied = 0
         self._said: set[str] = set()
 
     def make(self, what: str, transfer: Callable[[], None]) -> None:
