@@ -252,6 +252,48 @@ def test_a_transfer_back_that_fails_releases_the_request(llama: Any) -> None:
     assert nothing_is_held(runner)
 
 
+def test_a_callers_prompt_that_cannot_be_brought_its_pages_is_released(llama: Any) -> None:
+    """What it has of its newest token is spoiled, and would be of every later one."""
+    runner = host_runner(llama, KINDS)
+    with runner.prefill(random_tokens(100, 1), "full", remember=False) as done:
+        with Faults("at a ranking", ALWAYS).at_work(), pytest.raises(TransferFailed):
+            runner.decode(done, max_new_tokens=20, stop=())
+        assert done.request.released
+        for call in (lambda: runner.extend(done, [1]), lambda: runner.decode(done), done.fork):
+            with pytest.raises(InvalidArgument, match="released"):
+                call()
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_calls_raise_it_and_a_conversation_is_as_before(llama: Any, as_stream: bool) -> None:
+    runner, prompt = host_runner(llama, KINDS), random_tokens(100, 1)
+
+    def ask() -> Any:
+        if as_stream:
+            return [token.token for token in runner.stream(prompt, "full", **ASK)]
+        return runner.generate(prompt, "full", **ASK).tokens
+
+    wanted = ask()
+    with Faults("at a ranking", ALWAYS).at_work(), pytest.raises(TransferFailed):
+        ask()
+    assert nothing_is_held(runner)
+    assert ask() == wanted
+    said = []
+    for faults in (Faults("at a ranking", 0), Faults("at a ranking", ALWAYS)):
+        with runner.conversation("full", remember=False) as talk:
+            talk.ask(prompt, max_new_tokens=3, stop=())
+            before = talk.tokens
+            with faults.at_work():
+                if faults.left:
+                    with pytest.raises(TransferFailed):
+                        talk.ask(random_tokens(30, 2), max_new_tokens=20, stop=())
+                    assert talk.tokens == before
+            said.append(talk.ask(random_tokens(30, 2), max_new_tokens=20, stop=()).tokens)
+        assert nothing_is_held(runner)
+    assert said[0] == said[1]
+
+
 def steps_with_who_comes_back(runner: Runner, faults: Faults) -> tuple[list[Any], dict[int, Any]]:
     """What a batch of three says, of which the second sits some steps out; and who failed.
 

@@ -75,7 +75,7 @@ class Decoder:
 
         `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`; −1
         is of a sequence that says nothing. Into `failed`, where it is given, goes by number in the
-        batch why that is for those whose pages could not be had of host memory.
+        batch why that is for those whose pages could not be had of host memory: they are released.
 
         The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
         [L, B, H, D], until the next one.
@@ -85,7 +85,7 @@ class Decoder:
         the error's `request` says for which of them there was no room. `InvalidArgument` for a
         request that was released or comes twice, no request having changed either.
         `OutOfMemory` when the step finds no room: the requests are to be released. `TransferFailed`
-        for pages that could not be had of host memory, where `failed` is not given: likewise.
+        for pages that could not be had of host memory, where `failed` is not given.
         """
         start = time.perf_counter()
         if not batch:
@@ -98,6 +98,9 @@ class Decoder:
             with self._behind(slots):
                 chosen = choose(slots.batch, logits, slots.greedy)
         if failures := slots.take_failures():
+            for number in failures:
+                # What it has of its newest token was computed from pages that were not there.
+                slots.batch[number].release()
             if failed is None:
                 raise next(iter(failures.values()))
             failed.update(failures)
