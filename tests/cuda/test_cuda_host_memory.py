@@ -10,8 +10,10 @@ import torch
 
 from decode_batches import decoding
 from families import random_tokens, tiny
+from host_faults import ALWAYS, Faults, answered
 from host_memory import AMPLE, both, host_runner, nothing_is_held, spills
-from kvweave.runner.kv import host_arena, pinned
+from kvweave import TransferFailed
+from kvweave.runner.kv import host_arena, host_pool, pinned
 from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.near_device import _address
 from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
@@ -133,6 +135,57 @@ def test_an_arena_that_grows_is_read_across_its_parts() -> None:
         assert graphs is not None
         assert any(size.graph is not None for size in graphs._sizes.values())
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("times", [1, 2, ALWAYS])
+@pytest.mark.parametrize("place", ["aside", "before a ranking"])
+def test_spills_that_fail_change_no_token(place: str, times: int) -> None:
+    resident, host = both(tiny("llama").cuda(), [top_k(4, 5), FULL])
+    tokens, faults = random_tokens(300, 3), Faults(place, times)
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with faults.at_work():
+        assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    (pool,) = host.host.values()
+    assert faults.hit == min(times, faults.hit) > 0
+    assert (pool.stats()["failed"] > 0) == (times == ALWAYS)
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("times", [1, 2, ALWAYS])
+def test_who_cannot_be_brought_its_pages_by_the_host_fails_alone(times: int) -> None:
+    model = tiny("llama").cuda()
+    resident = host_runner(model, [top_k(4, 5), FULL], None)
+    wanted = [one.result().tokens for one in answered(resident, Faults("back", 0), None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arena, "register", lambda *_given: False)
+        host = host_runner(model, [top_k(4, 5), FULL])
+    asked = answered(host, Faults("at a ranking", times), 1)
+    for number, request in enumerate(asked):
+        if number == 1 and times == ALWAYS:
+            with pytest.raises(TransferFailed):
+                request.result()
+        else:
+            assert request.result().tokens == wanted[number]
+    assert nothing_is_held(host)
+
+
+def test_a_launch_that_is_refused_while_a_step_is_captured() -> None:
+    """Steps are launched one kernel at a time from then on, and say the same."""
+    resident, host = both(tiny("llama").cuda(), [top_k(4, 5), FULL])
+    tokens, carry = random_tokens(300, 3), host_pool.carry_pages
+
+    def refused(*given: Any, **named: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("too many resources requested for launch")
+        carry(*given, **named)
+
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_pool, "carry_pages", refused)
+        assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert host._decoder.graphs is not None
+    assert not host._decoder.graphs.capturable
+    assert nothing_is_held(host)
 
 
 def test_what_the_driver_refuses_is_forgotten_by_the_next_launch() -> None:

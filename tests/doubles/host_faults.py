@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from families import random_tokens
+from kvweave.runner import Runner
+from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.kv import host_pool
 from kvweave.runner.kv.host_pages import HostPages, blocks_of
 from kvweave.runner.kv.host_pool import Arrival, HostPool
 
 ALWAYS = 10**9
+ASK: dict[str, Any] = {"max_new_tokens": 20, "stop": (), "remember": False}
 
 PLACES = {
     "aside": "copy_aside",
@@ -47,8 +51,9 @@ class Faults:
             at = self._within or {"spill": "before a ranking", "fetch": "back"}[way]
             if at == self.place and self.left and self._concerned(moves, count, home):
                 self.left, self.hit = self.left - 1, self.hit + 1
-                half = torch.as_tensor(count) // 2
-                carry(moves, half.numpy(), slots, home, way, **named)
+                half: Any = torch.as_tensor(count) // 2
+                half = half if half.is_cuda else half.numpy()
+                carry(moves, half, slots, home, way, **named)
                 raise RuntimeError("the bus is gone")
             carry(moves, count, slots, home, way, **named)
 
@@ -70,16 +75,32 @@ class Faults:
         return seen
 
     def _concerned(self, moves: Any, count: Any, home: Any) -> bool:
-        known = np.asarray(moves)[: int(count[0])]
+        known = torch.as_tensor(moves).cpu().numpy()[: int(count[0])]
         if self.of is None or not len(known):
             return len(known) > 0
-        pages = np.asarray(home.blocks)[known[:, 0] // home.ranks, known[:, 1]]
+        pages = torch.as_tensor(home.blocks).cpu().numpy()[known[:, 0] // home.ranks, known[:, 1]]
         for of in self.of():
             if of.home is not None and of.pool.pages is home.data:
                 own = blocks_of(of.home)
                 if np.isin(pages, own[:, None] + np.arange(of.pool.budget.heads)).any():
                     return True
         return False
+
+
+def answered(runner: Runner, faults: Faults, whose: int | None) -> list[EngineRequest]:
+    """Three prompts in an engine under faults, of one of them or of all."""
+    engine = runner.engine()
+    asked = [engine.submit(random_tokens(100 + n, n), "full", **ASK) for n in range(3)]
+
+    def pages() -> list[HostPages]:
+        assert whose is not None
+        live = engine._live.get(asked[whose].number)
+        return [] if live is None or live.done is None else list(live.done.kv.host.values())
+
+    faults.of = None if whose is None else pages
+    with faults.at_work():
+        engine.run()
+    return asked
 
 
 class LateCopies:

@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 
 from decode_batches import decoding
 from families import random_tokens, tiny
-from host_faults import ALWAYS, Faults, LateCopies
+from host_faults import ALWAYS, ASK, Faults, LateCopies, answered
 from host_memory import both, host_runner, nothing_is_held, spills
 from kvweave import InvalidArgument, PoolFull, TransferFailed
 from kvweave.runner import Runner
-from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.kv import host_pool
 from kvweave.runner.kv.transfers import TRIES, Transfers
 from ranked_pages import FULL, stepping_as_on_a_gpu, top_k
 
-ASK: dict[str, Any] = {"max_new_tokens": 20, "stop": (), "remember": False}
 KINDS = [top_k(4, 4), FULL, top_k(5, 3)]
 
 
@@ -83,22 +81,6 @@ def test_what_will_not_pass_is_not_tried_again(error: BaseException) -> None:
 
 
 # ---- in an engine ---------------------------------------------------------------------------
-
-
-def answered(runner: Runner, faults: Faults, whose: int | None) -> list[EngineRequest]:
-    """Three prompts in an engine under faults, of one of them or of all."""
-    engine = runner.engine()
-    asked = [engine.submit(random_tokens(100 + n, n), "full", **ASK) for n in range(3)]
-
-    def pages() -> list[Any]:
-        assert whose is not None
-        live = engine._live.get(asked[whose].number)
-        return [] if live is None or live.done is None else list(live.done.kv.host.values())
-
-    faults.of = None if whose is None else pages
-    with faults.at_work():
-        engine.run()
-    return asked
 
 
 @pytest.fixture(scope="module")
