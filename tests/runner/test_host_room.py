@@ -19,6 +19,7 @@ from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.ops import RowPages
 from kvweave.runner import Healing, Runner, Sampling
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import carry_by_host
 from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
 
@@ -96,6 +97,31 @@ def test_host_memory_that_is_full_stops_nobody(llama: Any, blocks: int) -> None:
     engine.run()
     assert [request.result().tokens for request in asked] == wanted
     assert (spills(runner) > 0) == (blocks >= 40)
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 3])
+def test_what_finds_no_room_stays_and_the_rest_goes(llama: Any, more: int) -> None:
+    """Host memory for the pages of a prompt, and a few more or less."""
+    tokens, first = random_tokens(90, 3), 90 // PAGE
+    size = block_bytes(host_runner(llama, [top_k(4, 4)]))
+    wanted = logits_of_steps(host_runner(llama, [top_k(4, 4)], None), tokens, 40)
+    # One block of host memory is nobody's.
+    runner = host_runner(llama, [top_k(4, 4)], size * (1 + first + more))
+    (pool,), homes = runner.host.values(), set[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        spill = HostPages.spill
+
+        def seen(pages: HostPages, count: int) -> None:
+            spill(pages, count)
+            homes.add(pages.count)
+
+        patch.setattr(HostPages, "spill", seen)
+        got = logits_of_steps(runner, tokens, 40)
+    assert got[0] == wanted[0]
+    assert all(torch.equal(a, b) for a, b in zip(got[1], wanted[1], strict=True))
+    assert max(homes) == (0 if more < 0 else first + more)
+    assert pool.stats()["failed"] == 0
     assert nothing_is_held(runner)
 
 

@@ -9,6 +9,8 @@ device then, and decoding goes on. So they do where a copy to the host fails for
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from kvweave.cache import KvRequest
@@ -64,18 +66,31 @@ class HostPages:
             # Of pages that were mirrored since, the newest may still be on their way.
             self._coming.wait()
             self._coming = None
-        group = self.pool.budget.group
+        pages = self._there(pages)
+        if pages > (self.count or self.pool.slots) and self._let_go(pages):
+            self.count = pages
+        elif not self.count:
+            self._leave_home()
+
+    def _let_go(self, pages: int) -> bool:
+        """Gives back the first pages' blocks of the device for slots; whether there were any.
+
+        Not before they lie here: others may write what is given back.
+        """
+        blocks = self._rows()[self.count : pages]
         try:
-            if pages > self._copied:
+            self.slots = self.request.spill(self.pool.budget.group, blocks, self.pool.slots)
+        except PoolFull:
+            return False
+        return True
+
+    def _there(self, pages: int) -> int:
+        """How many of the first pages lie here, once those that did not have been copied."""
+        if pages > self._copied:
+            # Where these find no room the others may go all the same.
+            with suppress(*_STAYS):
                 self._copy(pages)
-            blocks = self._rows()[self.count : pages]
-            # Not before they lie there: what the request gives back others may write.
-            self.slots = self.request.spill(group, blocks, self.pool.slots)
-        except _STAYS:
-            if not self.count:
-                self._leave_home()
-            return
-        self.count = pages
+        return min(pages, self._copied)
 
     def mirror(self, pages: int) -> None:
         """Copies what of the first pages was not copied before, beside whatever else goes on.
