@@ -59,6 +59,7 @@ class Task:
     tokens, `talkers` decode, and a step computes `long_chunk` tokens of it. `rate` in requests a
     second (0: from the first load). The arena is of `arena_bytes`, or of `max_tokens` where the
     model lies on the CPU; of what a GPU has where both are 0. `layers` of the model, 0 for all.
+    `copies`: for `host_load`, which pages are copied to the host, one way after the other.
     """
 
     model: str = "Llama-3.1-8B"
@@ -75,6 +76,7 @@ class Task:
     arena_bytes: int = 0
     layers: int = 0
     seed: int = 0
+    copies: tuple[str, ...] = ("spill",)
 
 
 ON_CPU = Task("small Llama", 16, (200, 600), 32, 256, 0.0, 4, 2000, 256, 16, 16_384)

@@ -3,13 +3,15 @@
 Random weights at the shape of a known model, prompts of random tokens, an arena of so many bytes on
 the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of
 every four KV heads one reads everything, the others choose pages every 16 steps, and pages that
-these do not read lie in the host's memory (FlexiCache, section 4). Both get the same requests, all
-at once, and then at the rate at which *all* got through its own. What callers hear is measured, and
-what the cache says that requests held on the device while they decoded, for each of their tokens.
+these do not read lie in the host's memory (FlexiCache, section 4). *mirrored* besides copies pages
+there as they fill, where the task asks for that (`copies`). All get the same requests, all at once,
+and then at the rate at which *all* got through its own. What callers hear is measured, what the
+cache says that requests held on the device while they decoded, for each of their tokens, and how
+much was copied to the host.
 
-`python -m benchmarks.cases.host_load --json FILE [--task '{"requests": 40}']` writes a run for
-`python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task by
-`python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`.
+`python -m benchmarks.cases.host_load --json FILE [--task '{"copies": ["spill", "mirror"]}']` writes
+a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
+by `python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from kvweave.runner.model.model_spec import describe
 
 CASE = "host_load"
 PAGES, WHOLE_EVERY = 64, 4
+FIGURES = 3
+"""Rows of a load: tokens a second, the first token, between two of them."""
 HOST_OVER_DEVICE = 6
 """Host memory for so many times the arena."""
 ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=4, arena_bytes=2 * 2**30)
@@ -51,6 +55,15 @@ class Held:
         self.looks = 0
         self.bytes = self.whole = 0
         self.most = 0
+        self._copied = self._copied_ever()
+
+    def _copied_ever(self) -> int:
+        return sum(int(pool.stats()["copied_bytes"]) for pool in self.load.runner.host.values())
+
+    @property
+    def copied(self) -> int:
+        """Bytes that have gone to the host since the beginning."""
+        return self._copied_ever() - self._copied
 
     def look(self, engine: Any) -> None:
         """Looks at the requests of an engine that decode."""
@@ -91,7 +104,10 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
     """What is measured, and what its runner is asked for."""
     yield "all", {}
     heads = choosing(describe(model), pages, WHOLE_EVERY)
-    yield "over the host", {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+    how = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+    for copies in task.copies:
+        named = "over the host" + (", mirrored" if copies == "mirror" else "")
+        yield named, {**how, "host_copies": copies}
 
 
 def loaded(load: Load, what: str, rate: float) -> Iterator[Row]:
@@ -109,14 +125,15 @@ def loaded(load: Load, what: str, rate: float) -> Iterator[Row]:
 
 def named(name: str, heard: list[Heard], counted: dict[str, Any], held: Held) -> list[Row]:
     beside = {**counted, "decoding at once": held.most, "KV held": held.share}
+    beside["copied GB"] = held.copied / 1e9
     return list(figures(name, heard, beside))
 
 
 def beside(rows: list[Row]) -> None:
-    """Sets each figure of the host beside that of the device."""
-    half = len(rows) // 2
-    for whole, over in zip(rows[:half], rows[half:], strict=True):
-        more = over.unit == "tokens/s"
+    """Sets each figure of the host beside that of the device, whose rows come first."""
+    own = 2 * FIGURES
+    for number, over in enumerate(rows[own:]):
+        whole, more = rows[number % own], over.unit == "tokens/s"
         over.of["× all"] = over.value / whole.value if more else whole.value / over.value
 
 

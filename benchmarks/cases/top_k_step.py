@@ -5,10 +5,10 @@ nobody computes the prompts, whose KV is as random as the weights. *all* reads e
 pages* and *128 pages* are head maps of nothing but such heads, ranked every 16 steps: a step in
 which nobody is ranked, one in which all are, and what a step takes on average. *all join* is the
 step at whose start the bounds of all pages are computed. *Estimated* are pages that are not read,
-by their means, in every step. *Over the host* has all pages but those
-that are read in the host's memory: a step in which requests are ranked brings what they newly
-choose from there, *all join* what they choose and the keys of all pages. Where requests are *in
-turns*, they have joined one after the other, so that some of them are ranked in every step.
+by their means, in every step. *Over the host* has all pages but those that are read in the host's
+memory: a step in which requests are ranked brings what they newly choose from there, *all join* what
+they choose and the keys of all pages; *mirrored* copies pages there as they fill. Where requests are
+*in turns*, they have joined one after the other, so that some of them are ranked in every step.
 
 Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
 the next tokens brought to the host. Contenders run one after the other in one process, over the
@@ -80,12 +80,22 @@ LOADS = (
 
 def run(quick: bool) -> list[Row]:
     loads = (Load(8, 10_240, 4), Load(8, 10_240, 4, in_turns=True)) if quick else LOADS
-    return rows_of(random_model(MODEL), loads, PAGES, periods=2 if quick else 8)
+    periods, copies = (2, ("spill",)) if quick else (8, ("spill", "mirror"))
+    return rows_of(random_model(MODEL), loads, PAGES, periods, copies)
 
 
 @torch.inference_mode()
-def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: int) -> list[Row]:
-    """Every load under every budget and none, `periods` times EVERY steps of each."""
+def rows_of(
+    model: Any,
+    loads: Sequence[Load],
+    budgets: Sequence[int],
+    periods: int,
+    copies: Sequence[str] = ("spill",),
+) -> list[Row]:
+    """Every load under every budget and none, `periods` times EVERY steps of each.
+
+    `copies`: which pages are copied to the host, one way after the other.
+    """
     whole = as_a_runner_has_it(describe(model))
     steps = WARM_STEPS + (periods + 2) * EVERY
     arena = arena_of(whole, loads, steps)
@@ -100,10 +110,11 @@ def rows_of(model: Any, loads: Sequence[Load], budgets: Sequence[int], periods: 
         estimated = Stepped.of(spec, pages, load, budgets[0], steps, estimate=True)
         rows += estimated.rows(periods, dense[0].value)
         del estimated
-        over = Stepped.of(spec, pages, load, budgets[0], steps, over_host=True)
-        rows += over.rows(periods, dense[0].value)
-        over.release()
-        del over
+        for how in copies:
+            over = Stepped.of(spec, pages, load, budgets[0], steps, host_copies=how)
+            rows += over.rows(periods, dense[0].value)
+            over.release()
+            del over
     return rows
 
 
@@ -170,7 +181,7 @@ class Stepped:
         load: Load,
         budget: int | None,
         steps: int,
-        over_host: bool = False,
+        host_copies: str | None = None,
         drafts: int = 0,
         estimate: bool = False,
     ) -> Stepped:
@@ -183,7 +194,9 @@ class Stepped:
         shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
-        host = make_host_pools(cache, pages, pages.nbytes if over_host else None)
+        host = make_host_pools(
+            cache, pages, pages.nbytes if host_copies else None, host_copies or "spill"
+        )
         reads = HeadReads(spec, cache, host=host, verified=drafts > 0)
         decoder = Decoder(reads, rotary, pages, drafts)
         positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
@@ -215,7 +228,8 @@ class Stepped:
         self.check()
         what = "all" if self.budget is None else f"{self.budget} pages"
         what += ", estimated" if self.estimate else ""
-        what += ", over the host" if self.host_pools else ""
+        if self.host_pools:
+            what += ", over the host" + (", mirrored" if self.host_pools[0].mirrors else "")
         name = f"{self.load.title()}: {what}"
         if self.budget is None:
             timing = summarise(times.tolist())

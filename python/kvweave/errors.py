@@ -45,6 +45,13 @@ class OutOfMemory(KvweaveError, MemoryError, RuntimeError):
     """
 
 
+class TransferFailed(KvweaveError):
+    """Pages that could not be carried between a device and the host's memory, tried several times.
+
+    The request that needs them fails alone.
+    """
+
+
 class UnknownSegment(KvweaveError, KeyError):
     """No frozen segment of that name in that namespace."""
 

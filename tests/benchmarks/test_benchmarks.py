@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,9 +170,12 @@ def test_engine_load_case_measures_what_is_said_and_given_back() -> None:
 
 
 def test_host_load_case_sets_the_host_beside_the_device() -> None:
-    rows = host_load.run(quick=True)
-    assert [row.unit for row in rows] == ["tokens/s", "s", "ms"] * 4
-    whole, over = rows[0], rows[6]
+    task = replace(host_load.QUICK, copies=("spill", "mirror"))
+    rows = host_load.rows_of(task, pages=4)
+    assert [row.unit for row in rows] == ["tokens/s", "s", "ms"] * 6
+    whole, over, mirrored = rows[0], rows[6], rows[12]
+    assert rows[15].of["× all"] == rows[15].value / rows[3].value
+    assert mirrored.of["copied GB"] > over.of["copied GB"] > whole.of["copied GB"] == 0
     assert over.of["× all"] == over.value / whole.value
     assert rows[8].of["× all"] == rows[2].value / rows[8].value
     assert whole.of["KV held"] > 0.99 > over.of["KV held"]

@@ -10,8 +10,12 @@ import torch
 
 from decode_batches import decoding
 from families import random_tokens, tiny
+from host_faults import ALWAYS, Faults, answered
 from host_memory import AMPLE, both, host_runner, nothing_is_held, spills
-from kvweave.runner.kv import host_pool
+from kvweave import TransferFailed
+from kvweave.runner.kv import host_arena, host_pool, pinned
+from kvweave.runner.kv.host_arena import HostArena
+from kvweave.runner.kv.near_device import _address
 from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
 from versions import needs_cuda
 
@@ -33,11 +37,14 @@ def same_bits(one: Any, other: Any) -> bool:
     return one[0] == other[0] and all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_says_what_all_pages_on_the_device_say(kinds: Any, dtype: torch.dtype) -> None:
+def test_it_says_what_all_pages_on_the_device_say(
+    kinds: Any, dtype: torch.dtype, copies: str
+) -> None:
     model, sizes = on_gpu(dtype)
-    resident, host = both(model, kinds, **sizes)
+    resident, host = both(model, kinds, host_copies=copies, **sizes)
     assert all(pool.pinned for pool in host.host.values())
     tokens = random_tokens(300, 3)
     wanted = logits_of_steps(resident, tokens, STEPS)
@@ -50,10 +57,11 @@ def test_it_says_what_all_pages_on_the_device_say(kinds: Any, dtype: torch.dtype
     assert nothing_is_held(host)
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_requests_that_join_in_turns(kinds: Any) -> None:
+def test_requests_that_join_in_turns(kinds: Any, copies: str) -> None:
     answers = []
-    for runner in both(tiny("llama").cuda(), kinds, max_tokens=16384):
+    for runner in both(tiny("llama").cuda(), kinds, host_copies=copies, max_tokens=16384):
         draws = np.random.default_rng(1)
         prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
         done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]
@@ -76,12 +84,117 @@ def test_memory_that_is_refused_to_be_pinned_is_carried_by_the_host() -> None:
     resident = host_runner(model, [top_k(4, 5), FULL], None)
     wanted = logits_of_steps(resident, tokens, STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_pool, "pin", lambda _pages: False)
+        patch.setattr(host_arena, "register", lambda *_given: False)
         host = host_runner(model, [top_k(4, 5), FULL])
     assert not any(pool.pinned for pool in host.host.values())
     assert host._decoder.graphs is None
     assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
     assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_part_that_is_refused_to_be_pinned_while_requests_decode(chunks: int) -> None:
+    """Steps that were captured are launched one by one from then on, and say the same."""
+    model, tokens = tiny("llama").cuda(), random_tokens(200, 3)
+    kinds = [top_k(4, 5), FULL]
+    resident, register, left = host_runner(model, kinds, None), pinned.register, [chunks]
+
+    def refusing(*given: Any) -> bool:
+        left[0] -= 1
+        return left[0] >= 0 and register(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arena, "CHUNK_BYTES", 1 << 15)
+        patch.setattr(host_arena, "register", refusing)
+        host = host_runner(model, kinds)
+        (pool,) = host.host.values()
+        assert pool.pinned
+        assert host._decoder.graphs is not None
+        for length in (200, 600):
+            tokens = random_tokens(length, 3)
+            wanted = logits_of_steps(resident, tokens, STEPS)
+            assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert pool.waits
+    assert nothing_is_held(host)
+
+
+def test_an_arena_that_grows_is_read_across_its_parts() -> None:
+    """Each part is pinned by itself, and pages may lie in two of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arena, "CHUNK_BYTES", 1 << 15)
+        found = []
+        for runner in both(tiny("llama").cuda(), [top_k(4, 5), FULL]):
+            said = [logits_of_steps(runner, random_tokens(n, n), STEPS) for n in (90, 700, 300)]
+            assert nothing_is_held(runner)
+            found.append(said)
+        (pool,) = runner.host.values()
+        assert pool.pinned
+        assert pool.stats()["reserved_bytes"] > 4 << 15
+        assert pool.stats()["reserved_bytes"] < pool.pages.nbytes
+        graphs = runner._decoder.graphs
+        assert graphs is not None
+        assert any(size.graph is not None for size in graphs._sizes.values())
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("times", [1, 2, ALWAYS])
+@pytest.mark.parametrize("place", ["aside", "before a ranking"])
+def test_spills_that_fail_change_no_token(place: str, times: int) -> None:
+    resident, host = both(tiny("llama").cuda(), [top_k(4, 5), FULL])
+    tokens, faults = random_tokens(300, 3), Faults(place, times)
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with faults.at_work():
+        assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    (pool,) = host.host.values()
+    assert faults.hit == min(times, faults.hit) > 0
+    assert (pool.stats()["failed"] > 0) == (times == ALWAYS)
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("times", [1, 2, ALWAYS])
+def test_who_cannot_be_brought_its_pages_by_the_host_fails_alone(times: int) -> None:
+    model = tiny("llama").cuda()
+    resident = host_runner(model, [top_k(4, 5), FULL], None)
+    wanted = [one.result().tokens for one in answered(resident, Faults("back", 0), None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arena, "register", lambda *_given: False)
+        host = host_runner(model, [top_k(4, 5), FULL])
+    asked = answered(host, Faults("at a ranking", times), 1)
+    for number, request in enumerate(asked):
+        if number == 1 and times == ALWAYS:
+            with pytest.raises(TransferFailed):
+                request.result()
+        else:
+            assert request.result().tokens == wanted[number]
+    assert nothing_is_held(host)
+
+
+def test_a_launch_that_is_refused_while_a_step_is_captured() -> None:
+    """Steps are launched one kernel at a time from then on, and say the same."""
+    resident, host = both(tiny("llama").cuda(), [top_k(4, 5), FULL])
+    tokens, carry = random_tokens(300, 3), host_pool.carry_pages
+
+    def refused(*given: Any, **named: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("too many resources requested for launch")
+        carry(*given, **named)
+
+    wanted = logits_of_steps(resident, tokens, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_pool, "carry_pages", refused)
+        assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
+    assert host._decoder.graphs is not None
+    assert not host._decoder.graphs.capturable
+    assert nothing_is_held(host)
+
+
+def test_what_the_driver_refuses_is_forgotten_by_the_next_launch() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    pages = HostArena((4, 1 << 20), torch.uint8, device).pages
+    # It is pinned already.
+    assert not pinned.register(pages.data_ptr(), pages.nbytes, device)
+    assert float(torch.ones(100, device=device).sum()) == 100
+    assert _address(device).count(":") == 2
 
 
 def test_who_gives_way_is_brought_back_or_cancelled_loses_nothing() -> None:

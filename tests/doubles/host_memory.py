@@ -12,19 +12,24 @@ PAGE = 4
 
 
 def host_runner(
-    model: Any, kinds: list[dict[str, Any]], host_bytes: int | None = AMPLE, **settings: Any
+    model: Any,
+    kinds: list[dict[str, Any]],
+    host_bytes: int | None = AMPLE,
+    host_copies: str = "spill",
+    **settings: Any,
 ) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
     settings = {"max_tokens": 4096, "page_tokens": PAGE, **settings}
     settings = {"progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64})
     heads = kinds_map(plain.spec, kinds)
-    return Runner(model, heads=heads, host_bytes=host_bytes, **settings)
+    return Runner(model, heads=heads, host_bytes=host_bytes, host_copies=host_copies, **settings)
 
 
 def both(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> tuple[Runner, Runner]:
     """The same runner twice: all pages on the device, and over host memory."""
-    resident = host_runner(model, kinds, None, **settings)
+    alike = {name: given for name, given in settings.items() if name != "host_copies"}
+    resident = host_runner(model, kinds, None, **alike)
     return resident, host_runner(model, kinds, **settings)
 
 

@@ -38,11 +38,14 @@ def same_bits(one: tuple[list[int], list[Any]], other: tuple[list[int], list[Any
 # ---- what is said ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
 @pytest.mark.parametrize("length", [3, 90])
-def test_it_says_what_all_pages_on_the_device_say(name: str, kinds: Any, length: int) -> None:
-    resident, host = both(tiny(name), kinds)
+def test_it_says_what_all_pages_on_the_device_say(
+    name: str, kinds: Any, length: int, copies: str
+) -> None:
+    resident, host = both(tiny(name), kinds, host_copies=copies)
     tokens = random_tokens(length, 3)
     wanted = logits_of_steps(resident, tokens, STEPS)
     assert same_bits(logits_of_steps(host, tokens, STEPS), wanted)
@@ -186,11 +189,12 @@ def ragged_steps(runner: Runner, seed: int) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
-def test_requests_that_join_in_turns(llama: Any, as_on_a_gpu: bool) -> None:
+def test_requests_that_join_in_turns(llama: Any, as_on_a_gpu: bool, copies: str) -> None:
     """Who comes back into a batch has its bounds made of what lies at home."""
     found = []
-    for runner in both(llama, [top_k(4, 16), top_k(3, 7)]):
+    for runner in both(llama, [top_k(4, 16), top_k(3, 7)], host_copies=copies):
         if as_on_a_gpu:
             stepping_as_on_a_gpu(runner)
         found.append(ragged_steps(runner, 1))
@@ -254,10 +258,11 @@ def test_requests_that_share_a_prefix_spill_each_their_own(llama: Any) -> None:
 # ---- what needs all pages -------------------------------------------------------------------
 
 
-def test_who_is_extended_forked_or_decoded_on_is_brought_back(llama: Any) -> None:
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
+def test_who_is_extended_forked_or_decoded_on_is_brought_back(llama: Any, copies: str) -> None:
     """All pages are read then: they are what they were, bit for bit."""
     found = []
-    for runner in both(llama, [top_k(4, 5), FULL, top_k(5, 3)]):
+    for runner in both(llama, [top_k(4, 5), FULL, top_k(5, 3)], host_copies=copies):
         said: list[Any] = []
         with runner.prefill(random_tokens(150, 2), "full", remember=False) as done:
             ask = {"max_new_tokens": 23, "stop": ()}

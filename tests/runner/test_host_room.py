@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from decode_batches import decoding
 from families import random_tokens, tiny
 from host_memory import AMPLE, PAGE, both, host_runner, nothing_is_held, spills
-from kvweave import InvalidArgument, OutOfMemory, PoolFull, Unsupported, ops
+from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.ops import RowPages
 from kvweave.runner import Healing, Runner, Sampling
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import carry_by_host
 from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
 
@@ -99,6 +100,31 @@ def test_host_memory_that_is_full_stops_nobody(llama: Any, blocks: int) -> None:
     assert nothing_is_held(runner)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1, 3])
+def test_what_finds_no_room_stays_and_the_rest_goes(llama: Any, more: int) -> None:
+    """Host memory for the pages of a prompt, and a few more or less."""
+    tokens, first = random_tokens(90, 3), 90 // PAGE
+    size = block_bytes(host_runner(llama, [top_k(4, 4)]))
+    wanted = logits_of_steps(host_runner(llama, [top_k(4, 4)], None), tokens, 40)
+    # One block of host memory is nobody's.
+    runner = host_runner(llama, [top_k(4, 4)], size * (1 + first + more))
+    (pool,), homes = runner.host.values(), set[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        spill = HostPages.spill
+
+        def seen(pages: HostPages, count: int) -> None:
+            spill(pages, count)
+            homes.add(pages.count)
+
+        patch.setattr(HostPages, "spill", seen)
+        got = logits_of_steps(runner, tokens, 40)
+    assert got[0] == wanted[0]
+    assert all(torch.equal(a, b) for a, b in zip(got[1], wanted[1], strict=True))
+    assert max(homes) == (0 if more < 0 else first + more)
+    assert pool.stats()["failed"] == 0
+    assert nothing_is_held(runner)
+
+
 def test_a_prompt_that_no_room_suffices_for_is_refused_while_others_decode(llama: Any) -> None:
     size = block_bytes(host_runner(llama, [top_k(4, 4)]))
     runner = host_runner(llama, [top_k(4, 4)], 2 * size, max_tokens=200)
@@ -122,14 +148,18 @@ def test_a_prompt_that_no_room_suffices_for_is_refused_while_others_decode(llama
     seed=st.integers(0, 2**20),
     max_tokens=st.sampled_from([180, 300, 800]),
     blocks=st.sampled_from([2, 30, 90, 1000]),
+    copies=st.sampled_from(["spill", "mirror"]),
 )
-def test_whatever_happens_nothing_is_lost(seed: int, max_tokens: int, blocks: int) -> None:
+def test_whatever_happens_nothing_is_lost(
+    seed: int, max_tokens: int, blocks: int, copies: str
+) -> None:
     """Requests come, share prefixes, give way, are cancelled and fail, in little room."""
     model, draws = tiny("llama", num_hidden_layers=2), np.random.default_rng(seed)
     kinds = [top_k(4, int(draws.integers(2, 9))), FULL]
     resident = host_runner(model, kinds, None)
     size = block_bytes(host_runner(model, kinds))
-    runner = host_runner(model, kinds, size * blocks, max_tokens=max_tokens)
+    sizes = {"max_tokens": max_tokens, "host_copies": copies}
+    runner = host_runner(model, kinds, size * blocks, **sizes)
     engine = runner.engine(token_budget=80, chunk_tokens=48, max_running=5)
     asked = []
     for _ in range(400):
@@ -165,52 +195,6 @@ class Fragile(Sampling):
 
 
 # ---- faults ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["spill", "fetch"])
-@pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_transfer_that_fails_ends_its_step_and_loses_nothing_else(
-    llama: Any, way: str, after: int
-) -> None:
-    runner = host_runner(llama, [top_k(4, 4), FULL])
-    prompts = [random_tokens(100 + seed, seed) for seed in range(3)]
-    ask = {"max_new_tokens": 20, "stop": (), "remember": False}
-    wanted = [runner.generate(p, "full", **ask).tokens for p in prompts]
-    move, calls = ops.move_pages, [0]
-
-    def failing(*given: Any, **named: Any) -> None:
-        calls[0] += named["way"] == way
-        if named["way"] == way and calls[0] == after + 1:
-            raise OutOfMemory("no luck")
-        move(*given, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "move_pages", failing)
-        engine = runner.engine()
-        asked = [engine.submit(p, "full", **ask) for p in prompts]
-        engine.run()
-    outcomes = [request.outcome for request in asked]
-    assert set(outcomes) <= {"failed", "finished"}
-    assert "failed" in outcomes
-    assert nothing_is_held(runner)
-    assert [runner.generate(p, "full", **ask).tokens for p in prompts] == wanted
-
-
-def test_a_transfer_back_that_fails_releases_the_request(llama: Any) -> None:
-    runner = host_runner(llama, [top_k(4, 4)])
-    with runner.prefill(random_tokens(100, 1), "full", remember=False) as done:
-        runner.decode(done, max_new_tokens=9, stop=())
-        with pytest.MonkeyPatch.context() as patch:
-
-            def failing(*_given: Any, **_named: Any) -> None:
-                raise OutOfMemory("no luck")
-
-            patch.setattr(ops, "move_pages", failing)
-            with pytest.raises(OutOfMemory):
-                runner.extend(done, [1, 2, 3])
-        with pytest.raises(InvalidArgument, match="released"):
-            runner.extend(done, [1, 2, 3])
-    assert nothing_is_held(runner)
 
 
 def test_keys_that_are_nan_and_scores_that_are_equal(llama: Any) -> None:
@@ -281,6 +265,14 @@ def test_a_map_without_heads_that_are_seldom_ranked_is_refused(llama: Any, kinds
         host_runner(llama, kinds)
     with pytest.raises(InvalidArgument, match="host_bytes: expected a head map"):
         Runner(llama, host_bytes=AMPLE, check=False, progress=False)
+
+
+@pytest.mark.parametrize("copies", ["all", "", None, 3])
+def test_copies_of_no_kind_are_refused(llama: Any, copies: Any) -> None:
+    with pytest.raises(InvalidArgument, match="host_copies: expected spill or mirror, got"):
+        host_runner(llama, [top_k(4, 4)], host_copies=copies)
+    with pytest.raises(InvalidArgument, match="host_copies: expected host_bytes beside mirror"):
+        host_runner(llama, [top_k(4, 4)], None, host_copies="mirror")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8 GB", 100])

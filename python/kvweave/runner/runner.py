@@ -61,7 +61,8 @@ class Runner(KnowledgeBase):
     `kv_dtype`: None for the model's own dtype, or "int4": full pages are packed, into the pool
     `packed` (see docs/packed-kv.md, also for what does not go with it). `host_bytes`: so much of
     the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
-    docs/sparse-decode.md); None keeps all pages on the device. `speculate`: tokens that a round
+    docs/sparse-decode.md); None keeps all pages on the device. `host_copies`: "spill" copies pages
+    there whose room it frees, "mirror" all as they fill. `speculate`: tokens that a round
     drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that answers are
     dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `store`,
     a `Store` or its folder: documents are written there behind their callers, and read from there;
@@ -98,6 +99,7 @@ class Runner(KnowledgeBase):
         page_tokens: int = 16,
         kv_dtype: str | None = None,
         host_bytes: int | None = None,
+        host_copies: str = "spill",
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         hash: str = "xxh3-128",
@@ -115,7 +117,7 @@ class Runner(KnowledgeBase):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
-        check_host(host_bytes, kv_dtype, mode)
+        check_host(host_bytes, host_copies, kv_dtype, mode)
         check_kv_dtype(kv_dtype, mode, heads=heads, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
         asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
@@ -132,7 +134,7 @@ class Runner(KnowledgeBase):
             eviction=word("eviction", eviction),
             heads=heads,
         )
-        self.host = make_host_pools(self.cache, pages, host_bytes)
+        self.host = make_host_pools(self.cache, pages, host_bytes, host_copies)
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)

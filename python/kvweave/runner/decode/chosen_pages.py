@@ -21,18 +21,17 @@ Where a group has host memory, pages are spilled behind the step before a rankin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.runner.decode.host_slots import HostRoom, HostSlots
+from kvweave.runner.decode.host_slots import Failures, HostRoom, HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
+from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.heads import HeadReads
-from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
@@ -110,26 +109,6 @@ class ChosenStep:
             # Who was not ranked has what he reads from the first time.
             plans.append(idle)
         return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
-
-
-@dataclass(frozen=True)
-class ListedStep:
-    """The requests of a step, and where their entries are.
-
-    Their `rows` [B], the positions of their first new tokens [B] and how long they are at their
-    `ends` [B]; their tables lie at `spans` [B, T, 2]. `moved` [M]: places whose entries have
-    changed, to `entries` [M, 5]. `growing` [B]: of each table the last entries that have any of the
-    new tokens. `hosts` [B]: their pages that may lie in host memory, by head group.
-    """
-
-    rows: Int32
-    positions: Int32
-    ends: Int64
-    spans: Int32
-    moved: Int64
-    entries: Int32
-    growing: Int64
-    hosts: Sequence[Mapping[int, HostPages]] = ()
 
 
 @dataclass
@@ -235,6 +214,11 @@ class _Budget:
         chosen = array[first : first + self.entries(rows)]
         self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
 
+    def _lay_anew(self, moved: bool) -> None:
+        """What lies on the device for host memory may lie elsewhere now."""
+        if moved:
+            self._lay(self.room.chosen)
+
     def _lay(self, chosen: torch.Tensor) -> None:
         bounds, means = self.bounds.values.flatten(0, 1), self.bounds.means
         means = None if means is None else means.flatten(0, 1)
@@ -276,8 +260,9 @@ class _Budget:
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
-            self._bound(spans[due], (spans[:, 1] - step.growing)[due], array)
-            self._follow_home(step, np.flatnonzero(due))
+            self._bound_all(rows[due], spans[due], (spans[:, 1] - step.growing)[due], array)
+            if self.host is not None:
+                self._lay_anew(self.host.follow_all(step, np.flatnonzero(due)))
         self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
         self.ranked[rows[~many]] = -1
         width = _width(int(count.max())) if due.any() else 0
@@ -299,40 +284,26 @@ class _Budget:
         then whenever it comes. Pages of those that were ranked now begin to be copied.
         """
         ranked, goes_on = self.ranked[step.rows], step.positions + 1 < step.ends
-        for number in np.flatnonzero((ranked == step.positions) & goes_on).tolist():
-            if (host := self._host_of(step, number)) is not None:
-                host.begin(_full_pages(step, number, self.page_tokens))
+        if self.host is not None:
+            self.host.begin(step, np.flatnonzero((ranked == step.positions) & goes_on))
         age = step.positions + 1 - ranked
         soon = np.flatnonzero((ranked >= 0) & (age >= self.budget.every) & goes_on)
-        if not len(soon):
-            return
+        if len(soon):
+            self._prepare(step, soon, array)
+        if self.host is not None:
+            self.host.mirror(step, np.flatnonzero(goes_on))
+
+    def _prepare(self, step: ListedStep, soon: Int64, array: Int32) -> None:
+        """As `prepare`, for those of its requests that the next step ranks."""
         spans = step.spans[soon, self.budget.group].astype(np.int64)
         self._follow(step.rows[soon], spans)
         # The newest entry grows no more where its page is full.
         grows = array[spans[:, 1] - 1, 2] < self.page_tokens
-        self._bound(spans, spans[:, 1] - grows, array)
+        self._bound_all(step.rows[soon], spans, spans[:, 1] - grows, array)
         if self.host is not None:
-            for number in soon.tolist():
-                if (host := self._host_of(step, number)) is not None:
-                    host.spill(_full_pages(step, number, self.page_tokens))
-            self._follow_home(step, soon)
+            self._lay_anew(self.host.spill(step, soon))
         self.ranked[step.rows[soon]] = -1
         self._kept = None
-
-    def _host_of(self, step: ListedStep, number: int) -> HostPages | None:
-        """What may lie in host memory of one of a step's requests."""
-        if self.host is None or not step.hosts:
-            return None
-        return step.hosts[number].get(self.budget.group)
-
-    def _follow_home(self, step: ListedStep, some: Int64) -> None:
-        """Tells the device where pages of some of a step's requests lie."""
-        if self.host is None:
-            return
-        for number in some.tolist():
-            self.host.follow(int(step.rows[number]), self._host_of(step, number))
-        if self.host.room is not self.room.host:
-            self._lay(self.room.chosen)
 
     def _plan(
         self,
@@ -366,6 +337,13 @@ class _Budget:
         lay[:, 0], lay[:, 1] = spans[:, 0], np.maximum(lay[:, 1], spans[:, 1])
         self.lies[rows] = lay
 
+    def _bound_all(self, rows: Int32, spans: Int64, end: Int64, array: Int32) -> None:
+        """As `_bound`; a request whose keys cannot be had of host memory fails alone."""
+        if self.host is None:
+            self._bound(spans, end, array)
+        else:
+            self.host.each(rows, lambda some: self._bound(spans[some], end[some], array))
+
     def _bound(self, spans: Int64, end: Int64, array: Int32) -> None:
         """Brings the bounds of entries of tables [n, 2] up to date, of each those before its `end`.
 
@@ -383,9 +361,6 @@ class _Budget:
         self.places[new] = self.bounds.take(len(new), int(self.needs.sum()))
         if self.bounds.values is not values:
             self._lay(self.room.chosen)
-        if len(other):
-            self.bounds.compute(array[other], self.places[other])
-        self.known[other] = True
         listed = np.concatenate((other, last))
         rows: Int32 = array[listed]
         self.told[listed] = rows[:, 3]
@@ -394,11 +369,10 @@ class _Budget:
         (sent,) = send(self._ranked.device, rows)
         at = send_index(self._ranked.device, listed).long()
         self._ranked.index_copy_(0, at, torch.as_tensor(sent))
-
-
-def _full_pages(step: ListedStep, number: int, page_tokens: int) -> int:
-    """Pages before the newest token's, of one of a step's requests."""
-    return int(step.positions[number]) // page_tokens
+        # Whose keys cannot be had is ranked in this step all the same, by anything.
+        if len(other):
+            self.bounds.compute(array[other], self.places[other])
+        self.known[other] = True
 
 
 def _width(entries: int) -> int:
@@ -451,6 +425,15 @@ class ChosenPages:
         for group in self.groups:
             if row < len(group.ranked):
                 group.forget(row)
+
+    def take_failures(self) -> Failures:
+        """By row the requests whose pages could not be had of host memory since the last time."""
+        failures: Failures = {}
+        for group in self.groups:
+            if group.host is not None and group.host.failures:
+                failures.update(group.host.failures)
+                group.host.failures.clear()
+        return failures
 
     def prepare(self, step: ListedStep) -> bool:
         """Does of the next step what need not wait for it, while this one is computed.

@@ -32,7 +32,7 @@ class Decoder:
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
-    copies pages itself are launched one kernel at a time.
+    copies pages itself, from when it does so on, are launched one kernel at a time.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.
@@ -52,7 +52,7 @@ class Decoder:
         self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        waits = any(not pool.pinned for pool in heads.host.values())
+        waits = any(pool.waits for pool in heads.host.values())
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs
@@ -69,11 +69,13 @@ class Decoder:
         *,
         watched: bool = False,
         choose: Callable[[Sequence[Decoding], torch.Tensor, bool], Int64] = choose_all,
+        failed: dict[int, Exception] | None = None,
     ) -> Int64:
         """Feeds each sequence's last token through the model and chooses its next: ids i64 [B].
 
         `choose` takes the batch, logits f32 [B, V] and whether all are greedy, as `choose_all`; −1
-        is of a sequence that says nothing.
+        is of a sequence that says nothing. Into `failed`, where it is given, goes by number in the
+        batch why that is for those whose pages could not be had of host memory: they are released.
 
         The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
         [L, B, H, D], until the next one.
@@ -82,7 +84,8 @@ class Decoder:
         `PoolFull` when the batch needs blocks and there are none; no request has changed then, and
         the error's `request` says for which of them there was no room. `InvalidArgument` for a
         request that was released or comes twice, no request having changed either.
-        `OutOfMemory` when the step finds no room: the requests are to be released.
+        `OutOfMemory` when the step finds no room: the requests are to be released. `TransferFailed`
+        for pages that could not be had of host memory, where `failed` is not given.
         """
         start = time.perf_counter()
         if not batch:
@@ -94,6 +97,14 @@ class Decoder:
             logits = self._logits(slots, step, watched)
             with self._behind(slots):
                 chosen = choose(slots.batch, logits, slots.greedy)
+        if failures := slots.take_failures():
+            for number in failures:
+                # What it has of its newest token was computed from pages that were not there.
+                slots.batch[number].release()
+            if failed is None:
+                raise next(iter(failures.values()))
+            failed.update(failures)
+            chosen[list(failures)] = -1
         slots.hear(chosen, time.perf_counter() - start)
         return chosen
 
@@ -174,7 +185,7 @@ class Decoder:
 
     def _logits(self, slots: DecodeSlots, step: Step, watched: bool) -> torch.Tensor:
         """Logits f32 [B, V] of each request's newest token."""
-        if self.graphs is not None:
+        if self.graphs is not None and not any(p.waits for p in self.heads.host.values()):
             logits, self.queries = self.graphs.logits(slots, step, watched)
             return logits
         tables = DecodeTables.of(self.rotary, slots, step)

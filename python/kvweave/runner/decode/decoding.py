@@ -52,6 +52,12 @@ class Decoding:
         """Tokens that may still be generated."""
         return max(0, self.limit - len(self.tokens))
 
+    def release(self) -> None:
+        """Gives back what it has on the device and in host memory; safe to call twice."""
+        for pages in self.host.values():
+            pages.release()
+        self.request.release()
+
     def choose(self, logits: torch.Tensor) -> int:
         """Samples from logits [V] and remembers the token."""
         self.tokens.append(int(self.sampling.pick(logits, self.generator)))

@@ -8,24 +8,32 @@ slots in place of the request's blocks.
 
 A request is spilled just before it is ranked: nobody reads between two rankings what its table
 lists. Pages since then lie in blocks of its own until the next one. When it is ranked first, all of
-them do, and begin to be copied.
+them do, and begin to be copied. Where pages are mirrored, each is copied behind the step that has
+filled it, also of requests that are never spilled.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
+from kvweave.errors import TransferFailed
 from kvweave.ops import RowPages
+from kvweave.runner.decode.listed_step import ListedStep
+from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
-from kvweave.runner.kv.tables import send
+from kvweave.runner.kv.tables import Int32, send
 
 _FEWEST_PAGES = 64
+
+Failures = dict[int, TransferFailed]
+"""By row of a request, what failed of it alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +42,8 @@ class HostRoom:
 
     `held` i32 [R + 1, heads, S]: the page that each slot of a head holds, −1 for none. `slots` i32
     [R + 1, S]: where they begin in the arena. `home` i32 [R + 1, W]: where pages begin in host
-    memory. `spilled` i32 [R + 1]: how many of a request lie there, its first ones.
+    memory. `spilled` i32 [R + 1]: how many of a request lie there, its first ones. `failures`: by
+    row why what was chosen of a request could not be brought; what the row reads is spoiled then.
     """
 
     pool: HostPool
@@ -42,9 +51,10 @@ class HostRoom:
     slots: torch.Tensor
     home: torch.Tensor
     spilled: torch.Tensor
+    failures: Failures = field(default_factory=dict)
 
     @staticmethod
-    def made(pool: HostPool, rows: int, pages: int) -> HostRoom:
+    def made(pool: HostPool, rows: int, pages: int, failures: Failures | None = None) -> HostRoom:
         """Room for so many rows of requests of up to so many pages, of which there is none yet."""
 
         def nothing(*sizes: int) -> torch.Tensor:
@@ -56,6 +66,7 @@ class HostRoom:
             nothing(rows + 1, pool.slots),
             nothing(rows + 1, pages),
             nothing(rows + 1).zero_(),
+            {} if failures is None else failures,
         )
 
     def take(self, other: HostRoom) -> None:
@@ -98,7 +109,8 @@ class HostRoom:
         slots, home = self.slots.index_select(0, rows), self.home.index_select(0, rows)
         here = RowPages(self.pool.arena, slots + first, heads)
         there = RowPages(self.pool.pages, home + first, heads)
-        self.pool.carry(recycled.moves, recycled.count, here, there, "fetch")
+        failed = self.pool.fetch(recycled.moves, recycled.count, here, there, heads)
+        self.failures.update({int(rows[number]): error for number, error in failed.items()})
         at = recycled.places.view(chosen.shape)
         named = slots[:, None].expand(-1, heads, -1).gather(2, at.clamp_min(0).long())
         entries[..., 0] = torch.where(at >= 0, named, entries[..., 0])
@@ -107,12 +119,14 @@ class HostRoom:
 class HostSlots:
     """Whose pages lie in host memory of those that decode together, of one head group.
 
-    `room`: what lies on the device; another one as soon as any of it lies elsewhere.
+    `room`: what lies on the device; another one as soon as any of it lies elsewhere. `failures`:
+    by row the requests whose pages could not be had of host memory.
     """
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
-        self.room = HostRoom.made(pool, 0, _FEWEST_PAGES)
+        self.failures: Failures = {}
+        self.room = HostRoom.made(pool, 0, _FEWEST_PAGES, self.failures)
         # Of each row: whose pages the device was told of, and how many.
         self._told: dict[int, tuple[KvRequest | None, int]] = {}
 
@@ -122,12 +136,65 @@ class HostSlots:
             self._grow(rows, self.room.home.shape[1])
 
     def _grow(self, rows: int, pages: int) -> None:
-        before, self.room = self.room, HostRoom.made(self.pool, rows, pages)
+        before, self.room = self.room, HostRoom.made(self.pool, rows, pages, self.failures)
         self.room.take(before)
 
     def forget(self, row: int) -> None:
         """Lets go of a request's row: what its slots hold is nobody's."""
         self._told.pop(row, None)
+        self.failures.pop(row, None)
+
+    def each(self, rows: Int32, work: Callable[[slice], None]) -> None:
+        """Does work for the requests of these rows together, else for each alone.
+
+        It is given a part of them, and may be done again. Of whom it fails is one of `failures`.
+        """
+        try:
+            work(slice(None))
+        except TransferFailed:
+            for number, row in enumerate(rows.tolist()):
+                try:
+                    work(slice(number, number + 1))
+                except TransferFailed as error:
+                    self.failures[row] = error
+
+    def begin(self, step: ListedStep, some: Int64) -> None:
+        """Has pages of some of a step's requests begin to be copied, which were ranked first."""
+        for number, host in self._of(step, some):
+            host.begin(step.full_pages(number, self._page_tokens))
+
+    def spill(self, step: ListedStep, some: Int64) -> bool:
+        """Has pages of some of a step's requests lie in host memory, which are ranked next.
+
+        As `follow_all`.
+        """
+        for number, host in self._of(step, some):
+            host.spill(step.full_pages(number, self._page_tokens))
+        return self.follow_all(step, some)
+
+    def mirror(self, step: ListedStep, some: Int64) -> None:
+        """Copies pages that a step has filled of some of its requests, where that is asked for."""
+        if self.pool.mirrors:
+            filled = some[step.positions[some] % self._page_tokens == 0]
+            for number, host in self._of(step, filled):
+                host.mirror(step.full_pages(number, self._page_tokens))
+
+    def _of(self, step: ListedStep, some: Int64) -> Iterator[tuple[int, HostPages]]:
+        for number in some.tolist():
+            host = step.host(number, self.pool.budget.group)
+            if host is not None:
+                yield number, host
+
+    @property
+    def _page_tokens(self) -> int:
+        return int(self.pool.arena.shape[2])
+
+    def follow_all(self, step: ListedStep, some: Int64) -> bool:
+        """Tells the device where pages of some of a step's requests lie; whether `room` is new."""
+        before = self.room
+        for number in some.tolist():
+            self.follow(int(step.rows[number]), step.host(number, self.pool.budget.group))
+        return self.room is not before
 
     def follow(self, row: int, host: HostPages | None) -> None:
         """Tells the device where the pages of a request lie that is ranked next.

@@ -17,10 +17,12 @@ import torch
 from kvweave import ops
 from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
+from kvweave.errors import TransferFailed
 from kvweave.ops import RopeTable
-from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep, ListedStep
+from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.packed_reads import PackedReads
 from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy
@@ -253,6 +255,17 @@ class DecodeSlots:
         if self.chosen is None or listed is None:
             return False
         return self.chosen.prepare(listed)
+
+    def take_failures(self) -> dict[int, TransferFailed]:
+        """Whose pages could not be had of host memory since the last time, by number in the batch.
+
+        What a step says for them is nothing.
+        """
+        failures = {} if self.chosen is None else self.chosen.take_failures()
+        if not failures:
+            return {}
+        numbers = enumerate(self._numbers.tolist())
+        return {number: failures[row] for number, row in numbers if row in failures}
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""

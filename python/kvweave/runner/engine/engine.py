@@ -298,7 +298,9 @@ class Engine(Submissions):
             return partial(self._hear_runs, group, runs)
         choice = CheckedChoice(self._prefiller.spec.vocabulary)
         watched = any(live.answering.is_watched for _, live in group.heard)
-        chosen = self._decoder.step(group.sequences, watched=watched, choose=choice)
+        chosen = self._decoder.step(
+            group.sequences, watched=watched, choose=choice, failed=choice.failed
+        )
         queries = self._decoder.queries if watched else None
         return partial(
             self._deliver, group, choice, chosen, None if queries is None else queries.clone()

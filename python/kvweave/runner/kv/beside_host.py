@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvweave.arguments import shown
+from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_HOST = {
@@ -12,12 +14,18 @@ NOT_BESIDE_HOST = {
 """By the argument or call that asks for it: why pages in host memory do not serve it."""
 
 
-def check_host(host_bytes: object, kv_dtype: object, mode: str) -> None:
-    """Raises for what a runner is asked for beside host memory.
+def check_host(host_bytes: object, host_copies: object, kv_dtype: object, mode: str) -> None:
+    """Raises for what a runner is asked for of host memory, and beside it.
 
     # Errors
-    `Unsupported` as `refuse_beside_host`.
+    `InvalidArgument` for copies of no kind, or without memory for them; `Unsupported` as
+    `refuse_beside_host`.
     """
+    if host_copies not in ("spill", "mirror"):
+        got = shown(host_copies)
+        raise InvalidArgument(f"host_copies: expected spill or mirror, got {got}")
+    if host_copies == "mirror" and host_bytes is None:
+        raise InvalidArgument("host_copies: expected host_bytes beside mirror, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
     refuse_beside_host(host_bytes, "mode", mode if mode == "share" else None)
 

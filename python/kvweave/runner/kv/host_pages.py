@@ -4,17 +4,22 @@ What is spilled are the first pages of the request's table, full ones, and never
 their place the request holds blocks of the device as slots, into which its heads bring what they
 choose: see `HostSlots`. The first pages are many: they are copied while decoding goes on, and lie
 here once all of them have come over. Host memory that is full spills nothing: pages stay on the
-device then, and decoding goes on.
+device then, and decoding goes on. So they do where a copy to the host fails for good.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from kvweave.cache import KvRequest
-from kvweave.errors import PoolFull
+from kvweave.errors import OutOfMemory, PoolFull, TransferFailed
 from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32
+
+_STAYS = (PoolFull, OutOfMemory, TransferFailed)
+"""Why pages are not spilled; the next ranking tries again."""
 
 
 class HostPages:
@@ -30,7 +35,7 @@ class HostPages:
         self.count = 0
         self.home: KvRequest | None = None
         self.slots: Int32 = np.zeros(0, np.int32)
-        # Pages that have been copied, or are being: `_coming` then says when they are there.
+        # Pages that have been copied, or are being: `_coming` then says when all are there.
         self._copied = 0
         self._coming: Arrival | None = None
 
@@ -44,7 +49,7 @@ class HostPages:
             return
         try:
             self._coming = self._copy(pages, aside=True)
-        except PoolFull:
+        except _STAYS:
             self._leave_home()
 
     def spill(self, pages: int) -> None:
@@ -56,33 +61,64 @@ class HostPages:
         if pages <= (self.count or self.pool.slots):
             return
         if self._coming is not None:
-            if not self._coming.is_there():
+            if not self.count and not self._coming.is_there():
                 return
+            # Of pages that were mirrored since, the newest may still be on their way.
+            self._coming.wait()
             self._coming = None
-        group = self.pool.budget.group
+        pages = self._there(pages)
+        if pages > (self.count or self.pool.slots) and self._let_go(pages):
+            self.count = pages
+        elif not self.count:
+            self._leave_home()
+
+    def _let_go(self, pages: int) -> bool:
+        """Gives back the first pages' blocks of the device for slots; whether there were any.
+
+        Not before they lie here: others may write what is given back.
+        """
+        blocks = self._rows()[self.count : pages]
         try:
-            if pages > self._copied:
-                self._copy(pages)
-            blocks = self._rows()[self.count : pages]
-            # Not before they lie there: what the request gives back others may write.
-            self.slots = self.request.spill(group, blocks, self.pool.slots)
+            self.slots = self.request.spill(self.pool.budget.group, blocks, self.pool.slots)
         except PoolFull:
-            if not self.count:
-                self._leave_home()
+            return False
+        return True
+
+    def _there(self, pages: int) -> int:
+        """How many of the first pages lie here, once those that did not have been copied."""
+        if pages > self._copied:
+            # Where these find no room the others may go all the same.
+            with suppress(*_STAYS):
+                self._copy(pages)
+        return min(pages, self._copied)
+
+    def mirror(self, pages: int) -> None:
+        """Copies what of the first pages was not copied before, beside whatever else goes on.
+
+        Also where nothing will be spilled. What finds no room is copied when it is spilled.
+        """
+        if pages <= self._copied:
             return
-        self.count = pages
+        try:
+            self._coming = self._copy(pages, aside=True)
+        except _STAYS:
+            if not self._copied:
+                self._leave_home()
 
     def _copy(self, pages: int, aside: bool = False) -> Arrival | None:
         """Copies the pages up to so many that were not copied before.
 
         # Errors
-        `PoolFull` without room for them here.
+        `PoolFull` without room for them here, `OutOfMemory` where the host has no memory for that;
+        `TransferFailed`.
         """
         blocks = self._booked(pages)[self._copied :]
+        self.pool.reserve(blocks)
         here = blocks_of(self.request, self.pool.budget.group)[self._copied : pages]
         arrival = self.pool.copy_aside(here, blocks) if aside else None
         if not aside:
             self.pool.carry_blocks(here, blocks, "spill")
+        self.pool.transfers.copied += len(blocks)
         self._copied = pages
         return arrival
 
@@ -90,8 +126,8 @@ class HostPages:
         """Has all pages lie on the device again, where whatever reads all of them finds them.
 
         # Errors
-        `PoolFull` without room; nothing has changed then. Whatever else happens on the way, the
-        request is released: of what it had on the device there is nothing.
+        `PoolFull` without room; nothing has changed then. Whatever else happens on the way, as
+        `TransferFailed`, the request is released: of what it had on the device there is nothing.
         """
         if not self.count:
             self._leave_home()

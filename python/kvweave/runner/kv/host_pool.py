@@ -1,16 +1,15 @@
 """Host memory for pages that heads which choose seldom read (FlexiCache, section 3.3).
 
 A head group whose heads are ranked once in a while has a pool of it: a cache of its own counts its
-blocks, which have the group's pages of `page_tokens` tokens each, and one tensor is their bytes. A
+blocks, which have the group's pages of `page_tokens` tokens each, and one arena is their bytes. A
 group that is ranked at every step has none: its pages would travel in every step.
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,15 +18,14 @@ import torch
 from kvweave import ops
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
-from kvweave.device_memory import arena_pages
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
+from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.transfers import MAY_PASS, Transfers
 
 Way = Literal["fetch", "spill"]
-
-_log = logging.getLogger(__name__)
 
 _SPARE = 8
 """One slot of so many more than a head reads: pages that were chosen lately stay there."""
@@ -81,19 +79,36 @@ class Aside:
 
 @dataclass(frozen=True)
 class HostPool:
-    """The host memory of one head group: `cache` counts its blocks, `pages` are they.
+    """The host memory of one head group: `cache` counts its blocks, which lie at `home`.
 
-    Both `pages` and the device's `arena` are [pages, 2, P, D]. `pinned`: whether the device reads
-    `pages` where they lie; otherwise the host copies them, and a step waits for that. On the CPU
-    the device is the other arena. `aside` makes copies that decoding does not wait for.
+    Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
+    other arena. `mirrors`: whether pages are copied here as they fill, those that are not spilled
+    too. `aside` makes copies that decoding does not wait for. Whatever
+    the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
     budget: PageBudget
     cache: KvCache
-    pages: torch.Tensor
+    home: HostArena
     arena: torch.Tensor
-    pinned: bool
     aside: Aside
+    mirrors: bool = False
+    transfers: Transfers = field(default_factory=Transfers)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """All pages here, [pages, 2, P, D]."""
+        return self.home.pages
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device, a GPU, reads pages where they lie."""
+        return self.home.pinned
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host copies what a GPU would read: a step waits for that."""
+        return self.arena.is_cuda and not self.pinned
 
     @property
     def slots(self) -> int:
@@ -106,13 +121,32 @@ class HostPool:
         return self.budget.heads * self.cache.shape.page_bytes
 
     def stats(self) -> dict[str, Any]:
-        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them."""
-        counts = self.cache.stats()
-        held = counts["held"] * self.block_bytes
-        return {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
+        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
+
+        `copied_bytes` have come here so far. `reserved_bytes` are memory by now, `pinned` if a GPU
+        reads it. `retried`: times that a
+        transfer was tried again; `failed`: transfers that were given up.
+        """
+        counts, made = self.cache.stats(), self.transfers
+        held = {"block_bytes": self.block_bytes, "held_bytes": counts["held"] * self.block_bytes}
+        held["copied_bytes"] = made.copied * self.block_bytes
+        of_memory = {"reserved_bytes": self.home.reserved, "pinned": self.pinned}
+        return {**counts, **held, **of_memory, "retried": made.retried, "failed": made.failed}
+
+    def reserve(self, blocks: Int32) -> None:
+        """Sees to memory for blocks [N], which somebody has been given.
+
+        # Errors
+        `OutOfMemory` where the host has none.
+        """
+        self.home.reserve(blocks, self.budget.heads)
 
     def contents(self, blocks: Int32) -> torch.Tensor:
-        """The pages of whole blocks [N] on the device: [N · heads, 2, P, D]."""
+        """The pages of whole blocks [N] on the device: [N · heads, 2, P, D].
+
+        # Errors
+        `TransferFailed`.
+        """
         heads, arena = self.budget.heads, self.arena
         sizes = (len(blocks) * heads, *arena.shape[1:])
         room = torch.empty(sizes, dtype=arena.dtype, device=arena.device)
@@ -121,7 +155,11 @@ class HostPool:
         return room
 
     def copy_aside(self, here: Int32, home: Int32) -> Arrival:
-        """Copies whole blocks [N] of the device, where they are `here`, beside its other work."""
+        """Copies whole blocks [N] of the device, where they are `here`, beside its other work.
+
+        # Errors
+        `TransferFailed`, where it could not even be begun.
+        """
         return self.aside.do(lambda: self.carry_blocks(here, home, "spill"))
 
     def abandon(self, arrival: Arrival) -> None:
@@ -134,8 +172,15 @@ class HostPool:
         """Carries whole blocks [N] between the device, where they are `here`, and here at home.
 
         `room`: other pages of the device than those of the arena.
+
+        # Errors
+        `TransferFailed`; what was to be carried lies where it was, and some of it here too.
         """
         self.aside.abandoned.wait()
+        what = "host memory" if way == "fetch" else "spill"
+        self.transfers.make(what, lambda: self._carry_blocks(here, home, way, room))
+
+    def _carry_blocks(self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None) -> None:
         arena = self.arena if room is None else room
         rows = np.arange(self.budget.heads, dtype=np.int32)
         pages = np.arange(len(here), dtype=np.int32)
@@ -147,6 +192,35 @@ class HostPool:
         ranks = self.budget.heads
         slots, pages_at = RowPages(arena, sent[2], ranks), RowPages(self.pages, sent[3], ranks)
         self.carry(sent[0], sent[1], slots, pages_at, way)
+
+    def fetch(
+        self, moves: Table, count: Table, slots: RowPages, home: RowPages, heads: int
+    ) -> dict[int, TransferFailed]:
+        """Brings what requests have chosen into slots; each its own where that fails together.
+
+        moves i32 [M, 3] are of rows, `heads` of each request; says by its number whose pages could
+        not be brought. Where the device reads the host's memory itself, here it is only told to:
+        it says nothing of single pages, and a launch that it refuses raises as any other.
+        """
+        try:
+            self.carry(moves, count, slots, home, "fetch")
+        except MAY_PASS:
+            if self.pinned:
+                raise
+        else:
+            return {}
+        self.transfers.retried += 1
+        known = torch.as_tensor(moves)[: int(count[0])].cpu().numpy()
+        failed, requests = dict[int, TransferFailed](), known[:, 0] // heads
+        for number in np.unique(requests).tolist():
+            own = np.ascontiguousarray(known[requests == number])
+            steps, some = send(self.arena.device, own, np.asarray([len(own)], np.int32))
+            carry = partial(self.carry, steps, some, slots, home, "fetch")
+            try:
+                self.transfers.make("host memory", carry)
+            except TransferFailed as error:
+                failed[number] = error
+        return failed
 
     def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
         """As `ops.move_pages`, also where the device does not read the host's memory."""
@@ -186,11 +260,13 @@ def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, w
 
 
 def make_host_pools(
-    cache: KvCache, arena: torch.Tensor, host_bytes: int | None
+    cache: KvCache, arena: torch.Tensor, host_bytes: int | None, copies: str = "spill"
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
-    None where `host_bytes` is. Each has a share by its heads.
+    None where `host_bytes` is. Each has a share by its heads, and takes
+    memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
+    are spilled.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -211,35 +287,18 @@ def make_host_pools(
     if host_bytes < least:
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
     return {
-        budget.group: _made(budget, cache.shape, arena, host_bytes * budget.heads // heads)
+        budget.group: _made(
+            budget, cache.shape, arena, host_bytes * budget.heads // heads, copies == "mirror"
+        )
         for budget in budgets
     }
 
 
-def _made(budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int) -> HostPool:
+def _made(
+    budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int, mirrors: bool
+) -> HostPool:
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
-    pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
-    pinned = arena.is_cuda and pin(pages)
-    return HostPool(budget, cache, pages, arena, pinned, Aside(arena.device))
-
-
-def pin(pages: torch.Tensor) -> bool:
-    """Asks the driver to let devices read a tensor of the host where it lies; whether they may.
-
-    torch's own pinned memory is not used: it comes in powers of two.
-    """
-    cudart: Any = torch.cuda.cudart
-    runtime = cudart()
-    refused = int(runtime.cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
-    if refused:
-        _log.warning(
-            "host memory: expected %d bytes to be pinned, got error %d: the host copies what the "
-            "device would read itself",
-            pages.nbytes,
-            refused,
-        )
-        return False
-    weakref.finalize(pages, runtime.cudaHostUnregister, pages.data_ptr())
-    return True
+    home = HostArena(sizes, arena.dtype, arena.device)
+    return HostPool(budget, cache, home, arena, Aside(arena.device), mirrors)

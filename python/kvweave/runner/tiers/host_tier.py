@@ -17,7 +17,8 @@ from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import RowPages
 from kvweave.runner.kv.host_pages import blocks_of
-from kvweave.runner.kv.host_pool import Way, carry_pages, pin
+from kvweave.runner.kv.host_pool import Way, carry_pages
+from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.tiers.document import Document
 
@@ -50,7 +51,7 @@ class HostTier:
         )
         sizes = (self.cache.stats()["arena_pages"], *arena.shape[1:])
         self.pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
-        self.pinned = arena.is_cuda and pin(self.pages)
+        self.pinned = arena.is_cuda and pin(self.pages, arena.device)
         self._arena = arena
         self._ranks = [_ranks_of(cache, group) for group in range(len(cache.groups))]
 
