@@ -31,15 +31,23 @@ def written(folder: Path, model: str, layers: int, pages: int = 0) -> tuple[Path
         return head % GLOBAL_EVERY == layer % min(GLOBAL_EVERY, kv_heads)
 
     if pages:
-        return folder, _write_map(folder, layers, kv_heads, lambda *_: ranked(pages))
+        return folder, write_ranked(folder, layers, kv_heads, lambda *_: pages)
     path = write_heads(folder, layers, kv_heads, is_global, sink=SINK, recent=RECENT)
     return folder, path
 
 
-def ranked(pages: int) -> dict[str, Any]:
-    """What a map says of a head that reads so many pages."""
-    kind = {"kind": "top_k", "pages": pages, "rerank_every": 1}
-    return {"class": kind, "reach": "global", "stability": "stable"}
+def write_ranked(
+    folder: Path, layers: int, kv_heads: int, pages_of: Callable[[int, int], int]
+) -> Path:
+    """Writes `ranked.json`: heads (layer, head) read so many pages in a decode step, 0 for all."""
+
+    def class_of(layer: int, head: int) -> dict[str, Any]:
+        pages = pages_of(layer, head)
+        ranked = {"kind": "top_k", "pages": pages, "rerank_every": 1}
+        kind = ranked if pages else {"kind": "full"}
+        return {"class": kind, "reach": "global", "stability": "stable"}
+
+    return _write_map(folder / "ranked.json", layers, kv_heads, class_of)
 
 
 def write_heads(
@@ -58,15 +66,14 @@ def write_heads(
         kept = {"kind": "full"} if full else {"kind": "window", "sink": sink, "recent": recent}
         return {"class": kept, "reach": "global" if full else "local", "stability": "stable"}
 
-    return _write_map(folder, layers, kv_heads, class_of)
+    return _write_map(folder / "heads.json", layers, kv_heads, class_of)
 
 
 def _write_map(
-    folder: Path, layers: int, kv_heads: int, class_of: Callable[[int, int], dict[str, Any]]
+    path: Path, layers: int, kv_heads: int, class_of: Callable[[int, int], dict[str, Any]]
 ) -> Path:
     pairs = [(layer, head) for layer in range(layers) for head in range(kv_heads)]
     heads = [{"layer": layer, "head": head, **class_of(layer, head)} for layer, head in pairs]
     known = {"schema_version": 1, "model_fingerprint": "random", "layers": layers}
-    path = folder / "heads.json"
     path.write_text(json.dumps({**known, "kv_heads": kv_heads, "heads": heads}))
     return path
