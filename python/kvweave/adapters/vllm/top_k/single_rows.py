@@ -68,6 +68,6 @@ class SingleRows:
         if some or not self._all:
             self._flags.fill_(True)
         if some and known is not None:
-            self._flags[: len(known)].copy_(~known)
+            self._flags[: len(known)].copy_(~known, non_blocking=True)
         self._all = not some
         return first(self._flags, requests)
