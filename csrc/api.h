@@ -162,7 +162,7 @@ struct WritePagesParams {
 struct PageBoundsParams {
   const void* cache;
   const int32_t* held;   // [held_count, 3]: block, begin, end
-  float* bounds;         // [pages, 3, head_dim]: min, max, mean
+  void* bounds;          // f32 [pages, 3, head_dim]: min, max, mean; of keys [pages, 2, head_dim]
   int64_t blocks;        // block numbers below this lie within cache and bounds
   int64_t block_stride;  // from block number b to b + 1
   int64_t layer_offset;  // from a block to its first page of this layer

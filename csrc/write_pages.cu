@@ -11,7 +11,9 @@
 // 3. stores keep what they wrote in the cache: attention reads it next.
 //
 // Bounds are a kernel of their own, after the scatter: a page's rows may come from several thread
-// blocks, and slots that this call did not write count as well. Its reads come from the cache.
+// blocks, and slots that this call did not write count as well. Its reads come from the cache. Of
+// keys of 16 bits they may be the least and the greatest alone, in the dtype of these: each is the
+// element of some key, so nothing is rounded.
 //
 // Slots and held pages that point outside the cache, or at the null block, are skipped: a table
 // that was made on the device cannot be checked on the host without waiting for it. So are slots of
@@ -91,8 +93,8 @@ __device__ __forceinline__ void write_pages(const WritePagesParams& p) {
 }
 
 // A thread block has one page, a thread an element of its keys. The sum is taken in slot order in
-// f64: every version of the op has the same bits.
-template <typename T>
+// f64: every version of the op has the same bits. `kKeys`: bounds are of 16 bits, and no mean.
+template <typename T, bool kKeys>
 __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
   const int32_t* row = p.held + int64_t{3} * (blockIdx.x / p.kv_heads);
   const uint32_t head = blockIdx.x % p.kv_heads;
@@ -103,7 +105,7 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
   }
   const T* page = static_cast<const T*>(p.cache) + block * p.block_stride + p.layer_offset +
                   head * p.head_stride;
-  float* bounds = p.bounds + (int64_t{block} + p.first_page + head) * 3 * p.head_dim;
+  const int64_t at = int64_t{block} + p.first_page + head;  // row of bounds
   for (uint32_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     float least = INFINITY, greatest = -INFINITY;
     double sum = 0.0;
@@ -115,25 +117,32 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
       greatest = x > greatest || isnan(x) ? x : greatest;
       sum += x;
     }
-    bounds[d] = least * p.key_scale;
-    bounds[p.head_dim + d] = greatest * p.key_scale;
-    bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin) * p.key_scale);
+    if constexpr (kKeys) {
+      T* bounds = static_cast<T*>(p.bounds) + at * 2 * p.head_dim;
+      bounds[d] = Arithmetic<T>::round(least);
+      bounds[p.head_dim + d] = Arithmetic<T>::round(greatest);
+    } else {
+      float* bounds = static_cast<float*>(p.bounds) + at * 3 * p.head_dim;
+      bounds[d] = least * p.key_scale;
+      bounds[p.head_dim + d] = greatest * p.key_scale;
+      bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin) * p.key_scale);
+    }
   }
 }
 
 }  // namespace
 
 // Names as rust/cuda/src/write_pages.rs builds them: bytes moved at once, or the dtypes and the
-// elements moved at once; and the dtype.
+// elements moved at once; the dtype of keys, and whether bounds are keys alone.
 #define WRITE(NAME, ...)                                                              \
   extern "C" __global__ void __launch_bounds__(256)                                   \
       write_pages_##NAME(const __grid_constant__ WritePagesParams params) {           \
     write_pages<__VA_ARGS__>(params);                                                 \
   }
-#define BOUNDS(DTYPE, TYPE)                                                           \
+#define BOUNDS(NAME, ...)                                                             \
   extern "C" __global__ void __launch_bounds__(256)                                   \
-      page_bounds_##DTYPE(const __grid_constant__ PageBoundsParams params) {          \
-    page_bounds<TYPE>(params);                                                        \
+      page_bounds_##NAME(const __grid_constant__ PageBoundsParams params) {           \
+    page_bounds<__VA_ARGS__>(params);                                                 \
   }
 
 WRITE(16, Same<uint4>)
@@ -145,7 +154,9 @@ WRITE(bf16_fp8_8, ToFp8<__nv_bfloat16, 8>)
 WRITE(bf16_fp8_1, ToFp8<__nv_bfloat16, 1>)
 WRITE(f16_fp8_8, ToFp8<__half, 8>)
 WRITE(f16_fp8_1, ToFp8<__half, 1>)
-BOUNDS(f32, float)
-BOUNDS(bf16, __nv_bfloat16)
-BOUNDS(f16, __half)
-BOUNDS(fp8, Fp8)
+BOUNDS(f32, float, false)
+BOUNDS(bf16, __nv_bfloat16, false)
+BOUNDS(f16, __half, false)
+BOUNDS(fp8, Fp8, false)
+BOUNDS(bf16_keys, __nv_bfloat16, true)
+BOUNDS(f16_keys, __half, true)

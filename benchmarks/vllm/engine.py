@@ -33,7 +33,7 @@ from benchmarks.load import (
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 
-ENGINES = ("stock", "ours", "heads")
+ENGINES = ("stock", "ours", "heads", "top_k")
 MODES = ("eager", "graphs", "compiled")
 """How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -47,8 +47,8 @@ class Task:
     """What one process measures. `layers` 0: all of the model's; `memory` 0: what vLLM finds.
 
     `decodes`: batch and tokens before the step. `rate` in requests a second, 0 for what follows
-    from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `others` go
-    to vLLM as they are.
+    from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `pages` are
+    what heads of the engine `top_k` read in a decode step. `others` go to vLLM as they are.
     """
 
     engine: str
@@ -68,6 +68,7 @@ class Task:
     rate: float = 0.0
     talkers: int = 16
     long: int = 100_000
+    pages: int = 64
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,6 +89,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "stock": {},
         "ours": engine_options(architecture),
         "heads": engine_options(architecture, heads=str(heads)),
+        "top_k": engine_options(architecture, heads=str(heads)),
     }[task.engine]
     memory = {"kv_cache_memory_bytes": task.memory} if task.memory else {}
     settings: dict[str, Any] = {
@@ -206,6 +208,8 @@ def decode(task: Task, model: Path, heads: Path) -> None:
     shape = MODELS[task.model][1]
     page = 4 * shape["num_key_value_heads"] * shape["head_dim"]  # K and V, bf16
     page *= task.layers or shape["num_hidden_layers"]
+    if task.engine == "top_k":
+        page += page // 16  # Bounds of blocks of 16 tokens.
     held = [b * (sum(n) + 64) for (b, _), n in zip(task.decodes, lengths, strict=True)]
     room = replace(task, memory=task.memory or page * max(held))
     llm = started(room, model, heads, longest, most)
@@ -337,7 +341,8 @@ def main(words: list[str]) -> int:
     # A worker is told to pass prompts over by a function of ours.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(task.job == "decode"))
     with TemporaryDirectory() as folder:
-        JOBS[task.job](task, *written(Path(folder), task.model, task.layers))
+        pages = task.pages if task.engine == "top_k" else 0
+        JOBS[task.job](task, *written(Path(folder), task.model, task.layers, pages))
     return 0
 
 

@@ -13,10 +13,11 @@ SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
 """One KV head in eight keeps everything, the others a sink and a window."""
 
 
-def written(folder: Path, model: str, layers: int) -> tuple[Path, Path]:
+def written(folder: Path, model: str, layers: int, pages: int = 0) -> tuple[Path, Path]:
     """A folder with the model's configuration alone, and a head class map of it.
 
-    `layers` 0: all of the model's. The global head is another one from layer to layer.
+    `layers` 0: all of the model's. The global head is another one from layer to layer. With `pages`
+    all heads keep everything and read so many pages in a decode step.
     """
     family, shape = MODELS[model]
     layers = layers or shape["num_hidden_layers"]
@@ -29,8 +30,24 @@ def written(folder: Path, model: str, layers: int) -> tuple[Path, Path]:
     def is_global(layer: int, head: int) -> bool:
         return head % GLOBAL_EVERY == layer % min(GLOBAL_EVERY, kv_heads)
 
+    if pages:
+        return folder, write_ranked(folder, layers, kv_heads, lambda *_: pages)
     path = write_heads(folder, layers, kv_heads, is_global, sink=SINK, recent=RECENT)
     return folder, path
+
+
+def write_ranked(
+    folder: Path, layers: int, kv_heads: int, pages_of: Callable[[int, int], int]
+) -> Path:
+    """Writes `ranked.json`: heads (layer, head) read so many pages in a decode step, 0 for all."""
+
+    def class_of(layer: int, head: int) -> dict[str, Any]:
+        pages = pages_of(layer, head)
+        ranked = {"kind": "top_k", "pages": pages, "rerank_every": 1}
+        kind = ranked if pages else {"kind": "full"}
+        return {"class": kind, "reach": "global", "stability": "stable"}
+
+    return _write_map(folder / "ranked.json", layers, kv_heads, class_of)
 
 
 def write_heads(
@@ -44,14 +61,19 @@ def write_heads(
 ) -> Path:
     """Writes `heads.json`: heads (layer, head) that are not global keep a sink and a window."""
 
-    def entry(layer: int, head: int) -> dict[str, Any]:
+    def class_of(layer: int, head: int) -> dict[str, Any]:
         full = is_global(layer, head)
         kept = {"kind": "full"} if full else {"kind": "window", "sink": sink, "recent": recent}
-        reach = "global" if full else "local"
-        return {"layer": layer, "head": head, "class": kept, "reach": reach, "stability": "stable"}
+        return {"class": kept, "reach": "global" if full else "local", "stability": "stable"}
 
-    heads = [entry(layer, head) for layer in range(layers) for head in range(kv_heads)]
+    return _write_map(folder / "heads.json", layers, kv_heads, class_of)
+
+
+def _write_map(
+    path: Path, layers: int, kv_heads: int, class_of: Callable[[int, int], dict[str, Any]]
+) -> Path:
+    pairs = [(layer, head) for layer in range(layers) for head in range(kv_heads)]
+    heads = [{"layer": layer, "head": head, **class_of(layer, head)} for layer, head in pairs]
     known = {"schema_version": 1, "model_fingerprint": "random", "layers": layers}
-    path = folder / "heads.json"
     path.write_text(json.dumps({**known, "kv_heads": kv_heads, "heads": heads}))
     return path

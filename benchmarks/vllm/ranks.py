@@ -2,8 +2,9 @@
 
 A small Llama with random weights in float32 answers the same prompts by one rank of tensor
 parallelism and by several, each engine in a process of its own: `ours` (the attention backend),
-`heads` (half of the KV heads keep a window) and `segments` (marked documents, reused). Greedy
-tokens must be the same; how far log-probabilities are apart is recorded.
+`heads` (half of the KV heads keep a window), `top_k` (three of four read few pages in decode steps)
+and `segments` (marked documents, reused). Greedy tokens must be the same; how far log-probabilities
+are apart is recorded.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report.record import of_device
-from benchmarks.vllm.model import write_heads
+from benchmarks.vllm.model import write_heads, write_ranked
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
-ENGINES = ("ours", "heads", "segments")
+ENGINES = ("ours", "heads", "top_k", "segments")
 ARCHITECTURE = "LlamaForCausalLM"
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -46,7 +47,7 @@ DOCUMENTS, ANSWER = 3, 32
 
 
 def written(folder: Path) -> None:
-    """A checkpoint of the shape, and a map in which every second KV head keeps a window."""
+    """A checkpoint of the shape, and its two maps: of windows, and of few pages."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,6 +55,7 @@ def written(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
     layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
     write_heads(folder, layers, kv_heads, lambda layer, head: (layer + head) % 2 == 0, **WINDOW)
+    write_ranked(folder, layers, kv_heads, lambda layer, head: (layer + head) % 4 * 4)
 
 
 def engine(name: str, model: Path, ranks: int) -> Any:
@@ -63,6 +65,7 @@ def engine(name: str, model: Path, ranks: int) -> Any:
     options: dict[str, dict[str, Any]] = {
         "ours": {},
         "heads": {"heads": str(model / "heads.json")},
+        "top_k": {"heads": str(model / "ranked.json")},
         "segments": {"segment_bytes": 1 << 30},
     }
     common: dict[str, Any] = {

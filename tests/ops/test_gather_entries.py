@@ -141,3 +141,24 @@ def test_by_name_it_runs_on_the_host() -> None:
         assert got.tolist() == [[1] * 5]
     with pytest.raises(InvalidArgument, match="pages: expected a tensor on cuda"):
         ops.gather_entries(pages, selected, entries, entry_offsets=offsets, backend="cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_entries_go_behind_those_that_they_are_of(device) -> None:
+    """As a step has it that reads what it chose beside its own tables."""
+    entries = torch.arange(35, dtype=torch.int32).view(7, 5)
+    array = torch.cat((entries, torch.full((6, 5), -7).int())).to(device)
+    pages = torch.tensor([[[1, 4], [0, -1]]], dtype=torch.int32, device=device)
+    selected = torch.tensor([[2, 1]], dtype=torch.int32, device=device)
+    offsets = torch.tensor([0, 7], dtype=torch.int32, device=device)
+    got, ends = ops.gather_entries(
+        pages, selected, array[:7], entry_offsets=offsets, out=array[7:11]
+    )
+    assert got.data_ptr() == array[7:].data_ptr()
+    assert torch.equal(array[:7].cpu(), entries)
+    wanted = [*entries[[1, 4, 0]].tolist(), NOTHING]
+    assert array[7:].tolist() == [*wanted, [-7] * 5, [-7] * 5]
+    assert ends.tolist() == [0, 2, 2, 3, 4]
+    for out, words in [(array[7:10], "gathered"), (array[5:9], "overlap|apart"), ([], "out")]:
+        with pytest.raises(InvalidArgument, match=words):
+            ops.gather_entries(pages, selected, array[:7], entry_offsets=offsets, out=out)

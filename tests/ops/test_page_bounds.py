@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import InvalidArgument, ops
-from versions import CPU, RUNNABLE, VERSIONS
+from versions import CPU, RUNNABLE, VERSIONS, needs_cuda
 
 LAYERS, HEADS, DIM, PAGE, BLOCKS = 2, 3, 16, 8, 4
 STEP = LAYERS * HEADS
@@ -71,6 +71,34 @@ def test_bounds_of_blocks_with_another_number_of_pages_are_refused() -> None:
         ops.bound_pages(pages, ops.PageBounds(values, table((BLOCKS, 0, 1))), pages=STEP + 1)
     with pytest.raises(InvalidArgument, match="."):
         ops.bound_pages(pages, ops.PageBounds(values, table((1, 0, 1))), pages=0)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_of_16_bits_are_exact(generator, dtype) -> None:
+    """Least and greatest alone, as `score_pages` takes them."""
+    pages = torch.randn((BLOCKS + 1) * STEP, 2, PAGE, DIM, generator=generator).to(dtype).cuda()
+    pages[STEP + 1, 0, 2, 3] = torch.nan
+    pages[STEP + 2, 0, 2, 3] = torch.inf
+    values = torch.full((len(pages), 2, DIM), POISON, dtype=dtype, device="cuda")
+    # What is filled, a slot of nobody, the null block, a block that is not there.
+    held = [(STEP, 0, PAGE), (3 * STEP, 2, 5), (-1, 0, PAGE), (0, 0, PAGE), (99 * STEP, 0, PAGE)]
+    there = torch.tensor(held, dtype=torch.int32, device="cuda")
+    ops.bound_pages(pages, ops.PageBounds(values, there), pages=STEP)
+    wanted = torch.full_like(values, POISON)
+    for block, begin, end in held[:2]:
+        keys = pages[block : block + STEP, 0, begin:end]
+        wanted[block : block + STEP] = torch.stack((keys.amin(1), keys.amax(1)), 1)
+    same(values, wanted)
+
+
+@needs_cuda
+def test_bounds_of_16_bits_are_those_of_the_caches_own_dtype(generator) -> None:
+    pages = torch.zeros((BLOCKS + 1) * STEP, 2, PAGE, DIM, dtype=torch.bfloat16, device="cuda")
+    for dtype, vectors in [(torch.float16, 2), (torch.bfloat16, 3), (torch.float32, 2)]:
+        values = torch.zeros(len(pages), vectors, DIM, dtype=dtype, device="cuda")
+        with pytest.raises(InvalidArgument, match="bounds: expected"):
+            ops.bound_pages(pages, ops.PageBounds(values, table((1, 0, PAGE))), pages=STEP)
 
 
 def every_slot(block: int, begin: int = 0, end: int = PAGE) -> list[tuple[int, int]]:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import CorruptHeadMap, InvalidArgument, Unsupported
-from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, read_split
+from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, split_of
 from kvweave.adapters.vllm.options import Options, options_of
 
 FULL = {"kind": "full"}
@@ -36,6 +37,10 @@ def written(folder: Path, classes: list[list[dict[str, Any]]]) -> Path:
     path = folder / "map.json"
     path.write_text(json.dumps(made))
     return path
+
+
+def read_split(path: Path, layers: int, kv_heads: int, ranks: int) -> HeadSplit | None:
+    return split_of(read_classes(path, layers, kv_heads), ranks)
 
 
 def test_global_heads_come_first_in_every_layer(tmp_path) -> None:

@@ -18,6 +18,7 @@ def gather_entries(
     *,
     entry_offsets: Table,
     reach: Reach | None = None,
+    out: torch.Tensor | None = None,
     backend: Backend = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pages that B requests selected for each of G heads, as entry tables of their own.
@@ -26,15 +27,16 @@ def gather_entries(
     that `entries`, `entry_offsets` and `reach` say as for `score_pages`. Returns entries i32
     [B · G · K, 5] and offsets i32 [2 · B · G + 1] by which `attend_decode` reads what is selected.
     Each request has two tables a head: its entries, and the room behind them, which no head reads.
-    A head's row of that `Reach` is (2 · head, its page in a block, 0, 0), of 2 · G tables.
+    A head's row of that `Reach` is (2 · head, its page in a block, 0, 0), of 2 · G tables. The
+    entries go to `out`, if it is given: offsets count from its first row.
 
     Nothing is waited for on CUDA: so a step can score, select, gather and attend in one captured
     graph. There an index outside its table is no entry.
     """
-    expect_tensors(pages=pages, selected=selected)
+    expect_tensors(pages=pages, selected=selected, **({} if out is None else {"out": out}))
     device = cuda_device("pages", pages, backend)
     rows, most = (pages.shape[:2].numel(), pages.shape[2]) if pages.ndim == 3 else (0, 0)
-    gathered = pages.new_empty((rows * most, 5), dtype=torch.int32)
+    gathered = pages.new_empty((rows * most, 5), dtype=torch.int32) if out is None else out
     offsets = pages.new_empty(2 * rows + 1, dtype=torch.int32)
     chosen, results = (pages, selected), (gathered, offsets)
     if device is None:

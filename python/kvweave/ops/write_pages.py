@@ -31,7 +31,8 @@ class PageBounds:
     blocks' pages in the layer are computed anew from what then lies in these slots; others stay as
     they are. So a page filled over several calls, or written again, is right whenever it is named.
     Every block at most once, never the null block, at least one slot. NaN in an element of any of
-    the keys makes its bounds NaN.
+    the keys makes its bounds NaN. On CUDA `values` of a cache of 16 bits may also be [pages, 2, D]
+    of its dtype: the least and the greatest alone, which are exact, as `score_pages` takes them.
     """
 
     values: torch.Tensor

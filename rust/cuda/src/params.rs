@@ -211,7 +211,7 @@ pub(crate) struct PageBoundsParams {
     pub(crate) cache: u64,
     /// i32 [N, 3].
     pub(crate) held: u64,
-    /// f32 [pages, 3, head_dim].
+    /// f32 [pages, 3, head_dim], or of keys [pages, 2, head_dim].
     pub(crate) bounds: u64,
     /// Block numbers below this lie within cache and bounds.
     pub(crate) blocks: i64,

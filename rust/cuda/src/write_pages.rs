@@ -53,8 +53,10 @@ pub struct WritePagesLaunch<'a> {
 /// `kvweave_core::ops::PageBounds` on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct BoundsLaunch {
-    /// f32 [pages, 3, D], contiguous.
+    /// f32 [pages, 3, D] or, with `keys`, [pages, 2, D] of the cache's elements; contiguous.
     pub values: DeviceTensor,
+    /// Whether bounds are the least and greatest key alone, in 16 bits an element.
+    pub keys: bool,
     /// i32 [N, 3], contiguous.
     pub held: DeviceTensor,
     /// N.
@@ -98,7 +100,7 @@ impl CudaBackend {
         let threads = call.geometry.head_dim.next_multiple_of(32).min(THREADS);
         let blocks = [blocks_of("held", pages)?, 1, 1];
         let grid = Grid { blocks, threads: narrow("head_dim", threads)?, shared_bytes: 0 };
-        let kernel = self.kernel("write_pages", &format!("page_bounds_{}", name_of(call.dtype)))?;
+        let kernel = self.kernel("write_pages", &bounds_kernel_of(call.dtype, bounds.keys)?)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
     }
@@ -133,6 +135,15 @@ fn kernel_of(call: &WritePagesLaunch<'_>) -> (String, usize) {
         format!("{}_{vector}", names_of(call.row_dtype, call.dtype))
     };
     (format!("write_pages_{words}"), vector)
+}
+
+/// The kernel of bounds: of a cache's elements, and whether they are keys alone.
+fn bounds_kernel_of(dtype: KvDtype, keys: bool) -> Result<String, CudaError> {
+    if keys && bytes_of(dtype) != 2 {
+        let expected = "f32, beside a cache whose elements are not of 16 bits";
+        return Err(CudaError::unsupported("bounds", expected, "least and greatest keys alone"));
+    }
+    Ok(format!("page_bounds_{}{}", name_of(dtype), if keys { "_keys" } else { "" }))
 }
 
 /// Elements from a block's start to the last page of the layer.
@@ -182,7 +193,8 @@ fn bounds_params_of(
     let geometry = &call.geometry;
     bounds.held.expect("held", 3 * bounds.held_count)?;
     let first_page = call.layer * geometry.kv_heads;
-    let rows = bounds.values.len / (3 * geometry.head_dim).max(1);
+    let vectors = if bounds.keys { 2 } else { 3 };
+    let rows = bounds.values.len / (vectors * geometry.head_dim).max(1);
     let described = rows.saturating_sub(first_page + geometry.kv_heads - 1);
     let within = blocks_within(geometry, last_of_layer(call), call.cache.len);
     Ok(PageBoundsParams {
@@ -253,9 +265,19 @@ mod tests {
         let bounds = |pages: usize| {
             let values = DeviceTensor { address: 0, len: pages * 3 * 64 };
             let held = DeviceTensor { address: 0, len: 3 };
-            let launch = BoundsLaunch { values, held, held_count: 1 };
-            bounds_params_of(&call, &launch).map(|params| params.blocks)
+            let of = |keys| BoundsLaunch { values, keys, held, held_count: 1 };
+            let blocks = |keys| bounds_params_of(&call, &of(keys)).map(|params| params.blocks);
+            (blocks(false), blocks(true))
         };
-        assert_eq!([40, 50, 10, 3, 0].map(bounds), [37, 37, 7, 0, 0].map(Ok));
+        assert_eq!([40, 50, 10, 3, 0].map(|pages| bounds(pages).0), [37, 37, 7, 0, 0].map(Ok));
+        assert_eq!([40, 10, 8, 2].map(|pages| bounds(pages).1), [37, 12, 9, 0].map(Ok));
+    }
+
+    #[test]
+    fn bounds_are_keys_alone_in_16_bits_only() {
+        let kernel = |dtype, keys| bounds_kernel_of(dtype, keys).ok();
+        assert_eq!(kernel(KvDtype::Bf16, true).as_deref(), Some("page_bounds_bf16_keys"));
+        assert_eq!(kernel(KvDtype::Fp8E4m3, false).as_deref(), Some("page_bounds_fp8"));
+        assert_eq!([KvDtype::F32, KvDtype::Fp8E4m3].map(|dtype| kernel(dtype, true)), [None, None]);
     }
 }

@@ -14,6 +14,8 @@ from vllm.config import CompilationMode
 
 from kvweave.adapters.vllm import versions
 from test_head_split import PROMPTS, SIZES, Masked, checkpoint_of, is_split, ours, written
+from test_top_k import KINDS, defined
+from test_top_k import written as written_ranked
 from vllm_engines import answers, engine, same
 
 # Compiling takes most of a minute.
@@ -46,6 +48,19 @@ def test_split_heads_are_masked_ones(checkpoint, tmp_path: Path) -> None:
         assert is_split(llm)
         compiled = llm.llm_engine.vllm_config.compilation_config
         assert compiled.mode is not CompilationMode.NONE
+        got = answers(llm, PROMPTS, 8)
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        assert worker.model_runner.model.model.compiled
+    same(got, wanted)
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.skipif(os.environ["VLLM_TARGET_DEVICE"] != "cpu", reason="compares f32 on the CPU")
+def test_top_k_heads_are_the_definition(checkpoint, tmp_path: Path) -> None:
+    """The same of heads that choose pages."""
+    path, model = written_ranked(tmp_path, KINDS), checkpoint_of(checkpoint, "llama")
+    wanted = [defined("llama", KINDS, given, 8) for given in PROMPTS]
+    with engine(model, ours(path, "llama"), enforce_eager=False) as llm:
         got = answers(llm, PROMPTS, 8)
         worker = llm.llm_engine.model_executor.driver_worker.worker
         assert worker.model_runner.model.model.compiled

@@ -1,4 +1,4 @@
-"""vLLM's own model classes, with the heads of each layer split or with segments reused.
+"""vLLM's own model classes, with heads under a map or with segments reused.
 
 They are registered beside the stock ones, under names of their own: `--hf-overrides
 '{"architectures": ["KvweaveLlamaForCausalLM"]}'` takes one, and `additional_config` says what for:
@@ -18,12 +18,15 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes
 from kvweave.adapters.vllm.heads.connector import KvweaveHeads
-from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, read_split
+from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, split_of
 from kvweave.adapters.vllm.heads.worker import split_model
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
+from kvweave.adapters.vllm.top_k.map import has_top_k
+from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument
 
@@ -36,17 +39,23 @@ class _KvweaveModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
-        self.split = self.layout = None
+        self.split = self.layout = self.budgets = None
         if options.virtual_pages:
             self.layout = layout_for(vllm_config, options.heads)
         elif options.heads is not None:
-            self.split = _split_of(vllm_config, options.heads)
+            classes = _classes_of(vllm_config, options.heads)
+            if has_top_k(classes):
+                self.budgets = budgets_for(vllm_config, classes)
+            else:
+                self.split = _split_of(vllm_config, classes)
         record_digest(vllm_config, options)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model: Any = self
         if self.split is not None:
             split_model(model, self.split, vllm_config)
+        if self.budgets is not None:
+            use_top_k(model, self.budgets, vllm_config)
         if self.layout is not None:
             use_virtual_pages(model, self.layout, vllm_config)
         if options.segment_bytes is not None:
@@ -89,7 +98,7 @@ def record_digest(config: VllmConfig, options: Options) -> None:
         config.additional_config[DIGEST] = options.digest()
 
 
-def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
+def _classes_of(config: VllmConfig, path: Path) -> list[list[HeadClass]]:
     connector = config.kv_transfer_config
     if connector is not None and connector.kv_connector == KvweaveHeads.__name__:
         connector = None  # It loads and saves nothing.
@@ -105,7 +114,11 @@ def _split_of(config: VllmConfig, path: Path) -> HeadSplit | None:
     stages = parallel.pipeline_parallel_size
     require("pipeline_parallel_size", stages == 1, "1 beside a head map", str(stages))
     layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
-    split = read_split(path, layers, heads, parallel.tensor_parallel_size)
+    return read_classes(path, layers, heads)
+
+
+def _split_of(config: VllmConfig, classes: list[list[HeadClass]]) -> HeadSplit | None:
+    split = split_of(classes, config.parallel_config.tensor_parallel_size)
     # Without its hybrid manager vLLM would keep every token of local heads too.
     hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
     whole = split is None or hybrid

@@ -112,6 +112,12 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         """Writes keys and values [R, G, D] of a step's rows and attends into [R, H, D]."""
         if self.kv_sharing_target_layer_name is None and tables.writes:
             ops.write_pages(pages, 0, k, v, tables.slots, reach=self.written)
+        self.read(q, pages, tables, out)
+
+    def read(
+        self, q: torch.Tensor, pages: torch.Tensor, tables: PagedMetadata, out: torch.Tensor
+    ) -> None:
+        """Attends queries [R, H, D] to what is written, into [R, H, D]."""
         # A layer with a window may share its tables with others that have none.
         if tables.runs is not None and self.window is None and self.reach is None:
             self.dense.attend(q, pages, tables.row_offsets, tables.runs, out)

@@ -36,19 +36,22 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
+        more_entries: int = 0,
     ) -> None:
+        """`more_entries`: room behind those of the requests of captured steps."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         span = attention_span_of(kv_cache_spec)
         page_tokens, heads = int(kv_cache_spec.block_size), int(kv_cache_spec.num_kv_heads)
         self.layout = StepLayout(page_tokens, (span,), block_pages=heads)
         self.workspace = ops.Workspace(device)
-        self._kept: KeptTables | None = None
+        self.kept: KeptTables | None = None
         if device.type != "cpu":
-            self._kept = KeptTables(
+            self.kept = KeptTables(
                 self.layout,
                 device,
                 requests=vllm_config.scheduler_config.max_num_seqs,
                 longest=vllm_config.model_config.max_model_len,
+                more=more_entries,
             )
         head_size, dtype = int(kv_cache_spec.head_size), vllm_config.model_config.dtype
         self.dense = span == AttentionSpan() and DensePrefill.is_there(head_size, dtype)
@@ -60,9 +63,12 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         fast_build: bool = False,
     ) -> PagedMetadata:
         """Tables of a step; nothing on the device is waited for."""
-        batch = StepBatch.of(common_attn_metadata)
-        if batch.decode and self._kept is not None:
-            tables = self._kept.fill(batch)
+        return self.tables_of(StepBatch.of(common_attn_metadata))
+
+    def tables_of(self, batch: StepBatch) -> PagedMetadata:
+        """Tables of a batch, or of some of its requests; of one decode step at a time."""
+        if batch.decode and self.kept is not None:
+            tables = self.kept.fill(batch)
         else:
             columns = self.layout.columns(batch.longest, batch.most_rows)
             room = self.layout.room(self.device, batch.requests, batch.rows, columns)

@@ -92,14 +92,19 @@ class StepLayout:
         return [span.columns(self.page_tokens, longest, most_rows) for span in self.spans]
 
     def room(
-        self, device: torch.device, requests: int, rows: int, columns: Sequence[int]
+        self,
+        device: torch.device,
+        requests: int,
+        rows: int,
+        columns: Sequence[int],
+        more: int = 0,
     ) -> ops.StepTables:
-        """Room for the tables of so many requests and rows."""
+        """Room for the tables of so many requests and rows, and `more` entries behind them."""
         return ops.StepTables.empty(
             device,
             requests=requests,
             rows=rows,
-            entries=requests * sum(columns),
+            entries=requests * sum(columns) + more,
             tables=len(self.spans) if self.virtual else None,
         )
 
@@ -126,15 +131,26 @@ class StepLayout:
 
 
 class KeptTables:
-    """Tables at addresses that do not change, for decode steps that were captured with them."""
+    """Tables at addresses that do not change, for decode steps that were captured with them.
+
+    `entries` i32 [N, 5]: those of requests, and from `room` on `more` that are not theirs.
+    """
 
     def __init__(
-        self, layout: StepLayout, device: torch.device, *, requests: int, longest: int
+        self,
+        layout: StepLayout,
+        device: torch.device,
+        *,
+        requests: int,
+        longest: int,
+        more: int = 0,
     ) -> None:
         self.layout = layout
         # The number of columns is part of what is captured.
         self.columns = layout.columns(longest, 1)
-        self._tables = layout.room(device, requests, requests, self.columns)
+        self.room = requests * sum(self.columns)
+        self._tables = layout.room(device, requests, requests, self.columns, more)
+        self.entries = self._tables.entries
         self._of: dict[int, ops.StepTables] = {}
 
     def fill(self, batch: StepBatch) -> ops.StepTables:

@@ -11,11 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes
+from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
 
@@ -95,19 +94,14 @@ def in_order(
         yield name, split.loaded(int(found[1]), weight, AXES[kind])
 
 
-def read_split(path: Path, layers: int, kv_heads: int, ranks: int) -> HeadSplit | None:
-    """Reads a map for a model of L layers and G KV heads, served by `ranks` GPUs (tensor parallel).
+def split_of(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
+    """The split of a model whose heads have these classes, served by `ranks` GPUs.
 
     None when every head is full: nothing is to be split.
 
-    Errors: `InvalidArgument` when the file cannot be read or is of another shape, `CorruptHeadMap`,
-    and `Unsupported` for what two cache layers cannot carry: top-k heads, several windows, layers
-    with different numbers of global heads, numbers that the ranks do not divide.
+    Errors: `Unsupported` for what two cache layers cannot carry: top-k heads, several windows,
+    layers with different numbers of global heads, numbers that the ranks do not divide.
     """
-    return _split(read_classes(path, layers, kv_heads), ranks)
-
-
-def _split(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
     kinds = {str(head["kind"]) for layer in classes for head in layer}
     known = kinds <= {"full", "window"}
     require("heads: kinds of heads", known, "full and window", ", ".join(kinds))

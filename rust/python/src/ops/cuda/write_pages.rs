@@ -14,7 +14,8 @@ use crate::reach::Reach;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
-/// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
+/// Bounds of pages [pages, 3, D], or of keys [pages, 2, D], to bring up to date, and the table of
+/// those that are.
 type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
 
 /// `stream` is the handle of the stream to run on.
@@ -78,7 +79,7 @@ pub fn write_pages_cuda(
             WriteSlots { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
         }
         if let (Some(held), Some(bounds)) = (held, bounds) {
-            validate_bounds(held, &geometry, layer, cache.len, bounds.values.len)?;
+            validate_bounds(held, &geometry, layer, cache.len, elements_of(&bounds))?;
         }
         let backend = backend(place.ordinal)?;
         let heads = reach.map(|reach| reach.on(&backend, place.ordinal)).transpose()?;
@@ -91,6 +92,14 @@ pub fn write_pages_cuda(
         unsafe { backend.write_pages(&launch) }.map_err(Failure::from)
     })
 }
+
+/// Elements that bounds have, or would have with their means.
+fn elements_of(bounds: &BoundsLaunch) -> usize {
+    if bounds.keys { bounds.values.len / 2 * 3 } else { bounds.values.len }
+}
+
+/// Dtype and vectors of a page's bounds, unless they are keys.
+const THREE: (DType, (&str, Option<usize>)) = (DType::F32, ("3", Some(3)));
 
 struct Bounds<'py> {
     values: Borrowed<'py>,
@@ -113,9 +122,12 @@ impl<'py> Bounds<'py> {
         cache.expect_apart("cache", &self.held.on_device.tensor, "held")?;
         let mut read = read.to_vec();
         read.push(("held", &self.held.on_device.tensor));
-        let shape = [("pages", None), ("3", Some(3)), ("D", Some(head_dim))];
-        let values = place.output("bounds", &self.values.tensor, (DType::F32, &shape), &read)?;
-        Ok(BoundsLaunch { values, held, held_count })
+        let values = &self.values.tensor;
+        let keys = cache.dtype.bytes() == 2 && values.dtype == cache.dtype;
+        let (dtype, vectors) = if keys { (cache.dtype, ("2", Some(2))) } else { THREE };
+        let shape = [("pages", None), vectors, ("D", Some(head_dim))];
+        let values = place.output("bounds", values, (dtype, &shape), &read)?;
+        Ok(BoundsLaunch { values, keys, held, held_count })
     }
 
     fn held_on_host(&self) -> Result<Option<&[[i32; 3]]>, Failure> {

@@ -1,0 +1,87 @@
+"""Attention of a layer whose heads choose pages in decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvweave import ops
+from kvweave.adapters.vllm.backend.attention import PagedAttention, pages_of
+from kvweave.adapters.vllm.backend.step_tables import first
+from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata
+
+
+class ChoosingAttention(PagedAttention):
+    """Rows of requests that decode read chosen pages, all others read all.
+
+    The layer has `ranked`, its number among those in which some head chooses, and then `bounds`, a
+    `BoundsCache`; None in a layer whose heads read all.
+    """
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: ChoosingMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `PagedAttention.forward`; bounds of pages that fill up are written too."""
+        scaled = output_scale is not None or output_block_scale is not None
+        require("output", not scaled, "no quantization", "a scale")
+        if attn_metadata is None:
+            return output.zero_()
+        tables, rows = attn_metadata, attn_metadata.rows
+        q, k, v, out = (first(x, rows) for x in (query, key, value, output))
+        pages = pages_of(kv_cache)
+        # A request may find blocks that another one fills in this very step: all is written first.
+        ops.write_pages(pages, 0, k, v, tables.slots)
+        if layer.ranked is not None:
+            self._bound(layer, pages, tables)
+        count = 0
+        if tables.deciding is not None:
+            one, _ = tables.deciding
+            count = one.rows
+            if layer.ranked is None:
+                self.read(q[:count], pages, one, out[:count])
+            else:
+                self._read_chosen(layer, q[:count], pages, tables, out[:count])
+        if tables.reading is not None:
+            self.read(q[count:], pages, tables.reading, out[count:])
+        return output
+
+    def _bound(self, layer: Any, pages: torch.Tensor, tables: ChoosingMetadata) -> None:
+        """Writes the bounds of pages whose last slot has been written."""
+        if layer.ranked == 0:
+            tables.begin_step(pages.shape[2])
+        assert tables.filled is not None, "the first layer with bounds begins the step"
+        bounds = ops.PageBounds(layer.bounds.values(), tables.filled)
+        ops.bound_pages(pages, bounds, pages=self.num_kv_heads)
+
+    def _read_chosen(
+        self,
+        layer: Any,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        tables: ChoosingMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        assert tables.deciding is not None
+        one, choice = tables.deciding
+        paged = self.paged(pages)
+        offsets = choice.rank(layer.ranked, q, layer.bounds.values(), paged)
+        ops.attend_decode(
+            q,
+            one.positions,
+            choice.entries,
+            choice.read_by(paged),
+            entry_offsets=offsets,
+            out=out,
+            workspace=one.workspace,
+        )

@@ -1,0 +1,73 @@
+"""Once a step: the tables that all layers read, and what requests that decode choose among."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from kvweave.adapters.vllm.backend.builder import PagedMetadataBuilder
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.step_tables import StepBatch
+from kvweave.adapters.vllm.top_k.choice import RankedHeads, StepChoice
+from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata
+from kvweave.adapters.vllm.top_k.single_rows import SingleRows, split
+
+
+class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
+    """Makes `ChoosingMetadata` of vLLM's own description of a batch."""
+
+    _cudagraph_support: ClassVar[Any] = PagedMetadataBuilder._cudagraph_support
+    # vLLM then has requests of one row before the others.
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        requests = vllm_config.scheduler_config.max_num_seqs
+        self.heads = RankedHeads(layer.budgets, device, requests)
+        self.singles = SingleRows(device, requests)
+        self.plain = PagedMetadataBuilder(
+            kv_cache_spec, layer_names, vllm_config, device, self.heads.room(requests)
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> ChoosingMetadata:
+        """Tables of a step; nothing on the device is waited for."""
+        common, batch = common_attn_metadata, StepBatch.of(common_attn_metadata)
+        single, others = split(batch, common.query_start_loc_cpu, common.is_prefilling)
+        deciding, reading, slots = None, None, []
+        if single is not None:
+            tables = self.plain.tables_of(single)
+            deciding = tables, self._choice(single, tables, common.is_prefilling)
+            slots.append(tables.slots)
+        if others is not None:
+            reading = self.plain.tables_of(others)
+            slots.append(reading.slots)
+        whole = slots[0] if len(slots) == 1 else torch.cat(slots)
+        return ChoosingMetadata(batch.rows, whole, deciding, reading)
+
+    def _choice(
+        self, batch: StepBatch, tables: PagedMetadata, prefilling: torch.Tensor | None
+    ) -> StepChoice:
+        kept, rows = self.plain.kept, tables.entries.rows
+        chooses = self.singles.deciding(batch.requests, prefilling)
+        if kept is not None:
+            offsets, width = tables.entries.offsets, kept.columns[0]
+            return StepChoice(self.heads, kept.entries, offsets, kept.room, chooses, width)
+        (width,) = self.plain.layout.columns(batch.longest, 1)
+        room = rows.new_empty((self.heads.room(batch.requests), 5))
+        entries = torch.cat((rows, room))
+        return StepChoice(self.heads, entries, tables.entries.offsets, len(rows), chooses, width)
