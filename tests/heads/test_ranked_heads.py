@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.quality import page_budgets
 from families import random_tokens, tiny
 from kvweave import models
 from kvweave.cache import HeadClassMap
@@ -113,16 +112,6 @@ def test_nothing_to_decode_is_refused(model) -> None:
         meter_of(model, [], 4)
     with pytest.raises(InvalidArgument, match="steps"):
         meter_of(model, [random_tokens(9, 1)], 0)
-
-
-def test_the_benchmark_asks_for_three_ways_of_unstable_heads() -> None:
-    unstable = np.array([[True, False], [False, False]])
-    maps = page_budgets.maps_of("m", unstable, 8)
-    first = {way: json.loads(heads.to_json())["heads"][0]["class"] for way, heads in maps.items()}
-    assert first == {"full": {"kind": "full"}, "ranked": top_k(8), "as stable": top_k(8, 16)}
-    for heads in maps.values():
-        others = [entry["class"] for entry in json.loads(heads.to_json())["heads"][1:]]
-        assert others == [top_k(8, 16)] * 3
 
 
 # ---- pictures and the command ---------------------------------------------------------------
