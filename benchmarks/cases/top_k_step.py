@@ -6,9 +6,10 @@ pages* and *128 pages* are head maps of nothing but such heads, ranked every 16 
 which nobody is ranked, one in which all are, and what a step takes on average. *all join* is the
 step at whose start the bounds of all pages are computed. *Estimated* are pages that are not read,
 by their means, in every step. *Over the host* has all pages but those that are read in the host's
-memory: a step in which requests are ranked brings what they newly choose from there, *all join* what
-they choose and the keys of all pages; *mirrored* copies pages there as they fill. Where requests are
-*in turns*, they have joined one after the other, so that some of them are ranked in every step.
+memory: a step in which requests are ranked brings what they newly choose from there, *all join*
+what they choose and the keys of all pages; *mirrored* copies pages there as they fill. Where
+requests are *in turns*, they have joined one after the other, so that some of them are ranked in
+every step.
 
 Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
 the next tokens brought to the host. Contenders run one after the other in one process, over the
