@@ -25,7 +25,7 @@ PLACES = {
     "before a ranking": None,
     "at a ranking": "fetch",
     "back": None,
-    "bounds": "keys",
+    "bounds": "contents",
 }
 """Where pages are carried, and the pool's call for it; others are told apart by their way."""
 

@@ -305,7 +305,8 @@ impl Drop for DeviceBuffer {
 }
 
 /// The address under which kernels reach pinned host memory of so many bytes; nothing for memory
-/// that is not pinned, or not all of it.
+/// that is not pinned. Where its end is not, as in memory that is pinned part by part, kernels reach
+/// each part only if they go by the host's own addresses.
 pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option<u64> {
     let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
     let mapped = |address: u64| {
@@ -317,7 +318,8 @@ pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option
     };
     let ends = || {
         let last = address.checked_add(bytes.checked_sub(1)? as u64)?;
-        let (first, end) = (mapped(address)?, mapped(last)?);
+        let first = mapped(address)?;
+        let end = mapped(last).unwrap_or(last);
         (end.checked_sub(first) == Some(last - address)).then_some(first)
     };
     context.enter_uncaptured(|| Ok(ends())).ok().flatten()

@@ -81,8 +81,9 @@ pub fn move_pages_cuda(
             Moves { moves, count, slots, home, way: launch.way }.validate()?;
         }
         // SAFETY: every tensor was read from a live owner, which torch keeps until the stream has
-        // passed; those of the host are pinned, as the launch asks the driver. That no page is
-        // written twice was checked on the host, or is the caller's promise.
+        // passed; those of the host are pinned, as the launch asks the driver of the first page.
+        // That all pages which moves name are, and that none is written twice, was checked on the
+        // host or is the caller's promise.
         unsafe { backend(ordinal)?.move_pages(&launch) }.map_err(Failure::from)
     })
 }
