@@ -42,6 +42,9 @@ TITLES = {
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
+    "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
+    "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
+    "workflow": "Agents in a ring: whose texts are kept where some of them have room",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
@@ -61,6 +64,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "vllm_load": (
         f"{VLLM} --jobs throughput --engines ours stock --task '{{\"requests\": 40}}'",
         f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
+    ),
+    "vllm_top_k": (
+        f"{VLLM} --jobs decode --engines stock top_k"
+        " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",
     ),
     "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
 }

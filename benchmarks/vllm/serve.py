@@ -13,7 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "cont
 Found = dict[str, Any]
 
 
-def case_of(mode: str, jobs: list[str]) -> str:
+def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:
     """What a record calls a run: `vllm_load` where every job is of many requests at once.
 
-    Raises InvalidArgument for jobs that are not recorded in this mode.
+    `vllm_top_k` is one of an engine whose heads choose. Raises InvalidArgument for jobs that are
+    not recorded in this mode.
     """
+    if mode == "graphs" and "top_k" in engines:
+        return "vllm_top_k"
     if mode == "graphs":
         return "vllm_load" if LOAD.issuperset(jobs) else "vllm"
     if mode == "compiled" and LOAD.isdisjoint(jobs):
@@ -132,7 +135,7 @@ def main(words: list[str] | None = None) -> int:
     found: list[Found] = []
     given = {"mode": chosen.mode, **chosen.task}
     try:
-        case = case_of(given["mode"], chosen.jobs) if chosen.json else ""
+        case = case_of(given["mode"], chosen.jobs, chosen.engines) if chosen.json else ""
     except InvalidArgument as error:
         parser.error(str(error))
     for task in tasks(chosen.jobs, chosen.engines, given):

@@ -55,12 +55,13 @@ def move_pages(
     pages of as many bytes, which are moved as they are; no page is written by two moves.
 
     On CUDA slots lie on the device, and so does home or it lies in pinned memory of the host: its
-    first page and all that moves name, which is for the caller to see to. This is one launch on the current stream, which fills about so many `processors` and reads
-    moves and count there: so it can follow `recycle_pages` in a captured graph, and what computes
-    meanwhile runs on another stream. The host sees pages of home once the stream has passed. Pages
-    are multiples of 16 bytes and begin on such boundaries, else `Unsupported`. Tables are checked
-    where all four come from the host. On the device a move that points outside a table or an arena
-    is skipped, and a count beyond M is M.
+    first page and all that moves name, which is for the caller to see to. This is one launch on the
+    current stream, which fills about so many `processors` and reads moves and count there: so it
+    can follow `recycle_pages` in a captured graph, and what computes meanwhile runs on another
+    stream. The host sees pages of home once the stream has passed. Pages are multiples of 16 bytes
+    and begin on such boundaries, else `Unsupported`. Tables are checked where all four come from
+    the host. On the device a move that points outside a table or an arena is skipped, and a count
+    beyond M is M.
     """
     for name, side in (("slots", slots), ("home", home)):
         if not isinstance(side, RowPages):
