@@ -96,7 +96,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
     host = {"head_memory", "decode_host", "engine_load", "host_load", "speculation"}
-    host |= {"store", "tiers"}
+    host |= {"packed_step", "store", "tiers", "workflow"}
     on_gpu = {"packed_decode", "page_choice", "page_moves", "top_k_step", "ttft_heads"}
     assert set(CASES) == timed | host | on_gpu
 
@@ -327,7 +327,7 @@ def test_printed_commands_make_the_rows_of_their_case(case: str) -> None:
         assert (results.ROOT / f"{module.replace('.', '/')}.py").exists()
         if module == "benchmarks.vllm.serve":
             chosen = device_vllm.parser_of_words().parse_args(words)
-            assert device_vllm.case_of(chosen.mode, chosen.jobs) == case
+            assert device_vllm.case_of(chosen.mode, chosen.jobs, chosen.engines) == case
             made += device_vllm.tasks(chosen.jobs, chosen.engines, chosen.task)
     names = [row["name"] for row in results.newest()[case]["rows"]]
     for task in made:

@@ -305,8 +305,8 @@ impl Drop for DeviceBuffer {
 }
 
 /// The address under which kernels reach pinned host memory of so many bytes; nothing for memory
-/// that is not pinned. Where its end is not, as in memory that is pinned part by part, kernels reach
-/// each part only if they go by the host's own addresses.
+/// that is not pinned. Where its end is not, as in memory that is pinned part by part, kernels
+/// reach each part only if they go by the host's own addresses.
 pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option<u64> {
     let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
     let mapped = |address: u64| {
