@@ -146,3 +146,52 @@ def test_who_waits_is_told_when_a_worker_closes_without_them() -> None:
     assert done == ["1: a worker: expected one that is open, got a closed one"]
     gate.open.set()
     worker.close(finish=False)
+
+
+class ToldSlowly(Job):
+    """Ends the worker's thread; what it is told is known only when `open` is set."""
+
+    def __init__(self) -> None:
+        self.told, self.open = threading.Event(), threading.Event()
+        self.knows = False
+
+    def run(self) -> None:
+        raise SystemExit("dies")
+
+    def end(self, error: BaseException | None) -> None:
+        self.told.set()
+        self.open.wait()
+        self.knows = True
+
+
+def test_a_job_whose_thread_died_has_ended_when_it_knows() -> None:
+    worker, job, seen = Worker("a worker"), ToldSlowly(), []
+
+    def waits() -> None:
+        worker.wait()
+        seen.append(job.knows)
+
+    worker.submit(job)
+    job.told.wait()
+    waiter = threading.Thread(target=waits)
+    waiter.start()
+    waiter.join(0.05)
+    job.open.set()
+    waiter.join()
+    assert seen == [True]
+
+
+def test_a_thread_that_cannot_begin_leaves_no_job_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, done = Worker("a worker"), []
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        worker.submit(Noted(1, done))
+    worker.wait()
+    worker.submit(Noted(2, done))
+    worker.wait()
+    assert done == ["1: a worker: expected a thread to begin, got: can't start new thread", 2]
+    worker.close(finish=True)

@@ -39,22 +39,33 @@ class Worker:
         self._name = name
         self._waiting: list[tuple[tuple[int, ...], int, Job]] = []
         self._submitted = 0
+        # How many are telling jobs that nobody will do them: a job has ended when it knows.
+        self._telling = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def submit(self, job: Job) -> None:
-        """Has a job done; one of a worker that was closed ends with that."""
+        """Has a job done; one of a worker that was closed, or gets no thread, ends with that."""
         with self.changed:
-            closed = self._closed
-            if not closed:
+            refused = self._is_closed() if self._closed else self._begun()
+            if refused is None:
                 heapq.heappush(self._waiting, (job.urgency, self._submitted, job))
                 self._submitted += 1
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                    self._thread.start()
                 self.changed.notify_all()
-        if closed:
-            job.end(self._is_closed())
+        if refused is not None:
+            job.end(refused)
+
+    def _begun(self) -> KvweaveError | None:
+        """Has a thread begun where there is none; why not, if it cannot."""
+        if self._thread is not None:
+            return None
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            return KvweaveError(f"{self._name}: expected a thread to begin, got: {error}")
+        self._thread = thread
+        return None
 
     def drop(self, job: Job) -> None:
         """Leaves a job out that has not begun."""
@@ -75,9 +86,9 @@ class Worker:
             self.changed.notify_all()
 
     def wait(self) -> None:
-        """Returns when every job that was submitted has ended."""
+        """Returns when every job that was submitted has ended, and was told how."""
         with self.changed:
-            self.changed.wait_for(lambda: self._thread is None or self._is_idle())
+            self.changed.wait_for(self._is_idle)
 
     def close(self, *, finish: bool, most_s: float | None = None) -> None:
         """Ends the thread, when it has done all that was submitted or the job at hand alone.
@@ -86,13 +97,11 @@ class Worker:
         """
         with self.changed:
             self._closed = True
-            left = [] if finish else [job for _, _, job in self._waiting]
-            if not finish:
-                self._waiting = []
+            left = None if finish else self._give_up()
             self.changed.notify_all()
             thread = self._thread
-        for job in left:
-            job.end(self._is_closed())
+        if left is not None:
+            self._tell(left, self._is_closed())
         if thread is not None and thread is not threading.current_thread():
             thread.join(most_s)
 
@@ -100,7 +109,7 @@ class Worker:
         return KvweaveError(f"{self._name}: expected one that is open, got a closed one")
 
     def _is_idle(self) -> bool:
-        return not self._waiting and self.running is None
+        return not self._waiting and self.running is None and not self._telling
 
     def _next(self) -> Job | None:
         """The next job; None when there will be none any more."""
@@ -138,12 +147,26 @@ class Worker:
     def _died(self, error: BaseException) -> None:
         """Tells all that wait, and who was at it, that nobody will do it."""
         with self.changed:
-            left = [job for _, _, job in self._waiting]
-            self._waiting = []
+            left = self._give_up()
             if self.running is not None:
                 left.insert(0, self.running)
             self.running, self._thread = None, None
             self.changed.notify_all()
         text = f"{self._name}: expected its thread to go on, got {type(error).__name__}: {error}"
-        for job in left:
-            job.end(KvweaveError(text))
+        self._tell(left, KvweaveError(text))
+
+    def _give_up(self) -> list[Job]:
+        """Jobs that wait, which nobody will do; who has `changed` takes them, to `_tell` them."""
+        left = [job for _, _, job in self._waiting]
+        self._waiting = []
+        self._telling += 1
+        return left
+
+    def _tell(self, left: list[Job], error: KvweaveError) -> None:
+        try:
+            for job in left:
+                job.end(error)
+        finally:
+            with self.changed:
+                self._telling -= 1
+                self.changed.notify_all()
