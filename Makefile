@@ -4,6 +4,7 @@
 #   make test               every test, Rust and Python
 #   make search [ROUNDS=n]  the properties again, with examples that no run had before
 #   make fuzz [FUZZ_SECONDS=n] spoiled head maps, payloads, profiles, shards and marks: an hour in all
+#   make host-events        a million random events over host memory (some ten minutes)
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
 #   make kill-store         a thousand processes killed while they write to a store (a minute)
@@ -18,8 +19,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python search fuzz test-vllm kill-store vllm vllm-offered lint \
-  bench results site wheel packages setup clean
+.PHONY: demo test test-rust test-python search fuzz host-events test-vllm kill-store vllm \
+  vllm-offered lint bench results site wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -92,6 +93,10 @@ search: setup
 
 fuzz: setup
 	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$$RANDOM $(PY) -m pytest -q -s tests/fuzz -n 0
+
+host-events: setup
+	HOST_EVENTS=1000000 HOST_EVENTS_SEED=$$RANDOM OMP_NUM_THREADS=1 $(PY) -m pytest -q -s -n 0 \
+	  tests/runner/test_host_events.py
 
 # The wheel is installed as a user would, entry point and all, but in a folder of this tree.
 test-vllm: $(STAMPS)/wheel vllm

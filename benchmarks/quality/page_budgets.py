@@ -9,6 +9,9 @@ every way of the others. These are the rows of FlexiCache's Table 3, in other wo
 "without reranking", *as stable* its "without unstable heads". The second table is its Table 4:
 which heads are unstable in one text and in another.
 
+Between two rankings a head reads, beside what it chose, the pages that were begun since. So one
+that is ranked once reads more and more of an answer: *read* says how many pages on average.
+
 Stability is measured on the half of each text that prompts are not taken from. KL and agreement are
 to the whole model over the answers that it drew: see `DecodeMeter`.
 """
@@ -30,8 +33,9 @@ import torch
 from benchmarks.report.record import machine
 from kvweave import models
 from kvweave.cache import HeadClassMap
+from kvweave.lab.eval.statistics import Interval, bootstrap, difference
 from kvweave.lab.profile import Stability, held_out, measure_stability, text_tasks
-from kvweave.lab.profile.decode_effect import TEMPERATURE, DecodeMeter
+from kvweave.lab.profile.decode_effect import TEMPERATURE, DecodeEffect, DecodeMeter
 from kvweave.lab.profile.head_profile import Flags, head_map
 from kvweave.lab.profile.ranked_heads import RERANK_EVERY, SCORES, with_ranked_pages
 from kvweave.runner import Runner
@@ -44,8 +48,9 @@ SINK, RECENT = 16, 256
 UNSTABLE = ("full", "ranked", "as stable")
 PERIODS = (1, RERANK_EVERY, 64, None)
 HEADER = """\
-| pages | the unstable | ranked every | by | estimate | KL a token | worst tenth | same token |
-|---:|---|---:|---|---|---:|---:|---:|"""
+| pages | the unstable | ranked every | by | estimate | read | KL a token | more than the first \
+by | worst tenth | same token |
+|---:|---|---:|---|---|---:|---:|---|---:|---:|"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,11 @@ class Way:
             score=self.score,
             estimate=self.estimate,
         )
+
+    def read(self, steps: int, page_tokens: int) -> float:
+        """Pages that a stable head reads, on average over the steps of an answer."""
+        since = np.arange(steps) % (steps if self.every is None else self.every)
+        return self.pages + float((since // page_tokens).mean())
 
     def words(self) -> tuple[str, ...]:
         """The first columns of its row."""
@@ -104,14 +114,20 @@ def shared_heads(stability: Stability) -> Iterator[str]:
     yield f"By chance: {chance:.2f}."
 
 
+def more_than(effect: DecodeEffect, other: DecodeEffect) -> Interval:
+    """How much further one map is from the whole model than another, in pairs of answers."""
+    return bootstrap(np.array([effect.kl_by_answer, other.kl_by_answer]).T, difference)
+
+
 class Bench:
     """A model in float32, which of its heads are unstable, and the effect of maps on decoding."""
 
-    def __init__(self, name: str, length: int, steps: int, texts: tuple[str, ...]) -> None:
-        loaded = models.load(name, torch.float32)
+    def __init__(self, asked: argparse.Namespace, texts: tuple[str, ...]) -> None:
+        length, steps = asked.length, asked.steps
+        loaded = models.load(asked.model, torch.float32, device=asked.device)
 
         def make_runner(heads: HeadClassMap | None) -> Runner:
-            room = len(texts) * 2 * (length + steps + 32)
+            room = len(texts) * 2 * asked.draws * (length + steps + 32)
             return Runner(
                 *loaded, max_tokens=room, heads=heads, check=heads is None, progress=False
             )
@@ -123,20 +139,31 @@ class Bench:
         tasks = text_tasks(whole, texts, length, **window)
         self.stability = measure_stability(whole, tasks, pages=16, steps=64)
         prompts = [
-            text.tokens.tolist() for text in held_out(whole, texts, length, **window, seed=0)
+            text.tokens.tolist()
+            for seed in range(asked.draws)
+            for text in held_out(whole, texts, length, **window, seed=seed)
         ]
         del whole
         self.meter = DecodeMeter(make_runner, prompts, steps)
 
     def rows(self, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
-        """The effect of each way, one after the other."""
+        """The effect of each way, one after the other, beside the first of its budget."""
         unstable, steps = self.stability.unstable(), self.meter.steps
+        first: dict[int, DecodeEffect] = {}
         print(HEADER, flush=True)
         for way in ways:
             effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
-            found = (f"{effect.kl:.4f}", f"{effect.worst:.4f}", f"{effect.agreement:.1%}")
+            more = more_than(effect, first.setdefault(way.pages, effect))
+            read = way.read(steps - 1, self.page_tokens)
+            found = (
+                f"{read:.1f}",
+                f"{effect.kl:.4f}",
+                f"{more.value:+.4f} ({more.low:+.4f} to {more.high:+.4f})",
+                f"{effect.worst:.4f}",
+                f"{effect.agreement:.1%}",
+            )
             print(f"| {' | '.join((*way.words(), *found))} |", flush=True)
-            yield {**asdict(way), **asdict(effect)}
+            yield {**asdict(way), "read": read, **asdict(effect), "more": asdict(more)}
 
 
 def main() -> None:
@@ -145,13 +172,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=256, help="decode steps compared a prompt")
+    parser.add_argument("--draws", type=int, default=1, help="prompts of each text and kind")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
     parser.add_argument("--pages", action="append", type=int, default=[])
     parser.add_argument("--all", action="store_true", help="every way of one with all of others")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     texts = tuple(asked.text) or TEXTS
-    bench = Bench(asked.model, asked.length, asked.steps, texts)
+    bench = Bench(asked, texts)
     record: dict[str, Any] = {
         "model": asked.model,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import page_budgets
-from benchmarks.quality.page_budgets import Way, ways_of
+from benchmarks.quality.page_budgets import Way, more_than, ways_of
+from kvweave.lab.profile import DecodeEffect
 
 UNSTABLE = np.array([[True, False], [False, False]])
 
@@ -49,6 +50,22 @@ def test_maps_are_as_a_way_says(way: Way, unstable: Any, stable: Any) -> None:
     chooses = {"kind": "top_k", "pages": 8}
     assert first == (unstable if "kind" in unstable else {**chooses, **unstable})
     assert others == [{**chooses, **stable}] * 3
+
+
+def test_pages_begun_since_a_ranking_are_counted() -> None:
+    assert Way(8, every=1).read(64, 16) == 8
+    assert Way(8, every=16).read(64, 16) == 8
+    assert Way(8, every=32).read(64, 16) == 8.5
+    assert Way(8, every=None).read(64, 16) == 8 + (0 + 1 + 2 + 3) / 4
+
+
+def test_ways_are_compared_in_pairs_of_answers() -> None:
+    def effect(*kl: float) -> DecodeEffect:
+        return DecodeEffect(8, float(np.mean(kl)), max(kl), 1.0, kl)
+
+    more = more_than(effect(0.3, 0.5, 0.8), effect(0.2, 0.4, 0.7))
+    assert more.value == pytest.approx(0.1)
+    assert (more.low, more.high) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 def test_unstable_heads_that_texts_share_are_a_table() -> None:

@@ -101,6 +101,7 @@ def test_the_effect_is_the_models_own_under_the_definition(model) -> None:
     assert len(said) == steps + 1
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert effect.tokens == steps
+    assert effect.kl_by_answer == (pytest.approx(effect.kl),)
     assert effect.kl == pytest.approx(np.mean(kl[1:]), rel=1e-3, abs=1e-6)
     assert effect.worst == pytest.approx(max(kl[1:]), rel=1e-3, abs=1e-6)
     assert effect.agreement == np.mean(agree[1:])

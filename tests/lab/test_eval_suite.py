@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -90,6 +91,28 @@ def test_a_measured_answer_is_the_generated_one(runner: Runner, samples: list[Sa
                 assert found.compared == 24
                 same.add(found.same_answer)
     assert same == {True, False}
+
+
+def test_without_own_answers_only_what_differs_is_not_said(
+    runner: Runner, samples: list[Sample]
+) -> None:
+    differ = set()
+    for index, sample in enumerate(samples):
+        with inserted(runner, sample, "ns") as ready:
+            says = SampleMeasurer(runner, ready, index, "ns", 8)
+            silent = SampleMeasurer(runner, ready, index, "ns", 8, own_answers=False)
+            for policy in ("full", *POLICIES):
+                one, other = says.policy(policy), silent.policy(policy)
+                assert other.kl == one.kl
+                assert other.agreed == one.agreed
+                assert other.same_answer == one.same_answer
+                if one.same_answer:
+                    assert (other.answer, other.score) == (one.answer, one.score)
+                else:
+                    assert other.answer == ""
+                    assert math.isnan(other.score)
+                differ.add(one.same_answer)
+    assert differ == {True, False}
 
 
 class Forced(Sampling):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -124,14 +126,15 @@ class _Reference:
 class _Outcome:
     """Logits f32 [n, V] at the scored tokens, and what was generated (if anything).
 
-    `agreed`: leading tokens of full's that the policy would have generated too.
+    `agreed`: leading tokens of full's that the policy would have generated too. `text` is None
+    where that was not generated.
     """
 
     logits: torch.Tensor
     report: Report
     peak_bytes: int | None
     agreed: int = 0
-    text: str = ""
+    text: str | None = ""
 
 
 class SampleMeasurer:
@@ -139,7 +142,9 @@ class SampleMeasurer:
 
     The sample's segments must be in the runner's knowledge base (see `inserted`). No measured
     prompt is remembered, so no policy finds what another one left. What is generated is compared
-    with full's over `agreement_tokens` tokens, or over full's answer where that is longer.
+    with full's over `agreement_tokens` tokens, or over full's answer where that is longer. Without
+    `own_answers` no policy generates what it would say otherwise than full, which is much of the
+    time of short prompts: answers that differ are then "", and their score is NaN.
 
     A sample may be a turn of a conversation, `after` the one before, whose parts it begins with:
     the others are appended to the conversation (`talk`) of full, and to that of each policy.
@@ -154,10 +159,12 @@ class SampleMeasurer:
         max_new_tokens: int,
         agreement_tokens: int = 0,
         *,
+        own_answers: bool = True,
         talk: Conversation | None = None,
         after: SampleMeasurer | None = None,
     ) -> None:
         self._runner = runner
+        self._own_answers = own_answers
         self._after = after
         self._sample, self._encoding_flops = ready.sample, ready.flops
         self._index = index
@@ -257,17 +264,22 @@ class SampleMeasurer:
             logits, report = done.logits.float().clone(), done.report
             if not room:
                 return _Outcome(logits, report, peak), _Reference()
-            with ask.again(self._runner, done, room) as other:
-                if reference is None:
-                    with ask.again(self._runner, done, room) as full:
-                        reference = self._generated(full, spoken_at_most)
+            if reference is None:
+                with ask.again(self._runner, done, room) as full:
+                    reference = self._generated(full, spoken_at_most)
+            with ExitStack() as stack:
+                # What the answer is decoded from, for the prompt itself goes on with full's.
+                needs = bool(answers) and self._own_answers
+                other = stack.enter_context(ask.again(self._runner, done, room)) if needs else None
                 forced, answer = reference.tokens, reference.answer
                 following = forced_logits(self._runner, done, forced)
                 agreed = _agreed(following.argmax(-1).tolist(), forced)
                 if not answers:
                     return _Outcome(logits, report, peak, agreed), reference
-                spoken = forced[:answer]
+                spoken: Sequence[int] = forced[:answer]
                 if agreed < answer:
+                    if other is None:
+                        return _Outcome(following[:answer], report, peak, agreed, None), reference
                     spoken = greedy_tokens(self._runner, other, spoken_at_most, self._stop())
         ended = spoken[-1] in self._stop()
         text = self._runner.prompts.decode(list(spoken[:-1] if ended else spoken))
@@ -296,7 +308,7 @@ class SampleMeasurer:
             top1=float(agrees.float().mean()),
             first_token=bool(agrees[first]),
             top10=_shared_top(reference[first], outcome.logits[first], 10),
-            answer=outcome.text,
+            answer=outcome.text or "",
             mode=report.mode,
             mode_reason=report.mode_reason,
             same_answer=(
@@ -313,7 +325,7 @@ class SampleMeasurer:
 
     def _score(self, outcome: _Outcome) -> float:
         if self._sample.answers:
-            return self._sample.recall(outcome.text)
+            return math.nan if outcome.text is None else self._sample.recall(outcome.text)
         scored = self._tokens[len(self._tokens) - self._sample.scored_tokens :]
         return negative_log_likelihood(outcome.logits[:-1], scored[1:])
 

@@ -74,7 +74,8 @@ def certify(
         for stage, half in zip(_STAGES, halves, strict=True)
     )
     runners = MapRunners(reference, runner, None if ladder is None else ladder.make_runner)
-    meter = LossMeter(runners, (search, certifying), seed, chosen.max_new_tokens, log)
+    new_tokens = chosen.max_new_tokens
+    meter = LossMeter(runners, (search, certifying), seed, new_tokens, bound.kind, log)
     maps = () if ladder is None else ladder.maps(runner, halves[0], seed)
     found = Search(meter, search, bound, chosen)
     found.policies(runner.heads)

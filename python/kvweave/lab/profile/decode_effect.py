@@ -25,13 +25,15 @@ class DecodeEffect:
 
     `tokens`: steps that were compared. `kl`: mean KL to the whole model, nats a token; `worst`: the
     mean over the tenth of the steps where it is highest. `agreement`: the share of steps whose
-    likeliest token is the whole model's.
+    likeliest token is the whole model's. `kl_by_answer`: `kl` of each answer alone, in the order of
+    the prompts: steps of one answer are not independent of each other, answers are.
     """
 
     tokens: int
     kl: float
     worst: float
     agreement: float
+    kl_by_answer: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,11 @@ class DecodeMeter:
         kl = np.sort(rows[:, 0])
         worst = kl[-max(1, len(kl) // 10) :]
         return DecodeEffect(
-            len(kl), float(kl.mean()), float(worst.mean()), float(rows[:, 1].mean())
+            tokens=len(kl),
+            kl=float(kl.mean()),
+            worst=float(worst.mean()),
+            agreement=float(rows[:, 1].mean()),
+            kl_by_answer=tuple(float(np.mean(one.found[1:], axis=0)[0]) for one in following),
         )
 
     def _answers(self, runner: Runner, settings: Sequence[Sampling]) -> list[list[int]]:

@@ -51,7 +51,8 @@ class StageJobs:
 class LossMeter:
     """Measures candidates on samples; what a log holds already is not measured again.
 
-    Full is measured by the whole runner of `runners`, each candidate by the one under its map.
+    Full is measured by the whole runner of `runners`, once a sample, and each candidate by the one
+    under its map. What candidates would answer is generated where their scores are asked for.
     """
 
     def __init__(
@@ -60,10 +61,13 @@ class LossMeter:
         stages: Sequence[StageJobs],
         seed: int,
         max_new_tokens: int,
+        kind: BoundKind,
         log: Path | None,
     ) -> None:
         self._runners = runners
         self._seed, self._max_new_tokens = seed, max_new_tokens
+        self._scored = kind == "score-drop"
+        self._samples: dict[tuple[str, int], tuple[SampleMeasurer, Measurement]] = {}
         spec = runners.whole.spec
         subject = {
             "model": spec.fingerprint,
@@ -71,6 +75,7 @@ class LossMeter:
             "device": spec.device.type,
             "seed": seed,
             "max_new_tokens": max_new_tokens,
+            "own_answers": self._scored,
         }
         self._log = MeasurementLog(log, subject)
         self._log.define({at.name(task): _meaning(task) for at in stages for task in at.tasks}, {})
@@ -106,8 +111,17 @@ class LossMeter:
         sample = task.sample(whole.prompts.tokenizer, at.numbers(self._seed, index))
         namespace = f"certify/{at.name(task)}/{self._seed}/{index}"
         with inserted(whole, sample, namespace) as ready:
-            measurer = SampleMeasurer(whole, ready, index, namespace, self._max_new_tokens)
-            full = measurer.full()
+            if (at.name(task), index) not in self._samples:
+                measurer = SampleMeasurer(
+                    whole,
+                    ready,
+                    index,
+                    namespace,
+                    self._max_new_tokens,
+                    own_answers=self._scored,
+                )
+                self._samples[at.name(task), index] = measurer, measurer.full()
+            measurer, full = self._samples[at.name(task), index]
             if "full" in known and known["full"].answer != full.answer:
                 known = {}
             made = [full] * ("full" not in known)
