@@ -1,8 +1,8 @@
-"""Writes the newest records into the README and `docs/results.md`.
+"""Writes the newest records into the README, `docs/results.md` and the pages of `docs/papers`.
 
 `python -m benchmarks.report.results`. No figure there is typed by hand. The README has the
-headlines, the other page a choice of figures and every table, each under the command that prints it
-and the machine that measured it.
+headlines, the second a choice of figures and every table, each under the command that prints it
+and the machine that measured it; a paper's page has what was measured of its claims.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import demo_table, headlines
 from benchmarks.report.budget_tables import budget_tables
+from benchmarks.report.papers import CLAIMS, claims
 from benchmarks.report.record import RECORDS, ROOT
-from benchmarks.report.table_rows import markdown_row, recorded
+from benchmarks.report.table_rows import cell, figure, markdown_row
 from kvweave.errors import InvalidArgument
 
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAPERS = ROOT / "docs" / "papers"
 
 VLLM = "python -m benchmarks.vllm.serve"
 SEGMENTS = "python -m benchmarks.vllm.segments"
@@ -293,21 +295,11 @@ def choice(runs: dict[str, dict[str, Any]]) -> str:
     for what, case, cells, command in CHOICE:
         if case not in runs:
             continue
-        shown = [_cell(runs[case], name, column) for name, column in cells]
+        shown = [cell(runs[case], name, column) for name, column in cells]
         machine = runs[case]["machine"]["processor"]
         commands = f"`{command}`" if command else _commands(case)
         lines.append(markdown_row([what, "; ".join(shown), machine, commands]))
     return "\n".join(lines) + "\n"
-
-
-def _cell(run: dict[str, Any], name: str, column: str | None) -> str:
-    row = recorded(run, name)
-    if column is None:
-        return f"{_figure(row['value'])} {row['unit']}".rstrip()
-    if column not in row["of"]:
-        text = f"newest run of {run['case']}: expected {column!r} in the row {name!r}, got none"
-        raise InvalidArgument(text, expected=column, got="none")
-    return _figure(row["of"][column])
 
 
 def _commands(case: str) -> str:
@@ -335,9 +327,9 @@ def _table(case: str, run: dict[str, Any]) -> str:
     heads = ["what", VALUE.get(case, "median"), *spread, *beside]
     lines += [markdown_row(heads), "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        measured = f"{_figure(row['value'])} {row['unit']}".rstrip()
-        p95 = ["" if row["p95"] is None else _figure(row["p95"]) for _ in spread]
-        cells = [_figure(row["of"][key]) if key in row["of"] else "" for key in beside]
+        measured = f"{figure(row['value'])} {row['unit']}".rstrip()
+        p95 = ["" if row["p95"] is None else figure(row["p95"]) for _ in spread]
+        cells = [figure(row["of"][key]) if key in row["of"] else "" for key in beside]
         lines.append(markdown_row([row["name"], measured, *p95, *cells]))
     return "\n".join(lines) + "\n"
 
@@ -362,14 +354,6 @@ def _ceilings(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _figure(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_figure, value))}]"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def filled(text: str, part: str, name: str = "results") -> str:
     """A page with `part` between the two marks of this name."""
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
@@ -377,11 +361,20 @@ def filled(text: str, part: str, name: str = "results") -> str:
     return before + start + "\n" + part + "\n" + end + rest.split(end)[1]
 
 
+def of_papers(runs: dict[str, dict[str, Any]]) -> dict[Path, str]:
+    """The table of claims of each paper's page.
+
+    Raises InvalidArgument for a figure that was not recorded.
+    """
+    pages = {PAPERS / f"{name}.md": listed for name, listed in CLAIMS.items()}
+    return {page: claims.table(listed, runs, page) for page, listed in pages.items()}
+
+
 def main() -> int:
-    """Fills both pages in; returns the exit status, 1 when a row that is shown was not recorded."""
+    """Fills the pages in; returns the exit status, 1 when a row that is shown was not recorded."""
     runs = newest()
     try:
-        chosen, shown = choice(runs), headlines.markdown(runs)
+        chosen, shown, told = choice(runs), headlines.markdown(runs), of_papers(runs)
     except InvalidArgument as error:
         print(error, file=sys.stderr)
         return 1
@@ -389,6 +382,7 @@ def main() -> int:
         (README, shown, "headlines"),
         (RESULTS, chosen, "choice"),
         (RESULTS, markdown(runs), "results"),
+        *((page, part, "claims") for page, part in told.items()),
     ]
     if demo_table.CASE in runs:
         parts.append((RESULTS, demo_table.markdown(runs[demo_table.CASE]), "demo"))

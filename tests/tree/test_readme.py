@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "DESIGN.md", "CONTRIBUTING.md"]
-PAGES += [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def example(page: str) -> Any:

@@ -1,0 +1,96 @@
+"""Claims of MosaicKV: Dynamic Two-D KV Cache Compression."""
+
+from benchmarks.report.papers.claims import Claim, packed, row, written
+
+H200 = "NVIDIA H200, 2026-11-23"
+PAGE = "docs/packed-kv.md"
+STEP = "Llama-3.1-8B, 8 layers"
+
+CLAIMS = (
+    Claim(
+        "Table 1",
+        "25 % of the channels and 10 % of the tokens kept: RULER at 64K, Llama-3.1-8B 89.85 (full "
+        "91.56), Qwen3-4B 90.47 (92.95); LongBench 32.84 (33.51) and 22.17 (22.61)",
+        "not measured: neither benchmark was run, nor a model of that size",
+    ),
+    Claim(
+        "Figure 9",
+        "LongBench ÷ full, Llama-3.1-8B: rotation adds 20.8 %, choosing in each vector 64.5 %, "
+        "strategies by segment bring it to 98 %",
+        "another measure: KL to exact pages, SmolLM2-135M, all tokens kept: a quarter of each "
+        "vector in bf16 without rotation {}, in the text's own basis as in the paper {}; INT4 "
+        "pages {}; half of each vector in four bits, one basis for the model {}",
+        (
+            packed("25 % bf16, no rotation (Mustafar)"),
+            packed("25 % bf16, own basis, not centred (MosaicKV)"),
+            packed("INT4"),
+            packed("50 % int4, calibrated basis"),
+        ),
+    ),
+    Claim(
+        "Figure 10 (a)",
+        "KV of Llama-3.1-8B: 3 times fewer bytes than full, 3.18 times fewer than Quest",
+        "bytes of a page at the same head dim, of bf16's: the paper's quarter in bf16 1 / {}, "
+        "half in four bits 1 / {}, INT4 1 / {}",
+        (
+            written(PAGE, "| `quarter-bf16`", "3.20", "by formula and test"),
+            written(PAGE, "| `half-int4`", "5.12", "by formula and test"),
+            written(PAGE, "| `int4`", "3.66", "by formula and test"),
+        ),
+    ),
+    Claim(
+        "Figure 8",
+        "attention of a decode step up to 16 times as fast as full and 2.4 times as fast as "
+        "Quest, 6.25 or 12.5 % of the tokens chosen",
+        "the two halves are apart here. INT4 pages, all tokens, a layer of the Llama-3.1-8B "
+        "shape: {} times as fast as bf16 at 16 × 128K, {} at 1 × 1M. Exact pages, 2048 tokens "
+        "chosen of 128K, 8 requests: {} times with the choice made anew, {} with an earlier one",
+        (
+            written(PAGE, "| 16 × 131 072 |", "2.86", H200),
+            written(PAGE, "| 1 × 1 048 576 |", "2.75", H200),
+            row(
+                "page_choice",
+                "8 × 131072 tokens, 128 pages: score, select, gather, attend",
+                "all ÷ this",
+            ),
+            row(
+                "page_choice",
+                "8 × 131072 tokens, 128 pages: attend to what was chosen",
+                "all ÷ this",
+            ),
+        ),
+    ),
+    Claim(
+        "Figure 10 (b)",
+        "a decode step of 4 requests of 1M tokens 4.8 times as fast as vLLM's, 3.8 times on "
+        "average over lengths; extrapolated from some of the layers where memory does not suffice",
+        "INT4 pages, all tokens, whole steps of 8 layers: {} times as fast as exact pages for 16 "
+        "× 32K, {} for 40 × 10K, {} for 1 × 128K",
+        (
+            row("packed_step", f"{STEP}, 16 × 32768: int4", "exact ÷ this"),
+            row("packed_step", f"{STEP}, 40 × 10240: int4", "exact ÷ this"),
+            row("packed_step", f"{STEP}, 1 × 131072: int4", "exact ÷ this"),
+        ),
+    ),
+    Claim(
+        "Figure 10 (c)",
+        "throughput of decoding 7.3 times vLLM's at 1M tokens, 5.5 times on average",
+        "not measured: no load was run over packed pages",
+    ),
+    Claim(
+        "Table 2",
+        "packing adds 7.6 % to a prefill of 64K tokens, 0.4 % to one of 1M; a full buffer of 32 "
+        "tokens takes 40.6 µs",
+        "INT4: {} µs for 32K tokens of one layer, {} µs for 64 tokens in all layers; its share of "
+        "a prefill was not measured",
+        (
+            written(PAGE, "Packing is slow", "350", H200),
+            written(PAGE, "Packing is slow", "63", H200),
+        ),
+    ),
+    Claim(
+        "§6.4",
+        "1.44M tokens of one request in 80 GB, where vLLM has no room for 512K",
+        "not measured: the longest text that was packed for real has 1M tokens of one layer",
+    ),
+)

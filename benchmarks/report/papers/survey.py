@@ -1,0 +1,82 @@
+"""What a survey of KV caches says of the usual techniques."""
+
+from benchmarks.report.papers.claims import Claim, row, written
+
+COUNTED = "counted by replay"
+LOAD = "Llama-3.1-8B, 100 of 10000 to 30000, 500 out, at once"
+TIER = "Llama-3.1-8B, 32768 tokens"
+
+CLAIMS = (
+    Claim(
+        "§3, PagedAttention",
+        "pages on demand use more than 90 % of the memory, where reservations waste 60 to 80 %; 4 "
+        "to 6 times the throughput of plain transformers",
+        "an arena of 80 GB filled with sessions of 32K tokens, of the Qwen3-32B shape: {} of it "
+        "used (one KV head in eight whole)",
+        (row("head_memory", "Qwen3-32B, 32768 tokens, 80 GB", "filled"),),
+    ),
+    Claim(
+        "§4, prefix caching",
+        "shared prefixes are computed once: 2 to 3 times the throughput",
+        "looking up a prefix of 128K tokens from Python takes {} ms, allocating and freeing a "
+        "block {} ns",
+        (
+            row("block_manager", "look up 128K tokens in Python, xxh3-128"),
+            row("block_manager", "allocate_and_free/4096"),
+        ),
+    ),
+    Claim(
+        "§5, RadixAttention",
+        "a tree with the granularity of a token: first tokens 2.9 to 4 times as early",
+        "not measured beside SGLang; prefixes end at any token here too",
+    ),
+    Claim(
+        "§6, KVFlow",
+        "eviction by what agents need next: 1.83 times SGLang's speed for one workflow, 2.19 for "
+        "many",
+        "not measured beside SGLang; a test holds that a ring of agents finds the texts that have "
+        "room, where the least recently used order finds none",
+    ),
+    Claim(
+        "§7, Mooncake",
+        "GPU, host and disk as tiers, behind less than 1, 5 to 10, and 50 to 100 ms",
+        "documents of 32K tokens, Llama-3.1-8B shape, first token in s: from the device {}, the "
+        "host {}, that machine's disk {}, computed {}",
+        (
+            row("tiers", f"{TIER}, device"),
+            row("tiers", f"{TIER}, host"),
+            row("tiers", f"{TIER}, disk"),
+            row("tiers", f"{TIER}, computed"),
+        ),
+    ),
+    Claim(
+        "§7, eviction",
+        "least recent and least frequent use decide what goes",
+        "an hour of chats of Mooncake's trace, room for a tenth of its blocks: cost-aware "
+        "eviction finds {} % where the least recently used order finds {}",
+        (
+            written("CHANGELOG.md", "- Which cached block goes first", "28.6", COUNTED),
+            written("CHANGELOG.md", "- Which cached block goes first", "27.9", COUNTED),
+        ),
+    ),
+    Claim(
+        "§8, LMCache",
+        "8 to 15 times faster by caches beyond one engine",
+        "not measured beside LMCache; nothing here is shared between hosts",
+    ),
+    Claim(
+        "§9, continuous batching",
+        "requests join and leave between two steps",
+        "100 requests of 10 to 30K tokens at once, Llama-3.1-8B shape: {} tokens a second, vLLM "
+        "0.26 {}",
+        (
+            row("engine_load", f"{LOAD}: tokens in and out"),
+            row("engine_load", f"{LOAD}: tokens in and out: vLLM 0.26"),
+        ),
+    ),
+    Claim(
+        "§10, timing",
+        "a faster answer tells one user what another has asked",
+        "not measured; across namespaces there are no hits, so nothing to tell",
+    ),
+)
