@@ -10,7 +10,8 @@
 #   make kill-store         a thousand processes killed while they write to a store (a minute)
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
-#   make results            the newest records into the tables of README.md and docs/results.md
+#   make results            the newest records into the tables of README.md and of docs
+#   make tables             what the code knows of models and settings into docs/models.md
 #   make site               the documents as a site, in build/site
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
 #   make clean              forget everything that was built
@@ -20,7 +21,7 @@ SHELL := bash
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz host-events test-vllm kill-store vllm \
-  vllm-offered lint bench results site wheel packages setup clean
+  vllm-offered lint bench results tables site wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -122,6 +123,9 @@ bench: setup
 
 results: setup
 	$(PY) -m benchmarks.report.results
+
+tables: setup
+	PYTHONPATH=tests/doubles $(PY) tests/tree/code_tables.py
 
 # Any warning stops it: a link that leads nowhere, or a page that nobody finds.
 site: $(STAMPS)/packages

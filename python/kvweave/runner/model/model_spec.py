@@ -194,7 +194,7 @@ def describe(model: Any) -> ModelSpec:
     config = _text_config(model)
     modules = _need(decoder, "layers", "decoder")
     keyed = isinstance(getattr(rotary, "rope_type", None), dict)
-    attention = modules[0].self_attn
+    attention = _need(modules[0], "self_attn", "decoder layer")
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(attention.head_dim)
