@@ -13,6 +13,8 @@
 #   make results            the newest records into the tables of README.md and of docs
 #   make tables             what the code knows of models and settings into docs/models.md
 #   make site               the documents as a site, in build/site
+#   make licences           licences of what is linked, for the wheel, behind a change of Cargo.lock
+#   make release-check      a wheel for manylinux_2_28 and what is to be known of it (20 minutes)
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
 #   make clean              forget everything that was built
 
@@ -21,7 +23,7 @@ SHELL := bash
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz host-events test-vllm kill-store vllm \
-  vllm-offered lint bench results tables site wheel packages setup clean
+  vllm-offered lint bench results tables site licences release-check wheel packages setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,6 +58,9 @@ VLLM_SITE := .venv-vllm
 ROUNDS ?= 1
 # Of each kind of document.
 FUZZ_SECONDS ?= 720
+# Where a wheel for others lies, and the tool that looks at the licences of its crates.
+RELEASE := dist/release
+CARGO_DENY := 0.20.2
 # Files of tests that run at a time.
 TEST_JOBS ?= 2
 VLLM_JOBS ?= 2
@@ -131,6 +136,21 @@ tables: setup
 site: $(STAMPS)/packages
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo build/site/index.html
+
+licences: $(STAMPS)/venv
+	$(PY) tests/release/bundled_licences.py
+
+# zig links for glibc 2.28, whatever the machine's own is.
+release-check: setup
+	@$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra release
+	@cargo deny --version 2>/dev/null | grep -qx 'cargo-deny $(CARGO_DENY)' \
+	  || cargo install --locked --quiet cargo-deny@$(CARGO_DENY)
+	@rm -rf $(RELEASE)
+	KVWEAVE_CUDA=require CARGO_ZIGBUILD_ZIG_PATH=$$($(PY) -c \
+	  'import ziglang; print(ziglang.__path__[0] + "/zig")') \
+	  $(UV) build --quiet --wheel --python $(PY) --out-dir $(RELEASE) \
+	  --config-setting='build-args=--zig --compatibility manylinux_2_28' .
+	KVWEAVE_RELEASE=$(RELEASE) $(PY) -m pytest $(PYTEST_ARGS) -rs tests/release
 
 wheel: $(STAMPS)/wheel
 
