@@ -12,7 +12,7 @@
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
 #   make results            the newest records into the tables of README.md and of docs
 #   make tables             what the code knows of models and settings into docs/models.md
-#   make site               the documents as a site, in build/site
+#   make site               the documents as a site, with the notebooks run, in build/site
 #   make licences           licences of what is linked, for the wheel, behind a change of Cargo.lock
 #   make release-check      a wheel for manylinux_2_28 and what is to be known of it (20 minutes)
 #   make wheel              dist/kvweave-*.whl (KVWEAVE_CUDA=require to insist on the kernels)
@@ -133,7 +133,7 @@ tables: setup
 	PYTHONPATH=tests/doubles $(PY) tests/tree/code_tables.py
 
 # Any warning stops it: a link that leads nowhere, or a page that nobody finds.
-site: $(STAMPS)/packages
+site: $(STAMPS)/notebooks
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 
@@ -194,6 +194,10 @@ vllm-offered: $(STAMPS)/venv
 	@[ -e $(VLLM_VENV)/made ] || $(UV) pip install --quiet --dry-run --no-deps \
 	  --only-binary $(VLLM_BUILD) --target $(VLLM_SITE) --python $(VLLM_PYTHON) \
 	  $(VLLM_BUILD)==$(VLLM_VERSION) 2>&1 || [ $$? -eq 1 ]
+
+$(STAMPS)/notebooks: $(STAMPS)/installed $(wildcard notebooks/*.ipynb)
+	@echo "running the notebooks"
+	@OMP_WAIT_POLICY=passive $(PY) docs/run_notebooks.py && touch $@
 
 $(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
 	@echo "building the wheel"

@@ -90,7 +90,7 @@ def _outcome(work: Callable[[], object]) -> str:
     try:
         work()
     except Unsupported as error:
-        return "refused: " + str(error).partition("expected ")[2].partition(", got ")[0]
+        return "refused: expected " + str(error).partition("expected ")[2].partition(", got ")[0]
     return "yes"
 
 
