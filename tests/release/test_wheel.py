@@ -92,11 +92,12 @@ def test_it_works_where_nothing_else_is(wheel: Path, tmp_path: Path) -> None:
     python = tmp_path / "bare" / "bin" / "python"
     said(*uv, "venv", "--quiet", "--python", sys.executable, tmp_path / "bare")
     said(*uv, "pip", "install", "--quiet", "--python", python, wheel)
-    shown = said(python, "-c", "import kvweave; print(kvweave.cuda_status())")
-    assert "no kernels in this build" not in shown
-    doctor = said(python.with_name("kvweave"), "doctor")
+    shown = said(python, "-I", "-c", "import kvweave; print(kvweave.cuda_status())")
+    doctor = said(python, "-I", "-m", "kvweave", "doctor")
     assert re.search(r"cache, plans +works", doctor)
     assert "pip install 'kvweave[torch]'" in doctor
+    assert python.with_name("kvweave").exists()
+    assert "no kernels in this build" not in shown
 
 
 def denied(*checks: str) -> subprocess.CompletedProcess[str]:

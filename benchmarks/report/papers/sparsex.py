@@ -99,7 +99,7 @@ CLAIMS = (
     ),
     Claim(
         "§3.1",
-        "moving a segment costs one read, rotation and write of its keys, in one kernel",
+        "a segment is moved by one kernel, which touches each key and value once",
         "`copy_rerotate`, 2 GiB of Llama-3.1-8B's keys and values: {} of the memory's copy rate",
         (row("cuda_ops", "copy_rerotate, Llama-8B bfloat16, 2048 MiB", "of ceiling"),),
     ),
