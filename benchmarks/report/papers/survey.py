@@ -36,7 +36,7 @@ CLAIMS = (
         "§6, KVFlow",
         "eviction by what agents need next: 1.83 times SGLang's speed for one workflow, 2.19 for "
         "many",
-        "not measured beside SGLang. A ring of 10 agents of 1024 tokens on two CPU cores "
+        "no comparison with SGLang. A ring of 10 agents of 1024 tokens on two CPU cores "
         "(SmolLM2-135M): told by a workflow {} and {} times the speed of the least recently used "
         "order over all steps, with room for 5 and for 8 of them",
         (
