@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.adapters.vllm.server import SegmentMiddleware, marks, text_ranges
+from kvweave.adapters.vllm.server.outcomes import Told
 from kvweave.adapters.vllm.server.replies import BadRequest
 
 EPHEMERAL = {"type": "ephemeral"}
@@ -295,6 +296,73 @@ def test_what_holds_for_a_request_needs_no_marks() -> None:
     (asked,) = server.asked
     sent = json.loads(asked)["vllm_xargs"]["kvweave"]
     assert json.loads(sent) == {"discover": True, "segments": []}
+
+
+SAID = {"tokens": 90, "cached": 16, "found": {"request": 64}, "reused": 48, "recomputed": 8}
+USAGE = {"prompt_tokens": 90, "prompt_tokens_details": {"audio_tokens": 1}}
+
+
+def told(kind: bytes, *parts: bytes) -> tuple[dict[bytes, bytes], bytes]:
+    """Headers and body of a response that is sent in parts."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def respond() -> None:
+        through = Told(send)
+        length = b"%d" % sum(map(len, parts))
+        headers = [(b"content-type", kind), (b"content-length", length)]
+        await through({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts[:-1]:
+            await through({"type": "http.response.body", "body": part, "more_body": True})
+        await through({"type": "http.response.body", "body": parts[-1]})
+
+    asyncio.run(respond())
+    start, *bodies = sent
+    assert start["type"] == "http.response.start"
+    assert not bodies[-1].get("more_body", False)
+    return dict(start["headers"]), b"".join(message["body"] for message in bodies)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30, 100])
+@pytest.mark.parametrize("others", [{}, {"remote": 1}])
+def test_a_response_says_what_became_of_its_prompt(cut: int, others: dict[str, Any]) -> None:
+    given = {"usage": USAGE, "kv_transfer_params": {"kvweave": SAID, **others}}
+    data = json.dumps(given).encode()
+    headers, body = told(b"application/json; charset=utf-8", data[:cut], data[cut:], b"")
+    assert json.loads(body) == {
+        "kvweave": SAID,
+        "kv_transfer_params": others or None,
+        "usage": {**USAGE, "prompt_tokens_details": {"audio_tokens": 1, "cached_tokens": 56}},
+    }
+    assert int(headers[b"content-length"]) == len(body)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_a_stream_says_it_where_it_ends(size: int) -> None:
+    events = [
+        {"choices": [{"delta": {"content": "a\n\n b"}}], "usage": None},
+        {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": {"kvweave": SAID}},
+        {"choices": [], "usage": {"prompt_tokens": 90}},
+    ]
+    lines = [f"data: {json.dumps(event)}" for event in events] + [": a comment", "data: [DONE]"]
+    data = "".join(f"{line}\n\n" for line in lines).encode()
+    parts = [data[at : at + size] for at in range(0, len(data), size)]
+    _, body = told(b"text/event-stream", *parts)
+    first, last, usage, comment, done, rest = body.decode().split("\n\n")
+    assert (first, comment, done, rest) == (lines[0], *lines[3:], "")
+    assert json.loads(last.removeprefix("data: "))["kvweave"] == SAID
+    details = json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 56}
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"nothing", b'{"kv_transfer_params": 3}'])
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream", b"text/plain"])
+def test_responses_that_say_nothing_pass(kind: bytes, data: bytes) -> None:
+    headers, body = told(kind, data)
+    assert body == data
+    assert int(headers[b"content-length"]) == len(data)
 
 
 def test_refusals_have_openais_shape() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
+import vllm
 
 from families import tiny
+from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.server import text_ranges
 from vllm_segments import SIZES, settings
 from vllm_server import KEY, NAME, fetched, scraped, served, tokenizer
@@ -136,6 +141,66 @@ def test_marks_are_the_argument_that_a_client_could_have_counted(
 def test_streams_say_the_same(client: openai.OpenAI) -> None:
     parts = part("stream"), marked(DOCUMENT), part("and")
     assert streamed(client, *parts) == chat(client, *parts)
+
+
+def test_a_response_says_what_became_of_its_prompt(client: openai.OpenAI) -> None:
+    """Of each request its own, as the metrics count them together."""
+    text = "and the fox and the hen; " * 12
+    messages: Any = [{"role": "user", "content": [part("told:"), marked(text), part("say")]}]
+    given: dict[str, Any] = {"model": NAME, "messages": messages, "max_tokens": 3, "temperature": 0}
+    first = client.chat.completions.create(**given).model_dump()
+    tokens = first["usage"]["prompt_tokens"]
+    assert first["kvweave"]["tokens"] == tokens
+    found, missed = first["kvweave"]["found"], first["kvweave"]["missed"]
+    # What opens any chat was seen before.
+    assert set(found) <= {"prefix"}
+    assert sum(found.values()) + sum(missed.values()) == tokens
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
+    messages[0]["content"][0] = part("this stands before it now:")
+    again = client.chat.completions.create(**given).model_dump()
+    said, usage = again["kvweave"], again["usage"]
+    assert said["found"]["request"] > 48
+    assert sum(said["found"].values()) + sum(said["missed"].values()) == usage["prompt_tokens"]
+    spared = said["cached"] + said["reused"] - said["recomputed"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == spared > 0
+    assert again["kv_transfer_params"] is None
+    # vLLM ends an answer of one token before it hands on what workers say.
+    short = client.chat.completions.create(**{**given, "max_tokens": 1}).model_dump()
+    assert "kvweave" not in short
+    plain = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": text}], max_tokens=3, temperature=0
+    )
+    assert "kvweave" not in plain.model_dump()
+
+
+@pytest.mark.skipif(
+    versions.is_known(vllm.__version__, ("0.26",)), reason="streams of vLLM 0.26 do not carry it"
+)
+def test_a_stream_says_what_became_of_its_prompt(client: openai.OpenAI) -> None:
+    text = "a cat and the hen and the cat; " * 10
+    for before in ("one:", "another and a longer one:"):
+        messages: Any = [{"role": "user", "content": [part(before), marked(text)]}]
+        chunks = client.chat.completions.create(
+            model=NAME,
+            messages=messages,
+            max_tokens=3,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        pieces = [chunk.model_dump() for chunk in chunks]
+    (said,) = [piece["kvweave"] for piece in pieces if "kvweave" in piece]
+    assert said["found"]["request"] > 48
+    details = pieces[-1]["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == said["cached"] + said["reused"] - said["recomputed"]
+
+
+def test_the_dashboard_shows_metrics_that_vllm_has(address: str) -> None:
+    dashboard = Path(__file__).parents[3] / "docs" / "vllm-dashboard.json"
+    with urlopen(f"{address}/metrics") as answer:
+        served = answer.read().decode()
+    for name in set(re.findall(r"vllm:\w+", dashboard.read_text(encoding="utf-8"))):
+        assert re.search(rf"^{name}\b", served, re.MULTILINE), name
 
 
 def test_without_reuse_marks_change_nothing(client: openai.OpenAI) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
+from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.adapters.vllm.segments.store import Copies
 from kvweave.plan import LayerPlan, Probe, Rows
 
 
 class ChunkWork:
-    """A chunk's walk, and what was done of it; `request` is its number in the batch.
+    """A chunk's walk, and what was done of it; `request` is its number in the batch, `name` its id.
 
     `reached` layers hold KV of all reused rows. `copied` are the rows of `copies`, kept for layers
     that spare the same.
     """
 
-    def __init__(self, chunk: ChunkWalk, request: int) -> None:
+    def __init__(self, chunk: ChunkWalk, request: int, name: str) -> None:
         self.chunk = chunk
         self.request = request
+        self.name = name
         self.reached = 0
         self.copied: Rows | None = None
         self.copies: Copies | None = None
@@ -59,5 +61,7 @@ class ChunkWork:
         done, reused = self._computed, self.chunk.reused - self.chunk.start
         stats.rows += self._rows
         stats.rows_spared += int(done.size - np.count_nonzero(done))
+        again = int(np.count_nonzero(done[-1, reused]))
         stats.reused_tokens += len(reused)
-        stats.recomputed_rows += int(np.count_nonzero(done[-1, reused]))
+        stats.recomputed_rows += again
+        stats.outcome(self.name).add(PromptOutcome(reused=len(reused), recomputed=again))

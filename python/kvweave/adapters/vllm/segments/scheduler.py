@@ -10,18 +10,32 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
-from kvweave.adapters.vllm.segments.markers import Markers
+from kvweave.adapters.vllm.segments.markers import SECTION, Markers
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
+from kvweave.adapters.vllm.segments.outcome import PromptOutcome
+from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats
 
 
 @dataclass
 class _Marked:
-    """A request with markers: its blocks, and how many tokens its prefill has (0: not begun)."""
+    """A request with markers: its blocks, and how many tokens its prefill has (0: not begun).
+
+    `cached`: those of them that vLLM's own prefix cache had. `outcome`: what the workers have said
+    of the prompt so far.
+    """
 
     request: Any
     markers: Markers
     blocks: list[int] = field(default_factory=list)
     tokens: int = 0
+    cached: int = 0
+    outcome: PromptOutcome | None = None
+
+    def said(self) -> dict[str, Any] | None:
+        """What the response says of the prompt, if the workers have said anything."""
+        if self.outcome is None:
+            return None
+        return {"tokens": self.tokens, "cached": self.cached, **self.outcome.to_dict()}
 
 
 class MarkedRequests:
@@ -38,10 +52,21 @@ class MarkedRequests:
         if markers is not None:
             self._marked[request.request_id] = _Marked(request, markers)
 
-    def finished(self, request_id: str) -> None:
-        """A request ended, or was aborted."""
-        if self._marked.pop(request_id, None) is not None:
-            self._ended.append(request_id)
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """A request ended, or was aborted; what its response says of its prompt."""
+        marked = self._marked.pop(request_id, None)
+        if marked is None:
+            return None
+        self._ended.append(request_id)
+        return marked.said()
+
+    def heard(self, outcomes: dict[str, PromptOutcome]) -> None:
+        """What the workers did with prompts in a step."""
+        for name, outcome in outcomes.items():
+            marked = self._marked.get(name)
+            if marked is not None:
+                marked.outcome = marked.outcome or PromptOutcome()
+                marked.outcome.add(outcome)
 
     def message(self, scheduled: Any) -> SegmentMessage:
         """What the workers must know of a step, from vLLM's `SchedulerOutput`."""
@@ -77,6 +102,8 @@ class MarkedRequests:
         if not marked.tokens:
             tokens = [int(token) for token in marked.request.all_token_ids]
             prompt, marked.tokens = Prompt(tokens, marked.markers), len(tokens)
+            # One that was preempted is looked up again.
+            marked.cached, marked.outcome = start, None
         end = min(start + scheduled.num_scheduled_tokens[name], marked.tokens)
         number, slot = divmod(start, self.block_size)
         first = marked.blocks[number] * self.block_size + slot
@@ -104,6 +131,15 @@ class SegmentSchedulerConnector(IdleConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once."""
-        self.requests.finished(request.request_id)
-        return False, None
+        """Blocks may be freed at once; the response says what became of the prompt.
+
+        That of an answer of one token does not: vLLM ends it before it hands on what workers say.
+        """
+        said = self.requests.finished(request.request_id)
+        return False, None if said is None else {SECTION: said}
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers of a step say of its prompts."""
+        report = connector_output.kv_connector_stats
+        if isinstance(report, SegmentConnectorStats):
+            self.requests.heard(report.take_outcomes())

@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvweave.adapters.vllm.segments.outcome import PromptOutcome
+
 
 @dataclass
 class SegmentStats:
@@ -23,7 +25,7 @@ class SegmentStats:
     (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
     "refused" for prompts that the store had no room for or could not take. `store_bytes`: how
     much more of the store is "free", "held", "cached" and (of these) "frozen" than at the last
-    report.
+    report. `outcomes`: by request what became of its prompt, for the scheduler alone.
     """
 
     requests: int = 0
@@ -37,10 +39,19 @@ class SegmentStats:
     hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
     store_bytes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, PromptOutcome] = field(default_factory=dict)
+
+    def outcome(self, request: str) -> PromptOutcome:
+        """What became of a request's prompt, to be added to."""
+        return self.outcomes.setdefault(request, PromptOutcome())
 
     def add(self, other: SegmentStats) -> None:
         """Adds the counts of another interval."""
+        for request, outcome in other.outcomes.items():
+            self.outcome(request).add(outcome)
         for name, value in vars(other).items():
+            if name == "outcomes":
+                continue
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
             else:
@@ -48,16 +59,22 @@ class SegmentStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that any process can read."""
-        return {
+        plain = {
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
         }
+        outcomes = {request: outcome.to_dict() for request, outcome in self.outcomes.items()}
+        return {**plain, "outcomes": outcomes}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SegmentStats:
         """What `to_dict` gave."""
         counters = {name: Counter(value) for name, value in data.items() if isinstance(value, dict)}
-        return cls(**{**data, **counters})
+        outcomes = {
+            request: PromptOutcome.from_dict(outcome)
+            for request, outcome in data.get("outcomes", {}).items()
+        }
+        return cls(**{**data, **counters, "outcomes": outcomes})
 
 
 class SegmentConnectorStats(KVConnectorStats):
@@ -71,6 +88,11 @@ class SegmentConnectorStats(KVConnectorStats):
     def reset(self) -> None:
         """Starts a new interval."""
         self.data = SegmentStats().to_dict()
+
+    def take_outcomes(self) -> dict[str, PromptOutcome]:
+        """What became of prompts, by request; the report is then of nobody's in particular."""
+        taken = self.data.pop("outcomes", {})
+        return {request: PromptOutcome.from_dict(outcome) for request, outcome in taken.items()}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds another interval to this one."""

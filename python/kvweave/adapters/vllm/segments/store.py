@@ -19,7 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from kvweave import ops
-from kvweave.adapters.vllm.segments.stats import SegmentStats
+from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument
@@ -224,20 +224,22 @@ class SegmentStore:
         found, size = self.cache.stats(), self.cache.block_bytes
         return Counter({name: found[name] * size for name in ("free", "held", "cached", "frozen")})
 
-    def count(self, admitted: AdmittedPrompt, stats: SegmentStats) -> None:
-        """Counts what a look-up found."""
-        stats.requests += 1
-        for span in admitted.request.plan.spans:
-            size = span.end - span.start
-            if span.kind == "prefix":
-                stats.hits["prefix"] += size
-            elif span.kind == "segment":
-                stats.hits["request" if span.source == "request" else "frozen"] += size
-            else:
-                stats.misses[str(span.reason)] += size
-
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.geometry.device)
+
+
+def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:
+    """What a look-up found."""
+    outcome = PromptOutcome()
+    for span in admitted.request.plan.spans:
+        size = span.end - span.start
+        if span.kind == "prefix":
+            outcome.found["prefix"] += size
+        elif span.kind == "segment":
+            outcome.found["request" if span.source == "request" else "frozen"] += size
+        else:
+            outcome.missed[str(span.reason)] += size
+    return outcome
 
 
 def _counted(counts: Rows) -> Rows:

@@ -24,7 +24,7 @@ from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
-from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, Unsupported
 from kvweave.policies import Full
 
@@ -97,7 +97,7 @@ class SegmentWorker:
                 except InvalidArgument:
                     refused.append(chunk)
                     continue
-                works.append(ChunkWork(walk, request))
+                works.append(ChunkWork(walk, request, chunk.request_id))
         except BaseException:
             for work in works:
                 work.chunk.close()
@@ -105,6 +105,7 @@ class SegmentWorker:
         for chunk in refused:
             # As a layer to ask that this model does not have: the prompt is computed whole.
             self.stats.misses["refused"] += chunk.end - chunk.start
+            self.stats.outcome(chunk.request_id).missed["refused"] += chunk.end - chunk.start
             self._chunks.remove(chunk)
             self._let_go(chunk.request_id)
         layers = self._layers()
@@ -196,8 +197,13 @@ class SegmentWorker:
             )
         except (PoolFull, InvalidArgument, OutOfMemory):
             self.stats.misses["refused"] += len(prompt.tokens)
+            self.stats.outcome(name).missed["refused"] += len(prompt.tokens)
             return
-        self.store.count(admitted, self.stats)
+        found = outcome_of(admitted)
+        self.stats.requests += 1
+        self.stats.hits.update(found.found)
+        self.stats.misses.update(found.missed)
+        self.stats.outcome(name).add(found)
         self._admitted[name] = admitted
 
     def _let_go(self, name: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from kvweave.adapters.vllm.segments.markers import SECTION
-from kvweave.adapters.vllm.server import knowledge, marks, prompts, replies
+from kvweave.adapters.vllm.server import knowledge, marks, outcomes, prompts, replies
 from kvweave.errors import KvweaveError
 
 CHAT = "/v1/chat/completions"
@@ -52,29 +52,31 @@ class SegmentMiddleware:
                 status, answer = await knowledge.call(scope["app"].state, *given)
                 await replies.send_json(send, status, answer)
                 return
-            data = await _chat(scope["app"].state, data)
+            data, asks = await _chat(scope["app"].state, data)
         except KvweaveError as error:
             await replies.send_json(send, *replies.refusal(error))
             return
-        await self.app(_sized(scope, len(data)), _again(data, receive), send)
+        told = outcomes.Told(send) if asks else send
+        await self.app(_sized(scope, len(data)), _again(data, receive), told)
 
 
-async def _chat(state: Any, data: bytes) -> bytes:
-    """A chat request with its marks turned into an argument of vLLM's."""
+async def _chat(state: Any, data: bytes) -> tuple[bytes, bool]:
+    """A chat request with its marks turned into an argument of vLLM's; whether there were any."""
     if SECTION.encode() not in data and marks.CONTROL.encode() not in data:
-        return data
+        return data, False
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
-        return data
+        return data, False
     if not isinstance(given, dict):
-        return data
+        return data, False
     marked = marks.read(given)
     if not marked.asks:
-        return json.dumps(marked.body).encode() if marked.body != given else data
+        return (json.dumps(marked.body).encode() if marked.body != given else data), False
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
-    return json.dumps(marked.body if spans is None else marked.arguments(spans)).encode()
+    asked = marked.body if spans is None else marked.arguments(spans)
+    return json.dumps(asked).encode(), spans is not None
 
 
 def _path(scope: Scope) -> str:

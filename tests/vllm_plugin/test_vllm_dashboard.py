@@ -1,0 +1,81 @@
+"""The dashboard and the compose file for vLLM: what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvweave.adapters.vllm import versions
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PANELS: list[dict[str, Any]] = json.loads((DOCS / "vllm-dashboard.json").read_text())["panels"]
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCS / "vllm-compose.yaml").read_text())
+
+
+def ours() -> set[str]:
+    """Metrics that the plugin's source names and its page explains, as /metrics has them."""
+    page = (DOCS / "vllm.md").read_text(encoding="utf-8")
+    sources = (ROOT / "python/kvweave/adapters/vllm/metrics").glob("*.py")
+    texts = {
+        node.value
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names = {f"kvweave_{text}{suffix}" for text in texts for suffix in ("", "_total")}
+    return {name for name in names if f"`{name}" in page}
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def test_every_metric_of_ours_exists_and_most_are_shown() -> None:
+    known = ours()
+    shown = {name for expr in expressions() for name in re.findall(r"\bkvweave_\w+", expr)}
+    assert shown <= known
+    assert len(shown) >= 8
+
+
+@pytest.mark.parametrize("expr", expressions())
+def test_an_expression_closes_what_it_opens(expr: str) -> None:
+    for opening, closing in ("()", "{}", "[]"):
+        assert expr.count(opening) == expr.count(closing)
+    assert '{model_name=~"$model"' in expr
+
+
+def test_panels_lie_beside_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+
+
+def test_the_compose_file_serves_a_vllm_that_the_plugin_knows() -> None:
+    services = COMPOSE["services"]
+    image = services["vllm"]["image"]
+    assert versions.is_known(image.rpartition(":v")[2])
+    (command,) = services["vllm"]["command"]
+    assert "kvweave vllm-config" in command
+    assert "vllm serve" in command
+    named = {given["source"] for one in services.values() for given in one.get("configs", [])}
+    assert named == set(COMPOSE["configs"])
+    for config in COMPOSE["configs"].values():
+        assert isinstance(yaml.safe_load(config["content"]), dict)
+    mounted = [path.split(":")[0] for path in services["grafana"]["volumes"]]
+    assert [(DOCS / path).is_file() for path in mounted] == [True]
