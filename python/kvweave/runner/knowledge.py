@@ -49,13 +49,16 @@ class Knowledge:
         That is the one named here, before this returns, and the runner's own, behind it.
         """
         prefiller = self._prefiller
-        refuse_beside_packed(prefiller.packed, "documents")
+        packed = prefiller.packed is not None
         lookup = Lookup(namespace)
         with (
             prefiller.computing,
-            prefiller.prefill(text, policy_of("full"), lookup, keep=True) as done,
+            prefiller.prefill(text, policy_of("full"), lookup, keep=not packed) as done,
         ):
-            done.request.freeze(name, 0, len(text.tokens))
+            if done.kv.packed is None:
+                done.request.freeze(name, 0, len(text.tokens))
+            else:
+                done.kv.packed.freeze(done.request, name)
             if self._tiers is not None:
                 self._tiers.keep(done.request, done.positions.regime, name)
             if store is not None:

@@ -8,6 +8,7 @@ from kvweave.arguments import several, shown, word
 from kvweave.cache import FrozenSegment, KvCache
 from kvweave.errors import InvalidArgument
 from kvweave.runner.knowledge import Knowledge
+from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.progress import track
 from kvweave.runner.prompt import PromptTokenizer, Segment, TokenizedPrompt
 from kvweave.runner.report import Report
@@ -19,6 +20,7 @@ class KnowledgeBase:
     """What a `Runner` does with documents, which stay until they are deleted."""
 
     cache: KvCache
+    packed: PackedPool | None
     prompts: PromptTokenizer
     progress: bool
     tiers: Tiers | None
@@ -44,11 +46,16 @@ class KnowledgeBase:
         frozen here all the same.
         """
         self._knowledge.insert(self._document(content, name, namespace), name, namespace, store)
-        return self.cache.frozen_segment(name, namespace)
+        return self._books.frozen_segment(name, namespace)
 
     def encode(self, content: str | Sequence[int], name: str, namespace: str = "") -> Report:
         """Like `insert`, but computes it in any case, and returns what that cost."""
         return self._knowledge.encode(self._document(content, name, namespace), name, namespace)
+
+    @property
+    def _books(self) -> KvCache:
+        """Whose blocks documents are frozen in."""
+        return self.cache if self.packed is None else self.packed.cache
 
     def _document(self, content: str | Sequence[int], name: str, namespace: str) -> TokenizedPrompt:
         """The text of a document; told before anything is computed for it."""
@@ -72,7 +79,7 @@ class KnowledgeBase:
         `QuotaExceeded` when one does not fit, those before it being frozen.
         """
         restored = self._knowledge.restore(store, word("namespace", namespace), name)
-        return [self.cache.frozen_segment(each, namespace) for each in restored]
+        return [self._books.frozen_segment(each, namespace) for each in restored]
 
     def insert_many(
         self,
@@ -94,7 +101,7 @@ class KnowledgeBase:
         # Errors
         `UnknownSegment` when there is none of that name in that namespace.
         """
-        self.cache.delete(word("name", name), word("namespace", namespace))
+        self._books.delete(word("name", name), word("namespace", namespace))
         if self.tiers is not None:
             self.tiers.forget(name, namespace)
 
@@ -119,4 +126,4 @@ class KnowledgeBase:
 
     def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
         """The frozen segments of a namespace, or all of them."""
-        return self.cache.frozen(None if namespace is None else word("namespace", namespace))
+        return self._books.frozen(None if namespace is None else word("namespace", namespace))

@@ -36,7 +36,7 @@ class Ask:
 
     def again(self, runner: Runner, done: Prefill, room: int) -> Prefill:
         """The prompt once more, as it was prefilled: a fork, or computed anew where none can be."""
-        if done.report.restored:
+        if done.report.restored or done.kv.packed is not None:
             return self.prefilled(runner, None, room)
         return done.fork()
 

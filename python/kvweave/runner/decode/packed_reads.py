@@ -8,7 +8,8 @@ a step changes no entry: those of a request change when a page of it has been pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +19,21 @@ from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
-from kvweave.runner.kv.packed_prefix import PackedPrefix, States
+from kvweave.runner.kv.packed_prefix import PackedPrefix, States, merged_states
 from kvweave.runner.kv.tables import Int32, send
+
+Listed = tuple[torch.Tensor, torch.Tensor]
+"""Entries i32 [N, 5] of B requests and their offsets i32 [B + 1]."""
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """Packed entries i32 [N, 5] of B requests and their offsets i32 [B + 1]; positions i32 [B]."""
+    """What B requests read at positions i32 [B]: packed tokens, and exact ones beside documents."""
 
     pool: PackedPool
     positions: torch.Tensor
-    entries: torch.Tensor
-    offsets: torch.Tensor
+    packed: Listed
+    aside: Listed | None
 
     def merged(
         self,
@@ -40,46 +44,77 @@ class PackedStep:
         workspace: Workspace | None,
     ) -> torch.Tensor:
         """Attention of queries q [B, H, D] over all, where `exact` is that over exact pages."""
-        kv = self.pool.read(layer, self.pool.spec.layers[layer], rope)
-        out, lse = ops.attend_packed(
-            q,
-            self.positions,
-            self.entries,
-            kv,
-            entry_offsets=self.offsets,
-            workspace=workspace,
-        )
-        outs, lses = torch.stack((exact[0], out)), torch.stack((exact[1], lse))
-        return ops.merge_states(outs, lses)[0]
+        of = self.pool.spec.layers[layer]
+        called = q, self.positions
+        entries, offsets = self.packed
+        known: dict[str, Any] = {"entry_offsets": offsets, "workspace": workspace}
+        kv = self.pool.read(layer, of, rope)
+        states = [exact, ops.attend_packed(*called, entries, kv, **known)]
+        if self.aside is not None:
+            entries, known["entry_offsets"] = self.aside
+            heads = self.pool.spec.kv_heads
+            own = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
+            states += [ops.attend_decode(*called, entries, own, **known)]
+        return merged_states(*states)[0]
 
 
 @dataclass(frozen=True)
-class PackedRoom:
-    """Where the packed entries of a batch lie: i32 [N, 5], with room for more behind them.
+class EntryRoom:
+    """Where the entries of a batch lie: i32 [N, 5], with room for more behind them.
 
     offsets i32 [M + 1]: requests beyond the batch have no entries.
     """
 
-    pool: PackedPool
     entries: torch.Tensor
     offsets: torch.Tensor
 
     @staticmethod
-    def of(pool: PackedPool, entries: int, requests: int) -> PackedRoom:
+    def of(entries: int, requests: int, device: torch.device) -> EntryRoom:
         """Room for so many entries of so many requests, or somewhat more."""
         n, m = (1 << max(0, number - 1).bit_length() for number in (entries, requests))
-        device = pool.spec.device
         made = torch.zeros((n, 5), dtype=torch.int32, device=device)
-        return PackedRoom(pool, made, torch.zeros(m + 1, dtype=torch.int32, device=device))
+        return EntryRoom(made, torch.zeros(m + 1, dtype=torch.int32, device=device))
 
     def fits(self, entries: int, requests: int) -> bool:
         """Whether so many have room."""
         return entries <= len(self.entries) and requests < len(self.offsets)
 
-    def step(self, positions: Table) -> PackedStep:
-        """What rows at positions i32 [B] read behind what they read exactly."""
+    def write(self, parts: Sequence[Int32]) -> int:
+        """Writes the entries of requests, one behind the other: how many there are of all."""
+        offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+        count = int(offsets[-1])
+        ends_at = np.full(len(self.offsets), count, np.int32)
+        ends_at[: len(offsets)] = offsets
+        entries, spans = send(self.entries.device, np.concatenate(parts), ends_at)
+        self.entries[:count].copy_(torch.as_tensor(entries))
+        self.offsets.copy_(torch.as_tensor(spans))
+        return count
+
+
+@dataclass(frozen=True)
+class PackedRoom:
+    """Where the entries of a batch lie: of packed tokens, and of exact ones beside documents.
+
+    There is no room for the latter before a request has any.
+    """
+
+    pool: PackedPool
+    packed: EntryRoom
+    aside: EntryRoom | None = None
+
+    def step(self, positions: Table, listed: tuple[int, int] | None = None) -> PackedStep:
+        """What rows at positions i32 [B] read behind what they read exactly.
+
+        `listed`: entries that there are in each room, where that may be said.
+        """
         asked = (torch.as_tensor(positions) - RECENT_TOKENS).clamp_(min=0)
-        return PackedStep(self.pool, asked, self.entries, self.offsets[: len(asked) + 1])
+        ends = listed or (None, None)
+
+        def of(room: EntryRoom, end: int | None) -> Listed:
+            return room.entries[:end], room.offsets[: len(asked) + 1]
+
+        aside = None if self.aside is None else of(self.aside, ends[1])
+        return PackedStep(self.pool, asked, of(self.packed, ends[0]), aside)
 
 
 class PackedReads:
@@ -93,9 +128,9 @@ class PackedReads:
         self._batch: Sequence[Decoding] = ()
         # Steps until a page of any of them is full.
         self._rests = 0
-        self._room = PackedRoom.of(pool, 1, 1)
-        # Entries of the batch, and whether they lie in the room.
-        self._listed, self._is_listed = 0, False
+        self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool.spec.device))
+        # Entries of the batch, packed and aside, and whether they lie in the room.
+        self._listed, self._is_listed = (0, 0), False
 
     def seat(self, batch: Sequence[Decoding]) -> None:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
@@ -132,30 +167,42 @@ class PackedReads:
     def step(self, positions: Table) -> PackedStep:
         """What the batch's rows at positions i32 [B] read."""
         room = self.room(len(self._batch))
-        return replace(room, entries=room.entries[: self._listed]).step(positions)
+        return room.step(positions, self._listed)
 
     def room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
-        if self._is_listed and requests < len(self._room.offsets):
-            return self._room
-        parts = [_packed(sequence).entries() for sequence in self._batch]
-        offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        count = self._listed = int(offsets[-1])
-        if not self._room.fits(count, requests):
-            # So much that nothing moves before all of the batch are done.
-            ends = (s.request.length + s.remaining for s in self._batch)
-            most = sum(-(-end // PAGE_TOKENS) for end in ends)
-            most = max(most, count, len(self._room.entries))
-            most_requests = max(requests, len(self._room.offsets) - 1)
-            self._room = PackedRoom.of(self.pool, most, most_requests)
         room = self._room
-        ends_at = np.full(len(room.offsets), count, np.int32)
-        ends_at[: len(offsets)] = offsets
-        entries, spans = send(self.pool.spec.device, np.concatenate(parts), ends_at)
-        room.entries[:count].copy_(torch.as_tensor(entries))
-        room.offsets.copy_(torch.as_tensor(spans))
-        self._is_listed = True
+        if self._is_listed and requests < len(room.packed.offsets):
+            return room
+        packed = [_packed(sequence).entries() for sequence in self._batch]
+        aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in self._batch]
+        counts = sum(map(len, packed)), sum(map(len, aside))
+        fits = room.packed.fits(counts[0], requests)
+        if counts[1] or room.aside is not None:
+            fits &= room.aside is not None and room.aside.fits(counts[1], requests)
+        if not fits:
+            room = self._room = self._more_room(counts, requests)
+        room.packed.write(packed)
+        if room.aside is not None:
+            room.aside.write(aside)
+        self._listed, self._is_listed = counts, True
         return room
+
+    def _more_room(self, counts: tuple[int, int], requests: int) -> PackedRoom:
+        """Room for so many entries, and so much more that nothing moves before all are done."""
+        before, device = self._room, self.pool.spec.device
+        ends = [s.request.length + s.remaining for s in self._batch]
+        known = [_packed(sequence).tokens for sequence in self._batch]
+        pages = sum(
+            -(-end // PAGE_TOKENS) - at // PAGE_TOKENS for end, at in zip(ends, known, strict=True)
+        )
+        requests = max(requests, len(before.packed.offsets) - 1)
+        most = max(counts[0] + pages, len(before.packed.entries))
+        aside = None
+        if counts[1] or before.aside is not None:
+            least = 0 if before.aside is None else len(before.aside.entries)
+            aside = EntryRoom.of(max(counts[1], least), requests, device)
+        return PackedRoom(self.pool, EntryRoom.of(most, requests, device), aside)
 
 
 def _packed(sequence: Decoding) -> PackedPrefix:

@@ -10,9 +10,7 @@ NOT_BESIDE_PACKED = {
     "heads": "a head map gives its classes blocks of their own, and none is packed",
     "profile": "what a profile states was measured over exact pages",
     "canary": "full answers are computed over packed pages as well, so it has no yardstick",
-    "mode": "segments at other positions are not read from packed pages",
-    "policy": "segments at other positions are not read from packed pages",
-    "documents": "what is frozen has to be kept whole, and windows are not",
+    "documents": "what a store or the host's memory keeps of documents are exact pages",
     "payloads": "what is handed over has exact pages of all tokens",
     "healing": "tokens that are packed are not written again",
     "conversation": "a turn forks its request, and packed pages have no fork",
@@ -21,7 +19,7 @@ NOT_BESIDE_PACKED = {
 """By the argument or call that asks for it: why packed pages do not serve it."""
 
 
-def check_kv_dtype(kv_dtype: object, mode: str, **asked: object) -> None:
+def check_kv_dtype(kv_dtype: object, **asked: object) -> None:
     """Raises for a `kv_dtype` that is none, and for what a runner is asked for beside it.
 
     # Errors
@@ -29,8 +27,7 @@ def check_kv_dtype(kv_dtype: object, mode: str, **asked: object) -> None:
     """
     if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype == "int4"):
         raise InvalidArgument(f"kv_dtype: expected None or 'int4', got {shown(kv_dtype)}")
-    shared = mode if mode == "share" else None
-    for what, got in {**asked, "mode": shared}.items():
+    for what, got in asked.items():
         refuse_beside_packed(kv_dtype, what, got)
 
 

@@ -97,10 +97,10 @@ class PackedPool:
         found = self.cache.match_prefix(tokens, namespace, regime=regime)
         return min(found, len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
-    def scratch_bytes(self, tokens: int) -> int:
-        """What a chunk of a prompt of so many tokens has unpacked at most."""
-        token = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
-        return min(tokens, SCRATCH_TOKENS) * token
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token of one layer in exact pages."""
+        return 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
 
     def read(self, layer: int, of: LayerSpec, rope: ops.RopeTable) -> ops.PackedKv:
         """One layer's packed KV as rows read it."""

@@ -7,6 +7,8 @@ requests that begin alike share them, and nobody writes one a second time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -88,29 +90,66 @@ class PackedPrefix:
         length = self.request.length
         if end > length:
             self.request.append(request.tokens[length:end])
-        blocks = self.request.entries()[: end // PAGE_TOKENS, 0]
         new = np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS)
+        blocks = self._own_blocks(new)
         self._convert(True, request, new, blocks)
-        self._blocks, self.tokens = blocks, end
+        self._blocks, self.tokens = np.concatenate((self._blocks, blocks)), end
+
+    def freeze(self, request: KvRequest, name: str) -> None:
+        """Packs all of a text that was prefilled alone, and freezes it under a name.
+
+        Its last page has as many tokens as are left for it.
+
+        # Errors
+        `PoolFull` without room, or where the frozen share does not suffice, `QuotaExceeded`.
+        """
+        length = request.length
+        self.pack(request, length)
+        if rest := length - self.tokens:
+            known = self.request.length
+            if known < length:
+                self.request.append(request.tokens[known:length])
+            page = np.asarray([self.tokens // PAGE_TOKENS])
+            self._convert(True, request, page, self.request.entries()[-1:, 0], rest)
+        self.request.commit(length, length)
+        self.request.freeze(name, 0, length)
 
     def unpack_newest(self, request: KvRequest) -> None:
         """Fills the newest exact pages of a request whose rows go on behind what is packed."""
         first = max(SINK_TOKENS, self.tokens - RECENT_TOKENS) // PAGE_TOKENS
         pages = np.arange(first, self.tokens // PAGE_TOKENS)
-        self._convert(False, request, pages, self._blocks)
+        self._convert(False, request, pages, self._blocks[first:])
+
+    def _own_blocks(self, pages: npt.NDArray[np.int64]) -> Int32:
+        """The packed blocks of some pages of the text, whose last tokens are the request's own."""
+        entries = self.request.entries()
+        lasts = (pages + 1) * PAGE_TOKENS - 1
+        blocks: Int32 = entries[np.searchsorted(entries[:, 3], lasts, side="right") - 1, 0]
+        return blocks
 
     def _convert(
-        self, pack: bool, request: KvRequest, pages: npt.NDArray[np.int64], blocks: Int32
+        self,
+        pack: bool,
+        request: KvRequest,
+        pages: npt.NDArray[np.int64],
+        blocks: Int32,
+        tokens: int = PAGE_TOKENS,
     ) -> None:
-        """Packs or unpacks some pages in a row, of all layers and heads in one launch."""
+        """Packs or unpacks some pages in a row, of all layers and heads in one launch.
+
+        `tokens`: the first so many of each.
+        """
         if not len(pages):
             return
         pool, entries = self.pool, request.entries()
         size = pool.exact.shape[2]
-        starts = np.arange(pages[0] * PAGE_TOKENS, (pages[-1] + 1) * PAGE_TOKENS, size)
+        end = pages[-1] * PAGE_TOKENS + tokens
+        starts = np.arange(pages[0] * PAGE_TOKENS, end, size)
         at = np.searchsorted(entries[:, 3], starts)
         assert np.array_equal(entries[at, 3], starts), "what is packed lies in exact pages"
-        packs = packs_of(blocks[pages], entries[at, 0].reshape(len(pages), -1))
+        exact = np.zeros(len(pages) * (PAGE_TOKENS // size), np.int32)
+        exact[: len(at)] = entries[at, 0]
+        packs = packs_of(blocks, exact.reshape(len(pages), -1), tokens)
         (table,) = send(pool.spec.device, packs)
         if pack:
             ops.pack_pages(pool.exact, pool.pages, table, pages=pool.block_pages)
@@ -129,6 +168,10 @@ class PackedPrefix:
         size = self.pool.pages.format.page_bytes
         return own // page * size, shared // page * size
 
+    def scratch_bytes(self, tokens: int) -> int:
+        """What a chunk of a prompt of so many tokens has unpacked at most."""
+        return min(tokens, SCRATCH_TOKENS) * self.pool.token_bytes
+
     def release(self) -> None:
         """Gives the blocks back; safe to call twice."""
         self.request.release()
@@ -142,6 +185,10 @@ class PackedPrefix:
         rows[:, 0], rows[:, 2] = blocks, PAGE_TOKENS
         rows[:, 3] = SINK_TOKENS + PAGE_TOKENS * np.arange(len(blocks))
         return rows
+
+    def exact_entries(self, first: int) -> Int32:
+        """What lies in exact pages beside the windows, from a position on: of a prefix nothing."""
+        return np.zeros((0, 5), np.int32)
 
     def end_of_gap(self, request: KvRequest) -> int:
         """Where exact pages begin again behind the sink: what lies between is read packed."""
@@ -157,43 +204,67 @@ class PackedPrefix:
         rows: tuple[torch.Tensor, Table],
         gap_end: int,
         exact: States,
-    ) -> torch.Tensor:
-        """Attention of a prompt's rows over packed pages and, as `exact` has it, over the others.
+    ) -> States:
+        """Attention of a prompt's rows over packed tokens and, as `exact` has it, over the others.
 
-        `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`.
-        Packed pages of this layer are unpacked into scratch, `SCRATCH_TOKENS` at once: each chunk
-        of a prompt reads all before it so, and unpacking costs what a copy of it does.
+        `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`,
+        where packed tokens end. Those of this layer are unpacked into scratch, `SCRATCH_TOKENS` at
+        once: each chunk of a prompt reads all before it so, and unpacking costs what a copy does.
         """
-        (q, positions), (out, lse) = rows, exact
-        for first in range(SINK_TOKENS, gap_end, SCRATCH_TOKENS):
-            pages, entries = self._unpacked(layer, first, min(gap_end, first + SCRATCH_TOKENS))
+        q, positions = rows
+        for part in _in_parts(before(self.entries(), gap_end)):
+            pages, listed = unpacked(self.pool, layer, part)
+            (entries,) = send(pages.device, listed)
             heads = self.pool.spec.kv_heads
-            kv = ops.PagedKv(pages, 0, heads, of.scale, rope, None, of.softcap)
-            part = ops.attend_prefill(q, positions, entries, kv)
-            outs, lses = torch.stack((out, part[0])), torch.stack((lse, part[1]))
-            out, lse = ops.merge_states(outs, lses)
-        return out
+            kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap)
+            exact = merged_states(exact, ops.attend_prefill(q, positions, entries, kv))
+        return exact
 
-    def _unpacked(self, layer: int, first: int, end: int) -> tuple[torch.Tensor, Table]:
-        """One layer's packed tokens [first, end) in pages of their own, and entries of them."""
-        pool, heads = self.pool, self.pool.spec.kv_heads
-        size, dim = pool.exact.shape[2:]
-        packed = self._blocks[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)] + layer * heads
-        # Behind a null block of one page a head.
-        exact = heads * np.arange(1, len(packed) * PAGE_TOKENS // size + 1, dtype=np.int32)
-        shape = (int(exact[-1]) + heads, 2, size, dim)
-        pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
-        entries = np.zeros((-(-(end - first) // size), 5), np.int32)
-        entries[:, 0] = exact[: len(entries)]
-        entries[:, 3] = first + size * np.arange(len(entries))
-        entries[:, 2] = np.minimum(size, end - entries[:, 3])
-        packs = packs_of(packed, exact.reshape(len(packed), -1))
-        table, listed = send(pool.spec.device, packs, entries)
+
+def merged_states(*states: States) -> States:
+    """Attention over all of the keys of some parts."""
+    outs, lses = zip(*states, strict=True)
+    return ops.merge_states(torch.stack(outs), torch.stack(lses))
+
+
+def before(entries: Int32, end: int) -> Int32:
+    """Of entries in order of position what lies before an end."""
+    kept: Int32 = entries[entries[:, 3] < end].copy()
+    kept[:, 2] = np.minimum(kept[:, 2], kept[:, 1] + end - kept[:, 3])
+    return kept
+
+
+def _in_parts(entries: Int32) -> Iterator[Int32]:
+    """Entries in parts of so many pages as are unpacked at once."""
+    turns = np.ones(len(entries), np.int64)
+    turns[1:] = entries[1:, 0] != entries[:-1, 0]
+    part = (np.cumsum(turns) - 1) // (SCRATCH_TOKENS // PAGE_TOKENS)
+    yield from np.split(entries, np.flatnonzero(np.diff(part)) + 1) if len(entries) else ()
+
+
+def unpacked(
+    pool: PackedPool, layer: int, entries: Int32, more: int = 0
+) -> tuple[torch.Tensor, Int32]:
+    """One layer's packed pages in exact ones of their own, and what entries say of those instead.
+
+    Pages of the layers before have room, which nobody touches: a layer turns keys by frequencies
+    of its own, and is known by where its pages lie. Behind the blocks is room for so many `more`.
+    """
+    heads, device = pool.spec.kv_heads, pool.spec.device
+    blocks, which = np.unique(entries[:, 0], return_inverse=True)
+    # Behind a null block of one page a head.
+    exact = heads * np.arange(1, len(blocks) + 1, dtype=np.int32)
+    shape = (heads * (len(blocks) + 1 + more + layer), 2, PAGE_TOKENS, pool.spec.head_dim)
+    pages = torch.empty(shape, dtype=pool.exact.dtype, device=device)
+    listed = entries.copy()
+    listed[:, 0] = exact[which]
+    if len(blocks):
+        (table,) = send(device, packs_of(blocks + layer * heads, (exact + layer * heads)[:, None]))
         ops.unpack_pages(pool.pages, pages, table, pages=heads)
-        return pages, listed
+    return pages, listed
 
 
-def packs_of(packed: Int32, exact: Int32) -> Int32:
-    """Whole packed blocks [N] and the exact ones [N, n] of each, as `ops.pack_pages` wants them."""
-    full = np.full(len(packed), PAGE_TOKENS, np.int32)
-    return np.column_stack((packed, full, exact)).astype(np.int32)
+def packs_of(packed: Int32, exact: Int32, tokens: int = PAGE_TOKENS) -> Int32:
+    """Packed blocks [N] of so many tokens and the exact ones [N, n] of each: `ops.pack_pages`'."""
+    counts = np.full(len(packed), tokens, np.int32)
+    return np.column_stack((packed, counts, exact)).astype(np.int32)

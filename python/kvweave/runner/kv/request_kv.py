@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,19 @@ from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
 from kvweave.runner.model.rope import PositionTable
+
+
+@dataclass(frozen=True)
+class LayerLook:
+    """A layer of a request as probes see it: where all of its tokens lie in pages of one kind.
+
+    `paged` reads `pages`. `entries` gives those of a table, as `table` has them of all.
+    """
+
+    pages: torch.Tensor
+    paged: ops.PagedKv
+    table: KvTable
+    entries: Callable[[int], Int32]
 
 
 class RequestKv:
@@ -273,6 +287,23 @@ class RequestKv:
             reach,
         )
 
+    def whole_reach(self, layer: int) -> Reach | None:
+        """What the heads of a layer could read of what is kept; None as for `reach`."""
+        return self.heads.whole(self.request, layer)
+
+    def look(self, layer: int) -> LayerLook:
+        """A layer as probes see it."""
+        return LayerLook(self.pages, self.paged(layer), self.table, self.request.entries)
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether all that the tokens of a draft see is kept until its last."""
+        return self.heads.uniform
+
+    def drafted(self, tokens: int) -> tuple[KvRequest, PackedPrefix | None]:
+        """A fork of the request to draft so many tokens in, and what it reads packed."""
+        return self.request.fork(), None
+
     def with_packed(
         self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
     ) -> torch.Tensor:
@@ -282,7 +313,7 @@ class RequestKv:
         if self._gap_end is None:
             self._gap_end = self.packed.end_of_gap(self.request)
         of, rope = self.spec.layers[layer], self.positions.rope
-        return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)
+        return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)[0]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.plan import Rows
-from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.request_kv import LayerLook, RequestKv
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.prefill.probes import mass_from
 
 
 @dataclass(frozen=True)
 class AskedLayer:
-    """One layer's KV of a request; all heads are here."""
+    """One layer's KV of a request; all heads are here. It is looked at once."""
 
     kv: RequestKv
     layer: int
+
+    @cached_property
+    def _look(self) -> LayerLook:
+        return self.kv.look(self.layer)
 
     @property
     def tokens(self) -> int:
@@ -42,23 +47,24 @@ class AskedLayer:
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""
-        paged = self.kv.paged(self.layer)
+        look = self._look
         if head is not None:
             reach = ops.Reach(self.kv.request.tables, self._head_rows()[head : head + 1])
-            paged = replace(paged, kv_heads=1, window=None, reach=reach)
-        return mass_from(self.kv, paged, q, positions)
+            paged = replace(look.paged, kv_heads=1, window=None, reach=reach)
+            look = replace(look, paged=paged)
+        return mass_from(self.kv, look, q, positions)
 
     def value_norms(self, head: int) -> torch.Tensor:
         """The norm of each token's value in one KV head, f32 [T]; 0 where nothing is kept."""
         table, rank = (int(number) for number in self._head_rows()[head, :2])
-        block, begin, end, position, _ = self.kv.request.entries(table).T
+        block, begin, end, position, _ = self._look.entries(table).T
         # Slots of an entry are consecutive, and so are the positions that they hold.
         lengths = end - begin
         within = np.arange(int(lengths.sum()), dtype=np.int32)
         within -= np.repeat(np.cumsum(lengths, dtype=np.int32) - lengths, lengths)
         places = np.stack([np.repeat(of, lengths) for of in (block + rank, begin, position)])
         places[1:] += within
-        pages = self.kv.pages
+        pages = self._look.pages
         page, slot, token = send_index(pages.device, places).long()
         kept = pages[page, 1, slot].float().norm(dim=-1)
         return torch.zeros(self.tokens, device=pages.device).index_copy_(0, token, kept)

@@ -31,8 +31,11 @@ class Drafter:
         """Attention mass on each token of the prompt, f32 [T]; None when there is no room.
 
         logits f32 [V] are those of the prompt's last token.
+
+        # Errors
+        `Unsupported` for more tokens than the exact pages beside packed documents keep.
         """
-        request = kv.request.fork()
+        request, packed = kv.drafted(step.tokens)
         try:
             fork = kv.forked(request)
             sequence = Decoding(
@@ -41,6 +44,7 @@ class Drafter:
                 Sampling(),
                 limit=step.tokens + 1,
                 device=logits.device,
+                packed=packed,
             )
             sequence.choose(logits)
             mass = self._decode(kv, sequence, step)
@@ -59,7 +63,7 @@ class Drafter:
                 assert queries is not None
                 kept.append(queries)
                 # Window groups let go of what later tokens do not see: there each token asks alone.
-                if sequence.done or not kv.heads.uniform:
+                if sequence.done or not kv.keeps_drafts:
                     fork = kv.forked(sequence.request)
                     mass += probes.mass_of_layers(fork, torch.cat(kept, 1), step.since)[:length]
                     kept.clear()

@@ -10,6 +10,7 @@ from kvweave.policies import Policy
 from kvweave.runner.caller import caller_level
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.memory import resident_bytes, working_bytes
@@ -69,21 +70,43 @@ class PrefillContext:
             return exact
         return max(exact, self.packed.found_prefix(tokens, namespace, regime))
 
-    def packed_prefix(
-        self, tokens: Rows, reuse: str, namespace: str, regime: int, reserve_tokens: int
+    def packed_tokens(
+        self,
+        prompt: TokenizedPrompt,
+        policy: Policy,
+        lookup: Lookup,
+        regime: int,
+        reserve_tokens: int,
     ) -> PackedPrefix | None:
-        """The packed pages of a prompt that is to be admitted; None where there are none at all.
+        """What a prompt that is to be admitted has packed; None where there are no packed pages.
+
+        These are documents, where its policy reuses segments and any are found; else a prefix.
 
         # Errors
         `PoolFull` when it does not fit.
         """
         if self.packed is None:
             return None
+        segments = policy.reuse == "segments"
+        if segments and (prompt.segments or lookup.discover):
+            documents = PackedDocuments(
+                self.packed,
+                self.cache,
+                prompt,
+                namespace=lookup.namespace,
+                discover=lookup.discover,
+                regime=regime,
+                reserve_tokens=reserve_tokens,
+                rotates=policy.delta_rope,
+            )
+            if documents.has_documents:
+                return documents
+            documents.release()
         return PackedPrefix(
             self.packed,
-            tokens,
-            namespace=namespace,
-            reuse=reuse,
+            prompt.tokens,
+            namespace=lookup.namespace,
+            reuse="prefix" if segments else policy.reuse,
             regime=regime,
             reserve_tokens=reserve_tokens,
         )
@@ -137,13 +160,27 @@ class PrefillContext:
             heads=self.heads.classes,
         )
 
-    def device_bytes(self, report: Report, trace: Trace, logits: int) -> int:
+    def view_of_documents(self, documents: PackedDocuments) -> PromptView:
+        """A prompt that reads packed documents as its policy sees it."""
+        return PromptView(
+            tokens=len(documents.places),
+            layers=len(self.spec.layers),
+            page_tokens=self.cache.shape.page_tokens,
+            prefix=0,
+            fresh=documents.fresh,
+            segments=documents.spans,
+            heads=self.heads.classes,
+        )
+
+    def device_bytes(
+        self, report: Report, trace: Trace, logits: int, packed: PackedPrefix | None = None
+    ) -> int:
         """The most that weights, pages and a prefill take where the model lies."""
         working = working_bytes(
             self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
         )
-        if self.packed is not None:
-            working += self.packed.nbytes + self.packed.scratch_bytes(report.tokens)
+        if packed is not None:
+            working += packed.pool.nbytes + packed.scratch_bytes(report.tokens)
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def report(

@@ -12,12 +12,15 @@ import torch
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
+from kvweave.plan import Plans, one_pass
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock, Mark
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
+from kvweave.runner.kv.document_kv import DocumentKv
+from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.kv.tables import send_index
+from kvweave.runner.model.rope import PositionTable
 from kvweave.runner.prefill.chunks import spans
 from kvweave.runner.prefill.executor import ChunkedRun
 from kvweave.runner.prefill.lookup import Lookup, first_of
@@ -42,8 +45,7 @@ class PrefillJob:
     its documents are to come from, if that was decided before.
 
     # Errors
-    `PoolFull` when the prompt does not fit; `Unsupported` for a policy that reuses segments beside
-    packed pages; whatever its policy raises.
+    `PoolFull` when the prompt does not fit; whatever its policy raises.
     """
 
     @needs_memory("prefill")
@@ -61,16 +63,13 @@ class PrefillJob:
         keep: bool = False,
         expected: Expected | None = None,
     ) -> None:
-        segments = policy.reuse == "segments"
-        refuse_beside_packed(context.packed, "policy", policy.name if segments else None)
         self.tokens = len(prompt.tokens)
         self._context = context
         self._policy = policy
         self._lookup = lookup
         self._first = first_of(logits_from, self.tokens)
-        self._chunk = 0 if keep or policy.measures else chunk_tokens
+        self._most_rows = 0 if keep else chunk_tokens
         self._keep = keep
-        self._mode = context.mode_for(policy)
         positions = context.rotary.table(self.tokens)
         with context.brought(prompt, policy, lookup, expected) as self._brought:
             start = time.perf_counter()
@@ -81,19 +80,9 @@ class PrefillJob:
         self._whole: tuple[torch.Tensor, Trace] | None = None
         try:
             with context.spec.current():
-                self._kv = RequestKv(
-                    context.heads,
-                    context.pages,
-                    self.request,
-                    positions,
-                    policy.delta_rope,
-                    self._packed,
-                )
                 copying = context.clock.mark()
-                self._kv.copy()
-                there = self._kv.take_packed(self.request.plan.reused_prefix, self._chunk)
+                self._take(positions)
                 self._copying = copying, context.clock.mark()
-                self._view = context.view(self.request, there)
                 self._ids = send_index(context.spec.device, prompt.tokens).long()
         except BaseException:
             self.release()
@@ -105,22 +94,31 @@ class PrefillJob:
     def _admit(self, prompt: TokenizedPrompt, regime: int, reserve_tokens: int) -> None:
         """Takes the prompt's blocks, and its packed pages where there are any."""
         context, policy, lookup = self._context, self._policy, self._lookup
-        self._packed = context.packed_prefix(
-            prompt.tokens, policy.reuse, lookup.namespace, regime, reserve_tokens
-        )
+        self._packed = context.packed_tokens(prompt, policy, lookup, regime, reserve_tokens)
+        documents = self._packed if isinstance(self._packed, PackedDocuments) else None
+        self._documents = documents
+        # Without documents there is nothing to choose from beside packed pages.
+        self._plain = self._packed is not None and documents is None
+        reuse, self._mode = policy.reuse, context.mode_for(policy)
+        self._chunk = chunk = 0 if policy.measures and not self._plain else self._most_rows
+        if documents is not None:
+            # Windows alone: what is computed lies aside.
+            reuse, chunk, self._mode = "none", 1, ("share", "packed documents are read in place")
+        elif self._plain and reuse == "segments":
+            reuse = "prefix"
 
         def admitted(segments: bool) -> KvRequest:
-            segments = segments and policy.reuse == "segments"
+            segments = segments and reuse == "segments"
             return context.cache.admit(
                 prompt.tokens,
                 namespace=lookup.namespace,
                 segments=prompt.segments if segments else (),
                 discover=lookup.discover and segments,
-                reuse=policy.reuse,
+                reuse=reuse,
                 mode=self._mode[0],
                 reserve_tokens=reserve_tokens,
                 regime=regime,
-                chunk_tokens=self._chunk,
+                chunk_tokens=chunk,
             )
 
         try:
@@ -130,6 +128,21 @@ class PrefillJob:
                 self._packed.release()
             raise
         self._sources = self._brought.sources(self.request)
+
+    def _take(self, positions: PositionTable) -> None:
+        """Brings what the prompt finds to where its rows read it, and says what there is."""
+        context, request, rotates = self._context, self.request, self._policy.delta_rope
+        known = context.heads, context.pages, request, positions, rotates
+        if self._documents is not None:
+            kv = DocumentKv(*known, self._documents)
+            self._kv: RequestKv = kv
+            kv.begin()
+            self._view = context.view_of_documents(self._documents)
+            return
+        self._kv = RequestKv(*known, self._packed)
+        self._kv.copy()
+        there = self._kv.take_packed(request.plan.reused_prefix, self._chunk)
+        self._view = context.view(request, there)
 
     @needs_memory("prefill")
     @torch.inference_mode()
@@ -158,7 +171,7 @@ class PrefillJob:
         prefix, executor = self._view.prefix, self._context.executor
         if self._run is None:
             at_once = to == self.tokens and to - prefix <= self._chunk
-            plans = self._policy.plan(self._view)
+            plans = self._plans()
             if at_once or not self._chunk:
                 self._whole = executor.prefill(self._kv, self._ids, plans, self._first, prefix)
                 self.computed = self.tokens
@@ -171,6 +184,12 @@ class PrefillJob:
                 self._kv.advance(first, end)
             self._run.compute(first, end)
             self.computed = end
+
+    def _plans(self) -> Plans:
+        """What the policy says, where there is anything for it to choose from."""
+        if self._plain and self._policy.reuse == "segments":
+            return one_pass(self._view.layers, self._view.fresh)
+        return self._policy.plan(self._view)
 
     @torch.inference_mode()
     def finish(self) -> Prefill:
@@ -207,12 +226,14 @@ class PrefillJob:
             own, shared = self._packed.kv_bytes()
             report.kv_bytes += own
             report.shared_kv_bytes += shared
+        if self._documents is not None:
+            report.plan = self._documents.request.plan
         report.mode, report.mode_reason = self._mode
         report.documents = self._sources
         if context.tiers is not None:
             seconds = self._timings.prefill_s
             context.tiers.measured.note("compute", sum(report.flops.values()), seconds)
-        report.device_bytes = context.device_bytes(report, trace, len(logits))
+        report.device_bytes = context.device_bytes(report, trace, len(logits), self._packed)
         reused = ReusedTokens.of(self._view.segments)
         report.settled_now = reused.settle(trace.recomputed)
         return Prefill(self._kv, logits, report, self._lookup, exact, reused)

@@ -9,7 +9,7 @@ import torch
 
 from kvweave import ops
 from kvweave.plan import Rows, Salience
-from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.request_kv import LayerLook, RequestKv
 from kvweave.runner.kv.tables import RowTable
 
 _COMPARED_ROWS = 4096
@@ -18,7 +18,7 @@ _COMPARED_ROWS = 4096
 
 def scores(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Sparse-Q mass of every token, f32 [T], from the queries [S, H, D] of some rows."""
-    return mass_from(kv, kv.paged(layer), q, kv.probe_positions(rows))
+    return mass_from(kv, kv.look(layer), q, kv.probe_positions(rows))
 
 
 def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Tensor:
@@ -35,7 +35,8 @@ def mass_of_layers(kv: RequestKv, queries: torch.Tensor, since: int) -> torch.Te
 
 def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience:
     """Mass and edge of a layer from the queries [S, H, D] of some rows: see `Salience`."""
-    whole = replace(kv.paged(layer), reach=kv.heads.whole(kv.request, layer))
+    look = kv.look(layer)
+    whole = replace(look, paged=replace(look.paged, reach=kv.whole_reach(layer)))
     heads = kv.layer_heads(layer)
     edge = torch.zeros(len(heads.seen), device=q.device)
     if not heads.narrowed or not len(rows):
@@ -51,22 +52,21 @@ def salience(kv: RequestKv, layer: int, q: torch.Tensor, rows: Rows) -> Salience
 
 def mass_from(
     kv: RequestKv,
-    paged: ops.PagedKv,
+    look: LayerLook,
     q: torch.Tensor,
     positions: ops.Table,
     edge: ops.EdgeMass | None = None,
 ) -> torch.Tensor:
     """Mass of every token, f32 [T], from queries [S, H, D] that see what is up to their positions.
 
-    `paged` is a layer of the request, all of its heads or some.
+    `look` is at a layer of the request, all of its heads or some.
     """
-    table = kv.table
     return ops.score_tokens(
         q,
         positions,
-        table.entries,
-        paged,
-        entry_offsets=table.offsets,
+        look.table.entries,
+        look.paged,
+        entry_offsets=look.table.offsets,
         edge=edge,
         tokens=kv.request.length,
     )
@@ -87,7 +87,7 @@ def deviation(
 
 def _places(kv: RequestKv, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The page [R, G] and the slot [R, 1 or G] of every row and KV head of a layer."""
-    if kv.heads.uniform:
+    if slots.ndim == 2:
         first = layer * kv.spec.kv_heads
         ranks = torch.arange(first, first + kv.spec.kv_heads, device=slots.device)
         return slots[:, :1] + ranks, slots[:, 1:]

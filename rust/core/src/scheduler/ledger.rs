@@ -166,9 +166,9 @@ impl BlockLedger {
     /// Takes pages, and leaves as many as `spare` requests take for their next tokens.
     fn take(&mut self, pages: usize, spare: usize) -> Result<(), Shortage> {
         let needed = pages + spare.saturating_mul(self.pages_of(1));
-        let free = if self.exhausted { 0 } else { self.free };
-        if pages > 0 && needed > free {
-            self.exhausted = false;
+        let exhausted = std::mem::take(&mut self.exhausted);
+        let free = if exhausted { 0 } else { self.free };
+        if exhausted || (pages > 0 && needed > free) {
             return Err(Shortage { needed, free });
         }
         self.free -= pages;
@@ -199,10 +199,9 @@ impl Room for BlockLedger {
     fn grow(&mut self, request: RequestId, tokens: usize) -> Result<(), Shortage> {
         let Some(account) = self.accounts.get(&request).copied() else { return Ok(()) };
         let needed = self.pages_of(tokens).saturating_sub(account.shared);
-        if needed > account.held {
-            self.take(needed - account.held, 0)?;
-            self.accounts.insert(request, Account { held: needed, ..account });
-        }
+        self.take(needed.saturating_sub(account.held), 0)?;
+        let held = needed.max(account.held);
+        self.accounts.insert(request, Account { held, ..account });
         Ok(())
     }
 
@@ -229,7 +228,7 @@ impl Room for BlockLedger {
 
 #[cfg(test)]
 mod tests {
-    use super::{BlockLedger, LedgerGroup, RequestId, Room};
+    use super::{BlockLedger, LedgerGroup, LocalWindow, RequestId, Room};
 
     #[test]
     fn what_is_left_for_others_is_a_block_of_every_group() {
@@ -239,6 +238,20 @@ mod tests {
         assert!(ledger.admit(RequestId(1), 20, 6).is_err());
         assert_eq!(ledger.admit(RequestId(1), 20, 5), Ok(0));
         assert_eq!(ledger.free(), 50);
+    }
+
+    #[test]
+    fn where_memory_fell_short_somebody_is_refused_though_nothing_is_counted() {
+        let window = Some(LocalWindow { sink: 4, recent: 8 });
+        let groups = [LedgerGroup { block_pages: 1, window }];
+        let mut ledger = BlockLedger::new(100, 4, 4, &groups).unwrap();
+        let one = RequestId(1);
+        ledger.admit(one, 400, 0).unwrap();
+        // Its window is full: it holds what it ever will.
+        ledger.grow(one, 401).unwrap();
+        ledger.retract(one, 400);
+        assert!(ledger.grow(one, 401).is_err());
+        ledger.grow(one, 401).unwrap();
     }
 
     #[test]

@@ -1,0 +1,146 @@
+"""What packing documents costs: `python -m benchmarks.quality.packed_documents MODEL --out FILE`.
+
+Tasks of the eval lab, each sample measured against full prefill of the same prompt by two runners:
+one that keeps documents in exact pages, and one with `kv_dtype="int4"`. KL is nats a token of
+full's own answer (of a text, of what follows), in float32; intervals are over samples (`lab.eval`'s
+bootstrap, each task weighing alike), those of differences over pairs. What is in FILE is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report.record import machine
+from kvweave import models
+from kvweave.lab.eval.encoded import inserted
+from kvweave.lab.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer
+from kvweave.lab.eval.sample import Task
+from kvweave.lab.eval.statistics import Bootstrap, Interval, difference
+from kvweave.lab.eval.tasks import task_of
+from kvweave.runner import Runner
+
+TASKS = (("lm", "kjv"), ("lm", "python"), ("needles", None), ("lookups", None))
+"""Names of tasks, and the texts that they are on."""
+POLICIES = ("naive", "foresight")
+RUNNERS = ("exact", "INT4")
+SEED = 1
+
+
+def title(task: tuple[str, str | None]) -> str:
+    """A task as records and tables name it."""
+    return task[0] if task[1] is None else f"{task[0]} ({task[1]})"
+
+
+class Bench:
+    """Two runners of one model in float32."""
+
+    def __init__(self, model: str, length: int) -> None:
+        loaded, self.tokenizer = models.load(model, torch.float32)
+        known = {"check": False, "progress": False, "frozen_share": 0.9}
+        exact = Runner(loaded, self.tokenizer, max_tokens=8 * length, **known)
+        # Its exact pool has room for all that a policy may recompute.
+        packed = Runner(loaded, self.tokenizer, kv_dtype="int4", max_tokens=16 * length, **known)
+        self.runners = dict(zip(RUNNERS, (exact, packed), strict=True))
+
+    def measure(self, task: Task, index: int) -> dict[str, Any]:
+        """One sample: by policy and runner what it differs by, and what it holds."""
+        sample = task.sample(self.tokenizer, np.random.default_rng([SEED, index]))
+        exact, packed = self.runners.values()
+        space = f"sample-{index}"
+        with inserted(exact, sample, space) as ready, inserted(packed, sample, space):
+            measurer = SampleMeasurer(exact, ready, index, space, MAX_NEW_TOKENS)
+            rows = {"full": _row(measurer.full())}
+            for policy in POLICIES:
+                for name, runner in self.runners.items():
+                    rows[f"{policy}, {name}"] = _row(measurer.on(runner).policy(policy))
+        return rows
+
+
+def _row(of: Measurement) -> dict[str, float]:
+    return {
+        "kl": float(np.mean(of.kl)),
+        "top1": of.top1,
+        "score": of.score,
+        "tokens": of.tokens,
+        "reused": of.reused,
+        "kv_bytes": of.kv_bytes,
+        "shared_kv_bytes": of.shared_kv_bytes,
+    }
+
+
+def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
+    """Adds what is not measured yet to the record, sample by sample; yields which."""
+    bench: Bench | None = None
+    known = {"model": asked.model, "length": asked.length, "seed": SEED, "machine": machine()}
+    record |= {**known, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    for named in TASKS:
+        task = task_of(named[0], asked.length, named[1], "uneven")
+        done = record.setdefault("tasks", {}).setdefault(title(named), [])
+        for index in range(len(done), asked.samples):
+            bench = bench or Bench(asked.model, asked.length)
+            done.append(bench.measure(task, index))
+            yield f"{title(named)} {index}"
+
+
+def _columns(record: Mapping[str, Any], *names: str, of: str = "kl") -> list[Any]:
+    """Of each task what its samples have under some names, [n, k]."""
+    tasks = record["tasks"].values()
+    return [np.array([[row[name][of] for name in names] for row in rows]) for rows in tasks]
+
+
+def _said(interval: Interval) -> str:
+    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """The record as lines of a Markdown table."""
+    draws = Bootstrap()
+    lines = [
+        "| policy | documents | KL to full, nats a token | more than over exact ones by "
+        "| likeliest token is full's | score |",
+        "|---|---|---:|---|---:|---:|",
+    ]
+    for policy in POLICIES:
+        for runner in RUNNERS:
+            name, exact = f"{policy}, {runner}", f"{policy}, exact"
+            kl = _said(draws.pooled(_columns(record, name)))
+            more = ""
+            if name != exact:
+                more = _said(draws.pooled(_columns(record, name, exact), difference))
+            same = np.mean([task.mean() for task in _columns(record, name, of="top1")])
+            scored = [rows for task, rows in record["tasks"].items() if not task.startswith("lm")]
+            score = np.mean([row[name]["score"] for rows in scored for row in rows])
+            lines.append(f"| {policy} | {runner} | {kl} | {more} | {same:.1%} | {score:.2f} |")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what is not in the file yet, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--samples", type=int, default=12, help="of each task")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(arguments)
+    record: dict[str, Any] = {}
+    if asked.out.exists():
+        record = json.loads(asked.out.read_text(encoding="utf-8"))
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    for which in measure(record, asked):
+        # What is measured is kept, should a long run be broken off.
+        asked.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(which, flush=True)
+    print("\n".join(table(record)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""`PackedDocuments`: what a request reads of packed documents, and what it has beside them.
+
+Documents are frozen in the packed pool, and a prompt reads them there, wherever it has them: their
+entries have a delta by which queries are turned. What the prompt computes itself, its own text and
+whatever its policy recomputes of documents, lies aside, in exact pages that the request keeps. A
+token lies in one of the two, in all layers: one that comes aside is brought there first as it was
+reused. The sink is computed by every prompt; so it is exact whatever begins the prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvCache, KvRequest, ReusePlan
+from kvweave.ops import Table
+from kvweave.plan import Rows
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
+from kvweave.runner.kv.packed_prefix import (
+    PackedPrefix,
+    States,
+    before,
+    merged_states,
+    packs_of,
+    unpacked,
+)
+from kvweave.runner.kv.reused_tokens import Spans
+from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.token_places import Places, copies_between, entries_at, no_places, places_of
+from kvweave.runner.model.model_spec import LayerSpec
+from kvweave.runner.prompt import TokenizedPrompt
+
+BROUGHT_PAGES = 16
+"""Packed pages that are unpacked at once, of all layers, to be brought into exact pages."""
+
+
+class PackedDocuments(PackedPrefix):
+    """The packed tokens of a request that reads documents, and its exact ones aside.
+
+    `spans`: the documents in the prompt, half-open and sorted, behind the sink. `places` i32
+    [T, 3]: where their tokens lie packed; `aside` i32 [T, 3]: where those lie that are exact.
+    `has_documents`: whether any of it is more than what an earlier prompt began with. `rotates`
+    False reads keys as if they had not moved.
+
+    # Errors
+    `PoolFull` when the prompt and its reserve do not fit; nothing is held then.
+    """
+
+    def __init__(
+        self,
+        pool: PackedPool,
+        cache: KvCache,
+        prompt: TokenizedPrompt,
+        *,
+        namespace: str,
+        discover: bool,
+        regime: int,
+        reserve_tokens: int,
+        rotates: bool,
+    ) -> None:
+        self.pool, self._cache = pool, cache
+        length = len(prompt.tokens)
+        self.request = pool.cache.admit(
+            prompt.tokens,
+            namespace=namespace,
+            segments=prompt.segments,
+            discover=discover,
+            reuse="segments",
+            mode="share",
+            reserve_tokens=reserve_tokens,
+            regime=regime,
+        )
+        known = places_of(self.request.entries(), length)
+        for block, slot, _, to, count, _ in self.request.take_copies().tolist():
+            # A prefix that ends within a page is read there too: no page is written for it.
+            at = self.request.plan.reused_prefix - count
+            assert at % PAGE_TOKENS == to
+            known[at : at + count, 0] = block
+            known[at : at + count, 1] = slot + np.arange(count)
+        self.request.finish_copies()
+        self.spans = spans_of(self.request.plan)
+        self.has_documents = has_documents(self.request.plan, prompt)
+        self.places = no_places(length)
+        for start, end in self.spans:
+            self.places[start:end] = known[start:end]
+        if not rotates:
+            self.places[:, 2] = 0
+        self.aside = no_places(length)
+        self._held: list[KvRequest] = []
+        self._listed: tuple[Int32, Int32] | None = None
+        # Pages of what is decoded: the first may begin with tokens of the prompt.
+        self._prompt, self.tokens = length, length // PAGE_TOKENS * PAGE_TOKENS
+        self._blocks = np.zeros(0, np.int32)
+
+    @property
+    def fresh(self) -> Rows:
+        """The positions that no document covers, i32, sorted."""
+        covered = np.zeros(self._prompt, bool)
+        for start, end in self.spans:
+            covered[start:end] = True
+        return np.flatnonzero(~covered).astype(np.int32)
+
+    # ---- exact tokens ---------------------------------------------------------------------
+
+    def keep(self, rows: Rows, rope: ops.RopeTable) -> bool:
+        """Has rows lie aside, those of documents as they were reused; whether any came anew.
+
+        # Errors
+        `PoolFull` without room for them; nothing has changed then.
+        """
+        new = rows[self.aside[rows, 0] < 0]
+        if not len(new):
+            return False
+        held = self._cache.admit(self.request.tokens[new], reuse="none")
+        self._held.append(held)
+        slots = held.slots(np.arange(len(new), dtype=np.int32))
+        reused = self.places[new, 0] >= 0
+        self.bring(self.places[new[reused]], slots[reused], rope)
+        self.aside[new, :2], self._listed = slots, None
+        return True
+
+    def bring(self, places: Places, slots: Int32, rope: ops.RopeTable) -> None:
+        """Copies tokens from packed places [n, 3] to exact slots [n, 2], turning their keys."""
+        pool, size = self.pool, self.pool.block_pages
+        blocks, which = np.unique(places[:, 0], return_inverse=True)
+        for first in range(0, len(blocks), BROUGHT_PAGES):
+            some = blocks[first : first + BROUGHT_PAGES]
+            exact = size * np.arange(1, len(some) + 1, dtype=np.int32)
+            among = (which >= first) & (which < first + len(some))
+            source = places[among]
+            source[:, 0] = exact[which[among] - first]
+            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.spec.head_dim)
+            pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
+            copies = copies_between(source, slots[among])
+            table, moved = send(pool.spec.device, packs_of(some, exact[:, None]), copies)
+            ops.unpack_pages(pool.pages, pages, table, pages=size)
+            heads = pool.spec.kv_heads
+            ops.copy_rerotate(pool.exact, moved, rope, kv_heads=heads, source=pages)
+
+    def settle(self, request: KvRequest, rope: ops.RopeTable) -> None:
+        """Fills the exact pages that a request keeps of its prompt: its sink and newest tokens."""
+        slots = places_of(request.entries(), self._prompt)
+        kept = np.flatnonzero(slots[:, 0] >= 0)
+        exact = self.aside[kept, 0] >= 0
+        packed = kept[~exact]
+        self.bring(self.places[packed], slots[packed, :2], rope)
+        own = kept[exact]
+        copies = copies_between(self.aside[own], slots[own, :2])
+        if len(copies):
+            (moved,) = send(self.pool.spec.device, copies)
+            heads = self.pool.spec.kv_heads
+            ops.copy_rerotate(self.pool.exact, moved, rope, kv_heads=heads)
+
+    # ---- packed tokens --------------------------------------------------------------------
+
+    def reused(self, exact: int) -> int:
+        """No row is left out for what packed pages have: a plan says so of each."""
+        return exact
+
+    def commit(self) -> None:
+        """Nothing is found by later prompts: what was computed saw documents as they lie packed."""
+
+    def scratch_bytes(self, tokens: int) -> int:
+        """The most of what is unpacked at once: a layer that is looked at, or pages of all."""
+        pages = len(np.unique(self.places[self.places[:, 0] >= 0, 0]))
+        brought = min(pages, BROUGHT_PAGES) * PAGE_TOKENS * len(self.pool.spec.layers)
+        return max(tokens, brought) * self.pool.token_bytes
+
+    def kv_bytes(self) -> tuple[int, int]:
+        """Bytes that this request alone pays for, packed and aside, and those that it shares."""
+        own, shared = super().kv_bytes()
+        return own + sum(sum(held.kv_bytes()) for held in self._held), shared
+
+    def release(self) -> None:
+        """Gives all blocks back; safe to call twice."""
+        for held in self._held:
+            held.release()
+        super().release()
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def entries(self) -> Int32:
+        """All packed tokens that are not aside, of the prompt and then what was decoded."""
+        first = PAGE_TOKENS * (self._prompt // PAGE_TOKENS + np.arange(len(self._blocks)))
+        rows = np.zeros((len(self._blocks), 5), np.int32)
+        rows[:, 3] = np.maximum(first, self._prompt)
+        rows[:, 0], rows[:, 1], rows[:, 2] = self._blocks, rows[:, 3] - first, PAGE_TOKENS
+        return np.concatenate((self._entries()[0], rows))
+
+    def exact_entries(self, first: int = 0) -> Int32:
+        """The tokens aside, of an entry's position on: entries i32 [N, 5]."""
+        entries = self._entries()[1]
+        return entries[entries[:, 3] >= first]
+
+    def _entries(self) -> tuple[Int32, Int32]:
+        """Entries of the prompt's packed tokens and of those aside, in order of position.
+
+        The sink fills whole blocks of the latter: no entry begins in it and ends behind it.
+        """
+        if self._listed is None:
+            exact = self.aside[:, 0] >= 0
+            packed = (self.places[:, 0] >= 0) & ~exact
+            parts = ((packed, self.places), (exact, self.aside))
+            one, other = (_listed(among, places) for among, places in parts)
+            self._listed = one, other
+        return self._listed
+
+    def merged(
+        self,
+        layer: int,
+        of: LayerSpec,
+        rope: ops.RopeTable,
+        rows: tuple[torch.Tensor, Table],
+        gap_end: int,
+        exact: States,
+    ) -> States:
+        """As for a prefix, of rows that follow a prompt: what lies aside is read as well."""
+        aside = before(self.exact_entries(SINK_TOKENS), gap_end)
+        if len(aside):
+            (entries,) = send(self.pool.spec.device, aside)
+            heads = self.pool.spec.kv_heads
+            kv = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
+            exact = merged_states(exact, ops.attend_prefill(*rows, entries, kv))
+        return super().merged(layer, of, rope, rows, gap_end, exact)
+
+    def merged_packed(
+        self,
+        layer: int,
+        of: LayerSpec,
+        rope: ops.RopeTable,
+        rows: tuple[torch.Tensor, Table],
+        exact: States,
+    ) -> States:
+        """The same of a prompt's own rows, where `exact` has all that lies aside."""
+        return super().merged(layer, of, rope, rows, self._prompt, exact)
+
+    def whole_layer(
+        self, layer: int, request: KvRequest, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, Int32]:
+        """All tokens of a layer in pages of its own, and their entries in order of position.
+
+        `request`: the prompt's, or a fork that has decoded on in exact `pages`.
+        """
+        packed, heads = self._entries()[0], self.pool.spec.kv_heads
+        said = places_of(request.entries(), request.length)[self._prompt :]
+        exact = np.concatenate((self.aside, said))
+        positions = np.flatnonzero(exact[:, 0] >= 0).astype(np.int32)
+        more = -(-len(positions) // PAGE_TOKENS)
+        made, listed = unpacked(self.pool, layer, packed, more)
+        # Behind the blocks that were unpacked, one token after the other.
+        at = np.arange(len(positions), dtype=np.int32)
+        to = no_places(len(positions))
+        to[:, 0] = len(made) - heads * (more + layer) + heads * (at // PAGE_TOKENS)
+        to[:, 1] = at % PAGE_TOKENS
+        there, here = (_at(pages, layer, heads, places) for places in (exact[positions], to))
+        for side in (0, 1):
+            made[here[0], side, here[1]] = pages[there[0], side, there[1]]
+        entries = np.concatenate((listed, entries_at(positions, to)))
+        return made, entries[np.argsort(entries[:, 3], kind="stable")]
+
+
+class DraftedDocuments(PackedPrefix):
+    """What a draft reads of packed documents. Nothing that it says is packed."""
+
+    def __init__(self, documents: PackedDocuments) -> None:
+        self.pool, self.tokens = documents.pool, documents.tokens
+        self._documents = documents
+
+    def pack(self, request: KvRequest, done: int) -> None:
+        """Nothing."""
+
+    def entries(self) -> Int32:
+        """The prompt's."""
+        return self._documents.entries()
+
+    def exact_entries(self, first: int) -> Int32:
+        """The prompt's."""
+        return self._documents.exact_entries(first)
+
+
+def _at(
+    pages: torch.Tensor, layer: int, heads: int, places: Places
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page [n, G] and the slot [n, 1] of a layer's keys and values at places [n, 3]."""
+    block, slot, _ = places.T
+    page = (block + layer * heads)[:, None] + np.arange(heads, dtype=np.int32)
+    sent = send(pages.device, page, slot[:, None].copy())
+    at, of = (torch.as_tensor(table).long() for table in sent)
+    return at, of
+
+
+def spans_of(plan: ReusePlan) -> Spans:
+    """What a prompt finds packed behind its sink: documents, and text that it begins with."""
+    found = [span for span in plan.spans if span.kind != "recompute" and span.end > SINK_TOKENS]
+    return tuple((max(span.start, SINK_TOKENS), span.end) for span in found)
+
+
+def has_documents(plan: ReusePlan, prompt: TokenizedPrompt) -> bool:
+    """Whether a prompt finds documents: segments behind the sink, or one that it begins with."""
+    if any(span.kind == "segment" and span.end > SINK_TOKENS for span in plan.spans):
+        return True
+    return (
+        SINK_TOKENS
+        < plan.reused_prefix
+        <= max((end for start, end, _ in prompt.segments if start == 0), default=0)
+    )
+
+
+def _listed(among: npt.NDArray[np.bool_], places: Places) -> Int32:
+    """Entries of those tokens that are among some, bool [T]."""
+    positions = np.flatnonzero(among).astype(np.int32)
+    return entries_at(positions, places[positions])

@@ -1,0 +1,166 @@
+"""Documents in packed pages in plain torch, and over an exact runner whose pages say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from families import random_tokens
+from kvweave.runner import Runner, Segment
+from packed_decoding import PAGE, RECENT, SINK, PackedDecoding
+from packed_texts import rounded
+
+NAME = "document_decoding"
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values f64 [G, T, D]."""
+
+
+def fresh(count: int, seed: int) -> Segment:
+    """Tokens that are found nowhere."""
+    return Segment(tokens=random_tokens(count, seed).tolist(), namespace="fresh")
+
+
+def documents(counts: Sequence[int]) -> list[Segment]:
+    """Documents of so many tokens, the i-th of a seed of its own."""
+    return [Segment(tokens=random_tokens(n, 100 + i).tolist()) for i, n in enumerate(counts)]
+
+
+def insert_all(runner: Runner, some: Sequence[Segment]) -> None:
+    """Freezes documents by their numbers."""
+    for number, segment in enumerate(some):
+        assert segment.tokens is not None
+        runner.insert(segment.tokens, str(number))
+
+
+def in_pages(layer: Layer, scales: str | None) -> Layer:
+    """What INT4 makes of a document, page by page from its first token on."""
+    if scales is None:
+        return layer
+    keys = [rounded(part, 1, scales)[0] for part in layer[0].split(PAGE, 1)]
+    return torch.cat(keys, 1), rounded(layer[1], -1, scales)[0]
+
+
+class DocumentDecoding:
+    """A model's own decoding of a prompt whose documents are what INT4 makes of them, moved.
+
+    Of a prompt what no document covers, the sink and the last token are computed, over documents
+    as they are. A step at position i reads what was decoded, up to i − RECENT, as the page that it
+    filled has it. Without `scales` nothing is rounded.
+    """
+
+    def __init__(
+        self, model: Any, chunk: int = 2048, block: int = 16, scales: str | None = "bf16"
+    ) -> None:
+        self.model, self.chunk, self.block, self.scales = model, chunk, block, scales
+        self.layers: list[Layer] = []
+        self._rows = np.zeros(0, np.int64)
+        self._prompt = 0
+
+    def prefill(self, parts: Sequence[Segment]) -> torch.Tensor:
+        """Logits [V] behind a prompt; parts of namespace "" are documents."""
+        tokens = np.concatenate([np.asarray(part.tokens) for part in parts])
+        self._prompt, config = len(tokens), self.model.config
+        shape = config.num_key_value_heads, len(tokens), config.head_dim
+        self.layers = [
+            (torch.zeros(shape).double(), torch.zeros(shape).double())
+            for _ in range(config.num_hidden_layers)
+        ]
+        computed, at = np.ones(len(tokens), bool), 0
+        for part in parts:
+            end = at + len(part.tokens or ())
+            if not part.namespace:
+                self._place(part.tokens, at)
+                computed[at:end] = False
+            at = end
+        computed[:SINK] = computed[-1] = True
+        rows = np.flatnonzero(computed)
+        return self._feed(tokens[rows], rows)
+
+    def step(self, token: int) -> torch.Tensor:
+        """Logits [V] behind one more token."""
+        at = self.layers[0][0].shape[1]
+        grown = [tuple(torch.cat((x, x[:, :1] * 0), 1) for x in pair) for pair in self.layers]
+        self.layers = [(k, v) for k, v in grown]
+        return self._feed(np.asarray([token]), np.asarray([at]))
+
+    def _place(self, tokens: Any, at: int) -> None:
+        alone = PackedDecoding(self.model, self.block, self.scales)
+        alone.prefill(tokens, self.chunk)
+        frequencies = self.model.model.rotary_emb.inv_freq.double()
+        angle = torch.cat((frequencies, frequencies)) * at
+        for layer, cached in zip(self.layers, alone.cache.layers, strict=True):
+            pair = cached.keys[0].double(), cached.values[0].double()
+            keys, values = in_pages(pair, self.scales)
+            one, other = keys.chunk(2, -1)
+            span = slice(at, at + len(tokens))
+            layer[0][:, span] = keys * angle.cos() + torch.cat((-other, one), -1) * angle.sin()
+            layer[1][:, span] = values
+
+    def _feed(self, tokens: Any, rows: Any) -> torch.Tensor:
+        self._rows = rows
+        AttentionInterface.register(NAME, self._attend)
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(NAME)
+        try:
+            ids, places = (
+                torch.tensor(np.asarray(x)[None].astype(np.int64)) for x in (tokens, rows)
+            )
+            out = self.model(ids, position_ids=places, use_cache=False)
+        finally:
+            self.model.set_attn_implementation(before)
+        return out.logits[0, -1].float()
+
+    def _read(self, layer: Layer) -> Layer:
+        """Keys and values as the rows read them, where pages were filled behind the prompt."""
+        keys, values = (x.clone() for x in layer)
+        end = int(self._rows[0]) - RECENT + 1
+        first = self._prompt // PAGE * PAGE
+        if self.scales is not None and len(self._rows) == 1:
+            for page in range(first, end, PAGE):
+                span = slice(page, page + PAGE)
+                of = rounded(layer[0][:, span], 1, self.scales)[0]
+                seen = slice(max(page, self._prompt, SINK), min(page + PAGE, end))
+                if seen.start < seen.stop:
+                    keys[:, seen] = of[:, seen.start - page : seen.stop - page]
+                    values[:, seen] = rounded(layer[1][:, seen], -1, self.scales)[0]
+        return keys, values
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer, rows = self.layers[module.layer_idx], torch.from_numpy(self._rows)
+        layer[0][:, rows], layer[1][:, rows] = key[0].double(), value[0].double()
+        keys, values = self._read(layer)
+        group = query.shape[1] // keys.shape[0]
+        keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+        logits = query[0].double() @ keys.transpose(1, 2) * named["scaling"]
+        hidden = torch.arange(keys.shape[1])[None] > rows[:, None]
+        out = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+        return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def unpacked_runner(model: Any, some: Sequence[Segment], **settings: Any) -> Runner:
+    """An exact runner whose documents are what INT4 makes of them: its pages are written over."""
+    settings = {"max_tokens": 16384, "progress": False, "check": False, **settings}
+    runner = Runner(model, page_tokens=PAGE, **{"mode": "share", **settings})
+    insert_all(runner, some)
+    scales = "f16" if runner.spec.dtype == torch.float16 else "bf16"
+    pages, block_pages = runner._decoder.pages, len(runner.spec.layers) * runner.spec.kv_heads
+    for segment in some:
+        tokens = np.asarray([0, *(segment.tokens or ()), 0], np.int32)
+        asked = {"segments": [(1, len(tokens) - 1, "")], "regime": runner.regime(len(tokens))}
+        with runner.cache.admit(tokens, namespace="reader", mode="share", **asked) as found:
+            for block, begin, end, _, delta in found.entries().tolist():
+                if delta == 0:
+                    # The first and the last token are the request's own.
+                    continue
+                of = pages[block : block + block_pages, :, begin:end].double()
+                of[:, 0] = rounded(of[:, 0], 1, scales)[0]
+                of[:, 1] = rounded(of[:, 1], -1, scales)[0]
+                pages[block : block + block_pages, :, begin:end] = of.to(pages.dtype)
+    return runner
