@@ -80,15 +80,19 @@ def _row(of: Measurement) -> dict[str, float]:
 def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
     """Adds what is not measured yet to the record, sample by sample; yields which."""
     bench: Bench | None = None
-    known = {"model": asked.model, "length": asked.length, "seed": SEED, "machine": machine()}
+    known = {"model": asked.model, "length": asked.length, "documents": asked.documents}
+    known |= {"seed": SEED, "machine": machine()}
     record |= {**known, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-    for named in TASKS:
-        task = task_of(named[0], asked.length, named[1], "uneven")
-        done = record.setdefault("tasks", {}).setdefault(title(named), [])
-        for index in range(len(done), asked.samples):
+    tasks = {title(named): named for named in TASKS}
+    done = record.setdefault("tasks", {})
+    for index in range(asked.samples):
+        for name, (task, corpus) in tasks.items():
+            if index < len(done.setdefault(name, [])):
+                continue
             bench = bench or Bench(asked.model, asked.length)
-            done.append(bench.measure(task, index))
-            yield f"{title(named)} {index}"
+            drawn = task_of(task, asked.length, corpus, "uneven", asked.documents)
+            done[name].append(bench.measure(drawn, index))
+            yield f"{name} {index}"
 
 
 def _columns(record: Mapping[str, Any], *names: str, of: str = "kl") -> list[Any]:
@@ -128,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--documents", type=int, default=4, help="in a prompt")
     parser.add_argument("--samples", type=int, default=12, help="of each task")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
