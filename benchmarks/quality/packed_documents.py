@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--documents", type=int, default=4, help="in a prompt")
-    parser.add_argument("--samples", type=int, default=12, help="of each task")
+    parser.add_argument("--samples", type=int, default=9, help="of each task")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
     record: dict[str, Any] = {}

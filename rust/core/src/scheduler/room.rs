@@ -66,7 +66,7 @@ pub trait Room {
     fn release(&mut self, request: RequestId);
 
     /// Told when a request's memory could not be had after all, though `admit` or `grow` had said
-    /// so: the request holds what `tokens` take, and the next call that takes anything is refused.
+    /// so: the request holds what `tokens` take, and the next call of these is refused.
     /// A room that takes real memory is never told this.
     fn retract(&mut self, request: RequestId, tokens: usize);
 }
