@@ -200,8 +200,9 @@ impl Room for BlockLedger {
         let Some(account) = self.accounts.get(&request).copied() else { return Ok(()) };
         let needed = self.pages_of(tokens).saturating_sub(account.shared);
         self.take(needed.saturating_sub(account.held), 0)?;
-        let held = needed.max(account.held);
-        self.accounts.insert(request, Account { held, ..account });
+        if needed > account.held {
+            self.accounts.insert(request, Account { held: needed, ..account });
+        }
         Ok(())
     }
 
