@@ -171,19 +171,18 @@ class Workflow:
         Nobody waits for it: whose are not there when its prompt comes reads them as any prompt.
         """
         steps = self._steps()
-        near = {name for name, count in steps.items() if count in (0, 1)}
-        for name in set(self._ahead) - near:
-            self._ahead.pop(name).release()
         for name, ahead in self._ahead.items():
-            if not ahead.is_read:
-                if steps[name] == 0:
-                    ahead.release()
-                continue
-            ahead.bring_soon(partial(self._rank, name, steps[name]))
-        if self._runner.tiers is not None:
-            for name in sorted(near - set(self._ahead)):
-                if steps[name] == 1:
-                    self._ahead[name] = self._runner.ahead(self._texts[name], self._namespace)
+            if steps[name] in (0, 1) and ahead.is_read:
+                ahead.bring_soon(partial(self._rank, name, steps[name]))
+            elif steps[name] != 1:
+                ahead.release()
+        coming = sorted(name for name, count in steps.items() if count == 1)
+        fetched = () if self._runner.tiers is None else coming
+        known = self._ahead
+        self._ahead = {
+            name: known.get(name) or self._runner.ahead(self._texts[name], self._namespace)
+            for name in fetched
+        }
 
     def _rank(self, name: str, steps: int | None) -> None:
         priority = self._priority(steps)
