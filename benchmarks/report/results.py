@@ -46,6 +46,7 @@ TITLES = {
     "vllm_load": "The same with many requests at once",
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
+    "replay": "Share of blocks of real prompts that a cache finds with room for a share of them",
     "workflow": "Agents in a ring: whose texts are kept where some of them have room",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
@@ -59,6 +60,7 @@ SHOWN = {"attention": " 4096 "}
 COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
+    "replay": ("python -m benchmarks.replay.run FOLDER",),
     "cuda_ops": ("kvweave bench ops",),
     "counters": ("python -m benchmarks.device.counters",),
     "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
@@ -88,7 +90,12 @@ COLUMNS = {
         "shared KV GiB",
     ),
 }
-VALUE = {"quality": "KL to full", "heads_quality": "KL to full", "head_memory": "with the map"}
+VALUE = {
+    "replay": "lru",
+    "quality": "KL to full",
+    "heads_quality": "KL to full",
+    "head_memory": "with the map",
+}
 Cell = tuple[str, str | None]
 """A row's name, and the column that is shown; None: the measured value."""
 

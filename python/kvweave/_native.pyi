@@ -208,6 +208,7 @@ class KvRequest:
         priority: int = 0,
         cost: int = 1,
         until: int | None = None,
+        past: str = "first",
         hint: str = "none",
     ) -> None: ...
     def fork(self) -> KvRequest: ...
@@ -294,6 +295,7 @@ class KvCache:
         priority: int = 0,
         cost: int = 1,
         until: int | None = None,
+        past: str = "first",
         hint: str = "none",
     ) -> int: ...
     def set_time(self, now: int) -> None: ...

@@ -21,12 +21,15 @@ more than these and n rows, and `advance(start, end)` moves it on.
     request.entries(table=1)        # blocks that the group keeps
     request.promote(layer, head)    # full for this request from now on, in a table of its own
 
-What nobody holds stays cached until its blocks are needed, the least recently used first. With
-`KvCache(..., eviction="cost-aware")` what is known of a text counts: first goes what is past its
-time, then the lowest priority, then what costs little to have again and was used once.
+What nobody holds stays cached until its blocks are needed, the least recently used first. Other
+orders are `KvCache(..., eviction="s3-fifo")` (what was used once, in order of arrival, then the
+rest), `"lfu"` (the least often used, with ageing) and `"cost-aware"`, by which what is known of a
+text counts: first goes what is past its time, then the lowest priority, then what costs little to
+have again and is not likely to be used again.
 
     cache.advise(tokens, priority=1)            # before this goes all of priority 0
     cache.advise(tokens, cost=40, until=900)    # forty times as dear, until `set_time(900)`
+    cache.advise(tokens, priority=1, until=900, past="plain")   # from then on as any other
     cache.advise(tokens, hint="done")           # nobody reads it again ("soon": somebody will)
     request.advise(400, 900, hint="done")       # of a part of what a live request holds
 

@@ -48,14 +48,15 @@ def left(eviction: str, *calls: tuple[int, dict[str, Any]], now: int = 0) -> lis
     return [cache.match_prefix(tokens) == 2 * P for tokens in texts]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "cost-aware"])
+@pytest.mark.parametrize("eviction", ["lru", "cost-aware", "s3-fifo", "lfu"])
 def test_without_advice_what_was_used_longest_ago_goes(eviction: str) -> None:
     assert left(eviction) == [False, True, True]
 
 
 def test_the_default_is_the_least_recently_used_whatever_is_advised() -> None:
     dear = (0, {"priority": 9, "cost": 1000})
-    assert left("lru", dear) == [False, True, True]
+    for eviction in ("lru", "s3-fifo", "lfu"):
+        assert left(eviction, dear) == [False, True, True]
     cache = cache_of()
     learn(cache, text(100, 4))
     learn(cache, text(200, 4))
@@ -73,6 +74,9 @@ def test_the_default_is_the_least_recently_used_whatever_is_advised() -> None:
         ((2, {"hint": "done", "priority": 9}), 0, [True, True, False]),
         ((2, {"until": 10, "priority": 9}), 9, [False, True, True]),
         ((2, {"until": 10, "priority": 9}), 10, [True, True, False]),
+        ((0, {"until": 10, "priority": 9, "past": "plain"}), 9, [True, False, True]),
+        ((0, {"until": 10, "priority": 9, "past": "plain"}), 10, [True, False, True]),
+        ((2, {"until": 10, "priority": 9, "past": "plain"}), 10, [False, True, True]),
         ((2, {"cost": 0}), 0, [True, True, False]),
     ],
 )
@@ -134,6 +138,7 @@ def test_advice_of_a_request_is_refused(call: dict[str, Any], words: str) -> Non
         ({"cost": -(2**70)}, "cost: expected 0 to 4294967295, got -9223372036854775808"),
         ({"until": -1}, "until: expected at least 0, got -1"),
         ({"hint": "Soon"}, 'hint: expected none, soon or done, got "Soon"'),
+        ({"past": "never"}, 'past: expected first or plain, got "never"'),
         ({"hint": "\ud800"}, "text: expected characters that UTF-8 can hold"),
         ({"regime": -1}, "regime: expected a number from 0"),
         ({"tokens": [1, 2]}, "tokens: expected a tensor, got an object of type list"),
@@ -148,10 +153,26 @@ def test_advice_refuses(call: dict[str, Any], words: str) -> None:
         cache.set_time(-1)
 
 
-@pytest.mark.parametrize("name", ["LRU", "lfu", "", "cost_aware"])
+@pytest.mark.parametrize("name", ["LRU", "fifo", "", "cost_aware", "s3fifo"])
 def test_orders_have_names(name: str) -> None:
-    with pytest.raises(InvalidArgument, match="eviction: expected lru or cost-aware, got"):
+    words = "eviction: expected lru, cost-aware, s3-fifo or lfu, got"
+    with pytest.raises(InvalidArgument, match=words):
         cache_of(eviction=name)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "stays"), [("lru", False), ("cost-aware", True), ("s3-fifo", True), ("lfu", True)]
+)
+def test_what_came_often_outlives_what_comes_once(eviction: str, stays: bool) -> None:
+    """One text is used four times; then others come once, as many blocks as have room."""
+    cache = cache_of(eviction=eviction)
+    often = text(100, 2)
+    for _ in range(4):
+        learn(cache, often)
+    for start in range(200, 600, 100):
+        learn(cache, text(start, 2))
+    cache.check()
+    assert (cache.match_prefix(often) == 2 * P) == stays
 
 
 def test_what_is_beyond_a_quota_goes_first() -> None:

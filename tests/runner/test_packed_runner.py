@@ -363,6 +363,7 @@ def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "conversation": [lambda: runner.conversation("prefix")],
         "fork": [fork],
+        "pin": [lambda: runner.pin(tokens)],
     }
 
 

@@ -17,6 +17,7 @@ from kvweave.cli.generate import generate
 from kvweave.cli.plan import plan
 from kvweave.cli.profile_heads import profile_heads
 from kvweave.cli.report import report
+from kvweave.cli.stats import stats
 from kvweave.cli.vllm_config import vllm_config
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ app.command("certify")(certify)
 app.command("profile-heads")(profile_heads)
 app.command("vllm-config")(vllm_config)
 app.command("doctor")(doctor)
+app.command("stats")(stats)
 app.add_typer(bench.app)
 app.add_typer(store.app)
 

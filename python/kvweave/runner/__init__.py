@@ -17,6 +17,7 @@ from kvweave.runner.report import (
     StreamedToken,
     Timings,
 )
+from kvweave.runner.retention import Pin
 from kvweave.runner.runner import Runner
 from kvweave.runner.serve.async_runner import AsyncRunner
 from kvweave.runner.serve.served_request import ServedRequest
@@ -35,6 +36,7 @@ __all__ = [
     "Healing",
     "HealingReport",
     "Part",
+    "Pin",
     "Prefill",
     "Prompt",
     "Report",

@@ -49,12 +49,13 @@ from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prefill.verify import verify
 from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPrompt, token_array
 from kvweave.runner.report import Generation, StreamedToken
+from kvweave.runner.retention import Retention
 from kvweave.runner.serve.server import Server
 from kvweave.runner.tiers.make import make_tiers
 from kvweave.store import Store
 
 
-class Runner(KnowledgeBase):
+class Runner(KnowledgeBase, Retention):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
@@ -69,12 +70,13 @@ class Runner(KnowledgeBase):
     `document_bytes`: so much of the host's memory for documents whose blocks leave the device (see
     docs/tiers.md). `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
-    lies, queries rotated instead). `eviction` ("lru" or "cost-aware") orders what is cached where
-    room is wanted; `cache.advise` says what is known of a text, `cache.set_quota` what a namespace
-    may keep. `profile` states the policy of whoever names none and, where `heads` is None, the head
-    map (see `kvweave certify`); `canary` compares a share of live requests with `full`. `check`
-    compares our forward with the model's own on a short random prompt before anything else. The
-    pages lie where the model lies, on the CPU or a GPU; logits come back there too.
+    lies, queries rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what
+    is cached where room is wanted; by cost `retain` and `demote` say what is known of a text.
+    `cache.set_quota` says what a namespace may keep. `profile` states the policy of whoever names
+    none and, where `heads` is None, the head map (see `kvweave certify`); `canary` compares a share
+    of live requests with `full`. `check` compares our forward with the model's own on a short
+    random prompt before anything else. The pages lie where the model lies, on the CPU or a GPU;
+    logits come back there too.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
@@ -277,10 +279,6 @@ class Runner(KnowledgeBase):
             take_over(self._prefiller, payload, namespace, max_new_tokens - 1) as done,
         ):
             return self._calls.answer(done, ask)
-
-    def regime(self, length: int) -> int:
-        """The `regime` of a text of so many tokens, as `cache.advise` takes it."""
-        return self._decoder.rotary.regime(length)
 
     # ---- generation -----------------------------------------------------------------------
 

@@ -12,12 +12,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvweave.arguments import shown, whole
 from kvweave.errors import InvalidArgument
-from kvweave.runner.prompt import Prompt, TokenizedPrompt
+from kvweave.runner.prompt import Prompt
+from kvweave.runner.tiers.ahead import Ahead
 
 if TYPE_CHECKING:
     from kvweave.runner.runner import Runner
@@ -37,8 +39,9 @@ class Workflow:
     so many steps ahead are looked at.
 
     The runner's cache follows it where it has `eviction="cost-aware"`. What was said of a text
-    holds for whoever else begins with it in that namespace, and ends with the workflow. From any
-    thread.
+    holds for whoever else begins with it in that namespace, and ends with the workflow. Documents
+    that are marked in the text of whoever may come next are fetched meanwhile, where the runner has
+    tiers: read while others run, and brought to the device between steps. From any thread.
 
     # Errors
     `InvalidArgument` for a runner of another eviction, no agents, or agents without a text; as
@@ -74,6 +77,8 @@ class Workflow:
         self._running: Counter[str] = Counter()
         # Agents that are done, and behind which nobody has begun.
         self._done: set[str] = set()
+        # Documents of agents that may come next.
+        self._ahead: dict[str, Ahead] = {}
 
     # ---- what happens ---------------------------------------------------------------------
 
@@ -97,6 +102,7 @@ class Workflow:
             self._done -= {name for name in self._done if agent in self._then[name]} | {agent}
             self._running[agent] += 1
             self._tell()
+            self._fetch()
 
     def end(self, agent: str) -> None:
         """Says that an agent is done.
@@ -111,6 +117,7 @@ class Workflow:
             self._running -= Counter([agent])
             self._done.add(agent)
             self._tell()
+            self._fetch()
 
     def steps(self) -> dict[str, int | None]:
         """The fewest steps until each agent may run: 0 while it does, None where it never does."""
@@ -134,6 +141,7 @@ class Workflow:
             self._running.clear()
             self._done.clear()
             self._tell()
+            self._fetch()
 
     def __enter__(self) -> Workflow:
         return self
@@ -150,21 +158,35 @@ class Workflow:
 
     def _tell(self) -> None:
         """Ranks all texts. Of those that agents share, the soonest counts: it is told last."""
-        ranked = [(self._priority(steps), name) for name, steps in self._steps().items()]
-        for priority, name in sorted(ranked):
-            self._advise(self._texts[name], priority)
+        steps = self._steps()
+        for name in sorted(steps, key=lambda name: (self._priority(steps[name]), name)):
+            self._rank(name, steps[name])
 
     def _priority(self, steps: int | None) -> int:
         return 0 if steps is None or steps > self._horizon else _HIGHEST - steps
 
-    def _advise(self, text: TokenizedPrompt, priority: int) -> None:
-        regime = self._runner.regime(len(text.tokens))
-        known = {"regime": regime, "priority": priority}
-        packed = self._runner.packed
-        for cache in (self._runner.cache, *(() if packed is None else (packed.cache,))):
-            cache.advise(text.tokens, self._namespace, **known)
-            for start, end, namespace in text.segments:
-                cache.advise(text.tokens[start:end], namespace, **known)
+    def _fetch(self) -> None:
+        """Has the documents of who may come next read, and those that were read brought.
+
+        Nobody waits for it: whose are not there when its prompt comes reads them as any prompt.
+        """
+        steps = self._steps()
+        for name, ahead in self._ahead.items():
+            if steps[name] in (0, 1) and ahead.is_read:
+                ahead.bring_soon(partial(self._rank, name, steps[name]))
+            elif steps[name] != 1:
+                ahead.release()
+        coming = sorted(name for name, count in steps.items() if count == 1)
+        fetched = () if self._runner.tiers is None else coming
+        known = self._ahead
+        self._ahead = {
+            name: known.get(name) or self._runner.ahead(self._texts[name], self._namespace)
+            for name in fetched
+        }
+
+    def _rank(self, name: str, steps: int | None) -> None:
+        priority = self._priority(steps)
+        self._runner.advise(self._texts[name], self._namespace, priority=priority)
 
     def _expect(self, agent: str) -> None:
         if agent not in self._texts:

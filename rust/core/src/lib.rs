@@ -28,5 +28,5 @@ pub use error::{Error, ErrorKind};
 pub use heads::{HeadClass, HeadClassMap, HeadGroups, LocalWindow, RankedBy};
 pub use ids::{BlockId, GroupId};
 pub use plan::{Outcome, PlanSpan, ReusePlan, SegmentSource};
-pub use pool::{Advice, Eviction, Hint};
+pub use pool::{Advice, Eviction, Hint, Past};
 pub use shape::{KvDtype, KvShape};

@@ -1,11 +1,14 @@
 //! Which cached blocks are given up first, seen from a cache.
 
 use kvweave_core::{
-    Admission, Advice, CacheConfig, ErrorKind, Eviction, Hint, KvCache, KvDtype, KvShape,
+    Admission, Advice, CacheConfig, ErrorKind, Eviction, Hint, KvCache, KvDtype, KvShape, Past,
+    Request,
 };
+use proptest::prelude::*;
 
 const PAGE: usize = 4;
 const ROOM: u64 = 8;
+const ALL: [Eviction; 4] = [Eviction::Lru, Eviction::CostAware, Eviction::S3Fifo, Eviction::Lfu];
 
 fn cache(eviction: Eviction) -> KvCache {
     let shape = KvShape::new(1, 1, 8, PAGE as u32, KvDtype::F32).unwrap();
@@ -40,16 +43,18 @@ fn left(eviction: Eviction, advice: [Option<Advice>; 3], now: u64) -> [bool; 3] 
 }
 
 #[test]
-fn without_advice_both_orders_give_up_what_was_used_longest_ago() {
-    for eviction in [Eviction::Lru, Eviction::CostAware] {
+fn without_advice_every_order_gives_up_what_was_used_longest_ago() {
+    for eviction in ALL {
         assert_eq!(left(eviction, [None; 3], 0), [false, true, true], "{eviction:?}");
     }
 }
 
 #[test]
-fn least_recently_used_has_no_use_for_advice() {
+fn the_other_orders_have_no_use_for_advice() {
     let dear = Advice { priority: 9, cost: 1000, ..Advice::default() };
-    assert_eq!(left(Eviction::Lru, [Some(dear), None, None], 0), [false, true, true]);
+    for eviction in [Eviction::Lru, Eviction::S3Fifo, Eviction::Lfu] {
+        assert_eq!(left(eviction, [Some(dear), None, None], 0), [false, true, true]);
+    }
 }
 
 #[test]
@@ -64,6 +69,111 @@ fn advice_is_followed() {
     let timed = Advice { until: 10, priority: 9, ..plain };
     assert_eq!(last(timed, 9), [false, true, true]);
     assert_eq!(last(timed, 10), [true, true, false]);
+}
+
+#[test]
+fn advice_that_ends_leaves_a_text_as_any_other() {
+    let kept = Advice { until: 10, past: Past::Plain, priority: 9, ..Advice::default() };
+    let first = |now| left(Eviction::CostAware, [Some(kept), None, None], now);
+    assert_eq!(first(9), [true, false, true]);
+    let last = |now| left(Eviction::CostAware, [None, None, Some(kept)], now);
+    assert_eq!((last(9), last(10)), ([false, true, true], [false, true, true]));
+    // It ended while the text was held: nothing is left of it when that is let go of.
+    let cache = cache(Eviction::CostAware);
+    let text = text(100, 2);
+    let held = cache.admit(&Admission::new(&text)).unwrap();
+    drop(held);
+    learn(&cache, &text, None);
+    let request = cache.admit(&Admission::new(&text)).unwrap();
+    request.advise(0..PAGE, kept).unwrap();
+    cache.set_time(10);
+    drop(request);
+    for number in 2..12 {
+        learn(&cache, &self::text(100 * number, 2), None);
+    }
+    assert_eq!(cache.lookup_prefix(&text, ""), 0);
+    cache.check().unwrap();
+}
+
+/// Two caches of the same order that are told the same, and what is held of them.
+struct Twins {
+    caches: [KvCache; 2],
+    held: Vec<(Vec<u32>, [Request; 2])>,
+}
+
+impl Twins {
+    /// A text of so many blocks comes; whether it found room, which both say alike.
+    fn learn(&mut self, tokens: Vec<u32>, holds: bool) -> bool {
+        let admitted = self.caches.each_ref().map(|cache| {
+            let mut request = cache.admit(&Admission::new(&tokens)).ok()?;
+            request.take_copies();
+            request.finish_copies();
+            request.commit(tokens.len(), tokens.len()).unwrap();
+            Some(request)
+        });
+        match admitted {
+            [Some(one), Some(other)] => {
+                if holds {
+                    self.held.push((tokens, [one, other]));
+                }
+                true
+            }
+            refused => {
+                assert!(refused.iter().all(Option::is_none), "one of two finds room");
+                false
+            }
+        }
+    }
+
+    /// Whole blocks that a request found and holds are found still, and all texts by both alike.
+    fn check(&self, texts: &[Vec<u32>]) {
+        for (tokens, [one, _]) in &self.held {
+            let found = one.plan().prefix_tokens() / PAGE * PAGE;
+            assert!(self.caches[0].lookup_prefix(tokens, "") >= found, "what is held has gone");
+        }
+        for tokens in texts {
+            let [one, other] = self.caches.each_ref().map(|cache| cache.lookup_prefix(tokens, ""));
+            assert_eq!(one, other);
+        }
+        self.caches.iter().for_each(|cache| cache.check().unwrap());
+    }
+}
+
+proptest! {
+    /// Whatever comes and goes, by every order: what is held stays, each block comes back, and the
+    /// same is done twice.
+    #[test]
+    fn every_order_keeps_what_is_held_and_gives_every_block_back(
+        which in 0..ALL.len(),
+        steps in proptest::collection::vec((0u32..5, 1usize..4, any::<bool>(), 0u8..4), 1..50),
+    ) {
+        let caches = [(); 2].map(|()| cache(ALL[which]));
+        let mut twins = Twins { caches, held: Vec::new() };
+        let texts: Vec<Vec<u32>> = (0..5).map(|number| text(100 * number, 3)).collect();
+        for (now, (number, blocks, holds, hint)) in steps.into_iter().enumerate() {
+            let tokens = texts[number as usize][..blocks * PAGE].to_vec();
+            let fits = twins.learn(tokens.clone(), holds);
+            prop_assert!(fits || !twins.held.is_empty(), "a text finds room where nothing is held");
+            let hint = [Hint::None, Hint::None, Hint::Soon, Hint::Done][usize::from(hint)];
+            let until = now as u64 + 3;
+            let advice = Advice { hint, until, past: Past::Plain, priority: 1, cost: 2 };
+            for cache in &twins.caches {
+                cache.set_time(now as u64);
+                cache.advise(&tokens, "", 0, advice);
+            }
+            twins.check(&texts);
+            if !fits || twins.held.len() > 2 {
+                twins.held.remove(0);
+            }
+            twins.check(&texts);
+        }
+        twins.held.clear();
+        let stats = twins.caches[0].stats().groups[0];
+        prop_assert_eq!((stats.held, stats.free + stats.cached), (0, stats.total));
+        let all = text(1000, stats.total);
+        prop_assert!(twins.learn(all, false), "every block comes back");
+        twins.check(&texts);
+    }
 }
 
 #[test]

@@ -307,10 +307,10 @@ impl KvCache {
     }
 
     /// Takes note of what is known of the longest exact prefix that is cached of a text; returns
-    /// its tokens. A cache that evicts by "lru" has no use for it.
+    /// its tokens. Only a cache that evicts by "cost-aware" has a use for it.
     #[pyo3(signature = (
         tokens, namespace=Text(""), *, regime=Regime::default(), priority=Number::from(0),
-        cost=Number::from(1), until=None, hint=Text("none")
+        cost=Number::from(1), until=None, past=Text("first"), hint=Text("none")
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn advise(
@@ -322,11 +322,12 @@ impl KvCache {
         priority: Number,
         cost: Number,
         until: Option<Number>,
+        past: Text<'_>,
         hint: Text<'_>,
     ) -> PyResult<usize> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
-        let advice = raised(py, advice(priority, cost, until, hint.0))?;
+        let advice = raised(py, advice(priority, cost, (until, past.0), hint.0))?;
         call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, namespace.0, regime.0, advice)))
     }
 

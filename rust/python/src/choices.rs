@@ -3,7 +3,7 @@
 use kvweave_core::ops::{
     KeptNumbers, PackedKind, PageScore, Pairing, ScaleDtype, SharedScore, TopR, Way,
 };
-use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Reuse};
+use kvweave_core::{Advice, Eviction, HashKind, Hint, Mode, Past, Reuse};
 
 use crate::arguments::count;
 use crate::failure::Failure;
@@ -21,7 +21,12 @@ pub fn eviction_kind(name: &str) -> Result<Eviction, Failure> {
     match name {
         "lru" => Ok(Eviction::Lru),
         "cost-aware" => Ok(Eviction::CostAware),
-        _ => Err(Failure::invalid("eviction", "lru or cost-aware", format!("{name:?}"))),
+        "s3-fifo" => Ok(Eviction::S3Fifo),
+        "lfu" => Ok(Eviction::Lfu),
+        _ => {
+            let expected = "lru, cost-aware, s3-fifo or lfu";
+            Err(Failure::invalid("eviction", expected, format!("{name:?}")))
+        }
     }
 }
 
@@ -117,11 +122,11 @@ pub fn scale_dtype(name: &str) -> Result<ScaleDtype, Failure> {
     }
 }
 
-/// What is known of a text: `until` is the time from which on it goes before all others.
+/// What is known of a text: `past` is what it is from the time `until` on.
 pub fn advice(
     priority: Number,
     cost: Number,
-    until: Option<Number>,
+    (until, past): (Option<Number>, &str),
     hint: &str,
 ) -> Result<Advice, Failure> {
     let hint = match hint {
@@ -130,6 +135,11 @@ pub fn advice(
         "done" => Hint::Done,
         _ => return Err(Failure::invalid("hint", "none, soon or done", format!("{hint:?}"))),
     };
+    let past = match past {
+        "first" => Past::First,
+        "plain" => Past::Plain,
+        _ => return Err(Failure::invalid("past", "first or plain", format!("{past:?}"))),
+    };
     let outside = |what, most: u32, got| Failure::invalid(what, format!("0 to {most}"), got);
     let (priority, cost) = (i64::from(priority), i64::from(cost));
     Ok(Advice {
@@ -137,6 +147,7 @@ pub fn advice(
             .map_err(|_| outside("priority", u8::MAX.into(), priority))?,
         cost: u32::try_from(cost).map_err(|_| outside("cost", u32::MAX, cost))?,
         until: until.map_or(Ok(u64::MAX), |until| count("until", until).map(|at| at as u64))?,
+        past,
         hint,
     })
 }

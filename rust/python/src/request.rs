@@ -222,10 +222,11 @@ impl KvRequest {
     }
 
     /// Takes note of what is known of the positions [start, end): of the blocks that hold any of
-    /// them, for everybody who shares these. A cache that evicts by "lru" has no use for it.
+    /// them, for everybody who shares these. Only a cache that evicts by "cost-aware" has a use
+    /// for it.
     #[pyo3(signature = (
         start, end, *, priority=Number::from(0), cost=Number::from(1), until=None,
-        hint=Text("none")
+        past=Text("first"), hint=Text("none")
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn advise(
@@ -236,11 +237,12 @@ impl KvRequest {
         priority: Number,
         cost: Number,
         until: Option<Number>,
+        past: Text<'_>,
         hint: Text<'_>,
     ) -> PyResult<()> {
         let start = raised(py, count("start", start))?;
         let end = raised(py, count("end", end))?;
-        let advice = raised(py, advice(priority, cost, until, hint.0))?;
+        let advice = raised(py, advice(priority, cost, (until, past.0), hint.0))?;
         self.with(py, |request| request.advise(start..end, advice))
     }
 

@@ -21,6 +21,12 @@ from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
 from kvweave.runner.engine.heard_run import say
 from kvweave.runner.engine.live_request import LiveRequest
+from kvweave.runner.engine.metrics import (
+    metrics_of_cache,
+    metrics_of_queue,
+    metrics_of_tiers,
+    text_of,
+)
 from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.engine.submissions import Submissions
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
@@ -173,6 +179,17 @@ class Engine(Submissions):
     def metrics(self) -> dict[str, int]:
         """The scheduler's counts: queue depths, waits, preemptions."""
         return self._scheduler.metrics()
+
+    def metrics_text(self) -> str:
+        """What the cache, the tiers and the scheduler count, in the text format of Prometheus."""
+        tiers = self._prefiller.tiers
+        return text_of(
+            (
+                *metrics_of_cache(self._prefiller.cache.stats()),
+                *(() if tiers is None else metrics_of_tiers(tiers.stats())),
+                *metrics_of_queue(self.metrics()),
+            )
+        )
 
     # ---- one thread -----------------------------------------------------------------------
 

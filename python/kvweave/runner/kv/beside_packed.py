@@ -15,6 +15,7 @@ NOT_BESIDE_PACKED = {
     "healing": "tokens that are packed are not written again",
     "conversation": "a turn forks its request, and packed pages have no fork",
     "fork": "packed pages have no fork",
+    "pin": "it would hold exact pages alone",
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""
 

@@ -14,7 +14,7 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Plans, one_pass
 from kvweave.policies import Policy
-from kvweave.runner.clock import Clock, Mark
+from kvweave.runner.clock import Clock, Mark, milliseconds
 from kvweave.runner.kv.document_kv import DocumentKv
 from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.request_kv import RequestKv
@@ -94,6 +94,8 @@ class PrefillJob:
     def _admit(self, prompt: TokenizedPrompt, regime: int, reserve_tokens: int) -> None:
         """Takes the prompt's blocks, and its packed pages where there are any."""
         context, policy, lookup = self._context, self._policy, self._lookup
+        # What was to be kept for a time is kept no longer.
+        context.cache.set_time(milliseconds())
         self._packed = context.packed_tokens(prompt, policy, lookup, regime, reserve_tokens)
         documents = self._packed if isinstance(self._packed, PackedDocuments) else None
         self._documents = documents

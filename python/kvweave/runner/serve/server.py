@@ -16,6 +16,7 @@ from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import Prompt
+from kvweave.runner.serve.exposition import Exposition
 from kvweave.runner.serve.served_request import ServedRequest
 from kvweave.runner.serve.submission import HowToAnswer, Submission
 
@@ -113,6 +114,18 @@ class Server:
     def metrics(self) -> dict[str, int]:
         """The scheduler's counts: queue depths, waits, preemptions."""
         return self._engine.metrics()
+
+    def metrics_text(self) -> str:
+        """All that the runner counts, of all namespaces, in the text format of Prometheus."""
+        return self._engine.metrics_text()
+
+    def expose(self, port: int = 0, host: str = "127.0.0.1") -> Exposition:
+        """Answers `GET /metrics` with `metrics_text` until it is closed: see `Exposition`.
+
+        # Errors
+        `InvalidArgument` for an address that cannot be listened on.
+        """
+        return Exposition(self.metrics_text, port, host)
 
     def close(self) -> None:
         """Cancels whatever has not ended, and ends the thread. Safe to call twice.

@@ -39,6 +39,11 @@ class Expected:
         return self._is_done()
 
     @property
+    def is_read(self) -> bool:
+        """Whether nothing more is being read, for who does not wait."""
+        return self._load is None or self._load.ended
+
+    @property
     def is_late(self) -> bool:
         """Whether reads did not end in time."""
         return self._load is not None and not self._load.ended and self._left_s() <= 0

@@ -42,7 +42,7 @@ use crate::content::hash::seed_of;
 use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
 use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
-use crate::pool::{Eviction, Pool, Store};
+use crate::pool::{Pool, Store};
 
 use books::Common;
 use config::block_groups;
@@ -78,7 +78,7 @@ impl KvCache {
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
         let mut index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
-        if config.eviction == Eviction::CostAware {
+        if config.eviction.recalls() {
             index.remember_departed()?;
         }
         let store = Arc::new(Store::new(pool, index));

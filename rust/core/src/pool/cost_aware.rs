@@ -1,10 +1,11 @@
 //! An order that weighs what a block costs to have again against how likely it is to be used.
 //!
-//! Blocks are ranked by GreedyDual with frequencies (Cherkasova 1998, GDF): a block's rank is its
-//! uses times its cost, above the rank of what was given up last, so that what is not used sinks
-//! below what comes. Uses count up to [`MOST_USES`]: that a block came again says much, how often
-//! says little, and chats whose turns are counted for ever stay long after their end. Priority goes
-//! before rank, and being past its time before priority.
+//! Blocks are ranked as by GreedyDual with frequencies (Cherkasova 1998, GDF): a block's rank is
+//! its likelihood of being used again times its cost, above the rank of what was given up last, so
+//! that what is not used sinks below what comes. Of its uses it counts whether there was a second
+//! one: how often it came says little, and chats whose turns are counted for ever stay long after
+//! their end. What a second use says is measured, see [`Likelihood`]. Priority goes before rank,
+//! and being past its time before priority.
 
 use std::collections::BTreeSet;
 
@@ -12,26 +13,42 @@ use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
 use crate::reserve::filled;
 
-use super::victims::{Advice, Hint, Rank, Victims};
-
-/// Of the uses of a block, those that count.
-const MOST_USES: u32 = 2;
+use super::likelihood::Likelihood;
+use super::victims::{Advice, Hint, Past, Rank, Victims};
 
 #[derive(Clone, Copy)]
 struct Known {
     advice: Advice,
     uses: u32,
+    /// Whether its first use was before it had to go.
+    recalled: bool,
     rank: Rank,
     cached: bool,
 }
 
-#[derive(Default)]
 struct Ranked {
     ranked: BTreeSet<(Rank, BlockId)>,
     /// Those that do not last for ever, by their time.
     timed: BTreeSet<(u64, BlockId)>,
     /// The rank of what was given up last.
     sunk: u64,
+    likelihood: Likelihood,
+}
+
+impl Ranked {
+    fn new(blocks: usize) -> Ranked {
+        let likelihood = Likelihood::new(blocks);
+        Ranked { ranked: BTreeSet::new(), timed: BTreeSet::new(), sunk: 0, likelihood }
+    }
+}
+
+impl Advice {
+    /// Nothing is left of it if its time is past, and it is of the kind that ends then.
+    fn lapse(&mut self, now: u64) {
+        if self.until <= now && self.past == Past::Plain {
+            *self = Advice { cost: self.cost, ..Advice::default() };
+        }
+    }
 }
 
 /// See the head of this file.
@@ -44,10 +61,16 @@ pub(super) struct CostAware {
 
 impl CostAware {
     pub(super) fn new(blocks: usize, groups: usize) -> Result<CostAware, Error> {
-        let none = Known { advice: Advice::default(), uses: 0, rank: (0, 0, 0), cached: false };
+        let none = Known {
+            advice: Advice::default(),
+            uses: 0,
+            recalled: false,
+            rank: (0, 0, 0),
+            cached: false,
+        };
         Ok(CostAware {
             blocks: filled("ranks of blocks", none, blocks)?,
-            groups: (0..groups).map(|_| Ranked::default()).collect(),
+            groups: (0..groups).map(|_| Ranked::new(blocks)).collect(),
             now: 0,
             turns: 0,
         })
@@ -58,8 +81,9 @@ impl CostAware {
         self.turns += 1;
         let order = &mut self.groups[group.index()];
         let known = &mut self.blocks[block.index()];
+        known.advice.lapse(self.now);
         let Advice { priority, cost, until, .. } = known.advice;
-        let worth = u64::from(known.uses.clamp(1, MOST_USES)) * u64::from(cost);
+        let worth = order.likelihood.worth(known.uses) * u64::from(cost);
         known.rank = (priority, order.sunk.saturating_add(worth), self.turns);
         known.cached = true;
         order.ranked.insert((known.rank, block));
@@ -81,6 +105,10 @@ impl CostAware {
 impl Victims for CostAware {
     fn enter(&mut self, group: GroupId, block: BlockId) -> Rank {
         let known = &mut self.blocks[block.index()];
+        // What it was before it had to go is not known any more.
+        if !std::mem::take(&mut known.recalled) && known.uses > 0 {
+            self.groups[group.index()].likelihood.note_used(known.uses);
+        }
         known.uses = known.uses.saturating_add(1);
         self.put(group, block)
     }
@@ -95,17 +123,19 @@ impl Victims for CostAware {
         if known.advice.until > self.now {
             let order = &mut self.groups[group.index()];
             order.sunk = order.sunk.max(known.rank.1);
+            order.likelihood.note_gone(known.uses);
         }
     }
 
     fn forget(&mut self, block: BlockId) {
         let known = &mut self.blocks[block.index()];
-        (known.advice, known.uses) = (Advice::default(), 0);
+        (known.advice, known.uses, known.recalled) = (Advice::default(), 0, false);
     }
 
     fn recall(&mut self, block: BlockId) {
         let known = &mut self.blocks[block.index()];
         debug_assert!(!known.cached, "block {block:?} is held");
+        known.recalled |= known.uses == 0;
         known.uses = known.uses.saturating_add(1);
     }
 
@@ -129,13 +159,27 @@ impl Victims for CostAware {
         match advice.hint {
             Hint::None => {}
             Hint::Soon => known.uses = known.uses.saturating_add(1),
-            Hint::Done => known.advice.until = 0,
+            Hint::Done => (known.advice.until, known.advice.past) = (0, Past::First),
         }
         cached.then(|| self.put(group, block))
     }
 
-    fn set_time(&mut self, now: u64) {
+    /// What has lapsed stands as if nothing had been said of it, in the order of its times.
+    fn set_time(&mut self, now: u64) -> Vec<(GroupId, BlockId, Rank)> {
         self.now = self.now.max(now);
+        let mut lapsed = Vec::new();
+        for (order, group) in self.groups.iter().zip((0..).map(GroupId)) {
+            let past = order.timed.iter().take_while(|&&(until, _)| until <= self.now);
+            let plain = |&&(_, block): &&(u64, BlockId)| {
+                self.blocks[block.index()].advice.past == Past::Plain
+            };
+            lapsed.extend(past.filter(plain).map(|&(_, block)| (group, block)));
+        }
+        let anew = |(group, block): (GroupId, BlockId)| {
+            self.take(group, block);
+            (group, block, self.put(group, block))
+        };
+        lapsed.into_iter().map(anew).collect()
     }
 
     fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
@@ -221,7 +265,7 @@ mod tests {
             ),
         ) {
             let mut order = CostAware::new(BLOCKS as usize, 1).unwrap();
-            let (mut lines, mut uses): (Vec<Line>, _) = (Vec::new(), [0u64; BLOCKS as usize]);
+            let (mut lines, mut uses): (Vec<Line>, _) = (Vec::new(), [0u32; BLOCKS as usize]);
             let mut sunk = 0;
             for (now, (number, priority, cost, until, evicts)) in steps.into_iter().enumerate() {
                 order.set_time(now as u64);
@@ -234,11 +278,11 @@ mod tests {
                     lines.remove(at);
                     order.leave(GROUP, block(number));
                 } else {
-                    let advice = Advice { priority, cost, until, hint: Hint::None };
+                    let advice = Advice { priority, cost, until, ..Advice::default() };
                     advised(&mut order, number, advice);
                     uses[number as usize] += 1;
-                    let count = uses[number as usize].min(u64::from(MOST_USES));
-                    let rank = sunk + count * u64::from(cost);
+                    let worth = order.groups[0].likelihood.worth(uses[number as usize]);
+                    let rank = sunk + worth * u64::from(cost);
                     lines.push(Line { block: number, advice, rank, entered: now });
                 }
                 lines.sort_by_key(key);

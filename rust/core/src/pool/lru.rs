@@ -96,7 +96,9 @@ impl Victims for Lru {
         None
     }
 
-    fn set_time(&mut self, _now: u64) {}
+    fn set_time(&mut self, _now: u64) -> Vec<(GroupId, BlockId, Rank)> {
+        Vec::new()
+    }
 
     /// Ranks are counted from the oldest on: below those of all blocks that enter later.
     fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {

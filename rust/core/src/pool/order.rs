@@ -4,14 +4,30 @@ use crate::error::Error;
 use crate::ids::{AccountId, BlockId, GroupId};
 
 use super::cost_aware::CostAware;
+use super::lfu::Lfu;
 use super::lru::Lru;
 use super::quotas::Quotas;
+use super::s3_fifo::S3Fifo;
 use super::victims::{Advice, Eviction, Rank, Victims};
 
 /// One of the orders. A match and no table of functions: every block that is let go of passes here.
 enum Ranking {
     Lru(Lru),
     CostAware(CostAware),
+    S3Fifo(S3Fifo),
+    Lfu(Lfu),
+}
+
+/// Says something to the order that there is.
+macro_rules! tell {
+    ($ranking:expr, $order:ident => $say:expr) => {
+        match $ranking {
+            Ranking::Lru($order) => $say,
+            Ranking::CostAware($order) => $say,
+            Ranking::S3Fifo($order) => $say,
+            Ranking::Lfu($order) => $say,
+        }
+    };
 }
 
 /// Which cached block of each group goes next: what is past its time, then what is beyond a quota,
@@ -29,16 +45,15 @@ impl Order {
         let ranking = match eviction {
             Eviction::Lru => Ranking::Lru(Lru::new(blocks, groups)?),
             Eviction::CostAware => Ranking::CostAware(CostAware::new(blocks, groups)?),
+            Eviction::S3Fifo => Ranking::S3Fifo(S3Fifo::new(blocks, groups)?),
+            Eviction::Lfu => Ranking::Lfu(Lfu::new(blocks, groups)?),
         };
         Ok(Order { ranking, blocks, groups, quotas: None })
     }
 
     #[inline]
     pub(super) fn enter(&mut self, group: GroupId, block: BlockId) {
-        let rank = match &mut self.ranking {
-            Ranking::Lru(order) => order.enter(group, block),
-            Ranking::CostAware(order) => order.enter(group, block),
-        };
+        let rank = tell!(&mut self.ranking, order => order.enter(group, block));
         if let Some(quotas) = &mut self.quotas {
             quotas.enter(group, block, rank);
         }
@@ -46,10 +61,7 @@ impl Order {
 
     #[inline]
     pub(super) fn leave(&mut self, group: GroupId, block: BlockId) {
-        match &mut self.ranking {
-            Ranking::Lru(order) => order.leave(group, block),
-            Ranking::CostAware(order) => order.leave(group, block),
-        }
+        tell!(&mut self.ranking, order => order.leave(group, block));
         if let Some(quotas) = &mut self.quotas {
             quotas.leave(group, block);
         }
@@ -60,44 +72,29 @@ impl Order {
         if self.quotas.as_ref().is_some_and(|quotas| quotas.next(group) == Some(block)) {
             return;
         }
-        match &mut self.ranking {
-            Ranking::Lru(order) => order.give_up(group, block),
-            Ranking::CostAware(order) => order.give_up(group, block),
-        }
+        tell!(&mut self.ranking, order => order.give_up(group, block))
     }
 
     #[inline]
     pub(super) fn forget(&mut self, block: BlockId) {
-        match &mut self.ranking {
-            Ranking::Lru(order) => order.forget(block),
-            Ranking::CostAware(order) => order.forget(block),
-        }
+        tell!(&mut self.ranking, order => order.forget(block));
         if let Some(quotas) = &mut self.quotas {
             quotas.forget(block);
         }
     }
 
     pub(super) fn recall(&mut self, block: BlockId) {
-        match &mut self.ranking {
-            Ranking::Lru(order) => order.recall(block),
-            Ranking::CostAware(order) => order.recall(block),
-        }
+        tell!(&mut self.ranking, order => order.recall(block))
     }
 
     pub(super) fn next(&self, group: GroupId) -> Option<BlockId> {
-        let (past, next) = match &self.ranking {
-            Ranking::Lru(order) => (None, order.next(group)),
-            Ranking::CostAware(order) => (order.past(group), order.next(group)),
-        };
+        let (past, next) = tell!(&self.ranking, order => (order.past(group), order.next(group)));
         let beyond = || self.quotas.as_ref().and_then(|quotas| quotas.next(group));
         past.or_else(beyond).or(next)
     }
 
     pub(super) fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) {
-        let rank = match &mut self.ranking {
-            Ranking::Lru(order) => order.advise(group, block, advice),
-            Ranking::CostAware(order) => order.advise(group, block, advice),
-        };
+        let rank = tell!(&mut self.ranking, order => order.advise(group, block, advice));
         if let (Some(quotas), Some(rank)) = (&mut self.quotas, rank) {
             quotas.leave(group, block);
             quotas.enter(group, block, rank);
@@ -105,18 +102,18 @@ impl Order {
     }
 
     pub(super) fn set_time(&mut self, now: u64) {
-        match &mut self.ranking {
-            Ranking::Lru(order) => order.set_time(now),
-            Ranking::CostAware(order) => order.set_time(now),
+        let moved = tell!(&mut self.ranking, order => order.set_time(now));
+        if let Some(quotas) = &mut self.quotas {
+            for (group, block, rank) in moved {
+                quotas.leave(group, block);
+                quotas.enter(group, block, rank);
+            }
         }
     }
 
     /// The cached blocks of a group in the pool's order, whatever the quotas are.
     pub(super) fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)> {
-        match &self.ranking {
-            Ranking::Lru(order) => order.in_order(group),
-            Ranking::CostAware(order) => order.in_order(group),
-        }
+        tell!(&self.ranking, order => order.in_order(group))
     }
 
     /// Makes room for an account of which `allowed` blocks of each group may be cached.

@@ -35,8 +35,9 @@ pub(super) trait Victims {
     /// Takes note of what is known of a block, cached or not; says where a cached one stands now.
     fn advise(&mut self, group: GroupId, block: BlockId, advice: Advice) -> Option<Rank>;
 
-    /// Notes what time it is, in the unit of [`Advice::until`].
-    fn set_time(&mut self, now: u64);
+    /// Notes what time it is, in the unit of [`Advice::until`]; says of which cached blocks that
+    /// changes where they stand, and where that is now.
+    fn set_time(&mut self, now: u64) -> Vec<(GroupId, BlockId, Rank)>;
 
     /// The cached blocks of a group and where they stand, the next to go first.
     fn in_order(&self, group: GroupId) -> Vec<(Rank, BlockId)>;
@@ -49,10 +50,22 @@ pub struct Advice {
     pub priority: u8,
     /// What it costs to have the block again, in any unit that is the same for all.
     pub cost: u32,
-    /// The time from which on the block goes before those that last longer.
+    /// The time up to which this holds.
     pub until: u64,
+    /// What the block is from then on.
+    pub past: Past,
     /// What its user expects.
     pub hint: Hint,
+}
+
+/// What a block is once it is past its time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Past {
+    /// It goes before those that last longer.
+    #[default]
+    First,
+    /// It has no priority any more, and goes as others do.
+    Plain,
 }
 
 /// What the user of a block expects of it.
@@ -69,7 +82,7 @@ pub enum Hint {
 
 impl Default for Advice {
     fn default() -> Advice {
-        Advice { priority: 0, cost: 1, until: u64::MAX, hint: Hint::None }
+        Advice { priority: 0, cost: 1, until: u64::MAX, past: Past::First, hint: Hint::None }
     }
 }
 
@@ -82,4 +95,16 @@ pub enum Eviction {
     /// What is past its time, then by priority, then what is cheap to have again and was used once,
     /// see [`CostAware`](super::cost_aware::CostAware).
     CostAware,
+    /// What was used once, in order of arrival, then what was used again, see
+    /// [`S3Fifo`](super::s3_fifo::S3Fifo).
+    S3Fifo,
+    /// The block that was used least often, see [`Lfu`](super::lfu::Lfu).
+    Lfu,
+}
+
+impl Eviction {
+    /// Whether it counts for a block that it was cached before and had to go.
+    pub(crate) fn recalls(self) -> bool {
+        matches!(self, Eviction::CostAware | Eviction::S3Fifo)
+    }
 }
