@@ -95,9 +95,9 @@ fn step(c: &mut Criterion) {
             }
         });
     });
-    // Little room: nobody of those who wait finds any.
-    let mut full = decoding(255, 255 * 64);
-    (255..1255).for_each(|id| arrive(&mut full, id, 1000));
+    // Little room: for what is said until the last prompt is read, and nobody of those who wait.
+    let mut full = decoding(255, 255 * 66);
+    (255..1255).for_each(|id| arrive(&mut full, id, 20_000));
     group.bench_function("no_room/255_of_1255", |b| {
         b.iter(|| {
             let plan = full.plan(0).unwrap();
