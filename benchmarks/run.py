@@ -24,6 +24,7 @@ from benchmarks.cases import (
     page_choice,
     page_moves,
     rotate_rows,
+    scheduler,
     speculation,
     store,
     tiers,
@@ -39,6 +40,7 @@ from kvweave.lab.bench.rows import Row
 Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {
     "block_manager": block_manager.run,
+    "scheduler": scheduler.run,
     "copy_rerotate": copy_rerotate.run,
     "rotate_rows": rotate_rows.run,
     "decode_host": decode_host.run,

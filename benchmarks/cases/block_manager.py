@@ -5,19 +5,14 @@ Figures of peers stand beside ours as quoted in `benchmarks/peers.py`; they were
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import kvweave
+from benchmarks.criterion import criterion_rows
 from benchmarks.peers import VLLM_LOOKUP_128K_MS, VLLM_NS_PER_BLOCK
-from benchmarks.report.record import ROOT
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import compare
 
@@ -65,35 +60,14 @@ def lookup(hash_name: str, quick: bool) -> Row:
 
 
 def core(quick: bool) -> list[Row]:
-    """Runs the criterion bench of the core crate and reads what it wrote."""
-    cargo = shutil.which("cargo")
-    expect(cargo is not None, "the core's figures need cargo on PATH")
-    with tempfile.TemporaryDirectory() as folder:
-        words = [str(cargo), "bench", "--locked", "-p", "kvweave-core", "--bench", "block_manager"]
-        if quick:
-            words += ["--", "--measurement-time", "0.5", "--warm-up-time", "0.2"]
-        environment = {**os.environ, "CRITERION_HOME": folder}
-        subprocess.run(words, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        measured = sorted(Path(folder).rglob("new/benchmark.json"))
-        expect(bool(measured), "expected criterion to write figures, got none")
-        return [_criterion_row(path) for path in measured]
-
-
-def _criterion_row(path: Path) -> Row:
-    """Nanoseconds an element: criterion's median over the elements of one iteration."""
-    about = json.loads(path.read_text())
-    estimates = json.loads((path.parent / "estimates.json").read_text())
-    sample = json.loads((path.parent / "sample.json").read_text())
-    throughput = about.get("throughput") or {}
-    elements = throughput.get("Elements", 1)
-    each = np.array(sample["times"]) / np.array(sample["iters"]) / elements
-    name = about["full_id"]
-    beside: dict[str, Any] = {"elements": elements}
-    if name in LIMIT_NS_PER_BLOCK:
-        beside["limit"] = LIMIT_NS_PER_BLOCK[name]
-    if name in VLLM_NS_PER_BLOCK:
-        quoted = VLLM_NS_PER_BLOCK[name]
-        beside["vLLM (quoted)"] = quoted
-        beside["vLLM ÷ ours"] = quoted / (estimates["median"]["point_estimate"] / elements)
-    value = estimates["median"]["point_estimate"] / elements
-    return Row(name, value, "ns", float(np.percentile(each, 95)), beside)
+    """What criterion measured, beside limits and quoted figures."""
+    rows = []
+    for row in criterion_rows("block_manager", quick):
+        beside: dict[str, Any] = {}
+        if row.name in LIMIT_NS_PER_BLOCK:
+            beside["limit"] = LIMIT_NS_PER_BLOCK[row.name]
+        if row.name in VLLM_NS_PER_BLOCK:
+            quoted = VLLM_NS_PER_BLOCK[row.name]
+            beside |= {"vLLM (quoted)": quoted, "vLLM ÷ ours": quoted / row.value}
+        rows.append(replace(row, of={**row.of, **beside}))
+    return rows

@@ -2,8 +2,9 @@
 
 The policies' settings were chosen on State of the Union speeches. The other texts here are held
 out, the list of samples below was fixed before any of them was measured, and every policy has its
-default settings. LOGS is a folder that keeps each sample once it is measured: an interrupted run
-goes on. Quality does not depend on how busy the machine is; times are not recorded.
+default settings or budgets of about equal FLOPs. LOGS is a folder that keeps each sample once it is
+measured: an interrupted run goes on. Quality does not depend on how busy the machine is; times are
+not recorded.
 """
 
 from __future__ import annotations
@@ -19,9 +20,24 @@ from kvweave.lab.bench.rows import Row
 from kvweave.lab.eval import Evaluation, Interval, bootstrap, evaluate, task_of
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.models import load
+from kvweave.policies.policy_text import read_policies
 from kvweave.runner import Runner
 
 SEED = 1
+OURS = "foresight"
+POLICIES = (
+    "naive",
+    "random:share=0.2",
+    "epic:first=32",
+    "cacheblend",
+    "cacheblend:ratio=0.25",
+    "sparsex",
+    "prophet:share=0.15",
+    "infoflow",
+    "foresight:share=0.1",
+    OURS,
+    "foresight:share=0.2",
+)
 TUNED_ON = "sotu"
 CONTROLLED = {"smollm2": 10, "qwen-coder": 3}
 """Samples of `lm` that also get the noise floor and the control without Δ-RoPE, by model."""
@@ -64,18 +80,19 @@ STEPS: tuple[tuple[Job, int], ...] = (
 )
 
 
-def run(logs: Path, steps: int) -> list[Row]:
+def run(logs: Path, steps: int, device: str = "cpu") -> list[Row]:
     """Measures the first steps, or what is missing of them, and sums up."""
     runners: dict[str, Runner] = {}
     found: dict[Job, Evaluation] = {}
     for job, samples in STEPS[:steps]:
         if job.model not in runners:
             runners.clear()  # two models at once would not fit a small machine
-            model, tokenizer = load(job.model)
+            model, tokenizer = load(job.model, device=device)
             runners[job.model] = Runner(model, tokenizer, max_tokens=8192)
         found[job] = evaluate(
             runners[job.model],
             task_of(job.task, job.length, job.corpus),
+            read_policies(",".join(POLICIES)),
             samples=samples,
             seed=SEED,
             controlled=CONTROLLED[job.model] if job.task == "lm" else 0,
@@ -93,7 +110,7 @@ def run(logs: Path, steps: int) -> list[Row]:
 
 
 def rows_of(name: str, evaluation: Evaluation) -> list[Row]:
-    """One row a policy: KL to full with its interval, and how far it is from sparsex's.
+    """One row a policy: KL to full with its interval, FLOPs, and how far it is from foresight's.
 
     Floor, control and, where answers are scored, full stand below the policies.
     """
@@ -106,11 +123,11 @@ def rows_of(name: str, evaluation: Evaluation) -> list[Row]:
         if summary.role == "policy":
             beside["gap closed"] = summary.gap_closed.value
             beside["95 % of it"] = _bounds(summary.gap_closed)
-            if summary.policy != "sparsex":
-                difference = paired(evaluation, summary.policy, "sparsex")
-                beside["KL − sparsex's, 95 %"] = _bounds(difference)
-        beside |= {"worst 10 %": summary.kl_worst_decile, "1st": summary.first_token}
-        beside |= {"rows": summary.row_share, "n": summary.samples}
+            if summary.policy != OURS:
+                difference = paired(evaluation, summary.policy, OURS)
+                beside[f"KL − {OURS}'s, 95 %"] = _bounds(difference)
+        beside |= {"FLOPs": summary.flops_ratio, "worst 10 %": summary.kl_worst_decile}
+        beside |= {"1st": summary.first_token, "rows": summary.row_share, "n": summary.samples}
         if scored:
             beside["recall"] = summary.score.value
         rows.append(Row(f"{name}: {summary.policy}", summary.kl.value, "", None, beside))
@@ -133,8 +150,9 @@ def _bounds(interval: Interval) -> list[float]:
 def main() -> int:
     parser = parser_of("quality", __doc__)
     parser.add_argument("--steps", type=int, default=len(STEPS), help="only the first steps")
+    parser.add_argument("--device", default="cpu", help="where the models are: cpu, or cuda")
     chosen = parser.parse_args()
-    show("quality", run(chosen.logs, chosen.steps), chosen.record)
+    show("quality", run(chosen.logs, chosen.steps, chosen.device), chosen.record)
     return 0
 
 

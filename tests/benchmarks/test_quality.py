@@ -22,7 +22,7 @@ def evaluation() -> Evaluation:
         measurements += [
             measured(sample, "full", "full", 0.0),
             measured(sample, "naive", "policy", 0.04 * hard),
-            measured(sample, "sparsex", "policy", 0.01 * hard),
+            measured(sample, "foresight", "policy", 0.01 * hard),
         ]
     return Evaluation("lm", 1024, "nll", 1, tuple(measurements), "kjv")
 
@@ -37,23 +37,23 @@ def test_every_step_is_a_task_that_exists() -> None:
 
 
 def test_rows_hold_intervals_and_the_paired_difference() -> None:
-    naive, sparsex = quality.rows_of("lm, kjv", evaluation())
-    assert (naive.name, sparsex.name) == ("lm, kjv: naive", "lm, kjv: sparsex")
-    assert sparsex.of["95 %"][0] < sparsex.value < sparsex.of["95 %"][1]
-    assert sparsex.of["gap closed"] == pytest.approx(0.75)
+    naive, ours = quality.rows_of("lm, kjv", evaluation())
+    assert (naive.name, ours.name) == ("lm, kjv: naive", "lm, kjv: foresight")
+    assert ours.of["95 %"][0] < ours.value < ours.of["95 %"][1]
+    assert ours.of["gap closed"] == pytest.approx(0.75)
     assert naive.of["gap closed"] == 0.0
     # Paired: three quarters of naive's own mean, far narrower than the two intervals apart.
-    low, high = naive.of["KL − sparsex's, 95 %"]
+    low, high = naive.of["KL − foresight's, 95 %"]
     assert low < 0.75 * naive.value < high
-    assert "KL − sparsex's, 95 %" not in sparsex.of
-    assert sparsex.of["n"] == 20
+    assert "KL − foresight's, 95 %" not in ours.of
+    assert ours.of["n"] == 20
 
 
 def test_full_is_shown_where_answers_are_scored() -> None:
     plain = quality.rows_of("lm", evaluation())
     answered = Evaluation("chain", 768, "recall", 1, evaluation().measurements, "kjv")
     rows = quality.rows_of("chain", answered)
-    assert [row.name for row in rows] == ["chain: naive", "chain: sparsex", "chain: full"]
+    assert [row.name for row in rows] == ["chain: naive", "chain: foresight", "chain: full"]
     assert rows[-1].of["recall"] == 0.5
     assert len(plain) == 2
     assert all("recall" not in row.of for row in plain)

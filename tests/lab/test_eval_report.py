@@ -50,6 +50,19 @@ def test_all_tasks_count_the_same() -> None:
     assert pooled["epic"].pays_after == pytest.approx(600 / 800)
 
 
+def test_a_report_says_what_it_was_measured_on() -> None:
+    report = report_of(two_tasks())
+    data = report.to_dict()
+    (subject,) = data["subjects"]
+    assert subject["measured_on"] == {"model": "m" * 20, "seed": 0}
+    assert list(subject["jobs"]) == ["needles, 512", "chain, 512"]
+    assert subject["jobs"]["chain, 512"]["length"] == 512
+    assert subject["policies"] == {name: name for name in KLS}
+    row = data["sections"][0]["rows"][0]
+    assert (row["agreed"], row["compared"], row["kv_bytes"]) == (3, 4, 10)
+    assert row["peak_bytes"] is None  # none was measured: no GPU
+
+
 def test_differences_are_of_pairs() -> None:
     tasks = two_tasks()
     by_hand = np.mean(

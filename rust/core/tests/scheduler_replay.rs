@@ -5,6 +5,8 @@
 
 mod trace_replay;
 
+use std::time::Instant;
+
 use kvweave_core::scheduler::{PrefillOrder, SchedulerConfig};
 use trace_replay::{Outcome, Request, Setting, StepCost, read, replay};
 
@@ -44,8 +46,10 @@ fn show(name: &str, outcome: &Outcome) {
 }
 
 fn shown(name: &str, trace: &[Request], setting: Setting) -> Outcome {
+    let started = Instant::now();
     let outcome = replay(trace, setting);
     show(name, &outcome);
+    println!("{name}: replayed in {:.3} s", started.elapsed().as_secs_f64());
     outcome
 }
 

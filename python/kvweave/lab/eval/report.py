@@ -23,15 +23,14 @@ from kvweave.lab.eval.statistics import (
 )
 from kvweave.lab.eval.summary import NOTHING, Evaluation, mean_kl, plain
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
 class ReportRow:
     """One policy in one section.
 
-    `score`, `kl`, `gap_closed`, `kl_worst_decile`, `same_answer`, `flops_ratio`, `ttft_ratio`,
-    `pays_after`, `non_finite`: as in `Summary`; of all tasks they are means of the tasks' own, each
+    All figures but `less` are as in `Summary`; of all tasks they are means of the tasks' own, each
     with the same weight, and `score` that of the tasks whose answers are scored. `less`: paired
     differences from the policy that was asked for, by what differs.
     """
@@ -44,11 +43,44 @@ class ReportRow:
     gap_closed: Interval
     kl_worst_decile: float
     same_answer: float
+    agreed: float
+    compared: float
     flops_ratio: float
     ttft_ratio: float
     pays_after: float
+    kv_bytes: float
+    shared_kv_bytes: float
+    peak_bytes: float
     non_finite: int
     less: dict[str, Interval]
+
+
+_MEANS = (
+    "kl_worst_decile",
+    "same_answer",
+    "agreed",
+    "compared",
+    "flops_ratio",
+    "ttft_ratio",
+    "pays_after",
+    "kv_bytes",
+    "shared_kv_bytes",
+    "peak_bytes",
+)
+"""Figures of a row without an interval: of all tasks they are the mean of the tasks' own."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What figures were measured on.
+
+    A log's first line, its jobs by name, and every policy's settings by the name it is measured
+    under.
+    """
+
+    measured_on: dict[str, Any]
+    jobs: dict[str, dict[str, Any]]
+    policies: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -67,10 +99,12 @@ class QualityReport:
 
     sections: tuple[Section, ...]
     against: str | None = None
+    subjects: tuple[Subject, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data; a number there is none for is null."""
-        data = {"schema_version": SCHEMA_VERSION, "against": self.against}
+        subjects = [plain(asdict(subject)) for subject in self.subjects]
+        data = {"schema_version": SCHEMA_VERSION, "against": self.against, "subjects": subjects}
         sections: list[dict[str, Any]] = [plain(asdict(section)) for section in self.sections]
         for section in sections:
             for row in section["rows"]:
@@ -105,7 +139,8 @@ def report_of(
         sections += own
         if len(own) > 1:
             sections.append(_pooled(own, tasks, tail, against, intervals))
-    return QualityReport(tuple(sections), against)
+    found = tuple(_subject(subject, tasks) for subject, tasks in subjects.items())
+    return QualityReport(tuple(sections), against, found)
 
 
 def paired(
@@ -169,13 +204,9 @@ def _section(
             score=s.score,
             kl=s.kl,
             gap_closed=s.gap_closed,
-            kl_worst_decile=s.kl_worst_decile,
-            same_answer=s.same_answer,
-            flops_ratio=s.flops_ratio,
-            ttft_ratio=s.ttft_ratio,
-            pays_after=s.pays_after,
             non_finite=s.non_finite,
             less=_compared([evaluation], s.policy, against, intervals),
+            **{name: getattr(s, name) for name in _MEANS},
         )
         for s in evaluation.summaries(intervals)
     )
@@ -204,13 +235,9 @@ def _pooled(
                 score=_over(scored, (name,), lambda m: m.score, intervals),
                 kl=_over(tasks, (name,), mean_kl, intervals),
                 gap_closed=_over(tasks, ("naive", name), mean_kl, intervals, gap_closed),
-                kl_worst_decile=_mean(row.kl_worst_decile for row in rows),
-                same_answer=_mean(row.same_answer for row in rows),
-                flops_ratio=_mean(row.flops_ratio for row in rows),
-                ttft_ratio=_mean(row.ttft_ratio for row in rows),
-                pays_after=_mean(row.pays_after for row in rows),
                 non_finite=sum(row.non_finite for row in rows),
                 less=_compared(tasks, name, against, intervals),
+                **{of: _mean(getattr(row, of) for row in rows) for of in _MEANS},
             )
         )
     return Section(f"all {len(own)} tasks{tail}", "recall", len(own), tuple(made))
@@ -232,6 +259,11 @@ def _over(
 
 def _mean(values: Any) -> float:
     return float(np.mean(list(values)))
+
+
+def _subject(subject: str, tasks: Sequence[Evaluation]) -> Subject:
+    policies = {name: told for one in tasks for name, told in one.settings.items()}
+    return Subject(json.loads(subject), {one.job: one.means for one in tasks}, policies)
 
 
 def _told(subject: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -72,7 +72,8 @@ class Summary:
 class Evaluation:
     """All measurements of one task, and what they come to.
 
-    `job`: the name in its log. `subject`: what it was measured on, as the log says.
+    `job`: the name in its log, and `means` what that says of it. `subject`: what it was measured
+    on, as the log says; `settings`: every setting of its policies, by their names.
     """
 
     task: str
@@ -84,6 +85,8 @@ class Evaluation:
     layout: str | None = None
     job: str = ""
     subject: str = ""
+    means: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
     @property
     def policies(self) -> list[str]:
@@ -247,6 +250,8 @@ def _evaluation(
         layout=None if job.get("layout") is None else str(job["layout"]),
         job=name,
         subject=subject,
+        means=dict(job),
+        settings={m: contents.policies[m] for m in known if m in contents.policies},
     )
 
 
