@@ -95,10 +95,14 @@ class Draft:
     mass that they give to each token of the prompt, f32 [T], summed over query heads and the layers
     from `since` < L on; None when there is no room for n more tokens. Nothing of a draft stays:
     neither its tokens nor their KV.
+
+    `drafts` ≥ 1 of them, side by side, each from another of the likeliest first tokens: the mass is
+    their mean. Where there is room for one alone, it is the likeliest one's.
     """
 
     tokens: int
     since: int = 0
+    drafts: int = 1
 
 
 PlanStep: TypeAlias = LayerPlan | Draft

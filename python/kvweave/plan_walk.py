@@ -192,8 +192,11 @@ class PlanWalk:
         return Further(some)
 
     def _draft(self, draft: Draft) -> Draft:
-        tokens, since = _whole("draft: expected tokens", draft.tokens), draft.since
-        since = _whole("draft: expected since", since)
+        tokens = _whole("draft: expected tokens", draft.tokens)
+        since = _whole("draft: expected since", draft.since)
+        drafts = _whole("draft: expected drafts", draft.drafts)
+        if drafts < 1:
+            _refuse(f"draft: expected drafts >= 1, got {drafts}")
         if tokens < 1 or not 0 <= since < self.layers:
             expected = f"tokens >= 1 and 0 <= since < {self.layers}"
             _refuse(f"draft: expected {expected}, got {tokens} and {since}")
@@ -205,7 +208,7 @@ class PlanWalk:
             )
         if not self._computed(self.tokens - 1):
             _refuse("draft: expected a pass with the last token before it, got none")
-        return Draft(tokens, since)
+        return Draft(tokens, since, drafts)
 
     def _end(self) -> None:
         self._over = True

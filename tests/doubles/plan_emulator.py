@@ -77,15 +77,20 @@ class Emulator:
                 return self.spec.head(self.spec.final_norm(states)).float(), known
 
     def _draft(self, step, states):
-        """Mass f32 [T] that the likeliest next tokens give, one after the other; all is as before.
+        """Mass f32 [T] that drafts give, a mean over their first tokens.
 
         `states` are those behind the last layer, the last token's the last of them.
         """
+        logits = self.spec.head(self.spec.final_norm(states[-1]))
+        firsts = logits.sort(descending=True).indices[: step.drafts]
+        return sum(self._one_draft(step, first[None]) for first in firsts) / len(firsts)
+
+    def _one_draft(self, step, said):
+        """Mass f32 [T] that the likeliest tokens from one on give; all is as before."""
         length, kept, table = self.end, self.kv, self.table
         self.kv, mass = [list(pair) for pair in kept], torch.zeros(length)
         self.table = self.rotary.table(length + step.tokens)
         for at in range(length, length + step.tokens):
-            said = self.spec.head(self.spec.final_norm(states[-1:])).argmax(-1)
             states, rows = self.spec.embed(said[None])[0], np.asarray([at], np.int32)
             self.end = at + 1
             for layer, pair in enumerate(self.kv):
@@ -95,6 +100,7 @@ class Emulator:
                 if layer >= step.since:
                     mass += self._asked(plan, q)[:length]
                 states = self._finish(plan, states, self._attend(plan, q))
+            said = self.spec.head(self.spec.final_norm(states[-1:])).argmax(-1)
         self.end, self.kv, self.table = length, kept, table
         return mass
 

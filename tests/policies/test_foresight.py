@@ -25,7 +25,7 @@ SOME = [
     Foresight(share=0.5, draft=0, depth=0.0, near=1, ask=3),
     Foresight(count=7, depth=1.0),
     Foresight(mass=0.8),
-    Foresight(mass=0.5, most=1.0, near=1, draft=1),
+    Foresight(mass=0.5, most=1.0, near=1, draft=1, drafts=3),
 ]
 
 
@@ -59,9 +59,8 @@ def test_plans_are_lawful(policy, view, seed):
     if not asks:
         assert drafts == []
         return
-    assert drafts == [Draft(policy.draft, first_layer(policy.depth, view.layers))] * (
-        policy.draft > 0
-    )
+    drafted = Draft(policy.draft, first_layer(policy.depth, view.layers), policy.drafts)
+    assert drafts == [drafted] * (policy.draft > 0)
     assert steps.index(drafts[0]) == view.layers if drafts else True
     asking = np.union1d(question(view)[-policy.ask :], tail(view, 64))
     assert np.array_equal(look[0].rows, np.union1d(view.fresh, asking))
@@ -248,6 +247,8 @@ def test_means_of_neighbours():
         lambda: Foresight(depth=2.0),
         lambda: Foresight(count=-1),
         lambda: Foresight(draft=-1),
+        lambda: Foresight(drafts=0),
+        lambda: Foresight(drafts=1.5),
         lambda: Foresight(ask=0),
         lambda: Foresight(near=2),
         lambda: Foresight(near=-1),

@@ -154,7 +154,8 @@ def sequences(draw: Any) -> list[Any]:
                 rows = steps[-1].rows
             rows = rows[draw(st.sampled_from([0, 0, len(rows) // 2])) :]
         if draw(st.booleans()):
-            steps.append(Draft(draw(st.integers(1, 3)), draw(st.integers(0, LAYERS - 1))))
+            drafts = draw(st.integers(1, 3))
+            steps.append(Draft(draw(st.integers(1, 3)), draw(st.integers(0, LAYERS - 1)), drafts))
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         steps[draw(st.integers(0, len(steps) - 1))] = draw(slips(sets))
     return steps
@@ -320,6 +321,8 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
         [*last(rows=ALL[:-1]), Draft(2)],
         "draft: expected a pass with the last token before it, got none",
     ),
+    "no drafts": ([*WHOLE, Draft(2, 0, 0)], "draft: expected drafts >= 1, got 0"),
+    "half a draft": ([*WHOLE, Draft(2, 0, 0.5)], "draft: expected drafts, got float"),
     "an empty draft": ([*WHOLE, Draft(0)], "draft: expected tokens >= 1 and 0 <= since < 3, got 0"),
     "a deep draft": ([*WHOLE, Draft(1, 3)], "since < 3, got 1 and 3"),
     "no end behind deviation": ([LayerPlan(0, ALL, Probe.DEVIATION)], "the same layer after a dev"),

@@ -17,7 +17,7 @@ from plan_policies import Overheard
 MODES = ("materialise", "share")
 
 
-@pytest.mark.parametrize("length", [144, 145, 159, 150])
+@pytest.mark.parametrize(("length", "drafts"), [(144, 1), (145, 3), (159, 1), (159, 2), (150, 5)])
 @pytest.mark.parametrize(
     ("mode", "classes", "fresh_end"),
     [
@@ -28,13 +28,14 @@ MODES = ("materialise", "share")
         ("materialise", CLASSES, False),
     ],
 )
-def test_the_draft_measures_what_plain_torch_does(length, mode, classes, fresh_end):
+def test_the_draft_measures_what_plain_torch_does(length, drafts, mode, classes, fresh_end):
     model = tiny("llama")
     heads = classes_of(model, (None,) if classes is None else classes)
     runner = runner_of(model, None if classes is None else heads, mode=mode)
     tokens, parts, spans = two_documents(runner, length, fresh_end)
     # The draft crosses a block's border; `draft - 1` more tokens than a page.
-    ours, theirs = (Overheard(Foresight(share=0.3, draft=18)) for _ in range(2))
+    asked = Foresight(share=0.3, draft=18, drafts=drafts)
+    ours, theirs = (Overheard(asked) for _ in range(2))
     wanted, rows = Emulator(runner.spec, heads).prefill(tokens, spans, theirs)
     logits, report = answer_of(runner, parts, ours, reserve_tokens=5)
     for got, expected in zip(ours.said, theirs.said, strict=True):
@@ -44,7 +45,8 @@ def test_the_draft_measures_what_plain_torch_does(length, mode, classes, fresh_e
     assert drafted.shape == (length,)
     assert 0 < float(drafted.sum()) < 18 * 4 * 3
     near(logits, wanted[-1:])
-    assert report.passes[1].tokens == 18
+    assert report.passes[1].tokens == 18 * drafts
+    assert report.passes[1].rows_per_layer == [18 * drafts] * 4
     assert rows[-1] == length - 1
 
 
@@ -91,9 +93,8 @@ class _Deaf(Overheard):
                 answer = None
 
 
-def test_a_draft_without_room_is_told_and_done_without():
-    runner = runner_of(tiny("llama"), max_tokens=768)
-    _, parts, _ = two_documents(runner, 159)
+def crowded(runner, parts, fewest, most):
+    """A cache in which so many blocks more and more are free beside what a prompt takes."""
     wanted = runner.tokenize(parts)
     with runner.prefill(parts, "naive", remember=False) as done:
         regime = done.request.regime
@@ -101,12 +102,21 @@ def test_a_draft_without_room_is_told_and_done_without():
     reader = runner.cache.admit(
         wanted.tokens, segments=wanted.segments, mode="share", regime=regime
     )
-    free, drafted = runner.cache.stats()["free"], []
-    for left in range(5):
-        others = runner.cache.admit(random_tokens(16 * (free - 10 - left), 9), reuse="none")
-        with others:
-            alone, _ = answer_of(runner, parts, Foresight(draft=0))
-            logits, report = answer_of(runner, parts, Foresight(draft=18))
+    free = runner.cache.stats()["free"]
+    for left in range(fewest, most + 1):
+        with runner.cache.admit(random_tokens(16 * (free - 10 - left), 9), reuse="none"):
+            yield left
+        runner.cache.check()
+    reader.release()
+
+
+def test_a_draft_without_room_is_told_and_done_without():
+    runner = runner_of(tiny("llama"), max_tokens=768)
+    _, parts, _ = two_documents(runner, 159)
+    drafted = []
+    for _ in crowded(runner, parts, 0, 4):
+        alone, _ = answer_of(runner, parts, Foresight(draft=0))
+        logits, report = answer_of(runner, parts, Foresight(draft=18))
         assert report.reused_segment == 43 + 85
         look, draft, last = report.passes
         assert (look.kind, draft.kind, last.kind) == ("layers", "draft", "layers")
@@ -114,10 +124,21 @@ def test_a_draft_without_room_is_told_and_done_without():
         # What was decoded before the room ran out was computed all the same.
         assert draft.flops["logits"] == (1 + drafted[-1][1]) * answer_flops(runner)
         assert draft.tokens or torch.equal(logits, alone)
-        runner.cache.check()
     # The last block is copied, and 18 tokens begin two more.
     assert drafted == [(0, 0), (0, 1), (0, 17), (18, 18), (18, 18)]
-    reader.release()
+
+
+def test_one_draft_is_made_where_there_is_no_room_for_all():
+    runner = runner_of(tiny("llama"), max_tokens=768)
+    _, parts, _ = two_documents(runner, 159)
+    found = []
+    for _ in crowded(runner, parts, 2, 6):
+        alone, _ = answer_of(runner, parts, Foresight(draft=18))
+        logits, report = answer_of(runner, parts, Foresight(draft=18, drafts=2))
+        found.append((report.passes[1].tokens, report.passes[1].rows_per_layer[0]))
+        assert found[-1][0] == 36 or torch.equal(logits, alone)
+    # Three blocks each: what two of them had computed before the room ran out is counted too.
+    assert found == [(0, 19), (18, 20), (18, 52), (18, 52), (36, 36)]
 
 
 def answer_flops(runner):

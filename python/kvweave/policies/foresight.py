@@ -61,7 +61,8 @@ class Foresight:
     The budget is one of: as many rows as a `share` of the reused tokens; `count` of them; or
     `mass`, the fewest that hold this share of the mass on all that may be chosen, and at most a
     share `most` of the reused tokens; none of them: a share of 0.15. `draft`: tokens of the answer
-    that ask too, 0 for none. `depth`: share of the layers that are passed over before attention is
+    that ask too, 0 for none, and `drafts` how many answers are drafted so, each from another of the
+    likeliest first tokens. `depth`: share of the layers that are passed over before attention is
     measured. `near`: tokens over which mass is averaged, an odd number; 1 for none. `ask`: the last
     rows of the question that ask, at most.
     """
@@ -71,6 +72,7 @@ class Foresight:
     mass: float | None = None
     most: float = 0.4
     draft: int = 8
+    drafts: int = 1
     depth: float = 1 / 3
     near: int = 3
     ask: int = 512
@@ -93,6 +95,7 @@ class Foresight:
         if self.count is not None:
             whole("foresight", self.count, 0, name="count")
         whole("foresight", self.draft, 0, name="draft")
+        whole("foresight", self.drafts, 1, name="drafts")
         whole("foresight", self.ask, 1, name="ask")
         if whole("foresight", self.near, 1, name="near") % 2 == 0:
             raise InvalidArgument(f"foresight: expected an odd near >= 1, got {self.near}")
@@ -154,7 +157,7 @@ class Foresight:
         assert mass is not None
         mass /= len(asking)
         if self.draft:
-            drafted = yield Draft(self.draft, since)
+            drafted = yield Draft(self.draft, since, self.drafts)
             if isinstance(drafted, torch.Tensor):
                 mass += drafted / self.draft
         return mass

@@ -55,6 +55,7 @@ CHOSEN: dict[str, Policy | str] = {
     "infoflow-value": InfoFlow(share=0.3, score="value", layers=(1, 2)),
     "foresight-no-draft": Foresight(share=0.3, draft=0),
     "foresight": Foresight(share=0.3, draft=12),
+    "foresight-drafts": Foresight(share=0.3, draft=5, drafts=3),
     "foresight-mass": Foresight(mass=0.6),
     "redknot": RedKnot(dense_until=0.25, recent_n=16),
     "weave": Weave(Foresight(share=0.4), RedKnot(dense_until=0.25, recent_n=4)),

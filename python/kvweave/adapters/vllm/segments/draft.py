@@ -38,23 +38,21 @@ class Drafter:
         count = draft.tokens
         if count > self.batch.page_tokens or length + count > self.steps.longest:
             return None
-        prompt = DraftedPrompt(self.batch.entries(request), length, count, last)
-        workspace = self.batch.metadata.workspace
+        firsts = self.model.compute_logits(last)[0].topk(draft.drafts).indices
+        entries, mass = self.batch.entries(request), torch.zeros(length, device=last.device)
         try:
-            asked, entries = self.steps.queries(self.model, self.layers, prompt, workspace)
-            mass = self._mass(prompt, asked, entries, draft.since)
+            for first in firsts:
+                prompt = DraftedPrompt(entries, length, count, last, first)
+                mass += self._one(prompt, draft.since)[:length]
         finally:
             for pages in self.layers.pages:
                 pages[: self.batch.kv_heads].zero_()
-        return over_ranks(mass)[:length]
+        return over_ranks(mass) / len(firsts)
 
-    def _mass(
-        self,
-        prompt: DraftedPrompt,
-        asked: list[torch.Tensor],
-        entries: torch.Tensor,
-        since: int,
-    ) -> torch.Tensor:
+    def _one(self, prompt: DraftedPrompt, since: int) -> torch.Tensor:
+        """What the queries of one draft look at on this rank: the prompt's tokens and its own."""
+        workspace = self.batch.metadata.workspace
+        asked, entries = self.steps.queries(self.model, self.layers, prompt, workspace)
         device, end = prompt.last.device, prompt.length + prompt.count
         at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
         mass = torch.zeros(end, device=device)

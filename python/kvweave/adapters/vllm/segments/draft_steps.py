@@ -25,26 +25,29 @@ Addresses = tuple[int, ...]
 class DraftedPrompt:
     """A prompt of `length` tokens that is drafted from, its entries [N, 5], one a page.
 
-    `count` tokens are drafted, `last` [1, E] being the states of the prompt's last token behind the
-    last layer and its norm.
+    `count` tokens are drafted, the first of them being `first` i64 []; `last` [1, E] are the states
+    of the prompt's last token behind the last layer and its norm.
     """
 
     entries: torch.Tensor
     length: int
     count: int
     last: torch.Tensor
+    first: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Room:
     """What steps read and write, at addresses that stay.
 
-    `last` [1, E]; `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5],
+    `last` [1, E]; `first` i64 [1], the token that a draft begins with, −1 behind its first step;
+    `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5],
     those of the longest prompt and of the draft, and `ends` i32 [2] of them; `queries` of each
     layer [P, H, D], by the token's number in the draft.
     """
 
     last: torch.Tensor
+    first: torch.Tensor
     at: torch.Tensor
     slot: torch.Tensor
     entries: torch.Tensor
@@ -58,6 +61,7 @@ class _Room:
         number = torch.zeros(1, dtype=torch.int32, device=device)
         return cls(
             torch.empty_like(last),
+            number.long(),
             number,
             number.long(),
             number.new_zeros(-(-longest // page) + 1, 5),
@@ -77,6 +81,7 @@ class _Room:
         known = torch.tensor([*own, 0, pages + 1], dtype=torch.int32).to(device)
         self.entries[pages], self.ends[:] = known[:5], known[5:]
         self.last.copy_(prompt.last)
+        self.first.copy_(prompt.first)
         self.at.fill_(prompt.length)
         self.slot.zero_()
         listed = self.entries if self.entries.is_cuda else self.entries[: pages + 1]
@@ -98,13 +103,15 @@ class _Step:
         room, layers, model = self.room, self.layers, self.model
         context: Any = get_forward_context()
         context.attn_metadata = dict.fromkeys(layers.names, self._metadata())
-        token = model.compute_logits(room.last).argmax(-1)
+        likeliest = model.compute_logits(room.last).argmax(-1)
+        token = torch.where(room.first < 0, likeliest, room.first)
         hidden, residual = model.model.embed_input_ids(token), None
         at = room.at.long()
         for layer in model.model.layers:
             hidden, residual = layer(at, hidden, residual)
         last, _ = model.model.norm(hidden, residual)
         room.last.copy_(last)
+        room.first.fill_(-1)
         room.at.add_(1)
         room.slot.add_(1)
 
