@@ -53,7 +53,8 @@ def policies(layers: int) -> dict[str, Policy]:
         "sparsex, 10 % by score": SparseX(boundary=0),
         "sparsex, 1024 by score, ℓ* 12 %": SparseX(boundary=deep, top_k=FEW),
         "foresight, 10 %, no draft": Foresight(share=0.1, draft=0),
-        "foresight, 10 %, draft of 8": Foresight(share=0.1, draft=8),
+        "foresight, 10 %, draft of 8": Foresight(share=0.1, draft=8, drafts=1),
+        "foresight, 10 %, 4 drafts of 2": Foresight(share=0.1, draft=2, drafts=4),
     }
 
 
@@ -83,8 +84,8 @@ def flops(model: Any, plans: list[PlanStep], tokens: int) -> float:
     """Multiplications and additions of a prefill's products and attention, masked keys left out.
 
     The second plan of layer 0 counts its further rows alone, a deviation probe its projections,
-    and the last layer the rest of its last row. A draft counts as rows behind the prompt's
-    `tokens`, each with its logits.
+    and the last layer the rest of its last row. Drafts count as rows behind the prompt's `tokens`,
+    each with its logits.
     """
     config = model.config
     width, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
@@ -95,8 +96,8 @@ def flops(model: Any, plans: list[PlanStep], tokens: int) -> float:
         if isinstance(plan, Draft):
             keys = float((np.arange(tokens, tokens + plan.tokens) + 1).sum())
             once = 2.0 * (projections + rest) * plan.tokens + 4.0 * heads * dim * keys
-            total += config.num_hidden_layers * once
-            total += 2.0 * width * config.vocab_size * (plan.tokens + 1)
+            total += config.num_hidden_layers * once * plan.drafts
+            total += 2.0 * width * config.vocab_size * (plan.tokens * plan.drafts + 1)
             before = None
             continue
         rows = plan.rows
