@@ -1,6 +1,6 @@
 //! Vectors into top-r pages and back, a page at a time.
 
-use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
+use kvweave_core::ops::{Basis, PackedFormat, Side, TopRPage, VectorPlace};
 
 /// Room that packing takes, used again for every page of a task.
 #[derive(Default)]
@@ -134,7 +134,34 @@ pub(crate) fn unpack(
     }
 }
 
+/// The numbers of one vector along all channels, into a row [C] of zeros.
+pub(crate) fn spread(
+    page: &TopRPage,
+    (side, token): (Side, usize),
+    bytes: &[u8],
+    row: &mut [f32],
+) {
+    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
+    let (scale, of) = (page.wide_scale(&bytes[scale]), page.of());
+    let mut kept = [0.0f32; PackedFormat::MAX_HEAD_DIM];
+    let kept = &mut kept[..of.kept];
+    page.read_numbers(&bytes[numbers], scale, kept);
+    let mut kept = kept.chunks_exact(of.group);
+    let (groups, last) = (of.groups(), bitmap.len() - 1);
+    for (at, &byte) in bytes[bitmap].iter().enumerate() {
+        // Bits behind the last group count for nothing.
+        let mut bits = if at == last { byte & (0xFF >> (8 * (at + 1) - groups)) } else { byte };
+        while bits != 0 {
+            let Some(numbers) = kept.next() else { return };
+            let first = (8 * at + bits.trailing_zeros() as usize) * of.group;
+            row[first..first + of.group].copy_from_slice(numbers);
+            bits &= bits - 1;
+        }
+    }
+}
+
 /// `sums += factor · row`.
+#[inline(always)]
 pub(crate) fn add(sums: &mut [f32], factor: f32, row: &[f32]) {
     for (sum, x) in sums.iter_mut().zip(row) {
         *sum += factor * x;
