@@ -137,7 +137,7 @@ def _no_metric(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=4)
 def _shares(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """All ways to share out bits: how many groups have 8, then 4, then 2 [M, 3], and their bytes."""
+    """All ways to share out bits: groups that have 8, 4 and 2 [M, 3], and the bytes of each way."""
     most = dim // TOGETHER
     ways = [(a, b, c) for a in range(most + 1) for b in range(most + 1 - a)
             for c in range(most + 1 - a - b)]  # fmt: skip

@@ -64,6 +64,8 @@ def beaten_by(way: Found, others: list[Found]) -> list[str]:
     for other in others:
         if other.name == way.name or other.size > way.size or other.blocks != way.blocks:
             continue
+        if other.kl.mean() > way.kl.mean():
+            continue
         apart = bootstrap.interval(np.stack((other.kl, way.kl), 1), difference)
         if apart.high < 0.0 or (other.size < way.size and apart.low == apart.high == 0.0):
             better.append(other.name)
@@ -132,6 +134,8 @@ def save_chart(path: Path, record: Mapping[str, Any]) -> None:
         axes.annotate(str(number), (way.size, way.interval.value), xytext=(6, 3),
                       textcoords="offset points", size=8, color=hue)  # fmt: skip
     axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel(
         f"bytes a token and KV head, own bases over 64K tokens (bf16: {exact_bytes(record):.0f})",
         size=9,

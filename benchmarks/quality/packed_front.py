@@ -42,7 +42,7 @@ WAYS = front()
 
 
 class Attention:
-    """Transformers' own attention in float32, whose queries are summed and which may read few blocks."""
+    """Transformers' own attention; its queries can be summed, and it may read few blocks."""
 
     NAME = "packed-front"
 
@@ -106,6 +106,10 @@ class Bench:
         self.attention.packed = (length - SINK - RECENT) // PAGE
         self.model.set_attn_implementation(Attention.NAME)
         self.bases: Bases | None = None
+
+    def gpu(self) -> dict[str, str]:
+        """The GPU that texts are read on, where it is one."""
+        return {} if self.device.type == "cpu" else {"gpu": torch.cuda.get_device_name()}
 
     def calibrate(self, texts: int) -> None:
         """Fits the calibrated bases on texts that none is measured on."""
@@ -209,8 +213,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[int]:
     record |= {
         "model": asked.model,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine()
-        | ({"gpu": torch.cuda.get_device_name()} if asked.device == "cuda" else {}),
+        "machine": machine() | bench.gpu(),
         "corpus": {name: [corpus.name, corpus.digest] for name, corpus in corpora.items()},
         "length": asked.length,
         "following": asked.following,

@@ -123,7 +123,7 @@ def front() -> tuple[Way, ...]:
         )
     ]  # fmt: skip
     half = {way.name: way for way in few_bits}["50 % int4, calibrated basis"]
-    whole = [Way("exact", "exact"), codes[1], half, planes[1], planes[3]]
+    whole = [Way("exact", "exact"), half, planes[3]]
     chosen = [replace(way, name=f"{way.name}, a quarter of blocks", blocks=0.25) for way in whole]
     return (Way("bf16", "bf16"), Way("fp8", "fp8"), *codes, *turned, *masks, *quarter, *few_bits,
             *planes, *chosen)  # fmt: skip

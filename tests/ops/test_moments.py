@@ -154,11 +154,15 @@ def test_planes_are_shared_out_where_they_lose_least(generator, size, queries) -
                 root = vectors * np.sqrt(values) @ vectors.T
             weights.append(np.linalg.eigvalsh(root @ spread @ root)[::-1])
             used = bits[0] > 0
-            np.testing.assert_allclose(measures[used] @ steps[used].T, np.eye(used.sum()), atol=1e-3)
+            np.testing.assert_allclose(
+                measures[used] @ steps[used].T, np.eye(used.sum()), atol=1e-3
+            )
             # In steps, a channel's spread is that which its code loses least of; none correlate.
             inside = measures[used] @ spread @ measures[used].T
             sizes = np.array([STEP[int(b)] for b in bits[0][used]])
-            np.testing.assert_allclose(inside * np.outer(sizes, sizes), np.eye(used.sum()), atol=1e-2)
+            np.testing.assert_allclose(
+                inside * np.outer(sizes, sizes), np.eye(used.sum()), atol=1e-2
+            )
         factors = [weights[1].sum() / 16, 1.0] if queries else [1 / w.sum() for w in weights]
         weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         for side, weight in enumerate(weights):

@@ -253,7 +253,7 @@ def test_bases_whose_codes_have_no_room_are_refused(generator, version, bits, me
     with pytest.raises(InvalidArgument, match=message):
         version.unpack_pages(text.packed, text.cache, text.packs, pages=2)
     assert torch.equal(text.packed.data, before)
+    of_top_r = ops.PackedBases(bases[..., :65, :].contiguous(), text.packed.bases.of)
+    packed = ops.PackedPages(text.packed.data, of, of_top_r)
     with pytest.raises(InvalidArgument, match="bases: expected shape"):
-        top_r = bases[..., :65, :].contiguous()
-        packed = ops.PackedPages(text.packed.data, of, ops.PackedBases(top_r, text.packed.bases.of))
         version.pack_pages(text.cache, packed, text.packs, pages=2)

@@ -67,8 +67,8 @@ impl Directions<'_> {
         self.rows.len() / self.mean.len()
     }
 
-    /// The numbers of tokens of a page, into `rows` [tokens, C].
-    fn read(&self, slots: &[usize], page: &[u8], rows: &mut Vec<f32>) {
+    /// The numbers of tokens of a page, into `rows` [tokens, C]; `kept` is room.
+    fn read(&self, slots: &[usize], page: &[u8], kept: &mut Vec<f32>, rows: &mut Vec<f32>) {
         let channels = self.channels();
         rows.clear();
         rows.resize(slots.len() * channels, 0.0);
@@ -76,7 +76,7 @@ impl Directions<'_> {
             Numbers::Planes(place) => steps_of(place, slots.iter().copied(), page, rows),
             Numbers::TopR(of, side) => {
                 for (&slot, row) in slots.iter().zip(rows.chunks_exact_mut(channels)) {
-                    spread(of, (*side, slot), page, row);
+                    spread(of, (*side, slot), page, kept, row);
                 }
             }
         }
@@ -116,6 +116,7 @@ struct Heads<'a, 'b> {
     current: Option<(usize, i32, i32)>,
     /// [tokens, C] of one entry.
     numbers: Vec<f32>,
+    kept: Vec<f32>,
     /// [heads, tokens] of one entry.
     scores: Vec<f32>,
 }
@@ -132,8 +133,8 @@ impl<'a, 'b> Heads<'a, 'b> {
             out: vec![0.0; q.len()],
         };
         let heads = q.iter().map(head).collect();
-        let (numbers, scores) = (Vec::new(), Vec::new());
-        Self { call, rank, q, heads, current: None, numbers, scores }
+        let [numbers, kept, scores] = [const { Vec::new() }; 3];
+        Self { call, rank, q, heads, current: None, numbers, kept, scores }
     }
 
     fn directions(&self, block: usize, side: Side) -> Directions<'a> {
@@ -159,7 +160,7 @@ impl<'a, 'b> Heads<'a, 'b> {
         self.enter(&entry, &keys);
         let page = self.call.kv.page(entry.block, self.rank);
         let Scoring { scale, softcap, .. } = self.call.scoring;
-        keys.read(&slots, page, &mut self.numbers);
+        keys.read(&slots, page, &mut self.kept, &mut self.numbers);
         self.scores.resize(slots.len() * self.heads.len(), 0.0);
         for (head, scores) in self.heads.iter_mut().zip(self.scores.chunks_mut(slots.len())) {
             let query = &head.query[..keys.channels()];
@@ -174,7 +175,7 @@ impl<'a, 'b> Heads<'a, 'b> {
             head.weigh(scores);
         }
         let values = self.directions(entry.block, Side::Values);
-        values.read(&slots, page, &mut self.numbers);
+        values.read(&slots, page, &mut self.kept, &mut self.numbers);
         let odd = slots.iter().any(|&slot| values.is_nan(slot, page));
         for (head, weights) in self.heads.iter_mut().zip(self.scores.chunks(slots.len())) {
             let sums = &mut head.here[..values.channels()];

@@ -7,12 +7,7 @@ use crate::top_r_page::add;
 
 /// Packs rows [tokens, D] of one side into a page of zeros. `turned` is room that is used again:
 /// [D, C], the measures of channels that have codes, so that their products advance together.
-pub(crate) fn pack(
-    basis: &PlanesBasis<'_>,
-    rows: &[f32],
-    turned: &mut Vec<f32>,
-    bytes: &mut [u8],
-) {
+pub(crate) fn pack(basis: &PlanesBasis<'_>, rows: &[f32], turned: &mut Vec<f32>, bytes: &mut [u8]) {
     let (dim, channels) = (basis.mean.len(), basis.place.widths().channels());
     turned.clear();
     turned.resize(dim * channels, 0.0);

@@ -250,7 +250,8 @@ impl TopRPage {
             }
             KeptNumbers::Int4 => {
                 for (out, &byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(numbers) {
-                    *out = [byte & 15, byte >> 4].map(|code| scale * (f32::from(code) - INT4_REACH));
+                    *out =
+                        [byte & 15, byte >> 4].map(|code| scale * (f32::from(code) - INT4_REACH));
                 }
             }
         }
