@@ -113,7 +113,7 @@ class Bench:
 
     def calibrate(self, texts: int) -> None:
         """Fits the calibrated bases on texts that none is measured on."""
-        moments = [self.read(self.tokens(self.calibrated_on, index))[2] for index in range(texts)]
+        moments = [self.read(self.tokens(self.calibrated_on, index))[1] for index in range(texts)]
         self.bases = Bases(sum(moments[1:], moments[0]))
 
     def tokens(self, corpus: Corpus, index: int) -> torch.Tensor:
@@ -127,9 +127,9 @@ class Bench:
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
 
     @torch.inference_mode()
-    def read(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Moments]:
-        """Of a prompt K and V [2, layers · G, length, D], log-probabilities f64 [following, V] of
-        what follows, and the moments of what is packed of it and of all of its queries."""
+    def read(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Moments]:
+        """Of a prompt K and V [2, layers · G, length, D], and the moments of what is packed of it
+        and of all of its queries."""
         self.attention.queries = []
         cache = DynamicCache()
         self.model(tokens[:, : self.length], past_key_values=cache, logits_to_keep=1)
@@ -138,7 +138,7 @@ class Bench:
                           for side in ("keys", "values")])  # fmt: skip
         group = self.model.config.num_attention_heads * self.layers // len(queries)
         moments = Moments.of(kv[:, :, SINK:-RECENT], queries, group * self.length)
-        return kv, self.follow(kv, tokens), moments
+        return kv, moments
 
     @torch.inference_mode()
     def follow(self, kv: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,8 @@ class Bench:
         """Of one text the KL, what the text surprises more, and the share of likeliest tokens that
         stay, by way."""
         tokens = self.tokens(self.measured_on, index)
-        kv, exact, moments = self.read(tokens)
+        kv, moments = self.read(tokens)
+        exact = self.follow(kv, tokens)
         middle = kv[:, :, SINK:-RECENT].contiguous()
         targets = tokens[0, self.length + 1 :, None]
 
