@@ -49,7 +49,7 @@ def found_of(record: Mapping[str, Any]) -> list[Found]:
         beside = bootstrap.interval(pairs, difference)
         agreement = float(column(name, "agreement").mean())
         interval = bootstrap.interval(kl)
-        sizes = size["with basis, 64K tokens"], size["blocks"]
+        sizes = size["with basis, 64K tokens"], size.get("blocks", 1.0)
         ways.append(Found(name, sizes[0], kl, interval, beside, agreement, sizes[1]))
     return sorted(ways, key=lambda way: (-way.size, way.interval.value))
 
