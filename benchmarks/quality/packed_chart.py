@@ -13,7 +13,7 @@ from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, quiet_axes, 
 from kvweave.lab.eval.statistics import Bootstrap, Floats, Interval, difference
 
 REFERENCE = "INT4"
-COLOURS = {"own": "#0072b2", "calibrated": "#009e73", "INT": "#d55e00"}
+COLOURS = {"planes": "#cc79a7", "own": "#0072b2", "calibrated": "#009e73", "INT": "#d55e00"}
 OTHER = "#999999"
 
 
@@ -30,6 +30,8 @@ class Found:
     interval: Interval
     beside: Interval
     agreement: float
+    blocks: float
+    """The share of packed blocks that rows read."""
 
 
 def found_of(record: Mapping[str, Any]) -> list[Found]:
@@ -47,16 +49,22 @@ def found_of(record: Mapping[str, Any]) -> list[Found]:
         beside = bootstrap.interval(pairs, difference)
         agreement = float(column(name, "agreement").mean())
         interval = bootstrap.interval(kl)
-        ways.append(Found(name, size["with basis, 64K tokens"], kl, interval, beside, agreement))
+        sizes = size["with basis, 64K tokens"], size.get("blocks", 1.0)
+        ways.append(Found(name, sizes[0], kl, interval, beside, agreement, sizes[1]))
     return sorted(ways, key=lambda way: (-way.size, way.interval.value))
 
 
 def beaten_by(way: Found, others: list[Found]) -> list[str]:
-    """Ways of no more bytes whose KL is lower: the paired interval of the difference says so."""
+    """Ways of no more bytes whose KL is lower: the paired interval of the difference says so.
+
+    Those that read a share of blocks are beside those that read as many.
+    """
     bootstrap = Bootstrap()
     better = []
     for other in others:
-        if other.name == way.name or other.size > way.size:
+        if other.name == way.name or other.size > way.size or other.blocks != way.blocks:
+            continue
+        if other.kl.mean() > way.kl.mean():
             continue
         apart = bootstrap.interval(np.stack((other.kl, way.kl), 1), difference)
         if apart.high < 0.0 or (other.size < way.size and apart.low == apart.high == 0.0):
@@ -103,13 +111,13 @@ def save_chart(path: Path, record: Mapping[str, Any]) -> None:
     Raises InvalidArgument for a suffix that cannot be written.
     """
     ways = found_of(record)
-    figure = new_figure(10.0, 5.4)
+    figure = new_figure(11.0, 7.6)
     figure.text(0.02, 0.975, "Packed pages: distance to exact over bytes", va="top", size=13,
                 weight="bold", color=INK)  # fmt: skip
     under = (
         f"{record['model']}, {record['corpus']['measured on'][0]}, {len(record['texts'])} texts of "
         f"{record['length']} + {record['following']} tokens, 192 of them exact; 95 % bootstrap; "
-        "filled: on the front"
+        "filled: on the front; squares: a quarter of blocks read"
     )
     figure.text(0.02, 0.92, under, va="top", size=8.5, color=MUTED)
     axes = figure.add_axes((0.08, 0.11, 0.52, 0.74))
@@ -118,13 +126,16 @@ def save_chart(path: Path, record: Mapping[str, Any]) -> None:
         low, high = way.interval.value - way.interval.low, way.interval.high - way.interval.value
         on = not beaten_by(way, ways)
         axes.errorbar(
-            [way.size], [way.interval.value], yerr=[[max(low, 0.0)], [max(high, 0.0)]], fmt="o",
+            [way.size], [way.interval.value], yerr=[[max(low, 0.0)], [max(high, 0.0)]],
+            fmt="o" if way.blocks == 1.0 else "s",
             color=hue, markerfacecolor=hue if on else "white", markersize=6, linewidth=1.2,
             label=f"{number}  {way.name}",
         )  # fmt: skip
         axes.annotate(str(number), (way.size, way.interval.value), xytext=(6, 3),
                       textcoords="offset points", size=8, color=hue)  # fmt: skip
     axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel(
         f"bytes a token and KV head, own bases over 64K tokens (bf16: {exact_bytes(record):.0f})",
         size=9,
@@ -132,7 +143,7 @@ def save_chart(path: Path, record: Mapping[str, Any]) -> None:
     axes.set_ylabel("KL to exact, nats a token", size=9)
     quiet_axes(axes)
     figure.legend(
-        *axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.61, 0.87),
-        frameon=False, fontsize=8,
+        *axes.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.61, 0.9),
+        frameon=False, fontsize=7,
     )  # fmt: skip
     save_figure(figure, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quality import packed_chart, packed_front
+from benchmarks.quality import packed_arithmetic, packed_chart, packed_front, packed_ways
+from benchmarks.quality.packed_bases import Moments, in_planes
 from families import tiny
 from kvweave import models, ops
 
@@ -23,7 +25,9 @@ def record_of(kl: dict[str, list[float]], sizes: dict[str, float]) -> dict:
         "following": 3,
         "head_dim": 64,
         "corpus": {"measured on": ["texts", "0"]},
-        "bytes": {name: dict.fromkeys(names, size) for name, size in sizes.items()},
+        "bytes": {
+            name: dict.fromkeys(names, size) | {"blocks": 1.0} for name, size in sizes.items()
+        },
         "texts": [
             {name: {"kl": some[i], "agreement": 1.0} for name, some in kl.items()}
             for i in range(len(next(iter(kl.values()))))
@@ -32,37 +36,99 @@ def record_of(kl: dict[str, list[float]], sizes: dict[str, float]) -> dict:
 
 
 def test_ways_differ_and_have_formats():
-    formats = {(way.format(64), way.basis, way.bits) for way in packed_front.WAYS}
-    assert len(formats) == len(packed_front.WAYS) == len({way.name for way in packed_front.WAYS})
-    quarter, half = (ops.packed_format(name, 64) for name in ("quarter-bf16", "half-int4"))
-    assert {quarter, half, ops.packed_format("int4", 64)} <= {of for of, *_ in formats}
+    ways = packed_front.WAYS
+    assert (
+        len({way.name for way in ways}) == len({replace(way, name="") for way in ways}) == len(ways)
+    )
+    formats = {way.format(64) for way in ways}
+    for name in ("int4", "int8", "quarter-bf16", "half-int4", "planes-3", "planes-2.5"):
+        assert ops.packed_format(name, 64) in formats
+    for way in ways:
+        of = way.format(64)
+        assert of is None or way.page_bytes(64) == of.page_bytes / 64
 
 
 def test_hadamard_is_orthonormal():
-    matrix = packed_front.hadamard(64)
+    matrix = packed_ways.hadamard(64)
     assert torch.equal(matrix @ matrix.T, torch.eye(64))
 
 
-def test_codes_of_four_bits_are_what_int4_pages_are(generator):
-    pages = torch.randn(13, 2, 64, 64, generator=generator)
-    pages[:, 0] += 5 * torch.randn(64, generator=generator)
-    bench = SimpleNamespace(dim=64, bases=packed_front.Bases(6, 64))
-    got = packed_front.Bench.packed(bench, pages, packed_front.Way("INT4"))
-    made = packed_front.rounded(pages, 4)
-    lost = [(x[1:] - pages[1:]).square().sum((0, 2, 3)) for x in (made, got)]
-    torch.testing.assert_close(lost[0], lost[1], rtol=0.05, atol=0)
-    of_three = (packed_front.rounded(pages, 3)[1:] - pages[1:]).square().sum((0, 2, 3))
-    assert (of_three > 3 * lost[0]).all()
+def text_of(generator) -> tuple[torch.Tensor, Moments]:
+    """Keys and values [2, 6, 128, 64] with large channels, and moments of them and of queries."""
+    lines = torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
+    kv = torch.randn(2, 6, 128, 64, generator=generator) * torch.logspace(0, -2, 64) @ lines
+    kv[0] += 5 * torch.randn(64, generator=generator)
+    q = torch.randn(6, 200, 64, generator=generator) * torch.logspace(-1, 0, 64)
+    return kv, Moments.of(kv, q.mT @ q, 200)
+
+
+@pytest.mark.parametrize("way", [way for way in packed_front.WAYS if way.format(64)], ids=str)
+def test_torch_makes_of_vectors_what_pages_do(generator, way):
+    """What a GPU measures is what pages hold: the same codes but where f32 sums decide."""
+    kv, own = text_of(generator)
+    basis = packed_ways.Bases(own).of_text(way, own)
+    by_torch = packed_ways.made_of(kv, way, basis, own)
+    by_pages = packed_ways.made_by_pages(kv, way.format(64), basis)
+    if way.kind == "codes":
+        assert torch.equal(by_torch, by_pages)
+    away = (by_torch - by_pages).norm(dim=-1) > 1e-4 * kv.norm(dim=-1)
+    assert away.float().mean() < 0.02
+    lost = [(made - kv).square().sum((1, 2, 3)) for made in (by_torch, by_pages)]
+    torch.testing.assert_close(lost[0], lost[1], rtol=1e-2, atol=0)
+    assert (lost[0] < 0.5 * kv.square().sum((1, 2, 3))).all()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_bases_of_planes_are_those_of_moments(generator, weighted):
+    kv, own = text_of(generator)
+    of, pages = ops.packed_format("planes-2.5", 64), packed_ways.in_pages(kv)
+    moments = ops.Moments(of, 6)
+    moments.add(pages, packed_ways.packs_of(pages, 6))
+    if weighted:
+        # As many vectors as rows, of the same Σ q qᵀ.
+        for page, products in enumerate(own.queries):
+            rows = torch.zeros(200, 64)
+            rows[:64] = torch.linalg.cholesky(products).mT
+            moments.add_queries(rows[:, None].contiguous(), first=page, kv_heads=1)
+    theirs = torch.from_numpy(moments.basis()).transpose(0, 1)
+    ours = in_planes(own, of.token_bytes, weighted=weighted)
+    assert torch.equal(ours[:, :, 1], theirs[:, :, 1]), "bits"
+    torch.testing.assert_close(ours[:, :, 0], theirs[:, :, 0], rtol=1e-5, atol=1e-5)
+    for side in (0, 1):
+        # Directions may point either way.
+        made = [packed_arithmetic.planes(kv[side], part) for part in (ours[side], theirs[side])]
+        away = (made[0] - made[1]).norm(dim=-1) > 1e-3 * kv[side].norm(dim=-1)
+        assert away.float().mean() < 0.05
 
 
 def test_pages_and_back(generator):
-    kv = [tuple(torch.randn(2, 2, 128, 16, generator=generator)) for _ in range(3)]
-    pages = packed_front.in_pages(kv)
-    assert pages.shape == (1 + 2 * 3 * 2, 2, 64, 16)
-    assert torch.equal(pages[1 + 6 + 2 * 2 + 1, 1], kv[2][1][1, 64:]), "block 1, layer 2, head 1"
-    for one, other in zip(kv, packed_front.out_of_pages(pages, kv), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert packed_front.packs_of(pages, 6).tolist() == [[1, 64, 1], [7, 64, 7]]
+    kv = torch.randn(2, 6, 128, 16, generator=generator)
+    pages = packed_ways.in_pages(kv)
+    assert pages.shape == (1 + 2 * 6, 2, 64, 16)
+    assert torch.equal(pages[1 + 6 + 5, 1], kv[1, 5, 64:]), "block 1, page 5"
+    assert torch.equal(packed_ways.out_of_pages(pages, 6), kv)
+    assert packed_ways.packs_of(pages, 6).tolist() == [[1, 64, 1], [7, 64, 7]]
+
+
+def test_block_selection_reads_the_blocks_that_score_highest(generator):
+    attention = packed_front.Attention(16)
+    attention.packed, attention.blocks = 4, 1
+    slots = packed_front.SINK + 4 * 64 + packed_front.RECENT
+    key = torch.zeros(1, 2, slots + 3, 16)
+    key[0, :, packed_front.SINK + 64 : packed_front.SINK + 128, 0] = 1.0
+    key[0, 1, packed_front.SINK + 192 : packed_front.SINK + 256, 0] = 2.0
+    query = torch.zeros(1, 4, 3, 16)
+    query[..., 0] = 1.0
+    read = attention._chosen(query, key)
+    assert read.shape == (1, 4, 3, slots + 3)
+    packed = read[0, :, 0, packed_front.SINK : packed_front.SINK + 256].unflatten(-1, (4, 64))
+    assert (
+        packed.all(-1).tolist()
+        == [[False, True, False, False]] * 2 + [[False, False, False, True]] * 2
+    )
+    assert packed.sum((-1, -2)).eq(64).all()
+    assert read[0, 0, 0, : packed_front.SINK].all()
+    assert read[0, 0, :, slots:].tolist() == torch.ones(3, 3).tril().bool().tolist()
 
 
 def test_the_front_is_what_nothing_smaller_is_surely_nearer_than(tmp_path: Path):
@@ -97,8 +163,13 @@ def test_a_run_measures_keeps_and_goes_on(tmp_path: Path, monkeypatch, capsys):
             assert not add_special_tokens
             return SimpleNamespace(input_ids=[int(word) for word in text.split()])
 
+    kinds = {way.kind: way for way in packed_front.WAYS}
+    kinds["codes"] = next(way for way in packed_front.WAYS if way.name == "INT4")
+    own = next(way for way in packed_front.WAYS if way.name == "50 % int4, own basis")
+    ways = (*kinds.values(), own, replace(kinds["planes"], name="few", blocks=0.5))
+    monkeypatch.setattr(packed_front, "WAYS", ways)
     model = tiny("llama", head_dim=64).float().eval()
-    monkeypatch.setattr(models, "load", lambda *_: (model, Tokenizer()))
+    monkeypatch.setattr(models, "load", lambda *_, **__: (model, Tokenizer()))
     out, drawn = tmp_path / "found.json", tmp_path / "front.svg"
     given = ["tiny", "--corpus", str(text), "--length", "320", "--following", "5"]
     packed_front.main([*given, "--texts", "1", "--out", str(out), "--calibration", "1"])
@@ -112,7 +183,6 @@ def test_a_run_measures_keeps_and_goes_on(tmp_path: Path, monkeypatch, capsys):
             assert 0 <= found[way.name]["kl"] < 1
     sizes = record["bytes"]
     assert sizes["INT4"]["pages"] == 72
-    assert sizes["50 % int4, calibrated basis"]["pages"] == 52
     own = sizes["50 % int4, own basis"]
     assert own["with basis, 64K tokens"] == pytest.approx(52 + 8 * 65 * 64 / 65536)
     assert "| INT4 | 72 | 1 / 3.56 |" in capsys.readouterr().out

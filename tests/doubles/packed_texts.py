@@ -22,16 +22,20 @@ def down(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(near.double() <= x, near, lower).double()
 
 
-def steps(x: torch.Tensor, axis: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def steps(
+    x: torch.Tensor, axis: int, dtype: torch.dtype, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Zero and scale of numbers x f64 along an axis: f64 but for the rounding to dtype."""
     zero = down(x.amin(axis, keepdim=True), dtype)
-    return zero, -down((zero - x.amax(axis, keepdim=True)) / 15, dtype)
+    return zero, -down((zero - x.amax(axis, keepdim=True)) / most, dtype)
 
 
-def rounded(x: torch.Tensor, axis: int, scales: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What INT4 makes of x f64 along an axis, and how far it may be from x."""
-    zero, scale = steps(x, axis, SCALES[scales])
-    codes = torch.where(scale > 0, ((x - zero) / scale).round(), 0.0).clamp(0, 15)
+def rounded(
+    x: torch.Tensor, axis: int, scales: str, most: int = 15
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What codes of 0 to `most` make of x f64 along an axis, and how far it may be from x."""
+    zero, scale = steps(x, axis, SCALES[scales], most)
+    codes = torch.where(scale > 0, ((x - zero) / scale).round(), 0.0).clamp(0, most)
     return zero + scale * codes, scale
 
 
@@ -71,7 +75,7 @@ def text_of(
 ) -> Text:
     """Random tokens with outliers in some channels, in shuffled blocks of exact pages; packed.
 
-    Of top-r pages `bases` are drawn from, block by block.
+    Of top-r pages and planes `bases` are drawn from, block by block.
     """
     dim, whole = of.head_dim, of.page_tokens
     blocks = whole // page_tokens
@@ -134,6 +138,29 @@ def random_bases(
     turned = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
     means = torch.randn((*shape[:3], 1, of.head_dim), generator=generator, dtype=torch.float64)
     return torch.cat((means, turned[..., : of.channels, :]), -2).float().contiguous()
+
+
+def random_planes(
+    generator: torch.Generator, of: ops.PackedFormat, pages: int, count: int = 2
+) -> torch.Tensor:
+    """Bases of planes [count, pages, 2, 2D + 2, D]: random bits, steps along orthonormal lines."""
+    dim, made = of.head_dim, []
+    for _ in range(count * pages):
+        left, bits = of.token_bytes, []
+        for _ in range(2):
+            groups = []
+            for size in torch.randint(0, 4, (dim // 4,), generator=generator).tolist():
+                bytes_ = (4, 2, 1, 0)[size]
+                groups += [8 >> size if bytes_ else 0] if bytes_ <= left else [0]
+                left -= bytes_ if bytes_ <= left else 0
+            bits.append(sorted(groups, reverse=True))
+        made.append(bits)
+    bits = torch.tensor(made, dtype=torch.float64).repeat_interleave(4, -1)
+    bits = bits.reshape(count, pages, 2, 1, dim)
+    basis = random_bases(generator, ops.PackedFormat("top-r", dim, kept=dim), pages, count).double()
+    step = 4.0 / 2 ** (bits.mT / 2) * (0.5 + torch.rand(bits.mT.shape, generator=generator))
+    mean, lines = basis[..., :1, :], basis[..., 1:, :]
+    return torch.cat((mean, bits, lines * step, lines / step), -2).float().contiguous()
 
 
 def check_attention(

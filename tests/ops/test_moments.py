@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +107,101 @@ def test_what_is_not_finite_is_left_out(generator) -> None:
     assert np.isfinite(basis).all()
     check_basis(basis[0, 0], torch.cat((text.k[:3, 0], text.k[4:, 0])), centred=True)
     check_basis(basis[1, 0], text.k[:, 1], centred=True)
+
+
+PLANES = ops.PackedFormat("planes", 16, 32, token_bytes=10)
+LOST = {8: 1.0e-4, 4: 0.01154, 2: 0.1188, 0: 1.0}
+STEP = {8: 0.0308, 4: 0.3352, 2: 0.9957, 0: 0.0}
+
+
+def least_loss(keys: np.ndarray, values: np.ndarray, size: int) -> float:
+    """What channels of such weights lose at least in so many bytes, by trying all of it."""
+    choices = list(itertools.product((0, 2, 4, 8), repeat=4))
+    bits = np.array([c for c in choices if list(c) == sorted(c, reverse=True)])
+    lost = np.vectorize(LOST.get)(bits.repeat(4, 1))
+    both = (lost @ keys)[:, None] + (lost @ values)[None]
+    return both[(bits.sum(1)[:, None] + bits.sum(1)) * 4 <= 8 * size].min()
+
+
+@pytest.mark.parametrize("queries", [True, False])
+@pytest.mark.parametrize("size", [1, 5, 10, 32])
+def test_planes_are_shared_out_where_they_lose_least(generator, size, queries) -> None:
+    """Against numpy's own eigenvectors, and all divisions of the bytes."""
+    of = ops.PackedFormat("planes", 16, 32, token_bytes=size)
+    text = text_of(generator, 150, of=of, dtype=torch.float32)
+    moments = ops.Moments(of, 2)
+    moments.add(text.cache, text.packs)
+    metric = np.eye(16)[None].repeat(2, 0)
+    if queries:
+        q = torch.randn(70, 6, 16, generator=generator) * torch.logspace(-1, 1, 16)
+        for rows in q.split(40):
+            moments.add_queries(rows.contiguous(), first=0, kv_heads=2)
+        wide = q.double().numpy().reshape(70, 2, 3, 16).transpose(1, 0, 2, 3).reshape(2, -1, 16)
+        metric = np.einsum("gnd,gne->gde", wide, wide) / wide.shape[1]
+        metric += 0.01 * np.trace(metric, axis1=1, axis2=2)[:, None, None] / 16 * np.eye(16)
+    basis = moments.basis().astype(np.float64)
+    assert basis.shape == (2, 2, 34, 16)
+    for page in range(2):
+        weights, lost = [], 0.0
+        for side, exact in enumerate((text.k, text.v)):
+            rows = exact[:, page].numpy()
+            mean, bits, steps, measures = np.split(basis[page, side], (1, 2, 18))
+            np.testing.assert_allclose(mean[0], rows.mean(0), atol=1e-5)
+            spread = np.cov(rows.T, bias=True)
+            root = np.eye(16)
+            if side == 0:
+                values, vectors = np.linalg.eigh(metric[page])
+                root = vectors * np.sqrt(values) @ vectors.T
+            weights.append(np.linalg.eigvalsh(root @ spread @ root)[::-1])
+            used = bits[0] > 0
+            np.testing.assert_allclose(
+                measures[used] @ steps[used].T, np.eye(used.sum()), atol=1e-3
+            )
+            # In steps, a channel's spread is that which its code loses least of; none correlate.
+            inside = measures[used] @ spread @ measures[used].T
+            sizes = np.array([STEP[int(b)] for b in bits[0][used]])
+            np.testing.assert_allclose(
+                inside * np.outer(sizes, sizes), np.eye(used.sum()), atol=1e-2
+            )
+        factors = [weights[1].sum() / 16, 1.0] if queries else [1 / w.sum() for w in weights]
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        for side, weight in enumerate(weights):
+            lost += np.vectorize(LOST.get)(basis[page, side, 1]) @ weight
+        assert basis[page, :, 1].sum() <= 8 * size
+        np.testing.assert_allclose(lost, least_loss(*weights, size), rtol=1e-4)
+
+
+def test_planes_of_nothing_and_of_constants_are_bases(generator) -> None:
+    for number in (None, 0.0, 2.5):
+        moments = ops.Moments(PLANES, 2)
+        if number is not None:
+            packs = np.array([[1, 32, 1, 3]], np.int32)
+            cache = torch.full((5, 2, 16, 16), number)
+            moments.add(cache, packs)
+            moments.add_queries(torch.zeros(3, 4, 16), first=0, kv_heads=2)
+        basis = moments.basis()
+        assert np.isfinite(basis).all()
+        if number is not None:
+            packed = ops.PackedPages.zeros(3, PLANES, bases=torch.from_numpy(basis)[None])
+            back = torch.zeros_like(cache)
+            ops.pack_pages(cache, packed, packs, pages=2)
+            ops.unpack_pages(packed, back, packs, pages=2)
+            torch.testing.assert_close(back[1:], cache[1:])
+
+
+@pytest.mark.parametrize(
+    ("shape", "where", "message"),
+    [
+        ((3, 4, 16), {"first": 1, "kv_heads": 2}, "kv_heads: expected pages within 2"),
+        ((3, 4, 16), {"first": 0, "kv_heads": 0}, "kv_heads: expected pages within 2"),
+        ((3, 3, 16), {"first": 0, "kv_heads": 2}, "queries: expected a multiple of 2 heads"),
+        ((3, 4, 32), {"first": 0, "kv_heads": 2}, "queries: expected shape"),
+        ((3, 4), {"first": 0, "kv_heads": 2}, "queries: expected shape"),
+    ],
+)
+def test_queries_that_cannot_be_taken_in_are_refused(shape, where, message) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        ops.Moments(PLANES, 2).add_queries(torch.zeros(shape), **where)
 
 
 @pytest.mark.parametrize(

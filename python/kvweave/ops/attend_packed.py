@@ -39,9 +39,9 @@ def attend_packed(
     [B · tables + 1] with a `reach`. Returns out [B, H, D] and lse f32 [B, H]; a row that sees no
     key gets 0 and −∞.
 
-    Of top-r pages the basis meets the query and the output, never a key or a value (MosaicKV,
-    section 5.3): q is turned back by an entry's delta, then rotated, so a text that was moved keeps
-    the basis it was packed in. One call may read texts of several bases.
+    Of top-r pages and planes the basis meets the query and the output, never a key or a value
+    (MosaicKV, section 5.3): q is turned back by an entry's delta, then rotated, so a text that was
+    moved keeps the basis it was packed in. One call may read texts of several bases.
 
     On CUDA pages are INT4, q has the dtype of the format's scales and D is 64 or 128, else
     `Unsupported`. Scales are multiplied into queries and weights there, which rounds these once

@@ -31,6 +31,11 @@ def pack_pages(
     vector with a number that is NaN or infinite, or beyond what numbers and scales hold, is NaN,
     all of it, and no other is. It is `Unsupported` on CUDA.
 
+    A page of planes holds steps along the directions of its block's basis, to the nearest code of
+    the bits that the basis gives each; what lies further out becomes the outermost code. A vector
+    that is not finite is NaN. INT8 pages are INT4 ones with codes to 255. Both are `Unsupported` on
+    CUDA.
+
     All versions write the same bytes. On CUDA this is one launch, and rows of a table there that
     point outside either side are skipped.
     """

@@ -10,7 +10,9 @@ import torch
 from kvweave._native import PackedFormat, Reach, RopeTable
 from kvweave.ops.dispatch import expect_tensors, invalid
 
-Preset = Literal["int4", "quarter-bf16", "half-int4"]
+Preset = Literal["int4", "int8", "quarter-bf16", "half-int4", "planes-3", "planes-2.5"]
+
+_PLANES_BITS = {"planes-3": 3.0, "planes-2.5": 2.5}
 
 
 def packed_format(
@@ -21,30 +23,36 @@ def packed_format(
     "int4": a scale a channel of keys and a token of values (KIVI, section 3). "quarter-bf16": the
     quarter of a vector that is largest in its text's basis, in bf16, as MosaicKV's evaluation has
     it (section 6.1). "half-int4": the larger half, in four bits with a scale a vector; the format
-    to choose where INT4 has too many bytes.
+    to choose where INT4 has too many bytes. "int8": as INT4, in codes of 8 bits. "planes-3" and
+    "planes-2.5": codes of 8, 4, 2 or no bits along the directions of a text's basis, so many bits a
+    channel on average.
 
     # Errors
     `InvalidArgument` for another name or sizes that a format has not.
     """
-    if name == "int4":
-        return PackedFormat("int4", head_dim, page_tokens, scales)
+    if name in ("int4", "int8"):
+        return PackedFormat(name, head_dim, page_tokens, scales)
+    if name in _PLANES_BITS:
+        size = round(_PLANES_BITS[name] * 2 * head_dim / 8)
+        return PackedFormat("planes", head_dim, page_tokens, scales, token_bytes=size)
     if name == "quarter-bf16":
         kept = head_dim // 4
         return PackedFormat("top-r", head_dim, page_tokens, scales, kept=kept, numbers="bf16")
     if name == "half-int4":
         kept = head_dim // 2
         return PackedFormat("top-r", head_dim, page_tokens, scales, kept=kept, numbers="int4")
-    raise invalid("packed format", "int4, quarter-bf16 or half-int4", repr(name)[:40])
+    known = "int4, int8, quarter-bf16, half-int4, planes-3 or planes-2.5"
+    raise invalid("packed format", known, repr(name)[:40])
 
 
 @dataclass(frozen=True)
 class PackedBases:
-    """The rotated bases of texts, and which of them each packed block was packed in.
+    """The bases of texts, and which of them each packed block was packed in.
 
-    `data` f32 [bases, pages of a block, 2, C + 1, D]: of each page a mean and C orthonormal
-    directions for its keys, then its values, as `Moments.basis` makes them. `of` i32 [packed
-    pages], on the host: at the first page of a block the number of its basis. A basis stays as it
-    is for as long as a page is packed in it.
+    `data` f32 [bases, pages of a block, 2, rows, D], as `Moments.basis` makes them: of each page,
+    for its keys, then its values, a mean and C orthonormal directions in a basis of top-r pages,
+    2D + 2 rows in one of planes. `of` i32 [packed pages], on the host: at the first page of a block
+    the number of its basis. A basis stays as it is for as long as a page is packed in it.
     """
 
     data: torch.Tensor
@@ -56,7 +64,7 @@ class PackedPages:
     """Packed pages of one format: `data` u8 [pages, format.page_bytes], contiguous.
 
     As in the arena, a block is as many pages as it has (layer, KV head) pairs, its number that of
-    its first page, and block 0 the null block. Top-r pages have `bases`, others none.
+    its first page, and block 0 the null block. Top-r pages and planes have `bases`, others none.
     """
 
     data: torch.Tensor

@@ -3,7 +3,7 @@
 use kvweave_core::ops::{AttendPacked, Element, OpError};
 
 use crate::attend_decode::attend_rows;
-use crate::attend_top_r::attend_top_r;
+use crate::attend_in_basis::attend_in_basis;
 
 /// See [`AttendPacked`].
 ///
@@ -11,8 +11,8 @@ use crate::attend_top_r::attend_top_r;
 /// What [`AttendPacked::validate`] refuses.
 pub fn attend_packed<T: Element>(params: AttendPacked<'_, T>) -> Result<(), OpError> {
     params.validate()?;
-    if let Some(of) = params.kv.format.top_r() {
-        attend_top_r(params, of);
+    if let Some(bases) = params.kv.bases {
+        attend_in_basis(params, bases);
         return Ok(());
     }
     let AttendPacked { queries, kv, scoring, entry_offsets, out, lse } = params;

@@ -7,9 +7,9 @@
 
 mod aligned;
 mod attend_decode;
+mod attend_in_basis;
 mod attend_packed;
 mod attend_prefill;
-mod attend_top_r;
 mod copy_rerotate;
 mod disjoint;
 mod estimate_pages;
@@ -20,6 +20,8 @@ mod move_pages;
 mod pack_pages;
 mod packed_page;
 mod piece;
+mod planes_basis;
+mod planes_page;
 mod recycle_pages;
 mod rotate_rows;
 mod row_block;
@@ -32,6 +34,7 @@ mod symmetric_eigen;
 mod tile;
 mod top_r_page;
 mod turn;
+mod water_filling;
 mod write_pages;
 
 pub use attend_decode::attend_decode;

@@ -3,17 +3,20 @@
 use kvweave_core::ops::{Element, OpError, PackedFormat, Packs};
 use rayon::prelude::*;
 
+use crate::planes_basis::{Spread, planes_basis};
 use crate::symmetric_eigen::{NoEigenvectors, symmetric_eigen};
 
 /// Sums over the keys and values of each page of a block: count, Σ x and Σ x xᵀ in f64, so that a
 /// token more is an outer product more (`MosaicKV`, section 5.5). Vectors with a number that is NaN
-/// or infinite are left out and counted: what they are packed as has no basis.
+/// or infinite are left out and counted: what they are packed as has no basis. Planes may be told
+/// of queries besides, whose Σ q qᵀ says which errors of keys matter.
 #[derive(Debug)]
 pub struct Moments {
     format: PackedFormat,
-    channels: usize,
     /// [pages, 2] of keys, then values.
     sides: Vec<Sums>,
+    /// [pages] of the queries that read a page's keys.
+    queries: Vec<Sums>,
 }
 
 #[derive(Clone, Debug)]
@@ -27,14 +30,16 @@ struct Sums {
 }
 
 impl Moments {
-    /// Of texts that are packed in a top-r format, in blocks of so many pages; `None` for another.
+    /// Of texts that are packed in bases, as top-r pages or planes, in blocks of so many pages;
+    /// `None` for a format that has none.
     #[must_use]
     pub fn new(format: PackedFormat, pages: usize) -> Option<Self> {
-        let channels = format.top_r()?.of().channels;
+        format.basis_rows()?;
         let dim = format.head_dim();
         let nothing =
             Sums { count: 0, left_out: 0, sum: vec![0.0; dim], products: vec![0.0; dim * dim] };
-        Some(Self { format, channels, sides: vec![nothing; 2 * pages] })
+        let (sides, queries) = (vec![nothing.clone(); 2 * pages], vec![nothing; pages]);
+        Some(Self { format, sides, queries })
     }
 
     /// Pages of a block.
@@ -58,7 +63,7 @@ impl Moments {
     /// Vectors of any page that were left out, for they are not finite.
     #[must_use]
     pub fn left_out(&self) -> u64 {
-        self.sides.iter().map(|side| side.left_out).sum()
+        self.sides.iter().chain(&self.queries).map(|side| side.left_out).sum()
     }
 
     /// Takes in the tokens that `packs` has, whose packed blocks count for nothing here.
@@ -88,15 +93,55 @@ impl Moments {
         Ok(())
     }
 
-    /// A basis [pages, 2, C + 1, D] of what was taken in: the mean, or zeros unless `centred`, and
-    /// the directions of the largest spread around it, the largest first. Of no vectors any
-    /// directions are as good.
+    /// Takes in the rotated queries [R, H, D] of a layer, which read the keys of `kv_heads` pages
+    /// from `first` on: the first H / `kv_heads` heads of a row those of the first page.
+    ///
+    /// # Panics
+    /// If there are no such pages, or not whole rows of so many heads.
+    pub fn add_queries<T: Element>(
+        &mut self,
+        queries: &[T],
+        heads: usize,
+        (first, kv_heads): (usize, usize),
+    ) {
+        let dim = self.format.head_dim();
+        assert!(queries.len().is_multiple_of(heads * dim), "whole rows");
+        assert!(heads.is_multiple_of(kv_heads), "as many query heads a KV head");
+        let group = heads / kv_heads;
+        let sums = &mut self.queries[first..first + kv_heads];
+        sums.par_iter_mut().enumerate().for_each(|(kv_head, sums)| {
+            let mut wide = vec![0.0f32; dim];
+            for row in queries.chunks_exact(heads * dim) {
+                let own = &row[kv_head * group * dim..][..group * dim];
+                for query in own.chunks_exact(dim) {
+                    T::widen(query, &mut wide);
+                    sums.add(&wide);
+                }
+            }
+        });
+    }
+
+    /// A basis of what was taken in. Of top-r pages [pages, 2, C + 1, D]: the mean, or zeros unless
+    /// `centred`, and the directions of the largest spread around it, the largest first. Of planes
+    /// [pages, 2, 2D + 2, D]: the mean, each channel's bits, its step, and what measures it. Of no
+    /// vectors any directions are as good.
     ///
     /// # Errors
     /// `NoEigenvectors` where they do not converge.
     pub fn basis(&self, centred: bool) -> Result<Vec<f32>, NoEigenvectors> {
-        let parts: Result<Vec<Vec<f32>>, NoEigenvectors> =
-            self.sides.par_iter().map(|side| side.basis(centred, self.channels)).collect();
+        let pages = self.sides.par_chunks_exact(2).zip(&self.queries);
+        let parts: Result<Vec<Vec<f32>>, NoEigenvectors> = pages
+            .map(|(sides, queries)| {
+                if let Some(planes) = self.format.planes() {
+                    let sides = [sides[0].spread(centred), sides[1].spread(centred)];
+                    let queries = (queries.count > 0).then(|| queries.spread(false).around);
+                    return planes_basis(&sides, queries.as_deref(), planes.token_bytes());
+                }
+                let channels = self.format.top_r().map_or(0, |page| page.of().channels);
+                let both = sides.iter().map(|side| side.rotated(centred, channels));
+                Ok(both.collect::<Result<Vec<_>, _>>()?.concat())
+            })
+            .collect();
         Ok(parts?.concat())
     }
 }
@@ -119,15 +164,26 @@ impl Sums {
         }
     }
 
-    fn basis(&self, centred: bool, channels: usize) -> Result<Vec<f32>, NoEigenvectors> {
+    /// The mean, or zeros unless `centred`, and the second moments around it.
+    fn spread(&self, centred: bool) -> Spread {
         let dim = self.sum.len();
         let count = self.count.max(1) as f64;
-        let mean = |i: usize| if centred { self.sum[i] / count } else { 0.0 };
-        let spread: Vec<f64> = (0..dim * dim)
-            .map(|at| self.products[at] / count - mean(at / dim) * mean(at % dim))
+        let mean: Vec<f64> =
+            self.sum.iter().map(|sum| if centred { sum / count } else { 0.0 }).collect();
+        let around = (0..dim * dim)
+            .map(|at| {
+                // Of the lower triangle, which is all that is summed.
+                let (i, j) = ((at / dim).max(at % dim), (at / dim).min(at % dim));
+                self.products[i * dim + j] / count - mean[i] * mean[j]
+            })
             .collect();
-        let directions = symmetric_eigen(&spread, dim)?;
-        let means = (0..dim).map(mean);
-        Ok(means.chain(directions[..channels * dim].iter().copied()).map(|x| x as f32).collect())
+        Spread { mean, around }
+    }
+
+    fn rotated(&self, centred: bool, channels: usize) -> Result<Vec<f32>, NoEigenvectors> {
+        let dim = self.sum.len();
+        let Spread { mean, around } = self.spread(centred);
+        let directions = symmetric_eigen(&around, dim)?.rows;
+        Ok(mean.iter().chain(&directions[..channels * dim]).map(|&x| x as f32).collect())
     }
 }

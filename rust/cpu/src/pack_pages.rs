@@ -3,7 +3,8 @@
 use std::array;
 
 use kvweave_core::ops::{
-    Element, OpError, Pack, PackPages, PackedFormat, Packs, Side, Step, UnpackPages, WideStep,
+    Bases, Element, OpError, Pack, PackPages, PackedFormat, Packs, Side, Step, UnpackPages,
+    WideStep,
 };
 use rayon::prelude::*;
 
@@ -12,7 +13,7 @@ use crate::packed_page::{
     KEY_SHIFTS, PackedKeys, PackedPage, PackedValues, UNIT, VALUE_SHIFTS, tokens_of, words_of,
 };
 use crate::simd::{Kernel, Vector, dispatch};
-use crate::top_r_page::{Packer, unpack};
+use crate::{planes_page, top_r_page};
 
 /// Numbers that are worked on together: those of a word.
 const LANES: usize = 8;
@@ -29,7 +30,7 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
     let packed = Disjoint::new(packed);
     let room = || vec![0.0f32; format.page_tokens() * dim];
     tasks_of(&packs).par_iter().for_each_init(
-        || (room(), room(), Packer::default()),
+        || (room(), room(), BasisPacker::default()),
         |(keys, values, packer), &(pack, page)| {
             load(cache, &packs, (pack, page), keys, values);
             // SAFETY: packed blocks share no page, as `validate` proved, and each page of each has
@@ -37,10 +38,10 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
             let target = unsafe { packed.piece((pack.block + page) * bytes, bytes) };
             let held = pack.tokens * dim;
             target.fill(0);
-            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
-                let basis = |side| bases.basis(&format, pack.block, page, side);
-                packer.pack(&of, basis(Side::Keys), Side::Keys, &keys[..held], target);
-                packer.pack(&of, basis(Side::Values), Side::Values, &values[..held], target);
+            if let Some(bases) = packs.bases {
+                let at = (&format, pack.block, page);
+                packer.pack(&bases, at, (Side::Keys, &keys[..held]), target);
+                packer.pack(&bases, at, (Side::Values, &values[..held]), target);
                 return;
             }
             dispatch(PackKeys { format: &format, keys: &keys[..held], page: &mut *target });
@@ -66,10 +67,10 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
         |(keys, values), &(pack, page)| {
             let source = &packed[(pack.block + page) * bytes..][..bytes];
             let held = pack.tokens * dim;
-            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
-                let basis = |side| bases.basis(&format, pack.block, page, side);
-                unpack(&of, basis(Side::Keys), Side::Keys, source, &mut keys[..held]);
-                unpack(&of, basis(Side::Values), Side::Values, source, &mut values[..held]);
+            if let Some(bases) = packs.bases {
+                let at = (&format, pack.block, page);
+                unpack_in_basis(&bases, at, Side::Keys, source, &mut keys[..held]);
+                unpack_in_basis(&bases, at, Side::Values, source, &mut values[..held]);
             } else {
                 let (page, slots) = (PackedPage::new(&format, source), 0..pack.tokens);
                 let (keys, values) = (&mut keys[..held], &mut values[..held]);
@@ -89,6 +90,47 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
         },
     );
     Ok(())
+}
+
+/// Packs vectors in bases; room that this takes is used again for every page of a task.
+#[derive(Default)]
+struct BasisPacker {
+    top_r: top_r_page::Packer,
+    turned: Vec<f32>,
+}
+
+impl BasisPacker {
+    /// Packs rows [tokens, D] of one side of a block's page, into a page of zeros.
+    fn pack(
+        &mut self,
+        bases: &Bases<'_>,
+        (format, block, page): (&PackedFormat, usize, usize),
+        (side, rows): (Side, &[f32]),
+        bytes: &mut [u8],
+    ) {
+        if let Some(of) = format.top_r() {
+            let basis = bases.basis(format, block, page, side);
+            self.top_r.pack(&of, basis, side, rows, bytes);
+        } else {
+            let basis = bases.planes(format, block, page, side);
+            planes_page::pack(&basis, rows, &mut self.turned, bytes);
+        }
+    }
+}
+
+/// What the tokens of a block's page stand for on one side, into rows [tokens, D].
+fn unpack_in_basis(
+    bases: &Bases<'_>,
+    (format, block, page): (&PackedFormat, usize, usize),
+    side: Side,
+    bytes: &[u8],
+    rows: &mut [f32],
+) {
+    if let Some(of) = format.top_r() {
+        top_r_page::unpack(&of, bases.basis(format, block, page, side), side, bytes, rows);
+    } else {
+        planes_page::unpack(&bases.planes(format, block, page, side), bytes, rows);
+    }
 }
 
 /// The pages to pack or unpack, one by one.
@@ -152,7 +194,16 @@ impl Kernel for PackKeys<'_> {
             let (scales, zeros) = &mut steps[channel / LANES];
             (scales[channel % LANES], zeros[channel % LANES]) = (wide.scale, wide.zero);
         }
-        let largest = f32::from(PackedFormat::LARGEST_CODE);
+        let largest = f32::from(format.largest_code());
+        if format.code_bits() == 8 {
+            for (row, codes) in keys.chunks_exact(dim).zip(page.chunks_exact_mut(dim)) {
+                let eights = codes.as_chunks_mut().0.iter_mut().zip(row.as_chunks().0);
+                for ((codes, keys), (scales, zeros)) in eights.zip(&steps) {
+                    *codes = codes_of(keys, scales, zeros, largest).map(|code| code as u8);
+                }
+            }
+            return;
+        }
         for (row, codes) in keys.chunks_exact(dim).zip(page.chunks_exact_mut(dim / 2)) {
             let words = codes.as_chunks_mut::<4>().0.iter_mut();
             for ((keys, word), (scales, zeros)) in row.as_chunks().0.iter().zip(words).zip(&steps) {
@@ -178,7 +229,7 @@ impl Kernel for PackValues<'_> {
     fn run<V: Vector, const C: usize>(self) {
         let Self { format, values, page } = self;
         let dim = format.head_dim();
-        let largest = f32::from(PackedFormat::LARGEST_CODE);
+        let largest = f32::from(format.largest_code());
         let mut codes = vec![[0u32; LANES]; UNIT * dim / LANES];
         for (unit, values) in values.chunks(UNIT * dim).enumerate() {
             codes.fill([0; LANES]);
@@ -194,6 +245,13 @@ impl Kernel for PackValues<'_> {
                 for (codes, values) in of_row.iter_mut().zip(values.as_chunks().0) {
                     *codes = codes_of(values, &[scale; LANES], &[zero; LANES], largest);
                 }
+            }
+            if format.code_bits() == 8 {
+                let rows = &mut page[format.value_codes()][unit * UNIT * dim..][..values.len()];
+                for (row, codes) in rows.as_chunks_mut().0.iter_mut().zip(&codes) {
+                    *row = codes.map(|code| code as u8);
+                }
+                continue;
             }
             let words = &mut page[format.value_codes()].as_chunks_mut::<4>().0[unit * 2 * dim..];
             for tile in 0..dim / UNIT {
@@ -227,7 +285,7 @@ fn codes_of(
         // NaN is below nothing, so 0 takes its place.
         let steps = ((numbers[c] - zeros[c]) / scales[c]).max(0.0).min(largest);
         // Beside so large a number nothing is left of a fraction but its rounding.
-        (steps + 12_582_912.0).to_bits() & 15
+        (steps + 12_582_912.0).to_bits() & 255
     })
 }
 
@@ -259,7 +317,7 @@ impl Spread {
 
     /// Of each lane.
     fn steps(&self, format: &PackedFormat) -> [Step; LANES] {
-        let (largest, scales) = (PackedFormat::LARGEST_CODE, format.scales());
+        let (largest, scales) = (format.largest_code(), format.scales());
         array::from_fn(|c| Step::of(self.least[c] + self.odd[c], self.greatest[c], largest, scales))
     }
 
@@ -268,7 +326,7 @@ impl Spread {
         let least = self.least.into_iter().fold(f32::INFINITY, f32::min);
         let greatest = self.greatest.into_iter().fold(f32::NEG_INFINITY, f32::max);
         let odd: f32 = self.odd.iter().sum();
-        Step::of(least + odd, greatest, PackedFormat::LARGEST_CODE, format.scales())
+        Step::of(least + odd, greatest, format.largest_code(), format.scales())
     }
 }
 

@@ -76,6 +76,16 @@ impl Kernel for PackedKeys<'_> {
         let (format, dim) = (page.format, page.format.head_dim());
         let scales = widened(page.part(format.key_scales()), format.scales());
         let zeros = widened(page.part(format.key_zeros()), format.scales());
+        if format.code_bits() == 8 {
+            let codes = &page.part(format.key_codes())[slots.start * dim..];
+            for (row, codes) in rows.chunks_exact_mut(dim).zip(codes.chunks_exact(dim)) {
+                let steps = scales.iter().zip(&zeros);
+                for ((x, &code), (scale, zero)) in row.iter_mut().zip(codes).zip(steps) {
+                    *x = zero + scale * f32::from(code);
+                }
+            }
+            return;
+        }
         let row_bytes = dim / 2;
         let codes = &page.part(format.key_codes())[slots.start * row_bytes..];
         for (row, codes) in rows.chunks_exact_mut(dim).zip(codes.chunks_exact(row_bytes)) {
@@ -104,8 +114,18 @@ impl Kernel for PackedValues<'_> {
     fn run<V: Vector, const C: usize>(self) {
         let Self { page, slots, rows, width } = self;
         let (format, dim) = (page.format, page.format.head_dim());
-        let codes = page.part(format.value_codes()).as_chunks::<WORD>().0;
+        let codes = page.part(format.value_codes());
         let steps: Vec<WideStep> = slots.clone().map(|token| page.value_step(token)).collect();
+        if format.code_bits() == 8 {
+            let codes = codes[slots.start * dim..].chunks_exact(dim);
+            for ((row, codes), step) in rows.chunks_exact_mut(width).zip(codes).zip(&steps) {
+                for (x, &code) in row.iter_mut().zip(codes) {
+                    *x = step.zero + step.scale * f32::from(code);
+                }
+            }
+            return;
+        }
+        let codes = codes.as_chunks::<WORD>().0;
         for unit in slots.start / UNIT..slots.end.div_ceil(UNIT) {
             let codes = &codes[unit * 2 * dim..][..2 * dim];
             for tile in 0..dim / UNIT {

@@ -1,5 +1,7 @@
 //! Vectors into top-r pages and back, a page at a time.
 
+use std::array;
+
 use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
 
 /// Room that packing takes, used again for every page of a task.
@@ -134,7 +136,58 @@ pub(crate) fn unpack(
     }
 }
 
+/// How many bits of a byte are set below each of its bits.
+const SET_BELOW: [[u8; 8]; 256] = {
+    let mut table = [[0; 8]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut bit = 1;
+        while bit < 8 {
+            table[byte][bit] = table[byte][bit - 1] + (byte >> (bit - 1) & 1) as u8;
+            bit += 1;
+        }
+        byte += 1;
+    }
+    table
+};
+
+/// The numbers of one vector along all channels, into a row [C] of zeros. `kept` is room that is
+/// used again.
+pub(crate) fn spread(
+    page: &TopRPage,
+    (side, token): (Side, usize),
+    bytes: &[u8],
+    kept: &mut Vec<f32>,
+    row: &mut [f32],
+) {
+    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
+    let (scale, of) = (page.wide_scale(&bytes[scale]), page.of());
+    // A byte of the bitmap may look at eight numbers more than there are.
+    kept.resize(of.kept + 8, 0.0);
+    page.read_numbers(&bytes[numbers], scale, &mut kept[..of.kept]);
+    let bitmap = &bytes[bitmap];
+    let set: u32 = bitmap.iter().map(|byte| byte.count_ones()).sum();
+    if of.group == 1 && row.len().is_multiple_of(8) && set as usize == of.kept {
+        let mut next = 0;
+        for (row, &byte) in row.as_chunks_mut::<8>().0.iter_mut().zip(bitmap) {
+            let numbers: &[f32] = &kept[next..next + 8];
+            let below = &SET_BELOW[usize::from(byte)];
+            *row = array::from_fn(|bit| {
+                let number = numbers[usize::from(below[bit] & 7)];
+                if byte >> bit & 1 == 1 { number } else { 0.0 }
+            });
+            next += byte.count_ones() as usize;
+        }
+        return;
+    }
+    let numbers = kept[..of.kept].chunks_exact(of.group);
+    for (group, numbers) in page.kept_groups(bitmap).zip(numbers) {
+        row[group * of.group..][..of.group].copy_from_slice(numbers);
+    }
+}
+
 /// `sums += factor · row`.
+#[inline(always)]
 pub(crate) fn add(sums: &mut [f32], factor: f32, row: &[f32]) {
     for (sum, x) in sums.iter_mut().zip(row) {
         *sum += factor * x;

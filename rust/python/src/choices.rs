@@ -79,19 +79,33 @@ pub fn shared_score(name: &str) -> Result<SharedScore, Failure> {
     }
 }
 
-/// How much of a vector top-r pages keep, as Python says it: r, g, C and what numbers become.
+/// How much of a vector top-r pages keep, as Python says it: r, g, C and what numbers become; and
+/// in how many bytes planes have a token.
 pub struct Kept<'a> {
     pub kept: Option<Number>,
     pub group: Number,
     pub channels: Option<Number>,
     pub numbers: Option<&'a str>,
+    pub token_bytes: Option<Number>,
 }
 
 pub fn packed_kind(name: &str, of: &Kept<'_>, head_dim: usize) -> Result<PackedKind, Failure> {
-    let plain = of.kept.is_none() && of.channels.is_none() && of.numbers.is_none();
+    let whole = of.kept.is_none() && of.channels.is_none() && of.numbers.is_none();
+    let whole = whole && i64::from(of.group) == 1;
+    let got = || format!("{name:?}");
     match name {
-        "int4" if plain && i64::from(of.group) == 1 => Ok(PackedKind::Int4),
-        "int4" => Err(Failure::invalid("kind", "top-r for kept channels", "\"int4\"")),
+        "int4" | "int8" | "planes" if !whole => {
+            Err(Failure::invalid("kind", "top-r for kept channels", got()))
+        }
+        "int4" | "int8" | "top-r" if of.token_bytes.is_some() => {
+            Err(Failure::invalid("kind", "planes for bytes of a token", got()))
+        }
+        "int4" => Ok(PackedKind::Int4),
+        "int8" => Ok(PackedKind::Int8),
+        "planes" => {
+            let none = || Failure::invalid("token_bytes", "a number", "none");
+            Ok(PackedKind::Planes(count("token_bytes", of.token_bytes.ok_or_else(none)?)?))
+        }
         "top-r" => {
             let kept = of.kept.ok_or_else(|| Failure::invalid("kept", "a number", "none"))?;
             Ok(PackedKind::TopR(TopR {
@@ -101,7 +115,7 @@ pub fn packed_kind(name: &str, of: &Kept<'_>, head_dim: usize) -> Result<PackedK
                 numbers: kept_numbers(of.numbers.unwrap_or("bf16"))?,
             }))
         }
-        _ => Err(Failure::invalid("kind", "int4 or top-r", format!("{name:?}"))),
+        _ => Err(Failure::invalid("kind", "int4, int8, top-r or planes", got())),
     }
 }
 

@@ -1,4 +1,4 @@
-//! `PackedFormat` as Python sees it, and the bases of top-r pages.
+//! `PackedFormat` as Python sees it, and the bases of top-r pages and planes.
 
 use kvweave_core::ops::{self, Bases, TopR};
 use pyo3::prelude::*;
@@ -16,12 +16,16 @@ use crate::tensor::TensorRef;
 /// `kind` is "int4": codes from 0 to 15, with a scale and zero for each channel of a page's keys
 /// and for each token's values. `page_tokens` P and `head_dim` D are multiples of 16, up to 256 and
 /// 1024; `scales` "bf16" or "f16" is what scales and zeros are stored as. An INT4 page has
-/// P·D + 4·D + 4·P bytes.
+/// P·D + 4·D + 4·P bytes. "int8" is the same with codes from 0 to 255, in P·D bytes more.
 ///
 /// "top-r" keeps of each vector the `kept` r largest numbers in its text's rotated basis, chosen in
 /// groups of `group` g = 1, 2 or 4 neighbours, out of the basis' first `channels` C ≤ D (MosaicKV,
 /// sections 4.2, 5.1 and 5.2). They are stored as `numbers`: "bf16", or "fp8" or "int4" with a
 /// scale a vector. A page has 2·P·(⌈C / 8g⌉ + r·(2, 1, 1/2) + (0, 2, 2)) bytes.
+///
+/// "planes" has codes of 8, 4, 2 or no bits along the directions of its text's basis, which says
+/// how many bits each has; keys and values share `token_bytes` a token. A page has
+/// P·`token_bytes` bytes and, for flags, P/4 up to the next 16; `scales` are none.
 #[pyclass(frozen, eq, hash, module = "kvweave._native")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct PackedFormat {
@@ -48,7 +52,7 @@ impl PackedFormat {
     #[expect(clippy::too_many_arguments, reason = "Python's keywords")]
     #[pyo3(signature = (
         kind, head_dim, page_tokens = Number::from(64), scales = "bf16", *,
-        kept = None, group = Number::from(1), channels = None, numbers = None,
+        kept = None, group = Number::from(1), channels = None, numbers = None, token_bytes = None,
     ))]
     fn new(
         py: Python<'_>,
@@ -60,10 +64,12 @@ impl PackedFormat {
         group: Number,
         channels: Option<Number>,
         numbers: Option<&str>,
+        token_bytes: Option<Number>,
     ) -> PyResult<Self> {
         let checks = || {
             let (tokens, dim) = (count("page_tokens", page_tokens)?, count("head_dim", head_dim)?);
-            let kind = packed_kind(kind, &Kept { kept, group, channels, numbers }, dim)?;
+            let kept = Kept { kept, group, channels, numbers, token_bytes };
+            let kind = packed_kind(kind, &kept, dim)?;
             Ok((kind, scale_dtype(scales)?, tokens, dim))
         };
         let (kind, scales, tokens, dim) = raised(py, checks())?;
@@ -101,7 +107,7 @@ impl PackedFormat {
         self.format.page_bytes()
     }
 
-    /// r: numbers that are kept of a vector; D of an INT4 page.
+    /// r: numbers that are kept of a vector; D of other kinds than top-r.
     #[getter]
     fn kept(&self) -> usize {
         self.top_r().map_or(self.head_dim(), |of| of.kept)
@@ -122,7 +128,13 @@ impl PackedFormat {
     /// What they are stored as.
     #[getter]
     fn numbers(&self) -> &'static str {
-        self.top_r().map_or("int4", |of| of.numbers.name())
+        self.top_r().map_or(self.kind(), |of| of.numbers.name())
+    }
+
+    /// Bytes of the codes of a token's key and value in planes, None of other kinds.
+    #[getter]
+    fn token_bytes(&self) -> Option<usize> {
+        self.format.planes().map(|page| page.token_bytes())
     }
 
     fn __repr__(&self) -> String {
@@ -133,7 +145,8 @@ impl PackedFormat {
             let numbers = numbers.name();
             format!(", kept={kept}, group={group}, channels={channels}, numbers={numbers:?}")
         });
-        format!("PackedFormat({kind:?}, {sizes}, scales={scales:?}{kept})")
+        let planes = self.token_bytes().map_or_else(String::new, |n| format!(", token_bytes={n}"));
+        format!("PackedFormat({kind:?}, {sizes}, scales={scales:?}{kept}{planes})")
     }
 }
 
@@ -144,7 +157,7 @@ pub struct BasesGiven<'py> {
 }
 
 impl<'py> BasesGiven<'py> {
-    /// `given`: data f32 [bases, pages, 2, C + 1, D] and of i32 [packed pages].
+    /// `given`: data f32 [bases, pages, 2, rows, D] and of i32 [packed pages].
     pub fn of(
         given: Option<&(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
     ) -> PyResult<Option<BasesGiven<'py>>> {
@@ -162,12 +175,11 @@ impl<'py> BasesGiven<'py> {
     /// As the core takes them.
     pub fn core(&self, format: &ops::PackedFormat) -> Result<Bases<'_>, Failure> {
         let tensor = &self.data.tensor;
-        let rows = format.top_r().map(|page| page.of().channels + 1);
         let shape = [
             ("bases", None),
             ("pages", None),
             ("2", Some(2)),
-            ("C + 1", rows),
+            ("rows", format.basis_rows()),
             ("D", Some(format.head_dim())),
         ];
         tensor.expect_dtype("bases", DType::F32)?;

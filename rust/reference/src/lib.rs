@@ -14,6 +14,7 @@ mod gather_entries;
 mod merge_states;
 mod move_pages;
 mod pack_pages;
+mod planes;
 mod recycle_pages;
 mod rotate;
 mod rotate_rows;

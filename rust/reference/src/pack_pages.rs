@@ -5,7 +5,7 @@ use kvweave_core::ops::{
     UnpackPages, WideStep,
 };
 
-use crate::top_r::{pack_vector, unpack_vector};
+use crate::{planes, top_r};
 
 /// See [`PackPages`].
 ///
@@ -28,13 +28,13 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
             };
             let target = &mut packed[(pack.block + page) * bytes..][..bytes];
             target.fill(0);
-            if let (Some(of), Some(bases)) = (format.top_r(), packs.bases) {
-                let basis = |side| bases.basis(&format, pack.block, page, side);
+            if let Some(bases) = packs.bases {
                 for token in 0..pack.tokens {
+                    let at = (pack.block, page, token);
                     let key: Vec<f32> = (0..format.head_dim()).map(|c| key(token, c)).collect();
-                    pack_vector(&of, basis(Side::Keys), (Side::Keys, token), &key, target);
+                    pack_vector(&format, &bases, at, (Side::Keys, &key), target);
                     let value: Vec<f32> = (0..format.head_dim()).map(|c| value(token, c)).collect();
-                    pack_vector(&of, basis(Side::Values), (Side::Values, token), &value, target);
+                    pack_vector(&format, &bases, at, (Side::Values, &value), target);
                 }
                 continue;
             }
@@ -82,10 +82,10 @@ pub(crate) fn stands_for(
     page: &[u8],
 ) -> [Vec<f32>; 2] {
     let (tokens, dim) = (format.page_tokens(), format.head_dim());
-    if let (Some(of), Some(bases)) = (format.top_r(), bases) {
+    if let Some(bases) = bases {
         return [Side::Keys, Side::Values].map(|side| {
-            let basis = bases.basis(format, block, rank, side);
-            (0..tokens).flat_map(|token| unpack_vector(&of, basis, (side, token), page)).collect()
+            let vector = |token| unpack_vector(format, &bases, (block, rank, token), side, page);
+            (0..tokens).flat_map(vector).collect()
         });
     }
     [packed_key, packed_value].map(|packed| {
@@ -94,16 +94,51 @@ pub(crate) fn stands_for(
     })
 }
 
+/// Packs a vector of a block's page and token in its basis, into a page of zeros.
+fn pack_vector(
+    format: &PackedFormat,
+    bases: &Bases<'_>,
+    (block, rank, token): (usize, usize, usize),
+    (side, x): (Side, &[f32]),
+    page: &mut [u8],
+) {
+    if let Some(of) = format.top_r() {
+        let basis = bases.basis(format, block, rank, side);
+        top_r::pack_vector(&of, basis, (side, token), x, page);
+    } else {
+        planes::pack_vector(bases.planes(format, block, rank, side), token, x, page);
+    }
+}
+
+/// What a packed vector stands for, [D].
+fn unpack_vector(
+    format: &PackedFormat,
+    bases: &Bases<'_>,
+    (block, rank, token): (usize, usize, usize),
+    side: Side,
+    page: &[u8],
+) -> Vec<f32> {
+    match format.top_r() {
+        Some(of) => {
+            let basis = bases.basis(format, block, rank, side);
+            top_r::unpack_vector(&of, basis, (side, token), page)
+        }
+        None => planes::unpack_vector(bases.planes(format, block, rank, side), token, page),
+    }
+}
+
 /// What the code of a key stands for.
 fn packed_key(format: &PackedFormat, page: &[u8], token: usize, channel: usize) -> f32 {
     let places = (format.key_scale(channel), format.key_zero(channel));
-    step_at(page, places, format.scales()).number(code_at(page, format.key_code(token, channel)))
+    let code = code_at(format, page, format.key_code(token, channel));
+    step_at(page, places, format.scales()).number(code)
 }
 
 /// What the code of a value stands for.
 fn packed_value(format: &PackedFormat, page: &[u8], token: usize, channel: usize) -> f32 {
     let places = (format.value_scale(token), format.value_zero(token));
-    step_at(page, places, format.scales()).number(code_at(page, format.value_code(token, channel)))
+    let code = code_at(format, page, format.value_code(token, channel));
+    step_at(page, places, format.scales()).number(code)
 }
 
 fn pack_keys(
@@ -118,7 +153,7 @@ fn pack_keys(
         put(page, format.key_zero(channel), step.zero);
         let step = step.widen(format.scales());
         for token in 0..tokens {
-            let code = step.code(key(token, channel), PackedFormat::LARGEST_CODE);
+            let code = step.code(key(token, channel), format.largest_code());
             let CodePlace { byte, shift } = format.key_code(token, channel);
             page[byte] |= code << shift;
         }
@@ -137,7 +172,7 @@ fn pack_values(
         put(page, format.value_zero(token), step.zero);
         let step = step.widen(format.scales());
         for channel in 0..format.head_dim() {
-            let code = step.code(value(token, channel), PackedFormat::LARGEST_CODE);
+            let code = step.code(value(token, channel), format.largest_code());
             let CodePlace { byte, shift } = format.value_code(token, channel);
             page[byte] |= code << shift;
         }
@@ -150,7 +185,7 @@ fn step_of(format: &PackedFormat, numbers: impl Iterator<Item = f32> + Clone) ->
     let least = numbers.clone().fold(f32::INFINITY, f32::min);
     let greatest = numbers.fold(f32::NEG_INFINITY, f32::max);
     let least = if finite { least } else { f32::NAN };
-    Step::of(least, greatest, PackedFormat::LARGEST_CODE, format.scales())
+    Step::of(least, greatest, format.largest_code(), format.scales())
 }
 
 fn put(page: &mut [u8], at: usize, bits: u16) {
@@ -162,6 +197,6 @@ fn step_at(page: &[u8], (scale, zero): (usize, usize), scales: ScaleDtype) -> Wi
     Step { scale: bits(scale), zero: bits(zero) }.widen(scales)
 }
 
-fn code_at(page: &[u8], CodePlace { byte, shift }: CodePlace) -> u8 {
-    page[byte] >> shift & 15
+fn code_at(format: &PackedFormat, page: &[u8], CodePlace { byte, shift }: CodePlace) -> u8 {
+    page[byte] >> shift & format.largest_code()
 }

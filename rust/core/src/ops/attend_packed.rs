@@ -27,7 +27,7 @@ pub struct PackedKv<'a> {
     pub entries: &'a [[i32; 5]],
     /// Tables, pages and windows of each KV head; `None`: as in our arena.
     pub reach: Option<Reach<'a>>,
-    /// The bases of top-r pages.
+    /// The bases of top-r pages or planes.
     pub bases: Option<Bases<'a>>,
 }
 

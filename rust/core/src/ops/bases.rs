@@ -1,19 +1,22 @@
-//! The rotated bases of texts, which top-r pages are packed in.
+//! The bases of texts, which top-r pages and planes are packed in.
 
 use super::error::{OpError, OpErrorKind, ensure, ensure_size};
 use super::packed_format::PackedFormat;
+use super::planes::{PlaneWidths, PlanesSide};
 use super::top_r::Side;
 
-/// Rotated bases, and which of them each packed block was packed in: that of its text.
+/// Bases, and which of them each packed block was packed in: that of its text.
 ///
-/// A basis has, for each page of a block (a layer's KV head), a mean and C directions for keys and
+/// A basis of top-r pages has, for each page of a block (a layer's KV head), a mean and C directions for keys and
 /// for values. Directions are orthonormal and lie in the order in which groups are made of them
 /// (`MosaicKV`, section 5.5). Keys are taken as they lie in a cache, rotated by `RoPE`, so a basis
 /// can be folded into a query (section 5.3), and a text that is shared at other positions keeps its
 /// own: the query is first turned back by the entry's delta, then rotated into the basis.
+///
+/// One of planes has rows of its own in their place ([`PlanesBasis`]), which is used alike.
 #[derive(Clone, Copy, Debug)]
 pub struct Bases<'a> {
-    /// [bases, pages, 2, C + 1, D]: the mean, then the directions, of keys and of values.
+    /// [bases, pages, 2, rows, D]: the mean and what follows it, of keys and of values.
     pub data: &'a [f32],
     /// Pages of a block.
     pub pages: usize,
@@ -30,11 +33,25 @@ pub struct Basis<'a> {
     pub directions: &'a [f32],
 }
 
+/// What planes are packed in: a mean, and what a step along each of D channels is.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanesBasis<'a> {
+    /// [D]
+    pub mean: &'a [f32],
+    /// [D, D]: what one step along a channel adds to a vector.
+    pub steps: &'a [f32],
+    /// [D, D]: the product with x − mean is how many steps x lies along a channel.
+    pub measures: &'a [f32],
+    /// Where codes lie.
+    pub place: PlanesSide,
+}
+
 impl<'a> Bases<'a> {
-    /// Checks that there is a whole number of bases of the format, and one number a packed page.
+    /// Checks that there is a whole number of bases of the format, and one number a packed page;
+    /// of planes also that every page's codes have room.
     ///
     /// # Errors
-    /// `Shape` naming what does not fit.
+    /// `Shape` naming what does not fit, `InvalidArgument` for bits that are no planes or too many.
     pub fn validate(&self, format: &PackedFormat, packed_pages: usize) -> Result<(), OpError> {
         let one = self.len_of_one(format);
         ensure(
@@ -43,7 +60,19 @@ impl<'a> Bases<'a> {
             "bases",
             || (format!("a multiple of {one} numbers"), self.data.len()),
         )?;
-        ensure_size("basis of each packed page", &[packed_pages], self.of.len())
+        ensure_size("basis of each packed page", &[packed_pages], self.of.len())?;
+        let Some(page) = format.planes() else { return Ok(()) };
+        for both in self.data.chunks_exact(one / self.pages) {
+            let widths = widths_of(both, format.head_dim());
+            let bytes = widths.map(|[keys, values]| keys.bytes() + values.bytes());
+            let sound = bytes.is_some_and(|bytes| bytes <= page.token_bytes());
+            ensure(sound, OpErrorKind::InvalidArgument, "bits of a basis", || {
+                let most = page.token_bytes();
+                let expected = format!("fours of channels of 8, 4, 2, 0 bits in {most} bytes");
+                (expected, bytes.map_or_else(|| "others".to_owned(), |got| format!("{got} bytes")))
+            })?;
+        }
+        Ok(())
     }
 
     /// Checks the basis of a block with pages up to `last_rank`.
@@ -81,11 +110,43 @@ impl<'a> Bases<'a> {
         Basis { mean, directions }
     }
 
+    /// The same of planes.
+    ///
+    /// # Panics
+    /// If there is no such page, or the format has no planes.
+    #[must_use]
+    pub fn planes(
+        &self,
+        format: &PackedFormat,
+        block: usize,
+        rank: usize,
+        side: Side,
+    ) -> PlanesBasis<'a> {
+        let dim = format.head_dim();
+        let both = self.len_of_one(format) / self.pages;
+        let page = self.of[block] as usize * self.pages + rank;
+        let both = &self.data[page * both..][..both];
+        let widths = widths_of(both, dim).expect("planes, as `validate` proved");
+        let (keys, values) = both.split_at(both.len() / 2);
+        let (mean, rest) = if side == Side::Keys { keys } else { values }.split_at(dim);
+        let (steps, measures) = rest[dim..].split_at(dim * dim);
+        let place = format.planes().expect("pages of planes").side(widths, side);
+        PlanesBasis { mean, steps, measures, place }
+    }
+
     fn len_of_one(&self, format: &PackedFormat) -> usize {
-        let channels = format.top_r().map_or(0, |page| page.of().channels);
-        let half = (channels + 1).saturating_mul(format.head_dim());
+        let rows = format.basis_rows().unwrap_or(1);
+        let half = rows.saturating_mul(format.head_dim());
         self.pages.saturating_mul(2).saturating_mul(half)
     }
+}
+
+/// How many channels of keys and of values have 8, 4 and 2 bits in a page's two sides of a basis,
+/// which say so in the row behind the mean.
+fn widths_of(both: &[f32], dim: usize) -> Option<[PlaneWidths; 2]> {
+    let (keys, values) = both.split_at(both.len() / 2);
+    let of = |side: &[f32]| PlaneWidths::of(&side[dim..2 * dim]);
+    Some([of(keys)?, of(values)?])
 }
 
 /// Checks that a format has the bases that it needs, and no others.
@@ -97,7 +158,7 @@ pub(super) fn check_given<'b, 'a>(
     format: &PackedFormat,
     packed_pages: usize,
 ) -> Result<Option<&'b Bases<'a>>, OpError> {
-    let needed = format.top_r().is_some();
+    let needed = format.basis_rows().is_some();
     ensure(bases.is_some() == needed, OpErrorKind::InvalidArgument, "bases", || {
         let words = |there: bool| if there { "some" } else { "none" };
         (format!("{} for {format}", words(needed)), words(bases.is_some()))

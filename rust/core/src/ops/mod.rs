@@ -27,6 +27,7 @@ mod move_pages;
 mod pack_pages;
 mod packed_format;
 mod page_bounds;
+mod planes;
 mod queries;
 mod reach;
 mod recycle_pages;
@@ -46,7 +47,7 @@ mod write_slots;
 pub use attend_decode::AttendDecode;
 pub use attend_packed::{AttendPacked, PackedKv};
 pub use attend_prefill::AttendPrefill;
-pub use bases::{Bases, Basis};
+pub use bases::{Bases, Basis, PlanesBasis};
 pub use copy_rerotate::{
     BlockPage, CopyRerotate, CopyRun, CopySource, validate_copies, validate_layers,
 };
@@ -62,7 +63,10 @@ pub use move_pages::{MovePages, Moves, RowPages, Way};
 pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
 pub use packed_format::{CodePlace, PackedFormat, PackedKind};
 pub use page_bounds::{PageBounds, validate_bounds};
-
+pub use planes::{
+    CHANNELS_TOGETHER, PLANE_BITS, PlaneWidths, PlanesPage, PlanesSide, largest_code, plane_code,
+    plane_steps,
+};
 pub use queries::{HeadRows, HeadRowsMut, Queries};
 pub use reach::{HeadReach, Reach, Visible};
 pub use recycle_pages::{NO_PAGE, RecyclePages};

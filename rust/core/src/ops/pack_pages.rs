@@ -12,7 +12,7 @@ use super::packed_format::PackedFormat;
 /// block those of page r of its blocks of the cache, in their order. A block may have fewer tokens
 /// than P: steps are those of the tokens that there are, and codes and steps of others are 0.
 /// What is NaN or infinite makes NaN of what shares its steps: of a key's channel over the page, of
-/// all values of a token; in a top-r page, of its vector.
+/// all values of a token; in a top-r page or one of planes, of its vector.
 #[derive(Debug)]
 pub struct PackPages<'a, C> {
     /// Exact pages, [pages, 2, P', D].
@@ -44,7 +44,7 @@ pub struct Packs<'a> {
     pub page_tokens: usize,
     /// Pages of a block, on either side.
     pub pages: usize,
-    /// The bases of top-r pages.
+    /// The bases of top-r pages or planes.
     pub bases: Option<Bases<'a>>,
     /// Rows `[packed block, tokens, block …]` with P / P' blocks of the cache, of which those that
     /// have no token count for nothing. Never the null block, and no block is written twice.

@@ -1,8 +1,8 @@
 //! The bytes of a packed page: the one place that says where its codes, scales and zeros lie.
 //!
 //! A packed page holds P tokens of one KV head of one layer in few bits. What lies in a top-r page
-//! says [`TopRPage`]. The parts of an INT4 page follow each other without gaps, each on a boundary
-//! of 16 bytes:
+//! says [`TopRPage`], in one of planes [`PlanesPage`]. The parts of an INT4 page follow each other
+//! without gaps, each on a boundary of 16 bytes:
 //!
 //! | part | bytes | what lies there |
 //! |---|---|---|
@@ -12,7 +12,8 @@
 //! | key zeros | 2·D | one a channel |
 //! | value steps | 4·P | scale, then zero, of each token |
 //!
-//! So an INT4 page is P·D + 4·D + 4·P bytes, where one of bf16 is 4·P·D.
+//! So an INT4 page is P·D + 4·D + 4·P bytes, where one of bf16 is 4·P·D. An INT8 page has the same
+//! parts, its codes twice as large: [P, D] of keys, then [P, D] of values, a byte each.
 //!
 //! Keys have a scale and zero a channel, since what is large in keys is so in few channels, at all
 //! tokens; values have them a token (KIVI, section 3; research of `MosaicKV`'s baselines). A number
@@ -26,6 +27,7 @@ use std::fmt;
 use std::ops::Range;
 
 use super::error::{OpError, OpErrorKind, ensure};
+use super::planes::PlanesPage;
 use super::step::ScaleDtype;
 use super::top_r::{TopR, TopRPage};
 
@@ -35,8 +37,13 @@ use super::top_r::{TopR, TopRPage};
 pub enum PackedKind {
     /// Codes from 0 to 15.
     Int4,
+    /// Codes from 0 to 255.
+    Int8,
     /// Of each vector the largest numbers in its text's basis.
     TopR(TopR),
+    /// Of each vector codes of 8, 4 or 2 bits along the directions of its text's basis, in so many
+    /// bytes a token.
+    Planes(usize),
 }
 
 impl PackedKind {
@@ -45,12 +52,14 @@ impl PackedKind {
     pub fn name(self) -> &'static str {
         match self {
             Self::Int4 => "int4",
+            Self::Int8 => "int8",
             Self::TopR(_) => "top-r",
+            Self::Planes(_) => "planes",
         }
     }
 }
 
-/// Where a code of four bits lies.
+/// Where a code lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodePlace {
     /// Byte of the page.
@@ -78,14 +87,11 @@ impl PackedFormat {
     pub const MAX_PAGE_TOKENS: usize = 256;
     /// D at most.
     pub const MAX_HEAD_DIM: usize = 1024;
-    /// The largest code of four bits.
-    pub const LARGEST_CODE: u8 = 15;
-
     /// Checks and builds a format.
     ///
     /// # Errors
     /// `InvalidArgument` where P or D is no multiple of 16, 0, or above the largest, or a top-r
-    /// page has no such parts.
+    /// page has no such parts, or one of planes no such bytes.
     pub fn new(
         kind: PackedKind,
         scales: ScaleDtype,
@@ -102,8 +108,10 @@ impl PackedFormat {
                 (format!("a multiple of {UNIT} from {UNIT} to {most}"), size)
             })?;
         }
-        if let PackedKind::TopR(of) = kind {
-            of.check(head_dim)?;
+        match kind {
+            PackedKind::TopR(of) => of.check(head_dim)?,
+            PackedKind::Planes(token_bytes) => PlanesPage::check(token_bytes, head_dim)?,
+            PackedKind::Int4 | PackedKind::Int8 => {}
         }
         Ok(Self { kind, scales, page_tokens, head_dim })
     }
@@ -135,28 +143,71 @@ impl PackedFormat {
     /// Bytes of one page.
     #[must_use]
     pub fn page_bytes(&self) -> usize {
-        self.top_r().map_or_else(|| self.value_steps().end, |page| page.page_bytes())
-    }
-
-    /// Where everything lies in a top-r page; the places below are those of an INT4 page.
-    #[must_use]
-    pub fn top_r(&self) -> Option<TopRPage> {
         match self.kind {
-            PackedKind::TopR(of) => Some(TopRPage::new(of, self.scales, self.page_tokens)),
-            PackedKind::Int4 => None,
+            PackedKind::TopR(of) => self.of_top_r(of).page_bytes(),
+            PackedKind::Planes(token_bytes) => self.of_planes(token_bytes).page_bytes(),
+            PackedKind::Int4 | PackedKind::Int8 => self.value_steps().end,
         }
     }
 
-    /// Bytes of the keys' codes, which are a row of D/8 words a token.
+    /// Where everything lies in a top-r page; the places below are those of INT4 and INT8 pages.
     #[must_use]
-    pub fn key_codes(&self) -> Range<usize> {
-        0..self.page_tokens * self.head_dim / 2
+    pub fn top_r(&self) -> Option<TopRPage> {
+        if let PackedKind::TopR(of) = self.kind { Some(self.of_top_r(of)) } else { None }
     }
 
-    /// Bytes of the values' codes, which are 2·D words for each 16 tokens.
+    /// Where everything lies in a page of planes.
+    #[must_use]
+    pub fn planes(&self) -> Option<PlanesPage> {
+        let PackedKind::Planes(token_bytes) = self.kind else { return None };
+        Some(self.of_planes(token_bytes))
+    }
+
+    fn of_top_r(&self, of: TopR) -> TopRPage {
+        TopRPage::new(of, self.scales, self.page_tokens)
+    }
+
+    fn of_planes(&self, token_bytes: usize) -> PlanesPage {
+        PlanesPage::new(token_bytes, self.page_tokens)
+    }
+
+    /// Rows of D numbers that a basis of it has, of keys and of values each; `None` for kinds that
+    /// have no basis.
+    #[must_use]
+    pub fn basis_rows(&self) -> Option<usize> {
+        match self.kind {
+            PackedKind::TopR(of) => Some(of.channels + 1),
+            PackedKind::Planes(_) => Some(2 * self.head_dim + 2),
+            PackedKind::Int4 | PackedKind::Int8 => None,
+        }
+    }
+
+    /// Bits of a code of an INT4 or INT8 page.
+    #[must_use]
+    pub fn code_bits(&self) -> usize {
+        if self.kind == PackedKind::Int8 { 8 } else { 4 }
+    }
+
+    /// The largest code of an INT4 or INT8 page.
+    #[must_use]
+    pub fn largest_code(&self) -> u8 {
+        if self.kind == PackedKind::Int8 { 255 } else { 15 }
+    }
+
+    /// Bytes of the keys' codes, which are a row of D/8 words a token in an INT4 page.
+    #[must_use]
+    pub fn key_codes(&self) -> Range<usize> {
+        0..self.code_bytes()
+    }
+
+    /// Bytes of the values' codes, which are 2·D words for each 16 tokens of an INT4 page.
     #[must_use]
     pub fn value_codes(&self) -> Range<usize> {
-        self.after(&self.key_codes(), self.page_tokens * self.head_dim / 2)
+        self.after(&self.key_codes(), self.code_bytes())
+    }
+
+    fn code_bytes(&self) -> usize {
+        self.page_tokens * self.head_dim * self.code_bits() / 8
     }
 
     /// Bytes of the scales of keys, [D].
@@ -181,21 +232,28 @@ impl PackedFormat {
         before.end..before.end + bytes
     }
 
-    /// The code of a key: channels 8w to 8w + 7 of a token are word w of its row, and channel
-    /// 8w + 2i + b is nibble i + 4b of that.
+    /// The code of a key: of four bits, channels 8w to 8w + 7 of a token are word w of its row, and
+    /// channel 8w + 2i + b is nibble i + 4b of that.
     #[must_use]
     pub fn key_code(&self, token: usize, channel: usize) -> CodePlace {
+        if self.code_bits() == 8 {
+            return CodePlace { byte: token * self.head_dim + channel, shift: 0 };
+        }
         let word = (token * self.head_dim + channel) / 8;
         let (pair, second) = (channel % 8 / 2, channel % 2);
         place(0, word, pair + 4 * second)
     }
 
-    /// The code of a value. A word has two channels of four tokens: of 16 tokens, lane 4g + t of a
-    /// warp takes tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of channels 16j + g and 16j + g + 8, and
-    /// finds the words of [`value_run`](Self::value_run) of its j beside each other. Channel
-    /// 16j + g + 8h of token 2t + b + 8k is nibble 2k + h + 4b.
+    /// The code of a value. Of four bits, a word has two channels of four tokens: of 16 tokens, lane
+    /// 4g + t of a warp takes tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of channels 16j + g and
+    /// 16j + g + 8, and finds the words of [`value_run`](Self::value_run) of its j beside each
+    /// other. Channel 16j + g + 8h of token 2t + b + 8k is nibble 2k + h + 4b.
     #[must_use]
     pub fn value_code(&self, token: usize, channel: usize) -> CodePlace {
+        if self.code_bits() == 8 {
+            let byte = self.value_codes().start + token * self.head_dim + channel;
+            return CodePlace { byte, shift: 0 };
+        }
         let (unit, row) = (token / UNIT, token % UNIT);
         let word = unit * 2 * self.head_dim + self.value_word(row, channel);
         let (low_half, later) = (channel % 16 / 8, row / 8);
@@ -298,6 +356,40 @@ mod tests {
                 }
             }
             assert!(taken[..format.key_scales().start].iter().all(|&byte| byte == 0xFF));
+        }
+    }
+
+    #[test]
+    fn an_int8_page_has_a_byte_a_number_and_the_steps_of_int4() {
+        for (page_tokens, head_dim) in [(16, 16), (32, 80), (64, 128)] {
+            let of = PackedFormat::new(PackedKind::Int8, ScaleDtype::Bf16, page_tokens, head_dim)
+                .expect("sound sizes");
+            let codes = 2 * page_tokens * head_dim;
+            assert_eq!(of.page_bytes(), codes + 4 * head_dim + 4 * page_tokens);
+            let mut taken = vec![false; codes];
+            for token in 0..page_tokens {
+                for channel in 0..head_dim {
+                    for place in [of.key_code(token, channel), of.value_code(token, channel)] {
+                        assert!(place.shift == 0 && !taken[place.byte]);
+                        taken[place.byte] = true;
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_of_planes_are_the_formula() {
+        for (page_tokens, head_dim, token_bytes, bytes) in
+            [(64, 128, 80, 16 + 64 * 80), (64, 64, 48, 16 + 64 * 48), (80, 64, 40, 32 + 80 * 40)]
+        {
+            let kind = PackedKind::Planes(token_bytes);
+            let made = PackedFormat::new(kind, ScaleDtype::Bf16, page_tokens, head_dim);
+            assert_eq!(made.expect("sound sizes").page_bytes(), bytes);
+        }
+        for token_bytes in [0, 129] {
+            let kind = PackedKind::Planes(token_bytes);
+            assert!(PackedFormat::new(kind, ScaleDtype::Bf16, 64, 64).is_err());
         }
     }
 

@@ -235,6 +235,28 @@ impl TopRPage {
         }
     }
 
+    /// What the kept numbers of a vector stand for, into `out` [r]: `number` of each.
+    pub fn read_numbers(&self, numbers: &[u8], scale: f32, out: &mut [f32]) {
+        match self.of.numbers {
+            KeptNumbers::Bf16 => {
+                for (out, &bits) in out.iter_mut().zip(numbers.as_chunks::<2>().0) {
+                    *out = bf16::from_bits(u16::from_le_bytes(bits)).to_f32();
+                }
+            }
+            KeptNumbers::Fp8 => {
+                for (out, &bits) in out.iter_mut().zip(numbers) {
+                    *out = scale * Fp8E4m3::from_bits(bits).to_f32();
+                }
+            }
+            KeptNumbers::Int4 => {
+                for (out, &byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(numbers) {
+                    *out =
+                        [byte & 15, byte >> 4].map(|code| scale * (f32::from(code) - INT4_REACH));
+                }
+            }
+        }
+    }
+
     /// The groups that a bitmap names, in their order. Bits behind the last group or beyond as
     /// many as are kept count for nothing, whatever the bytes are.
     pub fn kept_groups<'a>(&self, bitmap: &'a [u8]) -> impl Iterator<Item = usize> + use<'a> {

@@ -18,18 +18,24 @@ fn formats() -> impl Strategy<Value = PackedFormat> {
     let numbers = vec![KeptNumbers::Bf16, KeptNumbers::Fp8, KeptNumbers::Int4];
     // Of four channels: those left out at the end, and those kept of the others.
     let kept = (prop::sample::select(numbers), prop::sample::select(vec![1, 2, 4]), 0..2, 1..4);
-    (scales, sizes, prop::option::of(kept)).prop_map(|(scales, (tokens, dim), kept)| {
-        let kind = kept.map_or(PackedKind::Int4, |(numbers, group, cut, share)| {
-            let channels = dim - cut as usize * dim / 4;
-            let kept = (channels * share as usize / 4).next_multiple_of(4);
-            PackedKind::TopR(TopR { kept, group, channels, numbers })
-        });
+    (scales, sizes, 0..6, kept).prop_map(|(scales, (tokens, dim), kind, kept)| {
+        let (numbers, group, cut, share) = kept;
+        let kind = match kind {
+            0 => PackedKind::Int4,
+            1 => PackedKind::Int8,
+            2 | 3 => PackedKind::Planes(dim / 2 * share as usize),
+            _ => {
+                let channels = dim - cut as usize * dim / 4;
+                let kept = (channels * share as usize / 4).next_multiple_of(4);
+                PackedKind::TopR(TopR { kept, group, channels, numbers })
+            }
+        };
         PackedFormat::new(kind, scales, tokens, dim).expect("sound sizes")
     })
 }
 
-/// Two bases, and which of them each page has; nothing for INT4 pages. Directions are any, about 1
-/// long, so that what is packed stays as large as it was.
+/// Two bases, and which of them each page has; nothing for INT4 and INT8 pages. Directions are any,
+/// about 1 long, so that what is packed stays as large as it was.
 struct Given {
     data: Vec<f32>,
     of: Vec<i32>,
@@ -37,9 +43,23 @@ struct Given {
 
 impl Given {
     fn new(format: &PackedFormat, pages: usize, random: &mut Random) -> Option<Self> {
-        let half = (format.top_r()?.of().channels + 1) * format.head_dim();
-        let length = (format.head_dim() as f32 / 3.0).sqrt();
-        let data = (0..2 * HEADS * 2 * half).map(|_| random.unit() / length).collect();
+        let dim = format.head_dim();
+        let half = format.basis_rows()? * dim;
+        let length = (dim as f32 / 3.0).sqrt();
+        let mut data: Vec<f32> =
+            (0..2 * HEADS * 2 * half).map(|_| random.unit() / length).collect();
+        if let Some(page) = format.planes() {
+            for side in data.chunks_exact_mut(half) {
+                // As many channels of 8, 4 and 2 bits as half of the bytes has room for.
+                let mut left = page.token_bytes() / 2;
+                for (group, bits) in side[dim..2 * dim].chunks_exact_mut(4).enumerate() {
+                    let of = [8u8, 4, 4, 2, 2, 2][(group * 3 * 4 / dim * 2).min(5)];
+                    let fits = usize::from(of) / 2 <= left;
+                    left = if fits { left - usize::from(of) / 2 } else { 0 };
+                    bits.fill(if fits { f32::from(of) } else { 0.0 });
+                }
+            }
+        }
         Some(Self { data, of: (0..pages).map(|page| page as i32 / 2 % 2).collect() })
     }
 

@@ -17,8 +17,8 @@ use crate::scalars::Number;
 /// Mean and covariance of a text's keys and values, as its tokens come, and the basis made of them
 /// (MosaicKV, sections 4.2 and 5.5).
 ///
-/// `format` a top-r format, `pages` those of a block: each has sums of its own in f64, 2·(D + 1)·D
-/// of them, 4 GiB at most. Methods may be called from any thread.
+/// `format` a top-r format or one of planes, `pages` those of a block: each has sums of its own in
+/// f64, 3·(D + 1)·D of them, 4 GiB at most. Methods may be called from any thread.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct Moments(Mutex<kvweave_cpu::Moments>);
 
@@ -39,13 +39,13 @@ impl Moments {
         let format = format.get().format;
         let made = call_core(py, || {
             let pages = count("pages", pages)?;
-            let of_page = 2 * size_of::<f64>() * format.head_dim() * (format.head_dim() + 1);
+            let of_page = 3 * size_of::<f64>() * format.head_dim() * (format.head_dim() + 1);
             let most = MOST_PAGES.min(MOST_BYTES / of_page);
             if pages == 0 || pages > most {
                 return Err(Failure::invalid("pages", format!("1 to {most}"), pages));
             }
             kvweave_cpu::Moments::new(format, pages)
-                .ok_or_else(|| Failure::invalid("format", "top-r pages", format))
+                .ok_or_else(|| Failure::invalid("format", "top-r pages or planes", format))
         })?;
         Ok(Self(Mutex::new(made)))
     }
@@ -77,6 +77,49 @@ impl Moments {
         })
     }
 
+    /// Takes in queries [R, H, D] f32, bf16 or f16 of one layer, rotated to their positions, which
+    /// read the keys of `kv_heads` pages from `first` on: the bases of planes spend their bits on
+    /// what these make of keys. Queries that are not finite are left out.
+    #[pyo3(signature = (queries, *, first, kv_heads))]
+    fn add_queries(
+        &self,
+        py: Python<'_>,
+        queries: &Bound<'_, PyAny>,
+        first: Number,
+        kv_heads: Number,
+    ) -> PyResult<()> {
+        let queries = borrow("queries", queries)?;
+        with_element!(py, ("queries", ROWS), queries.tensor.dtype, T => {
+            let (dim, pages) = {
+                let moments = self.lock();
+                (moments.format().head_dim(), moments.pages())
+            };
+            let checks = || {
+                let (first, kv_heads) = (count("first", first)?, count("kv_heads", kv_heads)?);
+                let last = first.checked_add(kv_heads);
+                if kv_heads == 0 || last.is_none_or(|last| last > pages) {
+                    let got = format!("{kv_heads} from {first} on");
+                    return Err(Failure::invalid("kv_heads", format!("pages within {pages}"), got));
+                }
+                let shape = [("rows", None), ("heads", None), ("D", Some(dim))];
+                queries.tensor.expect_shape("queries", &shape)?;
+                queries.tensor.expect_contiguous("queries")?;
+                let heads = queries.tensor.shape()[1];
+                if heads == 0 || !heads.is_multiple_of(kv_heads) {
+                    let expected = format!("a multiple of {kv_heads} heads");
+                    return Err(Failure::invalid("queries", expected, heads));
+                }
+                // SAFETY: the owner is held by `queries`; writers are excluded as `arguments` says.
+                Ok((unsafe { queries.tensor.slice::<T>("queries")? }, heads, (first, kv_heads)))
+            };
+            let (queries, heads, pages) = raised(py, checks())?;
+            call_core(py, || {
+                self.lock().add_queries(queries, heads, pages);
+                Ok::<_, Failure>(())
+            })
+        })
+    }
+
     /// Tokens that were taken in.
     #[getter]
     fn tokens(&self) -> u64 {
@@ -89,8 +132,10 @@ impl Moments {
         self.lock().left_out()
     }
 
-    /// A basis f32 [pages, 2, C + 1, D] of keys and of values: their mean, or zeros unless
-    /// `centred`, then C orthonormal directions, those of the largest spread around it first.
+    /// A basis of keys and of values. For top-r pages f32 [pages, 2, C + 1, D]: their mean, or
+    /// zeros unless `centred`, then C orthonormal directions, those of the largest spread around it
+    /// first. For planes f32 [pages, 2, 2D + 2, D]: the mean, the bits of each channel, what a step
+    /// along each adds to a vector, and what steps are measured by.
     #[pyo3(signature = (*, centred = true))]
     fn basis<'py>(&self, py: Python<'py>, centred: bool) -> PyResult<Bound<'py, PyArray4<f32>>> {
         let (numbers, shape) = call_core(py, || {
