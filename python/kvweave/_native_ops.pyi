@@ -161,6 +161,7 @@ def attend_packed(
 def attend_packed_cuda(
     arguments: Any,
     format: PackedFormat,
+    bases: tuple[_Array, _TablePair] | None,
     entry_offsets: _TablePair,
     results: _Results,
     workspace: tuple[_Array, _Array] | None,
@@ -205,6 +206,7 @@ def pack_pages_cuda(
     format: PackedFormat,
     packs: _TablePair,
     pages: int,
+    bases: tuple[_Array, _TablePair] | None,
     stream: int,
 ) -> None: ...
 def unpack_pages_cuda(
@@ -213,6 +215,7 @@ def unpack_pages_cuda(
     format: PackedFormat,
     packs: _TablePair,
     pages: int,
+    bases: tuple[_Array, _TablePair] | None,
     stream: int,
 ) -> None: ...
 def recycle_pages(

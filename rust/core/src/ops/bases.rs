@@ -1,7 +1,9 @@
 //! The rotated bases of texts, which top-r pages are packed in.
 
+use super::entries::{Entry, KvView};
 use super::error::{OpError, OpErrorKind, ensure, ensure_size};
 use super::packed_format::PackedFormat;
+use super::scoring::Scoring;
 use super::top_r::Side;
 
 /// Rotated bases, and which of them each packed block was packed in: that of its text.
@@ -11,10 +13,12 @@ use super::top_r::Side;
 /// (`MosaicKV`, section 5.5). Keys are taken as they lie in a cache, rotated by `RoPE`, so a basis
 /// can be folded into a query (section 5.3), and a text that is shared at other positions keeps its
 /// own: the query is first turned back by the entry's delta, then rotated into the basis.
+///
+/// Without elements, as `T` of `()`, they are bases elsewhere, such as on a device.
 #[derive(Clone, Copy, Debug)]
-pub struct Bases<'a> {
+pub struct Bases<'a, T = f32> {
     /// [bases, pages, 2, C + 1, D]: the mean, then the directions, of keys and of values.
-    pub data: &'a [f32],
+    pub data: &'a [T],
     /// Pages of a block.
     pub pages: usize,
     /// [packed pages]: the basis of the block that begins at a page.
@@ -30,7 +34,7 @@ pub struct Basis<'a> {
     pub directions: &'a [f32],
 }
 
-impl<'a> Bases<'a> {
+impl<T> Bases<'_, T> {
     /// Checks that there is a whole number of bases of the format, and one number a packed page.
     ///
     /// # Errors
@@ -67,6 +71,37 @@ impl<'a> Bases<'a> {
         })
     }
 
+    /// Checks the basis of every block that a head reads. `validate()` of the op accepted the
+    /// entries.
+    ///
+    /// # Errors
+    /// As `check_block`.
+    pub fn check_entries(
+        &self,
+        format: &PackedFormat,
+        kv: &KvView<'_, ()>,
+        scoring: &Scoring<'_>,
+        entry_offsets: &[i32],
+    ) -> Result<(), OpError> {
+        let requests = (entry_offsets.len() - 1) / kv.tables();
+        for head in (0..kv.geometry.kv_heads).map(|head| kv.head(head, scoring)) {
+            for request in 0..requests {
+                for &row in &kv.entries[kv.span(entry_offsets, request, head.table)] {
+                    self.check_block(format, Entry::new(row).block, head.rank)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn len_of_one(&self, format: &PackedFormat) -> usize {
+        let channels = format.top_r().map_or(0, |page| page.of().channels);
+        let half = (channels + 1).saturating_mul(format.head_dim());
+        self.pages.saturating_mul(2).saturating_mul(half)
+    }
+}
+
+impl<'a> Bases<'a> {
     /// The basis of one page of a block. Valid for blocks that `validate()` of the op accepted.
     ///
     /// # Panics
@@ -80,12 +115,6 @@ impl<'a> Bases<'a> {
             self.data[number * half..(number + 1) * half].split_at(format.head_dim());
         Basis { mean, directions }
     }
-
-    fn len_of_one(&self, format: &PackedFormat) -> usize {
-        let channels = format.top_r().map_or(0, |page| page.of().channels);
-        let half = (channels + 1).saturating_mul(format.head_dim());
-        self.pages.saturating_mul(2).saturating_mul(half)
-    }
 }
 
 /// Checks that a format has the bases that it needs, and no others.
@@ -97,13 +126,23 @@ pub(super) fn check_given<'b, 'a>(
     format: &PackedFormat,
     packed_pages: usize,
 ) -> Result<Option<&'b Bases<'a>>, OpError> {
-    let needed = format.top_r().is_some();
-    ensure(bases.is_some() == needed, OpErrorKind::InvalidArgument, "bases", || {
-        let words = |there: bool| if there { "some" } else { "none" };
-        (format!("{} for {format}", words(needed)), words(bases.is_some()))
-    })?;
+    format.expect_bases(bases.is_some())?;
     if let Some(bases) = bases {
         bases.validate(format, packed_pages)?;
     }
     Ok(bases)
+}
+
+impl PackedFormat {
+    /// Refuses bases of pages that have none, and pages without those that they need.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming `bases`.
+    pub fn expect_bases(&self, given: bool) -> Result<(), OpError> {
+        let needed = self.top_r().is_some();
+        ensure(given == needed, OpErrorKind::InvalidArgument, "bases", || {
+            let words = |there: bool| if there { "some" } else { "none" };
+            (format!("{} for {self}", words(needed)), words(given))
+        })
+    }
 }
