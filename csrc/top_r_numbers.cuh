@@ -1,5 +1,5 @@
 // Vectors of top-r pages as a lane takes them: eight channels at a time, zeros where nothing is
-// kept, two of T a register.
+// kept, as operands of products.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,6 @@
 
 // What numbers are stored as; `bits` of TopRParams.
 constexpr int kBf16Numbers = 16, kFp8Numbers = 8, kInt4Numbers = 4;
-
-// The bits of a vector's next channels, and where its next number lies: bits of the page for codes
-// of four, bytes for others.
-struct Kept {
-  uint32_t mask;
-  int at;
-};
 
 // By the bits of eight channels: of the eight codes that follow, which one each channel has, as two
 // selectors of a permutation of bytes. Even codes are bytes 0 to 3 there and odd ones 4 to 7; what
@@ -60,81 +53,130 @@ struct Bytes<__half> {
   }
 };
 
-// to[i]: channels 2i and 2i + 1 of the next eight, each times `kUnit`.
-template <typename T, int kBits>
-struct Numbers;
+// Bytes of two words by the nibbles of a selector's lower half, whose highest bits are 0.
+__device__ __forceinline__ uint32_t permuted(uint32_t low, uint32_t high, uint32_t select) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(select));
+  return bytes;
+}
+
+// A lane's numbers of `kEights` times eight channels of a vector, which are kept by the bits of a
+// mask. `take<i>` has eight of them, as `Eight`; `channels` makes two of T of channels 2i and
+// 2i + 1, `tokens` of the same channel of two vectors, for channels 2i and 2i + 1. All are numbers
+// over `kUnit` times the scale.
+template <typename T, int kBits, int kEights>
+class Numbers;
 
 // Codes as odd numbers from −15 to 15; 0 is what lies between.
-template <typename T>
-struct Numbers<T, kInt4Numbers> {
+template <typename T, int kEights>
+class Numbers<T, kInt4Numbers, kEights> {
+ public:
   static constexpr float kUnit = 0.5f;
-  static constexpr int kPlaces = 8;  // of a byte, that `at` counts
-  static constexpr int kSize = 4;
+  struct Eight {
+    uint32_t bytes[2];  // twice each code, by channels
+  };
 
-  static __device__ __forceinline__ void next(uint32_t (&to)[4], Kept& of,
-                                              const unsigned char* page,
-                                              const uint32_t* selectors) {
-    const uint32_t mask = of.mask & 0xFF, select = selectors[mask];
-    const auto* words = reinterpret_cast<const uint32_t*>(page) + (of.at >> 5);
-    const uint32_t codes = __funnelshift_r(words[0], words[1], of.at);
-    // Twice each code.
-    const uint32_t even = codes << 1 & 0x1E1E1E1Eu;
-    uint32_t odd = codes >> 3 & 0x1E1E1E1Eu;
-    if (mask != 0xFF) odd = (odd & 0x00FFFFFFu) | 0x0F000000u;
-    const uint32_t first = __byte_perm(even, odd, select);
-    const uint32_t second = __byte_perm(even, odd, select >> 16);
-    constexpr uint32_t kHigh = Bytes<T>::kHigh;
-    constexpr float kMiddle = Bytes<T>::kAdded + 15;
-    to[0] = Bytes<T>::less(__byte_perm(first, kHigh, 0x4140), kMiddle);
-    to[1] = Bytes<T>::less(__byte_perm(first, kHigh, 0x4342), kMiddle);
-    to[2] = Bytes<T>::less(__byte_perm(second, kHigh, 0x4140), kMiddle);
-    to[3] = Bytes<T>::less(__byte_perm(second, kHigh, 0x4342), kMiddle);
-    of.mask >>= 8;
-    of.at += 4 * __popc(mask);
+  // `row`: where the vector's numbers begin in the page; `first`: how many come before. Reads a
+  // word more than it needs: behind codes lie scales.
+  __device__ __forceinline__ Numbers(uint32_t kept, const unsigned char* page, int row, int first)
+      : mask(kept) {
+    const int at = 8 * row + 4 * first;
+    const auto* words = reinterpret_cast<const uint32_t*>(page) + (at >> 5);
+    uint32_t word = words[0];
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const uint32_t after = words[i + 1];
+      codes[i] = __funnelshift_r(word, after, at);
+      word = after;
+    }
+  }
+
+  template <int kEight>
+  __device__ __forceinline__ Eight take(const uint32_t* selectors) {
+    constexpr uint32_t kAll = 0xFFu << (8 * kEight);
+    const uint32_t kept = mask & kAll, select = selectors[mask >> (8 * kEight) & 0xFF];
+    const uint32_t even = codes[0] << 1 & 0x1E1E1E1Eu, shifted = codes[0] >> 3;
+    // What is not kept is the last byte, and that is 15 unless all eight are kept.
+    uint32_t odd = (shifted & 0x001E1E1Eu) | 0x0F000000u;
+    if (kept == kAll) odd = shifted & 0x1E1E1E1Eu;
+    if constexpr (kEight + 1 < kEights) {
+      const int bits = 4 * __popc(kept);
+#pragma unroll
+      for (int i = 0; i < kEights - 1 - kEight; ++i) {
+        codes[i] = __funnelshift_rc(codes[i], codes[i + 1], bits);
+      }
+    }
+    return {{permuted(even, odd, select), permuted(even, odd, select >> 16)}};
+  }
+
+  static __device__ __forceinline__ uint32_t channels(const Eight& of, int i) {
+    return widened(of.bytes[i / 2], i % 2);
+  }
+
+  static __device__ __forceinline__ uint2 tokens(const Eight& one, const Eight& other, int i) {
+    const uint32_t both =
+        permuted(one.bytes[i / 2], other.bytes[i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
+    return {widened(both, 0), widened(both, 1)};
+  }
+
+ private:
+  const uint32_t mask;
+  uint32_t codes[kEights];
+
+  // The lower or upper two bytes.
+  static __device__ __forceinline__ uint32_t widened(uint32_t bytes, int upper) {
+    const uint32_t two = permuted(bytes, Bytes<T>::kHigh, upper == 0 ? 0x4140 : 0x4342);
+    return Bytes<T>::less(two, Bytes<T>::kAdded + 15);
   }
 };
 
-template <>
-struct Numbers<__nv_bfloat16, kBf16Numbers> {
-  static constexpr float kUnit = 1;
-  static constexpr int kPlaces = 1;
-  static constexpr int kSize = 2;
+// Numbers that are whole bytes: each is read by itself.
+template <typename T, int kBits, int kEights>
+class Numbers {
+  static constexpr int kBytes = kBits / 8;
 
-  static __device__ __forceinline__ void next(uint32_t (&to)[4], Kept& of,
-                                              const unsigned char* page, const uint32_t*) {
+ public:
+  static constexpr float kUnit = 1;
+  struct Eight {
+    uint32_t two[4];
+  };
+
+  __device__ __forceinline__ Numbers(uint32_t kept, const unsigned char* page, int row, int first)
+      : mask(kept), next(page + row + kBytes * first) {}
+
+  template <int kEight>
+  __device__ __forceinline__ Eight take(const uint32_t*) {
+    Eight of;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t low = 0, high = 0;
-      if (of.mask >> (2 * i) & 1) {
-        low = *reinterpret_cast<const uint16_t*>(page + of.at);
-        of.at += 2;
-      }
-      if (of.mask >> (2 * i + 1) & 1) {
-        high = *reinterpret_cast<const uint16_t*>(page + of.at);
-        of.at += 2;
-      }
-      to[i] = low | high << 16;
+      if (mask >> (8 * kEight + 2 * i) & 1) low = read();
+      if (mask >> (8 * kEight + 2 * i + 1) & 1) high = read();
+      of.two[i] = widened(low, high);
     }
-    of.mask >>= 8;
+    return of;
   }
-};
 
-template <typename T>
-struct Numbers<T, kFp8Numbers> {
-  static constexpr float kUnit = 1;
-  static constexpr int kPlaces = 1;
-  static constexpr int kSize = 1;
+  static __device__ __forceinline__ uint32_t channels(const Eight& of, int i) { return of.two[i]; }
 
-  static __device__ __forceinline__ void next(uint32_t (&to)[4], Kept& of,
-                                              const unsigned char* page, const uint32_t*) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t low = 0, high = 0;
-      if (of.mask >> (2 * i) & 1) low = page[of.at++];
-      if (of.mask >> (2 * i + 1) & 1) high = page[of.at++];
-      to[i] = widen_two<T>(low | high << 8);
-    }
-    of.mask >>= 8;
+  static __device__ __forceinline__ uint2 tokens(const Eight& one, const Eight& other, int i) {
+    return {permuted(one.two[i], other.two[i], 0x5410),
+            permuted(one.two[i], other.two[i], 0x7632)};
+  }
+
+ private:
+  const uint32_t mask;
+  const unsigned char* next;
+
+  __device__ __forceinline__ uint32_t read() {
+    const unsigned char* from = next;
+    next += kBytes;
+    return kBits == kBf16Numbers ? *reinterpret_cast<const uint16_t*>(from) : *from;
+  }
+
+  static __device__ __forceinline__ uint32_t widened(uint32_t low, uint32_t high) {
+    if constexpr (kBits == kBf16Numbers) return low | high << 16;
+    else return widen_two<T>(low | high << 8);
   }
 };
 

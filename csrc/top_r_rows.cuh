@@ -125,9 +125,10 @@ class TopRRows {
   }
 
  private:
-  using Next = Numbers<T, kBits>;
   static constexpr int kOfKey = D / 4;    // channels of a key that a lane takes
   static constexpr int kOfValue = D / 8;  // of a value
+  using KeyNumbers = Numbers<T, kBits, kOfKey / 8>;
+  using ValueNumbers = Numbers<T, kBits, kOfValue / 8>;
 
   const AttendParams& p;
   const TopRParams& of_pages;
@@ -154,20 +155,22 @@ class TopRRows {
     return left <= 0 ? 0u : bits & (~0u >> (32 - left));
   }
 
-  // Of a token's channels those of these groups, behind so many kept groups.
-  __device__ Kept kept_of(const unsigned char* page, int side, int token, uint32_t groups,
-                          int before) const {
+  // Of a token's channels those of these groups that are kept, behind so many groups that are; of
+  // what is not `seen` none.
+  template <typename Of>
+  __device__ Of numbers_of(const unsigned char* page, int side, int token, uint32_t groups,
+                           int before, bool seen) const {
     const int most = of_pages.kept >> shift;
     const int nth = min(before, most);
-    const uint32_t bits = lowest_bits(groups, most - nth);
+    const uint32_t bits = seen ? lowest_bits(groups, most - nth) : 0u;
     const int row = side + places.numbers + token * places.row;
-    return {channel_bits(bits, shift), row * Next::kPlaces + (nth << shift) * Next::kSize};
+    return Of(channel_bits(bits, shift), page, row, nth << shift);
   }
 
   __device__ float scale_of_vector(const unsigned char* side, int token) const {
     if (kBits == kBf16Numbers) return 1;
     const T scale = reinterpret_cast<const T*>(side + places.scales)[token];
-    return Next::kUnit * Scales<T>::widen(scale);
+    return KeyNumbers::kUnit * Scales<T>::widen(scale);
   }
 
   // Products with 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
@@ -184,20 +187,10 @@ class TopRRows {
       if (lane % 4 >= step) sum += lower;
     }
     sum -= own;
-    Kept of_low = kept_of(page, 0, first, low, sum & 0xFFFF);
-    Kept of_high = kept_of(page, 0, first + 8, high, sum >> 16);
+    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, sum & 0xFFFF, true);
+    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, sum >> 16, true);
     float dot[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kOfKey / 8; ++i) {
-      uint32_t x[4], y[4];
-      Next::next(x, of_low, page, selectors);
-      Next::next(y, of_high, page, selectors);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t a[4] = {x[2 * j], y[2 * j], x[2 * j + 1], y[2 * j + 1]};
-        multiply_add<T>(dot, a, queries[2 * i + j][0], queries[2 * i + j][1]);
-      }
-    }
+    multiply_keys<0>(dot, of_low, of_high);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float scale = scale_of_vector(page, first + 8 * half);
@@ -205,6 +198,25 @@ class TopRRows {
       for (int q = 0; q < 2; ++q) {
         s[2 * half + q] = fmaf(dot[2 * half + q], scale, offsets[q]);
       }
+    }
+  }
+
+  // Adds what the keys' channels from the `kEight`-th eight of a lane on make with the queries.
+  template <int kEight>
+  __device__ __forceinline__ void multiply_keys(float (&dot)[4], KeyNumbers& low,
+                                                KeyNumbers& high) const {
+    if constexpr (kEight < kOfKey / 8) {
+      const auto x = low.template take<kEight>(selectors);
+      const auto y = high.template take<kEight>(selectors);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t a[4] = {
+            KeyNumbers::channels(x, 2 * j), KeyNumbers::channels(y, 2 * j),
+            KeyNumbers::channels(x, 2 * j + 1), KeyNumbers::channels(y, 2 * j + 1)};
+        const uint32_t(&q)[2] = queries[2 * kEight + j];
+        multiply_add<T>(dot, a, q[0], q[1]);
+      }
+      multiply_keys<kEight + 1>(dot, low, high);
     }
   }
 
@@ -268,24 +280,30 @@ class TopRRows {
       if (lane >= step) sum += lower;
     }
     sum -= own;
-    Kept of[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      of[i] = kept_of(page, places.side, slot + token_of(i), bits[i], sum >> (8 * i) & 0xFF);
-      if ((seen >> token_of(i) & 1) == 0) of[i].mask = 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kOfValue / 8; ++j) {
-      uint32_t x[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) Next::next(x[i], of[i], page, selectors);
+    const auto numbers = [&](int i) {
+      return numbers_of<ValueNumbers>(page, places.side, slot + token_of(i), bits[i],
+                                      sum >> (8 * i) & 0xFF, (seen >> token_of(i) & 1) != 0);
+    };
+    ValueNumbers of[4] = {numbers(0), numbers(1), numbers(2), numbers(3)};
+    multiply_values<0>(of, weights);
+  }
+
+  // Adds the values' channels from the `kEight`-th eight of a lane on, times their weights.
+  template <int kEight>
+  __device__ __forceinline__ void multiply_values(ValueNumbers (&of)[4],
+                                                  const uint32_t (&weights)[2]) {
+    if constexpr (kEight < kOfValue / 8) {
+      const typename ValueNumbers::Eight x[4] = {
+          of[0].template take<kEight>(selectors), of[1].template take<kEight>(selectors),
+          of[2].template take<kEight>(selectors), of[3].template take<kEight>(selectors)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t a[4] = {
-            __byte_perm(x[0][i], x[1][i], 0x5410), __byte_perm(x[0][i], x[1][i], 0x7632),
-            __byte_perm(x[2][i], x[3][i], 0x5410), __byte_perm(x[2][i], x[3][i], 0x7632)};
-        multiply_add<T>(out[4 * j + i], a, weights[0], weights[1]);
+        const uint2 early = ValueNumbers::tokens(x[0], x[1], i);
+        const uint2 late = ValueNumbers::tokens(x[2], x[3], i);
+        const uint32_t a[4] = {early.x, early.y, late.x, late.y};
+        multiply_add<T>(out[4 * kEight + i], a, weights[0], weights[1]);
       }
+      multiply_values<kEight + 1>(of, weights);
     }
   }
 };

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from kvweave.device_memory import needs_memory
@@ -44,8 +42,9 @@ def bound_packed(
         expected = "a packed block, 1 to P tokens and their blocks, all with all their pages"
         raise invalid("packs", expected, str(row))
     rows = torch.where(sound[:, None], rows, 0).to(cache.device)
-    for part in _parts(rows, pages * page_tokens * cache.shape[3]):
-        _bound(cache, bounds, part, pages, page_tokens)
+    most = max(1, _WORKING_BYTES // (8 * max(pages * page_tokens * cache.shape[3], 1)))
+    for first in range(0, len(rows), most):
+        _bound(cache, bounds, rows[first : first + most], pages, page_tokens)
 
 
 def _rows(packs: Table, width: int) -> torch.Tensor:
@@ -72,10 +71,6 @@ def _sound(
         & (tokens <= page_tokens)
         & (inside | (first >= tokens[:, None])).all(1)
     )
-
-
-def _parts(rows: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:
-    yield from rows.split(max(1, _WORKING_BYTES // (8 * max(elements, 1))))
 
 
 def _bound(
