@@ -17,6 +17,7 @@ use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::ops::reading::AttentionArguments;
 use crate::packed::PackedFormat;
+use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
 /// `out` and `lse`.
@@ -56,10 +57,7 @@ pub fn attend<'py>(
         let element = DType::from(call.place.row_dtype);
         let values = call.place.output("out", out, (element, &[r, h, d]), &read)?;
         let lse = call.place.output("lse", written, (DType::F32, &[r, h]), &read[..5])?;
-        let given = packed.and_then(|packed| packed.bases.as_ref());
-        for (what, written) in [("out", out), ("lse", written)] {
-            given.map_or(Ok(()), |bases| bases.expect_apart(what, written))?;
-        }
+        expect_apart(packed, [("out", out), ("lse", written)])?;
         let rows = Rows::of(&call, row_offsets)?;
         Ok((call, bases, rows, (values, lse)))
     };
@@ -103,6 +101,15 @@ pub fn attend<'py>(
     // on the host, or are the caller's promise where they lie on the device.
     call_core(py, || unsafe { plan.carry_out(&backend, &launch) })?;
     Ok(None)
+}
+
+/// Refuses results that share memory with bases.
+fn expect_apart(
+    packed: Option<&PackedPages<'_, '_>>,
+    written: [(&str, &TensorRef); 2],
+) -> Result<(), Failure> {
+    let Some(bases) = packed.and_then(|packed| packed.bases.as_ref()) else { return Ok(()) };
+    written.iter().try_for_each(|(what, tensor)| bases.expect_apart(what, tensor))
 }
 
 /// The plan of a call, whatever its pages are.
