@@ -337,7 +337,19 @@ struct GatherEntriesParams {
   uint32_t most;
 };
 
-// pack_pages and unpack_pages. Packed pages are bytes as packed.cuh says.
+// What top-r pages are, and the bases that they are packed in: rust/core/src/ops/top_r.rs, bases.rs.
+struct TopRParams {
+  const float* bases;       // [count, pages, 2, channels + 1, head_dim]; null: no top-r pages
+  const int32_t* basis_of;  // [packed pages]: the basis of the block that begins at a page
+  uint32_t count;
+  uint32_t pages;     // of a block
+  uint32_t kept;      // numbers of a vector
+  uint32_t group;     // 1, 2 or 4 neighbours, kept together
+  uint32_t channels;  // a multiple of group
+  uint32_t bits;      // of a number: 16 bf16, 8 fp8, 4 codes
+};
+
+// pack_pages and unpack_pages. Packed pages are bytes as packed.cuh and top_r.cuh say.
 struct PackPagesParams {
   void* cache;           // [cache_pages, 2, source_tokens, head_dim]
   void* packed;          // [packed_pages, page_bytes]
@@ -350,6 +362,7 @@ struct PackPagesParams {
   uint32_t page_tokens;  // of a packed page: a multiple of source_tokens, at most 256
   uint32_t head_dim;     // at most 256
   uint32_t page_bytes;
+  TopRParams top_r;
 };
 
 // attend_packed: of `attend.kv` the cache and its strides count bytes, and value_offset nothing.
@@ -358,6 +371,7 @@ struct AttendPackedParams {
   uint32_t page_bytes;
   uint32_t stage_bytes;  // of a page's place in shared memory
   uint32_t workers;      // warps that take pages
+  TopRParams top_r;
 };
 
 // What the rows of a table see.
@@ -409,6 +423,6 @@ static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
 static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
-static_assert(sizeof(PackPagesParams) == 64, "params.rs says 64 bytes");
-static_assert(sizeof(AttendPackedParams) == 248, "params.rs says 248 bytes");
+static_assert(sizeof(PackPagesParams) == 104, "params.rs says 104 bytes");
+static_assert(sizeof(AttendPackedParams) == 288, "params.rs says 288 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

@@ -13,6 +13,7 @@
 // Launch: rows · pages blocks of 128 threads. A row that points outside either side is skipped.
 
 #include "api.h"
+#include "pack_job.cuh"
 #include "packed.cuh"
 #include "vector.cuh"
 
@@ -22,37 +23,10 @@ constexpr int kThreads = 128;
 constexpr int kMaxTokens = 256;
 constexpr int kMaxDim = 256;
 
-// A page of a row of `packs`.
-struct Job {
-  const int32_t* blocks;  // of the cache
-  int tokens, page;
-  int64_t packed;  // byte at which its packed page begins; −1 for a row that is skipped
-};
-
-__device__ Job job_of(const PackPagesParams& p) {
-  const int row = blockIdx.x / p.pages, page = blockIdx.x % p.pages;
-  const int32_t* of = p.packs + int64_t{row} * p.width;
-  const int64_t block = of[0];
-  const int tokens = of[1];
-  bool sound = block > 0 && block + p.pages <= p.packed_pages && tokens > 0 &&
-               tokens <= static_cast<int>(p.page_tokens);
-  for (int first = 0; sound && first < tokens; first += p.source_tokens) {
-    const int64_t source = of[2 + first / p.source_tokens];
-    sound = source > 0 && source + p.pages <= p.cache_pages;
-  }
-  return {of + 2, tokens, page, sound ? (block + page) * p.page_bytes : -1};
-}
-
-// First key element of a token; its value lies `source_tokens · head_dim` further on.
-__device__ __forceinline__ int64_t element_of(const PackPagesParams& p, const Job& job, int token) {
-  const int64_t page = int64_t{job.blocks[token / p.source_tokens]} + job.page;
-  return (2 * page * p.source_tokens + token % p.source_tokens) * p.head_dim;
-}
-
 template <typename C, typename S>
 __device__ void pack_page(const PackPagesParams& p) {
   __shared__ float2 of_keys[kMaxDim], of_values[kMaxTokens];
-  const Job job = job_of(p);
+  const Job job = job_of(p, blockIdx.x);
   if (job.packed < 0) return;
   const int dim = p.head_dim, tokens = p.page_tokens;
   const PackedPlaces places = places_of(tokens, dim);
@@ -128,7 +102,7 @@ __device__ void pack_page(const PackPagesParams& p) {
 
 template <typename C, typename S>
 __device__ void unpack_page(const PackPagesParams& p) {
-  const Job job = job_of(p);
+  const Job job = job_of(p, blockIdx.x);
   if (job.packed < 0) return;
   const int dim = p.head_dim, run = value_run(dim);
   const PackedPlaces places = places_of(p.page_tokens, dim);

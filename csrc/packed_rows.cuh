@@ -6,8 +6,8 @@
 #include "api.h"
 #include "decode_units.cuh"
 #include "packed.cuh"
+#include "packed_softmax.cuh"
 #include "paged.cuh"
-#include "powers.cuh"
 #include "rotation.cuh"
 #include "tensor_core.cuh"
 
@@ -79,27 +79,36 @@ __device__ __noinline__ void turn_query(uint32_t* to, const T* query, int delta,
   }
 }
 
-// A page in shared memory, and what the row sees of it.
-struct PackedRun {
-  Entry entry;
-  Reach reach;
-  int position;  // of the row
-};
-
-// Rows of T over pages with scales of T.
+// Rows of T over INT4 pages with scales of T.
 template <typename T, int D>
 class PackedRows {
  public:
+  using Element = T;
+  static constexpr int kDim = D;
+  static constexpr bool kTurned = false;  // results are not in a basis of their own
+  struct Shared {};
   static constexpr int kSteps = D / 16;
   static constexpr bool kAdds = Codes<T>::kAdded != 0;
 
-  __device__ explicit PackedRows(const AttendParams& params)
-      : p(params),
+  __device__ explicit PackedRows(const AttendPackedParams& params)
+      : p(params.attend),
         lane(threadIdx.x % 32),
-        places(places_of(static_cast<int>(params.kv.page_tokens), D)) {}
+        places(places_of(static_cast<int>(params.attend.kv.page_tokens), D)) {}
+
+  // By all threads of a block, before anything else.
+  __device__ void prepare(Shared&) const {}
+
+  __device__ Entry entry(int index, int rank) const { return read_entry(p.kv, index, rank); }
+
+  // By all threads: the first of an item's pages [from, to) that has not as much in common with the
+  // one at `from` as results need that are added up. Here all pages have.
+  template <int kThreads>
+  __device__ int alike(Shared&, const Heads&, const EntryRange&, int, int, int to) const {
+    return to;
+  }
 
   // Begins with the query heads of an item.
-  __device__ void begin(const Heads& of) {
+  __device__ void begin(const Heads& of, const Shared&) {
     load_queries(of);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -108,8 +117,8 @@ class PackedRows {
     }
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      m[q] = -INFINITY;
-      l[q] = same[q] = 0;
+      state.m[q] = -INFINITY;
+      state.l[q] = same[q] = 0;
     }
   }
 
@@ -124,38 +133,18 @@ class PackedRows {
     const bool whole = is_seen_whole(run, tokens);
 #pragma unroll 1
     for (int token = run.entry.begin / 32 * 32; token < run.entry.end; token += 32) {
-      uint32_t mask = ~0u;
-      if (!whole) {
-        const auto mask_16 = [&](int slot) {
-          return slot < tokens ? mask_of(run.entry, run.reach, run.position, slot, 16) : 0u;
-        };
-        mask = mask_16(token) | mask_16(token + 16) << 16;
-        if (mask == 0) continue;
-      }
+      const uint32_t mask = whole ? ~0u : mask_32(run, token, tokens);
+      if (mask == 0) continue;
       attend_32(page, token, mask, scaled, start);
     }
-  }
-
-  // Whether the row sees all that a page may hold, and that is whole products.
-  __device__ static bool is_seen_whole(const PackedRun& run, int tokens) {
-    const int last = run.entry.position + tokens - 1;
-    return tokens % 32 == 0 && run.entry.begin == 0 && run.entry.end == tokens &&
-           last <= run.position &&
-           (run.reach.window == 0 || run.entry.position > run.position - run.reach.window);
   }
 
   // Leaves what has come together in rows of `pitch` floats, and its sums in `states`, by query
   // heads; other warps have none of it.
   __device__ void leave(const Heads& of, float* part, int pitch, State* states, bool any) {
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        l[q] += __shfl_xor_sync(~0u, l[q], step);
-        same[q] += __shfl_xor_sync(~0u, same[q], step);
-      }
-      if (lane < 4) states[2 * lane + q] = {m[q], l[q]};
-    }
+    for (int q = 0; q < 2; ++q) same[q] = over_keys(same[q]);
+    state.leave(states);
     __syncwarp();
     if (!any || lane % 4 * 2 >= of.count) return;
 #pragma unroll
@@ -174,9 +163,9 @@ class PackedRows {
   const PackedPlaces places;
   uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
   int turned_by;                // delta that `queries` are turned back by
-  // Of queries lane % 4 · 2 and + 1: sums over codes, and of what all channels have in common; the
-  // largest score, in powers of two; sum of the weights.
-  float out[kSteps][4], same[2], m[2], l[2];
+  // Of queries lane % 4 · 2 and + 1: sums over codes, and of what all channels have in common.
+  float out[kSteps][4], same[2];
+  Softmax state;
 
   // Element 0 of the query of this lane's column, or null.
   __device__ const T* query_of(const Heads& of) const {
@@ -276,34 +265,13 @@ class PackedRows {
   // Takes in 32 tokens, of which bit j of the mask says whether the row sees token + j.
   __device__ void attend_32(const unsigned char* page, int token, uint32_t mask,
                             const uint32_t (&scaled)[kSteps][2], const float (&start)[4]) {
-    float s[2][4];
+    float s[2][4], shrink[2], base[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) score(s[u], page, token + 16 * u, scaled, start);
-    if (p.softcap > 0) cap(s);
-    const float factor = p.softcap > 0 ? kLog2e : p.scale * kLog2e;
+    state.take_in(s, mask, p, shrink, base);
+    same[0] *= shrink[0];
+    same[1] *= shrink[1];
     const uint32_t seen = mask >> (lane / 4);  // bits 0, 8, 16, 24: of this lane's keys
-    float largest[2] = {m[0], m[1]};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& x = s[i / 4][i % 4];
-      x *= factor;
-      if (mask != ~0u && (seen >> (i / 2 * 8) & 1) == 0) x = -INFINITY;
-      largest[i % 2] = fmaxf(largest[i % 2], x);
-    }
-    float shrink[2];
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        largest[q] = fmaxf(largest[q], __shfl_xor_sync(~0u, largest[q], step));
-      }
-      const float base = largest[q] == -INFINITY ? 0.0f : largest[q];
-      shrink[q] = exp2_fast(m[q] - base);
-      m[q] = largest[q];
-      l[q] *= shrink[q];
-      same[q] *= shrink[q];
-      largest[q] = base;
-    }
     if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -323,8 +291,8 @@ class PackedRows {
         float of_value[2];
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-          const float weight = exp2_fast(s[u][2 * half + q] - largest[q]);
-          l[q] += weight;
+          const float weight = exp2_fast(s[u][2 * half + q] - base[q]);
+          state.l[q] += weight;
           same[q] = fmaf(weight, middle, same[q]);
           of_value[q] = weight * step.x;
         }
@@ -332,11 +300,6 @@ class PackedRows {
       }
       add_values(page, token + 16 * u, weights);
     }
-  }
-
-  __device__ void cap(float (&s)[2][4]) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = capped(s[i / 4][i % 4] * p.scale, p.softcap);
   }
 
   // Scale and zero of a token's values.

@@ -1,8 +1,13 @@
-"""What a decode step takes over INT4 pages on a GPU, beside the same text exact and in fp8.
+"""What a decode step takes over packed pages on a GPU, beside the same text exact and in fp8.
 
-One layer of Llama-3.1-8B's shape. Exact pages are filled, packed from there, and attended three
-ways: bf16, fp8 (the same numbers rounded) and packed. A way's floor is reading its bytes once, by
-the read ceiling of the same process; "bf16 ÷ this" is how much sooner it is done.
+One layer of Llama-3.1-8B's shape. Exact pages are filled, packed from there in each format, and
+attended: bf16, fp8 (the same numbers rounded), INT4, and top-r in random bases, one for each KV
+head's keys and values. A way's floor is reading its bytes once, by the read ceiling of the same
+process; "bf16 ÷ this" is how much sooner it is done.
+
+"10 % of the blocks" is a step that scores packed blocks by their mean keys, selects the best tenth
+for each KV head, gathers their entries and attends to them; "of an earlier choice" attends alone.
+Their floor is reading mean keys, where there are any to read, and what is selected.
 
 Packing has the floor of reading exact pages and writing packed ones. "a full buffer" are 64 tokens
 of all layers and heads of a model, as one request fills them while it decodes.
@@ -16,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvweave import ops
@@ -40,6 +46,32 @@ SMALL = Shape("D = 64, one layer", 1, 16, 8, 64)
 PACKED_PAGE = 64
 BUFFER_PAGES = 32 * LLAMA.kv_heads
 """Of all layers and heads of the model."""
+SELECTED = 10
+"""Of so many blocks one is selected."""
+Call = Callable[[], Any]
+
+
+def formats(dim: int) -> dict[str, ops.PackedFormat]:
+    """What text is packed in."""
+    named = {name: ops.packed_format(name, dim) for name in ("int4", "half-int4", "quarter-bf16")}
+    for group in (2, 4):
+        named[f"quarter-bf16, groups of {group}"] = ops.PackedFormat(
+            "top-r", dim, kept=dim // 4, group=group, numbers="bf16"
+        )
+    return named
+
+
+def random_bases(
+    pages: int, of: ops.PackedFormat, generator: torch.Generator
+) -> torch.Tensor | None:
+    """Random rotations for so many pages of a block, without means; None where none is needed."""
+    if of.kind != "top-r":
+        return None
+    dim = of.head_dim
+    turned = torch.linalg.qr(
+        torch.randn(1, pages, 2, dim, dim, generator=generator, device="cuda")
+    ).Q
+    return torch.cat((torch.zeros_like(turned[..., :1, :]), turned), -2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -51,8 +83,9 @@ class Text:
     tokens: int
     exact: ops.PagedKv
     fp8: ops.PagedKv
-    packed: ops.PackedKv
+    packed: dict[str, ops.PackedKv]
     packs: torch.Tensor
+    bounds: torch.Tensor
     q: torch.Tensor
     positions: torch.Tensor
     workspace: ops.Workspace
@@ -70,11 +103,12 @@ class Text:
         targets = heads * (1 + torch.randperm(count, generator=generator, device="cuda"))
         full = torch.full((count,), PACKED_PAGE, device="cuda")
         packs = torch.cat((targets[:, None], full[:, None], order.view(count, each)), 1).int()
-        packed = ops.PackedPages.zeros(
-            heads * (count + 1), ops.PackedFormat("int4", dim, PACKED_PAGE), "cuda"
-        )
-        ops.pack_pages(cache, packed, packs, pages=heads)
-        rope = shape.rope()
+        rope, packed = shape.rope(), {}
+        for name, of in formats(dim).items():
+            bases = random_bases(heads, of, generator)
+            pages = ops.PackedPages.zeros(heads * (count + 1), of, "cuda", bases=bases)
+            ops.pack_pages(cache, pages, packs, pages=heads)
+            packed[name] = ops.PackedKv(pages, 0, heads, dim**-0.5, rope)
         exact = ops.PagedKv(cache, 0, heads, dim**-0.5, rope)
         q = torch.randn(requests, shape.heads, dim, generator=generator, device="cuda")
         return cls(
@@ -83,12 +117,23 @@ class Text:
             tokens,
             exact,
             replace(exact, cache=cache.to(torch.float8_e4m3fn), kv_scales=(1.0, 1.0)),
-            ops.PackedKv(packed, 0, heads, dim**-0.5, rope),
+            packed,
             packs,
+            cls.mean_keys(cache, packs, heads),
             q.bfloat16(),
             torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
             ops.Workspace("cuda"),
         )
+
+    @staticmethod
+    def mean_keys(cache: torch.Tensor, packs: torch.Tensor, heads: int) -> torch.Tensor:
+        """Bounds f32 [packed pages, 3, D] of which the mean keys are those of packed blocks."""
+        bounds = torch.zeros(heads * (len(packs) + 1), 3, cache.shape[-1], device="cuda")
+        for head in range(heads):
+            for part in packs.long().split(1024):
+                keys = cache[part[:, 2:] + head, 0].float()
+                bounds[part[:, 0] + head, 2] = keys.mean((1, 2))
+        return bounds
 
     def table(self, blocks: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries of full blocks, each request's one after the other, and their offsets."""
@@ -105,15 +150,54 @@ class Text:
         named: dict[str, Any] = {"entry_offsets": offsets, "workspace": self.workspace}
         return lambda: ops.attend_decode(*given, **named)[0]
 
-    def attend_packed(self) -> Callable[[], torch.Tensor]:
+    def attend_packed(self, name: str) -> Callable[[], torch.Tensor]:
         entries, offsets = self.table(self.packs[:, 0], PACKED_PAGE)
-        given = (self.q, self.positions, entries, self.packed)
+        given = (self.q, self.positions, entries, self.packed[name])
         named: dict[str, Any] = {"entry_offsets": offsets, "workspace": self.workspace}
         return lambda: ops.attend_packed(*given, **named)[0]
 
-    def pack(self) -> None:
-        pages = self.shape.kv_heads
-        ops.pack_pages(self.exact.cache, self.packed.pages, self.packs, pages=pages)
+    def choose(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Entries and offsets of the blocks that each KV head selects."""
+        heads, blocks = self.shape.kv_heads, self.tokens // PACKED_PAGE
+        entries, offsets = self.table(self.packs[:, 0], PACKED_PAGE)
+        scale, rope = self.shape.head_dim**-0.5, self.exact.rope
+        pages = ops.BoundedPages(
+            self.bounds, PACKED_PAGE, 0, heads, scale, rope, score="mean", shared="sum"
+        )
+        rows = self.requests * heads
+        budgets = torch.full((rows,), blocks // SELECTED, dtype=torch.int32, device="cuda")
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            scores, counts = ops.score_pages(
+                self.q, entries, pages, entry_offsets=offsets, width=blocks
+            )
+            chosen, selected = ops.select_pages(
+                scores.view(rows, -1), counts.view(-1), budgets, most=blocks // SELECTED
+            )
+            of_heads = (chosen.view(self.requests, heads, -1), selected.view(-1, heads))
+            return ops.gather_entries(*of_heads, entries, entry_offsets=offsets)
+
+        return call
+
+    def attend_selected(self, name: str, *, chosen: bool) -> Callable[[], torch.Tensor]:
+        """Attention to what is selected, in the call or, `chosen`, before it."""
+        heads = self.shape.kv_heads
+        own = ops.Reach(
+            2 * heads, np.array([(2 * head, head, 0, 0) for head in range(heads)], np.int32)
+        )
+        kv, choose = replace(self.packed[name], reach=own), self.choose()
+        before = choose()
+
+        def call() -> torch.Tensor:
+            entries, offsets = before if chosen else choose()
+            named: dict[str, Any] = {"entry_offsets": offsets, "workspace": self.workspace}
+            return ops.attend_packed(self.q, self.positions, entries, kv, **named)[0]
+
+        return call
+
+    def pack(self, name: str) -> Callable[[], None]:
+        pages, packed = self.shape.kv_heads, self.packed[name].pages
+        return lambda: ops.pack_pages(self.exact.cache, packed, self.packs, pages=pages)
 
     @property
     def rows_bytes(self) -> float:
@@ -125,15 +209,27 @@ class Text:
         return 2.0 * 2 * self.requests * self.tokens * self.shape.kv_heads * self.shape.head_dim
 
     @property
-    def packed_bytes(self) -> float:
-        pages = self.requests * self.tokens // PACKED_PAGE * self.shape.kv_heads
-        return float(pages * self.packed.pages.format.page_bytes)
+    def packed_pages(self) -> int:
+        return self.requests * self.tokens // PACKED_PAGE * self.shape.kv_heads
 
-    def check(self) -> None:
+    def packed_bytes(self, name: str) -> float:
+        return float(self.packed_pages * self.packed[name].pages.format.page_bytes)
+
+    def selected_bytes(self, name: str) -> float:
+        """Of a tenth of the blocks; a basis is read for each thread block and not counted."""
+        each = self.tokens // PACKED_PAGE
+        return self.packed_bytes(name) * (each // SELECTED) / each
+
+    @property
+    def mean_bytes(self) -> float:
+        """Of the mean keys of all blocks."""
+        return 4.0 * self.packed_pages * self.shape.head_dim
+
+    def check(self, name: str) -> None:
         """The last request against torch over what its packed pages stand for."""
         count = self.tokens // PACKED_PAGE
-        page = self.packed.pages.format.page_bytes
-        expect(self.packed.pages.data.shape[1] == page, "expected the formula's bytes")
+        packed = self.packed[name].pages
+        expect(packed.data.shape[1] == packed.format.page_bytes, "expected the formula's bytes")
         targets = self.packs[-count:, 0].long()
         rows = self.packs[-count:].clone()
         heads, dim = self.shape.kv_heads, self.shape.head_dim
@@ -141,15 +237,15 @@ class Text:
         back = torch.empty(size, device="cuda")
         places = heads * torch.arange(1, count + 1, device="cuda", dtype=torch.int32)
         there = torch.stack((targets.int(), rows[:, 1], places), 1)
-        ops.unpack_pages(self.packed.pages, back, there, pages=heads)
+        ops.unpack_pages(packed, back, there, pages=heads)
         both = back[heads:].view(count, heads, 2, PACKED_PAGE, dim).permute(2, 1, 0, 3, 4)
         k, v = both.reshape(2, heads, self.tokens, dim)
         asked = self.q[-1].float().view(heads, -1, dim)
         weights = (asked @ k.mT * dim**-0.5).softmax(-1)
-        got = self.attend_packed()()[-1].view_as(asked)
+        got = self.attend_packed(name)()[-1].view_as(asked)
         wanted = weights @ v
         worst = float((got - wanted).abs().max() / wanted.abs().max())
-        expect(worst < 2e-2, f"attend_packed: expected a difference below 2e-2, got {worst}")
+        expect(worst < 2e-2, f"{name}: expected a difference below 2e-2, got {worst}")
 
 
 def run(quick: bool) -> list[Row]:
@@ -168,12 +264,19 @@ def run(quick: bool) -> list[Row]:
 
 
 def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
-    text.check()
-    calls: dict[str, tuple[Callable[[], Any], float]] = {
+    for name in text.packed:
+        text.check(name)
+    calls: dict[str, tuple[Call, float]] = {
         "bf16": (text.attend(text.exact), text.exact_bytes),
         "fp8": (text.attend(text.fp8), text.exact_bytes / 2),
-        "int4": (text.attend_packed(), text.packed_bytes),
     }
+    for name in text.packed:
+        calls[name] = (text.attend_packed(name), text.packed_bytes(name))
+    for name in ("int4", "half-int4", "quarter-bf16"):
+        read = text.selected_bytes(name)
+        of = f"{name}, 10 % of the blocks"
+        calls[of] = (text.attend_selected(name, chosen=False), read + text.mean_bytes)
+        calls[f"{of} of an earlier choice"] = (text.attend_selected(name, chosen=True), read)
     timed = clock.time({name: replayed(call) for name, (call, _) in calls.items()}, effort)
     dense = timed["bf16"].median_s
     title = f"{text.shape.name}, {text.requests} × {text.tokens} tokens"
@@ -187,33 +290,37 @@ def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings
             "bytes of bf16 ÷ this": text.exact_bytes / count,
         }
         rows.append(_row(f"{title}: {name}", timed[name], beside))
-    packing = clock.time({"pack": replayed(text.pack)}, effort)["pack"]
-    floor = (text.exact_bytes + text.packed_bytes) / ceilings.copy
-    beside = {"floor µs": floor * 1e6, "share of copying": floor / packing.median_s}
-    return [*rows, _row(f"{title}: pack", packing, beside)]
+    packing = clock.time({name: replayed(text.pack(name)) for name in text.packed}, effort)
+    for name, timing in packing.items():
+        floor = (text.exact_bytes + text.packed_bytes(name)) / ceilings.copy
+        beside = {"floor µs": floor * 1e6, "share of copying": floor / timing.median_s}
+        rows.append(_row(f"{title}: pack {name}", timing, beside))
+    return rows
 
 
 def _buffer(clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
     """64 tokens of a whole model, of one request and of 16."""
     rows = []
+    generator = torch.Generator("cuda").manual_seed(PACKED_PAGE)
     for requests in (1, 16):
         each = PACKED_PAGE // PAGE
         size = (BUFFER_PAGES * (requests * each + 1), 2, PAGE, LLAMA.head_dim)
         cache = torch.randn(size, device="cuda").bfloat16()
-        of = ops.PackedFormat("int4", LLAMA.head_dim, PACKED_PAGE)
-        packed = ops.PackedPages.zeros(BUFFER_PAGES * (requests + 1), of, "cuda")
         order = torch.arange(1, requests * each + 1, device="cuda").view(requests, each)
         targets = torch.arange(1, requests + 1, device="cuda")[:, None]
         columns = (BUFFER_PAGES * targets, targets * 0 + PACKED_PAGE, BUFFER_PAGES * order)
         packs = torch.cat(columns, 1).int()
+        for name, of in formats(LLAMA.head_dim).items():
+            bases = random_bases(BUFFER_PAGES, of, generator)
+            packed = ops.PackedPages.zeros(BUFFER_PAGES * (requests + 1), of, "cuda", bases=bases)
 
-        def pack(given: tuple[Any, ...] = (cache, packed, packs)) -> None:
-            ops.pack_pages(*given, pages=BUFFER_PAGES)
+            def pack(given: tuple[Any, ...] = (cache, packed, packs)) -> None:
+                ops.pack_pages(*given, pages=BUFFER_PAGES)
 
-        timing = clock.time({"pack": replayed(pack)}, effort)["pack"]
-        count = requests * BUFFER_PAGES * (4 * PACKED_PAGE * LLAMA.head_dim + of.page_bytes)
-        beside = {"floor µs": count / ceilings.copy * 1e6}
-        rows.append(_row(f"a full buffer of {requests}: pack", timing, beside))
+            timing = clock.time({"pack": replayed(pack)}, effort)["pack"]
+            count = requests * BUFFER_PAGES * (4 * PACKED_PAGE * LLAMA.head_dim + of.page_bytes)
+            beside = {"floor µs": count / ceilings.copy * 1e6}
+            rows.append(_row(f"a full buffer of {requests}: pack {name}", timing, beside))
     return rows
 
 

@@ -165,6 +165,7 @@ def attend_packed(
 def attend_packed_cuda(
     arguments: Any,
     format: PackedFormat,
+    bases: tuple[_Array, _TablePair] | None,
     entry_offsets: _TablePair,
     results: _Results,
     workspace: tuple[_Array, _Array] | None,
@@ -209,6 +210,7 @@ def pack_pages_cuda(
     format: PackedFormat,
     packs: _TablePair,
     pages: int,
+    bases: tuple[_Array, _TablePair] | None,
     stream: int,
 ) -> None: ...
 def unpack_pages_cuda(
@@ -217,6 +219,7 @@ def unpack_pages_cuda(
     format: PackedFormat,
     packs: _TablePair,
     pages: int,
+    bases: tuple[_Array, _TablePair] | None,
     stream: int,
 ) -> None: ...
 def recycle_pages(

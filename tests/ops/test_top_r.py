@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvweave import ops
 from packed_texts import check_attention, random_bases, read_back, text_of
 from paged import rope_table
-from versions import RUNNABLE
+from versions import RUNNABLE, VERSIONS
 
 HOST = [version for version in RUNNABLE if version.device == "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,7 +106,7 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, alike, seed) 
         block = int(text.packs[token % tokens // of.page_tokens, 2])
         text.cache[block, token % 2, token % 16, channel % of.head_dim] = number
     made = []
-    for version in HOST:
+    for version in RUNNABLE:
         data = torch.full_like(text.packed.data, 0x5A)
         packed = ops.PackedPages(data, of, text.packed.bases)
         version.pack_pages(text.cache, packed, text.packs, pages=2)
@@ -152,7 +152,7 @@ def test_attending_is_unpacking_and_attending(
     )
 
 
-@pytest.mark.parametrize("version", HOST, ids=lambda version: version.name)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_all_channels_in_bf16_are_dense_within_one_rounding(generator, version, dim) -> None:
     of = ops.PackedFormat("top-r", dim, 64, kept=dim)
@@ -169,7 +169,7 @@ def test_all_channels_in_bf16_are_dense_within_one_rounding(generator, version, 
         assert (away <= 2**-8 * size).all(), "a rotation keeps lengths, and so does rounding"
 
 
-@pytest.mark.parametrize("version", HOST, ids=lambda version: version.name)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("numbers", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 3.4e38])
 def test_what_is_not_finite_is_nan_of_its_vector(generator, version, numbers, number) -> None:

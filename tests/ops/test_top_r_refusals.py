@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave import InvalidArgument, Unsupported, ops
+from kvweave import InvalidArgument, ops
 from packed_texts import random_bases, text_of
 from paged import rope_table
-from versions import RUNNABLE, needs_cuda
+from versions import RUNNABLE
 
 HOST = [version for version in RUNNABLE if version.device == "cpu"]
 OF = ops.PackedFormat("top-r", 64, 32, kept=16)
@@ -113,20 +113,3 @@ def test_no_rows_and_no_requests_are_nothing_to_do(generator, version) -> None:
     )
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-
-
-@needs_cuda
-def test_a_device_refuses_them_by_name(generator) -> None:
-    bases = random_bases(generator, OF, 2)
-    packed = ops.PackedPages.zeros(3, OF, "cuda", bases=bases)
-    cache = torch.zeros(5, 2, 16, 64, device="cuda")
-    with pytest.raises(Unsupported, match="kind: expected int4, got top-r"):
-        ops.pack_pages(cache, packed, np.array([[1, 32, 1, 3]], np.int32), pages=2)
-    with pytest.raises(Unsupported, match="kind: expected int4, got top-r"):
-        ops.attend_packed(
-            torch.zeros(1, 4, 64, device="cuda").bfloat16(),
-            np.array([31], np.int32),
-            np.array([[1, 0, 32, 0, 0]], np.int32),
-            ops.PackedKv(packed, 0, 2, 1.0, rope_table(1, 64)),
-            entry_offsets=np.array([0, 1], np.int32),
-        )

@@ -29,6 +29,7 @@ from kvweave._native import Moments, PackedFormat, Reach, RopeTable
 from kvweave.ops.attend_decode import attend_decode
 from kvweave.ops.attend_packed import attend_packed
 from kvweave.ops.attend_prefill import attend_prefill
+from kvweave.ops.bound_packed import bound_packed
 from kvweave.ops.bounded_pages import BoundedPages
 from kvweave.ops.copy_rerotate import copy_rerotate
 from kvweave.ops.dispatch import Backend, Pages, Table
@@ -75,6 +76,7 @@ __all__ = [
     "attend_decode",
     "attend_packed",
     "attend_prefill",
+    "bound_packed",
     "bound_pages",
     "choose_top_r",
     "copy_rerotate",

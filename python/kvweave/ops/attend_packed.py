@@ -43,9 +43,9 @@ def attend_packed(
     (MosaicKV, section 5.3): q is turned back by an entry's delta, then rotated, so a text that was
     moved keeps the basis it was packed in. One call may read texts of several bases.
 
-    On CUDA pages are INT4, q has the dtype of the format's scales and D is 64 or 128, else
-    `Unsupported`. Scales are multiplied into queries and weights there, which rounds these once
-    more to q's dtype.
+    On CUDA D is 64 or 128 and q has the dtype of the format's scales, over numbers of bf16 bf16;
+    else `Unsupported`. Scales are multiplied into queries and weights there, and queries rotated,
+    which rounds these once more to q's dtype.
     """
     expect_tensors(q=q)
     if not isinstance(kv, PackedKv):
@@ -73,9 +73,9 @@ def attend_packed(
         return out, lse
     tables = on_device(device, positions=positions, entries=entries, entry_offsets=entry_offsets)
     call, spans, stream = call.placed(tables), tables["entry_offsets"], stream_of(device)
-    into = (out, lse)
+    of, into = (pages.format, pages.bases_on(device)), (out, lse)
     launch(
         workspace or Workspace(device),
-        lambda space: _native.attend_packed_cuda(call, pages.format, spans, into, space, stream),
+        lambda space: _native.attend_packed_cuda(call, *of, spans, into, space, stream),
     )
     return out, lse

@@ -29,15 +29,15 @@ def pack_pages(
     A top-r page holds vectors of its block's basis (MosaicKV, sections 4.2 and 5.1): x less the
     mean, along each direction; of the groups the r / g of most energy, of equal ones the first. A
     vector with a number that is NaN or infinite, or beyond what numbers and scales hold, is NaN,
-    all of it, and no other is. It is `Unsupported` on CUDA.
+    all of it, and no other is.
 
     A page of planes holds steps along the directions of its block's basis, to the nearest code of
     the bits that the basis gives each; what lies further out becomes the outermost code. A vector
     that is not finite is NaN. INT8 pages are INT4 ones with codes to 255. Both are `Unsupported` on
     CUDA.
 
-    All versions write the same bytes. On CUDA this is one launch, and rows of a table there that
-    point outside either side are skipped.
+    All versions write the same bytes. On CUDA this is one launch; rows of a table there that point
+    outside either side are skipped, and those whose block has no basis.
     """
     _convert("pack", cache, packed, packs, pages, backend)
 
@@ -66,4 +66,4 @@ def _convert(
         return
     table = on_device(device, packs=packs)["packs"]
     put = _native.pack_pages_cuda if way == "pack" else _native.unpack_pages_cuda
-    put(*given, table, pages, stream_of(device))
+    put(*given, table, pages, held.bases_on(device), stream_of(device))

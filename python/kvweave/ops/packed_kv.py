@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from kvweave._native import PackedFormat, Reach, RopeTable
-from kvweave.ops.dispatch import expect_tensors, invalid
+from kvweave.ops.dispatch import OnDevice, expect_tensors, invalid, on_device
 
 Preset = Literal["int4", "int8", "quarter-bf16", "half-int4", "planes-3", "planes-2.5"]
 
@@ -51,8 +51,12 @@ class PackedBases:
 
     `data` f32 [bases, pages of a block, 2, rows, D], as `Moments.basis` makes them: of each page,
     for its keys, then its values, a mean and C orthonormal directions in a basis of top-r pages,
-    2D + 2 rows in one of planes. `of` i32 [packed pages], on the host: at the first page of a block
-    the number of its basis. A basis stays as it is for as long as a page is packed in it.
+    2D + 2 rows in one of planes. `of` i32 [packed pages]: at the first page of a block the number
+    of its basis. A basis stays as it is for as long as a page is packed in it.
+
+    For pages on CUDA `data` lies there. `of` may lie there too, which a captured graph needs: then
+    nobody looks at it before a kernel does, which takes a block without a basis for one without
+    tokens, and packs none.
     """
 
     data: torch.Tensor
@@ -83,12 +87,20 @@ class PackedPages:
         data = torch.zeros((pages, format.page_bytes), dtype=torch.uint8, device=device)
         if bases is None:
             return PackedPages(data, format)
-        return PackedPages(data, format, PackedBases(bases, torch.zeros(pages, dtype=torch.int32)))
+        of = torch.zeros(pages, dtype=torch.int32, device=device)
+        return PackedPages(data, format, PackedBases(bases.to(device), of))
 
     @property
     def native_bases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The bases as the native module takes them."""
+        """The bases as the native module takes them on the host."""
         return None if self.bases is None else (self.bases.data, self.bases.of)
+
+    def bases_on(self, device: torch.device) -> tuple[torch.Tensor, OnDevice] | None:
+        """The bases as it takes them on CUDA."""
+        if self.bases is None:
+            return None
+        named = {"basis of each packed page": self.bases.of}
+        return self.bases.data, on_device(device, **named).popitem()[1]
 
 
 @dataclass(frozen=True)

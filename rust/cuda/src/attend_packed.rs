@@ -1,24 +1,25 @@
-//! Launch of `attend_packed.cu`.
+//! Launch of `attend_packed.cu` and `attend_top_r.cu`.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{PackedFormat, PackedKind, PageGeometry, ScaleDtype};
+use kvweave_core::ops::{KeptNumbers, PackedFormat, PackedKind, PageGeometry, ScaleDtype};
 
 use crate::attend::params_of;
 use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::attend_decode::of_requests;
 use crate::attend_plan::{QUERIES, decode_workspace};
 use crate::backend::CudaBackend;
+use crate::bases::{DeviceBases, top_r_params};
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
 use crate::operands::{bytes_of, factor_of, name_of, narrow};
 use crate::paged::DeviceKv;
 use crate::params::{AttendPackedParams, AttendParams};
 
-/// (Request, KV head, 8 query heads) triples of one launch: `kPackedItems` of the kernel.
+/// (Request, KV head, 8 query heads) triples of one launch: `kPackedItems` of the kernels.
 const MAX_ITEMS: usize = 512;
 /// Pages that a warp has in shared memory.
 const STAGES: usize = 2;
-/// Tokens that the kernel takes in at once, of which the last page may lack some.
+/// Tokens that the kernels take in at once, of which the last page may lack some.
 const AT_ONCE: usize = 32;
 /// Bytes between the addresses that pages are copied from.
 const PAGE_ALIGNMENT: u64 = 16;
@@ -37,17 +38,46 @@ const SHAPES: [Shape; 2] = [
     Shape { head_dim: 64, warps: 16, own_bytes: 17536 },
     Shape { head_dim: 128, warps: 12, own_bytes: 15744 },
 ];
+/// As those in `attend_top_r.cu`.
+const TOP_R_SHAPES: [Shape; 2] = [
+    Shape { head_dim: 64, warps: 16, own_bytes: 38144 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 35200 },
+];
+
+/// The source of a format's kernels, how their names begin, and their shapes.
+fn kernels_of(
+    format: &PackedFormat,
+) -> Result<(&'static str, String, &'static [Shape]), CudaError> {
+    match format.kind() {
+        PackedKind::Int4 => Ok(("attend_packed", "attend_packed_int4".into(), &SHAPES)),
+        PackedKind::TopR(of) => {
+            let prefix = format!("attend_top_r_{}", of.numbers.name());
+            Ok(("attend_top_r", prefix, &TOP_R_SHAPES))
+        }
+        other => Err(CudaError::unsupported("kind", "int4 or top-r", other.name())),
+    }
+}
+
+/// Elements of queries, and why: numbers of bf16 meet queries of bf16, others those of the scales.
+fn queries_of(format: &PackedFormat) -> (KvDtype, &'static str) {
+    let bf16_numbers = format.top_r().is_some_and(|page| page.of().numbers == KeptNumbers::Bf16);
+    match format.scales() {
+        _ if bf16_numbers => (KvDtype::Bf16, "numbers"),
+        ScaleDtype::Bf16 => (KvDtype::Bf16, "scales"),
+        ScaleDtype::F16 => (KvDtype::F16, "scales"),
+    }
+}
 
 /// How a call of attention over packed pages is carried out, and the workspace that this takes.
 #[derive(Clone, Debug)]
 pub struct PackedPlan {
+    source: &'static str,
     kernel: String,
+    format: PackedFormat,
     grid: Grid,
     requests: usize,
-    page_bytes: usize,
     stage_bytes: usize,
     workers: usize,
-    head_dim: usize,
 }
 
 impl PackedPlan {
@@ -57,20 +87,14 @@ impl PackedPlan {
         device: &Description,
     ) -> Result<Self, CudaError> {
         let dim = format.head_dim();
-        let shape = SHAPES.iter().find(|shape| shape.head_dim == dim);
+        let (source, prefix, shapes) = kernels_of(format)?;
+        let shape = shapes.iter().find(|shape| shape.head_dim == dim);
         let shape = shape.ok_or_else(|| CudaError::unsupported("head_dim", "64 or 128", dim))?;
-        let wanted = match format.scales() {
-            ScaleDtype::Bf16 => KvDtype::Bf16,
-            ScaleDtype::F16 => KvDtype::F16,
-        };
+        let (wanted, like) = queries_of(format);
         if call.dtype != wanted {
-            let expected = format!("{}, as scales are", name_of(wanted));
+            let expected = format!("{}, as {like} are", name_of(wanted));
             return Err(CudaError::unsupported("q", expected, name_of(call.dtype)));
         }
-        let kind = match format.kind() {
-            PackedKind::Int4 => "int4",
-            other => return Err(CudaError::unsupported("kind", "int4", other.name())),
-        };
         expect_layout(call)?;
         let stage_bytes = stage_bytes(format);
         let bytes = |workers: usize| shape.own_bytes + workers * STAGES * stage_bytes;
@@ -90,28 +114,33 @@ impl PackedPlan {
             shared_bytes: narrow("page_tokens", bytes(workers))?,
         };
         Ok(Self {
-            kernel: format!("attend_packed_{kind}_{}_{dim}", name_of(wanted)),
+            source,
+            kernel: format!("{prefix}_{}_{dim}", name_of(wanted)),
+            format: *format,
             grid,
             requests: MAX_ITEMS / items,
-            page_bytes: format.page_bytes(),
             stage_bytes,
             workers,
-            head_dim: dim,
         })
     }
 
     /// What the call needs of workspace.
     #[must_use]
     pub fn workspace(&self) -> AttendWorkspace {
-        decode_workspace(&self.grid, self.head_dim)
+        decode_workspace(&self.grid, self.format.head_dim())
     }
 }
 
-/// Room for a page, for what is read behind its last tokens, and for a warp's part of the result.
+/// Room for a page, for what is read behind its last tokens (of top-r pages nothing), and for a
+/// warp's part of the result.
 fn stage_bytes(format: &PackedFormat) -> usize {
     let dim = format.head_dim();
-    let read =
-        format.value_codes().start + format.page_tokens().next_multiple_of(AT_ONCE) * dim / 2;
+    let read = match format.kind() {
+        PackedKind::Int4 => {
+            format.value_codes().start + format.page_tokens().next_multiple_of(AT_ONCE) * dim / 2
+        }
+        _ => 0,
+    };
     let part = QUERIES * (dim + 4) * size_of::<f32>();
     format.page_bytes().max(read).max(part).next_multiple_of(128)
 }
@@ -165,7 +194,7 @@ impl CudaBackend {
     /// Puts the attention on the stream. Nothing is waited for, nothing allocated.
     ///
     /// # Safety
-    /// As for [`CudaBackend::attend`], with the plan of the call.
+    /// As for [`CudaBackend::attend`], with the plan of the call; `bases` are memory like the rest.
     ///
     /// # Errors
     /// `InvalidArgument` for shapes that do not belong together, `Driver` when the launch fails.
@@ -173,11 +202,14 @@ impl CudaBackend {
         &self,
         call: &AttendLaunch<'_>,
         plan: &PackedPlan,
+        bases: Option<&DeviceBases>,
     ) -> Result<(), CudaError> {
         if call.rows == 0 || call.query_heads == 0 {
             return Ok(());
         }
-        let geometry = in_bytes(&call.kv.geometry, plan.page_bytes);
+        let page_bytes = plan.format.page_bytes();
+        let top_r = top_r_params(&plan.format, bases, call.kv.cache.len / page_bytes)?;
+        let geometry = in_bytes(&call.kv.geometry, page_bytes);
         let call = &AttendLaunch { kv: DeviceKv { geometry, ..call.kv }, ..*call };
         let params = with_factors(call, plan.grid)?;
         let needs = plan.workspace();
@@ -187,15 +219,14 @@ impl CudaBackend {
             let count = plan.requests.min(call.requests - first);
             let params = AttendPackedParams {
                 attend: of_requests(call, params, first, count)?,
-                page_bytes: narrow("page_tokens", plan.page_bytes)?,
+                page_bytes: narrow("page_tokens", page_bytes)?,
                 stage_bytes: narrow("page_tokens", plan.stage_bytes)?,
                 workers: narrow("warps", plan.workers)?,
+                top_r,
             };
             // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise,
             // and the tensors of these requests are parts of the whole ones.
-            unsafe {
-                self.launch(("attend_packed", &plan.kernel), plan.grid, call.stream, &params)
-            }?;
+            unsafe { self.launch((plan.source, &plan.kernel), plan.grid, call.stream, &params) }?;
         }
         Ok(())
     }
@@ -217,13 +248,16 @@ mod tests {
 
     #[test]
     fn shapes_are_those_of_the_source() {
-        let source = include_str!("../../../csrc/attend_packed.cu");
+        let source = include_str!("../../../csrc/packed_pieces.cuh");
+        let kernels = include_str!("../../../csrc/attend_packed.cu");
         assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
         assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
         let line = |shape: &Shape| {
             format!("\nKERNELS({}, {}, {})\n", shape.head_dim, shape.warps, shape.own_bytes)
         };
-        assert!(SHAPES.iter().all(|shape| source.contains(&line(shape))));
+        assert!(SHAPES.iter().all(|shape| kernels.contains(&line(shape))));
+        let kernels = include_str!("../../../csrc/attend_top_r.cu");
+        assert!(TOP_R_SHAPES.iter().all(|shape| kernels.contains(&line(shape))));
     }
 
     #[test]

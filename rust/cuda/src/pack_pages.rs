@@ -1,20 +1,41 @@
-//! Launch of `pack_pages.cu`.
+//! Launch of `pack_pages.cu` and `pack_top_r.cu`.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{PackedFormat, PackedKind};
+use kvweave_core::ops::{PackedFormat, PackedKind, TopR};
 
 use crate::backend::CudaBackend;
+use crate::bases::{DeviceBases, top_r_params};
 use crate::error::CudaError;
 use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, long, name_of, narrow};
 use crate::params::PackPagesParams;
 
-/// `kThreads` of the kernels.
+/// `kThreads` of the kernels of INT4 pages.
 const THREADS: u32 = 128;
+/// Of the kernels of top-r pages: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch`.
+const TOP_R: Tile = Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
 /// `kMaxDim` of the kernels.
 const MAX_HEAD_DIM: usize = 256;
 /// Bytes that a load of exact pages, or a page of packed ones, begins on a boundary of.
 const ALIGNMENT: u64 = 16;
+
+/// A thread block's part of a page, and how its numbers lie in shared memory.
+struct Tile {
+    threads: u32,
+    tokens: usize,
+    token_pitch: usize,
+    depth: usize,
+    wide_pitch: usize,
+}
+
+impl Tile {
+    /// Bytes of shared memory for products of so many numbers, with so many results a token.
+    fn shared_bytes(&self, products: usize, results: usize) -> usize {
+        let tokens = products.next_multiple_of(self.depth) * self.token_pitch;
+        let part = self.depth * self.wide_pitch;
+        size_of::<f32>() * (tokens + part + self.tokens * (results + 4))
+    }
+}
 
 /// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +60,8 @@ pub struct PackPagesLaunch {
     pub packed: DeviceTensor,
     /// What they are.
     pub format: PackedFormat,
+    /// The bases of top-r pages.
+    pub bases: Option<DeviceBases>,
     /// i32 [rows, 2 + P / P'], contiguous.
     pub packs: DeviceTensor,
     /// Rows of it.
@@ -67,27 +90,46 @@ impl CudaBackend {
         if jobs == 0 {
             return Ok(());
         }
-        let grid = Grid {
-            blocks: [blocks_of("pages to pack", jobs)?, 1, 1],
-            threads: THREADS,
-            shared_bytes: 0,
-        };
         let way = match call.direction {
             PackDirection::Pack => "pack",
             PackDirection::Unpack => "unpack",
         };
+        let (source, pages, grid) = match call.format.top_r() {
+            Some(page) => ("pack_top_r", "top_r", top_r_grid(call, page.of(), jobs)?),
+            None => ("pack_pages", "pages", grid(jobs, THREADS, 0)?),
+        };
         let (dtype, scales) = (name_of(call.dtype), call.format.scales().name());
-        let kernel = format!("{way}_pages_{dtype}_{scales}");
+        let kernel = format!("{way}_{pages}_{dtype}_{scales}");
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { self.launch(("pack_pages", &kernel), grid, call.stream, &params) }
+        unsafe { self.launch((source, &kernel), grid, call.stream, &params) }
     }
+}
+
+fn grid(blocks: usize, threads: u32, shared_bytes: usize) -> Result<Grid, CudaError> {
+    Ok(Grid {
+        blocks: [blocks_of("pages to pack", blocks)?, 1, 1],
+        threads,
+        shared_bytes: narrow("head_dim", shared_bytes)?,
+    })
+}
+
+/// A thread block for each tile of either side of a page.
+fn top_r_grid(call: &PackPagesLaunch, of: TopR, jobs: usize) -> Result<Grid, CudaError> {
+    let dim = call.format.head_dim();
+    let (products, results) = match call.direction {
+        PackDirection::Pack => (dim, of.channels),
+        PackDirection::Unpack => (of.channels, dim),
+    };
+    let tiles = call.format.page_tokens().div_ceil(TOP_R.tokens);
+    let blocks = jobs.saturating_mul(2 * tiles);
+    grid(blocks, TOP_R.threads, TOP_R.shared_bytes(products, results))
 }
 
 fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
     let format = &call.format;
     let (tokens, dim) = (format.page_tokens(), format.head_dim());
-    if format.kind() != PackedKind::Int4 {
-        return Err(CudaError::unsupported("kind", "int4", format.kind().name()));
+    if !matches!(format.kind(), PackedKind::Int4 | PackedKind::TopR(_)) {
+        return Err(CudaError::unsupported("kind", "int4 or top-r", format.kind().name()));
     }
     if dim > MAX_HEAD_DIM {
         return Err(CudaError::unsupported("head_dim", format!("up to {MAX_HEAD_DIM}"), dim));
@@ -109,17 +151,38 @@ fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
     let width = 2 + tokens / call.page_tokens;
     call.packs.expect_size("packs", &[call.rows, width])?;
     let page = 2 * call.page_tokens * dim;
+    let packed_pages = call.packed.len / format.page_bytes();
     Ok(PackPagesParams {
         cache: call.cache.address,
         packed: call.packed.address,
         packs: call.packs.address,
         cache_pages: long("cache", call.cache.len / page)?,
-        packed_pages: long("packed pages", call.packed.len / format.page_bytes())?,
+        packed_pages: long("packed pages", packed_pages)?,
         width: narrow("packs", width)?,
         pages: narrow("pages", call.pages)?,
         source_tokens: narrow("page_tokens", call.page_tokens)?,
         page_tokens: narrow("page_tokens", tokens)?,
         head_dim: narrow("head_dim", dim)?,
         page_bytes: narrow("page_tokens", format.page_bytes())?,
+        top_r: top_r_params(format, call.bases.as_ref(), packed_pages)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_is_that_of_the_source() {
+        let source = include_str!("../../../csrc/pack_top_r.cu");
+        for (name, number) in [
+            ("kThreads", TOP_R.threads as usize),
+            ("kTokens", TOP_R.tokens),
+            ("kTokenPitch", TOP_R.token_pitch),
+            ("kDepth", TOP_R.depth),
+            ("kWidePitch", TOP_R.wide_pitch),
+        ] {
+            assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
+        }
+    }
 }

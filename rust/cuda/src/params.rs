@@ -338,6 +338,25 @@ pub(crate) struct GatherEntriesParams {
     pub(crate) most: u32,
 }
 
+/// Mirror of `TopRParams`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct TopRParams {
+    /// f32 [count, pages, 2, channels + 1, head_dim]; 0: no top-r pages.
+    pub(crate) bases: u64,
+    /// i32 [packed pages].
+    pub(crate) basis_of: u64,
+    pub(crate) count: u32,
+    /// Of a block.
+    pub(crate) pages: u32,
+    /// Numbers of a vector.
+    pub(crate) kept: u32,
+    pub(crate) group: u32,
+    pub(crate) channels: u32,
+    /// Of a number.
+    pub(crate) bits: u32,
+}
+
 /// Mirror of `PackPagesParams`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -358,6 +377,7 @@ pub(crate) struct PackPagesParams {
     pub(crate) page_tokens: u32,
     pub(crate) head_dim: u32,
     pub(crate) page_bytes: u32,
+    pub(crate) top_r: TopRParams,
 }
 
 /// Mirror of `AttendPackedParams`.
@@ -371,6 +391,7 @@ pub(crate) struct AttendPackedParams {
     pub(crate) stage_bytes: u32,
     /// Warps that take pages.
     pub(crate) workers: u32,
+    pub(crate) top_r: TopRParams,
 }
 
 /// Mirror of `SpanParams`.
@@ -397,6 +418,6 @@ const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
-const _: () = assert!(size_of::<PackPagesParams>() == 64);
-const _: () = assert!(size_of::<AttendPackedParams>() == 248);
+const _: () = assert!(size_of::<PackPagesParams>() == 104);
+const _: () = assert!(size_of::<AttendPackedParams>() == 288);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

@@ -175,19 +175,18 @@ impl<'py> BasesGiven<'py> {
     /// As the core takes them.
     pub fn core(&self, format: &ops::PackedFormat) -> Result<Bases<'_>, Failure> {
         let tensor = &self.data.tensor;
-        let shape = [
-            ("bases", None),
-            ("pages", None),
-            ("2", Some(2)),
-            ("rows", format.basis_rows()),
-            ("D", Some(format.head_dim())),
-        ];
         tensor.expect_dtype("bases", DType::F32)?;
-        tensor.expect_shape("bases", &shape)?;
+        tensor.expect_shape("bases", &shape_of_bases(format))?;
         tensor.expect_contiguous("bases")?;
         let pages = tensor.shape()[1];
         // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
         let data = unsafe { tensor.slice("bases")? };
         Ok(Bases { data, pages, of: self.of.list("basis of each packed page")? })
     }
+}
+
+/// The shape of the bases of a format's pages.
+pub fn shape_of_bases(format: &ops::PackedFormat) -> [(&'static str, Option<usize>); 5] {
+    let dim = Some(format.head_dim());
+    [("bases", None), ("pages", None), ("2", Some(2)), ("rows", format.basis_rows()), ("D", dim)]
 }

@@ -1,7 +1,7 @@
 //! Params of `attend_packed`.
 
 use super::bases::{Bases, check_given};
-use super::entries::{Entry, KvView};
+use super::entries::KvView;
 use super::error::{OpError, ensure_len, ensure_size};
 use super::geometry::PageGeometry;
 use super::packed_format::PackedFormat;
@@ -100,14 +100,6 @@ impl<T> AttendPacked<'_, T> {
         let Some(bases) = check_given(self.kv.bases.as_ref(), format, pages)? else {
             return Ok(());
         };
-        let requests = (self.entry_offsets.len() - 1) / kv.tables();
-        for head in (0..kv.geometry.kv_heads).map(|head| kv.head(head, &self.scoring)) {
-            for request in 0..requests {
-                for &row in &kv.entries[kv.span(self.entry_offsets, request, head.table)] {
-                    bases.check_block(format, Entry::new(row).block, head.rank)?;
-                }
-            }
-        }
-        Ok(())
+        bases.check_entries(format, kv, &self.scoring, self.entry_offsets)
     }
 }

@@ -1,8 +1,10 @@
 //! The bases of texts, which top-r pages and planes are packed in.
 
+use super::entries::{Entry, KvView};
 use super::error::{OpError, OpErrorKind, ensure, ensure_size};
 use super::packed_format::PackedFormat;
 use super::planes::{PlaneWidths, PlanesSide};
+use super::scoring::Scoring;
 use super::top_r::Side;
 
 /// Bases, and which of them each packed block was packed in: that of its text.
@@ -14,10 +16,11 @@ use super::top_r::Side;
 /// own: the query is first turned back by the entry's delta, then rotated into the basis.
 ///
 /// One of planes has rows of its own in their place ([`PlanesBasis`]), which is used alike.
+/// Without elements, as `T` of `()`, they are bases elsewhere, such as on a device.
 #[derive(Clone, Copy, Debug)]
-pub struct Bases<'a> {
+pub struct Bases<'a, T = f32> {
     /// [bases, pages, 2, rows, D]: the mean and what follows it, of keys and of values.
-    pub data: &'a [f32],
+    pub data: &'a [T],
     /// Pages of a block.
     pub pages: usize,
     /// [packed pages]: the basis of the block that begins at a page.
@@ -46,7 +49,7 @@ pub struct PlanesBasis<'a> {
     pub place: PlanesSide,
 }
 
-impl<'a> Bases<'a> {
+impl Bases<'_> {
     /// Checks that there is a whole number of bases of the format, and one number a packed page;
     /// of planes also that every page's codes have room.
     ///
@@ -74,7 +77,9 @@ impl<'a> Bases<'a> {
         }
         Ok(())
     }
+}
 
+impl<T> Bases<'_, T> {
     /// Checks the basis of a block with pages up to `last_rank`.
     ///
     /// # Errors
@@ -96,6 +101,37 @@ impl<'a> Bases<'a> {
         })
     }
 
+    /// Checks the basis of every block that a head reads. `validate()` of the op accepted the
+    /// entries.
+    ///
+    /// # Errors
+    /// As `check_block`.
+    pub fn check_entries(
+        &self,
+        format: &PackedFormat,
+        kv: &KvView<'_, ()>,
+        scoring: &Scoring<'_>,
+        entry_offsets: &[i32],
+    ) -> Result<(), OpError> {
+        let requests = (entry_offsets.len() - 1) / kv.tables();
+        for head in (0..kv.geometry.kv_heads).map(|head| kv.head(head, scoring)) {
+            for request in 0..requests {
+                for &row in &kv.entries[kv.span(entry_offsets, request, head.table)] {
+                    self.check_block(format, Entry::new(row).block, head.rank)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn len_of_one(&self, format: &PackedFormat) -> usize {
+        let rows = format.basis_rows().unwrap_or(1);
+        let half = rows.saturating_mul(format.head_dim());
+        self.pages.saturating_mul(2).saturating_mul(half)
+    }
+}
+
+impl<'a> Bases<'a> {
     /// The basis of one page of a block. Valid for blocks that `validate()` of the op accepted.
     ///
     /// # Panics
@@ -133,12 +169,6 @@ impl<'a> Bases<'a> {
         let place = format.planes().expect("pages of planes").side(widths, side);
         PlanesBasis { mean, steps, measures, place }
     }
-
-    fn len_of_one(&self, format: &PackedFormat) -> usize {
-        let rows = format.basis_rows().unwrap_or(1);
-        let half = rows.saturating_mul(format.head_dim());
-        self.pages.saturating_mul(2).saturating_mul(half)
-    }
 }
 
 /// How many channels of keys and of values have 8, 4 and 2 bits in a page's two sides of a basis,
@@ -158,13 +188,23 @@ pub(super) fn check_given<'b, 'a>(
     format: &PackedFormat,
     packed_pages: usize,
 ) -> Result<Option<&'b Bases<'a>>, OpError> {
-    let needed = format.basis_rows().is_some();
-    ensure(bases.is_some() == needed, OpErrorKind::InvalidArgument, "bases", || {
-        let words = |there: bool| if there { "some" } else { "none" };
-        (format!("{} for {format}", words(needed)), words(bases.is_some()))
-    })?;
+    format.expect_bases(bases.is_some())?;
     if let Some(bases) = bases {
         bases.validate(format, packed_pages)?;
     }
     Ok(bases)
+}
+
+impl PackedFormat {
+    /// Refuses bases of pages that have none, and pages without those that they need.
+    ///
+    /// # Errors
+    /// `InvalidArgument` naming `bases`.
+    pub fn expect_bases(&self, given: bool) -> Result<(), OpError> {
+        let needed = self.basis_rows().is_some();
+        ensure(given == needed, OpErrorKind::InvalidArgument, "bases", || {
+            let words = |there: bool| if there { "some" } else { "none" };
+            (format!("{} for {self}", words(needed)), words(given))
+        })
+    }
 }

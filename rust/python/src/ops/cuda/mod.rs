@@ -9,6 +9,7 @@ mod attend;
 pub mod attend_decode;
 pub mod attend_packed;
 pub mod attend_prefill;
+mod bases;
 pub mod copy_rerotate;
 pub mod device;
 pub mod estimate_pages;

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kvweave_core::ops::{
-    HeadRows, KvScales, KvView, OpError, PageGeometry, Queries, Reach as CoreReach, Scoring,
+    Bases, HeadRows, KvScales, KvView, OpError, PackedFormat as CoreFormat, PageGeometry, Queries,
+    Reach as CoreReach, Scoring,
 };
 use kvweave_cuda::{CudaBackend, DeviceBuffer, DeviceKv, DeviceReach, DeviceRows, DeviceTensor};
 use pyo3::prelude::*;
@@ -119,6 +120,11 @@ impl<'py> Reading<'py> {
         self.call_of(place, geometry, elements)
     }
 
+    /// Of a cache that is packed pages: how many it has.
+    pub fn packed_pages(&self) -> usize {
+        self.cache.tensor.shape().first().copied().unwrap_or(0)
+    }
+
     fn call_of(
         &self,
         place: Place,
@@ -162,8 +168,8 @@ impl<'py> Reading<'py> {
 
 impl Call<'_> {
     /// The core's own checks, as far as tables lie on the host: what is on the device is known by
-    /// its shape alone.
-    pub fn validate(&self) -> Result<(), OpError> {
+    /// its shape alone. With `bases`, every block that is read has one of them.
+    pub fn validate(&self, bases: Option<(&CoreFormat, &Bases<'_, ()>)>) -> Result<(), OpError> {
         let cache = nothing(self.elements);
         let (geometry, layer) = (self.geometry, self.layer);
         let reach = self.reach.map(Reach::core);
@@ -177,7 +183,10 @@ impl Call<'_> {
         };
         let positions = self.positions_on_host.unwrap_or(&unknown);
         Queries { vectors: self.vectors, positions }.validate(&geometry)?;
-        self.scoring.validate(&kv.geometry, kv.scales, kv.reach)
+        self.scoring.validate(&kv.geometry, kv.scales, kv.reach)?;
+        bases.map_or(Ok(()), |(format, bases)| {
+            bases.check_entries(format, &kv, &self.scoring, offsets)
+        })
     }
 
     /// The largest end of an entry, where the entries are known on the host.

@@ -56,7 +56,7 @@ pub fn score_tokens_cuda(
     };
     let (call, mass, edge) = raised(py, checks())?;
     let (backend, kept) = call_core(py, || {
-        call.validate()?;
+        call.validate(None)?;
         let backend = backend(call.place.ordinal)?;
         let kept = call.kept_tables(&backend)?;
         Ok::<_, Failure>((backend, kept))

@@ -1,0 +1,37 @@
+// attend_packed over top-r pages: the basis meets a query once and a result once, never a key or a
+// value (MosaicKV, section 5.3).
+//
+// The simple version:
+//   for each request, query head: out = Σ softmax(scale · qᵀ R(delta) k) v over the keys it sees,
+//   where k and v are mean + Σ c · direction over the numbers c that are kept of them
+//
+// What makes it run at the speed of memory:
+// 1. Work is cut, fetched and put together as in attend_packed.cu; a thread block goes through its
+//    pages by runs of the same basis and delta, and rotates for a run.
+// 2. Numbers are expanded to vectors with zeros in registers, as operands of tensor-core products,
+//    once for all query heads of a KV head. Lanes of a vector know by counts of its bitmap where
+//    their numbers begin; eight codes of four bits are put in place by two permutations of bytes.
+// 3. Scales, one a vector, are multiplied into scores and weights; codes are exact in 16 bits.
+
+#include "api.h"
+#include "packed_pieces.cuh"
+#include "top_r_rows.cuh"
+
+// Names, and bytes of shared memory beside stages, as rust/cuda/src/attend_packed.rs has them.
+#define KERNEL(NUMBERS, BITS, NAME, T, D, WARPS, BYTES)                                          \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                    \
+      attend_top_r_##NUMBERS##_##NAME##_##D(const __grid_constant__ AttendPackedParams params) { \
+    using Kernel = AttendPacked<TopRRows<T, D, BITS>, WARPS>;                                    \
+    static_assert((sizeof(typename Kernel::Shared) + 127) / 128 * 128 == BYTES, "as there");     \
+    extern __shared__ __align__(128) unsigned char shared[];                                     \
+    Kernel(params, shared).run();                                                                \
+  }
+#define KERNELS(D, WARPS, BYTES)                                         \
+  KERNEL(bf16, kBf16Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)       \
+  KERNEL(fp8, kFp8Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)         \
+  KERNEL(fp8, kFp8Numbers, f16, __half, D, WARPS, BYTES)                 \
+  KERNEL(int4, kInt4Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)       \
+  KERNEL(int4, kInt4Numbers, f16, __half, D, WARPS, BYTES)
+
+KERNELS(64, 16, 38144)
+KERNELS(128, 12, 35200)
