@@ -103,6 +103,8 @@ class Text:
         targets = heads * (1 + torch.randperm(count, generator=generator, device="cuda"))
         full = torch.full((count,), PACKED_PAGE, device="cuda")
         packs = torch.cat((targets[:, None], full[:, None], order.view(count, each)), 1).int()
+        bounds = torch.zeros(heads * (count + 1), 3, dim, device="cuda")
+        ops.bound_packed(cache, bounds, packs, pages=heads, page_tokens=PACKED_PAGE)
         rope, packed = shape.rope(), {}
         for name, of in formats(dim).items():
             bases = random_bases(heads, of, generator)
@@ -119,21 +121,11 @@ class Text:
             replace(exact, cache=cache.to(torch.float8_e4m3fn), kv_scales=(1.0, 1.0)),
             packed,
             packs,
-            cls.mean_keys(cache, packs, heads),
+            bounds,
             q.bfloat16(),
             torch.full((requests,), tokens - 1, dtype=torch.int32, device="cuda"),
             ops.Workspace("cuda"),
         )
-
-    @staticmethod
-    def mean_keys(cache: torch.Tensor, packs: torch.Tensor, heads: int) -> torch.Tensor:
-        """Bounds f32 [packed pages, 3, D] of which the mean keys are those of packed blocks."""
-        bounds = torch.zeros(heads * (len(packs) + 1), 3, cache.shape[-1], device="cuda")
-        for head in range(heads):
-            for part in packs.long().split(1024):
-                keys = cache[part[:, 2:] + head, 0].float()
-                bounds[part[:, 0] + head, 2] = keys.mean((1, 2))
-        return bounds
 
     def table(self, blocks: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Entries of full blocks, each request's one after the other, and their offsets."""
