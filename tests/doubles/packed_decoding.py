@@ -1,4 +1,4 @@
-"""A runner's packed pages in plain torch: transformers' own decoding over what INT4 makes of KV."""
+"""A runner's packed pages in plain torch: transformers' own decoding over what they stand for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from transformers import AttentionInterface
 
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
-from packed_texts import rounded
+from page_meaning import PAGE, Meaning, int4
 
-PAGE, SINK, RECENT = 64, 64, 128
+SINK, RECENT = 64, 128
 NAME = "packed_decoding"
+INT4 = int4()
 
 
 class PackedDecoding:
-    """A model's own decoding of one text, some of whose tokens are what INT4 makes of them.
+    """A model's own decoding of one text, some of whose tokens are what packed pages make of them.
 
     A decode step at position i reads tokens from the sink's end to i − RECENT so. A chunk of a
     prompt reads those so that lie before the exact page, of `block` tokens, which holds the first
@@ -25,8 +26,8 @@ class PackedDecoding:
     so many are read so in any case, as they were found packed. Without `scales` all is exact.
     """
 
-    def __init__(self, model: Any, block: int = 16, scales: str | None = "bf16") -> None:
-        self.model, self.block, self.scales = model, block, scales
+    def __init__(self, model: Any, block: int = 16, meaning: Meaning | None = INT4) -> None:
+        self.model, self.block, self.meaning = model, block, meaning
         self.cache: Any = None
         self.length = 0
         self.packed_at_least = 0
@@ -61,17 +62,17 @@ class PackedDecoding:
         return out.logits[0, -1].float()
 
     def _attend(
-        self, _module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
+        self, module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
     ) -> tuple[torch.Tensor, None]:
         rows, total = query.shape[2], key.shape[2]
         group = query.shape[1] // key.shape[1]
         keys, values = key.double(), value.double()
-        if self._packed_end > SINK and self.scales is not None:
+        if self._packed_end > SINK and self.meaning is not None:
             whole = -(-self._packed_end // PAGE) * PAGE
             packed = slice(SINK, self._packed_end)
-            pages = [rounded(part, 2, self.scales)[0] for part in keys[:, :, :whole].split(PAGE, 2)]
-            keys[:, :, packed] = torch.cat(pages, 2)[:, :, packed]
-            values[:, :, packed] = rounded(values[:, :, packed], -1, self.scales)[0]
+            text = keys[0, :, :whole], values[0, :, :whole]
+            meant = self.meaning(module.layer_idx, text)
+            keys[0, :, packed], values[0, :, packed] = (x[:, packed] for x in meant)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
         logits = (query.double() @ keys.transpose(2, 3) * named["scaling"]).masked_fill(
@@ -82,8 +83,8 @@ class PackedDecoding:
 
 def packed_runner(model: Any, **settings: Any) -> Runner:
     """A runner whose full pages are packed."""
-    settings = {"max_tokens": 2048, "progress": False, "check": False, **settings}
-    return Runner(model, kv_dtype="int4", **settings)
+    given = {"max_tokens": 2048, "progress": False, "check": False, "kv_dtype": "int4"}
+    return Runner(model, **{**given, **settings})
 
 
 def steps_of(

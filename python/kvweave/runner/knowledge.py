@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -24,9 +26,11 @@ from kvweave.policies import policy_of
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
+from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt, token_array
 from kvweave.runner.report import Report
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.final_packing import DocumentCopy
 from kvweave.runner.tiers.make import digest_of
 from kvweave.store import Provenance, Shard, Store
 
@@ -49,28 +53,64 @@ class Knowledge:
         That is the one named here, before this returns, and the runner's own, behind it.
         """
         prefiller = self._prefiller
-        packed = prefiller.packed is not None
-        lookup = Lookup(namespace)
-        with (
-            prefiller.computing,
-            prefiller.prefill(text, policy_of("full"), lookup, keep=not packed) as done,
-        ):
-            if done.kv.packed is None:
-                done.request.freeze(name, 0, len(text.tokens))
-            else:
-                done.kv.packed.freeze(done.request, name)
-            if self._tiers is not None:
-                self._tiers.keep(done.request, done.positions.regime, name)
-            if store is not None:
-                payload = export_kv(
-                    prefiller.cache,
-                    prefiller.pages,
-                    done.request,
-                    rope=done.positions.rope,
-                    whole=True,
-                )
-                store.name(namespace, name, store_payload(store, payload, self._heads))
-            return done.report
+        with prefiller.computing, self._copy(text, namespace) as copy:
+            keep, lookup = prefiller.packed is None, Lookup(namespace)
+            full = policy_of("full")
+            with prefiller.prefill(text, full, lookup, keep=keep, copy=copy) as done:
+                if (packed := done.kv.packed) is None:
+                    done.request.freeze(name, 0, len(text.tokens))
+                else:
+                    packed.freeze(done.request, name)
+                    if copy is not None:
+                        copy.finish(packed)
+                        done.report.packing = copy.report
+                self._keep(done, name, namespace, store)
+                return done.report
+
+    @contextmanager
+    def _copy(self, text: TokenizedPrompt, namespace: str) -> Iterator[DocumentCopy | None]:
+        """What keeps a document's exact pages where it is to be packed once more."""
+        final, rotary = self._prefiller.final_packing, self._prefiller.rotary
+        if final is None:
+            yield None
+            return
+        tokens = text.tokens
+        copy = final.begin(tokens, namespace, rotary.regime(len(tokens)))
+        try:
+            yield copy
+        except BaseException:
+            copy.drop()
+            raise
+
+    def _keep(self, done: Prefill, name: str, namespace: str, store: Store | None) -> None:
+        """Keeps a document that was frozen in the runner's own tiers, and in a store."""
+        prefiller = self._prefiller
+        if self._tiers is not None:
+            self._tiers.keep(done.request, done.positions.regime, name)
+        if store is not None:
+            payload = export_kv(
+                prefiller.cache,
+                prefiller.pages,
+                done.request,
+                rope=done.positions.rope,
+                whole=True,
+            )
+            store.name(namespace, name, store_payload(store, payload, self._heads))
+
+    def flush(self) -> None:
+        """Returns when no document waits to be packed finally."""
+        if self._prefiller.final_packing is not None:
+            self._prefiller.final_packing.flush()
+
+    def packing_stats(self) -> dict[str, int]:
+        """As `FinalPacking.stats`; empty where pages are packed in no basis."""
+        final = self._prefiller.final_packing
+        return {} if final is None else final.stats()
+
+    def close(self) -> None:
+        """Ends the thread that packs documents finally."""
+        if self._prefiller.final_packing is not None:
+            self._prefiller.final_packing.close()
 
     def insert(self, text: TokenizedPrompt, name: str, namespace: str, store: Store | None) -> None:
         """Freezes a document: from the store where it is kept there, else computed and kept."""

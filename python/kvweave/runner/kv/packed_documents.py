@@ -60,7 +60,7 @@ class PackedDocuments(PackedPrefix):
         reserve_tokens: int,
         rotates: bool,
     ) -> None:
-        self.pool, self._cache = pool, cache
+        self.pool, self._cache, self.copy = pool, cache, None
         length = len(prompt.tokens)
         self.request = pool.cache.admit(
             prompt.tokens,
@@ -134,8 +134,8 @@ class PackedDocuments(PackedPrefix):
             shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.spec.head_dim)
             pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
             copies = copies_between(source, slots[among])
-            table, moved = send(pool.spec.device, packs_of(some, exact[:, None]), copies)
-            ops.unpack_pages(pool.pages, pages, table, pages=size)
+            pool.unpack(packs_of(some, exact[:, None]), pages)
+            (moved,) = send(pool.spec.device, copies)
             heads = pool.spec.kv_heads
             ops.copy_rerotate(pool.exact, moved, rope, kv_heads=heads, source=pages)
 

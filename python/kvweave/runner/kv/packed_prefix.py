@@ -7,7 +7,7 @@ requests that begin alike share them, and nobody writes one a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,8 @@ class PackedPrefix:
         reserve_tokens: int = 0,
     ) -> None:
         self.pool = pool
+        # Told of exact pages, and the packs that name them, when they have been packed.
+        self.copy: Callable[[torch.Tensor, Int32], None] | None = None
         found = 0 if reuse == "none" else pool.found_prefix(tokens, namespace, regime)
         # The last token of an admission is never reused, and a prefix is taken in whole pages.
         first = tokens[: found + 1]
@@ -150,11 +152,12 @@ class PackedPrefix:
         exact = np.zeros(len(pages) * (PAGE_TOKENS // size), np.int32)
         exact[: len(at)] = entries[at, 0]
         packs = packs_of(blocks, exact.reshape(len(pages), -1), tokens)
-        (table,) = send(pool.spec.device, packs)
         if pack:
-            ops.pack_pages(pool.exact, pool.pages, table, pages=pool.block_pages)
+            pool.pack(packs)
+            if self.copy is not None:
+                self.copy(pool.exact, packs)
         else:
-            ops.unpack_pages(pool.pages, pool.exact, table, pages=pool.block_pages)
+            pool.unpack(packs, pool.exact)
 
     def commit(self) -> None:
         """Lets later prompts find what is packed."""
@@ -162,11 +165,17 @@ class PackedPrefix:
             self.request.commit(self.tokens, self.tokens)
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Bytes of packed blocks that this request alone pays for, and of those that it shares."""
+        """Bytes of packed blocks that this request alone pays for, and of those that it shares.
+
+        The latter with the bases that documents have of their own.
+        """
         page = self.pool.cache.shape.page_bytes
         own, shared = self.request.kv_bytes()
         size = self.pool.pages.format.page_bytes
-        return own // page * size, shared // page * size
+        bases = 0
+        if self.pool.bases is not None and len(entries := self.request.entries()):
+            bases = self.pool.bases.own_bytes(entries[:, 0])
+        return own // page * size, shared // page * size + bases
 
     def scratch_bytes(self, tokens: int) -> int:
         """What a chunk of a prompt of so many tokens has unpacked at most."""
@@ -259,8 +268,9 @@ def unpacked(
     listed = entries.copy()
     listed[:, 0] = exact[which]
     if len(blocks):
-        (table,) = send(device, packs_of(blocks + layer * heads, (exact + layer * heads)[:, None]))
-        ops.unpack_pages(pool.pages, pages, table, pages=heads)
+        packed, there = pool.of_layer(layer, blocks)
+        (table,) = send(device, packs_of(there, (exact + layer * heads)[:, None]))
+        ops.unpack_pages(packed, pages, table, pages=heads)
     return pages, listed
 
 

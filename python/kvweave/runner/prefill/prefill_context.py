@@ -23,6 +23,7 @@ from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.tiers.brought import Brought
 from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.final_packing import FinalPacking
 from kvweave.runner.tiers.loads import NEEDED
 from kvweave.runner.tiers.tiers import Tiers
 
@@ -31,7 +32,8 @@ class PrefillContext:
     """The model, its cache, and who computes; drafts are made by its decoder.
 
     `mode` is "materialise" or "share"; `tiers`: where documents lie beside the cache, if anywhere.
-    Whoever computes does so within `computing`.
+    Whoever computes does so within `computing`. `final_packing` packs documents once more, of pages
+    that have bases.
     """
 
     def __init__(self, decoder: Decoder, tiled: bool, mode: str, tiers: Tiers | None) -> None:
@@ -46,6 +48,9 @@ class PrefillContext:
         self.clock = Clock(decoder.spec.device)
         self.computing = OneThread()
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
+        self.final_packing: FinalPacking | None = None
+        if self.packed is not None and self.packed.bases is not None:
+            self.final_packing = FinalPacking(self.packed, self.packed.bases, self.computing)
 
     def warn_of_length(self, tokens: int) -> None:
         """Warns of a prompt and answer longer than the model is made for."""

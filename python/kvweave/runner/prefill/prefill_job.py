@@ -30,6 +30,7 @@ from kvweave.runner.prefill.trace import Trace
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
 from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.final_packing import DocumentCopy
 
 
 class PrefillJob:
@@ -42,7 +43,8 @@ class PrefillJob:
 
     `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
     also what lies behind the windows of its heads; it is computed at once then. `expected`: what
-    its documents are to come from, if that was decided before.
+    its documents are to come from, if that was decided before. `copy` is given the pages that are
+    packed.
 
     # Errors
     `PoolFull` when the prompt does not fit; whatever its policy raises.
@@ -62,6 +64,7 @@ class PrefillJob:
         reserve_tokens: int = 0,
         keep: bool = False,
         expected: Expected | None = None,
+        copy: DocumentCopy | None = None,
     ) -> None:
         self.tokens = len(prompt.tokens)
         self._context = context
@@ -74,6 +77,8 @@ class PrefillJob:
         with context.brought(prompt, policy, lookup, expected) as self._brought:
             start = time.perf_counter()
             self._admit(prompt, positions.regime, reserve_tokens)
+        if self._packed is not None and copy is not None:
+            self._packed.copy = copy.add
         self._timings = Timings(lookup_s=time.perf_counter() - start)
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None

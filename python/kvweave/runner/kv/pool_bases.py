@@ -1,0 +1,130 @@
+"""`PoolBases`: the bases that a pool's blocks are packed in, and how the shared one is found.
+
+There are three kinds. The first basis rotates nothing. The second is that of all text without one
+of its own: given, or made of the first tokens that are packed. The others belong to one document
+each, for as long as a block says that it was packed in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.tables import Int32
+
+UNROTATED = 0
+"""The basis of mean 0 whose directions are the axes."""
+
+SHARED = 1
+"""The basis of text that has none of its own."""
+
+FIRST_OWN = 2
+"""The first of the bases that belong to a document each."""
+
+OWN_SHARE = 8
+"""A document has a basis of its own where this takes at most one of so many of its pages' bytes."""
+
+SHARED_TOKENS = 512
+"""Tokens that the shared basis is made of, at least, where none is given."""
+
+
+def is_rotated(of: ops.PackedFormat) -> bool:
+    """Whether pages of a format are packed in a basis."""
+    return of.kind != "int4"
+
+
+def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
+    """Bytes of a basis of blocks of so many pages; 0 for a format that is packed in none."""
+    return 4 * pages * 2 * (of.channels + 1) * of.head_dim if is_rotated(of) else 0
+
+
+class PoolBases:
+    """The bases of the blocks of one pool, each of so many `pages`.
+
+    `shared`: that of all text that has none of its own, as `Packing.basis`.
+
+    # Errors
+    `InvalidArgument` for a shared basis that is not one of the format and pages, or not finite.
+    """
+
+    def __init__(
+        self,
+        bases: ops.PackedBases,
+        of: ops.PackedFormat,
+        pages: int,
+        shared: torch.Tensor | None,
+    ) -> None:
+        self.bases, self.format, self.pages = bases, of, pages
+        axes = torch.eye(of.head_dim)[: of.channels]
+        bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
+        self.shared = UNROTATED
+        self._moments: ops.Moments | None = None
+        if shared is None:
+            self._moments = ops.Moments(of, pages)
+            return
+        wanted = tuple(bases.data.shape[1:])
+        if tuple(shared.shape) != wanted or not bool(shared.isfinite().all()):
+            raise InvalidArgument(
+                f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "
+                f"got {shared.dtype} {list(shared.shape)}"
+            )
+        self._share(shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.bases.data.nbytes
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of one."""
+        return basis_bytes(self.format, self.pages)
+
+    @property
+    def wants_moments(self) -> bool:
+        """Whether the shared basis is still to be made of what is packed."""
+        return self._moments is not None
+
+    def add(self, cache: torch.Tensor, packs: Int32) -> None:
+        """Takes note of exact pages on the host that are packed, until they are enough."""
+        assert self._moments is not None
+        self._moments.add(cache, packs)
+        if self._moments.tokens >= SHARED_TOKENS:
+            self._share(torch.from_numpy(self._moments.basis()))
+            self._moments = None
+
+    def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
+        """The basis of each block [N]."""
+        found: npt.NDArray[np.int32] = self.bases.of.cpu().numpy()[blocks]
+        return found
+
+    def assign(self, blocks: Int32, number: int) -> None:
+        """Says which basis blocks [N] are packed in."""
+        pages = blocks[:, None].astype(np.int64) + np.arange(self.pages)
+        self.bases.of[torch.from_numpy(pages.reshape(-1))] = number
+
+    def own_bytes(self, blocks: Int32) -> int:
+        """Bytes of the bases of their own that blocks are packed in."""
+        numbers = np.unique(self.numbers(blocks))
+        return int((numbers >= FIRST_OWN).sum()) * self.basis_bytes
+
+    def held(self) -> int:
+        """How many bases belong to a document."""
+        return len(np.setdiff1d(self.bases.of.cpu().numpy(), [UNROTATED, SHARED]))
+
+    def free(self) -> int | None:
+        """A basis that no block is packed in; None where all are taken."""
+        taken = np.unique(self.bases.of.cpu().numpy())
+        left = np.setdiff1d(np.arange(FIRST_OWN, len(self.bases.data)), taken)
+        return int(left[0]) if len(left) else None
+
+    def write(self, number: int, basis: torch.Tensor) -> None:
+        """Makes a free basis this one."""
+        self.bases.data[number] = basis.to(self.bases.data.device)
+
+    def _share(self, basis: torch.Tensor) -> None:
+        self.write(SHARED, basis)
+        self.shared = SHARED
