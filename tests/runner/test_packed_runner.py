@@ -17,7 +17,7 @@ from families import random_tokens, tiny
 from head_maps import classes_of, head_map, runner_of
 from kvweave import InvalidArgument, PoolFull, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
-from kvweave.runner import Canary, Healing, Runner
+from kvweave.runner import Canary, Healing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
 from kvweave.store import Store
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
@@ -341,9 +341,10 @@ def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
     with dense.prefill(tokens, "full") as done:
         payload = dense.export(done)
 
-    def fork() -> None:
-        with runner.prefill(tokens) as done:
-            done.fork()
+    def turn_with_a_document() -> None:
+        with runner.conversation("naive") as conversation:
+            conversation.ask(tokens, max_new_tokens=2)
+            conversation.ask([Segment(tokens=tokens.tolist())])
 
     def export() -> None:
         with runner.prefill(tokens) as done:
@@ -361,8 +362,7 @@ def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
         ],
         "payloads": [export, lambda: runner.resume(payload)],
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
-        "conversation": [lambda: runner.conversation("prefix")],
-        "fork": [fork],
+        "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
     }
 

@@ -12,8 +12,7 @@ NOT_BESIDE_PACKED = {
     "documents": "what a store or the host's memory keeps of documents are exact pages",
     "payloads": "what is handed over has exact pages of all tokens",
     "healing": "tokens that are packed are not written again",
-    "conversation": "a turn forks its request, and packed pages have no fork",
-    "fork": "packed pages have no fork",
+    "later documents": "a turn goes on in a fork, and what is found for it lies packed elsewhere",
     "pin": "it would hold exact pages alone",
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""

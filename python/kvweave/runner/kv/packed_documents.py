@@ -94,6 +94,14 @@ class PackedDocuments(PackedPrefix):
         self._prompt, self.tokens = length, length // PAGE_TOKENS * PAGE_TOKENS
         self._blocks = np.zeros(0, np.int32)
 
+    def fork(self) -> PackedDocuments:
+        """What a fork reads: the same, documents and what lies aside."""
+        fork = super().fork()
+        assert isinstance(fork, PackedDocuments)
+        fork.places, fork.aside = self.places.copy(), self.aside.copy()
+        fork._held = [held.fork() for held in self._held]
+        return fork
+
     @property
     def fresh(self) -> Rows:
         """The positions that no document covers, i32, sorted."""

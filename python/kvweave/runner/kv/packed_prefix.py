@@ -8,6 +8,7 @@ requests that begin alike share them, and nobody writes one a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,15 @@ class PackedPrefix:
         self.request.finish_copies()
         self._blocks = self.request.entries()[: self.tokens // PAGE_TOKENS, 0]
 
+    def fork(self) -> PackedPrefix:
+        """The packed pages of a fork: all are shared, and a page that comes to be full is its own.
+
+        Only whole pages are written, so what copying a page in progress asks for is left undone.
+        """
+        fork = copy(self)
+        fork.copy, fork.request = None, self.request.fork()
+        return fork
+
     @property
     def full_at(self) -> int:
         """Tokens that the request has when its next page is full."""
@@ -89,9 +99,7 @@ class PackedPrefix:
         if done < self.full_at:
             return
         end = done // PAGE_TOKENS * PAGE_TOKENS
-        length = self.request.length
-        if end > length:
-            self.request.append(request.tokens[length:end])
+        self._append(request, end)
         new = np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS)
         blocks = self._own_blocks(new)
         self._convert(True, request, new, blocks)
@@ -108,13 +116,20 @@ class PackedPrefix:
         length = request.length
         self.pack(request, length)
         if rest := length - self.tokens:
-            known = self.request.length
-            if known < length:
-                self.request.append(request.tokens[known:length])
+            self._append(request, length)
             page = np.asarray([self.tokens // PAGE_TOKENS])
             self._convert(True, request, page, self.request.entries()[-1:, 0], rest)
         self.request.commit(length, length)
         self.request.freeze(name, 0, length)
+
+    def _append(self, request: KvRequest, end: int) -> None:
+        """Makes room for the tokens before an end, in blocks that nobody else writes."""
+        known = self.request.length
+        if end > known:
+            self.request.append(request.tokens[known:end])
+            # A page is written whole: what a shared block in progress had is not copied first.
+            self.request.take_copies()
+            self.request.finish_copies()
 
     def unpack_newest(self, request: KvRequest) -> None:
         """Fills the newest exact pages of a request whose rows go on behind what is packed."""

@@ -13,6 +13,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.model.memory import resident_bytes, working_bytes
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.prefill.draft import Drafter
@@ -189,10 +190,14 @@ class PrefillContext:
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def report(
-        self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings, view: PromptView
+        self, kv: RequestKv, policy: Policy, trace: Trace, timings: Timings, view: PromptView
     ) -> Report:
         """What was done for a prompt as the policy saw it."""
+        request = kv.request
         own, shared = request.kv_bytes()
+        if kv.packed is not None:
+            packed = kv.packed.kv_bytes()
+            own, shared = own + packed[0], shared + packed[1]
         return Report(
             policy=policy.name,
             plan=request.plan,

@@ -221,18 +221,14 @@ class PrefillJob:
             self._whole = self._run.logits(), self._run.trace
         assert self._whole is not None
         logits, trace = self._whole
-        context, request, length = self._context, self.request, self.tokens
+        context, length = self._context, self.tokens
         self._take_times(trace)
         exact = min(self._exact, trace.exact)
         if self._lookup.at_once:
             self._kv.commit(length, exact)
         if not self._keep:
             self._kv.advance(length, length)
-        report = context.report(request, self._policy, trace, self._timings, self._view)
-        if self._packed is not None:
-            own, shared = self._packed.kv_bytes()
-            report.kv_bytes += own
-            report.shared_kv_bytes += shared
+        report = context.report(self._kv, self._policy, trace, self._timings, self._view)
         if self._documents is not None:
             report.plan = self._documents.request.plan
         report.mode, report.mode_reason = self._mode
