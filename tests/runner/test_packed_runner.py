@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from kvweave import InvalidArgument, PoolFull, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.runner import Canary, Healing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
-from kvweave.store import Store
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from policy_profiles import profile
 from ranked_pages import logits_of_steps
@@ -332,7 +330,7 @@ def test_who_outgrows_the_packed_pool_gives_way_and_goes_on(model: Any) -> None:
     assert nothing_is_held(runner)
 
 
-def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
+def refusals(runner: Runner, model: Any) -> dict[str, Any]:
     """Of everything that does not go with packed pages: what asks for it."""
     tokens = random_tokens(100, 1)
     dense = runner_of(model)
@@ -354,12 +352,6 @@ def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
         "heads": [lambda: packed_runner(model, heads=heads)],
         "profile": [lambda: packed_runner(model, profile=stated)],
         "canary": [lambda: packed_runner(model, canary=Canary(share=1.0, bound=1.0))],
-        "documents": [
-            lambda: packed_runner(model, store=store),
-            lambda: packed_runner(model, document_bytes=1 << 20),
-            lambda: runner.insert(tokens, "a", store=store),
-            lambda: runner.restore(store),
-        ],
         "payloads": [export, lambda: runner.resume(payload)],
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "later documents": [turn_with_a_document],
@@ -367,9 +359,9 @@ def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
     }
 
 
-def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Path) -> None:
+def test_what_does_not_go_with_it_is_refused_by_name(model: Any) -> None:
     runner = packed_runner(model)
-    asked = refusals(runner, model, Store(tmp_path))
+    asked = refusals(runner, model)
     assert asked.keys() == NOT_BESIDE_PACKED.keys()
     for what, calls in asked.items():
         for call in calls:

@@ -52,7 +52,7 @@ from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPro
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.retention import Retention
 from kvweave.runner.serve.server import Server
-from kvweave.runner.tiers.make import make_tiers
+from kvweave.runner.tiers.make import form_of, make_tiers
 from kvweave.store import Store
 
 
@@ -159,7 +159,7 @@ class Runner(KnowledgeBase, Retention):
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
         self._calls = Calls(self._answering)
-        self._knowledge = Knowledge(self._prefiller, heads)
+        self._knowledge = Knowledge(self._prefiller, form_of(self._decoder, heads))
 
     @classmethod
     def from_pretrained(

@@ -9,7 +9,6 @@ NOT_BESIDE_PACKED = {
     "heads": "a head map gives its classes blocks of their own, and none is packed",
     "profile": "what a profile states was measured over exact pages",
     "canary": "full answers are computed over packed pages as well, so it has no yardstick",
-    "documents": "what a store or the host's memory keeps of documents are exact pages",
     "payloads": "what is handed over has exact pages of all tokens",
     "healing": "tokens that are packed are not written again",
     "later documents": "a turn goes on in a fork, and what is found for it lies packed elsewhere",

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvweave import ops
@@ -61,7 +60,6 @@ class PackedPool:
 
     A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `exact`: the pages
     [pages, 2, P, D] that they are packed from. `bases`: in which, of a format that has any.
-    `written` i64 [packed pages]: at the first page of a block, how often it has been packed.
     """
 
     spec: ModelSpec
@@ -70,7 +68,6 @@ class PackedPool:
     pages: ops.PackedPages
     exact: torch.Tensor
     bases: PoolBases | None
-    written: npt.NDArray[np.int64]
 
     @property
     def block_pages(self) -> int:
@@ -104,12 +101,11 @@ class PackedPool:
 
     def pack(self, packs: Int32) -> None:
         """Packs exact pages, rows as `ops.pack_pages` takes them, in the shared basis."""
-        blocks, bases = packs[:, 0], self.bases
+        bases = self.bases
         if bases is not None:
             if bases.wants_moments:
                 bases.add(*on_host(self.exact, packs, self.block_pages))
-            bases.assign(blocks, bases.shared)
-        self.written[blocks] += 1
+            bases.assign(packs[:, 0], bases.shared)
         (table,) = send(self.spec.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
 
@@ -342,5 +338,4 @@ def make_packed_pool(
     bases = None
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    written = np.zeros(count, np.int64)
-    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, written)
+    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases)

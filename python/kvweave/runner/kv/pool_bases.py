@@ -7,12 +7,15 @@ each, for as long as a block says that it was packed in it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from hashlib import sha256
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvweave import ops
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.kv.tables import Int32
 
 UNROTATED = 0
@@ -41,6 +44,18 @@ def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
     return 4 * pages * 2 * (of.channels + 1) * of.head_dim if is_rotated(of) else 0
 
 
+@dataclass(frozen=True)
+class BlockBases:
+    """The bases that blocks [N] are packed in, away from any pool.
+
+    `which` i32 [N]: of each block the number of its basis, from 1 on, and 0 where nothing is
+    rotated. `bases` f32 [k, pages, 2, C + 1, D] lie on the host.
+    """
+
+    which: npt.NDArray[np.int32]
+    bases: tuple[torch.Tensor, ...]
+
+
 class PoolBases:
     """The bases of the blocks of one pool, each of so many `pages`.
 
@@ -61,6 +76,8 @@ class PoolBases:
         axes = torch.eye(of.head_dim)[: of.channels]
         bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
         self.shared = UNROTATED
+        # Of bases by their numbers what they are on the host, and by what these are known again.
+        self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._moments: ops.Moments | None = None
         if shared is None:
             self._moments = ops.Moments(of, pages)
@@ -124,7 +141,53 @@ class PoolBases:
     def write(self, number: int, basis: torch.Tensor) -> None:
         """Makes a free basis this one."""
         self.bases.data[number] = basis.to(self.bases.data.device)
+        self._known.pop(number, None)
+
+    def on_host(self, number: int) -> torch.Tensor:
+        """A basis on the host, the same tensor for as long as it stays."""
+        return self._known_as(number)[1]
+
+    def _known_as(self, number: int) -> tuple[bytes, torch.Tensor]:
+        if number not in self._known:
+            basis = self.bases.data[number].cpu().clone()
+            self._known[number] = _digest(basis), basis
+        return self._known[number]
+
+    def of_blocks(self, blocks: Int32) -> BlockBases:
+        """What blocks [N] are packed in."""
+        numbers = self.numbers(blocks)
+        used = [n for n in np.unique(numbers).tolist() if n != UNROTATED]
+        which = np.zeros(len(blocks), np.int32)
+        which[numbers != UNROTATED] = 1 + np.searchsorted(used, numbers[numbers != UNROTATED])
+        return BlockBases(which, tuple(self.on_host(n) for n in used))
+
+    def put(self, blocks: Int32, given: BlockBases) -> None:
+        """Says that blocks [N] are packed in some bases, which are found here or written.
+
+        # Errors
+        `PoolFull` where there is no room for one of them.
+        """
+        self.assign(blocks, UNROTATED)
+        for index, basis in enumerate(given.bases, 1):
+            number = self._find(basis)
+            if number is None:
+                number = self.free()
+                if number is None:
+                    most = len(self.bases.data) - FIRST_OWN
+                    raise PoolFull(f"bases: expected room for one more, got {most} that are used")
+                self.write(number, basis)
+            self.assign(blocks[given.which == index], number)
+
+    def _find(self, basis: torch.Tensor) -> int | None:
+        """A basis of the pool that is the same, number for number; None where there is none."""
+        digest = _digest(basis)
+        there = [self.shared, *np.unique(self.bases.of.cpu().numpy()).tolist()]
+        return next((n for n in there if n and self._known_as(n)[0] == digest), None)
 
     def _share(self, basis: torch.Tensor) -> None:
         self.write(SHARED, basis)
         self.shared = SHARED
+
+
+def _digest(basis: torch.Tensor) -> bytes:
+    return sha256(basis.contiguous().numpy().tobytes()).digest()

@@ -83,18 +83,19 @@ class PrefillContext:
         lookup: Lookup,
         regime: int,
         reserve_tokens: int,
-    ) -> PackedPrefix | None:
-        """What a prompt that is to be admitted has packed; None where there are no packed pages.
+        reuses: bool,
+    ) -> PackedPrefix:
+        """What a prompt that is to be admitted has packed, where there are packed pages.
 
         These are documents, where its policy reuses segments and any are found; else a prefix.
+        `reuses` False takes no documents.
 
         # Errors
         `PoolFull` when it does not fit.
         """
-        if self.packed is None:
-            return None
+        assert self.packed is not None
         segments = policy.reuse == "segments"
-        if segments and (prompt.segments or lookup.discover):
+        if segments and reuses and (prompt.segments or lookup.discover):
             documents = PackedDocuments(
                 self.packed,
                 self.cache,

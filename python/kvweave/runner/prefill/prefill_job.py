@@ -101,7 +101,12 @@ class PrefillJob:
         context, policy, lookup = self._context, self._policy, self._lookup
         # What was to be kept for a time is kept no longer.
         context.cache.set_time(milliseconds())
-        self._packed = context.packed_tokens(prompt, policy, lookup, regime, reserve_tokens)
+        self._packed = None
+        if context.packed is not None:
+            known = prompt, policy, lookup, regime, reserve_tokens
+            self._packed = self._brought.admit(
+                lambda reuses: context.packed_tokens(*known, reuses=reuses)
+            )
         documents = self._packed if isinstance(self._packed, PackedDocuments) else None
         self._documents = documents
         # Without documents there is nothing to choose from beside packed pages.
@@ -129,12 +134,15 @@ class PrefillJob:
             )
 
         try:
-            self.request = self._brought.admit(admitted)
+            # Documents that were brought are those of packed pages, where there are any.
+            exact = self._packed is None
+            self.request = self._brought.admit(admitted) if exact else admitted(True)
         except BaseException:
             if self._packed is not None:
                 self._packed.release()
             raise
-        self._sources = self._brought.sources(self.request)
+        found = self.request if self._packed is None else self._packed.request
+        self._sources = self._brought.sources(found.plan)
 
     def _take(self, positions: PositionTable) -> None:
         """Brings what the prompt finds to where its rows read it, and says what there is."""

@@ -9,12 +9,13 @@ double buffer this is). Whatever fails, the first packing stays.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from kvweave import ops
+from kvweave.cache import KvRequest
 from kvweave.ops.top_r_choice import lost_of
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, on_host
@@ -41,7 +42,6 @@ class FinalPacking:
     def __init__(self, pool: PackedPool, bases: PoolBases, computing: OneThread) -> None:
         self.pool, self.bases, self.computing = pool, bases, computing
         self.worker = Worker("kvweave packing")
-        self._shared: dict[int, torch.Tensor] = {}
         # What follows is read and written by whoever has the worker's `changed`.
         self._copied = 0
         self._ended = {"final": 0, "kept": 0, "failed": 0}
@@ -75,12 +75,6 @@ class FinalPacking:
             self._copied -= size
             self._ended[how] += 1
 
-    def host_basis(self, number: int) -> torch.Tensor:
-        """One of the bases that no document owns, on the host."""
-        if number not in self._shared:
-            self._shared[number] = self.bases.bases.data[number].cpu()
-        return self._shared[number]
-
     def stats(self) -> dict[str, int]:
         """How documents ended that were copied, and bytes of the copies that there are."""
         with self.worker.changed:
@@ -109,31 +103,38 @@ class DocumentCopy:
         # Σ |x − x̂|² and Σ |x|² of keys and values by page, as they are packed first.
         self.lost, self.whole = torch.zeros(2, pages, 2, dtype=torch.float64)
         self.failed: BaseException | None = None
-        self._frozen = False
         report.waiting = size > 0
+        # Once it is frozen: its blocks, and who is told when they stay as they are.
+        self._held: KvRequest | None = None
+        self._then: Callable[[KvRequest], None] = lambda _: None
 
     def add(self, exact: torch.Tensor, packs: Int32) -> None:
         """Copies exact pages that have been packed."""
         if self.size:
             part = on_host(exact, packs, self.of.pool.block_pages)
             self.parts.append(part)
-            first = self.of.host_basis(self.of.bases.shared)
+            first = self.of.bases.on_host(self.of.bases.shared)
             self.of.worker.submit(_Measure(self, part, first))
 
-    def finish(self, packed: PackedPrefix) -> None:
-        """Has it packed finally, now that it is frozen."""
-        if self.size:
-            self._frozen = True
-            blocks = packed.request.entries()[:, 0].copy()
-            self.of.worker.submit(_Repack(self, blocks, self.of.pool.written[blocks].copy()))
+    def finish(self, packed: PackedPrefix, then: Callable[[KvRequest], None]) -> None:
+        """Has it packed finally, now that it is frozen, and then told of to `then`.
+
+        Where it is not to be packed once more that is at once. Its blocks are held until then.
+        """
+        if not self.size:
+            then(packed.request)
+            return
+        self._held, self._then = packed.request.fork(), then
+        shared = self.of.bases.on_host(self.of.bases.shared)
+        self.of.worker.submit(_Repack(self, shared))
 
     def drop(self) -> None:
         """Forgets it where it has not been frozen."""
-        if self.size and not self._frozen:
+        if self.size and self._held is None:
             self._end("failed")
 
     def end(self, why: str, how: str = "kept") -> None:
-        """The first packing stays, and why."""
+        """The first packing stays, and why; done while nobody computes."""
         self.report.why = why
         self._end(how)
 
@@ -141,27 +142,29 @@ class DocumentCopy:
         self.parts = []
         self.report.waiting = False
         self.of.ended(self.size, how)
-        self.size = 0
+        self.size, held = 0, self._held
+        if held is not None:
+            with held:
+                self._then(held)
 
-    def switch(self, blocks: Int32, written: Int32, made: Made) -> None:
+    def switch(self, made: Made) -> None:
         """Puts the final packing in the place of the first; done while nobody computes."""
         pool, bases = self.of.pool, self.of.bases
         number = bases.free()
-        if not np.array_equal(pool.written[blocks], written):
-            self.end("its pages were given to others before it was packed finally")
-        elif number is None:
+        if number is None:
             self.end("no room for one more basis")
-        else:
-            bases.write(number, made.basis)
-            index = blocks[:, None].astype(np.int64) + np.arange(pool.block_pages)
-            at = torch.from_numpy(index.reshape(-1)).to(pool.pages.data.device)
-            pool.pages.data[at] = made.data.to(pool.pages.data.device)
-            bases.assign(blocks, number)
-            pool.written[blocks] += 1
-            report = self.report
-            report.basis, report.basis_bytes = "own", bases.basis_bytes
-            report.lost, report.chosen = made.lost, made.chosen
-            self._end("final")
+            return
+        assert self._held is not None
+        blocks = self._held.entries()[:, 0]
+        bases.write(number, made.basis)
+        index = blocks[:, None].astype(np.int64) + np.arange(pool.block_pages)
+        at = torch.from_numpy(index.reshape(-1)).to(pool.pages.data.device)
+        pool.pages.data[at] = made.data.to(pool.pages.data.device)
+        bases.assign(blocks, number)
+        report = self.report
+        report.basis, report.basis_bytes = "own", bases.basis_bytes
+        report.lost, report.chosen = made.lost, made.chosen
+        self._end("final")
 
 
 class Made:
@@ -170,13 +173,13 @@ class Made:
     `chosen`: of each layer, KV head and side the basis that loses least, counted by name.
     """
 
-    def __init__(self, copy: DocumentCopy) -> None:
+    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
         of = copy.of
         self._form, self._pages = of.pool.pages.format, of.pool.block_pages
         candidates = {
             "own": torch.from_numpy(copy.moments.basis()),
             "own, not centred": torch.from_numpy(copy.moments.basis(centred=False)),
-            "shared": of.host_basis(of.bases.shared),
+            "shared": shared,
         }
         every = -(-copy.report.tokens // SAMPLED_TOKENS)
         sampled = [(cache, packs[::every]) for cache, packs in copy.parts]
@@ -226,27 +229,31 @@ class _Measure(Job):
 
 
 class _Repack(Job):
-    """Packs a whole text anew, and leaves the switch to whoever computes."""
+    """Packs a whole text anew, and leaves the switch to whoever computes.
 
-    def __init__(self, copy: DocumentCopy, blocks: Int32, written: Int32) -> None:
-        self._copy, self._blocks, self._written = copy, blocks, written
+    `shared`: the basis on the host that it may have with other text.
+    """
+
+    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
+        self._copy, self._shared = copy, shared
         self._made: Made | None = None
 
     def run(self) -> None:
         if self._copy.failed is not None:
             raise self._copy.failed
-        self._made = Made(self._copy)
+        self._made = Made(self._copy, self._shared)
 
     def end(self, error: BaseException | None) -> None:
-        copy = self._copy
-        if error is not None:
+        self._copy.of.computing.soon(lambda: self._ended(error))
+
+    def _ended(self, error: BaseException | None) -> None:
+        copy, made = self._copy, self._made
+        if error is not None or made is None:
             copy.end(f"failed: {error}", "failed")
-            return
-        made = cast(Made, self._made)
-        if not sum(count for name, count in made.chosen.items() if name != "shared"):
+        elif {name for name, count in made.chosen.items() if count} == {"shared"}:
             copy.end("no basis of its own loses less than the shared one")
-            return
-        copy.of.computing.soon(lambda: copy.switch(self._blocks, self._written, made))
+        else:
+            copy.switch(made)
 
 
 def _packed(
