@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from families import random_tokens
 from kvweave.runner import Runner, Segment
-from packed_decoding import INT4, RECENT, SINK, PackedDecoding
+from packed_decoding import INT4, RECENT, SINK, PackedDecoding, unseen
 from packed_texts import rounded
 from page_meaning import PAGE, Layer, Meaning
 
@@ -50,7 +50,9 @@ class DocumentDecoding:
         block: int = 16,
         meaning: Meaning | None = INT4,
         of_documents: Meaning | None = None,
+        sights: Any = None,
     ) -> None:
+        self.sights = sights
         self.model, self.chunk, self.block, self.meaning = model, chunk, block, meaning
         self.of_documents = of_documents or meaning
         self.layers: list[Layer] = []
@@ -85,7 +87,7 @@ class DocumentDecoding:
         return self._feed(np.asarray([token]), np.asarray([at]))
 
     def _place(self, tokens: Any, at: int) -> None:
-        alone = PackedDecoding(self.model, self.block, self.meaning)
+        alone = PackedDecoding(self.model, self.block, self.meaning, self.sights)
         alone.prefill(tokens, self.chunk)
         frequencies = self.model.model.rotary_emb.inv_freq.double()
         angle = torch.cat((frequencies, frequencies)) * at
@@ -137,7 +139,8 @@ class DocumentDecoding:
         group = query.shape[1] // keys.shape[0]
         keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
         logits = query[0].double() @ keys.transpose(1, 2) * named["scaling"]
-        hidden = torch.arange(keys.shape[1])[None] > rows[:, None]
+        at, number = torch.arange(keys.shape[1])[None], module.layer_idx
+        hidden = unseen(rows[:, None], at, self.sights, number, group)
         out = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
         return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
 

@@ -24,10 +24,17 @@ class PackedDecoding:
     prompt reads those so that lie before the exact page, of `block` tokens, which holds the first
     token within the window of its first row; its own tokens are exact. `packed_at_least`: the first
     so many are read so in any case, as they were found packed. Without `scales` all is exact.
+    `sights` [L, G, 2]: window and sink of each KV head, 0 of those that see all.
     """
 
-    def __init__(self, model: Any, block: int = 16, meaning: Meaning | None = INT4) -> None:
-        self.model, self.block, self.meaning = model, block, meaning
+    def __init__(
+        self,
+        model: Any,
+        block: int = 16,
+        meaning: Meaning | None = INT4,
+        sights: Any = None,
+    ) -> None:
+        self.model, self.block, self.meaning, self.sights = model, block, meaning, sights
         self.cache: Any = None
         self.length = 0
         self.packed_at_least = 0
@@ -75,10 +82,22 @@ class PackedDecoding:
             keys[0, :, packed], values[0, :, packed] = (x[:, packed] for x in meant)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
-        logits = (query.double() @ keys.transpose(2, 3) * named["scaling"]).masked_fill(
-            (at > row).to(query.device), -torch.inf
-        )
+        hidden = unseen(row, at, self.sights, module.layer_idx, group).to(query.device)
+        logits = query.double() @ keys.transpose(2, 3) * named["scaling"]
+        logits = logits.masked_fill(hidden, -torch.inf)
         return (logits.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def unseen(row: torch.Tensor, at: torch.Tensor, sights: Any, layer: int, group: int) -> Any:
+    """Which tokens [T] rows [R, 1] do not see, bool [R, T], or [H, R, T] by heads with windows."""
+    hidden = at > row
+    if sights is None:
+        return hidden
+    of = []
+    for window, sink in np.repeat(sights[layer], group, 0).tolist():
+        behind = (at <= row - window) & (at >= sink) if window else torch.zeros_like(hidden)
+        of.append(hidden | behind)
+    return torch.stack(of)
 
 
 def packed_runner(model: Any, **settings: Any) -> Runner:

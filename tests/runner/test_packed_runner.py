@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from decode_batches import decoding
 from families import random_tokens, tiny
-from head_maps import classes_of, head_map, runner_of
+from head_maps import runner_of
 from kvweave import InvalidArgument, PoolFull, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.runner import Canary, Healing, Runner, Segment
@@ -334,7 +334,6 @@ def refusals(runner: Runner, model: Any) -> dict[str, Any]:
     """Of everything that does not go with packed pages: what asks for it."""
     tokens = random_tokens(100, 1)
     dense = runner_of(model)
-    heads = head_map(runner.spec, classes_of(model))
     stated = profile(fingerprint=runner.spec.fingerprint)
     with dense.prefill(tokens, "full") as done:
         payload = dense.export(done)
@@ -349,7 +348,6 @@ def refusals(runner: Runner, model: Any) -> dict[str, Any]:
             runner.export(done)
 
     return {
-        "heads": [lambda: packed_runner(model, heads=heads)],
         "profile": [lambda: packed_runner(model, profile=stated)],
         "canary": [lambda: packed_runner(model, canary=Canary(share=1.0, bound=1.0))],
         "payloads": [export, lambda: runner.resume(payload)],

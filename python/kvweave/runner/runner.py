@@ -122,7 +122,7 @@ class Runner(KnowledgeBase, Retention):
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
         check_host(host_bytes, host_copies, kv_dtype, mode)
-        packing = check_kv_dtype(kv_dtype, heads=heads, profile=profile, canary=canary)
+        packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
         asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)

@@ -6,7 +6,6 @@ from kvweave.runner.kv.beside import refuse
 from kvweave.runner.kv.packing import Packing
 
 NOT_BESIDE_PACKED = {
-    "heads": "a head map gives its classes blocks of their own, and none is packed",
     "profile": "what a profile states was measured over exact pages",
     "canary": "full answers are computed over packed pages as well, so it has no yardstick",
     "payloads": "what is handed over has exact pages of all tokens",

@@ -227,10 +227,13 @@ class PackedDocuments(PackedPrefix):
         """As for a prefix, of rows that follow a prompt: what lies aside is read as well."""
         aside = before(self.exact_entries(SINK_TOKENS), gap_end)
         if len(aside):
-            (entries,) = send(self.pool.spec.device, aside)
-            heads = self.pool.spec.kv_heads
-            kv = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
-            exact = merged_states(exact, ops.attend_prefill(*rows, entries, kv))
+            packed, heads = self.pool.heads, self.pool.spec.kv_heads
+            ends = packed.offsets(np.asarray([0, len(aside)], np.int32))
+            entries, offsets = send(self.pool.spec.device, aside, ends)
+            kept, reach = self.pool.exact, packed.others(layer)
+            kv = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
+            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            exact = merged_states(exact, states)
         return super().merged(layer, of, rope, rows, gap_end, exact)
 
     def merged_packed(
@@ -241,8 +244,12 @@ class PackedDocuments(PackedPrefix):
         rows: tuple[torch.Tensor, Table],
         exact: States,
     ) -> States:
-        """The same of a prompt's own rows, where `exact` has all that lies aside."""
-        return super().merged(layer, of, rope, rows, self._prompt, exact)
+        """The same of a prompt's own rows, where `exact` has all that lies aside.
+
+        Heads with windows see what lies in these by its position, packed or not.
+        """
+        reach = self.pool.heads.windows(layer)
+        return self.read_packed(layer, of, rope, rows, self._prompt, exact, (reach, 1))
 
     def whole_layer(
         self, layer: int, request: KvRequest, pages: torch.Tensor

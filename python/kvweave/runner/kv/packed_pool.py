@@ -22,6 +22,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
+from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import FIRST_OWN, OWN_SHARE, PoolBases, basis_bytes
 from kvweave.runner.kv.tables import Int32, send
@@ -60,6 +61,7 @@ class PackedPool:
 
     A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `exact`: the pages
     [pages, 2, P, D] that they are packed from. `bases`: in which, of a format that has any.
+    `heads`: which read what of them.
     """
 
     spec: ModelSpec
@@ -68,6 +70,7 @@ class PackedPool:
     pages: ops.PackedPages
     exact: torch.Tensor
     bases: PoolBases | None
+    heads: PackedHeads
 
     @property
     def block_pages(self) -> int:
@@ -157,8 +160,8 @@ class PackedPool:
 
     def read(self, layer: int, of: LayerSpec, rope: ops.RopeTable) -> ops.PackedKv:
         """One layer's packed KV as rows read it."""
-        heads = self.spec.kv_heads
-        return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap)
+        heads, reach = self.spec.kv_heads, self.heads.others(layer)
+        return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap, reach)
 
 
 def on_host(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor, Int32]:
@@ -295,15 +298,17 @@ def make_packed_pool(
     make_exact: Callable[[int, HeadClassMap], ExactPool],
     chunk_tokens: int | None,
     rooms: tuple[int | None, int],
+    heads: HeadClassMap | None,
     **settings: Any,
 ) -> tuple[ExactPool, PackedPool]:
     """The exact pool, made of so many blocks and a head map, and the packed one beside it.
 
-    `rooms`: bytes of both together, or None, and tokens otherwise. `settings` are `KvCache`'s own.
+    `rooms`: bytes of both together, or None, and tokens otherwise. `heads`: what heads read, if
+    not all. `settings` are `KvCache`'s own.
 
     # Errors
-    As `format_of`, `PoolSizes` and `PoolBases`; `InvalidArgument` for a basis beside a format that
-    has none; `OutOfMemory` for what the device cannot hold.
+    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `InvalidArgument` for a basis beside
+    a format that has none; `OutOfMemory` for what the device cannot hold.
     """
     of, (arena_bytes, tokens) = format_of(spec, page_tokens, packing), rooms
     geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
@@ -319,6 +324,7 @@ def make_packed_pool(
         one,
         chunk_tokens or CHUNK_TOKENS,
     )
+    reads = PackedHeads(sizes.exact, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
@@ -338,4 +344,4 @@ def make_packed_pool(
     bases = None
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases)
+    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, reads)

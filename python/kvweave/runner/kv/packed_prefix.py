@@ -234,14 +234,33 @@ class PackedPrefix:
         `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`,
         where packed tokens end. Those of this layer are unpacked into scratch, `SCRATCH_TOKENS` at
         once: each chunk of a prompt reads all before it so, and unpacking costs what a copy does.
+        Heads with windows have all that they see in exact pages.
         """
-        q, positions = rows
+        heads = self.pool.heads
+        read = heads.others(layer), heads.tables
+        return self.read_packed(layer, of, rope, rows, gap_end, exact, read)
+
+    def read_packed(
+        self,
+        layer: int,
+        of: LayerSpec,
+        rope: ops.RopeTable,
+        rows: tuple[torch.Tensor, Table],
+        gap_end: int,
+        exact: States,
+        read: tuple[ops.Reach | None, int],
+    ) -> States:
+        """As `merged`, where heads `read` by a reach, over so many tables of a request."""
+        reach, tables = read
         for part in _in_parts(before(self.entries(), gap_end)):
             pages, listed = unpacked(self.pool, layer, part)
-            (entries,) = send(pages.device, listed)
+            ends = np.full(tables + 1, len(listed), np.int32)
+            ends[0] = 0
+            entries, offsets = send(pages.device, listed, ends)
             heads = self.pool.spec.kv_heads
-            kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap)
-            exact = merged_states(exact, ops.attend_prefill(q, positions, entries, kv))
+            kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap, reach)
+            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            exact = merged_states(exact, states)
         return exact
 
 

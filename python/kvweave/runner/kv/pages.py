@@ -110,6 +110,6 @@ def make_pools(
 
     rooms = arena_bytes, tokens
     made, packed = make_packed_pool(
-        spec, page_tokens, packing, exact, chunk_tokens, rooms, **settings
+        spec, page_tokens, packing, exact, chunk_tokens, rooms, heads, **settings
     )
     return *made, packed

@@ -31,7 +31,7 @@ def digest_of(heads: HeadClassMap | None) -> str:
 def form_of(decoder: Decoder, heads: HeadClassMap | None) -> DocumentForm:
     """How the documents of a decoder lie in its pages: packed where any are."""
     if decoder.heads.packed is not None:
-        return PackedForm(decoder.heads.packed)
+        return PackedForm(decoder.heads.packed, digest_of(heads))
     return ExactForm(decoder.heads.cache, decoder.pages, digest_of(heads))
 
 

@@ -54,9 +54,10 @@ class PackedDocument:
 
 
 class PackedForm:
-    """Documents in the pages of one pool: see `DocumentForm`."""
+    """Documents in the pages of one pool: see `DocumentForm`; `heads` as `ExactForm`."""
 
-    def __init__(self, pool: PackedPool) -> None:
+    def __init__(self, pool: PackedPool, heads: str) -> None:
+        self._heads = heads
         self.pool, self.cache, self.arena = pool, pool.cache, pool.pages.data
 
     @property
@@ -84,7 +85,7 @@ class PackedForm:
             head_dim=shape.head_dim,
             namespace=namespace,
             regime=regime,
-            heads="",
+            heads=self._heads,
         )
 
     def export(self, request: KvRequest, rope: RopeTable | None = None) -> PackedDocument:
