@@ -2,10 +2,10 @@
 
 Tasks of the eval lab, each sample measured against full prefill of the same prompt by runners that
 keep documents in exact pages, and in packed ones of each format. Formats in a basis have the shared
-one of their runner, made of `--calibrated` tokens of speeches, which stretches of speeches in needles
-may overlap, and no other task. KL is nats a token of full's own answer (of a text, of what follows),
-in float32; intervals are over samples (`lab.eval`'s bootstrap, each task weighing alike), those of
-differences over pairs. What is in FILE is not measured again.
+one of their runner, made of `--calibrated` tokens of speeches; needles lie in speeches too. KL is
+nats a token of full's own answer (of a text, of what follows), in float32; intervals are over
+samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs. What is
+in FILE is not measured again.
 """
 
 from __future__ import annotations
