@@ -114,9 +114,10 @@ class KnowledgeBase:
         What the store raised for the first since the last call that it does not keep: `StoreFull`,
         `QuotaExceeded`, `StoreUnavailable`. The document is frozen here all the same.
         """
+        # What is packed finally is kept then.
+        self._knowledge.flush()
         if self.tiers is not None:
             self.tiers.flush()
-        self._knowledge.flush()
 
     def packing_stats(self) -> dict[str, int]:
         """What became of documents that were to be packed in a basis of their own.
@@ -133,9 +134,9 @@ class KnowledgeBase:
         for a basis of their own stay as they are packed. Without this the same happens when the
         process ends. Safe to call twice; a runner with neither has no threads.
         """
+        self._knowledge.close()
         if self.tiers is not None:
             self.tiers.close()
-        self._knowledge.close()
 
     def segments(self, namespace: str | None = None) -> list[FrozenSegment]:
         """The frozen segments of a namespace, or all of them."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave import ops
-from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.runner.kv.tables import Int32
 
 UNROTATED = 0
@@ -34,9 +34,19 @@ SHARED_TOKENS = 512
 """Tokens that the shared basis is made of, at least, where none is given."""
 
 
+_ROTATED = {"int4": False, "int8": False, "top-r": True}
+"""Kinds of formats that a pool has, and whether their pages are packed in a basis."""
+
+
 def is_rotated(of: ops.PackedFormat) -> bool:
-    """Whether pages of a format are packed in a basis."""
-    return of.kind != "int4"
+    """Whether pages of a format are packed in a basis.
+
+    # Errors
+    `Unsupported` for a kind whose bases say more than a mean and directions.
+    """
+    if of.kind not in _ROTATED:
+        raise Unsupported(f"kv_dtype: expected pages of {', '.join(_ROTATED)}, got {of.kind}")
+    return _ROTATED[of.kind]
 
 
 def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
@@ -73,6 +83,8 @@ class PoolBases:
         shared: torch.Tensor | None,
     ) -> None:
         self.bases, self.format, self.pages = bases, of, pages
+        # What `bases.of` says, wherever that lies.
+        self._of = np.zeros(len(bases.of), np.int32)
         axes = torch.eye(of.head_dim)[: of.channels]
         bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
         self.shared = UNROTATED
@@ -115,13 +127,14 @@ class PoolBases:
 
     def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
         """The basis of each block [N]."""
-        found: npt.NDArray[np.int32] = self.bases.of.cpu().numpy()[blocks]
+        found: npt.NDArray[np.int32] = self._of[blocks]
         return found
 
     def assign(self, blocks: Int32, number: int) -> None:
         """Says which basis blocks [N] are packed in."""
-        pages = blocks[:, None].astype(np.int64) + np.arange(self.pages)
-        self.bases.of[torch.from_numpy(pages.reshape(-1))] = number
+        pages = (blocks[:, None].astype(np.int64) + np.arange(self.pages)).reshape(-1)
+        self._of[pages] = number
+        self.bases.of[torch.from_numpy(pages)] = number
 
     def own_bytes(self, blocks: Int32) -> int:
         """Bytes of the bases of their own that blocks are packed in."""
@@ -130,11 +143,11 @@ class PoolBases:
 
     def held(self) -> int:
         """How many bases belong to a document."""
-        return len(np.setdiff1d(self.bases.of.cpu().numpy(), [UNROTATED, SHARED]))
+        return len(np.setdiff1d(self._of, [UNROTATED, SHARED]))
 
     def free(self) -> int | None:
         """A basis that no block is packed in; None where all are taken."""
-        taken = np.unique(self.bases.of.cpu().numpy())
+        taken = np.unique(self._of)
         left = np.setdiff1d(np.arange(FIRST_OWN, len(self.bases.data)), taken)
         return int(left[0]) if len(left) else None
 
@@ -181,7 +194,7 @@ class PoolBases:
     def _find(self, basis: torch.Tensor) -> int | None:
         """A basis of the pool that is the same, number for number; None where there is none."""
         digest = _digest(basis)
-        there = [self.shared, *np.unique(self.bases.of.cpu().numpy()).tolist()]
+        there = [self.shared, *np.unique(self._of).tolist()]
         return next((n for n in there if n and self._known_as(n)[0] == digest), None)
 
     def _share(self, basis: torch.Tensor) -> None:
