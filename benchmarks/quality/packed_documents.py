@@ -1,10 +1,11 @@
 """What packing documents costs: `python -m benchmarks.quality.packed_documents MODEL --out FILE`.
 
-Tasks of the eval lab, each sample measured against full prefill of the same prompt by two runners:
-one that keeps documents in exact pages, and one with `kv_dtype="int4"`. KL is nats a token of
-full's own answer (of a text, of what follows), in float32; intervals are over samples (`lab.eval`'s
-bootstrap, each task weighing alike), those of differences over pairs. What is in FILE is not
-measured again.
+Tasks of the eval lab, each sample measured against full prefill of the same prompt by runners that
+keep documents in exact pages, and in packed ones of each format. Formats in a basis have the shared
+one of their runner, made of `--calibrated` tokens of speeches; needles lie in speeches too. KL is
+nats a token of full's own answer (of a text, of what follows), in float32; intervals are over
+samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs. What is
+in FILE is not measured again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import torch
 
 from benchmarks.report.record import machine
 from kvweave import models
+from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.eval.encoded import inserted
 from kvweave.lab.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer
 from kvweave.lab.eval.sample import Task
@@ -31,7 +34,11 @@ from kvweave.runner import Runner
 TASKS = (("lm", "kjv"), ("lm", "python"), ("needles", None), ("lookups", None))
 """Names of tasks, and the texts that they are on."""
 POLICIES = ("naive", "foresight")
-RUNNERS = ("exact", "INT4")
+FORMATS = {"INT4": "int4", "half-int4": "half-int4", "quarter-bf16": "quarter-bf16"}
+"""Runners with packed pages, and their `kv_dtype`."""
+RUNNERS = ("exact", *FORMATS)
+CALIBRATION = "sotu"
+"""The text that shared bases are made of."""
 SEED = 1
 
 
@@ -41,22 +48,38 @@ def title(task: tuple[str, str | None]) -> str:
 
 
 class Bench:
-    """Two runners of one model in float32."""
+    """Runners of one model in float32."""
 
-    def __init__(self, model: str, length: int) -> None:
+    def __init__(self, model: str, length: int, calibrated: int) -> None:
         loaded, self.tokenizer = models.load(model, torch.float32)
         known = {"check": False, "progress": False, "frozen_share": 0.9}
         exact = Runner(loaded, self.tokenizer, max_tokens=8 * length, **known)
         # Its exact pool has room for all that a policy may recompute.
-        packed = Runner(loaded, self.tokenizer, kv_dtype="int4", max_tokens=16 * length, **known)
-        self.runners = dict(zip(RUNNERS, (exact, packed), strict=True))
+        self.runners = {"exact": exact}
+        for name, kv_dtype in FORMATS.items():
+            room = {"max_tokens": 16 * length, "kv_dtype": kv_dtype}
+            self.runners[name] = Runner(loaded, self.tokenizer, **room, **known)
+            self._calibrate(self.runners[name], calibrated)
+
+    def _calibrate(self, runner: Runner, tokens: int) -> None:
+        """Has the shared basis made of the first text that the runner packs."""
+        draws, encode = np.random.default_rng(SEED), self.tokenizer.encode
+        text = corpus_of(CALIBRATION).token_slice(draws, encode, tokens)
+        runner.prefill(text, "full", remember=False, watched=False).release()
+        assert runner.packed is not None
+        bases = runner.packed.bases
+        assert bases is None or not bases.wants_moments
 
     def measure(self, task: Task, index: int) -> dict[str, Any]:
         """One sample: by policy and runner what it differs by, and what it holds."""
         sample = task.sample(self.tokenizer, np.random.default_rng([SEED, index]))
-        exact, packed = self.runners.values()
+        exact, *packed = self.runners.values()
         space = f"sample-{index}"
-        with inserted(exact, sample, space) as ready, inserted(packed, sample, space):
+        with ExitStack() as stack:
+            ready = stack.enter_context(inserted(exact, sample, space))
+            for runner in packed:
+                stack.enter_context(inserted(runner, sample, space))
+                runner.flush()
             measurer = SampleMeasurer(exact, ready, index, space, MAX_NEW_TOKENS)
             rows = {"full": _row(measurer.full())}
             for policy in POLICIES:
@@ -81,7 +104,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
     """Adds what is not measured yet to the record, sample by sample; yields which."""
     bench: Bench | None = None
     known = {"model": asked.model, "length": asked.length, "documents": asked.documents}
-    known |= {"seed": SEED, "machine": machine()}
+    known |= {"seed": SEED, "machine": machine(), "calibrated": asked.calibrated}
     record |= {**known, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     tasks = {title(named): named for named in TASKS}
     done = record.setdefault("tasks", {})
@@ -89,7 +112,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
         for name, (task, corpus) in tasks.items():
             if index < len(done.setdefault(name, [])):
                 continue
-            bench = bench or Bench(asked.model, asked.length)
+            bench = bench or Bench(asked.model, asked.length, asked.calibrated)
             drawn = task_of(task, asked.length, corpus, "uneven", asked.documents)
             done[name].append(bench.measure(drawn, index))
             yield f"{name} {index}"
@@ -134,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--documents", type=int, default=4, help="in a prompt")
     parser.add_argument("--samples", type=int, default=9, help="of each task")
+    parser.add_argument("--calibrated", type=int, default=2048, help="tokens of shared bases")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
     record: dict[str, Any] = {}

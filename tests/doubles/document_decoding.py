@@ -11,13 +11,11 @@ from transformers import AttentionInterface
 
 from families import random_tokens
 from kvweave.runner import Runner, Segment
-from packed_decoding import PAGE, RECENT, SINK, PackedDecoding
+from packed_decoding import INT4, RECENT, SINK, PackedDecoding, unseen
 from packed_texts import rounded
+from page_meaning import PAGE, Layer, Meaning
 
 NAME = "document_decoding"
-
-Layer = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values f64 [G, T, D]."""
 
 
 def fresh(count: int, seed: int) -> Segment:
@@ -37,26 +35,26 @@ def insert_all(runner: Runner, some: Sequence[Segment]) -> None:
         runner.insert(segment.tokens, str(number))
 
 
-def in_pages(layer: Layer, scales: str | None) -> Layer:
-    """What INT4 makes of a document, page by page from its first token on."""
-    if scales is None:
-        return layer
-    keys = [rounded(part, 1, scales)[0] for part in layer[0].split(PAGE, 1)]
-    return torch.cat(keys, 1), rounded(layer[1], -1, scales)[0]
-
-
 class DocumentDecoding:
-    """A model's own decoding of a prompt whose documents are what INT4 makes of them, moved.
+    """A model's own decoding of a prompt whose documents are what packed pages make of them, moved.
 
     Of a prompt what no document covers, the sink and the last token are computed, over documents
     as they are. A step at position i reads what was decoded, up to i − RECENT, as the page that it
-    filled has it. Without `scales` nothing is rounded.
+    filled has it. Without `meaning` all is exact; `of_documents` is that of documents, if another.
     """
 
     def __init__(
-        self, model: Any, chunk: int = 2048, block: int = 16, scales: str | None = "bf16"
+        self,
+        model: Any,
+        chunk: int = 2048,
+        block: int = 16,
+        meaning: Meaning | None = INT4,
+        of_documents: Meaning | None = None,
+        sights: Any = None,
     ) -> None:
-        self.model, self.chunk, self.block, self.scales = model, chunk, block, scales
+        self.sights = sights
+        self.model, self.chunk, self.block, self.meaning = model, chunk, block, meaning
+        self.of_documents = of_documents or meaning
         self.layers: list[Layer] = []
         self._rows = np.zeros(0, np.int64)
         self._prompt = 0
@@ -89,13 +87,15 @@ class DocumentDecoding:
         return self._feed(np.asarray([token]), np.asarray([at]))
 
     def _place(self, tokens: Any, at: int) -> None:
-        alone = PackedDecoding(self.model, self.block, self.scales)
+        alone = PackedDecoding(self.model, self.block, self.meaning, self.sights)
         alone.prefill(tokens, self.chunk)
         frequencies = self.model.model.rotary_emb.inv_freq.double()
         angle = torch.cat((frequencies, frequencies)) * at
-        for layer, cached in zip(self.layers, alone.cache.layers, strict=True):
-            pair = cached.keys[0].double(), cached.values[0].double()
-            keys, values = in_pages(pair, self.scales)
+        for number, cached in enumerate(alone.cache.layers):
+            layer = self.layers[number]
+            keys, values = cached.keys[0].double(), cached.values[0].double()
+            if self.of_documents is not None:
+                keys, values = self.of_documents(number, (keys, values))
             one, other = keys.chunk(2, -1)
             span = slice(at, at + len(tokens))
             layer[0][:, span] = keys * angle.cos() + torch.cat((-other, one), -1) * angle.sin()
@@ -115,19 +115,19 @@ class DocumentDecoding:
             self.model.set_attn_implementation(before)
         return out.logits[0, -1].float()
 
-    def _read(self, layer: Layer) -> Layer:
+    def _read(self, number: int, layer: Layer) -> Layer:
         """Keys and values as the rows read them, where pages were filled behind the prompt."""
         keys, values = (x.clone() for x in layer)
         end = int(self._rows[0]) - RECENT + 1
         first = self._prompt // PAGE * PAGE
-        if self.scales is not None and len(self._rows) == 1:
+        if self.meaning is not None and len(self._rows) == 1:
             for page in range(first, end, PAGE):
                 span = slice(page, page + PAGE)
-                of = rounded(layer[0][:, span], 1, self.scales)[0]
+                meant = self.meaning(number, (layer[0][:, span], layer[1][:, span]))
                 seen = slice(max(page, self._prompt, SINK), min(page + PAGE, end))
                 if seen.start < seen.stop:
-                    keys[:, seen] = of[:, seen.start - page : seen.stop - page]
-                    values[:, seen] = rounded(layer[1][:, seen], -1, self.scales)[0]
+                    within = slice(seen.start - page, seen.stop - page)
+                    keys[:, seen], values[:, seen] = (part[:, within] for part in meant)
         return keys, values
 
     def _attend(
@@ -135,11 +135,12 @@ class DocumentDecoding:
     ) -> tuple[torch.Tensor, None]:
         layer, rows = self.layers[module.layer_idx], torch.from_numpy(self._rows)
         layer[0][:, rows], layer[1][:, rows] = key[0].double(), value[0].double()
-        keys, values = self._read(layer)
+        keys, values = self._read(module.layer_idx, layer)
         group = query.shape[1] // keys.shape[0]
         keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
         logits = query[0].double() @ keys.transpose(1, 2) * named["scaling"]
-        hidden = torch.arange(keys.shape[1])[None] > rows[:, None]
+        at, number = torch.arange(keys.shape[1])[None], module.layer_idx
+        hidden = unseen(rows[:, None], at, self.sights, number, group)
         out = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
         return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
 

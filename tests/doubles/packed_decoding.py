@@ -1,4 +1,4 @@
-"""A runner's packed pages in plain torch: transformers' own decoding over what INT4 makes of KV."""
+"""A runner's packed pages in plain torch: transformers' own decoding over what they stand for."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ from transformers import AttentionInterface
 
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
-from packed_texts import rounded
+from page_meaning import PAGE, Meaning, int4
 
-PAGE, SINK, RECENT = 64, 64, 128
+SINK, RECENT = 64, 128
 NAME = "packed_decoding"
+INT4 = int4()
 
 
 class PackedDecoding:
-    """A model's own decoding of one text, some of whose tokens are what INT4 makes of them.
+    """A model's own decoding of one text, some of whose tokens are what packed pages make of them.
 
     A decode step at position i reads tokens from the sink's end to i − RECENT so. A chunk of a
     prompt reads those so that lie before the exact page, of `block` tokens, which holds the first
     token within the window of its first row; its own tokens are exact. `packed_at_least`: the first
     so many are read so in any case, as they were found packed. Without `scales` all is exact.
+    `sights` [L, G, 2]: window and sink of each KV head, 0 of those that see all.
     """
 
-    def __init__(self, model: Any, block: int = 16, scales: str | None = "bf16") -> None:
-        self.model, self.block, self.scales = model, block, scales
+    def __init__(
+        self,
+        model: Any,
+        block: int = 16,
+        meaning: Meaning | None = INT4,
+        sights: Any = None,
+    ) -> None:
+        self.model, self.block, self.meaning, self.sights = model, block, meaning, sights
         self.cache: Any = None
         self.length = 0
         self.packed_at_least = 0
@@ -61,29 +69,41 @@ class PackedDecoding:
         return out.logits[0, -1].float()
 
     def _attend(
-        self, _module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
+        self, module: Any, query: Any, key: Any, value: Any, _mask: Any, **named: Any
     ) -> tuple[torch.Tensor, None]:
         rows, total = query.shape[2], key.shape[2]
         group = query.shape[1] // key.shape[1]
         keys, values = key.double(), value.double()
-        if self._packed_end > SINK and self.scales is not None:
+        if self._packed_end > SINK and self.meaning is not None:
             whole = -(-self._packed_end // PAGE) * PAGE
             packed = slice(SINK, self._packed_end)
-            pages = [rounded(part, 2, self.scales)[0] for part in keys[:, :, :whole].split(PAGE, 2)]
-            keys[:, :, packed] = torch.cat(pages, 2)[:, :, packed]
-            values[:, :, packed] = rounded(values[:, :, packed], -1, self.scales)[0]
+            text = keys[0, :, :whole], values[0, :, :whole]
+            meant = self.meaning(module.layer_idx, text)
+            keys[0, :, packed], values[0, :, packed] = (x[:, packed] for x in meant)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
-        logits = (query.double() @ keys.transpose(2, 3) * named["scaling"]).masked_fill(
-            (at > row).to(query.device), -torch.inf
-        )
+        hidden = unseen(row, at, self.sights, module.layer_idx, group).to(query.device)
+        logits = query.double() @ keys.transpose(2, 3) * named["scaling"]
+        logits = logits.masked_fill(hidden, -torch.inf)
         return (logits.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+def unseen(row: torch.Tensor, at: torch.Tensor, sights: Any, layer: int, group: int) -> Any:
+    """Which tokens [T] rows [R, 1] do not see, bool [R, T], or [H, R, T] by heads with windows."""
+    hidden = at > row
+    if sights is None:
+        return hidden
+    of = []
+    for window, sink in np.repeat(sights[layer], group, 0).tolist():
+        behind = (at <= row - window) & (at >= sink) if window else torch.zeros_like(hidden)
+        of.append(hidden | behind)
+    return torch.stack(of)
 
 
 def packed_runner(model: Any, **settings: Any) -> Runner:
     """A runner whose full pages are packed."""
-    settings = {"max_tokens": 2048, "progress": False, "check": False, **settings}
-    return Runner(model, kv_dtype="int4", **settings)
+    given = {"max_tokens": 2048, "progress": False, "check": False, "kv_dtype": "int4"}
+    return Runner(model, **{**given, **settings})
 
 
 def steps_of(

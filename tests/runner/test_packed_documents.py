@@ -18,7 +18,7 @@ from families import random_tokens, tiny
 from kvweave import PoolFull, Unsupported
 from kvweave.policies import POLICIES, Foresight, Naive, policy_of
 from kvweave.runner import Runner, Segment
-from packed_decoding import nothing_is_held, packed_runner, steps_of
+from packed_decoding import INT4, nothing_is_held, packed_runner, steps_of
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
 REUSING = [name for name in POLICIES if policy_of(name).reuse == "segments"]
@@ -98,7 +98,7 @@ def test_it_is_the_definition(family: str, layout: str, chunk: int, page_tokens:
     runner = runner_with(model, docs, chunk_tokens=chunk, page_tokens=page_tokens)
     said, logits = logits_of(runner, prompt, "naive", steps)
     plain, unpacked = (
-        DocumentDecoding(model, chunk, page_tokens, scales) for scales in ("bf16", None)
+        DocumentDecoding(model, chunk, page_tokens, meaning) for meaning in (INT4, None)
     )
     wanted, others = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ from hypothesis import strategies as st
 
 from decode_batches import decoding
 from families import random_tokens, tiny
-from head_maps import classes_of, head_map, runner_of
+from head_maps import runner_of
 from kvweave import InvalidArgument, PoolFull, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
-from kvweave.runner import Canary, Healing, Runner
+from kvweave.runner import Canary, Healing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
-from kvweave.store import Store
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from policy_profiles import profile
 from ranked_pages import logits_of_steps
@@ -155,7 +153,7 @@ def test_packed_pages_are_shared_by_what_begins_alike(model: Any) -> None:
     for block in blocks.tolist():
         pages = slice(block, block + per_block)
         assert torch.equal(runner.packed.pages.data[pages], bytes_of[pages])
-    plain, unpacked = PackedDecoding(model), PackedDecoding(model, scales=None)
+    plain, unpacked = PackedDecoding(model), PackedDecoding(model, meaning=None)
     for each in (plain, unpacked):
         each.prefill(tokens[:576], 2048)
         each.packed_at_least = 576
@@ -332,55 +330,47 @@ def test_who_outgrows_the_packed_pool_gives_way_and_goes_on(model: Any) -> None:
     assert nothing_is_held(runner)
 
 
-def refusals(runner: Runner, model: Any, store: Store) -> dict[str, Any]:
+def refusals(runner: Runner, model: Any) -> dict[str, Any]:
     """Of everything that does not go with packed pages: what asks for it."""
     tokens = random_tokens(100, 1)
     dense = runner_of(model)
-    heads = head_map(runner.spec, classes_of(model))
     stated = profile(fingerprint=runner.spec.fingerprint)
     with dense.prefill(tokens, "full") as done:
         payload = dense.export(done)
 
-    def fork() -> None:
-        with runner.prefill(tokens) as done:
-            done.fork()
+    def turn_with_a_document() -> None:
+        with runner.conversation("naive") as conversation:
+            conversation.ask(tokens, max_new_tokens=2)
+            conversation.ask([Segment(tokens=tokens.tolist())])
 
     def export() -> None:
         with runner.prefill(tokens) as done:
             runner.export(done)
 
     return {
-        "heads": [lambda: packed_runner(model, heads=heads)],
         "profile": [lambda: packed_runner(model, profile=stated)],
         "canary": [lambda: packed_runner(model, canary=Canary(share=1.0, bound=1.0))],
-        "documents": [
-            lambda: packed_runner(model, store=store),
-            lambda: packed_runner(model, document_bytes=1 << 20),
-            lambda: runner.insert(tokens, "a", store=store),
-            lambda: runner.restore(store),
-        ],
         "payloads": [export, lambda: runner.resume(payload)],
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
-        "conversation": [lambda: runner.conversation("prefix")],
-        "fork": [fork],
+        "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
     }
 
 
-def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Path) -> None:
+def test_what_does_not_go_with_it_is_refused_by_name(model: Any) -> None:
     runner = packed_runner(model)
-    asked = refusals(runner, model, Store(tmp_path))
+    asked = refusals(runner, model)
     assert asked.keys() == NOT_BESIDE_PACKED.keys()
     for what, calls in asked.items():
         for call in calls:
-            with pytest.raises(Unsupported, match=f"^{what}: .*int4"):
+            with pytest.raises(Unsupported, match=f"^{what}: .* beside packed pages"):
                 call()
             assert nothing_is_held(runner), what
 
 
 @pytest.mark.parametrize("given_", ["fp8", "INT4", "", 4, True, np.zeros(2), ["int4"]])
 def test_what_is_no_dtype_of_pages_is_refused(model: Any, given_: Any) -> None:
-    with pytest.raises(InvalidArgument, match="kv_dtype: expected None or 'int4', got"):
+    with pytest.raises(InvalidArgument, match="kv_dtype: expected None or one of int4,"):
         runner_of(model, kv_dtype=given_)
 
 

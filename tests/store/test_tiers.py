@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import random_tokens, tiny
-from kvweave import InvalidArgument, Runner, Segment, Store, Unsupported
+from kvweave import InvalidArgument, Runner, Segment, Store
 from kvweave.runner.tiers.choice import Speeds
 from tiered_runners import FAST, SLOW, Stated, answer, evict, prompt_of, sources, tiered
 from versions import needs_cuda
@@ -283,13 +283,11 @@ def test_a_prompt_without_room_beside_its_documents_is_computed(tmp_path: Path) 
     assert runner.cache.stats()["held"] == 0
 
 
-def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_tier_is_refused() -> None:
     model = tiny("llama")
     for wrong in ({"store": 7}, {"document_bytes": 0}, {"document_bytes": BLOCK}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             tiered(model, **wrong)
-    with pytest.raises(Unsupported, match="documents"):
-        Runner(model, max_tokens=512, check=False, kv_dtype="int4", store=tmp_path)
     with pytest.raises(InvalidArgument, match="expected a Store"):
         tiered(model).restore()
 

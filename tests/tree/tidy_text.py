@@ -191,7 +191,7 @@ def readme_commands(root: Path) -> list[str]:
 TOP_LEVEL = {
     *("Cargo.toml", "Cargo.lock", "pyproject.toml", "mkdocs.yml", "Makefile", "LICENSE"),
     *("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("rust", "python", "csrc", "tests", "benchmarks", "notebooks", "docs"),
+    *("rust", "python", "csrc", "tests", "benchmarks", "notebooks", "examples", "docs"),
 }
 
 

@@ -70,7 +70,8 @@ def top_r_losses(
         pack_pages(cache, packed, sources, pages=pages)
         back = torch.zeros_like(cache)
         unpack_pages(packed, back, sources, pages=pages)
-        loss.copy_(_relative(cache, back, sources, pages))
+        lost, size = lost_of(cache, back, sources, pages)
+        loss.copy_(torch.where(lost == 0.0, 0.0, lost / size))
     return losses
 
 
@@ -106,16 +107,16 @@ def _size(of: PackedFormat) -> tuple[int, ...]:
     return of.page_bytes, -of.kept, of.group, -of.channels
 
 
-def _relative(
+def lost_of(
     cache: torch.Tensor, back: torch.Tensor, sources: npt.NDArray[np.int32], pages: int
 ) -> torch.Tensor:
-    """Σ |x − x̂|² / Σ |x|² over the tokens of `sources`, f64 [pages, 2]."""
+    """Σ |x − x̂|² and Σ |x|² over the tokens that `sources` names as packs, f64 [2, pages, 2]."""
     slots = cache.shape[2]
-    lost, size = torch.zeros(2, pages, 2, dtype=torch.float64)
+    lost, size = total = torch.zeros(2, pages, 2, dtype=torch.float64)
     for tokens, *blocks in sources[:, 1:].tolist():
         for first, block in zip(range(0, tokens, slots), blocks, strict=False):
             at = slice(block, block + pages), slice(None), slice(tokens - first)
             exact = cache[at].double()
             lost += (back[at].double() - exact).square().sum((2, 3))
             size += exact.square().sum((2, 3))
-    return torch.where(lost == 0.0, 0.0, lost / size)
+    return total

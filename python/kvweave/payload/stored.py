@@ -77,7 +77,7 @@ def read_payload(shard: Shard) -> KvPayload:
             raise CorruptShard("shard payload: expected one of the shard's model, got another")
         parts = {TOKENS: torch.from_numpy(shard.tokens().astype(np.int32))}
         for name, shape in header.part_shapes().items():
-            parts[name] = _part(shard, name, shape, TORCH_DTYPES[header.dtype])
+            parts[name] = part_of(shard, name, shape, TORCH_DTYPES[header.dtype])
         return KvPayload(header, parts)
     except CorruptPayload as error:
         raise CorruptShard(f"shard {error}") from error
@@ -92,8 +92,12 @@ def _text(shard: Shard) -> str:
         raise CorruptShard(f"shard payload: expected UTF-8, got {error.reason}") from error
 
 
-def _part(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A part in memory of its own. No more is taken than the shard's file has."""
+def part_of(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A part in memory of its own, where direct reads may go; no more than the shard's file has.
+
+    # Errors
+    `CorruptShard` for a part of another size; `StoreUnavailable`.
+    """
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if shard.parts.get(name) != size:
         got = shard.parts.get(name)

@@ -6,6 +6,7 @@ from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.engine import Engine
 from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.lossy.canary import Canary, CanaryState
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt
@@ -35,6 +36,7 @@ __all__ = [
     "Generation",
     "Healing",
     "HealingReport",
+    "Packing",
     "Part",
     "Pin",
     "Prefill",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from kvweave.arguments import shown, word
-from kvweave.cache import HeadClassMap
+from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import (
     CorruptShard,
@@ -18,16 +20,15 @@ from kvweave.errors import (
     UnknownSegment,
     UnknownShard,
 )
-from kvweave.payload.stored import provenance_here, read_payload, store_payload
-from kvweave.payload.transfer import admit_kv, export_kv
+from kvweave.ops import RopeTable
 from kvweave.policies import policy_of
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import TokenizedPrompt, token_array
 from kvweave.runner.report import Report
 from kvweave.runner.tiers.document import Document
-from kvweave.runner.tiers.make import digest_of
+from kvweave.runner.tiers.document_form import DocumentForm
+from kvweave.runner.tiers.final_packing import DocumentCopy
 from kvweave.store import Provenance, Shard, Store
 
 _REFUSED = (CorruptShard, ForeignShard, StoreUnavailable, UnknownShard)
@@ -36,41 +37,89 @@ _REFUSED = (CorruptShard, ForeignShard, StoreUnavailable, UnknownShard)
 class Knowledge:
     """The documents of one runner. Whoever computes or writes pages does so alone."""
 
-    def __init__(self, prefiller: Prefiller, heads: HeadClassMap | None) -> None:
+    def __init__(self, prefiller: Prefiller, form: DocumentForm) -> None:
         self._prefiller = prefiller
         self._tiers = prefiller.tiers
-        self._heads = digest_of(heads)
+        self._form = form
 
     def encode(
         self, text: TokenizedPrompt, name: str, namespace: str, store: Store | None = None
     ) -> Report:
         """Prefills a document alone and freezes it; keeps it in a store, if there is one.
 
-        That is the one named here, before this returns, and the runner's own, behind it.
+        That is the one named here, before this returns, and the runner's own, behind it. One that
+        is to be packed finally is kept as it is then.
         """
-        prefiller = self._prefiller
-        packed = prefiller.packed is not None
-        lookup = Lookup(namespace)
-        with (
-            prefiller.computing,
-            prefiller.prefill(text, policy_of("full"), lookup, keep=not packed) as done,
-        ):
-            if done.kv.packed is None:
-                done.request.freeze(name, 0, len(text.tokens))
-            else:
-                done.kv.packed.freeze(done.request, name)
-            if self._tiers is not None:
-                self._tiers.keep(done.request, done.positions.regime, name)
-            if store is not None:
-                payload = export_kv(
-                    prefiller.cache,
-                    prefiller.pages,
-                    done.request,
-                    rope=done.positions.rope,
-                    whole=True,
-                )
-                store.name(namespace, name, store_payload(store, payload, self._heads))
-            return done.report
+        prefiller, tokens = self._prefiller, text.tokens
+        failed: list[Exception] = []
+
+        def kept(request: KvRequest, rope: RopeTable | None = None) -> None:
+            try:
+                self._keep(request, name, store, rope)
+            except Exception as error:
+                failed.append(error)
+
+        with prefiller.computing, self._copy(text, namespace) as copy:
+            keep, lookup = prefiller.packed is None, Lookup(namespace)
+            full = policy_of("full")
+            with prefiller.prefill(text, full, lookup, keep=keep, copy=copy) as done:
+                packed = done.kv.packed
+                if packed is None:
+                    done.request.freeze(name, 0, len(tokens))
+                    kept(done.request, done.positions.rope)
+                else:
+                    packed.freeze(done.request, name)
+                    if copy is None:
+                        kept(packed.request)
+                    else:
+                        copy.finish(packed, kept)
+                        done.report.packing = copy.report
+                report = done.report
+        if store is not None:
+            self.flush()
+        if failed:
+            raise failed[0]
+        return report
+
+    @contextmanager
+    def _copy(self, text: TokenizedPrompt, namespace: str) -> Iterator[DocumentCopy | None]:
+        """What keeps a document's exact pages where it may be packed once more."""
+        final, rotary = self._prefiller.final_packing, self._prefiller.rotary
+        if final is None:
+            yield None
+            return
+        tokens = text.tokens
+        copy = final.begin(tokens, namespace, rotary.regime(len(tokens)))
+        try:
+            yield copy
+        except BaseException:
+            copy.drop()
+            raise
+
+    def _keep(
+        self, request: KvRequest, name: str, store: Store | None, rope: RopeTable | None
+    ) -> None:
+        """Keeps a document that was frozen in the runner's own tiers, and in a store."""
+        if self._tiers is not None:
+            self._tiers.keep(request, request.regime, name)
+        if store is not None:
+            shard = self._form.write(store, self._form.export(request, rope))
+            store.name(request.namespace, name, shard)
+
+    def flush(self) -> None:
+        """Returns when no document waits to be packed finally."""
+        if self._prefiller.final_packing is not None:
+            self._prefiller.final_packing.flush()
+
+    def packing_stats(self) -> dict[str, int]:
+        """As `FinalPacking.stats`; empty where pages are packed in no basis."""
+        final = self._prefiller.final_packing
+        return {} if final is None else final.stats()
+
+    def close(self) -> None:
+        """Ends the thread that packs documents finally."""
+        if self._prefiller.final_packing is not None:
+            self._prefiller.final_packing.close()
 
     def insert(self, text: TokenizedPrompt, name: str, namespace: str, store: Store | None) -> None:
         """Freezes a document: from the store where it is kept there, else computed and kept."""
@@ -79,7 +128,6 @@ class Knowledge:
                 self.encode(text, name, namespace)
             return
         _expect_store(store)
-        refuse_beside_packed(self._prefiller.packed, "documents")
         wanted = self._provenance(namespace, len(text.tokens))
         try:
             shard = store.get(wanted, text.tokens)
@@ -117,7 +165,6 @@ class Knowledge:
             store = self._tiers.disk.store
         _expect_store(store)
         assert store is not None
-        refuse_beside_packed(self._prefiller.packed, "documents")
         if name is not None:
             self._restore(store, word("name", name), namespace)
             return [name]
@@ -152,11 +199,8 @@ class Knowledge:
             token_array(tokens, prefiller.spec.vocabulary)
         except InvalidArgument as error:
             raise ForeignShard(f"shard {error}") from error
-        payload = read_payload(shard)
-        with (
-            prefiller.computing,
-            admit_kv(prefiller.cache, prefiller.pages, payload, namespace) as request,
-        ):
+        document = self._form.read(shard)
+        with prefiller.computing, self._form.admit(document, namespace) as request:
             request.freeze(name, 0, request.length)
             if self._tiers is not None:
                 self._tiers.copy_to_host(request, request.regime)
@@ -164,7 +208,7 @@ class Knowledge:
     def _provenance(self, namespace: str, tokens: int) -> Provenance:
         """What the KV of a document of this length would be of here."""
         regime = self._prefiller.rotary.table(tokens).regime
-        return provenance_here(self._prefiller.cache, namespace, regime, self._heads)
+        return self._form.provenance(namespace, regime)
 
 
 def _expect_store(store: object) -> None:

@@ -108,19 +108,33 @@ class KnowledgeBase:
     def flush(self) -> None:
         """Returns when the runner's store keeps every document that was inserted.
 
+        And when each is packed finally that is to be, where pages are packed in a basis.
+
         # Errors
         What the store raised for the first since the last call that it does not keep: `StoreFull`,
         `QuotaExceeded`, `StoreUnavailable`. The document is frozen here all the same.
         """
+        # What is packed finally is kept then.
+        self._knowledge.flush()
         if self.tiers is not None:
             self.tiers.flush()
+
+    def packing_stats(self) -> dict[str, int]:
+        """What became of documents that were to be packed in a basis of their own.
+
+        `final`: they are; `kept`: they stay as they were packed first; `failed`: so they do, for
+        something went wrong. `copied_bytes`: of the host's memory, for those that wait.
+        """
+        return self._knowledge.packing_stats()
 
     def close(self) -> None:
         """Waits until the runner's store keeps what was inserted, and ends its threads.
 
-        Nothing is raised: what is not kept was warned of (`StoreDegraded`). Without this the same
-        happens when the process ends. Safe to call twice; a runner without a store has no threads.
+        Nothing is raised: what is not kept was warned of (`StoreDegraded`), and documents that wait
+        for a basis of their own stay as they are packed. Without this the same happens when the
+        process ends. Safe to call twice; a runner with neither has no threads.
         """
+        self._knowledge.close()
         if self.tiers is not None:
             self.tiers.close()
 

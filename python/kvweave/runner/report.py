@@ -102,6 +102,27 @@ class HealingReport:
 
 
 @dataclass
+class PackingReport:
+    """What packing a document has come to; told anew when it is packed finally.
+
+    `basis`: "shared" with other text, or "own", of `basis_bytes`. `lost_first`: of keys and of
+    values the share of Σ |x|² that was lost when pages were packed at once; `lost`: that in their
+    own basis. `chosen`: of each layer, KV head and side the basis that it is packed in, counted by
+    name. `waiting`: whether it is still to be packed finally; `why` it was not.
+    """
+
+    tokens: int
+    format: str
+    basis: str = "shared"
+    basis_bytes: int = 0
+    lost_first: tuple[float, float] | None = None
+    lost: tuple[float, float] | None = None
+    chosen: dict[str, int] = field(default_factory=dict)
+    waiting: bool = False
+    why: str = ""
+
+
+@dataclass
 class SpeculationReport:
     """What came of drafting, for one answer.
 
@@ -137,7 +158,8 @@ class Report:
     neither reused nor recomputed. `healing`: of an answer that was watched.
     `canary`: of a request that was drawn for comparison. `speculation`: of an answer that a runner
     with `speculate` has decoded. `documents`: where the KV of its marked documents came from, of a
-    runner with tiers and a policy that reuses them.
+    runner with tiers and a policy that reuses them. `packing`: of a document that was encoded into
+    pages that are packed in a basis.
     """
 
     policy: str
@@ -163,6 +185,7 @@ class Report:
     canary: CanaryCheck | None = None
     speculation: SpeculationReport | None = None
     documents: list[DocumentSource] = field(default_factory=list)
+    packing: PackingReport | None = None
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""
@@ -199,7 +222,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        nested = ("plan", "timings", "passes", "healing", "speculation", "documents")
+        nested = ("plan", "timings", "passes", "healing", "speculation", "documents", "packing")
         plain = {k: v for k, v in self.__dict__.items() if k not in nested}
         return {
             **plain,
@@ -209,6 +232,7 @@ class Report:
             "documents": [asdict(one) for one in self.documents],
             "healing": None if self.healing is None else asdict(self.healing),
             "canary": None if self.canary is None else asdict(self.canary),
+            "packing": None if self.packing is None else asdict(self.packing),
             "speculation": None if self.speculation is None else asdict(self.speculation),
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,

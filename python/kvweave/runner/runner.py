@@ -34,6 +34,7 @@ from kvweave.runner.kv.beside_host import check_host
 from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.host_pool import make_host_pools
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_pools
 from kvweave.runner.lossy.canary import Canary, CanaryWatch
 from kvweave.runner.lossy.lossy import LossyPrefiller, check_profile
@@ -51,7 +52,7 @@ from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPro
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.retention import Retention
 from kvweave.runner.serve.server import Server
-from kvweave.runner.tiers.make import make_tiers
+from kvweave.runner.tiers.make import form_of, make_tiers
 from kvweave.store import Store
 
 
@@ -59,8 +60,9 @@ class Runner(KnowledgeBase, Retention):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
-    `kv_dtype`: None for the model's own dtype, or "int4": full pages are packed, into the pool
-    `packed` (see docs/packed-kv.md, also for what does not go with it). `host_bytes`: so much of
+    `kv_dtype`: None for the model's own dtype, or a format ("int4", "half-int4", "quarter-bf16", or
+    a `Packing`) in which full pages are packed, into the pool `packed` (see docs/packed-kv.md, also
+    for what does not go with it). `host_bytes`: so much of
     the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
     docs/sparse-decode.md); None keeps all pages on the device. `host_copies`: "spill" copies pages
     there whose room it frees, "mirror" all as they fill. `speculate`: tokens that a round
@@ -99,7 +101,7 @@ class Runner(KnowledgeBase, Retention):
         arena_bytes: int | None = None,
         max_tokens: int | None = None,
         page_tokens: int = 16,
-        kv_dtype: str | None = None,
+        kv_dtype: str | Packing | None = None,
         host_bytes: int | None = None,
         host_copies: str = "spill",
         store: Store | str | PathLike[str] | None = None,
@@ -120,14 +122,14 @@ class Runner(KnowledgeBase, Retention):
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
         check_host(host_bytes, host_copies, kv_dtype, mode)
-        check_kv_dtype(kv_dtype, heads=heads, profile=profile, canary=canary)
+        packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary)
         heads = check_profile(profile, canary, self.spec, heads)
         asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
         self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,
-            kv_dtype=kv_dtype,
+            packing=packing,
             chunk_tokens=chunk_tokens,
             arena_bytes=arena_bytes,
             max_tokens=max_tokens,
@@ -157,7 +159,7 @@ class Runner(KnowledgeBase, Retention):
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
         self._calls = Calls(self._answering)
-        self._knowledge = Knowledge(self._prefiller, heads)
+        self._knowledge = Knowledge(self._prefiller, form_of(self._decoder, heads))
 
     @classmethod
     def from_pretrained(

@@ -15,7 +15,6 @@ from kvweave.runner.conversation.turns import follow
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.calls import Calls
 from kvweave.runner.healing import Healing
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.lookup import Lookup, Room
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import Prompt, TokenizedPrompt
@@ -47,7 +46,6 @@ class Conversation:
         healing: Healing | None,
         watched: bool = True,
     ) -> None:
-        refuse_beside_packed(answering.prefiller.packed, "conversation")
         self._answering = answering
         self._policy = policy
         self._lookup = lookup
@@ -80,7 +78,8 @@ class Conversation:
 
         # Errors
         `InvalidArgument` for an empty turn, a closed conversation, or RoPE frequencies that change
-        with the length; `Unsupported` after a turn in which the policy made local heads full;
+        with the length; `Unsupported` after a turn in which the policy made local heads full, and
+        for documents behind the first turn beside packed pages;
         `PoolFull` when the turn or its answer does not fit. The conversation is as before then.
         """
         named = (self._policy, self._lookup, max_new_tokens, sampling, stop, self._healing)

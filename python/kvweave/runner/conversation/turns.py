@@ -22,6 +22,8 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.plan import Plans, PromptView, Rows, one_pass
 from kvweave.policies import Policy
 from kvweave.runner.clock import Clock
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
+from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens, Spans, positions_of
 from kvweave.runner.kv.tables import Int32, send_index
@@ -99,14 +101,16 @@ class _Turn:
         pre, policy = self.prefiller, self.policy
         first = first_of(logits_from, self.length)
         anew = self._brings_segments()
+        if anew:
+            refuse_beside_packed(pre.packed, "later documents")
         fresh = self.prompt if anew else replace(self.prompt, segments=())
         with pre.brought(fresh, policy, self.lookup) as brought:
             start = time.perf_counter()
             admitted = partial(self._admitted, reserve_tokens)
-            request = brought.admit(admitted) if anew else self._forked()
+            request, packed = (brought.admit(admitted), None) if anew else self._forked()
         timings = Timings(lookup_s=time.perf_counter() - start)
+        kv = RequestKv(pre.heads, pre.pages, request, self.positions, policy.delta_rope, packed)
         try:
-            kv = RequestKv(pre.heads, pre.pages, request, self.positions, policy.delta_rope)
             copying = pre.clock.mark()
             kv.copy()
             reused = self._take_over(kv) if anew else self.done.reused.copy()
@@ -120,14 +124,14 @@ class _Turn:
             timings.select_s = sum(Clock.seconds(*span) for span in trace.selections)
             timings.prefill_s = time.perf_counter() - start - timings.lookup_s - timings.copy_s
             kv.advance(self.length, self.length)
-            report = pre.report(request, policy, trace, timings, view)
+            report = pre.report(kv, policy, trace, timings, view)
             report.mode, report.mode_reason = pre.mode_for(policy)
-            report.documents = brought.sources(request)
-            report.device_bytes = pre.device_bytes(report, trace, len(logits))
+            report.documents = brought.sources(request.plan)
+            report.device_bytes = pre.device_bytes(report, trace, len(logits), packed)
             exact = min(self._exact(reused), trace.exact)
             report.settled_now = reused.settle(trace.recomputed)
         except BaseException:
-            request.release()
+            kv.release()
             raise
         return Prefill(kv, logits, report, self.lookup, exact, reused)
 
@@ -136,16 +140,21 @@ class _Turn:
         if self.policy.reuse != "segments":
             return False
         marked = any(end > self.first for _, end, _ in self.prompt.segments)
-        return marked or self.lookup.discover
+        # Text that is not marked is not looked for beside packed pages, where it would not be read.
+        return marked or (self.lookup.discover and self.prefiller.packed is None)
 
-    def _forked(self) -> KvRequest:
-        request = self.done.request.fork()
+    def _forked(self) -> tuple[KvRequest, PackedPrefix | None]:
+        """A fork with the turn's tokens. What pages have come to be full is packed before."""
+        kv = self.done.kv
+        if kv.packed is not None:
+            kv.packed.pack(kv.request, self.first)
+        fork = kv.fork()
         try:
-            request.append(self.prompt.tokens[self.first :])
+            fork.request.append(self.prompt.tokens[self.first :])
         except BaseException:
-            request.release()
+            fork.release()
             raise
-        return request
+        return fork.request, fork.packed
 
     def _admitted(self, reserve_tokens: int, segments: bool) -> KvRequest:
         pre = self.prefiller
@@ -209,8 +218,11 @@ class _Turn:
         )
 
     def _plans(self, view: PromptView) -> Plans:
-        """The policy's plans; where it reuses no segments the new rows are all there is to do."""
-        if self.policy.reuse == "segments":
+        """The policy's plans; where it reuses no segments the new rows are all there is to do.
+
+        So they are beside packed pages, where what earlier turns read stays as they read it.
+        """
+        if self.policy.reuse == "segments" and self.prefiller.packed is None:
             return self.policy.plan(view)
         return one_pass(view.layers, view.fresh)
 

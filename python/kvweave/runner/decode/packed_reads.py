@@ -18,6 +18,7 @@ from kvweave import ops
 from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States, merged_states
 from kvweave.runner.kv.tables import Int32, send
@@ -52,8 +53,9 @@ class PackedStep:
         states = [exact, ops.attend_packed(*called, entries, kv, **known)]
         if self.aside is not None:
             entries, known["entry_offsets"] = self.aside
-            heads = self.pool.spec.kv_heads
-            own = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
+            heads, reach = self.pool.spec.kv_heads, self.pool.heads.others(layer)
+            kept = self.pool.exact
+            own = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
             states += [ops.attend_decode(*called, entries, own, **known)]
         return merged_states(*states)[0]
 
@@ -62,26 +64,39 @@ class PackedStep:
 class EntryRoom:
     """Where the entries of a batch lie: i32 [N, 5], with room for more behind them.
 
-    offsets i32 [M + 1]: requests beyond the batch have no entries.
+    offsets i32 [M · tables + 1], as `heads` has those of requests: ones beyond the batch have no
+    entries.
     """
 
     entries: torch.Tensor
     offsets: torch.Tensor
+    heads: PackedHeads
 
     @staticmethod
-    def of(entries: int, requests: int, device: torch.device) -> EntryRoom:
+    def of(entries: int, requests: int, pool: PackedPool) -> EntryRoom:
         """Room for so many entries of so many requests, or somewhat more."""
         n, m = (1 << max(0, number - 1).bit_length() for number in (entries, requests))
+        device, heads = pool.spec.device, pool.heads
         made = torch.zeros((n, 5), dtype=torch.int32, device=device)
-        return EntryRoom(made, torch.zeros(m + 1, dtype=torch.int32, device=device))
+        offsets = torch.zeros(m * heads.tables + 1, dtype=torch.int32, device=device)
+        return EntryRoom(made, offsets, heads)
+
+    @property
+    def requests(self) -> int:
+        """How many requests have room."""
+        return (len(self.offsets) - 1) // self.heads.tables
 
     def fits(self, entries: int, requests: int) -> bool:
         """Whether so many have room."""
-        return entries <= len(self.entries) and requests < len(self.offsets)
+        return entries <= len(self.entries) and requests <= self.requests
+
+    def of_batch(self, requests: int) -> torch.Tensor:
+        """The offsets of so many requests."""
+        return self.offsets[: requests * self.heads.tables + 1]
 
     def write(self, parts: Sequence[Int32]) -> int:
         """Writes the entries of requests, one behind the other: how many there are of all."""
-        offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+        offsets = self.heads.offsets(np.cumsum([0, *map(len, parts)], dtype=np.int32))
         count = int(offsets[-1])
         ends_at = np.full(len(self.offsets), count, np.int32)
         ends_at[: len(offsets)] = offsets
@@ -111,7 +126,7 @@ class PackedRoom:
         ends = listed or (None, None)
 
         def of(room: EntryRoom, end: int | None) -> Listed:
-            return room.entries[:end], room.offsets[: len(asked) + 1]
+            return room.entries[:end], room.of_batch(len(asked))
 
         aside = None if self.aside is None else of(self.aside, ends[1])
         return PackedStep(self.pool, asked, of(self.packed, ends[0]), aside)
@@ -128,7 +143,7 @@ class PackedReads:
         self._batch: Sequence[Decoding] = ()
         # Steps until a page of any of them is full.
         self._rests = 0
-        self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool.spec.device))
+        self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
         # Entries of the batch, packed and aside, and whether they lie in the room.
         self._listed, self._is_listed = (0, 0), False
 
@@ -172,7 +187,7 @@ class PackedReads:
     def room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
         room = self._room
-        if self._is_listed and requests < len(room.packed.offsets):
+        if self._is_listed and requests <= room.packed.requests:
             return room
         packed = [_packed(sequence).entries() for sequence in self._batch]
         aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in self._batch]
@@ -190,19 +205,19 @@ class PackedReads:
 
     def _more_room(self, counts: tuple[int, int], requests: int) -> PackedRoom:
         """Room for so many entries, and so much more that nothing moves before all are done."""
-        before, device = self._room, self.pool.spec.device
+        before = self._room
         ends = [s.request.length + s.remaining for s in self._batch]
         known = [_packed(sequence).tokens for sequence in self._batch]
         pages = sum(
             -(-end // PAGE_TOKENS) - at // PAGE_TOKENS for end, at in zip(ends, known, strict=True)
         )
-        requests = max(requests, len(before.packed.offsets) - 1)
+        requests = max(requests, before.packed.requests)
         most = max(counts[0] + pages, len(before.packed.entries))
         aside = None
         if counts[1] or before.aside is not None:
             least = 0 if before.aside is None else len(before.aside.entries)
-            aside = EntryRoom.of(max(counts[1], least), requests, device)
-        return PackedRoom(self.pool, EntryRoom.of(most, requests, device), aside)
+            aside = EntryRoom.of(max(counts[1], least), requests, self.pool)
+        return PackedRoom(self.pool, EntryRoom.of(most, requests, self.pool), aside)
 
 
 def _packed(sequence: Decoding) -> PackedPrefix:

@@ -85,7 +85,7 @@ class StepReads:
         reads, writes = [], []
         chosen: list[Reach | None] = []
         for layer, of_layer in enumerate(heads.spec.layers):
-            rows = heads.narrowed(heads.cache.head_rows(layer), layer)
+            rows = heads.step_rows(layer)
             for number, (at, head) in enumerate(promoted):
                 if at == layer:
                     sights[number] = (layer, head, *rows[head, 2:])

@@ -7,7 +7,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_HOST = {
-    "kv_dtype": "packed pages have no head map, and so nothing that chooses pages",
+    "kv_dtype": "no head chooses among packed pages",
     "mode": "segments that are read where they lie keep their pages on the device",
     "healing": "what it looks at and writes again are all pages of an answer, every few tokens",
 }

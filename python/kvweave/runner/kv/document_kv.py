@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -79,8 +81,13 @@ class DocumentKv(RequestKv):
         """Nothing: see `PackedDocuments.commit`."""
 
     def reach(self, layer: int) -> Reach | None:
-        """None: rows of a prompt read all of it."""
+        """None: rows are written for all heads alike."""
         return None
+
+    def paged(self, layer: int) -> ops.PagedKv:
+        """A layer's tokens aside, of which heads with windows read what lies in these."""
+        reach = self.documents.pool.heads.windows(layer)
+        return replace(super().paged(layer), reach=reach)
 
     def whole_reach(self, layer: int) -> Reach | None:
         """None, as `reach`."""

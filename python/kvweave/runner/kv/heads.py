@@ -65,8 +65,9 @@ class HeadReads:
     `uniform`: one group keeps all tokens of all heads, so that nothing here is needed but where
     pages are chosen. `windows`: (window, sink) of each group; None for one that keeps every token.
     `budgets`: those of groups whose heads choose pages. With a pool of `packed` pages windows say
-    what is kept exactly, and heads see all that is kept: the rest is read packed. `host`: memory
-    for the pages of groups, by their numbers, that may lie there while a request decodes.
+    what is kept exactly, and heads see all that is kept, or what `packed.heads` says: the rest is
+    read packed. `host`: memory for the pages of groups, by their numbers, that may lie there while
+    a request decodes.
     `verified`: pages are chosen for guesses alone, and what stays was computed over all of them.
 
     # Errors
@@ -176,7 +177,15 @@ class HeadReads:
         """The head rows of a layer as rows of a prompt read by them."""
         rows = self.narrowed(request.head_rows(layer), layer)
         if self.packed is not None:
-            rows[:, 2:] = self.seen_by_model(layer)
+            rows[:, 2:] = self.packed.heads.sights[layer]
+        return rows
+
+    def step_rows(self, layer: int) -> Int32:
+        """The head rows of a layer as decode steps read by them."""
+        rows = self.narrowed(self.cache.head_rows(layer), layer)
+        if self.packed is not None:
+            local = self.packed.heads.local(layer)
+            rows[local, 2:] = self.packed.heads.sights[layer, local]
         return rows
 
     def whole(self, request: KvRequest, layer: int) -> Reach | None:
@@ -210,6 +219,8 @@ class HeadReads:
     def _described(self, request: KvRequest, layer: int) -> LayerHeads:
         own = seen = self.seen_by_model(layer)
         local = list[int]()
+        if self.packed is not None:
+            seen = [(window, sink) for window, sink in self.packed.heads.sights[layer].tolist()]
         if not self.uniform and self.packed is None:
             rows = self.narrowed(request.head_rows(layer), layer)
             seen = [(window, sink) for _, _, window, sink in rows.tolist()]

@@ -60,7 +60,7 @@ class PackedDocuments(PackedPrefix):
         reserve_tokens: int,
         rotates: bool,
     ) -> None:
-        self.pool, self._cache = pool, cache
+        self.pool, self._cache, self.copy = pool, cache, None
         length = len(prompt.tokens)
         self.request = pool.cache.admit(
             prompt.tokens,
@@ -93,6 +93,14 @@ class PackedDocuments(PackedPrefix):
         # Pages of what is decoded: the first may begin with tokens of the prompt.
         self._prompt, self.tokens = length, length // PAGE_TOKENS * PAGE_TOKENS
         self._blocks = np.zeros(0, np.int32)
+
+    def fork(self) -> PackedDocuments:
+        """What a fork reads: the same, documents and what lies aside."""
+        fork = super().fork()
+        assert isinstance(fork, PackedDocuments)
+        fork.places, fork.aside = self.places.copy(), self.aside.copy()
+        fork._held = [held.fork() for held in self._held]
+        return fork
 
     @property
     def fresh(self) -> Rows:
@@ -134,8 +142,8 @@ class PackedDocuments(PackedPrefix):
             shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.spec.head_dim)
             pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
             copies = copies_between(source, slots[among])
-            table, moved = send(pool.spec.device, packs_of(some, exact[:, None]), copies)
-            ops.unpack_pages(pool.pages, pages, table, pages=size)
+            pool.unpack(packs_of(some, exact[:, None]), pages)
+            (moved,) = send(pool.spec.device, copies)
             heads = pool.spec.kv_heads
             ops.copy_rerotate(pool.exact, moved, rope, kv_heads=heads, source=pages)
 
@@ -219,10 +227,13 @@ class PackedDocuments(PackedPrefix):
         """As for a prefix, of rows that follow a prompt: what lies aside is read as well."""
         aside = before(self.exact_entries(SINK_TOKENS), gap_end)
         if len(aside):
-            (entries,) = send(self.pool.spec.device, aside)
-            heads = self.pool.spec.kv_heads
-            kv = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
-            exact = merged_states(exact, ops.attend_prefill(*rows, entries, kv))
+            packed, heads = self.pool.heads, self.pool.spec.kv_heads
+            ends = packed.offsets(np.asarray([0, len(aside)], np.int32))
+            entries, offsets = send(self.pool.spec.device, aside, ends)
+            kept, reach = self.pool.exact, packed.others(layer)
+            kv = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
+            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            exact = merged_states(exact, states)
         return super().merged(layer, of, rope, rows, gap_end, exact)
 
     def merged_packed(
@@ -233,8 +244,12 @@ class PackedDocuments(PackedPrefix):
         rows: tuple[torch.Tensor, Table],
         exact: States,
     ) -> States:
-        """The same of a prompt's own rows, where `exact` has all that lies aside."""
-        return super().merged(layer, of, rope, rows, self._prompt, exact)
+        """The same of a prompt's own rows, where `exact` has all that lies aside.
+
+        Heads with windows see what lies in these by its position, packed or not.
+        """
+        reach = self.pool.heads.windows(layer)
+        return self.read_packed(layer, of, rope, rows, self._prompt, exact, (reach, 1))
 
     def whole_layer(
         self, layer: int, request: KvRequest, pages: torch.Tensor

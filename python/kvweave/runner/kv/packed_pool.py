@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvweave import ops
@@ -21,6 +22,10 @@ from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
+from kvweave.runner.kv.packed_heads import PackedHeads
+from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.pool_bases import FIRST_OWN, OWN_SHARE, PoolBases, basis_bytes
+from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.model.model_spec import KV_DTYPES, LayerSpec, ModelSpec
 
 PAGE_TOKENS = 64
@@ -55,13 +60,17 @@ class PackedPool:
     """The packed blocks of one runner: `cache` counts them, `pages` are they.
 
     A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `exact`: the pages
-    [pages, 2, P, D] that they are packed from.
+    [pages, 2, P, D] that they are packed from. `bases`: in which, of a format that has any.
+    `heads`: which read what of them.
     """
 
     spec: ModelSpec
+    packing: Packing
     cache: KvCache
     pages: ops.PackedPages
     exact: torch.Tensor
+    bases: PoolBases | None
+    heads: PackedHeads
 
     @property
     def block_pages(self) -> int:
@@ -75,14 +84,61 @@ class PackedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return self.pages.data.nbytes
+        """Bytes of all of them, and of the bases that there is room for."""
+        return self.pages.data.nbytes + (0 if self.bases is None else self.bases.nbytes)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them."""
+        """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
+
+        `basis_bytes` of one basis, `own_bases` that documents have, of `own_bases_most`.
+        """
         counts = self.cache.stats()
-        held = counts["held"] * self.block_bytes
-        return {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
+        held, bases = counts["held"] * self.block_bytes, self.bases
+        known = {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
+        known |= {"basis_bytes": 0, "own_bases": 0, "own_bases_most": 0}
+        if bases is not None:
+            most = len(bases.bases.data) - FIRST_OWN
+            known |= {"basis_bytes": bases.basis_bytes, "own_bases": bases.held()}
+            known["own_bases_most"] = most
+        return known
+
+    def pack(self, packs: Int32) -> None:
+        """Packs exact pages, rows as `ops.pack_pages` takes them, in the shared basis."""
+        bases = self.bases
+        if bases is not None:
+            if bases.wants_moments:
+                bases.add(*on_host(self.exact, packs, self.block_pages))
+            bases.assign(packs[:, 0], bases.shared)
+        (table,) = send(self.spec.device, packs)
+        ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
+
+    def unpack(self, packs: Int32, into: torch.Tensor) -> None:
+        """Writes what blocks stand for into exact pages, all layers and KV heads."""
+        (table,) = send(self.spec.device, packs)
+        ops.unpack_pages(self.pages, into, table, pages=self.block_pages)
+
+    def of_layer(self, layer: int, blocks: Int32) -> tuple[ops.PackedPages, Int32]:
+        """One layer's pages of blocks [N], as blocks [N] of one page a KV head.
+
+        What has a basis is known to it by its rank among the pages of a whole block, so those pages
+        are copied, beside as much of their bases as is this layer's.
+        """
+        heads, bases = self.spec.kv_heads, self.bases
+        first: Int32 = blocks + np.int32(layer * heads)
+        if bases is None:
+            return self.pages, first
+        numbers, which = np.unique(bases.numbers(blocks), return_inverse=True)
+        of = np.zeros(1 + heads * len(blocks), np.int32)
+        of[1:] = np.repeat(which, heads)
+        # Behind a null block of one page.
+        pages = np.zeros(len(of), np.int32)
+        pages[1:] = (first[:, None] + np.arange(heads, dtype=np.int32)).reshape(-1)
+        index, used = send(self.spec.device, pages, numbers)
+        at, some = (torch.as_tensor(table) for table in (index, used))
+        data = bases.bases.data[:, layer * heads : (layer + 1) * heads].index_select(0, some)
+        known = ops.PackedBases(data, torch.from_numpy(of).to(bases.bases.of.device))
+        made = ops.PackedPages(self.pages.data.index_select(0, at), self.pages.format, known)
+        return made, 1 + heads * np.arange(len(blocks), dtype=np.int32)
 
     def expect_room(self, tokens: int) -> None:
         """Raises `PoolFull` for more tokens than the pool could hold if it held nothing else."""
@@ -104,38 +160,57 @@ class PackedPool:
 
     def read(self, layer: int, of: LayerSpec, rope: ops.RopeTable) -> ops.PackedKv:
         """One layer's packed KV as rows read it."""
-        heads = self.spec.kv_heads
-        return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap)
+        heads, reach = self.spec.kv_heads, self.heads.others(layer)
+        return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap, reach)
 
 
-def format_of(spec: ModelSpec, page_tokens: int) -> ops.PackedFormat:
+def on_host(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor, Int32]:
+    """Exact pages that packs name, in a cache of their own on the host, and packs of these.
+
+    The packed blocks are those of a pool of their own, one behind the other.
+    """
+    blocks, which = np.unique(packs[:, 2:], return_inverse=True)
+    known = blocks[blocks > 0]
+    skipped = len(blocks) - len(known)
+    index = np.zeros(1 + pages * len(known), np.int32)
+    index[1:] = (known[:, None] + np.arange(pages, dtype=np.int32)).reshape(-1)
+    (sent,) = send(exact.device, index)
+    copied = packs.copy()
+    copied[:, 0] = 1 + pages * np.arange(len(packs))
+    ranks = which.reshape(len(packs), -1) - skipped
+    copied[:, 2:] = np.where(ranks < 0, 0, 1 + pages * ranks)
+    return exact.index_select(0, torch.as_tensor(sent)).cpu(), copied
+
+
+def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.PackedFormat:
     """What a packed page of a model is.
 
     # Errors
     `InvalidArgument` for exact pages that do not make up a packed one; `Unsupported` for layers
     with a sliding window, and for what the kernels do not read.
     """
+    named = packing.format
     if page_tokens < 1 or PAGE_TOKENS % page_tokens:
         raise InvalidArgument(
-            f"page_tokens: expected a divisor of {PAGE_TOKENS} beside kv_dtype='int4', "
+            f"page_tokens: expected a divisor of {PAGE_TOKENS} beside kv_dtype={named!r}, "
             f"got {page_tokens}"
         )
     sliding = [at for at, layer in enumerate(spec.layers) if layer.window is not None]
     if sliding:
         raise Unsupported(
-            "kv_dtype: expected a model without sliding windows beside 'int4', "
+            f"kv_dtype: expected a model without sliding windows beside {named!r}, "
             f"got one in layer {sliding[0]}"
         )
     if spec.device.type == "cuda":
         if spec.dtype == torch.float32:
-            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside 'int4' on {spec.device}")
+            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside {named!r} on {spec.device}")
         if spec.head_dim not in _DEVICE_DIMS:
             raise Unsupported(
                 f"kv_dtype: expected a head dim of {' or '.join(map(str, _DEVICE_DIMS))} beside "
-                f"'int4' on {spec.device}, got {spec.head_dim}"
+                f"{named!r} on {spec.device}, got {spec.head_dim}"
             )
     scales = "f16" if spec.dtype == torch.float16 else "bf16"
-    return ops.PackedFormat("int4", spec.head_dim, PAGE_TOKENS, scales)
+    return packing.pages(spec.head_dim, PAGE_TOKENS, scales)
 
 
 def exact_windows(spec: ModelSpec) -> HeadClassMap:
@@ -156,13 +231,15 @@ class PoolSizes:
     """How large the two pools of a model are, by the tokens that they have room for.
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page. `chunk_tokens`: rows of a prompt that are computed at once.
+    packed page, and `basis_bytes` of a basis. `chunk_tokens`: rows of a prompt that are computed at
+    once.
     """
 
     exact: KvShape
     packed: KvShape
     windows: HeadClassMap
     page_bytes: int
+    basis_bytes: int
     chunk_tokens: int
 
     def exact_blocks(self, tokens: int) -> int:
@@ -182,10 +259,18 @@ class PoolSizes:
         """Its blocks, the null block among them."""
         return self.packed.blocks_for_tokens(tokens) + 1
 
+    def bases(self, tokens: int) -> int:
+        """Bases: those of no document, and of as many documents as may have their own at once."""
+        if not self.basis_bytes:
+            return 0
+        packed = self.packed_pages(tokens) * self.page_bytes
+        return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
+
     def total_bytes(self, tokens: int) -> int:
-        """Bytes of both pools with room for so many tokens."""
+        """Bytes of both pools with room for so many tokens, bases among them."""
         exact = self.exact.pages_for_blocks(self.exact_blocks(tokens), self.windows)
-        return exact * self.exact.page_bytes + self.packed_pages(tokens) * self.page_bytes
+        packed = self.packed_pages(tokens) * self.page_bytes
+        return exact * self.exact.page_bytes + packed + self.bases(tokens) * self.basis_bytes
 
     def tokens_within(self, arena_bytes: int) -> int:
         """The most tokens, in whole pages, for which both pools take no more bytes.
@@ -201,8 +286,7 @@ class PoolSizes:
         blocks = bisect_right(range(most + 1), arena_bytes, key=taken) - 1
         if blocks < 1:
             raise InvalidArgument(
-                f"arena_bytes: expected at least {taken(1)} beside kv_dtype='int4', "
-                f"got {arena_bytes}"
+                f"arena_bytes: expected at least {taken(1)} beside packed pages, got {arena_bytes}"
             )
         return blocks * PAGE_TOKENS
 
@@ -210,32 +294,54 @@ class PoolSizes:
 def make_packed_pool(
     spec: ModelSpec,
     page_tokens: int,
+    packing: Packing,
     make_exact: Callable[[int, HeadClassMap], ExactPool],
     chunk_tokens: int | None,
     rooms: tuple[int | None, int],
+    heads: HeadClassMap | None,
     **settings: Any,
 ) -> tuple[ExactPool, PackedPool]:
     """The exact pool, made of so many blocks and a head map, and the packed one beside it.
 
-    `rooms`: bytes of both together, or None, and tokens otherwise. `settings` are `KvCache`'s own.
+    `rooms`: bytes of both together, or None, and tokens otherwise. `heads`: what heads read, if
+    not all. `settings` are `KvCache`'s own.
 
     # Errors
-    As `format_of` and `PoolSizes`; `OutOfMemory` for what the device cannot hold.
+    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `InvalidArgument` for a basis beside
+    a format that has none; `OutOfMemory` for what the device cannot hold.
     """
-    of, (arena_bytes, tokens) = format_of(spec, page_tokens), rooms
+    of, (arena_bytes, tokens) = format_of(spec, page_tokens, packing), rooms
     geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
+    per_block = len(spec.layers) * spec.kv_heads
+    one = basis_bytes(of, per_block)
+    if packing.basis is not None and not one:
+        raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.format!r}, got one")
     sizes = PoolSizes(
         KvShape(*geometry, page_tokens, dtype),
         KvShape(*geometry, PAGE_TOKENS, dtype),
         exact_windows(spec),
         of.page_bytes,
+        one,
         chunk_tokens or CHUNK_TOKENS,
     )
+    reads = PackedHeads(sizes.exact, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
     cache = KvCache(sizes.packed, blocks=sizes.packed_blocks(tokens), memory=False, **settings)
     count = sizes.packed_pages(tokens)
-    wanted = f"{count * of.page_bytes} bytes on {spec.device}"
-    pages = needs_memory("packed pages", wanted)(ops.PackedPages.zeros)(count, of, spec.device)
-    return exact, PackedPool(spec, cache, pages, exact[1])
+    wanted = f"{count * of.page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"
+
+    @needs_memory("packed pages", wanted)
+    def made() -> ops.PackedPages:
+        bases = None
+        if one:
+            shape = (sizes.bases(tokens), per_block, 2, of.channels + 1, of.head_dim)
+            bases = torch.zeros(shape, device=spec.device)
+        return ops.PackedPages.zeros(count, of, spec.device, bases=bases)
+
+    pages = made()
+    bases = None
+    if pages.bases is not None:
+        bases = PoolBases(pages.bases, of, per_block, packing.basis)
+    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, reads)

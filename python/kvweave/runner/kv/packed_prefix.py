@@ -7,7 +7,8 @@ requests that begin alike share them, and nobody writes one a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,8 @@ class PackedPrefix:
         reserve_tokens: int = 0,
     ) -> None:
         self.pool = pool
+        # Told of exact pages, and the packs that name them, when they have been packed.
+        self.copy: Callable[[torch.Tensor, Int32], None] | None = None
         found = 0 if reuse == "none" else pool.found_prefix(tokens, namespace, regime)
         # The last token of an admission is never reused, and a prefix is taken in whole pages.
         first = tokens[: found + 1]
@@ -65,6 +68,15 @@ class PackedPrefix:
         self.request.take_copies()
         self.request.finish_copies()
         self._blocks = self.request.entries()[: self.tokens // PAGE_TOKENS, 0]
+
+    def fork(self) -> PackedPrefix:
+        """The packed pages of a fork: all are shared, and a page that comes to be full is its own.
+
+        Only whole pages are written, so what copying a page in progress asks for is left undone.
+        """
+        fork = copy(self)
+        fork.copy, fork.request = None, self.request.fork()
+        return fork
 
     @property
     def full_at(self) -> int:
@@ -87,9 +99,7 @@ class PackedPrefix:
         if done < self.full_at:
             return
         end = done // PAGE_TOKENS * PAGE_TOKENS
-        length = self.request.length
-        if end > length:
-            self.request.append(request.tokens[length:end])
+        self._append(request, end)
         new = np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS)
         blocks = self._own_blocks(new)
         self._convert(True, request, new, blocks)
@@ -106,13 +116,20 @@ class PackedPrefix:
         length = request.length
         self.pack(request, length)
         if rest := length - self.tokens:
-            known = self.request.length
-            if known < length:
-                self.request.append(request.tokens[known:length])
+            self._append(request, length)
             page = np.asarray([self.tokens // PAGE_TOKENS])
             self._convert(True, request, page, self.request.entries()[-1:, 0], rest)
         self.request.commit(length, length)
         self.request.freeze(name, 0, length)
+
+    def _append(self, request: KvRequest, end: int) -> None:
+        """Makes room for the tokens before an end, in blocks that nobody else writes."""
+        known = self.request.length
+        if end > known:
+            self.request.append(request.tokens[known:end])
+            # A page is written whole: what a shared block in progress had is not copied first.
+            self.request.take_copies()
+            self.request.finish_copies()
 
     def unpack_newest(self, request: KvRequest) -> None:
         """Fills the newest exact pages of a request whose rows go on behind what is packed."""
@@ -150,11 +167,12 @@ class PackedPrefix:
         exact = np.zeros(len(pages) * (PAGE_TOKENS // size), np.int32)
         exact[: len(at)] = entries[at, 0]
         packs = packs_of(blocks, exact.reshape(len(pages), -1), tokens)
-        (table,) = send(pool.spec.device, packs)
         if pack:
-            ops.pack_pages(pool.exact, pool.pages, table, pages=pool.block_pages)
+            pool.pack(packs)
+            if self.copy is not None:
+                self.copy(pool.exact, packs)
         else:
-            ops.unpack_pages(pool.pages, pool.exact, table, pages=pool.block_pages)
+            pool.unpack(packs, pool.exact)
 
     def commit(self) -> None:
         """Lets later prompts find what is packed."""
@@ -162,11 +180,17 @@ class PackedPrefix:
             self.request.commit(self.tokens, self.tokens)
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Bytes of packed blocks that this request alone pays for, and of those that it shares."""
+        """Bytes of packed blocks that this request alone pays for, and of those that it shares.
+
+        The latter with the bases that documents have of their own.
+        """
         page = self.pool.cache.shape.page_bytes
         own, shared = self.request.kv_bytes()
         size = self.pool.pages.format.page_bytes
-        return own // page * size, shared // page * size
+        bases = 0
+        if self.pool.bases is not None and len(entries := self.request.entries()):
+            bases = self.pool.bases.own_bytes(entries[:, 0])
+        return own // page * size, shared // page * size + bases
 
     def scratch_bytes(self, tokens: int) -> int:
         """What a chunk of a prompt of so many tokens has unpacked at most."""
@@ -210,14 +234,33 @@ class PackedPrefix:
         `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`,
         where packed tokens end. Those of this layer are unpacked into scratch, `SCRATCH_TOKENS` at
         once: each chunk of a prompt reads all before it so, and unpacking costs what a copy does.
+        Heads with windows have all that they see in exact pages.
         """
-        q, positions = rows
+        heads = self.pool.heads
+        read = heads.others(layer), heads.tables
+        return self.read_packed(layer, of, rope, rows, gap_end, exact, read)
+
+    def read_packed(
+        self,
+        layer: int,
+        of: LayerSpec,
+        rope: ops.RopeTable,
+        rows: tuple[torch.Tensor, Table],
+        gap_end: int,
+        exact: States,
+        read: tuple[ops.Reach | None, int],
+    ) -> States:
+        """As `merged`, where heads `read` by a reach, over so many tables of a request."""
+        reach, tables = read
         for part in _in_parts(before(self.entries(), gap_end)):
             pages, listed = unpacked(self.pool, layer, part)
-            (entries,) = send(pages.device, listed)
+            ends = np.full(tables + 1, len(listed), np.int32)
+            ends[0] = 0
+            entries, offsets = send(pages.device, listed, ends)
             heads = self.pool.spec.kv_heads
-            kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap)
-            exact = merged_states(exact, ops.attend_prefill(q, positions, entries, kv))
+            kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap, reach)
+            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            exact = merged_states(exact, states)
         return exact
 
 
@@ -259,8 +302,9 @@ def unpacked(
     listed = entries.copy()
     listed[:, 0] = exact[which]
     if len(blocks):
-        (table,) = send(device, packs_of(blocks + layer * heads, (exact + layer * heads)[:, None]))
-        ops.unpack_pages(pool.pages, pages, table, pages=heads)
+        packed, there = pool.of_layer(layer, blocks)
+        (table,) = send(device, packs_of(there, (exact + layer * heads)[:, None]))
+        ops.unpack_pages(packed, pages, table, pages=heads)
     return pages, listed
 
 

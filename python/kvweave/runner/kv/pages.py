@@ -15,6 +15,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.packed_pool import ExactPool, PackedPool, make_packed_pool
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
 
@@ -76,7 +77,7 @@ def make_pools(
     spec: ModelSpec,
     page_tokens: int,
     *,
-    kv_dtype: str | None,
+    packing: Packing | None,
     chunk_tokens: int | None,
     arena_bytes: int | None,
     max_tokens: int | None,
@@ -96,7 +97,7 @@ def make_pools(
         whole("arena_bytes", arena_bytes)
     tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
     settings["fingerprint"] = spec.fingerprint
-    if kv_dtype is None:
+    if packing is None:
         # A page without tokens is refused with the shape.
         blocks = -(-tokens // max(page_tokens, 1)) + 1 if arena_bytes is None else None
         cache, pages = make_cache(
@@ -108,5 +109,7 @@ def make_pools(
         return make_cache(spec, page_tokens, blocks=blocks, heads=windows, **settings)
 
     rooms = arena_bytes, tokens
-    made, packed = make_packed_pool(spec, page_tokens, exact, chunk_tokens, rooms, **settings)
+    made, packed = make_packed_pool(
+        spec, page_tokens, packing, exact, chunk_tokens, rooms, heads, **settings
+    )
     return *made, packed

@@ -69,8 +69,24 @@ class RequestKv:
         self._asking = RowMemo[ops.Table](1)
         self._gap_end: int | None = None
 
+    def fork(self) -> RequestKv:
+        """The KV of a fork of the request, which shares all of its blocks, packed ones too.
+
+        # Errors
+        As `KvRequest.fork`.
+        """
+        packed = None if self.packed is None else self.packed.fork()
+        try:
+            fork = self.request.fork()
+        except BaseException:
+            if packed is not None:
+                packed.release()
+            raise
+        known = self.heads, self.pages, fork, self.positions, self.rotates
+        return RequestKv(*known, packed)
+
     def forked(self, fork: KvRequest) -> RequestKv:
-        """The KV of a fork of the request, which packed pages do not have."""
+        """The KV of a fork that a draft was decoded in, of exact pages alone."""
         return RequestKv(self.heads, self.pages, fork, self.positions, self.rotates)
 
     def newest(self, tokens: int) -> Rows:

@@ -18,6 +18,7 @@ from kvweave.runner.prefill.prefill_context import PrefillContext
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.final_packing import DocumentCopy
 from kvweave.runner.tiers.tiers import Tiers
 
 
@@ -48,10 +49,12 @@ class Prefiller(PrefillContext):
         logits_from: int | None = None,
         reserve_tokens: int = 0,
         keep: bool = False,
+        copy: DocumentCopy | None = None,
     ) -> Prefill:
         """Brings a prompt's KV into the pages.
 
         `keep`: all of it stays with the request, also what lies behind the windows of its heads.
+        `copy` is given the pages that are packed.
 
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
@@ -66,6 +69,7 @@ class Prefiller(PrefillContext):
             logits_from=logits_from,
             reserve_tokens=reserve_tokens,
             keep=keep,
+            copy=copy,
         )
         job.advance(job.tokens)
         return job.finish()

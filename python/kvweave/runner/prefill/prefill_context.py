@@ -13,6 +13,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.model.memory import resident_bytes, working_bytes
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.prefill.draft import Drafter
@@ -23,6 +24,7 @@ from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Report, Timings
 from kvweave.runner.tiers.brought import Brought
 from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.final_packing import FinalPacking
 from kvweave.runner.tiers.loads import NEEDED
 from kvweave.runner.tiers.tiers import Tiers
 
@@ -31,7 +33,8 @@ class PrefillContext:
     """The model, its cache, and who computes; drafts are made by its decoder.
 
     `mode` is "materialise" or "share"; `tiers`: where documents lie beside the cache, if anywhere.
-    Whoever computes does so within `computing`.
+    Whoever computes does so within `computing`. `final_packing` packs documents once more, of pages
+    that have bases.
     """
 
     def __init__(self, decoder: Decoder, tiled: bool, mode: str, tiers: Tiers | None) -> None:
@@ -46,6 +49,9 @@ class PrefillContext:
         self.clock = Clock(decoder.spec.device)
         self.computing = OneThread()
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
+        self.final_packing: FinalPacking | None = None
+        if self.packed is not None and self.packed.bases is not None:
+            self.final_packing = FinalPacking(self.packed, self.packed.bases, self.computing)
 
     def warn_of_length(self, tokens: int) -> None:
         """Warns of a prompt and answer longer than the model is made for."""
@@ -77,18 +83,19 @@ class PrefillContext:
         lookup: Lookup,
         regime: int,
         reserve_tokens: int,
-    ) -> PackedPrefix | None:
-        """What a prompt that is to be admitted has packed; None where there are no packed pages.
+        reuses: bool,
+    ) -> PackedPrefix:
+        """What a prompt that is to be admitted has packed, where there are packed pages.
 
         These are documents, where its policy reuses segments and any are found; else a prefix.
+        `reuses` False takes no documents.
 
         # Errors
         `PoolFull` when it does not fit.
         """
-        if self.packed is None:
-            return None
+        assert self.packed is not None
         segments = policy.reuse == "segments"
-        if segments and (prompt.segments or lookup.discover):
+        if segments and reuses and (prompt.segments or lookup.discover):
             documents = PackedDocuments(
                 self.packed,
                 self.cache,
@@ -184,10 +191,14 @@ class PrefillContext:
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def report(
-        self, request: KvRequest, policy: Policy, trace: Trace, timings: Timings, view: PromptView
+        self, kv: RequestKv, policy: Policy, trace: Trace, timings: Timings, view: PromptView
     ) -> Report:
         """What was done for a prompt as the policy saw it."""
+        request = kv.request
         own, shared = request.kv_bytes()
+        if kv.packed is not None:
+            packed = kv.packed.kv_bytes()
+            own, shared = own + packed[0], shared + packed[1]
         return Report(
             policy=policy.name,
             plan=request.plan,

@@ -30,6 +30,7 @@ from kvweave.runner.prefill.trace import Trace
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
 from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.final_packing import DocumentCopy
 
 
 class PrefillJob:
@@ -42,7 +43,8 @@ class PrefillJob:
 
     `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
     also what lies behind the windows of its heads; it is computed at once then. `expected`: what
-    its documents are to come from, if that was decided before.
+    its documents are to come from, if that was decided before. `copy` is given the pages that are
+    packed.
 
     # Errors
     `PoolFull` when the prompt does not fit; whatever its policy raises.
@@ -62,6 +64,7 @@ class PrefillJob:
         reserve_tokens: int = 0,
         keep: bool = False,
         expected: Expected | None = None,
+        copy: DocumentCopy | None = None,
     ) -> None:
         self.tokens = len(prompt.tokens)
         self._context = context
@@ -74,6 +77,8 @@ class PrefillJob:
         with context.brought(prompt, policy, lookup, expected) as self._brought:
             start = time.perf_counter()
             self._admit(prompt, positions.regime, reserve_tokens)
+        if self._packed is not None and copy is not None:
+            self._packed.copy = copy.add
         self._timings = Timings(lookup_s=time.perf_counter() - start)
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None
@@ -96,7 +101,12 @@ class PrefillJob:
         context, policy, lookup = self._context, self._policy, self._lookup
         # What was to be kept for a time is kept no longer.
         context.cache.set_time(milliseconds())
-        self._packed = context.packed_tokens(prompt, policy, lookup, regime, reserve_tokens)
+        self._packed = None
+        if context.packed is not None:
+            known = prompt, policy, lookup, regime, reserve_tokens
+            self._packed = self._brought.admit(
+                lambda reuses: context.packed_tokens(*known, reuses=reuses)
+            )
         documents = self._packed if isinstance(self._packed, PackedDocuments) else None
         self._documents = documents
         # Without documents there is nothing to choose from beside packed pages.
@@ -124,12 +134,15 @@ class PrefillJob:
             )
 
         try:
-            self.request = self._brought.admit(admitted)
+            # Documents that were brought are those of packed pages, where there are any.
+            exact = self._packed is None
+            self.request = self._brought.admit(admitted) if exact else admitted(True)
         except BaseException:
             if self._packed is not None:
                 self._packed.release()
             raise
-        self._sources = self._brought.sources(self.request)
+        found = self.request if self._packed is None else self._packed.request
+        self._sources = self._brought.sources(found.plan)
 
     def _take(self, positions: PositionTable) -> None:
         """Brings what the prompt finds to where its rows read it, and says what there is."""
@@ -216,18 +229,14 @@ class PrefillJob:
             self._whole = self._run.logits(), self._run.trace
         assert self._whole is not None
         logits, trace = self._whole
-        context, request, length = self._context, self.request, self.tokens
+        context, length = self._context, self.tokens
         self._take_times(trace)
         exact = min(self._exact, trace.exact)
         if self._lookup.at_once:
             self._kv.commit(length, exact)
         if not self._keep:
             self._kv.advance(length, length)
-        report = context.report(request, self._policy, trace, self._timings, self._view)
-        if self._packed is not None:
-            own, shared = self._packed.kv_bytes()
-            report.kv_bytes += own
-            report.shared_kv_bytes += shared
+        report = context.report(self._kv, self._policy, trace, self._timings, self._view)
         if self._documents is not None:
             report.plan = self._documents.request.plan
         report.mode, report.mode_reason = self._mode

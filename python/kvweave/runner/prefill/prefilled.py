@@ -11,7 +11,6 @@ import torch
 from kvweave.arguments import shown
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.model.rope import PositionTable
@@ -64,14 +63,12 @@ class Prefill:
 
         # Errors
         `InvalidArgument` for a prompt that was released, or whose local heads were made full;
-        `Unsupported` beside packed pages; `PoolFull` where pages are in host memory and find no
-        room on the device.
+        `PoolFull` where pages are in host memory and find no room on the device.
         """
-        refuse_beside_packed(self.kv.packed, "fork")
         self.kv.bring_back()
         report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
-            self.kv.forked(self.request.fork()),
+            self.kv.fork(),
             self.logits,
             report,
             replace(self.lookup, remember=self.lookup.at_once),

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
-from kvweave.cache import KvRequest
+from kvweave.cache import KvRequest, ReusePlan
 from kvweave.errors import PoolFull
 from kvweave.runner.clock import Clock, Mark
 from kvweave.runner.report import DocumentSource
 from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.loads import Wanted
 from kvweave.runner.tiers.measured import Measured
+
+Admitted = TypeVar("Admitted")
+"""A prompt's request, or what has one."""
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Brought:
     waited_s: float = 0.0
     measured: Measured | None = None
 
-    def admit(self, admit: Callable[[bool], KvRequest]) -> KvRequest:
+    def admit(self, admit: Callable[[bool], Admitted]) -> Admitted:
         """Admits the prompt, with the segments that it reuses, or without any.
 
         Without where there is no room beside the documents that were brought for it: it would have
@@ -56,9 +60,9 @@ class Brought:
             self.release()
             return admit(not self.carried)
 
-    def sources(self, request: KvRequest) -> list[DocumentSource]:
-        """Where each document's KV came from, as the admitted request reads it."""
-        spans = [s for s in request.plan.spans if s.kind in ("prefix", "segment")]
+    def sources(self, plan: ReusePlan) -> list[DocumentSource]:
+        """Where each document's KV came from, as the admitted request's plan reads it."""
+        spans = [s for s in plan.spans if s.kind in ("prefix", "segment")]
         found = []
         for want in self.wanted:
             source, why = want.choice.source, want.choice.why

@@ -1,40 +1,37 @@
-"""`DiskTier`: the documents of a store that are of this model, head map and dtype."""
+"""`DiskTier`: the documents of a store that are of this model, and lie in pages like these."""
 
 from __future__ import annotations
 
-from kvweave.cache import KvCache
 from kvweave.errors import UnknownShard
-from kvweave.payload import KvPayload
-from kvweave.payload.stored import provenance_here, read_payload, store_payload
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.document_form import DocumentForm, StoredDocument
 from kvweave.store import Provenance, Store
 
 
 class DiskTier:
-    """A store as the documents of one cache lie in it; `heads` names the head map, "" for none.
+    """A store as the documents of one cache lie in it, whose form says how.
 
     From any thread. All errors are the store's.
     """
 
-    def __init__(self, store: Store, cache: KvCache, heads: str) -> None:
+    def __init__(self, store: Store, form: DocumentForm) -> None:
         self.store = store
-        self._cache = cache
-        self._heads = heads
+        self._form = form
 
     def provenance(self, namespace: str, regime: int) -> Provenance:
         """What the KV of a document here is of, but for its tokens."""
-        return provenance_here(self._cache, namespace, regime, self._heads)
+        return self._form.provenance(namespace, regime)
 
     def has(self, document: Document) -> bool:
         """Whether the store has a document, by its head."""
         of = self.provenance(document.namespace, document.regime)
         return self.store.contains(of, document.tokens)
 
-    def read(self, document: Document) -> KvPayload | None:
+    def read(self, document: Document) -> StoredDocument | None:
         """The KV of a document, all of it compared; None where there is none."""
         of = self.provenance(document.namespace, document.regime)
         shard = self.store.get(of, document.tokens)
-        return None if shard is None else read_payload(shard)
+        return None if shard is None else self._form.read(shard)
 
     def name(self, document: Document, name: str) -> None:
         """Keeps a document that the store has under a name.
@@ -48,7 +45,7 @@ class DiskTier:
             raise UnknownShard("shard: expected the one that was read, got none")
         self.store.name(document.namespace, name, shard.name)
 
-    def write(self, payload: KvPayload, name: str) -> None:
+    def write(self, payload: StoredDocument, name: str) -> None:
         """Keeps a document under a name; when this returns, it survives."""
-        shard = store_payload(self.store, payload, self._heads)
+        shard = self._form.write(self.store, payload)
         self.store.name(payload.header.namespace, name, shard)

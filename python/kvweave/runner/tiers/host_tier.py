@@ -19,31 +19,39 @@ from kvweave.ops import RowPages
 from kvweave.runner.kv.host_pages import blocks_of
 from kvweave.runner.kv.host_pool import Way, carry_pages
 from kvweave.runner.kv.pinned import pin
+from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.document_form import DocumentForm
 
 
 class HostTier:
-    """So many bytes of documents beside the arena [pages, 2, P, D] of a cache.
+    """So many bytes of documents beside the pages of a cache, which lie here as its form has them.
 
-    `pinned`: whether a GPU reads the memory where it lies; otherwise the host copies what it would
-    read, and waits for that. Whoever carries pages does so alone; `has` is for any thread.
+    Bases that documents have of their own take a share of the bytes. `pinned`: whether a GPU reads
+    the memory where it lies; otherwise the host copies what it would read, and waits for that.
+    Whoever carries pages does so alone; `has` is for any thread.
 
     # Errors
     `InvalidArgument` for bytes that hold no block; `OutOfMemory` for what the host cannot hold.
     """
 
-    def __init__(
-        self, cache: KvCache, arena: torch.Tensor, size: int, *, eviction: str, hash: str
-    ) -> None:
-        shape = cache.shape
+    def __init__(self, form: DocumentForm, size: int, *, eviction: str, hash: str) -> None:
+        cache, arena, shape = form.cache, form.arena, form.cache.shape
+        block_bytes = form.token_bytes * shape.page_tokens
         # The null block and one more.
-        least = 2 * shape.layers * shape.kv_heads * shape.page_bytes
-        if size < least:
+        least = 2 * block_bytes
+        if form.basis_bytes:
+            size = size * OWN_SHARE // (OWN_SHARE + 1)
+            least = -(-least * (OWN_SHARE + 1) // OWN_SHARE)
+        if size < 2 * block_bytes:
             raise InvalidArgument(f"document_bytes: expected at least {least}, got {size}")
+        self._form, self._block_bytes = form, block_bytes
+        # By the first block of a document here: the bases of all of its blocks.
+        self._bases: dict[int, BlockBases | None] = {}
         self.cache = KvCache(
             shape,
-            arena_bytes=size,
+            blocks=size // block_bytes,
             memory=False,
             eviction=eviction,
             hash=hash,
@@ -73,14 +81,22 @@ class HostTier:
                 regime=document.regime,
                 reuse="none",
             ) as home:
-                self._carry(request, blocks_of(home), "spill")
+                blocks = blocks_of(home)
+                self._carry(request, blocks, "spill")
+                for block in blocks.tolist():
+                    self._bases.pop(block, None)
+                self._bases[int(blocks[0])] = self._form.bases(blocks_of(request))
                 home.commit(document.length, document.length)
         except PoolFull:
             return False
         return True
 
     def fetch(self, document: Document, request: KvRequest) -> bool:
-        """Copies a document into the blocks of a request of it alone; False if it is not here."""
+        """Copies a document into the blocks of a request of it alone; False if it is not here.
+
+        # Errors
+        `PoolFull` where the device has no room for a basis of it.
+        """
         # The last token of a prompt is never looked up: the document's own is not the last.
         followed = np.append(document.tokens, np.int32(0))
         try:
@@ -100,13 +116,14 @@ class HostTier:
             if rest:
                 # It would be copied to the request's own block; it is read where it lies.
                 blocks = np.append(blocks, home.take_copies(0)[0, 0])
+            self._form.put_bases(blocks_of(request), self._bases[int(blocks[0])])
             self._carry(request, blocks, "fetch")
         return True
 
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, bytes of one, and whether it is pinned."""
         counts = self.cache.stats()
-        return {**counts, "block_bytes": self.cache.block_bytes, "pinned": self.pinned}
+        return {**counts, "block_bytes": self._block_bytes, "pinned": self.pinned}
 
     def _carry(self, request: KvRequest, home: Int32, way: Way) -> None:
         """Carries all pages of a request's blocks, group by group, to or from blocks [n] here."""

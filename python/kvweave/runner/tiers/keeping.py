@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvweave.payload import KvPayload
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.document_form import StoredDocument
 from kvweave.runner.tiers.trouble import Trouble
 from kvweave.runner.tiers.worker import Job, Worker
 
@@ -42,7 +42,7 @@ class Keeping:
         self._written = 0
         self._failed: BaseException | None = None
 
-    def write(self, payload: KvPayload, name: str) -> None:
+    def write(self, payload: StoredDocument, name: str) -> None:
         """Has a document kept under a name. Its parts lie on the host and are left alone."""
         size = sum(part.nbytes for part in payload.parts.values())
         self._submit(lambda: self._tier.write(payload, name), size)

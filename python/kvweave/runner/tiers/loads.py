@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvweave.errors import CorruptShard, ForeignShard
-from kvweave.payload import KvPayload
 from kvweave.runner.tiers.choice import Choice
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.document_form import StoredDocument
 from kvweave.runner.tiers.trouble import Trouble
 from kvweave.runner.tiers.worker import Job, Worker
 
@@ -31,7 +31,7 @@ class Wanted:
     end: int
     document: Document
     choice: Choice
-    payload: KvPayload | None = None
+    payload: StoredDocument | None = None
     seconds: float = 0.0
 
     def compute(self, why: str) -> None:

@@ -11,10 +11,11 @@ from kvweave.errors import InvalidArgument
 from kvweave.policies.policy_profile import heads_digest
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
+from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
 from kvweave.runner.tiers.host_tier import HostTier
+from kvweave.runner.tiers.packed_form import PackedForm
 from kvweave.runner.tiers.tiers import Tiers
 from kvweave.store import Store
 
@@ -25,6 +26,13 @@ _MOST_S = 60.0
 def digest_of(heads: HeadClassMap | None) -> str:
     """What a shard says of a head map; "" where there is none."""
     return "" if heads is None else heads_digest(heads)
+
+
+def form_of(decoder: Decoder, heads: HeadClassMap | None) -> DocumentForm:
+    """How the documents of a decoder lie in its pages: packed where any are."""
+    if decoder.heads.packed is not None:
+        return PackedForm(decoder.heads.packed, digest_of(heads))
+    return ExactForm(decoder.heads.cache, decoder.pages, digest_of(heads))
 
 
 def make_tiers(
@@ -38,22 +46,20 @@ def make_tiers(
     """The tiers beside a decoder's cache; None where neither a store nor bytes are named.
 
     # Errors
-    `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` beside packed
-    pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for a folder that
-    cannot be used.
+    `InvalidArgument` for what is no store, folder or number of bytes, `OutOfMemory` for bytes that
+    the host has not, `StoreUnavailable` for a folder that cannot be used.
     """
     if store is None and document_bytes is None:
         return None
-    cache, pages = decoder.heads.cache, decoder.pages
-    refuse_beside_packed(decoder.heads.packed, "documents")
+    form = form_of(decoder, heads)
     disk, host = None, None
     if store is not None:
-        disk = DiskTier(_opened(store), cache, digest_of(heads))
+        disk = DiskTier(_opened(store), form)
     if document_bytes is not None:
         whole("document_bytes", document_bytes, 1)
-        host = HostTier(cache, pages, document_bytes, eviction=eviction, hash=hash)
+        host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
     flops = RowFlops(decoder.spec, decoder.heads)
-    tiers = Tiers(cache, pages, Clock(decoder.spec.device), flops, host, disk)
+    tiers = Tiers(form, Clock(decoder.spec.device), flops, host, disk)
     # Also when the process ends: what is being written is waited for, unless its disk is dead.
     finalize(decoder, tiers.close, _MOST_S)
     return tiers

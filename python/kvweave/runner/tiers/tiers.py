@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-
-from kvweave.cache import KvCache, KvRequest
+from kvweave.cache import KvRequest
 from kvweave.errors import KvweaveError, PoolFull
-from kvweave.payload.transfer import admit_kv, export_kv
 from kvweave.runner.clock import Clock
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.tiers.brought import Brought, Carried
 from kvweave.runner.tiers.choice import Choice, Tier, choose
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.document_form import DocumentForm
 from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.keeping import Keeping
@@ -36,7 +34,7 @@ PATIENCE_S = 10.0
 
 
 class Tiers:
-    """A host tier, a store, or both, beside the arena `pages` of a cache.
+    """A host tier, a store, or both, beside the pages of a cache, where documents have a form.
 
     `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
     read from the store and not on the device yet, or the documents of one prompt where these are
@@ -48,8 +46,7 @@ class Tiers:
 
     def __init__(
         self,
-        cache: KvCache,
-        pages: torch.Tensor,
+        form: DocumentForm,
         clock: Clock,
         flops: Callable[[int, int], int],
         host: HostTier | None,
@@ -62,8 +59,7 @@ class Tiers:
         self.disk = disk
         self.measured = Measured()
         self.patience_s = patience_s
-        self._cache = cache
-        self._pages = pages
+        self._form, self._cache = form, form.cache
         self._clock = clock
         self._flops = flops
         self._closed = False
@@ -207,7 +203,7 @@ class Tiers:
             request = self._from_host(document)
         else:
             assert want.payload is not None
-            request = admit_kv(self._cache, self._pages, want.payload, document.namespace)
+            request = self._form.admit(want.payload, document.namespace)
         if request is None:
             return None
         brought.requests.append(request)
@@ -239,8 +235,7 @@ class Tiers:
         """Copies a document that a request has alone to the host, and has it kept in the store."""
         self.copy_to_host(request, regime)
         if self._keeping is not None:
-            payload = export_kv(self._cache, self._pages, request, whole=True)
-            self._keeping.write(payload.on_host(), name)
+            self._keeping.write(self._form.export(request).on_host(), name)
         self.tell()
 
     def forget(self, name: str, namespace: str) -> None:
@@ -360,4 +355,4 @@ class Tiers:
 
     def _size(self, document: Document) -> int:
         """Bytes of a document's KV: every token in every head."""
-        return document.length * self._cache.shape.token_bytes
+        return document.length * self._form.token_bytes

@@ -1,0 +1,206 @@
+"""`PoolBases`: the bases that a pool's blocks are packed in, and how the shared one is found.
+
+There are three kinds. The first basis rotates nothing. The second is that of all text without one
+of its own: given, or made of the first tokens that are packed. The others belong to one document
+each, for as long as a block says that it was packed in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.runner.kv.tables import Int32
+
+UNROTATED = 0
+"""The basis of mean 0 whose directions are the axes."""
+
+SHARED = 1
+"""The basis of text that has none of its own."""
+
+FIRST_OWN = 2
+"""The first of the bases that belong to a document each."""
+
+OWN_SHARE = 8
+"""A document has a basis of its own where this takes at most one of so many of its pages' bytes."""
+
+SHARED_TOKENS = 512
+"""Tokens that the shared basis is made of, at least, where none is given."""
+
+
+_ROTATED = {"int4": False, "int8": False, "top-r": True}
+"""Kinds of formats that a pool has, and whether their pages are packed in a basis."""
+
+
+def is_rotated(of: ops.PackedFormat) -> bool:
+    """Whether pages of a format are packed in a basis.
+
+    # Errors
+    `Unsupported` for a kind whose bases say more than a mean and directions.
+    """
+    if of.kind not in _ROTATED:
+        raise Unsupported(f"kv_dtype: expected pages of {', '.join(_ROTATED)}, got {of.kind}")
+    return _ROTATED[of.kind]
+
+
+def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
+    """Bytes of a basis of blocks of so many pages; 0 for a format that is packed in none."""
+    return 4 * pages * 2 * (of.channels + 1) * of.head_dim if is_rotated(of) else 0
+
+
+@dataclass(frozen=True)
+class BlockBases:
+    """The bases that blocks [N] are packed in, away from any pool.
+
+    `which` i32 [N]: of each block the number of its basis, from 1 on, and 0 where nothing is
+    rotated. `bases` f32 [k, pages, 2, C + 1, D] lie on the host.
+    """
+
+    which: npt.NDArray[np.int32]
+    bases: tuple[torch.Tensor, ...]
+
+
+class PoolBases:
+    """The bases of the blocks of one pool, each of so many `pages`.
+
+    `shared`: that of all text that has none of its own, as `Packing.basis`.
+
+    # Errors
+    `InvalidArgument` for a shared basis that is not one of the format and pages, or not finite.
+    """
+
+    def __init__(
+        self,
+        bases: ops.PackedBases,
+        of: ops.PackedFormat,
+        pages: int,
+        shared: torch.Tensor | None,
+    ) -> None:
+        self.bases, self.format, self.pages = bases, of, pages
+        # What `bases.of` says, wherever that lies.
+        self._of = np.zeros(len(bases.of), np.int32)
+        axes = torch.eye(of.head_dim)[: of.channels]
+        bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
+        self.shared = UNROTATED
+        # Of bases by their numbers what they are on the host, and by what these are known again.
+        self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
+        self._moments: ops.Moments | None = None
+        if shared is None:
+            self._moments = ops.Moments(of, pages)
+            return
+        wanted = tuple(bases.data.shape[1:])
+        if tuple(shared.shape) != wanted or not bool(shared.isfinite().all()):
+            raise InvalidArgument(
+                f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "
+                f"got {shared.dtype} {list(shared.shape)}"
+            )
+        self._share(shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.bases.data.nbytes
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of one."""
+        return basis_bytes(self.format, self.pages)
+
+    @property
+    def wants_moments(self) -> bool:
+        """Whether the shared basis is still to be made of what is packed."""
+        return self._moments is not None
+
+    def add(self, cache: torch.Tensor, packs: Int32) -> None:
+        """Takes note of exact pages on the host that are packed, until they are enough."""
+        assert self._moments is not None
+        self._moments.add(cache, packs)
+        if self._moments.tokens >= SHARED_TOKENS:
+            self._share(torch.from_numpy(self._moments.basis()))
+            self._moments = None
+
+    def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
+        """The basis of each block [N]."""
+        found: npt.NDArray[np.int32] = self._of[blocks]
+        return found
+
+    def assign(self, blocks: Int32, number: int) -> None:
+        """Says which basis blocks [N] are packed in."""
+        pages = (blocks[:, None].astype(np.int64) + np.arange(self.pages)).reshape(-1)
+        self._of[pages] = number
+        self.bases.of[torch.from_numpy(pages)] = number
+
+    def own_bytes(self, blocks: Int32) -> int:
+        """Bytes of the bases of their own that blocks are packed in."""
+        numbers = np.unique(self.numbers(blocks))
+        return int((numbers >= FIRST_OWN).sum()) * self.basis_bytes
+
+    def held(self) -> int:
+        """How many bases belong to a document."""
+        return len(np.setdiff1d(self._of, [UNROTATED, SHARED]))
+
+    def free(self) -> int | None:
+        """A basis that no block is packed in; None where all are taken."""
+        taken = np.unique(self._of)
+        left = np.setdiff1d(np.arange(FIRST_OWN, len(self.bases.data)), taken)
+        return int(left[0]) if len(left) else None
+
+    def write(self, number: int, basis: torch.Tensor) -> None:
+        """Makes a free basis this one."""
+        self.bases.data[number] = basis.to(self.bases.data.device)
+        self._known.pop(number, None)
+
+    def on_host(self, number: int) -> torch.Tensor:
+        """A basis on the host, the same tensor for as long as it stays."""
+        return self._known_as(number)[1]
+
+    def _known_as(self, number: int) -> tuple[bytes, torch.Tensor]:
+        if number not in self._known:
+            basis = self.bases.data[number].cpu().clone()
+            self._known[number] = _digest(basis), basis
+        return self._known[number]
+
+    def of_blocks(self, blocks: Int32) -> BlockBases:
+        """What blocks [N] are packed in."""
+        numbers = self.numbers(blocks)
+        used = [n for n in np.unique(numbers).tolist() if n != UNROTATED]
+        which = np.zeros(len(blocks), np.int32)
+        which[numbers != UNROTATED] = 1 + np.searchsorted(used, numbers[numbers != UNROTATED])
+        return BlockBases(which, tuple(self.on_host(n) for n in used))
+
+    def put(self, blocks: Int32, given: BlockBases) -> None:
+        """Says that blocks [N] are packed in some bases, which are found here or written.
+
+        # Errors
+        `PoolFull` where there is no room for one of them.
+        """
+        self.assign(blocks, UNROTATED)
+        for index, basis in enumerate(given.bases, 1):
+            number = self._find(basis)
+            if number is None:
+                number = self.free()
+                if number is None:
+                    most = len(self.bases.data) - FIRST_OWN
+                    raise PoolFull(f"bases: expected room for one more, got {most} that are used")
+                self.write(number, basis)
+            self.assign(blocks[given.which == index], number)
+
+    def _find(self, basis: torch.Tensor) -> int | None:
+        """A basis of the pool that is the same, number for number; None where there is none."""
+        digest = _digest(basis)
+        there = [self.shared, *np.unique(self._of).tolist()]
+        return next((n for n in there if n and self._known_as(n)[0] == digest), None)
+
+    def _share(self, basis: torch.Tensor) -> None:
+        self.write(SHARED, basis)
+        self.shared = SHARED
+
+
+def _digest(basis: torch.Tensor) -> bytes:
+    return sha256(basis.contiguous().numpy().tobytes()).digest()

@@ -1,0 +1,129 @@
+"""`DocumentForm`: how documents lie in a cache's pages, and leave them for a store or the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from kvweave.cache import KvCache, KvRequest
+from kvweave.ops import RopeTable
+from kvweave.payload import KvPayload
+from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.payload.transfer import admit_kv, export_kv
+from kvweave.runner.kv.pool_bases import BlockBases
+from kvweave.runner.kv.tables import Int32
+from kvweave.store import Provenance, Shard, Store
+
+
+class StoredHeader(Protocol):
+    """What is known of a document that left its pages."""
+
+    @property
+    def namespace(self) -> str:
+        """Whose it is."""
+
+
+class StoredDocument(Protocol):
+    """A document that left its pages: what it is of, and its parts."""
+
+    @property
+    def header(self) -> StoredHeader:
+        """What it is of."""
+
+    @property
+    def parts(self) -> Mapping[str, torch.Tensor]:
+        """Its parts, on any device."""
+
+    def on_host(self) -> StoredDocument:
+        """The same with parts that lie on the host."""
+
+
+class DocumentForm(Protocol):
+    """Documents of one cache. `arena` [pages, …]: its pages; `token_bytes` of a token in them."""
+
+    cache: KvCache
+    arena: torch.Tensor
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all heads of all layers."""
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of a basis, 0 without any."""
+
+    def provenance(self, namespace: str, regime: int) -> Provenance:
+        """What a document of this cache is of, but for its tokens."""
+
+    def export(self, request: KvRequest, rope: RopeTable | None = None) -> StoredDocument:
+        """The KV of a request that has a document alone, every token in every head."""
+
+    def admit(self, document: Any, namespace: str) -> KvRequest:
+        """A request of a stored document, committed as if it had been computed here.
+
+        # Errors
+        `InvalidArgument`, `NamespaceConflict` for one that is not this cache's, `PoolFull` when it
+        does not fit. After any error nothing is held.
+        """
+
+    def write(self, store: Store, document: Any) -> str:
+        """Puts a document into a store; returns the shard's name. Errors as for `Store.put`."""
+
+    def read(self, shard: Shard) -> StoredDocument:
+        """The document in a shard.
+
+        # Errors
+        `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
+        """
+
+    def bases(self, blocks: Int32) -> BlockBases | None:
+        """The bases that blocks [N] are packed in; None where there are none."""
+
+    def put_bases(self, blocks: Int32, bases: BlockBases | None) -> None:
+        """Says which bases blocks [N] are packed in.
+
+        # Errors
+        `PoolFull` where there is no room for one.
+        """
+
+
+class ExactForm:
+    """Documents in exact pages [pages, 2, P, D]; `heads` names the head map, "" for none."""
+
+    basis_bytes = 0
+
+    def __init__(self, cache: KvCache, pages: torch.Tensor, heads: str) -> None:
+        self.cache, self.arena, self._heads = cache, pages, heads
+
+    @property
+    def token_bytes(self) -> int:
+        """As `DocumentForm`, and so are the others."""
+        return self.cache.shape.token_bytes
+
+    def provenance(self, namespace: str, regime: int) -> Provenance:
+        """A payload's."""
+        return provenance_here(self.cache, namespace, regime, self._heads)
+
+    def export(self, request: KvRequest, rope: RopeTable | None = None) -> KvPayload:
+        """A payload with all that windows hold."""
+        return export_kv(self.cache, self.arena, request, rope=rope, whole=True)
+
+    def admit(self, document: KvPayload, namespace: str) -> KvRequest:
+        """As `admit_kv`."""
+        return admit_kv(self.cache, self.arena, document, namespace)
+
+    def write(self, store: Store, document: KvPayload) -> str:
+        """As `store_payload`."""
+        return store_payload(store, document, self._heads)
+
+    def read(self, shard: Shard) -> KvPayload:
+        """As `read_payload`."""
+        return read_payload(shard)
+
+    def bases(self, blocks: Int32) -> None:
+        """None."""
+
+    def put_bases(self, blocks: Int32, bases: BlockBases | None) -> None:
+        """Nothing."""

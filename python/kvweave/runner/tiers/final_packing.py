@@ -1,0 +1,275 @@
+"""Documents packed twice: at once in the basis that there is, and finally in one of their own.
+
+A text's basis is known when all of it is, and by then most of its exact pages are gone. So each
+page is packed at once, and copied to the host. A thread there sums up moments as copies come,
+chooses the basis of every layer, head and side, and packs the text anew; whoever computes puts
+those bytes in the place of the others between two calls (MosaicKV, sections 5.4 and 5.5, whose
+double buffer this is). Whatever fails, the first packing stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvRequest
+from kvweave.ops.top_r_choice import lost_of
+from kvweave.plan import Rows
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, on_host
+from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.pool_bases import OWN_SHARE, PoolBases
+from kvweave.runner.kv.tables import Int32
+from kvweave.runner.one_thread import OneThread
+from kvweave.runner.report import PackingReport
+from kvweave.runner.tiers.worker import Job, Worker
+
+SAMPLED_TOKENS = 4096
+"""Bases are chosen by what they lose of about so many tokens of a text, evenly spread."""
+
+Part = tuple[torch.Tensor, Int32]
+"""Exact pages on the host, and the packs that name them."""
+
+
+class FinalPacking:
+    """Has the documents of a runner packed finally, behind whoever inserts them.
+
+    Everything but the thread's own work is for whoever is `computing`.
+    """
+
+    def __init__(self, pool: PackedPool, bases: PoolBases, computing: OneThread) -> None:
+        self.pool, self.bases, self.computing = pool, bases, computing
+        self.worker = Worker("kvweave packing")
+        # What follows is read and written by whoever has the worker's `changed`.
+        self._copied = 0
+        self._ended = {"final": 0, "kept": 0, "failed": 0}
+
+    def begin(self, tokens: Rows, namespace: str, regime: int) -> DocumentCopy:
+        """What keeps the exact pages of a document from now on, if it is to have its own basis."""
+        count = len(tokens)
+        blocks = -(-count // PAGE_TOKENS)
+        report = PackingReport(count, self.pool.packing.format)
+        size = blocks * PAGE_TOKENS * self.pool.token_bytes * len(self.pool.spec.layers)
+        if OWN_SHARE * self.bases.basis_bytes > blocks * self.pool.block_bytes:
+            report.why = "too short for a basis of its own"
+        elif self.pool.cache.match_prefix(tokens, namespace, regime=regime) >= count - PAGE_TOKENS:
+            report.why = "packed before"
+        elif not self._reserve(size):
+            report.why = "no room for its copy on the host"
+        else:
+            return DocumentCopy(self, report, size)
+        return DocumentCopy(self, report, 0)
+
+    def _reserve(self, size: int) -> bool:
+        with self.worker.changed:
+            if self._copied + size > self.pool.packing.copy_bytes:
+                return False
+            self._copied += size
+            return True
+
+    def ended(self, size: int, how: str) -> None:
+        """Gives back the room of a copy; `how` it ended is counted."""
+        with self.worker.changed:
+            self._copied -= size
+            self._ended[how] += 1
+
+    def stats(self) -> dict[str, int]:
+        """How documents ended that were copied, and bytes of the copies that there are."""
+        with self.worker.changed:
+            return {**self._ended, "copied_bytes": self._copied}
+
+    def flush(self) -> None:
+        """Returns when every document that was inserted is packed finally, or stays as it is."""
+        self.worker.wait()
+
+    def close(self, most_s: float | None = None) -> None:
+        """Ends the thread after the job at hand; what was not packed finally stays as it is."""
+        self.worker.close(finish=False, most_s=most_s)
+
+
+class DocumentCopy:
+    """The exact pages of one document while it is prefilled, and what becomes of them.
+
+    One of `size` 0 keeps nothing: its `report` says why.
+    """
+
+    def __init__(self, of: FinalPacking, report: PackingReport, size: int) -> None:
+        self.of, self.report, self.size = of, report, size
+        self.parts: list[Part] = []
+        self.moments = ops.Moments(of.pool.pages.format, of.pool.block_pages)
+        pages = of.pool.block_pages
+        # Σ |x − x̂|² and Σ |x|² of keys and values by page, as they are packed first.
+        self.lost, self.whole = torch.zeros(2, pages, 2, dtype=torch.float64)
+        self.failed: BaseException | None = None
+        report.waiting = size > 0
+        # Once it is frozen: its blocks, and who is told when they stay as they are.
+        self._held: KvRequest | None = None
+        self._then: Callable[[KvRequest], None] = lambda _: None
+
+    def add(self, exact: torch.Tensor, packs: Int32) -> None:
+        """Copies exact pages that have been packed."""
+        if self.size:
+            part = on_host(exact, packs, self.of.pool.block_pages)
+            self.parts.append(part)
+            first = self.of.bases.on_host(self.of.bases.shared)
+            self.of.worker.submit(_Measure(self, part, first))
+
+    def finish(self, packed: PackedPrefix, then: Callable[[KvRequest], None]) -> None:
+        """Has it packed finally, now that it is frozen, and then told of to `then`.
+
+        Where it is not to be packed once more that is at once. Its blocks are held until then.
+        """
+        if not self.size:
+            then(packed.request)
+            return
+        self._held, self._then = packed.request.fork(), then
+        shared = self.of.bases.on_host(self.of.bases.shared)
+        self.of.worker.submit(_Repack(self, shared))
+
+    def drop(self) -> None:
+        """Forgets it where it has not been frozen."""
+        if self.size and self._held is None:
+            self._end("failed")
+
+    def end(self, why: str, how: str = "kept") -> None:
+        """The first packing stays, and why; done while nobody computes."""
+        self.report.why = why
+        self._end(how)
+
+    def _end(self, how: str) -> None:
+        self.parts = []
+        self.report.waiting = False
+        self.of.ended(self.size, how)
+        self.size, held = 0, self._held
+        if held is not None:
+            with held:
+                self._then(held)
+
+    def switch(self, made: Made) -> None:
+        """Puts the final packing in the place of the first; done while nobody computes."""
+        pool, bases = self.of.pool, self.of.bases
+        number = bases.free()
+        if number is None:
+            self.end("no room for one more basis")
+            return
+        assert self._held is not None
+        blocks = self._held.entries()[:, 0]
+        bases.write(number, made.basis)
+        index = blocks[:, None].astype(np.int64) + np.arange(pool.block_pages)
+        at = torch.from_numpy(index.reshape(-1)).to(pool.pages.data.device)
+        pool.pages.data[at] = made.data.to(pool.pages.data.device)
+        bases.assign(blocks, number)
+        report = self.report
+        report.basis, report.basis_bytes = "own", bases.basis_bytes
+        report.lost, report.chosen = made.lost, made.chosen
+        self._end("final")
+
+
+class Made:
+    """A text packed anew: its bytes, the basis, and what the first packing lost and this one does.
+
+    `chosen`: of each layer, KV head and side the basis that loses least, counted by name.
+    """
+
+    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
+        of = copy.of
+        self._form, self._pages = of.pool.pages.format, of.pool.block_pages
+        candidates = {
+            "own": torch.from_numpy(copy.moments.basis()),
+            "own, not centred": torch.from_numpy(copy.moments.basis(centred=False)),
+            "shared": shared,
+        }
+        every = -(-copy.report.tokens // SAMPLED_TOKENS)
+        sampled = [(cache, packs[::every]) for cache, packs in copy.parts]
+        losses = torch.stack([self._lost(basis, sampled)[0] for basis in candidates.values()])
+        # Where all are NaN, of pages with a number that is, the first is as good as any.
+        best = losses.nan_to_num(nan=torch.inf).argmin(0)
+        counts = torch.bincount(best.reshape(-1), minlength=len(candidates)).tolist()
+        self.chosen = dict(zip(candidates, counts, strict=True))
+        stacked = torch.stack(list(candidates.values()))
+        index = best[None, :, :, None, None].expand(1, *stacked.shape[1:])
+        self.basis = stacked.gather(0, index)[0].contiguous()
+        data: list[torch.Tensor] = []
+        lost, whole = self._lost(self.basis, copy.parts, data)
+        self.data = torch.cat(data)
+        self.lost = _relative(lost, whole)
+
+    def _lost(
+        self, basis: torch.Tensor, parts: list[Part], data: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Σ |x − x̂|² and Σ |x|² of parts in a basis, f64 [2, pages, 2]; `data` gets the bytes."""
+        total = torch.zeros(2, self._pages, 2, dtype=torch.float64)
+        for cache, packs in parts:
+            packed, lost = _packed(self._form, self._pages, basis, cache, packs)
+            total += lost
+            if data is not None:
+                data.append(packed.data[1:])
+        return total
+
+
+class _Measure(Job):
+    """Takes note of some pages: their moments, and what the first packing loses of them."""
+
+    def __init__(self, copy: DocumentCopy, part: Part, basis: torch.Tensor) -> None:
+        self._copy, self._part, self._basis = copy, part, basis
+
+    def run(self) -> None:
+        copy, (cache, packs) = self._copy, self._part
+        copy.moments.add(cache, packs)
+        pool = copy.of.pool
+        lost = _packed(pool.pages.format, pool.block_pages, self._basis, cache, packs)[1]
+        copy.lost += lost[0]
+        copy.whole += lost[1]
+        copy.report.lost_first = _relative(copy.lost, copy.whole)
+
+    def end(self, error: BaseException | None) -> None:
+        self._copy.failed = self._copy.failed or error
+
+
+class _Repack(Job):
+    """Packs a whole text anew, and leaves the switch to whoever computes.
+
+    `shared`: the basis on the host that it may have with other text.
+    """
+
+    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
+        self._copy, self._shared = copy, shared
+        self._made: Made | None = None
+
+    def run(self) -> None:
+        if self._copy.failed is not None:
+            raise self._copy.failed
+        self._made = Made(self._copy, self._shared)
+
+    def end(self, error: BaseException | None) -> None:
+        self._copy.of.computing.soon(lambda: self._ended(error))
+
+    def _ended(self, error: BaseException | None) -> None:
+        copy, made = self._copy, self._made
+        if error is not None or made is None:
+            copy.end(f"failed: {error}", "failed")
+        elif {name for name, count in made.chosen.items() if count} == {"shared"}:
+            copy.end("no basis of its own loses less than the shared one")
+        else:
+            copy.switch(made)
+
+
+def _packed(
+    form: ops.PackedFormat, pages: int, basis: torch.Tensor, cache: torch.Tensor, packs: Int32
+) -> tuple[ops.PackedPages, torch.Tensor]:
+    """Exact pages packed in a basis, and what that loses as `lost_of` has it."""
+    packs = packs.copy()
+    packs[:, 0] = 1 + pages * np.arange(len(packs))
+    packed = ops.PackedPages.zeros(1 + pages * len(packs), form, bases=basis[None])
+    ops.pack_pages(cache, packed, packs, pages=pages)
+    back = torch.zeros_like(cache)
+    ops.unpack_pages(packed, back, packs, pages=pages)
+    return packed, lost_of(cache, back, packs, pages)
+
+
+def _relative(lost: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:
+    """Of keys and of values the share of Σ |x|² that is lost."""
+    keys, values = (lost.sum(0) / whole.sum(0).clamp_min(torch.finfo().tiny)).tolist()
+    return keys, values

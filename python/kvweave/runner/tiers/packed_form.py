@@ -1,0 +1,180 @@
+"""`PackedForm`: documents in packed pages, which leave as they are, with the bases they need.
+
+A shard says which format its pages have in its provenance, so that no other is ever found for it.
+Bytes of pages may be anything: whoever reads them reads nothing outside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave.cache import KvRequest
+from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
+from kvweave.ops import RopeTable
+from kvweave.payload.stored import part_of
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.pool_bases import BlockBases
+from kvweave.runner.kv.tables import Int32, send_index
+from kvweave.store import Provenance, Shard, Store
+
+VERSION = 1
+"""Of how parts of a shard are laid out."""
+
+_PAGES, _WHICH, _BASES = "pages", "which", "bases"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocument:
+    """A document in packed pages, away from its pool.
+
+    `header`: what it is of; `tokens` i32 [T]. `parts`: "pages" u8 [blocks, pages of one, bytes];
+    of pages in bases also "which" i32 [blocks] and, where any is used, "bases" f32, as `BlockBases`
+    has them.
+    """
+
+    header: Provenance
+    tokens: Int32
+    parts: Mapping[str, torch.Tensor]
+
+    def on_host(self) -> PackedDocument:
+        """The same with parts that lie on the host."""
+        parts = {name: part.cpu() for name, part in self.parts.items()}
+        return PackedDocument(self.header, self.tokens, parts)
+
+    @property
+    def bases(self) -> BlockBases | None:
+        """The bases of its blocks; None where they have none."""
+        if _WHICH not in self.parts:
+            return None
+        return BlockBases(self.parts[_WHICH].numpy(), tuple(self.parts.get(_BASES, ())))
+
+
+class PackedForm:
+    """Documents in the pages of one pool: see `DocumentForm`; `heads` as `ExactForm`."""
+
+    def __init__(self, pool: PackedPool, heads: str) -> None:
+        self._heads = heads
+        self.pool, self.cache, self.arena = pool, pool.cache, pool.pages.data
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all heads of all layers, scales and bitmaps among them."""
+        return self.pool.block_bytes // PAGE_TOKENS
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of a basis, 0 without any."""
+        return 0 if self.pool.bases is None else self.pool.bases.basis_bytes
+
+    def provenance(self, namespace: str, regime: int) -> Provenance:
+        """That of the pool's format, whose every size is in the layout."""
+        shape, of = self.cache.shape, self.pool.pages.format
+        sizes = [VERSION, of.kind, of.page_tokens, of.scales]
+        if self.pool.bases is not None:
+            sizes += [of.kept, of.group, of.channels, of.numbers]
+        return Provenance(
+            self.cache.fingerprint,
+            dtype=shape.dtype,
+            layout="/".join(("packed", *map(str, sizes))),
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            namespace=namespace,
+            regime=regime,
+            heads=self._heads,
+        )
+
+    def export(self, request: KvRequest, rope: RopeTable | None = None) -> PackedDocument:
+        """The blocks of a request as they are."""
+        blocks = request.entries()[:, 0]
+        found = self.arena.index_select(0, self._index(blocks))
+        parts = {_PAGES: found.view(len(blocks), self.pool.block_pages, -1)}
+        bases = self.bases(blocks)
+        if bases is not None:
+            parts[_WHICH] = torch.from_numpy(bases.which)
+            if bases.bases:
+                parts[_BASES] = torch.stack(bases.bases)
+        header = self.provenance(request.namespace, request.regime)
+        return PackedDocument(header, np.asarray(request.tokens, np.int32), parts)
+
+    def admit(self, document: PackedDocument, namespace: str) -> KvRequest:
+        """A request of a stored document; its bases are found here, or written.
+
+        # Errors
+        As `DocumentForm.admit`.
+        """
+        header = document.header
+        if namespace != header.namespace:
+            raise NamespaceConflict(
+                f"packed document namespace: expected {namespace!r}, got {header.namespace!r}"
+            )
+        if header != self.provenance(namespace, header.regime):
+            raise InvalidArgument("packed document: expected one of this model and format")
+        tokens, regime = document.tokens, header.regime
+        request = self.cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
+        try:
+            blocks = request.entries()[:, 0]
+            self.put_bases(blocks, document.bases)
+            pages = document.parts[_PAGES].to(self.arena.device)
+            self.arena.index_copy_(0, self._index(blocks), pages.flatten(0, 1))
+            request.commit(len(tokens), len(tokens))
+        except BaseException:
+            request.release()
+            raise
+        return request
+
+    def write(self, store: Store, document: PackedDocument) -> str:
+        """A shard with a part for each part."""
+        parts = {name: part.cpu().contiguous() for name, part in document.parts.items()}
+        return store.put(document.header, document.tokens, parts)[0]
+
+    def read(self, shard: Shard) -> PackedDocument:
+        """The parts of a shard, each as many bytes as the document's tokens and bases ask for.
+
+        # Errors
+        As `DocumentForm.read`; `CorruptShard` as well for bases that are not finite, or that blocks
+        name and are not there.
+        """
+        header = shard.provenance
+        if header != self.provenance(header.namespace, header.regime):
+            raise CorruptShard("shard layout: expected packed pages of this format, got others")
+        tokens = shard.tokens().astype(np.int32)
+        count = -(-len(tokens) // PAGE_TOKENS)
+        shape = (count, self.pool.block_pages, self.pool.pages.format.page_bytes)
+        parts = {_PAGES: part_of(shard, _PAGES, shape, torch.uint8)}
+        if self.pool.bases is not None:
+            which = part_of(shard, _WHICH, (count,), torch.int32)
+            used = int(which.max())
+            if int(which.min()) < 0 or used > count:
+                raise CorruptShard("shard part which: expected numbers of bases, got others")
+            parts[_WHICH] = which
+            if used:
+                bases = part_of(shard, _BASES, self._bases_shape(used), torch.float32)
+                if not bool(bases.isfinite().all()):
+                    raise CorruptShard("shard part bases: expected finite numbers, got others")
+                parts[_BASES] = bases
+        return PackedDocument(header, tokens, parts)
+
+    def bases(self, blocks: Int32) -> BlockBases | None:
+        """Those that blocks are packed in."""
+        return None if self.pool.bases is None else self.pool.bases.of_blocks(blocks)
+
+    def put_bases(self, blocks: Int32, bases: BlockBases | None) -> None:
+        """Says which bases blocks are packed in."""
+        if self.pool.bases is not None:
+            assert bases is not None
+            self.pool.bases.put(blocks, bases)
+
+    def _bases_shape(self, count: int) -> tuple[int, ...]:
+        of = self.pool.pages.format
+        return count, self.pool.block_pages, 2, of.channels + 1, of.head_dim
+
+    def _index(self, blocks: Int32) -> torch.Tensor:
+        """The pages of blocks, block by block."""
+        count = self.pool.block_pages
+        pages = np.repeat(blocks, count) + np.tile(np.arange(count, dtype=np.int32), len(blocks))
+        return send_index(self.arena.device, pages).long()

@@ -1,0 +1,247 @@
+"""Documents that are packed twice: at once, and finally in a basis of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_batches import decoding
+from document_decoding import DocumentDecoding, documents, fresh
+from families import random_tokens, tiny
+from kvweave import PoolFull
+from kvweave.runner import Packing, Runner, Segment
+from kvweave.runner.kv.pool_bases import FIRST_OWN
+from kvweave.runner.tiers import final_packing
+from packed_decoding import nothing_is_held, packed_runner, steps_of
+from page_meaning import of_format, random_packing
+
+SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
+LONG = 1200
+"""Tokens of a document that may have a basis of its own: an eighth of its pages' bytes."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama", **SIZES)
+
+
+def runner_of(model: Any, **settings: Any) -> Runner:
+    packing, _ = random_packing("half-int4", 4, 16)
+    given = {"kv_dtype": packing, "max_tokens": 16384, "chunk_tokens": 400, **settings}
+    return packed_runner(model, **given)
+
+
+@contextmanager
+def held_back(monkeypatch: Any) -> Iterator[threading.Event]:
+    """Final packings wait until the event is set."""
+    go, made = threading.Event(), final_packing.Made
+
+    def late(*given: Any) -> Any:
+        assert go.wait(60)
+        return made(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(final_packing, "Made", late)
+        yield go
+        go.set()
+
+
+def numbers_of(runner: Runner) -> set[int]:
+    """The bases that blocks are packed in."""
+    assert runner.packed is not None
+    assert runner.packed.bases is not None
+    return set(runner.packed.bases.bases.of.unique().tolist())
+
+
+def basis_of(runner: Runner, number: int) -> torch.Tensor:
+    assert runner.packed is not None
+    assert runner.packed.bases is not None
+    return runner.packed.bases.bases.data[number]
+
+
+def apart(one: list[Any], other: list[Any]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+def test_a_document_is_read_in_its_own_basis(model: Any) -> None:
+    """As the pages' definition in that basis; what is decoded lies in the shared one."""
+    docs, (_, shared) = documents([LONG, 80]), random_packing("half-int4", 4, 16)
+    prompt = [fresh(70, 1), docs[0], fresh(30, 2)]
+    runner = runner_of(model)
+    report = runner.encode(docs[0].tokens, "long")
+    short = runner.encode(docs[1].tokens, "short")
+    runner.flush()
+    packing = report.packing
+    assert (packing.basis, packing.waiting, packing.why) == ("own", False, "")
+    assert packing.tokens == LONG
+    assert sum(packing.chosen.values()) == 2 * 4
+    for before, after in zip(packing.lost_first, packing.lost, strict=True):
+        assert 0.0 < after < 0.9 * before
+    assert short.packing.basis == "shared"
+    assert short.packing.why == "too short for a basis of its own"
+    assert runner.packing_stats() == {"final": 1, "kept": 0, "failed": 0, "copied_bytes": 0}
+    assert numbers_of(runner) >= {FIRST_OWN}
+    own = of_format(runner.packed.pages.format, basis_of(runner, FIRST_OWN))
+    asked = {"reserve_tokens": 140, "remember": False, "watched": False}
+    with runner.prefill(prompt, "naive", **asked) as done:
+        assert done.report.shared_kv_bytes == (19 * runner.packed.block_bytes + packing.basis_bytes)
+        sequence = decoding(runner, done, 140)
+        logits = [done.logits[-1], *steps_of(runner, sequence, 139)]
+        said = sequence.tokens
+    doubles = [DocumentDecoding(model, 400, 16, shared, of) for of in (own, shared)]
+    wanted, first = (
+        [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
+    )
+    assert apart(first, wanted) > 1e-4
+    assert apart(logits, wanted) < 0.05 * apart(first, wanted)
+
+
+def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_calls(
+    model: Any, monkeypatch: Any
+) -> None:
+    docs, (_, shared) = documents([LONG]), random_packing("half-int4", 4, 16)
+    # Behind the document is more than what is read exactly.
+    prompt = [fresh(70, 1), docs[0], fresh(150, 2)]
+    runner = runner_of(model)
+    with held_back(monkeypatch) as go:
+        report = runner.encode(docs[0].tokens, "long")
+        assert report.packing.waiting
+        asked = {"reserve_tokens": 20, "remember": False, "watched": False}
+        with runner.prefill(prompt, "naive", **asked) as done:
+            sequence = decoding(runner, done, 20)
+            logits = [done.logits[-1], *steps_of(runner, sequence, 5)]
+            bytes_of = runner.packed.pages.data.clone()
+            with runner._prefiller.computing:
+                # Nobody's pages change while somebody computes.
+                go.set()
+                runner.flush()
+                assert torch.equal(runner.packed.pages.data, bytes_of)
+                assert report.packing.basis == "shared"
+            assert report.packing.basis == "own"
+            assert not torch.equal(runner.packed.pages.data, bytes_of)
+            logits += steps_of(runner, sequence, 5)
+            said = sequence.tokens
+    own = of_format(runner.packed.pages.format, basis_of(runner, FIRST_OWN))
+    before, after = (DocumentDecoding(model, 400, 16, shared, of) for of in (shared, own))
+    wanted = [before.prefill(prompt), *(before.step(token) for token in said[:5])]
+    assert apart(logits[:6], wanted) < 1e-4
+    # What was computed over the first packing stays; documents are what they are now.
+    after.prefill(prompt)
+    for number, (kept, now) in enumerate(zip(before.layers, after.layers, strict=True)):
+        for side in (0, 1):
+            kept[side][:, 70 : 70 + LONG] = now[side][:, 70 : 70 + LONG]
+        before.layers[number] = kept
+    wanted = [before.step(token) for token in said[5:10]]
+    assert apart(logits[6:], wanted) < 1e-4
+
+
+@pytest.mark.parametrize("where", ["a job", "the thread"])
+def test_a_worker_that_dies_leaves_the_first_packing(
+    model: Any, monkeypatch: Any, where: str
+) -> None:
+    docs = documents([LONG])
+    runner = runner_of(model)
+    error: BaseException = (
+        RuntimeError("a disk of eigenvectors")
+        if where == "a job"
+        else (SystemExit("the thread ends"))
+    )
+
+    def fails(*_given: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(final_packing, "Made", fails)
+        report = runner.encode(docs[0].tokens, "long").packing
+        runner.flush()
+    assert (report.basis, report.waiting, report.lost) == ("shared", False, None)
+    assert report.why.startswith("failed: ")
+    assert str(error) in report.why
+    assert min(report.lost_first) > 0.0
+    assert runner.packing_stats() == {"final": 0, "kept": 0, "failed": 1, "copied_bytes": 0}
+    prompt = [fresh(70, 1), docs[0], fresh(5, 2)]
+    assert len(runner.generate(prompt, "naive", max_new_tokens=5, stop=[]).tokens) == 5
+    # The next one has a thread again.
+    again = runner.encode(random_tokens(LONG, 8), "next").packing
+    runner.flush()
+    assert again.basis == "own"
+
+
+def test_pages_stay_until_a_document_is_packed_finally(model: Any, monkeypatch: Any) -> None:
+    """Whatever becomes of it meanwhile: no other text's pages are written."""
+    runner = runner_of(model, max_tokens=2048, frozen_share=0.9)
+    with held_back(monkeypatch) as go:
+        report = runner.encode(random_tokens(LONG, 1), "long").packing
+        runner.delete("long")
+        with pytest.raises(PoolFull):
+            runner.prefill(random_tokens(1900, 2), "prefix")
+        assert runner.packed.stats()["held"] == 19
+        go.set()
+        runner.flush()
+    assert report.basis == "own"
+    assert nothing_is_held(runner)
+
+
+def test_documents_that_are_not_copied_say_why(model: Any) -> None:
+    packing, _ = random_packing("half-int4", 4, 16)
+    runner = runner_of(model, kv_dtype=Packing("half-int4", packing.basis, copy_bytes=1000))
+    report = runner.encode(random_tokens(LONG, 1), "long").packing
+    assert (report.basis, report.why) == ("shared", "no room for its copy on the host")
+    runner = runner_of(model)
+    for _ in range(2):
+        report = runner.encode(random_tokens(LONG, 1), "long").packing
+    assert report.why == "packed before"
+    runner.flush()
+    assert runner.packing_stats()["final"] == 1
+    runner.close()
+    closed = runner.encode(random_tokens(LONG, 2), "closed").packing
+    runner.flush()
+    assert closed.why.startswith("failed: kvweave packing: expected one that is open")
+    assert runner.packing_stats()["copied_bytes"] == 0
+
+
+def test_bases_are_given_back_with_their_pages(model: Any) -> None:
+    """A document more than there are bases for keeps the shared one; deleted ones make room."""
+    runner = runner_of(model, max_tokens=4096, frozen_share=0.9)
+    most = runner.packed.stats()["own_bases_most"]
+    assert most == 3
+    for turn in range(3 * most):
+        report = runner.encode(random_tokens(LONG, turn), "a").packing
+        runner.flush()
+        assert report.basis == "own" or report.why == "no room for one more basis"
+        runner.delete("a")
+    assert runner.packing_stats()["final"] >= most
+    assert runner.packed.stats()["own_bases"] <= most
+    assert nothing_is_held(runner)
+
+
+def test_what_is_not_finite_spoils_no_basis(model: Any) -> None:
+    broken = tiny("llama", **SIZES)
+    broken.get_input_embeddings().weight.data[7] = torch.nan
+    tokens = np.asarray(random_tokens(LONG, 1))
+    tokens[tokens == 7] = 8
+    tokens[-1] = 7
+    runner = runner_of(broken)
+    report = runner.encode(tokens.tolist(), "long").packing
+    runner.flush()
+    assert report.basis == "own"
+    assert np.isnan(report.lost).all()
+    assert basis_of(runner, FIRST_OWN).isfinite().all()
+    document = Segment(tokens=tokens[:-1].tolist())
+    runner.encode(document.tokens, "sound")
+    prompt = [fresh(70, 1), document, fresh(5, 2)]
+    assert runner.prefill(prompt, "naive", watched=False).logits.isfinite().all()
+
+
+def test_a_format_without_bases_has_no_thread(model: Any) -> None:
+    runner = packed_runner(tiny("llama", head_dim=16))
+    assert runner.encode(random_tokens(300, 1), "a").packing is None
+    assert runner.packing_stats() == {}
+    runner.flush()
+    runner.close()

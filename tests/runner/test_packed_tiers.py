@@ -1,0 +1,201 @@
+"""Packed documents in the host's memory and in a store: as they are, with the bases they need."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from families import random_tokens, tiny
+from kvweave import InvalidArgument, PoolFull, Runner, Store, StoreDegraded
+from kvweave.runner.tiers.choice import Speeds
+from packed_decoding import nothing_is_held, packed_runner
+from page_meaning import random_packing
+from tiered_runners import FAST, SLOW, Stated, prompt_of
+
+SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
+LONG = random_tokens(1200, 1).tolist()
+SHORT = random_tokens(200, 2).tolist()
+KINDS = ["int4", "half-int4", "quarter-bf16"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama", **SIZES)
+
+
+def tiered(model: Any, kind: str, seed: int = 1, **settings: Any) -> Runner:
+    """A runner for which loading is always worth it; the shared basis is drawn by a seed."""
+    packing: Any = "int4" if kind == "int4" else random_packing(kind, 4, 16, seed)[0]
+    given = {"kv_dtype": packing, "max_tokens": 8192, "chunk_tokens": 400, **settings}
+    runner = packed_runner(model, **given)
+    assert runner.tiers is not None
+    runner.tiers.measured = Stated(Speeds(host=FAST, disk=FAST, compute=SLOW))
+    return runner
+
+
+def logits_of(runner: Runner, *docs: list[int], namespace: str = "") -> tuple[Any, list[str]]:
+    """What follows a prompt that has documents, and where these came from."""
+    prompt = prompt_of(*docs, namespace=namespace)
+    with runner.prefill(prompt, "naive", remember=False, watched=False) as done:
+        found = [one.source for one in done.report.documents[1:-1]]
+        return runner.extend(done, list(range(200, 260))), found
+
+
+def leave_the_device(runner: Runner) -> None:
+    """Deletes all documents, and fills the pool with other text."""
+    for segment in runner.segments():
+        runner.packed.cache.delete(segment.name, segment.namespace)
+    for seed in range(20, 24):
+        with suppress(PoolFull):
+            runner.prefill(random_tokens(3000, seed), "full").release()
+        with suppress(PoolFull):
+            room = runner.packed.cache.stats()["free"] * 64
+            runner.packed.cache.admit(random_tokens(max(room, 64), seed), reuse="none").release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_come_back_from_the_host_as_they_were(model: Any, kind: str) -> None:
+    runner = tiered(model, kind, document_bytes=1 << 23, max_tokens=4096)
+    runner.insert(LONG, "long")
+    runner.insert(SHORT, "short")
+    runner.flush()
+    wanted, found = logits_of(runner, LONG, SHORT)
+    assert found == ["device", "device"]
+    if kind != "int4":
+        assert runner.packing_stats()["final"] == 1
+    leave_the_device(runner)
+    runner.packed.pages.data.fill_(0xA5)
+    got, found = logits_of(runner, LONG, SHORT)
+    assert found == ["host", "host"]
+    assert torch.equal(got, wanted)
+    assert runner.tiers.stats()["host"]["block_bytes"] == runner.packed.block_bytes
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_runner_that_starts_again_reads_its_store(model: Any, kind: str, tmp_path: Path) -> None:
+    """Also one whose own shared basis is another: what was packed in the old one keeps it."""
+    first = tiered(model, kind, store=tmp_path)
+    first.insert(LONG, "long")
+    first.insert(SHORT, "short")
+    first.flush()
+    wanted, _ = logits_of(first, LONG, SHORT)
+    again = tiered(model, kind, store=tmp_path, seed=2)
+    assert {segment.name for segment in again.restore()} == {"long", "short"}
+    got, found = logits_of(again, LONG, SHORT)
+    assert found == ["device", "device"]
+    # What the prompt itself has packed is in the other shared basis.
+    assert float((got - wanted).abs().max()) < 1e-5
+    unnamed = tiered(model, kind, store=tmp_path)
+    got, found = logits_of(unnamed, LONG, SHORT)
+    assert found == ["disk", "disk"]
+    assert torch.equal(got, wanted)
+    for runner in (first, again):
+        for segment in runner.segments():
+            runner.delete(segment.name)
+        assert nothing_is_held(runner)
+
+
+def test_a_store_that_is_named_has_it_when_insert_returns(model: Any, tmp_path: Path) -> None:
+
+    runner = tiered(model, "half-int4", document_bytes=1 << 23)
+    store = Store(tmp_path)
+    runner.insert(LONG, "long", store=store)
+    assert [name for _, name, _ in store.documents("")] == ["long"]
+    assert runner.packing_stats()["final"] == 1
+    wanted, _ = logits_of(runner, LONG)
+    other = tiered(model, "half-int4", document_bytes=1 << 23)
+    other.insert(LONG, "long", store=store)
+    # Nothing was computed, or packed anew.
+    assert other.packing_stats()["final"] == 0
+    assert torch.equal(logits_of(other, LONG)[0], wanted)
+
+
+def test_other_formats_models_and_namespaces_find_nothing(model: Any, tmp_path: Path) -> None:
+    first = tiered(model, "half-int4", store=tmp_path)
+    first.insert(SHORT, "short", "mine")
+    first.flush()
+    for kind in ("int4", "quarter-bf16"):
+        assert logits_of(tiered(model, kind, store=tmp_path), SHORT, namespace="mine")[1] == [
+            "computed"
+        ]
+    plain = Runner(model, max_tokens=2048, store=tmp_path, check=False, progress=False)
+    plain.tiers.measured = Stated(Speeds(host=FAST, disk=FAST, compute=SLOW))
+    assert logits_of(plain, SHORT, namespace="mine")[1] == ["computed"]
+    same = tiered(model, "half-int4", store=tmp_path)
+    assert logits_of(same, SHORT)[1] == ["computed"]
+    assert logits_of(same, SHORT, namespace="mine")[1] == ["disk"]
+
+
+def test_shards_that_were_spoiled_are_refused(model: Any, tmp_path: Path) -> None:
+    """Wherever a byte was changed: it is computed, and somebody is told."""
+    first = tiered(model, "half-int4", store=tmp_path)
+    first.insert(SHORT, "short")
+    first.flush()
+    wanted, _ = logits_of(first, SHORT)
+    (path,) = (tmp_path / "shards").glob("*.kv")
+    sound = path.read_bytes()
+    for at in np.linspace(100, len(sound) - 100, 7).astype(int):
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 0x41]) + sound[at + 1 :])
+        runner = tiered(model, "half-int4", store=tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StoreDegraded)
+            got, found = logits_of(runner, SHORT)
+        # Bytes between parts say nothing.
+        assert found == ["computed"] or torch.equal(got, wanted)
+        assert got.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("bases", torch.full((1, 4, 2, 17, 16), torch.nan), "bases: expected finite"),
+        ("which", torch.full((3,), 9, dtype=torch.int32), "which: expected numbers of bases"),
+        ("which", torch.full((3,), -1, dtype=torch.int32), "which: expected numbers of bases"),
+        ("pages", torch.zeros(2, 4, 1024, dtype=torch.uint8), "pages: expected"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(
+    model: Any, tmp_path: Path, part: str, value: torch.Tensor, said: str
+) -> None:
+    """Of a shard whose checksums agree: somebody wrote it so."""
+    first = tiered(model, "half-int4", store=tmp_path)
+    form = first._knowledge._form
+    with first.prefill(random_tokens(192, 2), "full") as done:
+        document = form.export(done.kv.packed.request)
+    parts = {**document.parts, part: value}
+    tokens = document.tokens
+    first.tiers.disk.store.put(document.header, tokens, parts)
+    runner = tiered(model, "half-int4", store=tmp_path)
+    with pytest.warns(StoreDegraded, match=said):
+        assert logits_of(runner, tokens.tolist())[1] == ["computed"]
+
+
+def test_without_room_for_its_basis_a_document_is_computed(model: Any, tmp_path: Path) -> None:
+    first = tiered(model, "half-int4", store=tmp_path)
+    first.insert(SHORT, "short")
+    first.flush()
+    # Too small for any basis but the shared one, which is another.
+    runner = tiered(model, "half-int4", store=tmp_path, seed=3, max_tokens=700)
+    assert runner.packed.stats()["own_bases_most"] == 0
+    got, found = logits_of(runner, SHORT)
+    assert found == ["computed"]
+    assert got.isfinite().all()
+    with pytest.raises(PoolFull, match="bases: expected room for one more, got 0"):
+        runner.restore(name="short")
+    assert nothing_is_held(runner)
+
+
+def test_bytes_that_hold_no_packed_block_are_refused(model: Any) -> None:
+
+    for kind in KINDS:
+        with pytest.raises(InvalidArgument, match="document_bytes: expected at least") as refused:
+            tiered(model, kind, document_bytes=2000)
+        least = int(str(refused.value).split("at least ")[1].split(",")[0])
+        tiered(model, kind, document_bytes=least)
