@@ -47,6 +47,7 @@ from kvweave.errors import (
     UnknownShard,
     Unsupported,
 )
+from kvweave.remote import RemoteStore
 from kvweave.store import Provenance, Shard, Store, StoredShard
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ __all__ = [
     "QuotaExceeded",
     "RandomRows",
     "RedKnot",
+    "RemoteStore",
     "Report",
     "ReusePlan",
     "Runner",

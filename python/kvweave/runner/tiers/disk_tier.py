@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvweave.cache import KvCache
 from kvweave.errors import UnknownShard
 from kvweave.payload import KvPayload
 from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.document import Document
 from kvweave.store import Provenance, Store
 
@@ -15,6 +18,11 @@ class DiskTier:
 
     From any thread. All errors are the store's.
     """
+
+    source: Tier = "disk"
+    called = "the store"
+    trouble = ""
+    is_resting = False
 
     def __init__(self, store: Store, cache: KvCache, heads: str) -> None:
         self.store = store
@@ -30,8 +38,11 @@ class DiskTier:
         of = self.provenance(document.namespace, document.regime)
         return self.store.contains(of, document.tokens)
 
-    def read(self, document: Document) -> KvPayload | None:
-        """The KV of a document, all of it compared; None where there is none."""
+    def read(self, document: Document, left: Callable[[], bool]) -> KvPayload | None:
+        """The KV of a document, all of it compared; None where there is none.
+
+        `left`: whether nobody wants it any more, which one read is too short to ask.
+        """
         of = self.provenance(document.namespace, document.regime)
         shard = self.store.get(of, document.tokens)
         return None if shard is None else read_payload(shard)
@@ -48,7 +59,8 @@ class DiskTier:
             raise UnknownShard("shard: expected the one that was read, got none")
         self.store.name(document.namespace, name, shard.name)
 
-    def write(self, payload: KvPayload, name: str) -> None:
-        """Keeps a document under a name; when this returns, it survives."""
+    def write(self, payload: KvPayload, name: str | None) -> None:
+        """Keeps a document, under a name if there is one; when this returns, it survives."""
         shard = store_payload(self.store, payload, self._heads)
-        self.store.name(payload.header.namespace, name, shard)
+        if name is not None:
+            self.store.name(payload.header.namespace, name, shard)
