@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         Segment,
         ServedRequest,
         Server,
+        Tenant,
         Workflow,
     )
 
@@ -105,6 +106,7 @@ _LATER = {
             "Segment",
             "ServedRequest",
             "Server",
+            "Tenant",
             "Workflow",
         ),
         "kvweave.runner",
@@ -192,6 +194,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "StoredShard",
+    "Tenant",
     "TransferFailed",
     "UncertifiedPolicy",
     "UnknownSegment",
