@@ -30,7 +30,7 @@ from kvweave import PoolFull, Runner, Segment
 from kvweave.lab.bench.rows import Row, expect
 
 Floats = npt.NDArray[np.float64]
-TEXT, TRIALS, QUICK_TRIALS, CONTROLS = 96, 10_000, 60, 1000
+TEXT, TRIALS, QUICK_TRIALS, CONTROLS = 768, 10_000, 60, 1000
 _Z = 1.96
 
 
