@@ -34,12 +34,12 @@ from kvweave.adapters.nixl import KvSender
 runner = runner_of(int(sys.argv[1]))
 with KvSender(SECRET) as sender, runner.prefill(PROMPT, "full") as done:
     payload = runner.export(done)
-    with sender.offer(payload) as offer:
+    with sender.offer(payload, valid_s=600.0) as offer:
         with open(sys.argv[2], "wb") as file:
             file.write(offer.ticket)
         print("offered", payload.sizes().total, payload.sizes().dense, flush=True)
         sys.stdin.readline()
-        print("taken" if offer.wait(20) else "left", flush=True)
+        print("taken" if offer.wait(60) else "left", flush=True)
 """
 
 
@@ -71,7 +71,7 @@ class Prefilling:
         self.ticket = file.read_bytes()
 
     def end(self) -> str:
-        return self.process.communicate("\n", timeout=60)[0].splitlines()[-1]
+        return self.process.communicate("\n", timeout=120)[0].splitlines()[-1]
 
 
 @pytest.mark.parametrize("local", [0, 1])
@@ -80,9 +80,9 @@ def test_one_process_prefills_and_another_decodes(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    other = Prefilling(local, tmp_path)
     runner = runner_of(local)
-    with KvReceiver(SECRET) as receiver:
+    other = Prefilling(local, tmp_path)
+    with KvReceiver(SECRET, timeout_s=120.0) as receiver:
         payload = receiver.take(other.ticket)
         assert other.end() == "taken"
         with pytest.raises(CorruptPayload, match="taken before"):
