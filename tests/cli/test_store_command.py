@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commands import call, refused
-from kvweave import Provenance, Store
+from kvweave import Provenance, RemoteStore, Store
 
 
 def of(namespace: str) -> Provenance:
@@ -100,3 +100,43 @@ def test_what_is_no_store_is_refused(root: Path, tmp_path: Path) -> None:
     assert "thesis.tex" in refused("store", "ls", tmp_path / "home")
     assert "got 0 that begin with 'zz'" in refused("store", "export", root, "zz", tmp_path / "x")
     assert "got 5 that begin with ''" in refused("store", "export", root, "", tmp_path / "x")
+
+
+def test_pin_keeps_a_shard_and_unpin_lets_it_go(root: Path) -> None:
+    store = Store(root)
+    name = put(store, "a", 50)
+    assert call("store", "pin", root, name[:16], "the manual").exit_code == 0
+    assert ("a", "the manual", name) in Store(root).documents()
+    assert call("store", "unpin", root, "the manual").exit_code == 1
+    assert call("store", "unpin", root, "the manual", "--namespace", "a").exit_code == 0
+    assert ("a", "the manual", name) not in Store(root).documents()
+    assert "expected one shard" in refused("store", "pin", root, "no such", "x")
+
+
+def test_a_remote_store_is_listed_verified_and_collected(tmp_path: Path) -> None:
+    pytest.importorskip("opendal", reason="the extra kvweave[remote] is not installed")
+    said = {"scheme": "fs", "options": {"root": str(tmp_path / "far")}}
+    described = tmp_path / "remote.json"
+    described.write_text(json.dumps(said))
+    store = RemoteStore.from_file(described)
+    names = [store.put(of(n), np.arange(9), {"kv": bytes(9000)})[0] for n in ("a", "b")]
+    store.put(of("c"), np.arange(9), {"kv": bytes(9000)}, expires=1)
+    listed = call("store", "ls", described, "--remote")
+    assert "3 shards" in listed.stdout
+    assert names[0][:12] in listed.stdout
+    own = call("store", "ls", described, "--remote", "--namespace", "a", "--json", tmp_path / "x")
+    assert "1 shards" in own.stdout
+    assert json.loads((tmp_path / "x").read_text())[0]["provenance"]["namespace"] == "a"
+    assert call("store", "verify", described, "--remote").exit_code == 0
+    file = tmp_path / "far" / "shards" / names[0]
+    data = bytearray(file.read_bytes())
+    data[8200] ^= 1
+    file.write_bytes(bytes(data))
+    wrong = call("store", "verify", described, "--remote")
+    assert wrong.exit_code == 1
+    assert names[0][:12] in wrong.stdout
+    result = call("store", "gc", described, "--remote")
+    assert "1 expired, 0 spoiled" in result.stdout
+    assert "1 spoiled" in call("store", "gc", described, "--remote", "--spoiled").stdout
+    assert [one.name for one in store.list()] == names[1:]
+    assert "remote store" in refused("store", "ls", tmp_path / "none.json", "--remote")

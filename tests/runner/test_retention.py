@@ -206,7 +206,7 @@ def test_what_a_workflow_has_not_read_in_time_is_given_up(model: Any, tmp_path: 
     evict(runner)
     assert runner.tiers is not None
     texts = {"planner": TEXTS[1], "reader": [Segment(tokens=TEXTS[0])]}
-    with runner.tiers._reader.changed:
+    with runner.tiers.reads["disk"].worker.changed:
         # No read begins while this is held.
         flow = Workflow(runner, texts, {"planner": ["reader"]})
         flow.begin("planner")

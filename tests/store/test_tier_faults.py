@@ -151,7 +151,7 @@ def test_a_reader_that_dies_is_replaced(stored: Path) -> None:
     runner = tiered(model, store=stored)
     read = runner.tiers.disk.read
 
-    def dies(_: Any) -> Any:
+    def dies(*_: Any) -> Any:
         raise SystemExit("no more")
 
     runner.tiers.disk.read = dies
@@ -188,10 +188,10 @@ class Held:
         self.begun, self.go_on = threading.Event(), threading.Event()
         runner.tiers.disk.read = self
 
-    def __call__(self, document: Any) -> Any:
+    def __call__(self, *asked: Any) -> Any:
         self.begun.set()
         self.go_on.wait()
-        return self._read(document)
+        return self._read(*asked)
 
 
 def test_others_decode_while_one_waits_for_its_document(stored: Path) -> None:
@@ -234,7 +234,7 @@ def test_who_is_cancelled_gives_all_back(stored: Path, begun: bool) -> None:
         held.go_on.set()
         engine.run()
         assert sources(first.result()) == ["disk"]
-    runner.tiers._reader.wait()
+    runner.tiers.reads["disk"].worker.wait()
     assert runner.tiers.stats()["reading_bytes"] == 0
     assert runner.cache.stats()["held"] == 0
     engine.close()
@@ -252,7 +252,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(stored: Path) -> None:
     assert again.report.documents[1].why == "no tier has it"
     assert runner.tiers.stats()["troubles"] == {"late": 1}
     held.go_on.set()
-    runner.tiers._reader.wait()
+    runner.tiers.reads["disk"].worker.wait()
     assert runner.tiers.stats()["reading_bytes"] == 0
 
 
@@ -263,10 +263,10 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     other = tiered(tiny("llama"), store=stored)
     token = other.cache.shape.token_bytes
     # What one prompt wants is more than may be in flight: it is read for alone.
-    other.tiers._flight.most = 30 * token
+    other.tiers.reads["disk"].flight.most = 30 * token
     seen = []
-    other.tiers.disk.read = lambda document, read=other.tiers.disk.read: (
-        seen.append(other.tiers.stats()["reading_bytes"]) or read(document)
+    other.tiers.disk.read = lambda *asked, read=other.tiers.disk.read: (
+        seen.append(other.tiers.stats()["reading_bytes"]) or read(*asked)
     )
     prompts = [prompt_of(LETTER, MANUAL), prompt_of(MANUAL), prompt_of(LETTER)]
     for done in other.generate_batch(prompts, "naive", max_new_tokens=4, stop=(), remember=False):
@@ -277,7 +277,7 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     assert set(seen) <= {(30 + size) * token for size in sizes}
     # Many prompts that together want more than may be in flight are all answered.
     third = tiered(tiny("llama"), store=stored)
-    third.tiers._flight.most = (90 + 30) * token
+    third.tiers.reads["disk"].flight.most = (90 + 30) * token
     prompts = [prompt_of(each) for each in (LETTER, MANUAL) * 3]
     said = third.generate_batch(prompts, "naive", max_new_tokens=4, stop=(), remember=False)
     assert {sources(one)[0] for one in said} == {"disk", "device"}
@@ -295,7 +295,7 @@ def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, leve
     first.close()
     runner = tiered(model, store=tmp_path, max_tokens=640, document_bytes=1 << 18)
     token = runner.cache.shape.token_bytes
-    runner.tiers._flight.most = 200 * token
+    runner.tiers.reads["disk"].flight.most = 200 * token
     with runner.serve(chunk_tokens=64) as server:
         submitted = []
         for number in range(40):
@@ -327,7 +327,7 @@ def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, leve
             alike += 1
     assert alike > 6 or levels > 1
     assert runner.tiers.stats()["troubles"] == {}
-    runner.tiers._reader.wait()
+    runner.tiers.reads["disk"].worker.wait()
     assert runner.tiers.stats()["reading_bytes"] == 0
     assert runner.cache.stats()["held"] == runner.tiers.host.cache.stats()["held"] == 0
     runner.cache.check()

@@ -35,6 +35,7 @@ PYTHON_LAYERS = [
     {"errors"},
     {"arguments", "device_memory"},
     {"cache", "ops", "scheduler", "store"},
+    {"remote"},
     {"drawn", "plan", "models", "payload"},
     {"plan_walk", "question"},
     {"policies"},
@@ -47,7 +48,7 @@ PYTHON_LAYERS = [
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm"}
-HEAVY_FREE = {"__init__", "errors", "cache", "scheduler", "store"}
+HEAVY_FREE = {"__init__", "errors", "cache", "remote", "scheduler", "store"}
 FRAMEWORKS = {"transformers": {"runner", "adapters", "models", "demo"}, "vllm": {"adapters"}}
 
 

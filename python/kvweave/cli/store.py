@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from kvweave.cli.console import err, out, user_errors, write_json
 from kvweave.errors import InvalidArgument, KvweaveError
+from kvweave.remote import RemoteStore, StoredObject
 from kvweave.store import Store, StoredShard
 
 _FIELDS = (
@@ -23,22 +25,33 @@ _FIELDS = (
 app = typer.Typer(name="store", help="Look after a store of KV on disk.", no_args_is_help=True)
 
 Root = Annotated[Path, typer.Argument(help="The store's folder.", metavar="STORE")]
+Described = Annotated[
+    Path, typer.Argument(help="The store's folder, or a remote store's file.", metavar="STORE")
+]
+Remote = Annotated[
+    bool, typer.Option("--remote", help="STORE is a JSON file that describes a remote store.")
+]
 Namespace = Annotated[str | None, typer.Option(help="Of one namespace alone.")]
 
 
 @app.command("ls")
 @user_errors
 def ls(
-    store: Root,
+    store: Described,
     namespace: Namespace = None,
+    remote: Remote = False,
     json: Annotated[Path | None, typer.Option(help="Also write all that is known.")] = None,
 ) -> None:
     """List shards: their texts' tokens, their files' sizes, and the documents that keep them."""
-    opened = _opened(store)
+    shards: Sequence[StoredShard | StoredObject]
     names: dict[str, list[str]] = {}
-    for _, name, kept in opened.documents(namespace):
-        names.setdefault(kept, []).append(name)
-    shards = opened.list(namespace)
+    if remote:
+        shards = RemoteStore.from_file(store).list(namespace)
+    else:
+        opened = _opened(store)
+        for _, name, kept in opened.documents(namespace):
+            names.setdefault(kept, []).append(name)
+        shards = opened.list(namespace)
     # Within 80 columns, whatever names it shows.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("shard", "namespace", "documents", "tokens", "size", "used"):
@@ -52,7 +65,7 @@ def ls(
             _cut(named if of else shard.error or "", 16),
             str(shard.tokens) if of else "?",
             _size(shard.file_bytes),
-            _day(shard.used),
+            _day(shard.used) if shard.used else "?",
         )
     out().print(table)
     total = sum(shard.file_bytes for shard in shards)
@@ -63,15 +76,15 @@ def ls(
 
 @app.command("verify")
 @user_errors
-def verify(store: Root, namespace: Namespace = None) -> None:
+def verify(store: Described, namespace: Namespace = None, remote: Remote = False) -> None:
     """Read every byte and hold it to its checksums and names. Exit code 1 where something is wrong.
 
     Nothing is removed: `kvweave store gc --spoiled` does that.
     """
-    opened = _opened(store)
+    opened = RemoteStore.from_file(store) if remote else _opened(store)
     wrong = _wrong(opened, namespace)
-    for file, why in opened.verify_documents():
-        wrong[file] = why
+    if isinstance(opened, Store):
+        wrong.update(opened.verify_documents())
     for name, why in wrong.items():
         out().print(Text(f"{name[:12]}  {why}"))
     count = len(opened.list(namespace))
@@ -83,16 +96,21 @@ def verify(store: Root, namespace: Namespace = None) -> None:
 @app.command("gc")
 @user_errors
 def gc(
-    store: Root,
+    store: Described,
+    remote: Remote = False,
     spoiled: Annotated[
         bool, typer.Option("--spoiled", help="Read every byte first, to find what is spoiled.")
     ] = False,
 ) -> None:
     """Remove what dead writers left, what has expired, and what is spoiled by its header."""
-    opened = _opened(store)
-    if spoiled:
-        _wrong(opened, None)
-    removed = opened.collect()
+    if remote:
+        far = RemoteStore.from_file(store)
+        removed = far.collect(spoiled=tuple(_wrong(far, None)) if spoiled else ())
+    else:
+        opened = _opened(store)
+        if spoiled:
+            _wrong(opened, None)
+        removed = opened.collect()
     size = _size(removed.pop("bytes"))
     out().print(", ".join(f"{count} {what}" for what, count in removed.items()) + f": {size}")
 
@@ -131,11 +149,39 @@ def import_(
         out().print(f"{name[:12]} from {file}", soft_wrap=True)
 
 
+@app.command("pin")
+@user_errors
+def pin(
+    store: Root,
+    shard: Annotated[str, typer.Argument(help="Its name, or the beginning of it.")],
+    document: Annotated[str, typer.Argument(help="The name that keeps it from being evicted.")],
+) -> None:
+    """Keep a shard by a name of its namespace, until `kvweave store unpin`."""
+    opened = _opened(store)
+    name = _named(opened, shard)
+    opened.name(opened.shard(name).provenance.namespace, document, name)
+    out().print(Text(f"{name[:12]} is kept as {document}"), soft_wrap=True)
+
+
+@app.command("unpin")
+@user_errors
+def unpin(
+    store: Root,
+    document: Annotated[str, typer.Argument(help="The name.")],
+    namespace: Annotated[str, typer.Option(help="Whose name it is.")] = "",
+) -> None:
+    """Take a name away; its shard stays until room is wanted. Exit code 1 where there is none."""
+    if not _opened(store).forget(document, namespace):
+        err().print(Text(f"no document {document} of that namespace"), soft_wrap=True)
+        raise typer.Exit(1)
+    out().print(Text(f"{document} is no longer kept"), soft_wrap=True)
+
+
 def _opened(root: Path) -> Store:
     return Store(root, create=False)
 
 
-def _wrong(store: Store, namespace: str | None) -> dict[str, str]:
+def _wrong(store: Store | RemoteStore, namespace: str | None) -> dict[str, str]:
     """What is not whole, with why."""
     wrong = {}
     shards = store.list(namespace)
@@ -178,7 +224,7 @@ def _day(milliseconds: int) -> str:
         return "?"
 
 
-def _plain(shard: StoredShard, documents: list[str]) -> dict[str, Any]:
+def _plain(shard: StoredShard | StoredObject, documents: list[str]) -> dict[str, Any]:
     of = shard.provenance
     return {
         "name": shard.name,

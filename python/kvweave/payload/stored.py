@@ -15,6 +15,7 @@ from kvweave.cache import KvCache, KvShape
 from kvweave.errors import CorruptPayload, CorruptShard
 from kvweave.payload.header import PayloadHeader, parsed
 from kvweave.payload.payload import TOKENS, TORCH_DTYPES, KvPayload
+from kvweave.remote import RemoteShard, RemoteStore
 from kvweave.store import Provenance, Shard, Store
 
 LAYOUT = "payload"
@@ -55,16 +56,32 @@ def store_payload(store: Store, payload: KvPayload, heads: str) -> str:
 
     Returns the shard's name. Errors as for `Store.put`.
     """
-    text = json.dumps(payload.header.to_json(), separators=(",", ":"))
-    parts: dict[str, bytes | torch.Tensor] = {_HEADER: text.encode()}
-    for name, part in payload.parts.items():
-        if name != TOKENS:
-            parts[name] = part.detach().cpu().contiguous()
     tokens = payload.tokens.cpu().numpy()
+    parts = {_HEADER: _header_text(payload), **_held_parts(payload)}
     return store.put(provenance_of(payload.header, heads), tokens, parts)[0]
 
 
-def read_payload(shard: Shard) -> KvPayload:
+def send_payload(store: RemoteStore, payload: KvPayload, heads: str) -> None:
+    """As `store_payload`, to a store on another machine."""
+    tokens = payload.tokens.cpu().numpy()
+    held = _held_parts(payload).items()
+    parts = {name: part.reshape(-1).view(torch.uint8).numpy() for name, part in held}
+    store.put(
+        provenance_of(payload.header, heads), tokens, {_HEADER: _header_text(payload), **parts}
+    )
+
+
+def _header_text(payload: KvPayload) -> bytes:
+    return json.dumps(payload.header.to_json(), separators=(",", ":")).encode()
+
+
+def _held_parts(payload: KvPayload) -> dict[str, torch.Tensor]:
+    """A payload's parts but for its tokens, on the host."""
+    held = payload.parts.items()
+    return {name: part.detach().cpu().contiguous() for name, part in held if name != TOKENS}
+
+
+def read_payload(shard: Shard | RemoteShard) -> KvPayload:
     """The payload in a shard; its parts lie on the host, K and V where direct reads may go.
 
     # Errors
@@ -83,7 +100,7 @@ def read_payload(shard: Shard) -> KvPayload:
         raise CorruptShard(f"shard {error}") from error
 
 
-def _text(shard: Shard) -> str:
+def _text(shard: Shard | RemoteShard) -> str:
     if _HEADER not in shard.parts:
         raise CorruptShard("shard parts: expected a payload, got none")
     try:
@@ -92,7 +109,9 @@ def _text(shard: Shard) -> str:
         raise CorruptShard(f"shard payload: expected UTF-8, got {error.reason}") from error
 
 
-def part_of(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def part_of(
+    shard: Shard | RemoteShard, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """A part in memory of its own, where direct reads may go; no more than the shard's file has.
 
     # Errors
@@ -102,6 +121,8 @@ def part_of(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype)
     if shard.parts.get(name) != size:
         got = shard.parts.get(name)
         raise CorruptShard(f"shard part {name}: expected {size} bytes, got {got}")
+    if isinstance(shard, RemoteShard):
+        return torch.from_numpy(shard.memory[name]).view(dtype).view(shape)
     memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
     begin = -memory.data_ptr() % _ALIGNED
     held = memory[begin : begin + size]

@@ -23,6 +23,7 @@ from kvweave.runner.runner import Runner
 from kvweave.runner.serve.async_runner import AsyncRunner
 from kvweave.runner.serve.served_request import ServedRequest
 from kvweave.runner.serve.server import Server
+from kvweave.runner.serve.tenant import Tenant
 from kvweave.runner.workflow import Workflow
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "ServedRequest",
     "Server",
     "StreamedToken",
+    "Tenant",
     "Timings",
     "TokenizedPrompt",
     "Workflow",

@@ -17,6 +17,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload
 from kvweave.policies import Policy
 from kvweave.policies.policy_profile import PolicyProfile
+from kvweave.remote import RemoteStore
 from kvweave.runner.answers.answering import Answering
 from kvweave.runner.answers.stop import Stops
 from kvweave.runner.chat import Messages, chat_prompt
@@ -69,11 +70,11 @@ class Runner(KnowledgeBase, Retention):
     drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that answers are
     dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `store`,
     a `Store` or its folder: documents are written there behind their callers, and read from there;
-    `document_bytes`: so much of the host's memory for documents whose blocks leave the device (see
-    docs/tiers.md). `mode` is
-    "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
-    lies, queries rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what
-    is cached where room is wanted; by cost `retain` and `demote` say what is known of a text.
+    `document_bytes`: so much of the host's memory for documents whose blocks leave the device;
+    `remote`: a store on another machine behind these (see docs/tiers.md). `mode` is "materialise"
+    (reused KV is copied and rotated to its place) or "share" (it is read where it lies, queries
+    rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached
+    where room is wanted; by cost `retain` and `demote` say what is known of a text.
     `cache.set_quota` says what a namespace may keep. `profile` states the policy of whoever names
     none and, where `heads` is None, the head map (see `kvweave certify`); `canary` compares a share
     of live requests with `full`. `check` compares our forward with the model's own on a short
@@ -106,6 +107,7 @@ class Runner(KnowledgeBase, Retention):
         host_copies: str = "spill",
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
+        remote: RemoteStore | None = None,
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
@@ -154,7 +156,8 @@ class Runner(KnowledgeBase, Retention):
         reads = HeadReads(*known, verified=drafts > 0)
         check_drafting(drafts, reads, rotary)
         self._decoder = Decoder(reads, rotary, pages, drafts)
-        self.tiers = make_tiers(self._decoder, store, document_bytes, heads, eviction, hash)
+        tiers = (store, document_bytes, heads, eviction, hash, remote)
+        self.tiers = make_tiers(self._decoder, *tiers)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens, self.tiers)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)

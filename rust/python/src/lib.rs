@@ -19,6 +19,7 @@ mod scalars;
 mod scheduler;
 mod shape;
 mod shard;
+mod shard_head;
 mod stats;
 mod store;
 mod tensor;
@@ -122,6 +123,8 @@ mod _native {
     use super::shape::{HeadClassMap, HeadGroup, KvShape};
     #[pymodule_export]
     use super::shard::{Provenance, Shard};
+    #[pymodule_export]
+    use super::shard_head::ShardHead;
     #[pymodule_export]
     use super::store::{Store, StoredShard};
     #[pymodule_export]

@@ -13,6 +13,7 @@ use crate::dlpack::borrow;
 use crate::failure::{Failure, call_core};
 use crate::request::saturating_u32;
 use crate::scalars::{Number, Regime, Text};
+use crate::shard_head::shard_name;
 
 /// Everything but the tokens that K and V depend on.
 #[pyclass(frozen, eq, module = "kvweave._native")]
@@ -107,6 +108,17 @@ impl Provenance {
     /// Refuses the provenance of anything else: `ForeignShard` names the first field that differs.
     fn expect(&self, py: Python<'_>, found: &Self) -> PyResult<()> {
         raised(py, self.0.expect(&found.0).map_err(Failure::from))
+    }
+
+    /// The name of the shard of some tokens: a hash of them and all of this.
+    #[pyo3(signature = (tokens, *, hash=Text("sha256")))]
+    fn shard_name(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        hash: Text<'_>,
+    ) -> PyResult<String> {
+        shard_name(py, self, tokens, &hash)
     }
 
     fn __repr__(&self) -> String {

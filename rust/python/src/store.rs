@@ -52,13 +52,13 @@ impl From<Listed> for StoredShard {
 pub struct Store(Arc<store::Store>);
 
 /// Bytes of a part, held while they are written.
-enum Held<'py> {
+pub enum Held<'py> {
     Bytes(Bound<'py, PyBytes>),
     Tensor(Borrowed<'py>),
 }
 
 impl Held<'_> {
-    fn bytes(&self) -> Result<&[u8], Failure> {
+    pub fn bytes(&self) -> Result<&[u8], Failure> {
         match self {
             Held::Bytes(bytes) => Ok(bytes.as_bytes()),
             // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
@@ -67,7 +67,7 @@ impl Held<'_> {
     }
 }
 
-fn held<'py>(parts: &Bound<'py, PyDict>) -> PyResult<Vec<(String, Held<'py>)>> {
+pub fn held<'py>(parts: &Bound<'py, PyDict>) -> PyResult<Vec<(String, Held<'py>)>> {
     let mut all = Vec::with_capacity(parts.len());
     for (name, value) in parts {
         let name = name.extract::<Text<'_>>()?.0.to_owned();
@@ -81,7 +81,7 @@ fn held<'py>(parts: &Bound<'py, PyDict>) -> PyResult<Vec<(String, Held<'py>)>> {
 }
 
 /// Milliseconds since 1970: as given, or by the clock.
-fn time(now: Option<Number>) -> Result<u64, Failure> {
+pub fn time(now: Option<Number>) -> Result<u64, Failure> {
     let Some(now) = now else {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         return Ok(since.map_or(0, |since| since.as_millis() as u64));
@@ -89,7 +89,7 @@ fn time(now: Option<Number>) -> Result<u64, Failure> {
     Ok(count("now", now)? as u64)
 }
 
-fn size(what: &str, bytes: Option<Number>) -> Result<Option<u64>, Failure> {
+pub fn size(what: &str, bytes: Option<Number>) -> Result<Option<u64>, Failure> {
     bytes.map(|bytes| Ok(count(what, bytes)? as u64)).transpose()
 }
 

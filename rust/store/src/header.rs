@@ -18,7 +18,7 @@ use std::os::unix::fs::FileExt;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::checksum::is_zero;
+use crate::checksum::{is_zero, of_part};
 use crate::error::{ErrorKind, StoreError};
 use crate::identity::{MOST_TOKENS, Provenance, brief, check_name};
 
@@ -33,6 +33,15 @@ const MAGIC: [u8; 8] = *b"KVWSHARD";
 const FIXED: usize = 32;
 const MOST_TEXT: usize = 1 << 18;
 
+/// A part to be written.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// Its name; not [`TOKENS`], which is written of the tokens themselves.
+    pub name: &'a str,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
 /// One part: a run of bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,6 +52,35 @@ pub struct PartEntry {
     pub bytes: u64,
     /// See [`crate::checksum`].
     pub checksum: u64,
+}
+
+impl PartEntry {
+    /// The entry of some bytes.
+    #[must_use]
+    pub fn of(name: &str, bytes: &[u8]) -> PartEntry {
+        let checksum = of_part(bytes);
+        PartEntry { name: name.to_owned(), bytes: bytes.len() as u64, checksum }
+    }
+
+    /// Refuses bytes that are not the part's, with the zeros behind it that a file has.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another number of bytes, `Corrupt`.
+    pub fn check(&self, bytes: &[u8]) -> Result<(), StoreError> {
+        let what = || format!("shard part {}", self.name);
+        if bytes.len() as u64 != self.bytes.next_multiple_of(ALIGN) {
+            let expected = format!("{} bytes and zeros up to a block", self.bytes);
+            return Err(StoreError::invalid(what(), expected, bytes.len()));
+        }
+        let (part, zeros) = bytes.split_at(self.bytes as usize);
+        if of_part(part) != self.checksum {
+            return Err(StoreError::corrupt(what(), "the bytes of its checksum", "others"));
+        }
+        if !is_zero(zeros) {
+            return Err(StoreError::corrupt(what(), "zeros behind it", "others"));
+        }
+        Ok(())
+    }
 }
 
 /// What a shard says of itself.
@@ -84,6 +122,23 @@ impl ShardHeader {
             StoreError::invalid(error.what(), error.expected(), error.got().to_owned())
         })?;
         Ok(header)
+    }
+
+    /// The header of the shard of some tokens, whose ids are the first part.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn of(
+        provenance: &Provenance,
+        tokens: &[u32],
+        parts: &[Part<'_>],
+        expires: Option<u64>,
+    ) -> Result<ShardHeader, StoreError> {
+        check_tokens(tokens)?;
+        let ids = PartEntry::of(TOKENS, &ids_of(tokens));
+        let parts = parts.iter().map(|part| PartEntry::of(part.name, part.bytes));
+        let entries = [ids].into_iter().chain(parts).collect();
+        Self::new(provenance.clone(), tokens.len() as u64, expires, entries)
     }
 
     /// The part of a name, and where it begins in the file.
@@ -151,17 +206,37 @@ impl ShardHeader {
         let length = found.len();
         let mut head = vec![0; length.min(ALIGN) as usize];
         file.read_exact_at(&mut head, 0).map_err(read)?;
-        let text = text_bytes(&head, length)?;
-        let whole = (FIXED + text).next_multiple_of(ALIGN as usize);
-        if (length as usize) < whole {
-            return Err(StoreError::truncated(whole as u64, length));
-        }
+        let whole = Self::head_bytes(&head, length)?;
         if whole > head.len() {
             let begin = head.len();
             head.resize(whole, 0);
             file.read_exact_at(&mut head[begin..], begin as u64).map_err(read)?;
         }
-        Self::decode(&head, text, length)
+        Self::of_head(&head, length)
+    }
+
+    /// How many bytes the head of a file of `length` bytes has, from the first of them.
+    ///
+    /// # Errors
+    /// `Truncated`, `Corrupt`, `OtherSchema`.
+    pub fn head_bytes(head: &[u8], length: u64) -> Result<usize, StoreError> {
+        let whole = body(text_bytes(head, length)?);
+        if length < whole {
+            return Err(StoreError::truncated(whole, length));
+        }
+        Ok(whole as usize)
+    }
+
+    /// The header in the head of a file of `length` bytes, checked as by [`Self::read`].
+    ///
+    /// # Errors
+    /// `Truncated`, `Corrupt`, `OtherSchema`.
+    pub fn of_head(head: &[u8], length: u64) -> Result<ShardHeader, StoreError> {
+        let whole = Self::head_bytes(head, length)?;
+        if head.len() < whole {
+            return Err(StoreError::truncated(whole as u64, head.len() as u64));
+        }
+        Self::decode(&head[..whole], text_bytes(head, length)?, length)
     }
 
     fn decode(head: &[u8], text: usize, length: u64) -> Result<ShardHeader, StoreError> {
@@ -251,4 +326,16 @@ fn seal(fixed: &[u8], text: &[u8]) -> u64 {
 
 fn word(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte))
+}
+
+/// The bytes of the first part.
+pub(crate) fn ids_of(tokens: &[u32]) -> Vec<u8> {
+    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+pub(crate) fn check_tokens(tokens: &[u32]) -> Result<(), StoreError> {
+    if (1..=MOST_TOKENS).contains(&tokens.len()) {
+        return Ok(());
+    }
+    Err(StoreError::invalid("tokens", format!("1 to {MOST_TOKENS}"), tokens.len()))
 }

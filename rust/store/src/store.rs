@@ -12,12 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, UNIX_EPOCH};
 
 use crate::books::{Books, Budget};
-use crate::checksum;
 use crate::document::Document;
 use crate::error::{ErrorKind, StoreError};
 use crate::folder::{Beside, Changing, Folder, sync};
-use crate::header::{PartEntry, ShardHeader, TOKENS};
-use crate::identity::{MOST_TOKENS, Naming, Provenance, ShardName, check_name};
+use crate::header::{Part, ShardHeader, check_tokens, ids_of};
+use crate::identity::{Naming, Provenance, ShardName, check_name};
 use crate::record::{expect_ours, record};
 use crate::shard::Shard;
 use crate::victims::{Lru, Victims};
@@ -49,15 +48,6 @@ impl Default for StoreOptions {
             threads: 4,
         }
     }
-}
-
-/// A part to be written.
-#[derive(Clone, Copy, Debug)]
-pub struct Part<'a> {
-    /// Its name; not [`TOKENS`], which the store writes itself.
-    pub name: &'a str,
-    /// Its bytes.
-    pub bytes: &'a [u8],
 }
 
 /// What became of a shard that was put.
@@ -160,17 +150,7 @@ impl Store {
         expires: Option<u64>,
         now: u64,
     ) -> Result<Stored, StoreError> {
-        check_tokens(tokens)?;
-        let ids: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        let all: Vec<Part<'_>> =
-            [Part { name: TOKENS, bytes: &ids }].into_iter().chain(parts.iter().copied()).collect();
-        let described = all.iter().map(|part| PartEntry {
-            name: part.name.to_owned(),
-            bytes: part.bytes.len() as u64,
-            checksum: checksum::of_part(part.bytes),
-        });
-        let described = described.collect();
-        let header = ShardHeader::new(provenance.clone(), tokens.len() as u64, expires, described)?;
+        let header = ShardHeader::of(provenance, tokens, parts, expires)?;
         let head = header.encode()?;
         let name = provenance.name(self.naming, tokens);
         if self.is_there(&name, &header)? {
@@ -184,7 +164,8 @@ impl Store {
         drop(books);
         let beside = self.folder.write_beside(header.file_bytes()?, |file| {
             file.append(&head)?;
-            all.iter().try_for_each(|part| file.append(part.bytes))
+            file.append(&ids_of(tokens))?;
+            parts.iter().try_for_each(|part| file.append(part.bytes))
         })?;
         self.admit(name, header, beside, now)
     }
@@ -441,11 +422,4 @@ pub(crate) fn told(books: &mut Books, changing: &mut Changing) -> Result<(), Sto
 fn set_used(file: &File, now: u64) {
     let time = UNIX_EPOCH.checked_add(Duration::from_millis(now));
     let _ = time.map(|time| file.set_times(FileTimes::new().set_modified(time)));
-}
-
-fn check_tokens(tokens: &[u32]) -> Result<(), StoreError> {
-    if (1..=MOST_TOKENS).contains(&tokens.len()) {
-        return Ok(());
-    }
-    Err(StoreError::invalid("tokens", format!("1 to {MOST_TOKENS}"), tokens.len()))
 }

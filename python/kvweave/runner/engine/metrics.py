@@ -80,6 +80,16 @@ def metrics_of_tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _one("reading_bytes", "gauge", says, stats["reading_bytes"])
     says = "What a tier could not do while answers went on, by kind."
     yield _by("troubles_total", "counter", says, "kind", stats["troubles"])
+    speeds = {what: speed for what, speed in stats["speeds"].items() if speed is not None}
+    says = "Bytes a second from each tier, and FLOPs of prefills, as they were measured."
+    yield _by("speed", "gauge", says, "of", speeds)
+    if (remote := stats["remote"]) is not None:
+        says = "Documents that the remote store has taken."
+        yield _one("remote_written_total", "counter", says, remote["written"])
+        says = "Bytes on their way to the remote store."
+        yield _one("remote_writing_bytes", "gauge", says, remote["writing_bytes"])
+        says = "1 while the remote store has just failed and is not asked."
+        yield _one("remote_resting", "gauge", says, remote["resting"])
 
 
 def metrics_of_queue(counts: Mapping[str, int]) -> Iterator[Metric]:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["device", "host", "disk", "computed"]
-Tier = Literal["host", "disk"]
+Source = Literal["device", "host", "disk", "remote", "computed"]
+Tier = Literal["host", "disk", "remote"]
 
-TIERS: tuple[Tier, ...] = ("host", "disk")
+TIERS: tuple[Tier, ...] = ("host", "disk", "remote")
 """The tiers beyond the device, the nearest first."""
 
 
@@ -20,16 +20,18 @@ TIERS: tuple[Tier, ...] = ("host", "disk")
 class Speeds:
     """What was measured so far, in units a second; None: nothing yet.
 
-    `host`, `disk`: bytes that came from there to the device. `compute`: FLOPs of prefills.
+    `host`, `disk`, `remote`: bytes that came from there to the device. `compute`: FLOPs of
+    prefills.
     """
 
     host: float | None = None
     disk: float | None = None
     compute: float | None = None
+    remote: float | None = None
 
     def of(self, tier: Tier) -> float | None:
         """That of a tier."""
-        return self.host if tier == "host" else self.disk
+        return {"host": self.host, "disk": self.disk, "remote": self.remote}[tier]
 
 
 @dataclass(frozen=True)

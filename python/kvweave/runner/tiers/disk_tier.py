@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvweave.errors import UnknownShard
+from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm, StoredDocument
 from kvweave.store import Provenance, Store
@@ -13,6 +16,11 @@ class DiskTier:
 
     From any thread. All errors are the store's.
     """
+
+    source: Tier = "disk"
+    called = "the store"
+    trouble = ""
+    is_resting = False
 
     def __init__(self, store: Store, form: DocumentForm) -> None:
         self.store = store
@@ -27,8 +35,11 @@ class DiskTier:
         of = self.provenance(document.namespace, document.regime)
         return self.store.contains(of, document.tokens)
 
-    def read(self, document: Document) -> StoredDocument | None:
-        """The KV of a document, all of it compared; None where there is none."""
+    def read(self, document: Document, left: Callable[[], bool]) -> StoredDocument | None:
+        """The KV of a document, all of it compared; None where there is none.
+
+        `left`: whether nobody wants it any more, which one read is too short to ask.
+        """
         of = self.provenance(document.namespace, document.regime)
         shard = self.store.get(of, document.tokens)
         return None if shard is None else self._form.read(shard)
@@ -45,7 +56,8 @@ class DiskTier:
             raise UnknownShard("shard: expected the one that was read, got none")
         self.store.name(document.namespace, name, shard.name)
 
-    def write(self, payload: StoredDocument, name: str) -> None:
-        """Keeps a document under a name; when this returns, it survives."""
+    def write(self, payload: StoredDocument, name: str | None) -> None:
+        """Keeps a document, under a name if there is one; when this returns, it survives."""
         shard = self._form.write(self.store, payload)
-        self.store.name(payload.header.namespace, name, shard)
+        if name is not None:
+            self.store.name(payload.header.namespace, name, shard)

@@ -10,8 +10,9 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.ops import RopeTable
 from kvweave.payload import KvPayload
-from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.payload.stored import provenance_here, read_payload, send_payload, store_payload
 from kvweave.payload.transfer import admit_kv, export_kv
+from kvweave.remote import RemoteShard, RemoteStore
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.tables import Int32
 from kvweave.store import Provenance, Shard, Store
@@ -118,7 +119,11 @@ class ExactForm:
         """As `store_payload`."""
         return store_payload(store, document, self._heads)
 
-    def read(self, shard: Shard) -> KvPayload:
+    def send(self, store: RemoteStore, document: KvPayload) -> None:
+        """As `send_payload`."""
+        send_payload(store, document, self._heads)
+
+    def read(self, shard: Shard | RemoteShard) -> KvPayload:
         """As `read_payload`."""
         return read_payload(shard)
 

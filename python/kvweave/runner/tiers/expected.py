@@ -27,9 +27,9 @@ class Expected:
     they are done; behind it what was not read is computed. Whoever has one releases it in the end.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], load: Load | None, patience_s: float) -> None:
+    def __init__(self, wanted: Sequence[Wanted], loads: Sequence[Load], patience_s: float) -> None:
         self.wanted = list(wanted)
-        self._load = load
+        self._loads = list(loads)
         self._patience_s = patience_s
         self._asked: float | None = None
 
@@ -41,36 +41,41 @@ class Expected:
     @property
     def is_read(self) -> bool:
         """Whether nothing more is being read, for who does not wait."""
-        return self._load is None or self._load.ended
+        return all(load.ended for load in self._loads)
 
     @property
     def is_late(self) -> bool:
         """Whether reads did not end in time."""
-        return self._load is not None and not self._load.ended and self._left_s() <= 0
+        return not self.is_read and self._left_s() <= 0
 
     def wait(self, most_s: float | None = None) -> float:
         """Waits until it is ready, or so long; returns the seconds that it took."""
         begun = time.perf_counter()
-        while self._load is not None and not self._is_done():
-            self._load.wait(self._left_s() if most_s is None else min(most_s, self._left_s()))
+        while not self._is_done():
+            left = self._left_s() if most_s is None else min(most_s, self._left_s())
+            for load in self._loads:
+                if not load.wait(left):
+                    break
             if most_s is not None:
                 break
-        return time.perf_counter() - begun if self._load is not None else 0.0
+        return time.perf_counter() - begun if self._loads else 0.0
 
     def release(self) -> None:
         """Gives back what was read; safe to call twice."""
-        if self._load is not None:
-            self._load.release()
+        for load in self._loads:
+            load.release()
 
     def _is_done(self) -> bool:
         left = self._left_s()
-        return self._load is None or self._load.take() or left <= 0
+        # Each is asked: what was read of one is kept while another is waited for.
+        taken = [load.take() for load in self._loads]
+        return all(taken) or left <= 0
 
     def _left_s(self) -> float:
         """Seconds that are left of its patience."""
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
-            if self._load is not None:
-                self._load.hurry()
+            for load in self._loads:
+                load.hurry()
         return self._patience_s - (now - self._asked)

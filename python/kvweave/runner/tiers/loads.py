@@ -1,4 +1,4 @@
-"""`Load`: the documents of one prompt on their way from a store to the host's memory."""
+"""`Load`: the documents of one prompt on their way from a tier to the host's memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from kvweave.errors import CorruptShard, ForeignShard
 from kvweave.runner.tiers.choice import Choice
-from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import StoredDocument
+from kvweave.runner.tiers.read_tier import ReadTier
 from kvweave.runner.tiers.trouble import Trouble
 from kvweave.runner.tiers.worker import Job, Worker
 
@@ -59,7 +59,7 @@ class InFlight:
 
 
 class Load(Job):
-    """Reads the documents that one prompt takes from a store, all of them or none begun.
+    """Reads the documents that one prompt takes from one tier, all of them or none begun.
 
     They take their bytes of `room` when it begins and give them back by `release`, which everybody
     who has a load calls in the end. Prompts never wait for each other with some of their documents
@@ -71,7 +71,7 @@ class Load(Job):
         self,
         worker: Worker,
         room: InFlight,
-        tier: DiskTier,
+        tier: ReadTier,
         wanted: Sequence[Wanted],
         size: Callable[[Document], int],
         urgency: tuple[int, ...],
@@ -144,19 +144,20 @@ class Load(Job):
 
     def run(self) -> None:
         """Reads one document after the other; one that cannot be read stops no other."""
+        called = self._tier.called
         for want in self._wanted:
             if self._is_left():
                 return
-            if want.choice.source != "disk":
+            if want.choice.source != self._tier.source:
                 continue
             begun = time.perf_counter()
             try:
-                payload = self._tier.read(want.document)
+                payload = self._tier.read(want.document, self._is_left)
             except (CorruptShard, ForeignShard) as error:
-                self._refuse(want, "refused", f"the store's document is refused: {error}")
+                self._refuse(want, "refused", f"{called}'s document is refused: {error}")
                 continue
             except Exception as error:
-                self._refuse(want, "unread", f"the store cannot be read: {error}")
+                self._refuse(want, "unread", f"{called} cannot be read: {error}")
                 continue
             with self._worker.changed:
                 if self._is_left():
@@ -169,7 +170,7 @@ class Load(Job):
         """Notes that nothing more will be read."""
         with self._worker.changed:
             if error is not None and not self._ended.is_set():
-                self._trouble.note("unread", f"a document is computed: {error}")
+                self._note("unread", str(error))
             if self._released:
                 self._give_back()
             self._ended_in = self._room.steps
@@ -177,9 +178,12 @@ class Load(Job):
             self._worker.changed.notify_all()
 
     def _refuse(self, want: Wanted, kind: str, why: str) -> None:
-        self._trouble.note(kind, f"a document is computed: {why}")
+        self._note(kind, why)
         with self._worker.changed:
             want.compute(why)
+
+    def _note(self, kind: str, why: str) -> None:
+        self._trouble.note(f"{self._tier.trouble}{kind}", f"a document is computed: {why}")
 
     def _is_left(self) -> bool:
         return self._released

@@ -1,4 +1,4 @@
-"""The tiers of a runner, of what its caller names: a store, host memory, or both."""
+"""The tiers of a runner, of what its caller names: a store, host memory, a remote store."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from kvweave.arguments import shown, whole
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument
 from kvweave.policies.policy_profile import heads_digest
+from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
 from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.packed_form import PackedForm
+from kvweave.runner.tiers.remote_tier import RemoteTier
 from kvweave.runner.tiers.tiers import Tiers
 from kvweave.store import Store
 
@@ -42,24 +45,32 @@ def make_tiers(
     heads: HeadClassMap | None,
     eviction: str,
     hash: str,
+    remote: RemoteStore | None,
 ) -> Tiers | None:
-    """The tiers beside a decoder's cache; None where neither a store nor bytes are named.
+    """The tiers beside a decoder's cache; None where no store and no bytes are named.
 
     # Errors
-    `InvalidArgument` for what is no store, folder or number of bytes, `OutOfMemory` for bytes that
-    the host has not, `StoreUnavailable` for a folder that cannot be used.
+    `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
+    store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
+    a folder that cannot be used.
     """
-    if store is None and document_bytes is None:
+    if store is None and document_bytes is None and remote is None:
         return None
     form = form_of(decoder, heads)
-    disk, host = None, None
+    disk, host, far = None, None, None
     if store is not None:
         disk = DiskTier(_opened(store), form)
     if document_bytes is not None:
         whole("document_bytes", document_bytes, 1)
         host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
+    if remote is not None:
+        if not isinstance(remote, RemoteStore):
+            raise InvalidArgument(f"remote: expected a RemoteStore, got {shown(remote)}")
+        refuse_beside_packed(decoder.heads.packed, "remote")
+        assert isinstance(form, ExactForm)
+        far = RemoteTier(remote, form)
     flops = RowFlops(decoder.spec, decoder.heads)
-    tiers = Tiers(form, Clock(decoder.spec.device), flops, host, disk)
+    tiers = Tiers(form, Clock(decoder.spec.device), flops, host, disk, far)
     # Also when the process ends: what is being written is waited for, unless its disk is dead.
     finalize(decoder, tiers.close, _MOST_S)
     return tiers

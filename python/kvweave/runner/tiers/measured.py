@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvweave.runner.tiers.choice import Speeds, Tier
 
-What = Literal["host", "disk", "compute"]
+What = Literal["host", "disk", "remote", "compute"]
 
 _KEPT = 0.8
 """Of what was measured before when something new comes, so that speeds follow the machine."""

@@ -1,19 +1,19 @@
-"""`Tiers`: the documents of a runner beyond its device, in the host's memory and in a store.
+"""`Tiers`: the documents of a runner beyond its device, in the host's memory and in stores.
 
-A document that is frozen is copied to both: to the host's memory at once, to the store behind its
+A document that is frozen is copied to all: to the host's memory at once, to the stores behind its
 caller. So when its blocks leave the device nothing is to be done, and nobody waits for it. A prompt
 that marks it finds it there again, where bringing it takes less time than computing it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 from kvweave.cache import KvRequest
-from kvweave.errors import KvweaveError, PoolFull
+from kvweave.errors import CorruptShard, ForeignShard, KvweaveError, PoolFull
 from kvweave.runner.clock import Clock
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.tiers.brought import Brought, Carried
@@ -24,20 +24,24 @@ from kvweave.runner.tiers.document_form import DocumentForm
 from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.keeping import Keeping
-from kvweave.runner.tiers.loads import NEEDED, PREFETCHED, InFlight, Load, Wanted
+from kvweave.runner.tiers.loads import NEEDED, PREFETCHED, Wanted
 from kvweave.runner.tiers.measured import Measured
+from kvweave.runner.tiers.reads import Reads
+from kvweave.runner.tiers.remote_tier import RemoteTier
 from kvweave.runner.tiers.trouble import Trouble
-from kvweave.runner.tiers.worker import Worker
+from kvweave.runner.tiers.writes import Writes
 
 FLIGHT_BYTES = 1 << 30
 PATIENCE_S = 10.0
 
 
 class Tiers:
-    """A host tier, a store, or both, beside the pages of a cache, where documents have a form.
+    """A host tier, a store, a remote store, or several, beside the pages of a cache.
+
+    Documents have a form there.
 
     `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
-    read from the store and not on the device yet, or the documents of one prompt where these are
+    read from a store and not on the device yet, or the documents of one prompt where these are
     more; as many wait to be written, or one document. `patience_s`: a prompt waits so long for its
     reads once its turn has come, and is computed then.
 
@@ -51,12 +55,14 @@ class Tiers:
         flops: Callable[[int, int], int],
         host: HostTier | None,
         disk: DiskTier | None,
+        remote: RemoteTier | None = None,
         *,
         flight_bytes: int = FLIGHT_BYTES,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.host = host
         self.disk = disk
+        self.remote = remote
         self.measured = Measured()
         self.patience_s = patience_s
         self._form, self._cache = form, form.cache
@@ -64,10 +70,14 @@ class Tiers:
         self._flops = flops
         self._closed = False
         self._trouble = Trouble()
-        self._reader = Worker("kvweave reads")
-        self._flight = InFlight(flight_bytes)
+        stores = [tier for tier in (disk, remote) if tier is not None]
+        self.reads = {tier.source: Reads(tier, flight_bytes, self._trouble) for tier in stores}
         self._keeping = None if disk is None else Keeping(disk, flight_bytes, self._trouble)
-        self._counts = {"device": 0, "host": 0, "disk": 0, "computed": 0, "not on host": 0}
+        # Whoever freezes a document does not wait for another machine.
+        how = (flight_bytes, self._trouble)
+        self._sending = None if remote is None else Writes(remote, *how, patient=False)
+        sources = ("device", "host", *self.reads, "computed", "not on host")
+        self._counts = dict.fromkeys(sources, 0)
 
     # ---- what a prompt takes --------------------------------------------------------------
 
@@ -89,13 +99,9 @@ class Tiers:
         return self._expected(wanted, urgency)
 
     def _expected(self, wanted: list[Wanted], urgency: tuple[int, int]) -> Expected:
-        """Has the store's documents of a prompt read."""
-        reads, load = [want for want in wanted if want.choice.source == "disk"], None
-        if reads:
-            assert self.disk is not None
-            how = (self._size, urgency, self._trouble)
-            load = Load(self._reader, self._flight, self.disk, reads, *how)
-        return Expected(wanted, load, self.patience_s)
+        """Has the stores' documents of a prompt read."""
+        loads = [reads.load(wanted, self._size, urgency) for reads in self.reads.values()]
+        return Expected(wanted, [load for load in loads if load is not None], self.patience_s)
 
     def bring(self, expected: Expected, prompt: TokenizedPrompt, namespace: str) -> Brought:
         """Waits for what is expected, and brings it to the device.
@@ -134,7 +140,9 @@ class Tiers:
     def _bringing(self, expected: Expected) -> Iterator[Brought]:
         """Waits for what is expected; what has been brought of it is let go after an error."""
         brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
-        self._note_late(expected)
+        if expected.is_late:
+            for reads in self.reads.values():
+                reads.note_late(expected.wanted, self.patience_s)
         try:
             yield brought
         except BaseException:
@@ -145,10 +153,8 @@ class Tiers:
 
     def end_step(self) -> None:
         """Hears that a step of an engine has ended, which could take what was read for prompts."""
-        if self._flight.holders:
-            with self._reader.changed:
-                self._flight.steps += 1
-                self._reader.changed.notify_all()
+        for reads in self.reads.values():
+            reads.end_step()
 
     def document(self, document: Document) -> Brought:
         """A document that shall be frozen, brought from the host or the store if one has it."""
@@ -169,7 +175,7 @@ class Tiers:
             want.choice = Choice(source, "it has just left the device")
         if source == "computed":
             return
-        if source == "disk" and want.payload is None:
+        if source in self.reads and want.payload is None:
             want.compute("the store did not give it")
             return
         try:
@@ -195,23 +201,24 @@ class Tiers:
                 )
             )
 
-    def _carried(self, want: Wanted, source: str, brought: Brought) -> KvRequest | None:
+    def _carried(self, want: Wanted, tier: Tier, brought: Brought) -> KvRequest | None:
         """A request that has a document alone, its KV being brought; None if it is not there."""
-        document, begin = want.document, self._clock.mark()
-        tier: Tier = "host" if source == "host" else "disk"
-        if source == "host":
+        document, payload, begin = want.document, want.payload, self._clock.mark()
+        if payload is None:
             request = self._from_host(document)
         else:
-            assert want.payload is not None
-            request = self._form.admit(want.payload, document.namespace)
+            request = self._form.admit(payload, document.namespace)
         if request is None:
             return None
         brought.requests.append(request)
         carried = Carried(tier, self._size(document), begin, self._clock.mark(), want.seconds)
         brought.carried.append(carried)
-        if tier == "disk":
+        if payload is not None:
             want.payload = None
             self.copy_to_host(request, document.regime)
+            if tier == "remote" and self._keeping is not None:
+                # Nearer from now on; without a name it goes where the disk wants room.
+                self._keeping.write(payload, None)
         return request
 
     def _from_host(self, document: Document) -> KvRequest | None:
@@ -234,8 +241,11 @@ class Tiers:
     def keep(self, request: KvRequest, regime: int, name: str) -> None:
         """Copies a document that a request has alone to the host, and has it kept in the store."""
         self.copy_to_host(request, regime)
-        if self._keeping is not None:
-            self._keeping.write(self._form.export(request).on_host(), name)
+        writes = [each for each in (self._keeping, self._sending) if each is not None]
+        if writes:
+            payload = self._form.export(request).on_host()
+            for each in writes:
+                each.write(payload, name)
         self.tell()
 
     def forget(self, name: str, namespace: str) -> None:
@@ -274,14 +284,15 @@ class Tiers:
         """Returns when every document that was frozen survives this process.
 
         # Errors
-        What the store raised for the first since the last call that does not: `StoreFull`,
-        `QuotaExceeded`, `StoreUnavailable`.
+        What a store raised for the first since the last call that does not: `StoreFull`,
+        `QuotaExceeded`, `StoreUnavailable`. The store on disk is waited for first.
         """
-        if self._keeping is not None:
-            try:
-                self._keeping.flush()
-            finally:
-                self.tell()
+        try:
+            for writes in (self._keeping, self._sending):
+                if writes is not None:
+                    writes.flush()
+        finally:
+            self.tell()
 
     def close(self, most_s: float | None = None) -> None:
         """Waits for what is being written, so long at most, and ends the threads.
@@ -289,9 +300,11 @@ class Tiers:
         A read that goes on is left alone. Safe to call twice.
         """
         self._closed = True
-        self._reader.close(finish=False, most_s=0)
-        if self._keeping is not None:
-            self._keeping.close(most_s)
+        for reads in self.reads.values():
+            reads.close()
+        for writes in (self._keeping, self._sending):
+            if writes is not None:
+                writes.close(most_s)
         self.tell()
 
     def set_quota(self, namespace: str = "", *, bytes: int | None = None) -> None:
@@ -310,21 +323,20 @@ class Tiers:
         speeds = self.measured.speeds
         return {
             "documents": dict(self._counts),
-            "reading_bytes": self._flight.used,
+            "reading_bytes": sum(reads.flight.used for reads in self.reads.values()),
             **({} if self._keeping is None else self._keeping.stats()),
-            "speeds": {"host": speeds.host, "disk": speeds.disk, "compute": speeds.compute},
+            "speeds": asdict(speeds),
+            "remote": self._remote_stats(),
             "troubles": self._trouble.counts,
             "host": None if self.host is None else self.host.stats(),
         }
 
-    def _note_late(self, expected: Expected) -> None:
-        if not expected.is_late:
-            return
-        why = f"the store did not answer within {self.patience_s} s"
-        self._trouble.note("late", f"documents are computed: {why}")
-        for want in expected.wanted:
-            if want.choice.source == "disk" and want.payload is None:
-                want.compute(why)
+    def _remote_stats(self) -> dict[str, Any] | None:
+        if self.remote is None or self._sending is None:
+            return None
+        reading = self.reads["remote"].flight.used
+        resting = self.remote.is_resting
+        return {**self._sending.stats(), "reading_bytes": reading, "resting": resting}
 
     def _is_here(self, document: Document, end: int, prefix: int) -> bool:
         """Whether a document, or the prompt up to its end, is on the device."""
@@ -336,8 +348,12 @@ class Tiers:
         there: list[Tier] = []
         if self.host is not None and self.host.has(document):
             there.append("host")
-        if self.disk is not None and not self._closed and not self._is_stuck():
-            there.append("disk")
+        for tier, reads in self.reads.items():
+            if not self._closed and reads.may_be_asked(self.patience_s):
+                there.append(tier)
+        if "disk" in there and "remote" in there:
+            # What one document is read from is decided before, so that no tier waits for another.
+            there.remove("remote" if self._is_on_disk(document) else "disk")
         if not there:
             return Choice("computed", "no tier has it")
         flops = self._flops(start, start + document.length)
@@ -347,11 +363,16 @@ class Tiers:
                 self.measured.decline(tier)
         return choice
 
-    def _is_stuck(self) -> bool:
-        """Whether a read goes on for longer than anybody waits: then nobody asks the store."""
-        load = self._reader.running
-        began = load.began if isinstance(load, Load) else None
-        return began is not None and time.monotonic() - began > self.patience_s
+    def _is_on_disk(self, document: Document) -> bool:
+        """Whether the disk says that it has a document; what is wrong with it there is noted."""
+        assert self.disk is not None
+        try:
+            return self.disk.has(document)
+        except (CorruptShard, ForeignShard) as error:
+            self._trouble.note("refused", f"the store's document is refused: {error}")
+        except KvweaveError as error:
+            self._trouble.note("unread", f"the store cannot be read: {error}")
+        return False
 
     def _size(self, document: Document) -> int:
         """Bytes of a document's KV: every token in every head."""

@@ -1,0 +1,60 @@
+"""A NIXL agent of our own, in one backend, and the memory that it may touch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from kvweave.errors import TransferFailed, Unsupported
+
+BACKEND = "UCX"
+
+
+def make_agent() -> Any:
+    """An agent under a name that nobody else has.
+
+    # Errors
+    `Unsupported` without the package, `TransferFailed` where its backend does not start.
+    """
+    try:
+        api = import_module("nixl_cu13._api")
+    except ModuleNotFoundError as error:
+        raise Unsupported(
+            "nixl: expected the package nixl-cu13 to be installed; run: pip install 'kvweave[nixl]'"
+        ) from error
+    with failing("to start"):
+        config = api.nixl_agent_config(backends=[BACKEND])
+        return api.nixl_agent(f"kvweave-{secrets.token_hex(8)}", config)
+
+
+@contextmanager
+def failing(to: str) -> Iterator[None]:
+    """What NIXL raises, as `TransferFailed`."""
+    try:
+        yield
+    except TransferFailed:
+        raise
+    except Exception as error:
+        text = f"nixl: expected {to}, got {type(error).__name__}: {error}"
+        raise TransferFailed(text) from error
+
+
+@contextmanager
+def registered(agent: Any, parts: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets an agent touch tensors u8 [n] of the host, until it is left."""
+    with failing("memory to be registered"):
+        held = agent.register_memory(list(parts), backends=[BACKEND])
+    try:
+        yield
+    finally:
+        agent.deregister_memory(held, backends=[BACKEND])
+
+
+def as_bytes(part: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as u8 [n], where it lies."""
+    return part.reshape(-1).view(torch.uint8)

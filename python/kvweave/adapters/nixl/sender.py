@@ -1,0 +1,107 @@
+"""`KvSender`: offers payloads to whoever has a ticket."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from kvweave.adapters.nixl.agent import as_bytes, make_agent, registered
+from kvweave.adapters.nixl.ticket import PartPlace, Ticket, digest_of
+from kvweave.arguments import real, shown
+from kvweave.errors import InvalidArgument
+from kvweave.payload import KvPayload
+from kvweave.remote.seal import check_secret
+
+_POLL_S = 0.001
+
+
+class KvSender:
+    """Where prompts are prefilled. `secret`: 16 to 64 bytes that the receivers know too.
+
+    A context manager. One thread uses it at a time.
+
+    # Errors
+    `InvalidArgument` for no secret; `Unsupported` without NIXL, `TransferFailed` where it fails.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        check_secret(secret)
+        if secret is None:
+            raise InvalidArgument("secret: expected 16 to 64 bytes, got none")
+        self._secret = secret
+        self._agent = make_agent()
+        self._taken: set[str] = set()
+
+    def offer(self, payload: KvPayload, *, valid_s: float = 60.0) -> KvOffer:
+        """Offers a payload until the offer is left; its ticket may be used for `valid_s` seconds.
+
+        Its parts come to the host if they are not there.
+        """
+        if not isinstance(payload, KvPayload):
+            raise InvalidArgument(f"payload: expected a KvPayload, got {shown(payload)}")
+        return KvOffer(self, payload, real("valid_s", valid_s))
+
+    def close(self) -> None:
+        """Forgets its agent; safe to call twice."""
+        self._agent = None
+
+    def __enter__(self) -> KvSender:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hear(self) -> set[str]:
+        """Names of the offers that were taken."""
+        for said in self._agent.get_new_notifs().values():
+            self._taken |= {name.decode(errors="replace") for name in said}
+        return self._taken
+
+
+class KvOffer:
+    """A payload that lies ready: `ticket` is for the receiver. A context manager."""
+
+    def __init__(self, sender: KvSender, payload: KvPayload, valid_s: float) -> None:
+        self._sender, self._name = sender, secrets.token_hex(16)
+        self._parts = {n: as_bytes(p) for n, p in payload.on_host().parts.items()}
+        agent: Any = sender._agent
+        if agent is None:
+            raise InvalidArgument("sender: expected an open one, got one that was closed")
+        self._held = ExitStack()
+        held = [part for part in self._parts.values() if part.numel()]
+        self._held.enter_context(registered(agent, held))
+        places = {
+            name: PartPlace(part.data_ptr(), part.numel(), digest_of(sender._secret, name, part))
+            for name, part in self._parts.items()
+        }
+        peer, until = agent.get_agent_metadata(), time.time() + valid_s
+        ticket = Ticket(self._name, peer, until, payload.header, places)
+        self.ticket = ticket.encode(sender._secret)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it was taken, so long at most: whether it was."""
+        end = time.monotonic() + timeout_s
+        while self._name not in self._sender._hear():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def __enter__(self) -> KvOffer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.close()
