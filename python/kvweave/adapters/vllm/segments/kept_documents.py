@@ -8,11 +8,12 @@ text.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,19 +31,13 @@ from kvweave.payload.transfer import admit_kv
 from kvweave.store import Provenance, Store
 
 _log = logging.getLogger(__name__)
+HEAD = 16
+"""Tokens that a marked text and a document have to begin with alike, to be compared further."""
 Tokens = Sequence[int]
-Text = tuple[str, bytes]
-"""A namespace, and token ids as bytes."""
+Ids = npt.NDArray[np.uint32]
+Name = tuple[str, str]
+"""A namespace, and the name of a document of it."""
 Spans = Sequence[tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A text's KV from the folder: its shard, and the first document that names it, if any."""
-
-    payload: KvPayload
-    shard: str
-    name: str | None
 
 
 class KeptDocuments:
@@ -71,7 +66,9 @@ class KeptDocuments:
             capacity_bytes=capacity_bytes,
             quota_bytes=quota_bytes,
         )
-        self._frozen: OrderedDict[Text, str] = OrderedDict()
+        self._frozen: OrderedDict[Name, Ids] = OrderedDict()
+        self._listed: list[tuple[str, str, str]] = []
+        self._texts: dict[Name, Ids] = {}
         self._brought: Counter[str] = Counter()
         self._told: set[str] = set()
 
@@ -79,12 +76,13 @@ class KeptDocuments:
 
     def take(self, name: str, tokens: Tokens, namespace: str) -> bool:
         """Freezes a document whose text is kept already; whether every rank could read it."""
-        kept = self._read(namespace, tokens)
-        if not _all_of(kept is not None) or kept is None:
+        found = self._read(namespace, _ids(tokens))
+        if not _all_of(found is not None) or found is None:
             return False
-        if not self._bring(kept.payload, namespace, tokens, name):
+        payload, shard = found
+        if not self._bring(payload, (namespace, name), _ids(tokens)):
             return False
-        return self._named(namespace, name, tokens, kept.shard) is None
+        return self._named((namespace, name), _ids(tokens), shard) is None
 
     def freeze(self, request: KvRequest, name: str) -> None:
         """Freezes all of a committed request; kept documents make room, those used least first.
@@ -109,11 +107,18 @@ class KeptDocuments:
             shard = store_payload(self.store, payload, self._heads)
         except KvweaveError as error:
             why = str(error)
-        return self._refused(name, why) or self._named(request.namespace, name, tokens, shard)
+        document = request.namespace, name
+        why = self._refused(name, why) or self._named(document, _ids(tokens), shard)
+        if why is not None:
+            # What had the name before is replaced all the same.
+            with suppress(KvweaveError):
+                self.delete(*document)
+        return why
 
     def delete(self, namespace: str, name: str) -> bool:
         """Takes a document out of the folder; whether it was there."""
-        self._forget_frozen(namespace, name)
+        self._frozen.pop((namespace, name), None)
+        self._texts.pop((namespace, name), None)
         shard = self._shards(namespace).get(name)
         if not self.store.forget(name, namespace):
             return False
@@ -129,11 +134,11 @@ class KeptDocuments:
         """
         namespace, brought = admitted.request.namespace, 0
         for start, end in spans:
-            tokens = prompt[start:end]
+            tokens = _ids(prompt[start:end])
             # The last token of a prompt is computed in any case.
             if admitted.reused[start : min(end, admitted.tokens - 1)].all():
                 self._used(namespace, tokens)
-            elif not self._is_whole(namespace, tokens):
+            else:
                 brought += self._bring_text(namespace, tokens)
         return brought > 0
 
@@ -141,9 +146,10 @@ class KeptDocuments:
 
     def names(self, namespace: str | None) -> list[tuple[str, str, int]]:
         """Namespace, name and tokens of every document in the folder, of a namespace or all."""
-        sizes = {shard.name: shard.tokens or 0 for shard in self.store.list(namespace)}
-        documents = self.store.documents(namespace)
-        return [(space, name, sizes.get(shard, 0)) for space, name, shard in documents]
+        self._refresh()
+        listed = [(space, name) for space, name, _ in self._listed]
+        own = [each for each in listed if namespace is None or each[0] == namespace]
+        return [(*each, len(self._texts.get(each, ()))) for each in own]
 
     def counts(self) -> dict[str, int]:
         """Documents and bytes in the folder, and how many came from there, and their tokens."""
@@ -154,47 +160,71 @@ class KeptDocuments:
 
     # ---- inside --------------------------------------------------------------------------------
 
-    def _bring_text(self, namespace: str, tokens: Tokens) -> bool:
-        kept = self._read(namespace, tokens)
-        name = None if kept is None else kept.name
-        if not _all_of(name is not None) or kept is None or name is None:
+    def _bring_text(self, namespace: str, tokens: Ids) -> bool:
+        """Freezes the document that a marked text begins like, if the folder alone has it."""
+        self._refresh()
+        texts = {name: ids for (space, name), ids in self._texts.items() if space == namespace}
+        name = _agreed(_most_alike(texts, tokens))
+        if name is None or self._is_whole((namespace, name)):
             return False
-        return self._bring(kept.payload, namespace, tokens, name)
+        document = texts[name]
+        found = self._read(namespace, document)
+        if not _all_of(found is not None) or found is None:
+            return False
+        return self._bring(found[0], (namespace, name), document)
 
-    def _read(self, namespace: str, tokens: Tokens) -> Kept | None:
-        """The KV of a text, each byte of it checked; None where it is to be computed."""
-        fingerprint = self._segments.cache.fingerprint
+    def _refresh(self) -> None:
+        """Reads the texts of documents that came since, whoever wrote them."""
         try:
-            shard = self.store.get(self._provenance(namespace), _ids(tokens))
+            listed = list(self.store.documents())
+        except KvweaveError as error:
+            self._tell(f"documents are not found: {error}")
+            return
+        if listed == self._listed:
+            return
+        known = set(self._listed)
+        self._listed = listed
+        here = {(space, name) for space, name, _ in listed}
+        self._texts = {name: ids for name, ids in self._texts.items() if name in here}
+        for space, name, shard in listed:
+            if (space, name, shard) in known:
+                continue
+            try:
+                self._texts[space, name] = self.store.shard(shard).tokens()
+            except KvweaveError as error:
+                self._brought["refused"] += 1
+                self._tell(f"a document is computed anew: {error}")
+
+    def _read(self, namespace: str, tokens: Ids) -> tuple[KvPayload, str] | None:
+        """The KV of a text, each byte checked, and its shard; None where it is to be computed."""
+        try:
+            shard = self.store.get(self._provenance(namespace), tokens)
             if shard is None:
                 return None
             payload = read_payload(shard)
-            named = self._shards(namespace).items()
         except KvweaveError as error:
             self._brought["refused"] += 1
             self._tell(f"a document is computed anew: {error}")
             return None
-        payload = KvPayload(replace(payload.header, fingerprint=fingerprint), payload.parts)
-        name = next((name for name, found in named if found == shard.name), None)
-        return Kept(payload, shard.name, name)
+        own = replace(payload.header, fingerprint=self._segments.cache.fingerprint)
+        return KvPayload(own, payload.parts), shard.name
 
     @torch.inference_mode()
-    def _bring(self, payload: KvPayload, namespace: str, tokens: Tokens, name: str) -> bool:
+    def _bring(self, payload: KvPayload, document: Name, tokens: Ids) -> bool:
         """Writes a document's KV into the pages and freezes it; not where there is no room."""
         segments = self._segments
         try:
-            with admit_kv(segments.cache, segments.pages, payload, namespace) as request:
-                self.freeze(request, name)
+            with admit_kv(segments.cache, segments.pages, payload, document[0]) as request:
+                self.freeze(request, document[1])
         except PoolFull:
             return False
         self._brought.update(documents=1, tokens=len(tokens))
-        self._forget_frozen(namespace, name)
-        self._frozen[namespace, _ids(tokens).tobytes()] = name
+        self._is_frozen(document, tokens)
         return True
 
-    def _named(self, namespace: str, name: str, tokens: Tokens, shard: str) -> str | None:
+    def _named(self, document: Name, tokens: Ids, shard: str) -> str | None:
         """Has a name mean a text's shard, and its old one go; or why not."""
-        why = None
+        why, (namespace, name) = None, document
         try:
             old = self._shards(namespace).get(name)
             self.store.name(namespace, name, shard)
@@ -204,9 +234,14 @@ class KeptDocuments:
             why = str(error)
         why = self._refused(name, why)
         if why is None:
-            self._forget_frozen(namespace, name)
-            self._frozen[namespace, _ids(tokens).tobytes()] = name
+            self._texts[document] = tokens
+            self._is_frozen(document, tokens)
         return why
+
+    def _is_frozen(self, document: Name, tokens: Ids) -> None:
+        """Enters a document as the one that was used last."""
+        self._frozen.pop(document, None)
+        self._frozen[document] = tokens
 
     def _drop(self, namespace: str, shard: str | None) -> None:
         """Removes a shard that no document names any more."""
@@ -223,35 +258,30 @@ class KeptDocuments:
             segments.cache, namespace, segments.regime, self._heads, fingerprint=self._model
         )
 
-    def _is_whole(self, namespace: str, tokens: Tokens) -> bool:
-        name = self._frozen.get((namespace, _ids(tokens).tobytes()))
-        if name is None:
+    def _is_whole(self, document: Name) -> bool:
+        if document not in self._frozen:
             return False
+        namespace, name = document
         try:
             entry = self._segments.cache.frozen_segment(name, namespace)
         except UnknownSegment:
             return False
         return entry.resident_blocks == entry.blocks
 
-    def _used(self, namespace: str, tokens: Tokens) -> None:
-        key = namespace, _ids(tokens).tobytes()
-        if key in self._frozen:
-            self._frozen.move_to_end(key)
+    def _used(self, namespace: str, tokens: Ids) -> None:
+        texts = {name: ids for (space, name), ids in self._frozen.items() if space == namespace}
+        name = _most_alike(texts, tokens)
+        if name is not None:
+            self._frozen.move_to_end((namespace, name))
 
     def _unfreeze_one(self) -> bool:
         """Lets the kept document that was used least recently go; it can be read again."""
         if not self._frozen:
             return False
-        (namespace, _), name = self._frozen.popitem(last=False)
+        (namespace, name), _ = self._frozen.popitem(last=False)
         with suppress(UnknownSegment):
             self._segments.cache.delete(name, namespace)
         return True
-
-    def _forget_frozen(self, namespace: str, name: str) -> None:
-        """A name is another text's from now on, or nobody's."""
-        named = [key for key, own in self._frozen.items() if (key[0], own) == (namespace, name)]
-        for key in named:
-            del self._frozen[key]
 
     def _refused(self, name: str, why: str | None) -> str | None:
         """Why a rank could not write a document, on every rank."""
@@ -267,15 +297,42 @@ class KeptDocuments:
             _log.warning("kvweave store: %s", text)
 
 
-def _ids(tokens: Tokens) -> npt.NDArray[np.uint32]:
+def _ids(tokens: Tokens) -> Ids:
     return np.asarray(tokens, np.uint32)
+
+
+def _most_alike(texts: Mapping[str, Ids], tokens: Ids) -> str | None:
+    """The document whose beginning a text has most of; None where all begin otherwise.
+
+    A chat's template trims what it marks, so a marked text may lack a document's last tokens.
+    """
+    head, most = tokens[:HEAD], (0, "")
+    for name, ids in texts.items():
+        if np.array_equal(ids[: len(head)], head):
+            shared = min(len(ids), len(tokens))
+            apart = np.flatnonzero(ids[:shared] != tokens[:shared])
+            most = max(most, (int(apart[0]) if len(apart) else shared, name))
+    return most[1] if most[0] else None
 
 
 def _all_of(holds: bool) -> bool:
     """Whether something holds on every rank of tensor parallelism; asked by all of them."""
+    return _least([int(holds)])[0] == 1
+
+
+def _agreed(name: str | None) -> str | None:
+    """A document's name where every rank has found the same one; asked by all of them."""
+    digest = hashlib.sha256(repr(name).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    least, least_of_negated = _least([number, -number])
+    return name if least == -least_of_negated else None
+
+
+def _least(numbers: list[int]) -> list[int]:
+    """The least of each number on all ranks."""
     group = get_tp_group()
     if group.world_size == 1:
-        return holds
-    said = torch.tensor(int(holds))
+        return numbers
+    said = torch.tensor(numbers)
     all_reduce(said, ReduceOp.MIN, group=group.cpu_group)
-    return bool(said)
+    return [int(number) for number in said]
