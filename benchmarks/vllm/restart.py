@@ -41,7 +41,7 @@ NAMES = {
     "tier": "vLLM's offloading, from our store",
     "fs": "vLLM's offloading, from its fs tier",
 }
-CASE, MILLI, GIB = "vllm", 1e3, 2**30
+CASE, MILLI, GIB = "vllm_restart", 1e3, 2**30
 BEFORE, BEHIND = 64, 64
 """Fresh tokens before a marked document, and behind any."""
 PATIENCE_S = 300

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import resource
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,24 @@ import pytest
 import vllm_tiers
 from kvweave.errors import InvalidArgument
 from kvweave.store import Store
-from vllm_tiers import ORIGIN, keys, tiers
+from vllm_tiers import ORIGIN, keys, tiers, write_for_ever
 
 NAMES = keys(20)
+
+
+# The writer has what is imported here: starting Python anew would take longer than all it does.
+FORKED = multiprocessing.get_context("fork")
+
+
+def fill_a_disk(folder: Path) -> None:
+    """Stores chunks, and others where no file may grow any more."""
+    with tiers(folder) as made:
+        made.store(keys(2))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+        made.store(keys(2, seed=1))
+        told = made.manager.get_stats().reduce()
+    assert any("StoreFull" in name for name in told), told
 
 
 def files(folder: Path) -> list[Path]:
@@ -111,20 +127,10 @@ def test_a_chunk_without_room_is_computed_again(tmp_path: Path) -> None:
         told = made.manager.get_stats().reduce()
         assert any("StoreFull" in name for name in told), told
         assert told["vllm:kv_offload_tiering_cascade_job_failures:('1:StoreTier',)"] == 1
-    script = f"""
-import resource, signal, sys
-from pathlib import Path
-import vllm_tiers
-with vllm_tiers.tiers(Path({str(tmp_path / "full")!r})) as made:
-    made.store(vllm_tiers.keys(2))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-    made.store(vllm_tiers.keys(2, seed=1))
-    told = made.manager.get_stats().reduce()
-    assert any("StoreFull" in name for name in told), told
-"""
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), check=False)
-    assert done.returncode == 0
+    full = FORKED.Process(target=fill_a_disk, args=(tmp_path / "full",))
+    full.start()
+    full.join()
+    assert full.exitcode == 0
     with tiers(tmp_path / "full") as made:
         assert (
             made.found(vllm_tiers.keys(2) + vllm_tiers.keys(2, seed=1)) == [True] * 2 + [False] * 2
@@ -151,16 +157,18 @@ def test_two_engines_on_one_folder(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     numbers = np.random.default_rng(1)
     acknowledged: list[int] = []
-    for kill in range(4):
-        command = [sys.executable, vllm_tiers.__file__, str(tmp_path), str(kill * 1000)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, env=environment(), text=True
-        ) as process:
-            assert process.stdout is not None
-            acknowledged.append(int(process.stdout.readline()))
-            time.sleep(float(numbers.uniform(0.01, 0.5)))
-            os.kill(process.pid, signal.SIGKILL)
-            acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
+    for kill in range(8):
+        heard, said = FORKED.Pipe(duplex=False)
+        writer = FORKED.Process(target=write_for_ever, args=(tmp_path, kill * 1000, said))
+        writer.start()
+        said.close()
+        acknowledged.append(heard.recv())
+        time.sleep(float(numbers.uniform(0.01, 0.3)))
+        writer.kill()
+        writer.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                acknowledged.append(heard.recv())
     with tiers(tmp_path, chunks=256) as made:
         for run in acknowledged:
             assert made.found(keys(8, run)) == [True] * 8
@@ -196,9 +204,3 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, given: dict) -> Non
             4,
             {},
         )
-
-
-def environment() -> dict[str, str]:
-    """What a program has that this one starts: the same modules."""
-    folder = str(Path(vllm_tiers.__file__).parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
