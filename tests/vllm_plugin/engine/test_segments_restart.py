@@ -94,6 +94,20 @@ def test_a_restarted_engine_says_the_same(checkpoint, tmp_path: Path, monkeypatc
     assert len(shards(tmp_path)) == 1
 
 
+def test_a_text_that_a_chat_trimmed_is_its_documents(checkpoint, tmp_path: Path) -> None:
+    """It lacks the last tokens; a text that begins otherwise is nobody's."""
+    model = checkpoint("llama")
+    with restarted(model, tmp_path) as (_, _, base):
+        base.insert("handbook", DOCUMENT)
+    with restarted(model, tmp_path) as (llm, counts, base):
+        ask(llm, Marked([text(20, 1), DOCUMENT[1:], text(15, 2)]), policy="naive")
+        assert base.store()["brought_documents"] == counts.total.reused_tokens == 0
+        ask(llm, Marked([text(20, 1), DOCUMENT[:-3], text(15, 2)]), policy="naive")
+        assert base.store()["brought_documents"] == 1
+        # Blocks that are whole in both are found.
+        assert counts.total.hits["frozen"] >= 96
+
+
 def test_what_is_spoiled_is_computed(checkpoint, tmp_path: Path) -> None:
     """One byte of one document, the end of the other; the engine lives and puts them anew."""
     model = checkpoint("llama")
