@@ -148,6 +148,8 @@ def tiers(
 def write_for_ever(folder: Path, seed: int, said: Any) -> None:
     """Stores chunks, and says of each run of eight when all of them were acknowledged."""
     with tiers(folder) as made:
+        # Who is killed removes nothing; the mapping stays.
+        Path(made.spec._scheduler_mmap.mmap_path).unlink()
         for run in range(10**6):
             made.store(keys(8, seed + run))
             said.send(seed + run)
