@@ -44,6 +44,7 @@ TITLES = {
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
+    "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
     "replay": "Share of blocks of real prompts that a cache finds with room for a share of them",

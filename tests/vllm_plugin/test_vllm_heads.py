@@ -154,6 +154,9 @@ def test_a_weight_that_heads_do_not_divide_is_refused() -> None:
 BAD: dict[str, list[Any]] = {
     "heads": [3, ""],
     "segment_bytes": [0, 1.5, True, "1"],
+    "store": [3, ""],
+    "store_bytes": [0, True],
+    "store_quota_bytes": [0.5],
     "frozen_share": [-0.1, 1.1, True, "1", None],
 }
 
@@ -163,6 +166,13 @@ def test_options() -> None:
     assert options_of({"kvweave": {"heads": "m.json"}}) == Options(Path("m.json"))
     store = {"segment_bytes": 4096, "frozen_share": 1}
     assert options_of({"kvweave": store}) == Options(None, 4096, 1.0)
+    kept = {**store, "store": "kv", "store_bytes": 7, "store_quota_bytes": 5}
+    options = options_of({"kvweave": kept})
+    assert (options.store, options.store_bytes, options.store_quota_bytes) == (Path("kv"), 7, 5)
+    assert options.digest() == options_of({"kvweave": store}).digest()
+    for alone in ({"store": "kv"}, {**store, "store_bytes": 7}):
+        with pytest.raises(InvalidArgument, match="expected it beside"):
+            options_of({"kvweave": alone})
     outside = {"KVWEAVE_HEADS": "n.json", "KVWEAVE_VIRTUAL_PAGES": "1", "KVWEAVE_FROZEN_SHARE": ""}
     assert options_of({}, outside) == Options(Path("n.json"), virtual_pages=True)
     inside = {"kvweave": {"heads": "m.json", "virtual_pages": False}}

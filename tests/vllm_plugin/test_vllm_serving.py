@@ -86,6 +86,31 @@ def test_the_command_writes_what_yaml_reads(model: Path) -> None:
     assert given["middleware"] == ["kvweave.adapters.vllm.server.SegmentMiddleware"]
 
 
+def test_a_store_beside_segments_or_behind_offloading(model: Path) -> None:
+    """The same words for the folder of documents, and for that of what vLLM offloads."""
+    store = model / "kv store"
+    sizes = ("--store", store, "--store-gib", 2, "--store-quota-gib", 0.5)
+    code, text = ran(model, "--segments-gib", 1, *sizes)
+    assert code == 0
+    kept = {"store": str(store), "store_bytes": 2 << 30, "store_quota_bytes": 1 << 29}
+    given = yaml.safe_load(text)["additional-config"]["kvweave"]
+    assert given == {"segment_bytes": 1 << 30, **kept}
+    code, text = ran(model, "--offload-gib", 4, *sizes)
+    assert code == 0
+    transfer = yaml.safe_load(text)["kv-transfer-config"]
+    assert transfer["kv_connector"] == "KvweaveOffloading"
+    extra = transfer["kv_connector_extra_config"]
+    assert (extra["spec_name"], extra["cpu_bytes_to_use"]) == ("TieringOffloadingSpec", 4 << 30)
+    (tier,) = extra["secondary_tiers"]
+    assert tier == {
+        "type": "StoreTier",
+        "module_path": "kvweave.adapters.vllm.store_tier.tier",
+        "folder": str(store),
+        "capacity_bytes": 2 << 30,
+        "quota_bytes": 1 << 29,
+    }
+
+
 def test_the_printed_command_is_one_for_a_shell(model: Path) -> None:
     path = model / ("a long name; $(of a file) " * 9 + ".yml")
     code, said = ran(model, "--out", path)
@@ -104,6 +129,11 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         (("--heads", model / "none.json"), "none.json"),
         (("--frozen-share", 0.5), "expected it beside segments-gib"),
         (("--segments-gib", 1, "--virtual-pages"), "without kvweave.virtual_pages"),
+        (("--store", model), "expected it beside segment_bytes"),
+        (("--segments-gib", 1, "--store-gib", 1), "expected it beside store"),
+        (("--offload-gib", 1), "expected it beside store alone, got it beside none"),
+        (("--offload-gib", 1, "--store", model, "--metrics"), "got it beside metrics"),
+        (("--offload-gib", "inf", "--store", model), "offload-gib: expected a finite number"),
     ):
         code, said = ran(model, *words)
         assert code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +33,19 @@ def vllm_config(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Of a head map too: what its heads hold.")
     ] = False,
+    store: Annotated[
+        Path | None, typer.Option(help="A folder that keeps documents, or what is offloaded.")
+    ] = None,
+    store_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="GiB that the folder may take.")
+    ] = None,
+    store_quota_gib: Annotated[
+        float | None, typer.Option(min=0.001, help="GiB of that for a namespace.")
+    ] = None,
+    offload_gib: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="vLLM 0.33: offload KV to so much memory, and the store."),
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
 ) -> None:
     """Print a configuration for `vllm serve`; without options, that of the attention backend."""
@@ -41,24 +54,53 @@ def vllm_config(
     if frozen_share is not None and segments_gib is None:
         text = "frozen-share: expected it beside segments-gib, got it alone"
         raise InvalidArgument(text, expected="segments-gib", got="none")
-    if segments_gib is not None and not math.isfinite(segments_gib):
-        text = f"segments-gib: expected a finite number, got {segments_gib}"
-        raise InvalidArgument(text, expected="a finite number", got=str(segments_gib))
+    sizes = {
+        "segment_bytes": _bytes("segments-gib", segments_gib),
+        "store_bytes": _bytes("store-gib", store_gib),
+        "store_quota_bytes": _bytes("store-quota-gib", store_quota_gib),
+    }
+    host_bytes = _bytes("offload-gib", offload_gib)
     if out_file is not None and out_file.suffix not in SUFFIXES:
         expected = " or ".join(SUFFIXES)
         text = f"out: expected a file that ends in {expected}, got {out_file.name}"
         raise InvalidArgument(text, expected=expected, got=out_file.name)
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
-        "segment_bytes": None if segments_gib is None else int(segments_gib * GIB),
         "frozen_share": frozen_share,
         "virtual_pages": virtual_pages or None,
+        "store": None if store is None else str(store.resolve()),
+        **sizes,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    text = server_config(architecture_of(model), metrics=metrics, **chosen)
+    if host_bytes is not None:
+        text = _offloading(host_bytes, metrics, chosen)
+    else:
+        text = server_config(architecture_of(model), metrics=metrics, **chosen)
     if out_file is None:
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
     else:
         out_file.write_text(text, encoding="utf-8")
         command = shlex.join(["vllm", "serve", model, "--config", str(out_file)])
         out().print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def _bytes(name: str, gib: float | None) -> int | None:
+    if gib is not None and not math.isfinite(gib):
+        text = f"{name}: expected a finite number, got {gib}"
+        raise InvalidArgument(text, expected="a finite number", got=str(gib))
+    return None if gib is None else int(gib * GIB)
+
+
+def _offloading(host_bytes: int, metrics: bool, chosen: dict[str, Any]) -> str:
+    """The text for vLLM's own offloading, beside which nothing else of the plugin goes."""
+    from kvweave.adapters.vllm.serving import config_text, offloading_options
+
+    names = {"store_bytes": "capacity_bytes", "store_quota_bytes": "quota_bytes"}
+    others = [name for name in chosen if name != "store" and name not in names]
+    others += ["metrics"] if metrics else []
+    if others or "store" not in chosen:
+        expected, got = "it beside store alone", f"it beside {', '.join(others) or 'none'}"
+        text = f"offload-gib: expected {expected}, got {got}"
+        raise InvalidArgument(text, expected=expected, got=got)
+    settings = {names[name]: value for name, value in chosen.items() if name in names}
+    return config_text(offloading_options(chosen["store"], host_bytes, **settings))

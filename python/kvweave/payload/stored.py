@@ -30,9 +30,12 @@ def provenance_of(header: PayloadHeader, heads: str) -> Provenance:
     return _provenance(header, header.fingerprint, header.namespace, header.regime, heads)
 
 
-def provenance_here(cache: KvCache, namespace: str, regime: int, heads: str) -> Provenance:
-    """What the KV of a payload of this cache would be of."""
-    return _provenance(cache.shape, cache.fingerprint, namespace, regime, heads)
+def provenance_here(
+    cache: KvCache, namespace: str, regime: int, heads: str, *, fingerprint: str | None = None
+) -> Provenance:
+    """What the KV of a payload of this cache would be of; the cache's weights by default."""
+    weights = cache.fingerprint if fingerprint is None else fingerprint
+    return _provenance(cache.shape, weights, namespace, regime, heads)
 
 
 def _provenance(

@@ -31,7 +31,10 @@ def _not_for_this_version() -> list[str]:
 
     from kvweave.adapters.vllm import versions
 
-    parts = {"test_virtual_pages*.py": versions.WITH_VIRTUAL_PAGES}
+    parts = {
+        "test_virtual_pages*.py": versions.WITH_VIRTUAL_PAGES,
+        "test_store_tier*.py": versions.WITH_TIERS,
+    }
     return [name for name, known in parts.items() if not versions.is_known(vllm.__version__, known)]
 
 

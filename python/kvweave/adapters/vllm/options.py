@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,14 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "heads": (str, "a path"),
     "segment_bytes": (int, "bytes"),
     "frozen_share": (float, "a share in 0..1"),
+    "store": (str, "a path"),
+    "store_bytes": (int, "bytes"),
+    "store_quota_bytes": (int, "bytes"),
     "virtual_pages": ({"1": True, "true": True, "0": False, "false": False}.__getitem__, "1 or 0"),
 }
 """The options; how the text of a variable is read, and what is expected."""
+BESIDE = {"store": "segment_bytes", "store_bytes": "store", "store_quota_bytes": "store"}
+"""Options that say nothing without another one."""
 VARIABLES = {name: f"KVWEAVE_{name.upper()}" for name in TEXTS}
 
 
@@ -33,12 +38,19 @@ class Options:
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
     `frozen_share` of it may be frozen by a knowledge base. `virtual_pages`: vLLM's block numbers
     are virtual pages (vLLM 0.33).
+
+    `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
+    `store_bytes` there, of which a namespace may have `store_quota_bytes`. None: no bound.
     """
 
     heads: Path | None = None
     segment_bytes: int | None = None
     frozen_share: float = 0.5
     virtual_pages: bool = False
+    # No graph depends on these.
+    store: Path | None = field(default=None, repr=False)
+    store_bytes: int | None = field(default=None, repr=False)
+    store_quota_bytes: int | None = field(default=None, repr=False)
 
     def digest(self) -> str:
         """What a graph that was compiled under these options may depend on, the map's text too."""
@@ -60,17 +72,23 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     given = _read(environment)
     where = {name: f"{here}.{name}" if name in section else VARIABLES[name] for name in TEXTS}
     given |= section
-    heads = given.get("heads")
-    _require(where["heads"], heads is None or _is_path(heads), "a path", heads)
-    size = given.get("segment_bytes")
-    counts = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
-    _require(where["segment_bytes"], counts, "bytes, at least 1", size)
+    for name in ("heads", "store"):
+        path = given.get(name)
+        _require(where[name], path is None or _is_path(path), "a path", path)
+    for name in ("segment_bytes", "store_bytes", "store_quota_bytes"):
+        size = given.get(name)
+        counts = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        _require(where[name], size is None or counts, "bytes, at least 1", size)
+    for name, beside in BESIDE.items():
+        alone = given.get(name) is not None and given.get(beside) is None
+        _require(where[name], not alone, f"it beside {beside}", given.get(name))
     share = given.get("frozen_share", 0.5)
     in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
     _require(where["frozen_share"], in_range, "a share in 0..1", share)
     virtual = given.get("virtual_pages", False)
     _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
-    return Options(None if heads is None else Path(heads), size, float(share), virtual)
+    paths = {name: Path(given[name]) for name in ("heads", "store") if given.get(name) is not None}
+    return Options(**{**given, **paths, "frozen_share": float(share)})
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 from kvweave.adapters.vllm.lazy_classes import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.store_tier.settings import TierSettings
+from kvweave.errors import InvalidArgument
 
 PACKAGE = __package__
 BLOCK_TOKENS = 16
@@ -54,6 +56,29 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
     }
 
 
+def offloading_options(
+    folder: str, host_bytes: int, *, chunk_tokens: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for vLLM's own offloading with our store as its tier on disk.
+
+    vLLM keeps KV in `host_bytes` of the host's memory, and behind that in a store in `folder`, in
+    chunks of `chunk_tokens` (None: vLLM's blocks). `settings` are those of `TierSettings`:
+    `capacity_bytes`, `quota_bytes` of each `cache_salt`, `ttl_s`, …
+
+    Errors: `InvalidArgument` for a setting that is not known or of another kind.
+    """
+    TierSettings.of({"folder": folder, **settings})
+    whole = type(host_bytes) is int and host_bytes >= 1
+    require("host_bytes", whole, "bytes, at least 1", repr(host_bytes), InvalidArgument)
+    tier = {"type": "StoreTier", "module_path": f"{PACKAGE}.store_tier.tier", "folder": folder}
+    extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": host_bytes}
+    if chunk_tokens is not None:
+        extra["block_size"] = chunk_tokens
+    extra["secondary_tiers"] = [{**tier, **settings}]
+    connector = _connector("KvweaveOffloading", "store_tier.connector")
+    return {"kv_transfer_config": {**connector, "kv_connector_extra_config": extra}}
+
+
 def server_config(architecture: str, *, metrics: bool = False, **options: Any) -> str:
     """The same as the text of a file for `vllm serve MODEL --config FILE` (YAML).
 
@@ -62,6 +87,11 @@ def server_config(architecture: str, *, metrics: bool = False, **options: Any) -
     given = engine_options(architecture, metrics=metrics, **options)
     if "segment_bytes" in options:
         given["middleware"] = [f"{PACKAGE}.server.SegmentMiddleware"]
+    return config_text(given)
+
+
+def config_text(given: dict[str, Any]) -> str:
+    """Keyword arguments of `vllm.LLM` as the text of a file for `vllm serve --config` (YAML)."""
     # JSON is YAML, whatever characters a path has.
     lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in given.items()]
     return "\n".join(lines) + "\n"
@@ -82,7 +112,7 @@ def _ours(architecture: str) -> str:
     return f"Kvweave{stock}"
 
 
-def _connector(name: str, module: str, role: str = "kv_both") -> dict[str, str]:
+def _connector(name: str, module: str, role: str = "kv_both") -> dict[str, Any]:
     """Chooses a connector of ours.
 
     Of one that is no consumer vLLM gives an ended request's blocks back at once, where it has two

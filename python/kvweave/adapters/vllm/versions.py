@@ -9,6 +9,8 @@ from kvweave.adapters.vllm.require import require
 SUPPORTED = ("0.26", "0.33")
 # Since 0.28 a backend may price what vLLM allocates.
 WITH_VIRTUAL_PAGES = ("0.33",)
+# Since 0.33 its offloading takes tiers of others.
+WITH_TIERS = ("0.33",)
 
 
 def is_known(version: str, known: tuple[str, ...] = SUPPORTED) -> bool:

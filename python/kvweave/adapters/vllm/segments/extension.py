@@ -34,9 +34,11 @@ class KnowledgeBaseWorker:
             _check_names(name, namespace)
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
             worker = _worker()
-            worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
-            found = worker.store.frozen(namespace)
-            return _shown(next(entry for entry in found if entry.name == name))
+            why = worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
+            entry = _shown(worker.store.cache.frozen_segment(name, namespace))
+            if worker.kept is not None:
+                entry["kept"] = why is None
+            return entry if why is None else {**entry, "not_kept": why}
 
         return _reply(insert)
 
@@ -54,13 +56,21 @@ class KnowledgeBaseWorker:
 
         def found() -> list[dict[str, Any]]:
             _check_names("", "" if namespace is None else namespace)
-            return [_shown(entry) for entry in _worker().store.frozen(namespace)]
+            return _entries(_worker(), namespace)
 
         return _reply(found)
 
     def kvweave_store(self) -> Reply:
-        """Blocks of the store by what holds them, its evictions and look-ups so far."""
-        return _reply(lambda: _worker().store.cache.stats())
+        """Blocks of the store by what holds them, its evictions and look-ups so far.
+
+        With a folder that keeps documents, what that holds and what came from there too.
+        """
+
+        def counts() -> dict[str, Any]:
+            worker = _worker()
+            return {**worker.store.cache.stats(), **(worker.kept.counts() if worker.kept else {})}
+
+        return _reply(counts)
 
 
 def _reply(action: Callable[[], Any]) -> Reply:
@@ -85,6 +95,22 @@ def _check_names(name: Any, namespace: Any) -> None:
             got = "another" if isinstance(given, str) else type(given).__name__
             text = f"{what}: expected {expected}, got {got}"
             raise InvalidArgument(text, expected=expected, got=got)
+
+
+def _entries(worker: SegmentWorker, namespace: str | None) -> list[dict[str, Any]]:
+    """Documents that are frozen, and behind them those that only the folder has."""
+    frozen = worker.store.frozen(namespace)
+    if worker.kept is None:
+        return [_shown(entry) for entry in frozen]
+    kept = {(space, name): tokens for space, name, tokens in worker.kept.names(namespace)}
+    shown = [_shown(e) | {"kept": (e.namespace, e.name) in kept} for e in frozen]
+    here = {(entry.namespace, entry.name) for entry in frozen}
+    waiting = dict.fromkeys(("blocks", "resident_blocks", "references"), 0)
+    return shown + [
+        {"name": name, "namespace": space, "tokens": tokens, **waiting, "kept": True}
+        for (space, name), tokens in kept.items()
+        if (space, name) not in here
+    ]
 
 
 def _shown(entry: FrozenSegment) -> dict[str, Any]:

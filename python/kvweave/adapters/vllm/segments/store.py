@@ -8,6 +8,7 @@ go of. With tensor parallelism every rank holds its own heads and, asked the sam
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,7 +103,10 @@ class Copies:
 
 
 class SegmentStore:
-    """The store of one rank: `arena_bytes` of pages, of which `frozen_share` may be frozen."""
+    """The store of one rank: `arena_bytes` of pages, of which `frozen_share` may be frozen.
+
+    `regime` names the frequencies of RoPE that keys are rotated by.
+    """
 
     def __init__(
         self, geometry: Geometry, arena_bytes: int, frozen_share: float, fingerprint: str
@@ -111,6 +115,8 @@ class SegmentStore:
             expected = ", ".join(NAMES.values())
             raise InvalidArgument(f"segments: expected KV in {expected}, got {geometry.dtype}")
         self.geometry = geometry
+        digest = hashlib.sha256(geometry.inv_freq.tobytes()).digest()
+        self.regime = int.from_bytes(digest[:8], "little")
         frequencies = np.tile(geometry.inv_freq.astype(np.float32), (geometry.layers, 1))
         self.rope, self.rope_of_layer = ops.RopeTable(frequencies), ops.RopeTable(frequencies[:1])
         shape = KvShape(
@@ -150,6 +156,7 @@ class SegmentStore:
             discover=discover and segments,
             reuse=policy.reuse,
             mode="share",
+            regime=self.regime,
         )
         # What is shared only in part, as where an exact prefix ends inside a block, is copied.
         copies = request.take_copies()

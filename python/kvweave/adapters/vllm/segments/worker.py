@@ -14,6 +14,8 @@ from vllm.forward_context import get_forward_context
 
 from kvweave.adapters.vllm.backend.attention import pages_of
 from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.model_identity import model_identity
+from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.segments.attention import SegmentAttention
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
@@ -21,20 +23,31 @@ from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.document_encoding import encode_document
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
+from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
-from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, Unsupported
+from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, UnknownSegment, Unsupported
 from kvweave.policies import Full
 
 
 class SegmentWorker:
-    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most."""
+    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most.
 
-    def __init__(self, layers: list[SegmentAttention], store: SegmentStore, longest: int) -> None:
+    `kept`: the knowledge base's documents that survive the worker, if a folder keeps them.
+    """
+
+    def __init__(
+        self,
+        layers: list[SegmentAttention],
+        store: SegmentStore,
+        longest: int,
+        kept: KeptDocuments | None = None,
+    ) -> None:
         self.attention = layers
         self.store = store
+        self.kept = kept
         self.drafts = DraftSteps(longest)
         self.stats = SegmentStats()
         self._admitted: dict[str, AdmittedPrompt] = {}
@@ -56,7 +69,8 @@ class SegmentWorker:
             got = str(config.model_config.architecture)
             text = f"segments: expected {expected}, got {got}"
             raise Unsupported(text, expected=expected, got=got)
-        return cls(layers, layers[0].store, int(config.model_config.max_model_len))
+        store, longest = layers[0].store, int(config.model_config.max_model_len)
+        return cls(layers, store, longest, _kept_of(config, store))
 
     def begin(self, message: SegmentMessage) -> None:
         """Before a forward: what ended is let go of, new prompts are looked up."""
@@ -144,28 +158,41 @@ class SegmentWorker:
 
     def insert(
         self, model: Any, name: str, tokens: list[int], namespace: str, config: VllmConfig
-    ) -> None:
-        """Encodes a document alone and freezes it in the store.
+    ) -> str | None:
+        """Encodes a document alone and freezes it in the store; reads it where a folder has it.
+
+        Why the folder does not keep it, or None.
 
         Errors: `PoolFull` without room, or beyond the share that may be frozen.
         """
-        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         self._changed = True
+        if self.kept is not None and self.kept.take(name, tokens, namespace):
+            return None
+        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         try:
             names = [layer.layer_name for layer in self.attention]
             encode_document(model, names, self.store, admitted, tokens, config)
             self.store.commit(admitted, len(tokens))
-            admitted.request.freeze(name, 0, len(tokens))
+            if self.kept is None:
+                admitted.request.freeze(name, 0, len(tokens))
+                return None
+            self.kept.freeze(admitted.request, name)
+            return self.kept.keep(admitted.request, name, tokens)
         finally:
             admitted.release()
 
     def delete(self, name: str, namespace: str) -> None:
-        """Takes an entry out of the store's knowledge base.
+        """Takes an entry out of the store's knowledge base, and out of the folder that keeps it.
 
         Errors: `UnknownSegment` when there is none.
         """
-        self.store.cache.delete(name, namespace)
+        was_kept = self.kept is not None and self.kept.delete(namespace, name)
         self._changed = True
+        try:
+            self.store.cache.delete(name, namespace)
+        except UnknownSegment:
+            if not was_kept:
+                raise
 
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
@@ -191,10 +218,11 @@ class SegmentWorker:
     def _look_up(self, name: str, prompt: Prompt) -> None:
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
+        asked = prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
         try:
-            admitted = self.store.admit(
-                prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
-            )
+            admitted = self.store.admit(*asked)
+            if self.kept is not None and admitted.policy.reuse == "segments":
+                admitted = self._with_documents(self.kept, admitted, asked)
         except (PoolFull, InvalidArgument, OutOfMemory):
             self.stats.misses["refused"] += len(prompt.tokens)
             self.stats.outcome(name).missed["refused"] += len(prompt.tokens)
@@ -206,6 +234,20 @@ class SegmentWorker:
         self.stats.outcome(name).add(found)
         self._admitted[name] = admitted
 
+    def _with_documents(
+        self, kept: KeptDocuments, admitted: AdmittedPrompt, asked: tuple[Any, ...]
+    ) -> AdmittedPrompt:
+        """The same prompt with the documents that only the folder had of it."""
+        try:
+            brought = kept.bring(asked[0], admitted, asked[1])
+        except BaseException:
+            admitted.release()
+            raise
+        if not brought:
+            return admitted
+        admitted.release()
+        return self.store.admit(*asked)
+
     def _let_go(self, name: str) -> None:
         admitted = self._admitted.pop(name, None)
         if admitted is not None:
@@ -216,6 +258,14 @@ class SegmentWorker:
         names = [layer.layer_name for layer in self.attention]
         impls: list[Any] = [layer.impl for layer in self.attention]
         return AttentionLayers(names, impls, pages)
+
+
+def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
+    options = options_of(config.additional_config)
+    if options.store is None:
+        return None
+    sizes = options.store_bytes, options.store_quota_bytes
+    return KeptDocuments(store, options.store, model_identity(config), *sizes)
 
 
 class SegmentWorkerConnector(IdleConnector):

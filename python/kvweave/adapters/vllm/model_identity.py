@@ -1,0 +1,95 @@
+"""A name for the model that an engine serves: KV that outlives the engine is kept under it.
+
+Neither vLLM's scheduler nor its workers know a fingerprint of the weights, and the scheduler's
+process has none of them. What both have is where the weights came from: of each tensor there a few
+runs of bytes are hashed, so the cost does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvweave.adapters.vllm.require import require
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+RUNS, RUNS_ALONE, RUN_BYTES = 4, 4096, 256
+"""Runs of bytes that are read of each tensor, evenly apart, or of a file of an unknown kind."""
+# What transformers notes about itself when it saves or loads; architectures are ours or vLLM's for
+# the same weights, and dtype is compared by itself.
+_NOTED = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+
+
+def model_identity(config: Any) -> str:
+    """SHA-256 of a model's configuration and weights, of a `VllmConfig` whose model is loaded.
+
+    The configuration is the one that is served, with what the user overrides of it (RoPE, say).
+    Weights of `load_format="dummy"` are named by their seed.
+
+    Errors: `Unsupported` where the weights are no files on this machine, or LoRA changes them.
+    """
+    require("lora_config", config.lora_config is None, "none beside a store", "one")
+    model, load = config.model_config, config.load_config
+    settings = {
+        name: value
+        for name, value in model.hf_config.to_dict().items()
+        if not name.startswith("_") and name not in _NOTED
+    }
+    kind = str(getattr(load.load_format, "value", load.load_format))
+    named = [settings, str(model.quantization), str(model.model_impl), kind]
+    digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode())
+    if kind == "dummy":
+        digest.update(str(model.seed).encode())
+        return digest.hexdigest()
+    for path in _weights(model, load):
+        digest.update(_sampled(path))
+    return digest.hexdigest()
+
+
+def _weights(model: Any, load: Any) -> list[Path]:
+    folder = Path(model.model_weights or model.model)
+    if not folder.exists():
+        folder = _snapshot(str(folder), model.revision, load.download_dir)
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    found = [path for path in files if path.is_file() and path.suffix in WEIGHTS]
+    require("model", bool(found), "files of weights on this machine", f"none in {folder}")
+    return found
+
+
+def _snapshot(name: str, revision: str | None, cache: str | None) -> Path:
+    """Where the hub's client has put what vLLM loaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        require("model", False, "files of weights on this machine", name)
+        raise
+    return Path(found)
+
+
+def _sampled(path: Path) -> bytes:
+    """A digest of a file's size and of runs of its bytes."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        spans = _tensors(file) if path.suffix == ".safetensors" else [(0, size)] * (size > 0)
+        for begin, end in spans:
+            last = max(end - begin - RUN_BYTES, 0)
+            count = RUNS if len(spans) > 1 else RUNS_ALONE
+            for place in range(count):
+                file.seek(begin + last * place // (count - 1))
+                digest.update(file.read(RUN_BYTES))
+    return digest.digest()
+
+
+def _tensors(file: BinaryIO) -> list[tuple[int, int]]:
+    """Where the header of a safetensors file is, and each of its tensors."""
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    offsets = (tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__")
+    base = 8 + length
+    return [(0, base), *sorted((base + begin, base + end) for begin, end in offsets)]

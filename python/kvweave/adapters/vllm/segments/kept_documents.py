@@ -1,0 +1,338 @@
+"""Documents of a knowledge base that survive their worker: in a folder, and back in its pages.
+
+Each rank of tensor parallelism keeps the heads that it has, in a folder of its own, and what one
+rank cannot read none reads: a prompt is planned alike on all. On the device the documents that were
+used last are frozen, as many as may be; the others wait in the folder until a prompt marks their
+text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed import ReduceOp, all_reduce
+from vllm.distributed import get_tp_group
+
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
+from kvweave.cache import KvRequest
+from kvweave.errors import KvweaveError, PoolFull, UnknownSegment
+from kvweave.payload import KvPayload, export_kv
+from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.payload.transfer import admit_kv
+from kvweave.store import Provenance, Store
+
+_log = logging.getLogger(__name__)
+HEAD = 16
+"""Tokens that a marked text and a document have to begin with alike, to be compared further."""
+Tokens = Sequence[int]
+Ids = npt.NDArray[np.uint32]
+Name = tuple[str, str]
+"""A namespace, and the name of a document of it."""
+Spans = Sequence[tuple[int, int]]
+
+
+class KeptDocuments:
+    """The documents of one rank: a `Store` below `folder`, and the segments' store before it.
+
+    `model` names the weights and their configuration (`model_identity`).
+
+    Errors: `StoreUnavailable` and others of `Store` for a folder that cannot be one.
+    """
+
+    def __init__(
+        self,
+        segments: SegmentStore,
+        folder: Path,
+        model: str,
+        capacity_bytes: int | None = None,
+        quota_bytes: int | None = None,
+    ) -> None:
+        group = get_tp_group()
+        self._segments, self._model = segments, model
+        self._heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
+        # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
+        self.store = Store(
+            folder / self._heads,
+            hash="sha256",
+            capacity_bytes=capacity_bytes,
+            quota_bytes=quota_bytes,
+        )
+        self._frozen: OrderedDict[Name, Ids] = OrderedDict()
+        self._listed: list[tuple[str, str, str]] = []
+        self._texts: dict[Name, Ids] = {}
+        self._brought: Counter[str] = Counter()
+        self._told: set[str] = set()
+
+    # ---- a document that is inserted or deleted ------------------------------------------------
+
+    def take(self, name: str, tokens: Tokens, namespace: str) -> bool:
+        """Freezes a document whose text is kept already; whether every rank could read it."""
+        found = self._read(namespace, _ids(tokens))
+        if not _all_of(found is not None) or found is None:
+            return False
+        payload, shard = found
+        if not self._bring(payload, (namespace, name), _ids(tokens)):
+            return False
+        return self._named((namespace, name), _ids(tokens), shard) is None
+
+    def freeze(self, request: KvRequest, name: str) -> None:
+        """Freezes all of a committed request; kept documents make room, those used least first.
+
+        Errors: `PoolFull` where they do not make enough.
+        """
+        while True:
+            try:
+                request.freeze(name, 0, request.length)
+                return
+            except PoolFull:
+                if not self._unfreeze_one():
+                    raise
+
+    def keep(self, request: KvRequest, name: str, tokens: Tokens) -> str | None:
+        """Writes a frozen document; when this returns None, it survives. Else why it does not."""
+        segments = self._segments
+        payload = export_kv(segments.cache, segments.pages, request, rope=segments.rope, whole=True)
+        payload = KvPayload(replace(payload.header, fingerprint=self._model), payload.parts)
+        shard, why = "", None
+        try:
+            shard = store_payload(self.store, payload, self._heads)
+        except KvweaveError as error:
+            why = str(error)
+        document = request.namespace, name
+        why = self._refused(name, why) or self._named(document, _ids(tokens), shard)
+        if why is not None:
+            # What had the name before is replaced all the same.
+            with suppress(KvweaveError):
+                self.delete(*document)
+        return why
+
+    def delete(self, namespace: str, name: str) -> bool:
+        """Takes a document out of the folder; whether it was there."""
+        self._frozen.pop((namespace, name), None)
+        self._texts.pop((namespace, name), None)
+        shard = self._shards(namespace).get(name)
+        if not self.store.forget(name, namespace):
+            return False
+        self._drop(namespace, shard)
+        return True
+
+    # ---- a prompt that is looked up ------------------------------------------------------------
+
+    def bring(self, prompt: Tokens, admitted: AdmittedPrompt, spans: Spans) -> bool:
+        """Freezes those of a prompt's marked texts that are documents in the folder alone.
+
+        Whether there were any: then the prompt is to be admitted anew.
+        """
+        namespace, brought = admitted.request.namespace, 0
+        for start, end in spans:
+            tokens = _ids(prompt[start:end])
+            # The last token of a prompt is computed in any case.
+            if admitted.reused[start : min(end, admitted.tokens - 1)].all():
+                self._used(namespace, tokens)
+            else:
+                brought += self._bring_text(namespace, tokens)
+        return brought > 0
+
+    # ---- what there is -------------------------------------------------------------------------
+
+    def names(self, namespace: str | None) -> list[tuple[str, str, int]]:
+        """Namespace, name and tokens of every document in the folder, of a namespace or all."""
+        self._refresh()
+        listed = [(space, name) for space, name, _ in self._listed]
+        own = [each for each in listed if namespace is None or each[0] == namespace]
+        return [(*each, len(self._texts.get(each, ()))) for each in own]
+
+    def counts(self) -> dict[str, int]:
+        """Documents and bytes in the folder, and how many came from there, and their tokens."""
+        held, documents = self.store.held()[0], len(self.store.documents())
+        found = {name: self._brought[name] for name in ("documents", "tokens", "refused")}
+        brought = {f"brought_{name}": count for name, count in found.items()}
+        return {"kept_documents": documents, "kept_bytes": held, **brought}
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _bring_text(self, namespace: str, tokens: Ids) -> bool:
+        """Freezes the document that a marked text begins like, if the folder alone has it."""
+        self._refresh()
+        texts = {name: ids for (space, name), ids in self._texts.items() if space == namespace}
+        name = _agreed(_most_alike(texts, tokens))
+        if name is None or self._is_whole((namespace, name)):
+            return False
+        document = texts[name]
+        found = self._read(namespace, document)
+        if not _all_of(found is not None) or found is None:
+            return False
+        return self._bring(found[0], (namespace, name), document)
+
+    def _refresh(self) -> None:
+        """Reads the texts of documents that came since, whoever wrote them."""
+        try:
+            listed = list(self.store.documents())
+        except KvweaveError as error:
+            self._tell(f"documents are not found: {error}")
+            return
+        if listed == self._listed:
+            return
+        known = set(self._listed)
+        self._listed = listed
+        here = {(space, name) for space, name, _ in listed}
+        self._texts = {name: ids for name, ids in self._texts.items() if name in here}
+        for space, name, shard in listed:
+            if (space, name, shard) in known:
+                continue
+            try:
+                self._texts[space, name] = self.store.shard(shard).tokens()
+            except KvweaveError as error:
+                self._brought["refused"] += 1
+                self._tell(f"a document is computed anew: {error}")
+
+    def _read(self, namespace: str, tokens: Ids) -> tuple[KvPayload, str] | None:
+        """The KV of a text, each byte checked, and its shard; None where it is to be computed."""
+        try:
+            shard = self.store.get(self._provenance(namespace), tokens)
+            if shard is None:
+                return None
+            payload = read_payload(shard)
+        except KvweaveError as error:
+            self._brought["refused"] += 1
+            self._tell(f"a document is computed anew: {error}")
+            return None
+        own = replace(payload.header, fingerprint=self._segments.cache.fingerprint)
+        return KvPayload(own, payload.parts), shard.name
+
+    @torch.inference_mode()
+    def _bring(self, payload: KvPayload, document: Name, tokens: Ids) -> bool:
+        """Writes a document's KV into the pages and freezes it; not where there is no room."""
+        segments = self._segments
+        try:
+            with admit_kv(segments.cache, segments.pages, payload, document[0]) as request:
+                self.freeze(request, document[1])
+        except PoolFull:
+            return False
+        self._brought.update(documents=1, tokens=len(tokens))
+        self._is_frozen(document, tokens)
+        return True
+
+    def _named(self, document: Name, tokens: Ids, shard: str) -> str | None:
+        """Has a name mean a text's shard, and its old one go; or why not."""
+        why, (namespace, name) = None, document
+        try:
+            old = self._shards(namespace).get(name)
+            self.store.name(namespace, name, shard)
+            if old != shard:
+                self._drop(namespace, old)
+        except KvweaveError as error:
+            why = str(error)
+        why = self._refused(name, why)
+        if why is None:
+            self._texts[document] = tokens
+            self._is_frozen(document, tokens)
+        return why
+
+    def _is_frozen(self, document: Name, tokens: Ids) -> None:
+        """Enters a document as the one that was used last."""
+        self._frozen.pop(document, None)
+        self._frozen[document] = tokens
+
+    def _drop(self, namespace: str, shard: str | None) -> None:
+        """Removes a shard that no document names any more."""
+        if shard is not None and shard not in self._shards(namespace).values():
+            self.store.delete(shard)
+
+    def _shards(self, namespace: str) -> dict[str, str]:
+        """The shard of each document of a namespace, by name."""
+        return {name: shard for _, name, shard in self.store.documents(namespace)}
+
+    def _provenance(self, namespace: str) -> Provenance:
+        segments = self._segments
+        return provenance_here(
+            segments.cache, namespace, segments.regime, self._heads, fingerprint=self._model
+        )
+
+    def _is_whole(self, document: Name) -> bool:
+        if document not in self._frozen:
+            return False
+        namespace, name = document
+        try:
+            entry = self._segments.cache.frozen_segment(name, namespace)
+        except UnknownSegment:
+            return False
+        return entry.resident_blocks == entry.blocks
+
+    def _used(self, namespace: str, tokens: Ids) -> None:
+        texts = {name: ids for (space, name), ids in self._frozen.items() if space == namespace}
+        name = _most_alike(texts, tokens)
+        if name is not None:
+            self._frozen.move_to_end((namespace, name))
+
+    def _unfreeze_one(self) -> bool:
+        """Lets the kept document that was used least recently go; it can be read again."""
+        if not self._frozen:
+            return False
+        (namespace, name), _ = self._frozen.popitem(last=False)
+        with suppress(UnknownSegment):
+            self._segments.cache.delete(name, namespace)
+        return True
+
+    def _refused(self, name: str, why: str | None) -> str | None:
+        """Why a rank could not write a document, on every rank."""
+        if _all_of(why is None):
+            return None
+        why = why or "another rank could not write it"
+        self._tell(f"document {name!r} is not kept: {why}")
+        return why
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            _log.warning("kvweave store: %s", text)
+
+
+def _ids(tokens: Tokens) -> Ids:
+    return np.asarray(tokens, np.uint32)
+
+
+def _most_alike(texts: Mapping[str, Ids], tokens: Ids) -> str | None:
+    """The document whose beginning a text has most of; None where all begin otherwise.
+
+    A chat's template trims what it marks, so a marked text may lack a document's last tokens.
+    """
+    head, most = tokens[:HEAD], (0, "")
+    for name, ids in texts.items():
+        if np.array_equal(ids[: len(head)], head):
+            shared = min(len(ids), len(tokens))
+            apart = np.flatnonzero(ids[:shared] != tokens[:shared])
+            most = max(most, (int(apart[0]) if len(apart) else shared, name))
+    return most[1] if most[0] else None
+
+
+def _all_of(holds: bool) -> bool:
+    """Whether something holds on every rank of tensor parallelism; asked by all of them."""
+    return _least([int(holds)])[0] == 1
+
+
+def _agreed(name: str | None) -> str | None:
+    """A document's name where every rank has found the same one; asked by all of them."""
+    digest = hashlib.sha256(repr(name).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    least, least_of_negated = _least([number, -number])
+    return name if least == -least_of_negated else None
+
+
+def _least(numbers: list[int]) -> list[int]:
+    """The least of each number on all ranks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return numbers
+    said = torch.tensor(numbers)
+    all_reduce(said, ReduceOp.MIN, group=group.cpu_group)
+    return [int(number) for number in said]
