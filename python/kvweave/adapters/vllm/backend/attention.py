@@ -60,9 +60,19 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.first_page = 0
         self.dense = DensePrefill(self.scale, self.softcap, self.num_kv_heads)
         # No key of vLLM moves from where it was rotated: frequencies are never read.
         self.rope = ops.RopeTable(np.zeros((1, head_size // 2), np.float32))
+
+    def own_pages_of(self, block_pages: int, first_page: int) -> None:
+        """Has the layer write and read heads of its own in blocks that other layers share.
+
+        A block has `block_pages` pages, and this layer's heads are behind `first_page` of them. To
+        vLLM that is sharing keys and values, which here nobody does.
+        """
+        self.kv_sharing_target_layer_name = None
+        self.first_page, self.dense.block_pages = first_page, block_pages
 
     def forward(
         self,
@@ -78,7 +88,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     ) -> torch.Tensor:
         """Writes new keys and values, then attends: query [R, H, D], key and value [R, G, D].
 
-        kv_cache [blocks, G, P, 2·D], what vLLM allocated, unless the metadata names an arena.
+        kv_cache [blocks, G, P, 2·D], what vLLM allocated, unless the metadata names an arena;
+        where layers share blocks G are all of theirs.
         Without metadata (memory is being profiled) the output is zero.
         """
         scaled = output_scale is not None or output_block_scale is not None
@@ -155,7 +166,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     ) -> torch.Tensor:
         """The pages that a step's tables number, from those of this layer on."""
         if tables.arena is None:
-            return pages_of(kv_cache)
+            return pages_of(kv_cache)[self.first_page :]
         # Blocks of the arena hold all layers; seen from here, this one's pages come first.
         return tables.arena[extract_layer_index(layer.layer_name) * self.num_kv_heads :]
 
