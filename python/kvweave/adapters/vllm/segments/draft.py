@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, over_ranks
@@ -16,8 +17,8 @@ from kvweave.plan import Draft
 class Drafter:
     """Drafts a few tokens of requests of a batch, and measures what their queries look at.
 
-    A draft has one block, see `DraftSteps`: one of more tokens has no room, nor has one beyond the
-    longest sequence that the model is run for.
+    A draft has the slots that `AttentionLayers.draft_tokens` says: one of more tokens has no room,
+    nor has one beyond the longest sequence that the model is run for.
     """
 
     def __init__(
@@ -36,29 +37,27 @@ class Drafter:
         last [1, E]: the last token's states behind the last layer and its norm.
         """
         count = draft.tokens
-        if count > self.batch.page_tokens or length + count > self.steps.longest:
+        if count > self.layers.draft_tokens or length + count > self.steps.longest:
             return None
-        prompt = DraftedPrompt(self.batch.entries(request), length, count, last)
-        workspace = self.batch.metadata.workspace
+        prompt = DraftedPrompt(self.batch.entries(request, length, length), length, count, last)
         try:
-            asked, entries = self.steps.queries(self.model, self.layers, prompt, workspace)
+            asked, entries = self.steps.queries(self.model, self.layers, prompt)
             mass = self._mass(prompt, asked, entries, draft.since)
         finally:
-            for pages in self.layers.pages:
-                pages[: self.batch.kv_heads].zero_()
+            for part in self.layers.parts:
+                part.pages[: part.kv_heads].zero_()
         return over_ranks(mass)[:length]
 
     def _mass(
         self,
         prompt: DraftedPrompt,
         asked: list[torch.Tensor],
-        entries: torch.Tensor,
+        entries: list[Entries],
         since: int,
     ) -> torch.Tensor:
         device, end = prompt.last.device, prompt.length + prompt.count
         at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
         mass = torch.zeros(end, device=device)
         for number in range(since, len(asked)):
-            attends, pages = self.layers.attends[number], self.layers.pages[number]
-            mass += ChunkKv(attends, pages, entries, end).mass(asked[number], at)
+            mass += ChunkKv(self.layers.layers[number], entries, end).mass(asked[number], at)
         return mass

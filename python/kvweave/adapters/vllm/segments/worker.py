@@ -12,10 +12,8 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.backend.attention import pages_of
 from kvweave.adapters.vllm.connector import IdleConnector
-from kvweave.adapters.vllm.segments.attention import SegmentAttention
-from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, layers_with_store
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
@@ -30,9 +28,12 @@ from kvweave.policies import Full
 
 
 class SegmentWorker:
-    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most."""
+    """Segments on one rank, in the attention layers of each layer of its model.
 
-    def __init__(self, layers: list[SegmentAttention], store: SegmentStore, longest: int) -> None:
+    `longest`: tokens of a sequence that the model is run for, at most.
+    """
+
+    def __init__(self, layers: list[list[Any]], store: SegmentStore, longest: int) -> None:
         self.attention = layers
         self.store = store
         self.drafts = DraftSteps(longest)
@@ -40,6 +41,8 @@ class SegmentWorker:
         self._admitted: dict[str, AdmittedPrompt] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
+        # vLLM may have put a layer's memory elsewhere from one step to the next.
+        self._step_layers: AttentionLayers | None = None
         self._reported: Counter[str] = Counter()
         self._changed = True
 
@@ -49,25 +52,24 @@ class SegmentWorker:
 
         Errors: `Unsupported` for a model of another class.
         """
-        known = config.compilation_config.static_forward_context
-        layers = [layer for layer in known.values() if isinstance(layer, SegmentAttention)]
+        layers = layers_with_store(config)
         if not layers:
             expected = "a model of kvweave with additional_config kvweave.segment_bytes"
             got = str(config.model_config.architecture)
             text = f"segments: expected {expected}, got {got}"
             raise Unsupported(text, expected=expected, got=got)
-        return cls(layers, layers[0].store, int(config.model_config.max_model_len))
+        return cls(layers, layers[0][0].store, int(config.model_config.max_model_len))
 
     def begin(self, message: SegmentMessage) -> None:
         """Before a forward: what ended is let go of, new prompts are looked up."""
         self._changed |= bool(message.ended or message.chunks)
         for name in message.ended:
             self._let_go(name)
-        self._chunks, self._batch = [], None
+        self._chunks, self._batch, self._step_layers = [], None, None
         for chunk in message.chunks:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
-                self._look_up(chunk.request_id, chunk.prompt)
+                self._look_up(chunk.request_id, chunk.prompt, chunk.start)
             if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
@@ -92,6 +94,8 @@ class SegmentWorker:
                 admitted, request = self._admitted[chunk.request_id], batch.find(chunk.first_slot)
                 if request is None or not admitted.reused[chunk.start : chunk.end].any():
                     continue
+                if batch.may_choose(request):
+                    continue
                 try:
                     walk = ChunkWalk(admitted, chunk.start, chunk.end, *sizes)
                 except InvalidArgument:
@@ -108,8 +112,9 @@ class SegmentWorker:
             self.stats.outcome(chunk.request_id).missed["refused"] += chunk.end - chunk.start
             self._chunks.remove(chunk)
             self._let_go(chunk.request_id)
-        layers = self._layers()
-        return Step(self.store, layers, self.stats, works, batch, self.drafts) if works else None
+        if not works:
+            return None
+        return Step(self.store, self._layers(), self.stats, works, batch, self.drafts)
 
     def abandon(self) -> None:
         """A forward has failed: its prompts are let go of, and nothing of them is kept."""
@@ -125,22 +130,25 @@ class SegmentWorker:
         """
         chunks, batch = self._chunks, self._batch
         self._chunks, self._batch = [], None
-        layers = [pages_of(layer.kv_cache) for layer in self.attention]
         for chunk in chunks:
             admitted = self._admitted[chunk.request_id]
             request = None if batch is None else batch.find(chunk.first_slot)
             if batch is None or request is None:
                 self._let_go(chunk.request_id)
                 continue
-            fresh = admitted.fresh
-            first, end = np.searchsorted(fresh, (admitted.stored, chunk.end))
-            new = fresh[first:end]
-            if len(new):
-                blocks = batch.blocks(request)
-                self.store.keep(admitted, new, layers, blocks, batch.page_tokens)
-            self.store.commit(admitted, chunk.end)
+            if admitted.keeps:
+                self._keep(admitted, chunk.end, batch, request)
             if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
+
+    def _keep(self, admitted: AdmittedPrompt, end: int, batch: Batch, request: int) -> None:
+        """Stores what was computed of a prompt up to `end`."""
+        first, last = np.searchsorted(admitted.fresh, (admitted.stored, end))
+        new = admitted.fresh[first:last]
+        if len(new):
+            blocks = [tables.blocks(request) for tables in batch.classes]
+            self.store.keep(admitted, new, self._layers(), blocks)
+        self.store.commit(admitted, end)
 
     def insert(
         self, model: Any, name: str, tokens: list[int], namespace: str, config: VllmConfig
@@ -152,7 +160,7 @@ class SegmentWorker:
         admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         self._changed = True
         try:
-            names = [layer.layer_name for layer in self.attention]
+            names = [part.layer_name for layer in self.attention for part in layer]
             encode_document(model, names, self.store, admitted, tokens, config)
             self.store.commit(admitted, len(tokens))
             admitted.request.freeze(name, 0, len(tokens))
@@ -170,9 +178,7 @@ class SegmentWorker:
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
             metadata: Any = get_forward_context().attn_metadata
-            first = self.attention[0]
-            pages = pages_of(first.kv_cache)
-            self._batch = Batch(metadata[first.layer_name], pages, self.store.geometry.kv_heads)
+            self._batch = Batch(self._layers(), metadata)
         return self._batch
 
     def taken_stats(self) -> SegmentConnectorStats | None:
@@ -188,7 +194,8 @@ class SegmentWorker:
             return None
         return SegmentConnectorStats(taken.to_dict())
 
-    def _look_up(self, name: str, prompt: Prompt) -> None:
+    def _look_up(self, name: str, prompt: Prompt, start: int) -> None:
+        """Looks up a prompt of which vLLM has cached the tokens before `start`."""
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
         try:
@@ -204,6 +211,9 @@ class SegmentWorker:
         self.stats.hits.update(found.found)
         self.stats.misses.update(found.missed)
         self.stats.outcome(name).add(found)
+        # Of what vLLM had cached, windows keep the end alone: such a prompt is not stored.
+        windows = any(part.impl.span.window is not None for part in self.attention[0])
+        admitted.keeps = not (windows and (admitted.fresh < start).any())
         self._admitted[name] = admitted
 
     def _let_go(self, name: str) -> None:
@@ -212,10 +222,9 @@ class SegmentWorker:
             admitted.release()
 
     def _layers(self) -> AttentionLayers:
-        pages = [pages_of(layer.kv_cache) for layer in self.attention]
-        names = [layer.layer_name for layer in self.attention]
-        impls: list[Any] = [layer.impl for layer in self.attention]
-        return AttentionLayers(names, impls, pages)
+        if self._step_layers is None:
+            self._step_layers = AttentionLayers.of(self.attention)
+        return self._step_layers
 
 
 class SegmentWorkerConnector(IdleConnector):
