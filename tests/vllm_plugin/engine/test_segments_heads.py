@@ -26,7 +26,7 @@ from kvweave.policies import (
 from kvweave.runner import Runner
 from ranked_pages import FULL, kinds_map, top_k
 from test_head_split import SIZES
-from test_segments import compare
+from test_segments import PROMPTS, SEEDS, compare
 from test_segments_policies import about
 from test_top_k import layers_of
 from vllm_engines import answer
@@ -174,7 +174,7 @@ RANKED = ("naive", "sparsex", "random", "cacheblend", "infoflow-value", "foresig
 
 
 def expect_bounds(llm: Any, blocks: list[int]) -> int:
-    """Compares the bounds of all heads' pages of these blocks with their keys; how many there are."""
+    """Compares the bounds of these blocks' pages with their keys; how many pages there are."""
     known, count = layers_of(llm), 0
     for name, layer in known.items():
         if isinstance(layer, BoundsCache):
@@ -190,8 +190,12 @@ def expect_bounds(llm: Any, blocks: list[int]) -> int:
 def test_beside_heads_that_choose_pages(
     checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts read all and steps few pages, ranked by bounds of what was copied too."""
+    """Prompts read all and steps few pages, ranked by bounds of what was copied too.
+
+    So a prompt's first token is that of a Runner whose heads are all full, under any policy.
+    """
     mapped, seen = Mapped(tmp_path, TOP_K), 0
+    dense = Counterpart(tiny("llama", **CHANGES))
     model, options = checkpoint_of(checkpoint), {"enable_prefix_caching": True}
     bound = Step._bound
     with segments(model, mapped.settings(), **options) as (llm, counts):
@@ -203,10 +207,18 @@ def test_beside_heads_that_choose_pages(
             seen += expect_bounds(llm, numbers[: work.chunk.end // 16].tolist())
 
         monkeypatch.setattr(Step, "_bound", checked)
+        compare(llm, mapped.beside, "naive", "decoded")
         for case in RANKED:
             llm.reset_prefix_cache()
+            policy = CHOSEN[case]
+            markers = {"policy": named(policy), "namespace": case}
             with about(case):
-                compare(llm, mapped.beside, CHOSEN[case], case)
+                for given in SEEDS:
+                    ask(llm, given, 1, **markers)
+                    dense.ask(given, policy, 1, namespace=case)
+                for given in PROMPTS:
+                    wanted = dense.ask(given, policy, 1, remember=False, namespace=case)
+                    close(ask(llm, given, 1, **markers), wanted)
         assert counts.total.reused_tokens > len(RANKED) * 4 * len(DOCUMENT)
     # Each of four prompts has ten pages and more, in four layers of four heads.
     assert seen > len(RANKED) * 4 * 10 * 16
