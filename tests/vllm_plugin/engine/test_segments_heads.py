@@ -192,7 +192,9 @@ def test_beside_heads_that_choose_pages(
 ) -> None:
     """Prompts read all and steps few pages, ranked by bounds of what was copied too.
 
-    So a prompt's first token is that of a Runner whose heads are all full, under any policy.
+    So a prompt's first token is that of a Runner whose heads are all full, under any policy. (A
+    Runner under the map finds a document in two pieces where an answer went on in its last block,
+    and policies compute the seam.)
     """
     mapped, seen = Mapped(tmp_path, TOP_K), 0
     dense = Counterpart(tiny("llama", **CHANGES))

@@ -40,7 +40,8 @@ def test_in_f32_answers_are_the_runners(
     mapped = Mapped(tmp_path, kinds)
     options = {**MEMORY, **MODES[mode], "enable_prefix_caching": False}
     with segments(checkpoint_of(checkpoint), mapped.settings(), **options) as (llm, counts):
-        # Under top-k heads a Runner may find other tokens of the prompts before, and choose others.
+        # What a Runner under top-k heads answered into the last block of a document parts that
+        # document in two, whose seams `sparsex` and others compute.
         cases = CASES if kinds is UNEVEN else {"naive": "naive"}
         for case, policy in cases.items():
             with about(case):
