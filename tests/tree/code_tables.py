@@ -235,7 +235,6 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     (engine.PAGES, "enable_prefix_caching"): "test_virtual_pages.py::test_cached_prefixes_are_read",
     (engine.SEGMENTS, "enable_prefix_caching"): "test_segments_scheduling.py::"
     "test_a_prefix_of_vllm_and_segments_are_the_runners",
-    (engine.HEADS, "tensor_parallel_size"): "test_segments_ranks.py::test_two_ranks_are_the_runner",
     (
         engine.SEGMENTS,
         "tensor_parallel_size",
