@@ -30,6 +30,8 @@ from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "segments")
+MAPPED = "mapped"
+"""Segments beside a head map, where it is asked for."""
 POLICIES: dict[str, Any] = {
     "full": "full",
     "naive": "naive",
@@ -47,6 +49,7 @@ NAMES = {
     "foresight-0": "segments, foresight, 10 %, no draft",
     "foresight": "segments, foresight, 10 %, a draft of 8",
 }
+NAMES |= {f"{MAPPED} {kind}": f"{NAMES[kind]}, one head in eight whole" for kind in POLICIES}
 """What a record calls them."""
 CASE = "vllm"
 MILLI = 1e3
@@ -76,26 +79,28 @@ class Prompts:
         return ids, spans
 
 
-def engine(name: str, model: Path, given: argparse.Namespace) -> Any:
+def engine(name: str, model: Path, given: argparse.Namespace, heads: Path | None = None) -> Any:
     """A vLLM that computes a whole prompt in one step, decode graphs on."""
     from vllm import LLM
 
     longest = given.tokens + 64
     graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [1]}
     architecture = f"{MODELS[given.model][0]}ForCausalLM"
-    reusing = engine_options(architecture, segment_bytes=given.arena << 30)
+    options: dict[str, Any] = {"segment_bytes": given.arena << 30}
+    if name == MAPPED:
+        options["heads"] = str(heads)
+    reusing = {} if name == "stock" else engine_options(architecture, **options)
     return LLM(
         str(model),
         load_format="dummy",
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        block_size=16,
         max_model_len=longest,
         max_num_seqs=4,
         max_num_batched_tokens=longest,
         compilation_config=graphs,
         enable_prefix_caching=True,
-        **(reusing if name == "segments" else {}),
+        **{"block_size": 16, **reusing},
     )
 
 
@@ -105,9 +110,9 @@ def measure(name: str, given: argparse.Namespace) -> None:
     from vllm import SamplingParams
 
     with TemporaryDirectory() as folder:
-        model, _ = written(Path(folder), given.model, given.layers)
+        model, heads = written(Path(folder), given.model, given.layers)
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        llm = engine(name, model, given)
+        llm = engine(name, model, given, heads)
         prompts = Prompts(given.tokens, given.documents, given.share, vocabulary)
 
         def first_token(markers: dict[str, Any] | None) -> float:
@@ -119,15 +124,17 @@ def measure(name: str, given: argparse.Namespace) -> None:
             llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
             return time.perf_counter() - start
 
-        kinds = POLICIES if name == "segments" else {"stock": None}
-        if name == "segments":
+        kinds: dict[str, Any] = {"stock": None}
+        if name != "stock":
+            prefix = f"{MAPPED} " if name == MAPPED else ""
+            kinds = {f"{prefix}{kind}": policy for kind, policy in POLICIES.items()}
             say(name, "first", seconds=first_token({"policy": "full"}))
         for kind, policy in kinds.items():
             markers = None if policy is None else {"policy": policy}
             times = [first_token(markers) for _ in range(ROUNDS)]
             middle = statistics.median(times[1:])
             say(name, kind, seconds=middle, least=min(times), most=max(times[1:]))
-        if name == "segments":
+        if name != "stock":
             say(name, "store", **counted())
 
 
@@ -182,7 +189,9 @@ def lines(words: list[str]) -> Iterator[dict[str, Any]]:
 def main(words: list[str]) -> int:
     """Each engine in a process of its own, so that one leaves no memory taken."""
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.segments", description=__doc__)
-    parser.add_argument("engines", nargs="*", default=list(ENGINES), help=" or ".join(ENGINES))
+    parser.add_argument(
+        "engines", nargs="*", default=list(ENGINES), help=" or ".join((*ENGINES, MAPPED))
+    )
     parser.add_argument("--model", default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--tokens", type=int, default=32768)
@@ -190,9 +199,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--share", type=float, default=0.97)
     parser.add_argument("--arena", type=int, default=12, help="GiB of the store")
     parser.add_argument("--json", type=Path, help="where the run goes, after every engine")
-    parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*ENGINES, MAPPED), help=argparse.SUPPRESS)
     given = parser.parse_args(words)
-    unknown = set(given.engines) - set(ENGINES)
+    unknown = set(given.engines) - {*ENGINES, MAPPED}
     if unknown:
         parser.error(f"engines: expected {' or '.join(ENGINES)}, got {', '.join(unknown)}")
     if given.child:

@@ -13,6 +13,7 @@ from typing import Any
 
 from families import FAMILIES, OTHERS, random_tokens, tiny
 from kvweave import HeadClassMap, PagedCache, Runner, Segment, Unsupported
+from kvweave.adapters.vllm import composition as engine
 from kvweave.runner import Canary, Healing
 from kvweave.runner.kv.beside_drafts import NOT_BESIDE_DRAFTS
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
@@ -24,7 +25,6 @@ PAGE = ROOT / "docs" / "models.md"
 PLUGIN = ROOT / "python" / "kvweave" / "adapters" / "vllm"
 ENGINE = ROOT / "tests" / "vllm_plugin" / "engine"
 PARTS = {
-    "models.py": "head classes",
     "heads/split.py": "head classes",
     "top_k/model.py": "top-k heads",
     "top_k/map.py": "top-k heads",
@@ -219,6 +219,56 @@ def refused_by_a_runner() -> str:
     return _table(["beside", "refused", "because"], rows)
 
 
+# ---- what goes together in an engine ------------------------------------------------------
+
+
+IN_ENGINES: dict[tuple[str, str], str] = {
+    (engine.HEADS, engine.PAGES): "test_virtual_pages.py::test_local_heads_are_masked_ones",
+    (engine.HEADS, engine.SEGMENTS): "test_segments_heads.py::test_answers_are_the_runners",
+    (engine.TOP_K, engine.SEGMENTS): "test_segments_heads.py::test_beside_heads_that_choose_pages",
+    (
+        engine.HEADS,
+        "enable_prefix_caching",
+    ): "test_head_split.py::test_cached_prefixes_keep_their_sink",
+    (engine.TOP_K, "enable_prefix_caching"): "test_top_k.py::"
+    "test_what_is_found_in_the_prefix_cache_has_its_bounds",
+    (engine.PAGES, "enable_prefix_caching"): "test_virtual_pages.py::test_cached_prefixes_are_read",
+    (engine.SEGMENTS, "enable_prefix_caching"): "test_segments_scheduling.py::"
+    "test_a_prefix_of_vllm_and_segments_are_the_runners",
+    (
+        engine.SEGMENTS,
+        "tensor_parallel_size",
+    ): "test_segments_ranks.py::test_two_ranks_are_the_runner",
+}
+"""By pair that goes together, the test that has an engine answer so."""
+
+
+def in_an_engine() -> str:
+    """Each part beside each other and each setting: refused, tested in an engine, or neither."""
+    others = (*engine.PARTS, *engine.SETTINGS)
+    rows = []
+    for part in engine.PARTS:
+        rows.append([part, *("" if part == other else _beside(part, other) for other in others)])
+    return _table(["", *engine.PARTS, *(f"`{name}`" for name in engine.SETTINGS)], rows)
+
+
+def _beside(part: str, other: str) -> str:
+    if other in engine.NOT_BESIDE[part]:
+        return "–"
+    return "yes" if (part, other) in IN_ENGINES or (other, part) in IN_ENGINES else "not run"
+
+
+def refused_in_an_engine() -> str:
+    """Why, pair by pair; of two parts once."""
+    rows, seen = [], set[frozenset[str]]()
+    for part, refused in engine.NOT_BESIDE.items():
+        for other, why in refused.items():
+            if frozenset((part, other)) not in seen:
+                seen.add(frozenset((part, other)))
+                rows.append([part, f"`{other}`" if other in engine.SETTINGS else other, why])
+    return _table(["part", "refused beside it", "because"], rows)
+
+
 # ---- what the plugin refuses ------------------------------------------------------------
 
 
@@ -288,6 +338,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "together": together,
     "runner": refused_by_a_runner,
+    "engines": in_an_engine,
+    "engine": refused_in_an_engine,
     "plugin": refused_by_the_plugin,
 }
 

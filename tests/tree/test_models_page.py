@@ -25,6 +25,13 @@ def test_what_is_named_as_a_test_is_one() -> None:
         assert all(f"def {name}(" in source for name in re.findall(r"`(\w+)`", names))
 
 
+def test_what_is_said_of_an_engine_has_a_test() -> None:
+    for pair, named in code_tables.IN_ENGINES.items():
+        path, name = named.split("::")
+        assert f"def {name}(" in (code_tables.ENGINE / path).read_text(encoding="utf-8"), pair
+        assert pair[1] not in code_tables.engine.NOT_BESIDE[pair[0]]
+
+
 def test_every_family_and_every_class_of_the_plugin_has_its_place() -> None:
     table = TEXT.partition("<!-- families -->")[2].partition("<!-- end")[0]
     rows = re.findall(r"^\| ([\w-]+) \| `(\w+)` ", table, re.MULTILINE)

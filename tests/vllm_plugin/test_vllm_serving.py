@@ -33,6 +33,10 @@ def test_each_part_has_its_options() -> None:
     assert store["kv_transfer_config"]["kv_connector"] == "KvweaveSegments"
     assert {"logits_processors", "worker_extension_cls"} <= store.keys()
     assert "middleware" not in store
+    both = engine_options(LLAMA, segment_bytes=1 << 30, heads="m.json")
+    assert both["block_size"] == heads["block_size"]
+    assert both["additional_config"] == {"kvweave": {"segment_bytes": 1 << 30, "heads": "m.json"}}
+    assert both["kv_transfer_config"] == store["kv_transfer_config"]
 
 
 def test_metrics_of_a_map_have_a_connector() -> None:
@@ -52,9 +56,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         engine_options(LLAMA, segment_bytes=0)
     with pytest.raises(InvalidArgument, match="expected the options heads"):
         engine_options(LLAMA, head="m.json")
-    for other in ({"heads": "m.json"}, {"virtual_pages": True}):
-        with pytest.raises(Unsupported, match=f"without kvweave.{next(iter(other))}, got both"):
-            engine_options(LLAMA, segment_bytes=1, **other)
+    with pytest.raises(Unsupported, match="virtual pages: expected none beside segments, since"):
+        engine_options(LLAMA, segment_bytes=1, virtual_pages=True)
 
 
 @pytest.fixture
@@ -128,7 +131,7 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         (("--out", model / "yaml"), "got yaml"),
         (("--heads", model / "none.json"), "none.json"),
         (("--frozen-share", 0.5), "expected it beside segments-gib"),
-        (("--segments-gib", 1, "--virtual-pages"), "without kvweave.virtual_pages"),
+        (("--segments-gib", 1, "--virtual-pages"), "virtual pages: expected none beside segments"),
         (("--store", model), "expected it beside segment_bytes"),
         (("--segments-gib", 1, "--store-gib", 1), "expected it beside store"),
         (("--offload-gib", 1), "expected it beside store alone, got it beside none"),

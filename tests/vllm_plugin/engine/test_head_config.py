@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 
-from kvweave import Unsupported
 from kvweave.adapters.vllm import plugin
-from kvweave.adapters.vllm.models import KvweaveLlamaForCausalLM, record_digest
+from kvweave.adapters.vllm.models import record_digest
 from kvweave.adapters.vllm.options import options_of
 from test_head_split import checkpoint_of, ours, written
 
@@ -19,25 +17,6 @@ def config_of(model: Path, path: Path) -> VllmConfig:
     plugin.register()
     small = {"max_model_len": 512, "skip_tokenizer_init": True, "enable_chunked_prefill": True}
     return EngineArgs(str(model), **small, **ours(path)).create_engine_config()
-
-
-REFUSED = {
-    "stages": ("parallel_config", "pipeline_parallel_size", 2, "1 beside a head map, got 2"),
-    "one kind": (
-        "scheduler_config",
-        "disable_hybrid_kv_cache_manager",
-        True,
-        "false beside a head map, got true",
-    ),
-}
-
-
-@pytest.mark.parametrize(("part", "name", "value", "says"), REFUSED.values(), ids=REFUSED)
-def test_what_two_parts_do_not_compose_with(checkpoint, tmp_path, part, name, value, says) -> None:
-    config = config_of(checkpoint_of(checkpoint, "llama"), written(tmp_path, sink=20, recent=40))
-    setattr(getattr(config, part), name, value)
-    with pytest.raises(Unsupported, match=f"^{name}: expected {says}"):
-        KvweaveLlamaForCausalLM(vllm_config=config)
 
 
 def test_graphs_of_another_map_in_the_same_file_are_not_found(checkpoint, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,18 @@ FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mi
 
 
 def written(
-    folder: Path, sink: int, recent: int, layers: int = 4, kv_heads: int = 4, whole: int = 1
+    folder: Path,
+    sink: int,
+    recent: int,
+    layers: int = 4,
+    kv_heads: int = 4,
+    whole: int | Sequence[int] = 1,
 ) -> Path:
     """A map with `whole` global heads in each layer, others from layer to layer."""
+    counts = [whole] * layers if isinstance(whole, int) else whole
 
     def entry(layer: int, head: int) -> dict[str, Any]:
-        full = (head - layer) % kv_heads < whole
+        full = (head - layer) % kv_heads < counts[layer]
         kept = {"kind": "full"} if full else {"kind": "window", "sink": sink, "recent": recent}
         reach = "global" if full else "local"
         named = {"class": kept, "reach": reach, "stability": "stable"}
@@ -40,7 +47,7 @@ def written(
         "kv_heads": kv_heads,
         "heads": [entry(layer, head) for layer in range(layers) for head in range(kv_heads)],
     }
-    path = folder / f"map-{sink}-{recent}-{whole}.json"
+    path = folder / f"map-{sink}-{recent}-{'-'.join(map(str, counts))}.json"
     path.write_text(json.dumps(made))
     return path
 
@@ -104,10 +111,15 @@ class Masked:
         return Answer(ids[-count:], logprobs, 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_local_heads_are_masked_ones(checkpoint, tmp_path, family: str) -> None:
+# Layers without global heads, and with all: as `kvweave profile-heads` finds them.
+UNEVEN = (0, 1, 4, 2)
+MASKED = [*((family, 1) for family in FAMILIES), ("llama", UNEVEN)]
+
+
+@pytest.mark.parametrize(("family", "whole"), MASKED)
+def test_local_heads_are_masked_ones(checkpoint, tmp_path, family: str, whole: Any) -> None:
     """Chunks, mixed batches and decode steps, the window far shorter than the prompts."""
-    path = written(tmp_path, sink=20, recent=40)
+    path = written(tmp_path, sink=20, recent=40, whole=whole)
     model = checkpoint_of(checkpoint, family)
     changes = {"head_dim": 32, "initializer_range": 0.15, **SIZES}
     masked = Masked(family, {**changes, "sliding_window": None}, path)
@@ -138,9 +150,9 @@ def test_heads_that_see_everything_are_stocks(checkpoint, tmp_path, recent: int 
     same(got, wanted)
 
 
-@pytest.mark.parametrize("sink", [0, 20])
-def test_cached_prefixes_keep_their_sink(checkpoint, tmp_path, sink: int) -> None:
-    path = written(tmp_path, sink=sink, recent=40)
+@pytest.mark.parametrize(("sink", "whole"), [(0, 1), (20, 1), (20, (0, 1, 2, 1))])
+def test_cached_prefixes_keep_their_sink(checkpoint, tmp_path, sink: int, whole: Any) -> None:
+    path = written(tmp_path, sink=sink, recent=40, whole=whole)
     model = checkpoint_of(checkpoint, "llama")
     ids = prompt(300, 5)["prompt_token_ids"]
     prompts = [{"prompt_token_ids": ids[:end]} for end in (300, 299, 200)]

@@ -182,7 +182,7 @@ def test_rows_of_a_prompt_with_logprobs_are_all_computed(checkpoint) -> None:
 
 REFUSED = {
     "connector": ({"kv_transfer_config": None}, {}, "expected kv_connector KvweaveSegments, got"),
-    "heads": ({}, {"heads": "map.json"}, "expected it without kvweave.heads"),
+    "no map": ({}, {"heads": "map.json"}, "heads: expected a readable file, got map.json"),
     "bytes": ({}, {"segment_bytes": 0}, "segment_bytes: expected bytes, at least 1, got 0"),
     "window": ({}, {}, "expected layers that see the whole context"),
 }

@@ -61,8 +61,8 @@ def test_a_draft_says_the_same_from_a_graph(checkpoint, mode: str) -> None:
             got = ask(llm, SECOND, policy=named(policy), namespace=str(case))
             close(got, wanted)
             assert (counts.worker.drafts._graph is not None) == (case > 0)
-        for pages in counts.worker._layers().pages:
-            assert not pages[: counts.worker.store.geometry.kv_heads].any()
+        for part in counts.worker._layers().parts:
+            assert not part.pages[: part.kv_heads].any()
 
 
 def near(llm: LLM, beside: Counterpart, given: Marked, policy: str | SparseX) -> None:

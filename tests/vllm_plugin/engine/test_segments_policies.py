@@ -130,8 +130,8 @@ def test_policies_share_a_step(checkpoint: Any) -> None:
                 close(got, runner)
         assert counts.total.reused_tokens == len(cases) * len(DOCUMENT)
         # What drafts wrote is gone.
-        for pages in counts.worker._layers().pages:
-            assert not pages[: counts.worker.store.geometry.kv_heads].any()
+        for part in counts.worker._layers().parts:
+            assert not part.pages[: part.kv_heads].any()
 
 
 def test_every_policy_in_chunks(checkpoint: Any) -> None:

@@ -203,7 +203,7 @@ def test_bounds_are_taken_out_of_vllms_own_memory(checkpoint, tmp_path) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
-    "windows": ([top_k(4), WINDOW], {}, "kinds of heads: expected full and top_k"),
+    "windows": ([top_k(4), WINDOW], {}, "top-k heads: expected none beside head classes"),
     "blocks": ([top_k(4)], {"block_size": 48}, "block_size: expected one of 16, 32, 64 beside"),
     "metrics": (
         [top_k(4)],
@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
                 "kv_connector_module_path": "kvweave.adapters.vllm.heads.connector",
             }
         },
-        "kv_transfer_config: expected none beside top-k heads, got one",
+        "KvweaveHeads: expected a head map with a window among its heads",
     ),
     "fp8": ([top_k(4)], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
 }

@@ -8,7 +8,6 @@ They are registered beside the stock ones, under names of their own: `--hf-overr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,18 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from kvweave.adapters.vllm.composition import HEADS, PAGES, SEGMENTS, TOP_K, check_together
 from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes
-from kvweave.adapters.vllm.heads.connector import KvweaveHeads
-from kvweave.adapters.vllm.heads.split import HeadSplit, in_order, split_of
+from kvweave.adapters.vllm.heads.split import in_order, split_of
 from kvweave.adapters.vllm.heads.worker import split_model
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.require import require
-from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
+from kvweave.adapters.vllm.segments.model import (
+    check_connector,
+    forward_of_step,
+    give_store,
+    guard_model,
+)
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
@@ -40,26 +44,29 @@ class _KvweaveModel:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
         self.split = self.layout = self.budgets = None
+        reusing = options.segment_bytes is not None
+        classes = _classes_of(vllm_config, options)
+        check_together(_parts_of(options, classes), vllm_config)
         if options.virtual_pages:
-            self.layout = layout_for(vllm_config, options.heads)
-        elif options.heads is not None:
-            classes = _classes_of(vllm_config, options.heads)
-            if has_top_k(classes):
-                self.budgets = budgets_for(vllm_config, classes)
-            else:
-                self.split = _split_of(vllm_config, classes)
+            self.layout = layout_for(vllm_config, classes)
+        elif classes is not None and has_top_k(classes):
+            self.budgets = budgets_for(vllm_config, classes)
+        elif classes is not None:
+            self.split = split_of(classes, vllm_config.parallel_config.tensor_parallel_size)
         record_digest(vllm_config, options)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
         model: Any = self
         if self.split is not None:
-            split_model(model, self.split, vllm_config)
-        if self.budgets is not None:
-            use_top_k(model, self.budgets, vllm_config)
-        if self.layout is not None:
+            split_model(model, self.split, vllm_config, reusing=reusing)
+        elif self.budgets is not None:
+            use_top_k(model, self.budgets, vllm_config, reusing=reusing)
+        elif self.layout is not None:
             use_virtual_pages(model, self.layout, vllm_config)
-        if options.segment_bytes is not None:
-            guard_model(model, options, vllm_config)
+        elif reusing:
+            guard_model(model, vllm_config)
+        if reusing:
+            give_store(options, vllm_config)
 
     def forward(self, *given: Any, **named: Any) -> Any:
         """Hidden states of a batch; with fewer rows in a step that reuses segments."""
@@ -79,7 +86,7 @@ class _KvweaveModel:
 def _options_of(config: VllmConfig) -> Options:
     options = options_of(config.additional_config)
     if options.segment_bytes is not None:
-        check_segments(config, options)
+        check_connector(config)
     else:
         some = options.heads is not None or options.virtual_pages
         expected = "kvweave.heads, kvweave.segment_bytes or kvweave.virtual_pages"
@@ -98,32 +105,25 @@ def record_digest(config: VllmConfig, options: Options) -> None:
         config.additional_config[DIGEST] = options.digest()
 
 
-def _classes_of(config: VllmConfig, path: Path) -> list[list[HeadClass]]:
-    connector = config.kv_transfer_config
-    if connector is not None and connector.kv_connector == KvweaveHeads.__name__:
-        connector = None  # It loads and saves nothing.
-    refused = {
-        "quantization": config.quant_config,
-        "kv_transfer_config": connector,
-        "speculative_config": config.speculative_config,
-        "lora_config": config.lora_config,
-    }
-    for name, value in refused.items():
-        require(name, value is None, "none beside a head map", "one")
-    parallel, model = config.parallel_config, config.model_config
-    stages = parallel.pipeline_parallel_size
-    require("pipeline_parallel_size", stages == 1, "1 beside a head map", str(stages))
+def _classes_of(config: VllmConfig, options: Options) -> list[list[HeadClass]] | None:
+    """The classes of the map that the options name, if any."""
+    if options.heads is None:
+        return None
+    model = config.model_config
     layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
-    return read_classes(path, layers, heads)
+    return read_classes(options.heads, layers, heads)
 
 
-def _split_of(config: VllmConfig, classes: list[list[HeadClass]]) -> HeadSplit | None:
-    split = split_of(classes, config.parallel_config.tensor_parallel_size)
-    # Without its hybrid manager vLLM would keep every token of local heads too.
-    hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
-    whole = split is None or hybrid
-    require("disable_hybrid_kv_cache_manager", whole, "false beside a head map", "true")
-    return split
+def _parts_of(options: Options, classes: list[list[HeadClass]] | None) -> list[str]:
+    """Which parts of the plugin an engine uses; windows in virtual pages are these pages' own."""
+    kinds = {head["kind"] for layer in classes or [] for head in layer}
+    used = {
+        HEADS: "window" in kinds and not options.virtual_pages,
+        TOP_K: "top_k" in kinds,
+        PAGES: options.virtual_pages,
+        SEGMENTS: options.segment_bytes is not None,
+    }
+    return [part for part, is_used in used.items() if is_used]
 
 
 class KvweaveLlamaForCausalLM(_KvweaveModel, LlamaForCausalLM):

@@ -22,12 +22,13 @@ def register() -> None:
     if known:
         from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
         from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
-        from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixManager, ExactPrefixSpec
+        from kvweave.adapters.vllm.segments.prefix_guard import MANAGERS
         from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixManager, PromptPrefixSpec
 
         _register_manager(SinkWindowSpec, SinkWindowManager)
-        _register_manager(ExactPrefixSpec, ExactPrefixManager)
         _register_manager(PromptPrefixSpec, PromptPrefixManager)
+        for spec, manager in MANAGERS.items():
+            _register_manager(spec, manager)
     if versions.is_known(__version__, versions.WITH_VIRTUAL_PAGES):
         from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
         from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvweave.adapters.vllm.composition import NOT_BESIDE, PAGES, SEGMENTS
 from kvweave.adapters.vllm.lazy_classes import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
@@ -37,17 +38,17 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
         "hf_overrides": {"architectures": [_ours(architecture)]},
         "additional_config": {SECTION: options},
     }
-    if read.segment_bytes is None:
+    if read.segment_bytes is None or read.heads is not None:
         given["block_size"] = BLOCK_TOKENS
+    if read.segment_bytes is None:
         if read.virtual_pages:
             given["kv_transfer_config"] = _connector("KvweavePages", "virtual_pages.connector")
         elif metrics:
             reports = _connector("KvweaveHeads", "heads.connector", "kv_producer")
             given["kv_transfer_config"] = reports
         return given
-    for name in ("heads", "virtual_pages"):
-        alone = not getattr(read, name)
-        require("kvweave.segment_bytes", alone, f"it without kvweave.{name}", "both")
+    why = NOT_BESIDE[SEGMENTS][PAGES]
+    require(PAGES, not read.virtual_pages, f"none beside {SEGMENTS}, since {why}", "both")
     return {
         **given,
         "kv_transfer_config": _connector("KvweaveSegments", "segments.connector"),

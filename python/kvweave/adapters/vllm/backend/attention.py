@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvweave import ops
+from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
 from kvweave.adapters.vllm.backend.dense_prefill import DensePrefill
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import first
@@ -51,6 +53,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.head_size = head_size
         self.scale = float(scale)
         self.sliding_window = sliding_window
+        self.span = AttentionSpan(sliding_window, sink if sliding_window is not None else 0)
         self.window, self.reach = sliding_window, None
         if sliding_window is not None and sink:
             seen = [[0, head, sliding_window, sink] for head in range(self.num_kv_heads)]
@@ -60,9 +63,24 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        # Which of a block's pages are theirs, and which of the heads of their layer these are.
+        self.first_page, self.first_head, self.layer_heads = 0, 0, self.num_kv_heads
         self.dense = DensePrefill(self.scale, self.softcap, self.num_kv_heads)
         # No key of vLLM moves from where it was rotated: frequencies are never read.
         self.rope = ops.RopeTable(np.zeros((1, head_size // 2), np.float32))
+
+    def own_pages_of(
+        self, block_pages: int, first_page: int, *, first_head: int, layer_heads: int
+    ) -> None:
+        """Has some of a layer's heads lie in blocks that they share with other layers' heads.
+
+        A block has `block_pages` pages, and these heads are behind `first_page` of them; among the
+        `layer_heads` of their layer they are behind `first_head`. To vLLM that is sharing keys and
+        values, which here nobody does.
+        """
+        self.kv_sharing_target_layer_name = None
+        self.first_page, self.dense.block_pages = first_page, block_pages
+        self.first_head, self.layer_heads = first_head, layer_heads
 
     def forward(
         self,
@@ -78,7 +96,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     ) -> torch.Tensor:
         """Writes new keys and values, then attends: query [R, H, D], key and value [R, G, D].
 
-        kv_cache [blocks, G, P, 2·D], what vLLM allocated, unless the metadata names an arena.
+        kv_cache [blocks, G, P, 2·D], what vLLM allocated, unless the metadata names an arena;
+        where layers share blocks G are all of theirs.
         Without metadata (memory is being profiled) the output is zero.
         """
         scaled = output_scale is not None or output_block_scale is not None
@@ -93,15 +112,16 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             k, v = first(key, rows), first(value, rows)
         subset = None if tables.observer is None else tables.observer(q, k, v)
         if subset is None:
-            self._attend(q, k, v, pages, tables, out)
+            self._attend(layer, q, k, v, pages, tables, out)
             return output
         q, k, v, some = (x.index_select(0, subset.index) for x in (q, k, v, out))
-        self._attend(q, k, v, pages, subset.metadata, some)
+        self._attend(layer, q, k, v, pages, subset.metadata[layer.layer_name], some)
         out.zero_().index_copy_(0, subset.index, some)
         return output
 
     def _attend(
         self,
+        layer: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -150,14 +170,26 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             self.reach,
         )
 
+    def paged_head(self, pages: torch.Tensor, head: int) -> ops.PagedKv:
+        """One head's pages, as it reads them."""
+        paged = self.paged(pages)
+        reach = self.reach
+        if reach is not None:
+            rows = reach.heads[head : head + 1].copy()
+            rows[:, 1] = 0
+            reach = ops.Reach(reach.tables, rows)
+        # Seen from its first page, a head is the first.
+        return replace(paged, cache=pages[head:], kv_heads=1, reach=reach)
+
     def pages_of_step(
         self, layer: Any, kv_cache: torch.Tensor, tables: PagedMetadata
     ) -> torch.Tensor:
         """The pages that a step's tables number, from those of this layer on."""
         if tables.arena is None:
-            return pages_of(kv_cache)
+            return pages_of(kv_cache)[self.first_page :]
         # Blocks of the arena hold all layers; seen from here, this one's pages come first.
-        return tables.arena[extract_layer_index(layer.layer_name) * self.num_kv_heads :]
+        number = extract_layer_index(layer.layer_name)
+        return tables.arena[number * self.layer_heads + self.first_head :]
 
 
 def pages_of(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             tables.slots,
             Entries.of(tables),
             self.workspace,
+            batch=batch,
         )
         if self.dense and not batch.decode:
             metadata.runs = Runs(batch.blocks, batch.lengths, batch.most_rows, batch.longest)

@@ -27,12 +27,15 @@ class Runs:
 
 
 class DensePrefill:
-    """FlashAttention for a layer of head size D over pages [blocks · G, 2, P, D]."""
+    """FlashAttention for a layer of head size D over pages [blocks · G, 2, P, D].
+
+    `block_pages`: from a block to the next; more than G where other layers' heads are between.
+    """
 
     def __init__(self, scale: float, softcap: float | None, kv_heads: int) -> None:
         self.scale = scale
         self.softcap = softcap or 0.0
-        self.kv_heads = kv_heads
+        self.kv_heads = self.block_pages = kv_heads
 
     @staticmethod
     def is_there(head_size: int, dtype: torch.dtype) -> bool:
@@ -54,8 +57,13 @@ class DensePrefill:
         output: torch.Tensor,
     ) -> None:
         """Attends query [R, H, D], row_offsets i32 [B + 1], into output [R, H, D]."""
-        _, _, page_tokens, head_size = pages.shape
-        heads = pages.view(-1, self.kv_heads, 2, page_tokens, head_size)
+        count, _, page_tokens, head_size = pages.shape
+        page, *within = pages.stride()
+        blocks = (count - self.kv_heads) // self.block_pages + 1
+        heads = pages.as_strided(
+            (blocks, self.kv_heads, 2, page_tokens, head_size),
+            (self.block_pages * page, page, *within),
+        )
         # [blocks, P, G, D] without a copy: the kernel takes strides.
         keys, values = (heads[:, :, part].transpose(1, 2) for part in (0, 1))
         fa_utils.flash_attn_varlen_func(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 from kvweave import ops
 from kvweave.adapters.vllm.backend.dense_prefill import Runs
-from kvweave.adapters.vllm.backend.step_tables import Entries
+from kvweave.adapters.vllm.backend.step_tables import Entries, StepBatch
 
 
 @dataclass
@@ -23,7 +23,8 @@ class PagedMetadata(AttentionMetadata):
     written, and may say that only some of the rows are. `writes`: whether they are written, or are
     there already. `arena`: the pages of all layers, where KV is not in the tensors that vLLM
     allocated. `runs`: the same once more for a dense kernel, where rows are runs that see every key
-    and such a kernel is there.
+    and such a kernel is there. `batch`: what vLLM said of the step, if that is where tables come
+    from.
     """
 
     rows: int
@@ -37,14 +38,18 @@ class PagedMetadata(AttentionMetadata):
     writes: bool = True
     arena: torch.Tensor | None = None
     runs: Runs | None = None
+    batch: StepBatch | None = None
 
 
 @dataclass
 class RowSubset:
-    """Rows of a step that are written and attend, i64 `index`, with the tables of these alone."""
+    """Rows of a step that are written and attend, i64 `index`, with the tables of these alone.
+
+    `metadata`: the tables by the name of an attention layer.
+    """
 
     index: torch.Tensor
-    metadata: PagedMetadata
+    metadata: Mapping[str, Any]
 
 
 QkvObserver: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], RowSubset | None]

@@ -27,8 +27,8 @@ class HeadSchedulerConnector(PoolReporter):
             text = f"KvweaveHeads: expected {expected}, got a cache of whole contexts alone"
             raise Unsupported(text, expected=expected, got="a cache of whole contexts alone")
         self.pool, self.manager = gpu_block_pool, manager
-        group = self._kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
-        self.block_bytes = int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        # One cache layer has the heads of all.
+        self.block_bytes = int(manager.kv_cache_spec.page_size_bytes)
         self.local = group_name(attention_span_of(manager.kv_cache_spec))
 
     def bytes_now(self) -> list[tuple[str, str, int]]:

@@ -1,8 +1,10 @@
-"""A head class map as vLLM can carry it: in every layer, global heads first, then local ones.
+"""A head class map as vLLM can carry it: all heads of a class in the blocks of one cache layer.
 
-vLLM keeps one block table for a set of layers whose pages are equally large. So the KV heads of a
-layer become two cache layers, one that keeps everything and one that keeps a sink and a window
-(RedKnot, section 4.3), and the heads are put in that order when weights are loaded.
+vLLM keeps one block table for a set of cache layers whose pages are equally large, and knows
+nothing of heads. So the global heads of all layers become one cache layer, which keeps everything,
+and the local heads another, which keeps a sink and a window (RedKnot, section 4.3). A layer may
+have any number of either: its pages are some of those that a block of the class has. Within a layer
+heads are put in order when weights are loaded, global ones first.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -23,17 +27,38 @@ PROJECTION = re.compile(r"\.layers\.(\d+)\.self_attn\.(q|k|v|qkv|o)_proj\.(\w+)$
 AXES = {(p, kind): 0 for p in "qkv" for kind in ("weight", "bias")} | {("o", "weight"): 1}
 
 
+# Blocks of a class hold so many times as many tokens as vLLM was asked for, at most.
+MOST_UNITS = 32
+# What a prefix costs that is found in steps of one unit more: as much as this share of all blocks.
+STEP_COST = 0.002
+
+
+class ClassBlocks(NamedTuple):
+    """Blocks of a class of heads: `tokens` of each of its heads, and `pages` for as many heads."""
+
+    tokens: int
+    pages: int
+
+
+class LayerPart(NamedTuple):
+    """Heads of one class in a layer of a rank: how many, behind how many pages of a block."""
+
+    heads: int
+    first_page: int
+
+
 @dataclass(frozen=True)
 class HeadSplit:
     """How the G KV heads of each of L layers are split, over `ranks` that hold equal shares.
 
-    `order[layer]` [G]: the heads as they are loaded. Of the G / ranks heads of a rank the first
-    `global_heads` keep everything, the others the first `sink` tokens and the latest `recent`.
+    `order[layer]` [G]: the heads as they are loaded. Of the G / ranks heads that a rank has of a
+    layer the first `whole[layer][rank]` keep everything, the others the first `sink` tokens and the
+    latest `recent`.
     """
 
     order: tuple[tuple[int, ...], ...]
     ranks: int
-    global_heads: int
+    whole: tuple[tuple[int, ...], ...]
     sink: int
     recent: int
 
@@ -47,18 +72,39 @@ class HeadSplit:
         """G, over all ranks."""
         return len(self.order[0])
 
-    @property
-    def local_heads(self) -> int:
-        """Heads of a rank that keep a window."""
-        return self.kv_heads // self.ranks - self.global_heads
+    @cached_property
+    def heads(self) -> tuple[int, int]:
+        """Global and local heads of all layers, of the rank that has most of them."""
+        whole = [sum(counts) for counts in zip(*self.whole, strict=True)]
+        each = self.layers * self.kv_heads // self.ranks
+        return max(whole), each - min(whole)
 
-    def block_tokens(self, unit: int) -> tuple[int, int]:
-        """Tokens of a block of global and of local heads, multiples of `unit`, pages being equal.
+    def parts(self, rank: int) -> list[tuple[LayerPart, LayerPart]]:
+        """The global and the local heads of a rank, layer by layer."""
+        parts, before = [], [0, 0]
+        for counts in self.whole:
+            heads = counts[rank], self.kv_heads // self.ranks - counts[rank]
+            whole, local = (LayerPart(*each) for each in zip(heads, before, strict=True))
+            parts.append((whole, local))
+            before = [before[0] + whole.heads, before[1] + local.heads]
+        return parts
 
-        vLLM allocates pages of one size: a block of fewer heads holds more tokens.
+    def blocks(self, unit: int) -> tuple[ClassBlocks, ClassBlocks]:
+        """Blocks of global and of local heads, of equal bytes; tokens are multiples of `unit`.
+
+        vLLM allocates blocks of one size: one of fewer heads holds more tokens. Where numbers of
+        tokens that are small do not make them equal, blocks have pages of nobody's.
         """
-        both = math.lcm(self.global_heads, self.local_heads)
-        return unit * (both // self.global_heads), unit * (both // self.local_heads)
+
+        def cost(blocks: tuple[int, int, int, int]) -> float:
+            whole, local, *pages = blocks
+            spare = sum(page / head for page, head in zip(pages, self.heads, strict=True)) - 2
+            return spare + STEP_COST * math.lcm(whole, local)
+
+        sizes = range(1, MOST_UNITS + 1)
+        found = (_equal(whole, local, *self.heads) for whole in sizes for local in sizes)
+        whole, local, *pages = min(found, key=cost)
+        return ClassBlocks(unit * whole, pages[0]), ClassBlocks(unit * local, pages[1])
 
     def loaded(self, layer: int, weight: torch.Tensor, axis: int) -> torch.Tensor:
         """A weight or bias whose `axis` runs over heads, in the order in which heads are loaded.
@@ -100,7 +146,7 @@ def split_of(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
     None when every head is full: nothing is to be split.
 
     Errors: `Unsupported` for what two cache layers cannot carry: top-k heads, several windows,
-    layers with different numbers of global heads, numbers that the ranks do not divide.
+    heads that the ranks do not divide, or too few of a class for each to have one.
     """
     kinds = {str(head["kind"]) for layer in classes for head in layer}
     known = kinds <= {"full", "window"}
@@ -114,26 +160,47 @@ def split_of(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
         if head["kind"] == "window"
     }
     require("heads: windows", len(windows) == 1, "one (sink, recent)", str(sorted(windows)))
-    counts = {sum(head["kind"] == "full" for head in layer) for layer in classes}
-    same = "the same number in every layer"
-    numbers = f"{min(counts)} to {max(counts)}"
-    require("heads: global heads", len(counts) == 1, same, numbers)
-    (count,), (window,) = counts, windows
-    require("heads: global heads", count > 0, "at least one in every layer", "0")
-    locals_ = len(classes[0]) - count
-    divided = count % ranks == 0 and locals_ % ranks == 0
-    expected = f"numbers that {ranks} ranks divide"
-    require("heads: global and local heads", divided, expected, f"{count} and {locals_}")
-    order = tuple(_order(layer, ranks) for layer in classes)
-    return HeadSplit(order, ranks, count // ranks, *window)
+    heads = len(classes[0])
+    expected = f"a number that {ranks} ranks divide"
+    require("heads: KV heads", heads % ranks == 0, expected, str(heads))
+    counts = [sum(head["kind"] == "full" for head in layer) for layer in classes]
+    few = min(sum(counts), heads * len(counts) - sum(counts))
+    got = f"{sum(counts)} of {heads * len(counts)} global"
+    require("heads: heads of a class", few >= ranks, f"at least one for each of {ranks}", got)
+    (window,) = windows
+    whole = _shared_out(counts, ranks)
+    order = tuple(_order(*layer) for layer in zip(classes, whole, strict=True))
+    return HeadSplit(order, ranks, whole, *window)
 
 
-def _order(layer: list[HeadClass], ranks: int) -> tuple[int, ...]:
+def _shared_out(counts: list[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Each layer's global heads shared out among ranks, so that all have the same in the end.
+
+    What ranks do not divide goes to those that have fewest by then.
+    """
+    totals, shared = [0] * ranks, []
+    for count in counts:
+        least = sorted(range(ranks), key=totals.__getitem__)[: count % ranks]
+        shares = [count // ranks + (rank in least) for rank in range(ranks)]
+        totals = [a + b for a, b in zip(totals, shares, strict=True)]
+        shared.append(tuple(shares))
+    return tuple(shared)
+
+
+def _order(layer: list[HeadClass], shares: tuple[int, ...]) -> tuple[int, ...]:
     """Heads of a layer so that each rank's share starts with its share of global heads."""
     whole = [number for number, head in enumerate(layer) if head["kind"] == "full"]
     local = [number for number, head in enumerate(layer) if head["kind"] == "window"]
-    a, b = len(whole) // ranks, len(local) // ranks
-    shares = (
-        whole[rank * a : (rank + 1) * a] + local[rank * b : (rank + 1) * b] for rank in range(ranks)
-    )
-    return tuple(number for share in shares for number in share)
+    each, order = len(layer) // len(shares), []
+    for count in shares:
+        order += whole[:count] + local[: each - count]
+        whole, local = whole[count:], local[each - count :]
+    return tuple(order)
+
+
+def _equal(whole: int, local: int, *heads: int) -> tuple[int, int, int, int]:
+    """Blocks of so many units of both classes: the fewest pages with which they are equal."""
+    step = math.lcm(whole, local)
+    a, b = (step // units for units in (whole, local))
+    times = max(-(-count // pages) for count, pages in zip(heads, (a, b), strict=True))
+    return whole, local, times * a, times * b

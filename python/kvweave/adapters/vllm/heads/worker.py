@@ -1,86 +1,190 @@
-"""The KV heads of a layer as two cache layers of vLLM: one that keeps all, one with a window."""
+"""The KV heads of all layers in two cache layers of vLLM: one that keeps all, one with a window."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
+from kvweave.adapters.vllm.backend.metadata import QkvObserver
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
+from kvweave.adapters.vllm.backend.step_tables import first as first_rows
 from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
-from kvweave.adapters.vllm.heads.split import HeadSplit
+from kvweave.adapters.vllm.heads.split import ClassBlocks, HeadSplit, LayerPart
+from kvweave.adapters.vllm.segments.prefix_guard import guarded
+
+NAMES = ("global", "local")
 
 
-class _Part(Attention):
-    """Some of a layer's heads, in blocks of a size that makes the pages of both parts equal."""
+@dataclass
+class LayerWatch:
+    """Who hears the queries, keys and values of all of a layer's heads, before they are written."""
 
-    def __init__(self, *given: Any, split: HeadSplit, local: bool, **named: Any) -> None:
+    observer: QkvObserver | None = None
+
+
+@dataclass(frozen=True)
+class ClassPlace:
+    """What all parts of a model under a map have in common.
+
+    `reusing`: segments are reused beside it, so that not all KV is exact.
+    """
+
+    split: HeadSplit
+    blocks: tuple[ClassBlocks, ClassBlocks]
+    reusing: bool
+
+
+class EqualPages(PagedBackend):
+    """Both classes' blocks are cut into pages of as many tokens, so that they may share one."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """The one size that every block is a multiple of."""
+        return [16]
+
+
+class ClassLayer(Attention):
+    """Heads of one class in one layer, in blocks that all layers' heads of the class share.
+
+    The first such layer of a class is the cache layer that vLLM allocates, `first`; the others have
+    its memory and its block table.
+    """
+
+    def __init__(
+        self,
+        *given: Any,
+        place: ClassPlace,
+        local: bool,
+        part: LayerPart,
+        first: str | None,
+        watch: LayerWatch,
+        **named: Any,
+    ) -> None:
+        split = place.split
         window = {"per_layer_sliding_window": split.recent, "sink": split.sink} if local else {}
-        super().__init__(*given, attn_backend=PagedBackend, **window, **named)
-        self.split = split
+        super().__init__(
+            *given,
+            attn_backend=EqualPages if place.reusing else PagedBackend,
+            kv_sharing_target_layer_name=first,
+            **window,
+            **named,
+        )
+        self.place = place
         self.local = local
+        self.watch = watch
+        impl: Any = self.impl
+        heads = split.kv_heads // split.ranks
+        impl.own_pages_of(
+            place.blocks[local].pages,
+            part.first_page,
+            first_head=heads - part.heads if local else 0,
+            layer_heads=heads,
+        )
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
-        """What the scheduler must keep for these heads."""
-        sizes = self.split.block_tokens(vllm_config.cache_config.block_size)
+        """What the scheduler must keep for the heads of this class in all layers."""
+        spec = self._spec()
+        return guarded(spec) if self.place.reusing else spec
+
+    def _spec(self) -> Any:
+        split, (whole, _) = self.place.split, self.place.blocks
+        tokens, pages = self.place.blocks[self.local]
         common = {
-            "num_kv_heads": self.num_kv_heads,
+            "block_size": tokens,
+            "num_kv_heads": pages,
             "head_size": self.head_size,
             "dtype": self.kv_cache_torch_dtype,
         }
         if not self.local:
-            return FullAttentionSpec(block_size=sizes[0], **common)
-        window = {"sliding_window": self.split.recent, "sink": self.split.sink}
-        return SinkWindowSpec(block_size=sizes[1], full_block_size=sizes[0], **common, **window)
+            return FullAttentionSpec(**common)
+        window = {"sliding_window": split.recent, "sink": split.sink}
+        return SinkWindowSpec(full_block_size=whole.tokens, **common, **window)
 
 
 class SplitAttention(nn.Module):
     """Replaces a layer's `Attention`: q [R, H·D], k and v [R, G·D] of one rank.
 
-    Heads lie in the order of `HeadSplit`: the global ones, then the local ones.
+    Heads lie in the order of `HeadSplit`: the global ones, then the local ones; `parts` are those
+    of which the layer has any. Who watches is told of all heads at once.
     """
 
-    def __init__(self, whole: Attention, split: HeadSplit, config: VllmConfig) -> None:
+    def __init__(self, parts: list[ClassLayer], group: int, watch: LayerWatch) -> None:
         super().__init__()
-        group = whole.num_heads // whole.num_kv_heads
-        self.sizes = [
-            split.global_heads * whole.head_size,
-            split.local_heads * whole.head_size,
-        ]
+        self.watch = watch
+        self.first, self.head_size = parts[0].layer_name, int(parts[0].head_size)
+        self.sizes = [part.num_kv_heads * part.head_size for part in parts]
         self.group = group
-        parts = [
-            _Part(
-                heads * group,
-                whole.head_size,
-                whole.impl.scale,
-                num_kv_heads=heads,
-                cache_config=config.cache_config,
-                prefix=f"{whole.layer_name}_{name}",
-                split=split,
-                local=name == "local",
-            )
-            for name, heads in (("global", split.global_heads), ("local", split.local_heads))
-        ]
-        self.whole, self.local = parts
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of both parts, side by side [R, H·D]."""
+        observer = self.watch.observer
+        if observer is None:
+            return self._attend(q, k, v)
+        context: Any = get_forward_context()
+        known = context.attn_metadata
+        rows = known[self.first].rows
+        queries, keys, values = (first_rows(x, rows) for x in (q, k, v))
+        subset = observer(*(x.view(rows, -1, self.head_size) for x in (queries, keys, values)))
+        if subset is None:
+            return self._attend(q, k, v)
+        some = (x.index_select(0, subset.index) for x in (queries, keys, values))
+        try:
+            context.attn_metadata = {**known, **subset.metadata}
+            return torch.zeros_like(q).index_copy_(0, subset.index, self._attend(*some))
+        finally:
+            context.attn_metadata = known
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if len(self.sizes) == 1:
+            whole: torch.Tensor = self.parts[0](q, k, v)
+            return whole
         queries = torch.split(q, [self.group * size for size in self.sizes], dim=-1)
         keys, values = (torch.split(x, self.sizes, dim=-1) for x in (k, v))
-        parts = zip((self.whole, self.local), queries, keys, values, strict=True)
+        parts = zip(self.parts, queries, keys, values, strict=True)
         return torch.cat([part(*given) for part, *given in parts], dim=-1)
 
 
-def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig) -> None:
+def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusing: bool) -> None:
     """Replaces the attention of every decoder layer that this rank holds.
+
+    `reusing`: segments are reused beside the map.
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
-    for module, whole in attention_of_layers(model, config):
-        require_whole_context("heads", whole)
-        module.attn = SplitAttention(whole, split, config)
+    rank = get_tensor_model_parallel_rank() if split.ranks > 1 else 0
+    blocks = split.blocks(config.cache_config.block_size)
+    place = ClassPlace(split, blocks, reusing)
+    layers = zip(attention_of_layers(model, config), split.parts(rank), strict=True)
+    first: list[str | None] = [None, None]
+    for (module, stock), parts in layers:
+        require_whole_context("heads", stock)
+        group, made, watch = stock.num_heads // stock.num_kv_heads, [], LayerWatch()
+        for number, part in enumerate(parts):
+            if not part.heads:
+                continue
+            layer = ClassLayer(
+                part.heads * group,
+                stock.head_size,
+                stock.impl.scale,
+                num_kv_heads=part.heads,
+                cache_config=config.cache_config,
+                prefix=f"{stock.layer_name}_{NAMES[number]}",
+                place=place,
+                local=NAMES[number] == "local",
+                part=part,
+                first=first[number],
+                watch=watch,
+            )
+            first[number] = first[number] or layer.layer_name
+            made.append(layer)
+        module.attn = SplitAttention(made, group, watch)

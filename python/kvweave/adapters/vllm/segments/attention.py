@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import hashlib
 from typing import Any
 
 import torch
@@ -13,33 +13,27 @@ from vllm.model_executor.layers.attention import Attention
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.options import Options
-from kvweave.adapters.vllm.segments.prefix_guard import ExactPrefixSpec
+from kvweave.adapters.vllm.segments.prefix_guard import guarded
 from kvweave.adapters.vllm.segments.rotation import frequencies
 from kvweave.adapters.vllm.segments.store import Geometry, SegmentStore
 
 
 class SegmentAttention(Attention):
-    """A decoder layer's attention; all of a model share one store."""
-
-    store: SegmentStore
+    """A decoder layer's attention whose heads all keep and read everything."""
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """Blocks that enter vLLM's prefix cache only where their KV is exact."""
-        stock: Any = super().get_kv_cache_spec(vllm_config)
-        return ExactPrefixSpec(**{f.name: getattr(stock, f.name) for f in fields(stock) if f.init})
+        return guarded(super().get_kv_cache_spec(vllm_config))
 
 
-def guard_model(model: nn.Module, options: Options, config: VllmConfig) -> SegmentStore:
-    """Replaces the attention of every decoder layer and makes the store beside the weights.
+def guard_model(model: nn.Module, config: VllmConfig) -> None:
+    """Replaces the attention of every decoder layer of a model without a head map.
 
-    The arena is taken before vLLM measures what is left for its own cache.
-
-    Errors: `Unsupported` for layers with a window, or frequencies that are not fixed.
+    Errors: `Unsupported` for layers with a window.
     """
-    layers: list[SegmentAttention] = []
     for module, stock in attention_of_layers(model, config):
         require_whole_context("segments", stock)
-        made = SegmentAttention(
+        module.attn = SegmentAttention(
             stock.num_heads,
             stock.head_size,
             stock.impl.scale,
@@ -48,19 +42,38 @@ def guard_model(model: nn.Module, options: Options, config: VllmConfig) -> Segme
             prefix=stock.layer_name,
             attn_backend=PagedBackend,
         )
-        layers.append(made)
-        module.attn = made
-    first = layers[0]
+
+
+def give_store(options: Options, config: VllmConfig) -> SegmentStore:
+    """Makes the store beside the weights, and gives it to all attention layers as `store`.
+
+    The arena is taken before vLLM measures what is left for its own cache.
+
+    Errors: `Unsupported` for frequencies that are not fixed.
+    """
+    known = config.compilation_config.static_forward_context
+    layers: list[Any] = [layer for layer in known.values() if isinstance(layer, Attention)]
+    first, model = layers[0], config.model_config
     geometry = Geometry(
-        len(layers),
-        first.num_kv_heads,
+        model.hf_text_config.num_hidden_layers,
+        first.impl.layer_heads,
         first.head_size,
         first.kv_cache_torch_dtype,
         torch.empty(0).device,
-        frequencies(config.model_config.hf_text_config),
+        frequencies(model.hf_text_config),
     )
     bytes_, share = options.segment_bytes or 0, options.frozen_share
-    store = SegmentStore(geometry, bytes_, share, str(config.model_config.model))
-    for made in layers:
-        made.store = store
+    store = SegmentStore(geometry, bytes_, share, named_under(str(model.model), options))
+    for layer in layers:
+        layer.store = store
     return store
+
+
+def named_under(model: str, options: Options) -> str:
+    """A model's name with its head map's.
+
+    Under another map heads lie in another order, and their keys and values are others.
+    """
+    if options.heads is None:
+        return model
+    return f"{model} under {hashlib.sha256(options.heads.read_bytes()).hexdigest()}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from kvweave import ops
-from kvweave.adapters.vllm.backend.attention import PagedAttention
+from kvweave.adapters.vllm.backend.step_tables import Entries
+from kvweave.adapters.vllm.segments.attention_layers import HeadPart
 from kvweave.plan import Rows
 
 
@@ -22,60 +23,92 @@ def over_ranks(found: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ChunkKv:
-    """The KV of one request in one layer up to `tokens`: entries [N, 5] of pages [pages, 2, P, D].
+    """The KV of one request in the `parts` of one layer up to `tokens`.
 
-    Entries are one a page, from the first token on.
+    `entries` of each class of heads: one a page, of all that the rows that ask see.
     """
 
-    attends: PagedAttention
-    pages: torch.Tensor
-    entries: torch.Tensor
+    parts: list[HeadPart]
+    entries: list[Entries]
     tokens: int
 
     @property
     def kv_heads(self) -> int:
         """KV heads of this rank."""
-        return self.attends.num_kv_heads
+        return sum(part.kv_heads for part in self.parts)
 
     @property
     def query_heads(self) -> int:
         """Query heads of all ranks."""
-        return self.attends.num_heads * int(get_tensor_model_parallel_world_size())
+        here = sum(part.attends.num_heads for part in self.parts)
+        return here * int(get_tensor_model_parallel_world_size())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.parts[0].pages.device
 
     def table(self, positions: Rows) -> torch.Tensor:
         """Positions where the pages are."""
-        return torch.from_numpy(positions).to(self.pages.device)
+        return torch.from_numpy(positions).to(self.device)
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""
-        paged = self.attends.paged(self.pages)
         if head is not None:
-            # Blocks hold the pages of all KV heads; seen from its first page, a head is the first.
-            paged = replace(paged, cache=self.pages[head:], kv_heads=1)
-        return ops.score_tokens(q, positions, self.entries, paged, tokens=self.tokens)
+            part = self._part_of(head)
+            paged = part.attends.paged_head(part.pages, head - part.first_head)
+            return self._mass(part, q, positions, paged)
+        first, *others = (
+            self._mass(part, q[:, part.query_heads], positions, part.attends.paged(part.pages))
+            for part in self.parts
+        )
+        for mass in others:
+            first += mass
+        return first
 
     def value_norms(self, head: int) -> torch.Tensor:
-        """The norm of each token's value in one KV head, f32 [T]."""
-        page, slot = self._places()
-        norms: torch.Tensor = self.pages[page + head, 1, slot].float().norm(dim=-1)
-        return norms
+        """The norm of each token's value in one KV head, f32 [T]; 0 where nothing is kept."""
+        part = self._part_of(head)
+        entries = self.entries[part.number].rows
+        page = entries[:, 0].long() + (head - part.first_head)
+        size = part.page_tokens
+        at = entries[:, 3, None].long() + torch.arange(size, device=self.device)
+        norms = torch.zeros(self.tokens + size, device=self.device)
+        norms.index_copy_(0, at.flatten(), part.pages[page, 1].float().norm(dim=-1).flatten())
+        return norms[: self.tokens]
 
-    def moved(self, k: torch.Tensor, v: torch.Tensor, positions: Rows) -> torch.Tensor:
-        """Squared distance of fresh K, V [R, G, D] of rows from those in the pages, f32 [R]."""
-        page, slot = (x.index_select(0, self.table(positions).long()) for x in self._places())
-        page = page[:, None] + torch.arange(self.kv_heads, device=page.device)
+    def moved(
+        self, k: torch.Tensor, v: torch.Tensor, positions: Rows, blocks: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Squared distance of fresh K, V [R, G, D] of rows from those in the pages, f32 [R].
+
+        `blocks` of each class: the first head's page of each page of the request.
+        """
         apart = torch.zeros(len(k), device=k.device)
-        for which, fresh in enumerate((k, v)):
-            kept = self.pages[page, which, slot[:, None]]
-            apart += (fresh.float() - kept.float()).square().sum((1, 2))
+        at = self.table(positions).long()
+        for part in self.parts:
+            size = part.page_tokens
+            page = blocks[part.number].long().index_select(0, at // size)
+            heads = torch.arange(part.kv_heads, device=page.device)
+            page, own = page[:, None] + heads, slice(part.first_head, None)
+            for which, fresh in enumerate((k, v)):
+                kept = part.pages[page, which, (at % size)[:, None]]
+                mine = fresh[:, own][:, : part.kv_heads]
+                apart += (mine.float() - kept.float()).square().sum((1, 2))
         return over_ranks(apart)
 
     def over_ranks(self, found: torch.Tensor) -> torch.Tensor:
         """What was measured over the heads here, summed over all ranks."""
         return over_ranks(found)
 
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page of the first head and the slot of every token, i64 [T] each."""
-        size = self.pages.shape[2]
-        at = torch.arange(self.tokens, device=self.pages.device)
-        return self.entries[:, 0].long().index_select(0, at // size), at % size
+    def _part_of(self, head: int) -> HeadPart:
+        return next(p for p in self.parts if p.first_head <= head < p.first_head + p.kv_heads)
+
+    def _mass(
+        self, part: HeadPart, q: torch.Tensor, positions: ops.Table, paged: ops.PagedKv
+    ) -> torch.Tensor:
+        entries, offsets = self.entries[part.number]
+        spans = None if paged.reach is None else offsets
+        return ops.score_tokens(
+            q, positions, entries, paged, entry_offsets=spans, tokens=self.tokens
+        )

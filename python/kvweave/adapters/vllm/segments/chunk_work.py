@@ -14,8 +14,8 @@ from kvweave.plan import LayerPlan, Probe, Rows
 class ChunkWork:
     """A chunk's walk, and what was done of it; `request` is its number in the batch, `name` its id.
 
-    `reached` layers hold KV of all reused rows. `copied` are the rows of `copies`, kept for layers
-    that spare the same.
+    `reached` layers hold KV of all reused rows. `copied` are the rows of `copies` into the pages of
+    each class of heads, kept for layers that spare the same.
     """
 
     def __init__(self, chunk: ChunkWalk, request: int, name: str) -> None:
@@ -24,7 +24,7 @@ class ChunkWork:
         self.name = name
         self.reached = 0
         self.copied: Rows | None = None
-        self.copies: Copies | None = None
+        self.copies: list[Copies] = []
         self._spared: tuple[Rows, Rows] | None = None
         self._rows = 0
         self._computed = np.zeros((chunk.walk.layers, chunk.end - chunk.start), bool)

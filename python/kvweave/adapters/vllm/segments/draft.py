@@ -16,8 +16,8 @@ from kvweave.plan import Draft
 class Drafter:
     """Drafts a few tokens of requests of a batch, and measures what their queries look at.
 
-    A draft has one block, see `DraftSteps`: one of more tokens has no room, nor has one beyond the
-    longest sequence that the model is run for.
+    A draft has the slots that `AttentionLayers.draft_tokens` says: one of more tokens has no room,
+    nor has one beyond the longest sequence that the model is run for.
     """
 
     def __init__(
@@ -36,27 +36,26 @@ class Drafter:
         last [1, E]: the last token's states behind the last layer and its norm.
         """
         count = draft.tokens
-        if count > self.batch.page_tokens or length + count > self.steps.longest:
+        if count > self.layers.draft_tokens or length + count > self.steps.longest:
             return None
         firsts = self.model.compute_logits(last)[0].topk(draft.drafts).indices
-        entries, mass = self.batch.entries(request), torch.zeros(length, device=last.device)
+        entries = self.batch.entries(request, length, length)
+        mass = torch.zeros(length, device=last.device)
         try:
             for first in firsts:
                 prompt = DraftedPrompt(entries, length, count, last, first)
                 mass += self._one(prompt, draft.since)[:length]
         finally:
-            for pages in self.layers.pages:
-                pages[: self.batch.kv_heads].zero_()
+            for part in self.layers.parts:
+                part.pages[: part.kv_heads].zero_()
         return over_ranks(mass) / len(firsts)
 
     def _one(self, prompt: DraftedPrompt, since: int) -> torch.Tensor:
         """What the queries of one draft look at on this rank: the prompt's tokens and its own."""
-        workspace = self.batch.metadata.workspace
-        asked, entries = self.steps.queries(self.model, self.layers, prompt, workspace)
+        asked, entries = self.steps.queries(self.model, self.layers, prompt)
         device, end = prompt.last.device, prompt.length + prompt.count
         at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
         mass = torch.zeros(end, device=device)
         for number in range(since, len(asked)):
-            attends, pages = self.layers.attends[number], self.layers.pages[number]
-            mass += ChunkKv(attends, pages, entries, end).mass(asked[number], at)
+            mass += ChunkKv(self.layers.layers[number], entries, end).mass(asked[number], at)
         return mass

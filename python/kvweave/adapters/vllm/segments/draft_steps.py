@@ -23,13 +23,13 @@ Addresses = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DraftedPrompt:
-    """A prompt of `length` tokens that is drafted from, its entries [N, 5], one a page.
+    """A prompt of `length` tokens that is drafted from, its entries in each class of heads.
 
     `count` tokens are drafted, the first of them being `first` i64 []; `last` [1, E] are the states
     of the prompt's last token behind the last layer and its norm.
     """
 
-    entries: torch.Tensor
+    entries: list[Entries]
     length: int
     count: int
     last: torch.Tensor
@@ -41,51 +41,61 @@ class _Room:
     """What steps read and write, at addresses that stay.
 
     `last` [1, E]; `first` i64 [1], the token that a draft begins with, −1 behind its first step;
-    `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5],
-    those of the longest prompt and of the draft, and `ends` i32 [2] of them; `queries` of each
-    layer [P, H, D], by the token's number in the draft.
+    `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5] of each class of
+    heads, those of the longest prompt and of the draft, and `ends` i32 [2] of them; `queries` of
+    each layer [P, H, D], by the token's number in the draft.
     """
 
     last: torch.Tensor
     first: torch.Tensor
     at: torch.Tensor
     slot: torch.Tensor
-    entries: torch.Tensor
-    ends: torch.Tensor
+    entries: list[torch.Tensor]
+    ends: list[torch.Tensor]
     queries: list[torch.Tensor]
 
     @classmethod
     def of(cls, layers: AttentionLayers, longest: int, last: torch.Tensor) -> _Room:
         """Room for drafts of a page behind prompts of up to `longest` tokens."""
-        device, page = last.device, int(layers.pages[0].shape[2])
-        number = torch.zeros(1, dtype=torch.int32, device=device)
+        number = torch.zeros(1, dtype=torch.int32, device=last.device)
+        sizes = [part.page_tokens for part in layers.classes]
+        shapes = [
+            (
+                layers.draft_tokens,
+                sum(part.attends.num_heads for part in parts),
+                parts[0].attends.head_size,
+            )
+            for parts in layers.layers
+        ]
         return cls(
             torch.empty_like(last),
             number.long(),
             number,
             number.long(),
-            number.new_zeros(-(-longest // page) + 1, 5),
-            number.new_zeros(2),
-            [last.new_empty(page, a.num_heads, a.head_size) for a in layers.attends],
+            [number.new_zeros(-(-longest // size) + 1, 5) for size in sizes],
+            [number.new_zeros(2) for _ in sizes],
+            [last.new_empty(shape) for shape in shapes],
         )
 
-    def take(self, prompt: DraftedPrompt) -> Entries:
+    def take(self, prompt: DraftedPrompt) -> list[Entries]:
         """Makes the first step of a draft ready, whose entry is the null block's; what steps read.
 
         Where a graph may know them these are all that there is room for, and `ends` says how many
         count. Elsewhere they end where they are told to.
         """
-        pages, device = len(prompt.entries), self.at.device
-        self.entries[:pages] = prompt.entries
-        own = [0, 0, prompt.count, prompt.length, 0]
-        known = torch.tensor([*own, 0, pages + 1], dtype=torch.int32).to(device)
-        self.entries[pages], self.ends[:] = known[:5], known[5:]
+        listed: list[Entries] = []
+        for entries, ends, given in zip(self.entries, self.ends, prompt.entries, strict=True):
+            pages, begin = len(given.rows), len(listed) * len(self.queries[0])
+            entries[:pages] = given.rows
+            own = [0, begin, begin + prompt.count, prompt.length, 0]
+            known = torch.tensor([*own, 0, pages + 1], dtype=torch.int32).to(entries.device)
+            entries[pages], ends[:] = known[:5], known[5:]
+            listed.append(Entries(entries if entries.is_cuda else entries[: pages + 1], ends))
         self.last.copy_(prompt.last)
         self.first.copy_(prompt.first)
         self.at.fill_(prompt.length)
         self.slot.zero_()
-        listed = self.entries if self.entries.is_cuda else self.entries[: pages + 1]
-        return Entries(listed, self.ends)
+        return listed
 
 
 @dataclass(frozen=True)
@@ -95,14 +105,14 @@ class _Step:
     model: Any
     layers: AttentionLayers
     room: _Room
-    entries: Entries
-    workspace: ops.Workspace
+    entries: list[Entries]
+    workspaces: list[ops.Workspace]
 
     def run(self) -> None:
         """The likeliest token behind `last` through all layers; the next step begins with that."""
         room, layers, model = self.room, self.layers, self.model
         context: Any = get_forward_context()
-        context.attn_metadata = dict.fromkeys(layers.names, self._metadata())
+        context.attn_metadata = layers.by_name(self._metadata())
         likeliest = model.compute_logits(room.last).argmax(-1)
         token = torch.where(room.first < 0, likeliest, room.first)
         hidden, residual = model.model.embed_input_ids(token), None
@@ -115,28 +125,31 @@ class _Step:
         room.at.add_(1)
         room.slot.add_(1)
 
-    def _metadata(self) -> PagedMetadata:
-        room, layers, asked = self.room, self.layers, 0
+    def _metadata(self) -> list[PagedMetadata]:
+        room = self.room
+        asked = ((n, part) for n, layer in enumerate(self.layers.layers) for part in layer)
 
         def write(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            nonlocal asked
-            null = layers.pages[asked][: k.shape[1]]
+            number, part = next(asked)
+            null, slot = part.pages[: part.kv_heads], room.slot + part.number * len(room.queries[0])
             for which, fresh in enumerate((k, v)):
-                null[:, which].index_copy_(1, room.slot, fresh[0, :, None].to(null.dtype))
-            room.queries[asked].index_copy_(0, room.slot, q)
-            asked += 1
+                null[:, which].index_copy_(1, slot, fresh[0, :, None].to(null.dtype))
+            room.queries[number][:, part.query_heads].index_copy_(0, room.slot, q)
 
-        return PagedMetadata(
-            rows=1,
-            decode=True,
-            positions=room.at,
-            row_offsets=room.ends[:0],
-            slots=room.entries[:0, :2],
-            entries=self.entries,
-            workspace=self.workspace,
-            observer=write,
-            writes=False,
-        )
+        return [
+            PagedMetadata(
+                rows=1,
+                decode=True,
+                positions=room.at,
+                row_offsets=entries.offsets[:0],
+                slots=entries.rows[:0, :2],
+                entries=entries,
+                workspace=workspace,
+                observer=write,
+                writes=False,
+            )
+            for entries, workspace in zip(self.entries, self.workspaces, strict=True)
+        ]
 
 
 class DraftSteps:
@@ -144,7 +157,7 @@ class DraftSteps:
 
     vLLM has given no block for their keys and values. They go into its null block, number 0, which
     vLLM keeps out of circulation: tables name it where there is no block, and nobody reads what it
-    holds. Whoever drafts zeroes it again.
+    holds. Whoever drafts zeroes it again. Each class of heads has as many of its slots.
 
     On a GPU the step is captured behind the first draft and replayed from then on, where this rank
     has all of the model.
@@ -153,6 +166,7 @@ class DraftSteps:
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self._room: _Room | None = None
+        self._workspaces: list[ops.Workspace] = []
         self._known: Addresses = ()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tried = False
@@ -163,15 +177,14 @@ class DraftSteps:
         model: Any,
         layers: AttentionLayers,
         prompt: DraftedPrompt,
-        workspace: ops.Workspace,
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The likeliest next tokens' queries in each layer, [count, H, D], and the entries [N, 5].
+    ) -> tuple[list[torch.Tensor], list[Entries]]:
+        """The likeliest next tokens' queries in each layer, [count, H, D], and the entries.
 
-        The entries are of the prompt and of these tokens, whose keys and values are in the null
-        block then, from slot 0 on. All are valid until the next draft.
+        The entries of each class of heads are of the prompt and of these tokens, whose keys and
+        values are in the null block then. All are valid until the next draft.
         """
         room = self._room_of(layers, prompt.last)
-        step = _Step(model, layers, room, room.take(prompt), workspace)
+        step = _Step(model, layers, room, room.take(prompt), self._workspaces)
         if self._graph is None and self._tried and self._capturable:
             self._capture(step)
         for _ in range(prompt.count):
@@ -181,14 +194,16 @@ class DraftSteps:
                 self._graph.replay()
         self._tried = True
         asked = [queries[: prompt.count] for queries in room.queries]
-        return asked, room.entries[: len(prompt.entries) + 1]
+        listed = zip(room.entries, room.ends, prompt.entries, strict=True)
+        return asked, [Entries(own[: len(given.rows) + 1], ends) for own, ends, given in listed]
 
     def _room_of(self, layers: AttentionLayers, last: torch.Tensor) -> _Room:
         """The room; another one, and no graph, where vLLM has other memory than before."""
-        known = tuple(pages.data_ptr() for pages in layers.pages)
+        known = tuple(part.pages.data_ptr() for part in layers.parts)
         if self._room is None or known != self._known:
             self._room, self._known = _Room.of(layers, self.longest, last), known
             self._graph, self._tried = None, False
+            self._workspaces = [ops.Workspace(last.device) for _ in layers.classes]
             alone = get_tensor_model_parallel_world_size() == 1
             self._capturable = last.is_cuda and alone
         return self._room

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.adapters.vllm.backend.metadata import PagedMetadata
-from kvweave.adapters.vllm.segments.batch import Batch
+from kvweave.adapters.vllm.segments.batch import Batch, Metadata
 from kvweave.plan import Rows
 
 Places = npt.NDArray[np.int64]
@@ -22,13 +21,14 @@ Places = npt.NDArray[np.int64]
 class LayerRows:
     """Rows of a batch that a layer computes: the plans' own, and all of some other requests.
 
-    `plans` are the rows that each request's plan names, `counts` how many each request has.
+    `plans` are the rows that each request's plan names, `counts` how many each request has,
+    `metadata` the tables of each class of heads.
     """
 
     plans: dict[int, Rows]
     counts: list[int]
     index: torch.Tensor
-    metadata: PagedMetadata
+    metadata: list[Metadata]
 
     @property
     def total(self) -> int:

@@ -8,40 +8,27 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from kvweave.adapters.vllm.options import Options
 from kvweave.adapters.vllm.require import require
-from kvweave.adapters.vllm.segments.attention import guard_model
+from kvweave.adapters.vllm.segments.attention import give_store, guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
 from kvweave.adapters.vllm.segments.worker import SegmentWorkerConnector
 from kvweave.errors import InvalidArgument
 
 CONNECTOR = KvweaveSegments.__name__
 
-__all__ = ["check_segments", "forward_of_step", "guard_model"]
+__all__ = ["check_connector", "forward_of_step", "give_store", "guard_model"]
 
 
-def check_segments(config: VllmConfig, options: Options) -> None:
-    """Refuses what does not compose with reused segments.
+def check_connector(config: VllmConfig) -> None:
+    """Expects the connector by which scheduler and workers speak of segments.
 
-    Errors: `InvalidArgument` without the connector, `Unsupported` for the rest.
+    Errors: `InvalidArgument` without it.
     """
     transfer = config.kv_transfer_config
     connector = None if transfer is None else transfer.kv_connector
     expected = f"kv_connector {CONNECTOR}"
     there = connector == CONNECTOR
     require("kv_transfer_config", there, expected, str(connector), InvalidArgument)
-    parallel = config.parallel_config
-    refused = {
-        "kvweave.heads": options.heads is not None,
-        "kvweave.virtual_pages": bool(options.virtual_pages),
-        "speculative_config": config.speculative_config is not None,
-        "lora_config": config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-    }
-    for name, present in refused.items():
-        require("kvweave.segment_bytes", not present, f"it without {name}", "both")
 
 
 def forward_of_step(

@@ -1,4 +1,4 @@
-"""Approximate KV never enters vLLM's prefix cache: a cache spec, and the manager of its blocks.
+"""Approximate KV never enters vLLM's prefix cache: cache specs, and managers of their blocks.
 
 The scheduler does not know what a worker will find in its store. So the blocks of a request with
 marked segments are cached up to the first of them, with discovery not at all, unless the request
@@ -7,13 +7,16 @@ asked for policy "full". What is there already is found and used like any other 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
+from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
+from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixManager, PromptPrefixSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,30 @@ class ExactPrefixSpec(FullAttentionSpec):
     """All tokens are kept; only those whose KV is exact may be found by later requests."""
 
 
-class ExactPrefixManager(FullAttentionManager):
-    """Stops caching a request's blocks at the first token that may be approximate."""
+@dataclass(frozen=True, kw_only=True)
+class ExactWindowSpec(SinkWindowSpec):
+    """The same of heads that keep a sink and a window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactPromptSpec(PromptPrefixSpec):
+    """The same beside heads that choose what they read: exact tokens of prompts."""
+
+
+def guarded(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec by which vLLM keeps the same, and lets later requests find exact KV alone."""
+    kinds: dict[type[KVCacheSpec], type[Any]] = {
+        FullAttentionSpec: ExactPrefixSpec,
+        SinkWindowSpec: ExactWindowSpec,
+        PromptPrefixSpec: ExactPromptSpec,
+    }
+    made = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+    found: KVCacheSpec = kinds[type(spec)](**made)
+    return found
+
+
+class _Guard:
+    """Mixed in before a manager: stops caching a request's blocks at the first doubtful token."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -38,9 +63,31 @@ class ExactPrefixManager(FullAttentionManager):
         limit = self._exact[request.request_id]
         if limit is not None:
             num_tokens = min(num_tokens, limit)
-        super().cache_blocks(request, num_tokens, *others, **named)
+        stock: Any = super()
+        stock.cache_blocks(request, num_tokens, *others, **named)
 
     def pop_blocks_for_free(self, request_id: str) -> Any:
         """Forgets the request."""
         self._exact.pop(request_id, None)
-        return super().pop_blocks_for_free(request_id)
+        stock: Any = super()
+        return stock.pop_blocks_for_free(request_id)
+
+
+class ExactPrefixManager(_Guard, FullAttentionManager):
+    """Blocks of heads that keep everything."""
+
+
+class ExactWindowManager(_Guard, SinkWindowManager):
+    """Blocks of heads that keep a sink and a window."""
+
+
+class ExactPromptManager(_Guard, PromptPrefixManager):
+    """Blocks beside heads that choose what they read."""
+
+
+MANAGERS: dict[type[KVCacheSpec], type[Any]] = {
+    ExactPrefixSpec: ExactPrefixManager,
+    ExactWindowSpec: ExactWindowManager,
+    ExactPromptSpec: ExactPromptManager,
+}
+"""By spec, what manages its blocks in vLLM's scheduler."""

@@ -27,15 +27,15 @@ class Probes:
             return None
         kv, asking = self._kv(work), self._asking(work, q)
         if asking is None:
-            return torch.zeros(kv.tokens, device=kv.pages.device)
+            return torch.zeros(kv.tokens, device=kv.device)
         return ASKED[plan.probe](kv, asking, plan.score_rows)
 
     def salience(self, work: ChunkWork, q: torch.Tensor | None) -> Salience:
-        """Mass that each token gets; all heads are full, so that none misses anything."""
+        """Mass that each token gets; policies know of no windows here: no head misses anything."""
         kv, asking = self._kv(work), self._asking(work, q)
-        edge = torch.zeros(kv.kv_heads, device=kv.pages.device)
+        edge = torch.zeros(kv.kv_heads, device=kv.device)
         if asking is None:
-            return Salience(torch.zeros(kv.tokens, device=kv.pages.device), edge)
+            return Salience(torch.zeros(kv.tokens, device=kv.device), edge)
         return Salience(scores(kv, asking, work.chunk.plan.score_rows), edge)
 
     def deviation(
@@ -44,13 +44,15 @@ class Probes:
         """How far fresh K, V [R, G, D] are from those in the pages, f32 [R]."""
         kv, rows = self._kv(work), work.chunk.plan.rows
         if fresh is None or not len(rows):
-            return torch.zeros(len(rows), device=kv.pages.device)
-        return kv.moved(*fresh, rows)
+            return torch.zeros(len(rows), device=kv.device)
+        blocks = [tables.blocks(work.request) for tables in self.batch.classes]
+        return kv.moved(*fresh, rows, blocks)
 
     def _kv(self, work: ChunkWork) -> ChunkKv:
-        number = work.chunk.plan.layer
-        attends, pages = self.layers.attends[number], self.layers.pages[number]
-        return ChunkKv(attends, pages, self.batch.entries(work.request), work.chunk.end)
+        chunk = work.chunk
+        # Whoever asks is a row of the chunk, or stands before the question that is one.
+        entries = self.batch.entries(work.request, chunk.start, chunk.end)
+        return ChunkKv(self.layers.layers[chunk.plan.layer], entries, chunk.end)
 
     def _asking(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """The queries that ask; None where there are none."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
@@ -39,10 +40,14 @@ class _Marked:
 
 
 class MarkedRequests:
-    """Follows requests with markers from their arrival to their end."""
+    """Follows requests with markers from their arrival to their end.
 
-    def __init__(self, block_size: int) -> None:
+    `group`: the cache group whose blocks, of `block_size` tokens, say where a request's rows go.
+    """
+
+    def __init__(self, block_size: int, group: int = 0) -> None:
         self.block_size = block_size
+        self.group = group
         self._marked: dict[str, _Marked] = {}
         self._ended: list[str] = []
 
@@ -77,14 +82,16 @@ class MarkedRequests:
                 message.ended.append(name)
                 self._marked[name].tokens = 0
         for new in scheduled.scheduled_new_reqs:
-            self._chunk(message, scheduled, new.req_id, new.num_computed_tokens, new.block_ids[0])
+            self._chunk(
+                message, scheduled, new.req_id, new.num_computed_tokens, new.block_ids[self.group]
+            )
         cached = scheduled.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, start, new_blocks in rows:
             marked = self._marked.get(name)
             if marked is None:
                 continue
-            given = [] if new_blocks is None else new_blocks[0]
+            given = [] if new_blocks is None else new_blocks[self.group]
             if name in cached.resumed_req_ids:
                 marked.tokens, marked.blocks = 0, []
             if start < marked.tokens or not marked.tokens:
@@ -117,8 +124,9 @@ class SegmentSchedulerConnector(IdleConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self.requests = MarkedRequests(int(block_size))
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        whole = next(n for n, spec in enumerate(specs) if not isinstance(spec, SlidingWindowSpec))
+        self.requests = MarkedRequests(int(specs[whole].block_size), whole)
 
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""

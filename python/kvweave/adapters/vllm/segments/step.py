@@ -7,7 +7,7 @@ whose policies pass more than once then go on without them: the last states of a
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 
+from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import RowSubset
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
@@ -81,6 +82,7 @@ class Step:
             for work in self.works:
                 self._draft(work, drafter, output)
         for work in self.works:
+            self._bound(work)
             work.count(self.stats)
         return output
 
@@ -97,7 +99,7 @@ class Step:
 
         A pass before a request's last one may end above any layer but the first.
         """
-        everything = torch.arange(self.batch.metadata.rows, device=embedded.device)
+        everything = torch.arange(self.batch.rows, device=embedded.device)
 
         def inputs() -> States:
             # Layers add in place, and embeddings may be needed again.
@@ -106,12 +108,12 @@ class Step:
         state = inputs()
         rows: LayerRows | None = None
         for number, layer in enumerate(model.layers):
-            rows, state = self._layer(layer, works, others, rows, state)
+            rows, state = self._layer(number, layer, works, others, rows, state)
             further = [work for work in works if isinstance(work.chunk.task, Further)]
             if further:
-                _, more = self._layer(layer, further, set(), None, inputs())
+                _, more = self._layer(number, layer, further, set(), None, inputs())
                 state, rows = state.merged(more), None
-            if number + 1 == len(self.layers.names):
+            if number + 1 == len(self.layers.layers):
                 break
             works = [work for work in works if isinstance(work.chunk.task, Deeper)]
             if not works and not others:
@@ -122,6 +124,7 @@ class Step:
 
     def _layer(
         self,
+        number: int,
         layer: Any,
         works: list[ChunkWork],
         others: Set[int],
@@ -137,13 +140,15 @@ class Step:
             state = state.narrowed(rows.index)
         for work in works:
             self._copy(work)
-        observer = _LayerObserver(self, works, others, rows)
+        observer = _LayerObserver(self, number, works, others, rows)
         probes = {work.chunk.plan.probe for work in works} - {None}
         early = not probes.isdisjoint(EARLY)
         if rows.total:
-            metadata = replace(rows.metadata, observer=observer if probes else None)
-            get_forward_context().attn_metadata = dict.fromkeys(self.layers.names, metadata)
-            state = state.after_attention(layer) if early else state.after_layer(layer)
+            with self.layers.watched(number, observer if probes else None) as watched:
+                told = observer if probes and not watched else None
+                tables = [replace(tables, observer=told) for tables in rows.metadata]
+                get_forward_context().attn_metadata = self.layers.by_name(tables, number)
+                state = state.after_attention(layer) if early else state.after_layer(layer)
         elif works:
             observer.deviations(None, None)
         if early:
@@ -192,15 +197,33 @@ class Step:
         spared = work.spared()
         if not len(spared):
             return
-        if work.copies is None or work.copied is not spared:
-            blocks = self.batch.blocks(work.request)
-            work.copies = self.store.copies(
-                work.chunk.admitted, spared, blocks, self.batch.page_tokens
-            )
+        if work.copied is not spared:
+            work.copies = [
+                self.store.copies(
+                    work.chunk.admitted, spared, tables.blocks(work.request), tables.page_tokens
+                )
+                for tables in self.batch.classes
+            ]
             work.copied = spared
-        self.store.copy(work.copies, number, self.layers.pages[number])
-        self.stats.copied_keys += work.copies.tokens
-        self.stats.moved_keys += work.copies.moved
+        for part in self.layers.layers[number]:
+            self.store.copy(work.copies[part.number], number, part)
+        self.stats.copied_keys += work.copies[0].tokens
+        self.stats.moved_keys += work.copies[0].moved
+
+    def _bound(self, work: ChunkWork) -> None:
+        """Bounds the pages of a chunk that are full now, for heads that choose by them."""
+        tables = self.batch.classes[0]
+        size, chunk = tables.page_tokens, work.chunk
+        ranked = [part for part in self.layers.parts if part.bounds is not None]
+        first, end = chunk.start // size, chunk.end // size
+        if not ranked or first == end:
+            return
+        filled = tables.blocks(work.request).new_zeros((end - first, 3))
+        filled[:, 0], filled[:, 2] = tables.blocks(work.request)[first:end], size
+        for part in ranked:
+            assert part.bounds is not None
+            bounds = ops.PageBounds(part.bounds, filled)
+            ops.bound_pages(part.pages, bounds, pages=part.kv_heads)
 
     def _draft(self, work: ChunkWork, drafter: Drafter, output: torch.Tensor) -> None:
         """Drafts that a policy wants behind a pass; none in the middle of a prompt."""
@@ -221,9 +244,15 @@ class _LayerObserver:
     """
 
     def __init__(
-        self, step: Step, works: list[ChunkWork], others: Set[int], rows: LayerRows
+        self,
+        step: Step,
+        number: int,
+        works: list[ChunkWork],
+        others: Set[int],
+        rows: LayerRows,
     ) -> None:
         self.step = step
+        self.number = number
         self.works = works
         self.others = others
         self.rows = rows
@@ -236,7 +265,10 @@ class _LayerObserver:
             return None
         kept = torch.searchsorted(before.index, self.rows.index)
         self.queries = q.index_select(0, kept)
-        return RowSubset(kept, self.rows.metadata)
+        return RowSubset(kept, self._tables())
+
+    def _tables(self) -> Mapping[str, Any]:
+        return self.step.layers.by_name(self.rows.metadata, self.number)
 
     def deviations(self, k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
         """Asks the policies that measure how far K, V [R, G, D] moved; whether there are any."""

@@ -20,6 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from kvweave import ops
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
@@ -50,7 +51,8 @@ class AdmittedPrompt:
     """A prompt of T tokens in the store, until its prefill is over.
 
     `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
-    another context, `fresh` i32 [F] the tokens that the store has not.
+    another context, `fresh` i32 [F] the tokens that the store has not. `keeps`: what is computed
+    of it is stored.
     """
 
     def __init__(self, request: KvRequest, policy: Policy) -> None:
@@ -63,6 +65,7 @@ class AdmittedPrompt:
         self.segments = [(s.start, s.end) for s in plan.spans if s.kind == "segment"]
         self.exact = self.segments[0][0] if self.segments else self.tokens
         self.stored = 0
+        self.keeps = True
 
     @cached_property
     def reused(self) -> npt.NDArray[np.bool_]:
@@ -181,41 +184,45 @@ class SegmentStore:
         rows[:, 2] = blocks.index_select(0, rows[:, 2])
         return Copies(rows, len(positions), int(np.count_nonzero(places[:, 2])))
 
-    def copy(self, copies: Copies, layer: int, pages: torch.Tensor) -> None:
-        """Copies one layer's K and V into its pages [pages, 2, P, D], keys turned on the way."""
+    def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
+        """Copies K and V of a part of a layer into its pages, keys turned on the way."""
         ops.copy_rerotate(
-            pages,
+            part.pages,
             copies.rows,
             self.rope_of_layer,
-            kv_heads=self.geometry.kv_heads,
-            source=self.pages_of_layer(layer),
+            kv_heads=part.kv_heads,
+            source=self.pages_of_part(layer, part),
         )
 
     def keep(
         self,
         admitted: AdmittedPrompt,
         positions: Rows,
-        layers: list[torch.Tensor],
-        blocks: torch.Tensor,
-        size: int,
+        layers: AttentionLayers,
+        blocks: list[torch.Tensor],
     ) -> None:
-        """Stores K and V of tokens that lie in vLLM's pages, a tensor a layer: as `copies`."""
+        """Stores K and V of tokens in vLLM's pages: as `copies`, `blocks` of each class."""
         places = np.zeros((len(positions), 3), np.int32)
         places[:, :2] = admitted.request.slots(positions)
-        rows = self._sent(_runs(positions, places, size)[:, [2, 3, 0, 1, 4, 5]])
-        rows[:, 0] = blocks.index_select(0, rows[:, 0])
-        for layer, pages in enumerate(layers):
-            ops.copy_rerotate(
-                self.pages_of_layer(layer),
-                rows,
-                self.rope_of_layer,
-                kv_heads=self.geometry.kv_heads,
-                source=pages,
-            )
+        of_class = []
+        for first, part in zip(blocks, layers.classes, strict=True):
+            runs = _runs(positions, places, part.page_tokens)
+            rows = self._sent(runs[:, [2, 3, 0, 1, 4, 5]])
+            rows[:, 0] = first.index_select(0, rows[:, 0])
+            of_class.append(rows)
+        for layer, parts in enumerate(layers.layers):
+            for part in parts:
+                ops.copy_rerotate(
+                    self.pages_of_part(layer, part),
+                    of_class[part.number],
+                    self.rope_of_layer,
+                    kv_heads=part.kv_heads,
+                    source=part.pages,
+                )
 
-    def pages_of_layer(self, layer: int) -> torch.Tensor:
-        """The pages from a layer's first on: a block's number is that of its page there."""
-        return self.pages[layer * self.geometry.kv_heads :]
+    def pages_of_part(self, layer: int, part: HeadPart) -> torch.Tensor:
+        """The pages from a part's first on: a block's number is that of its page there."""
+        return self.pages[layer * self.geometry.kv_heads + part.first_head :]
 
     def commit(self, admitted: AdmittedPrompt, computed: int) -> None:
         """Says that the KV of [0, computed) is stored; later prompts may find it."""

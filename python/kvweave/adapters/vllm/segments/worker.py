@@ -12,12 +12,11 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.forward_context import get_forward_context
 
-from kvweave.adapters.vllm.backend.attention import pages_of
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.model_identity import model_identity
 from kvweave.adapters.vllm.options import options_of
-from kvweave.adapters.vllm.segments.attention import SegmentAttention
-from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
+from kvweave.adapters.vllm.segments.attention import named_under
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, layers_with_store
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
@@ -33,14 +32,15 @@ from kvweave.policies import Full
 
 
 class SegmentWorker:
-    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most.
+    """Segments on one rank, in the attention layers of each layer of its model.
 
-    `kept`: the knowledge base's documents that survive the worker, if a folder keeps them.
+    `longest`: tokens of a sequence that the model is run for, at most. `kept`: the knowledge base's
+    documents that survive the worker, if a folder keeps them.
     """
 
     def __init__(
         self,
-        layers: list[SegmentAttention],
+        layers: list[list[Any]],
         store: SegmentStore,
         longest: int,
         kept: KeptDocuments | None = None,
@@ -53,6 +53,8 @@ class SegmentWorker:
         self._admitted: dict[str, AdmittedPrompt] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
+        # vLLM may have put a layer's memory elsewhere from one step to the next.
+        self._step_layers: AttentionLayers | None = None
         self._reported: Counter[str] = Counter()
         self._changed = True
 
@@ -62,14 +64,13 @@ class SegmentWorker:
 
         Errors: `Unsupported` for a model of another class.
         """
-        known = config.compilation_config.static_forward_context
-        layers = [layer for layer in known.values() if isinstance(layer, SegmentAttention)]
+        layers = layers_with_store(config)
         if not layers:
             expected = "a model of kvweave with additional_config kvweave.segment_bytes"
             got = str(config.model_config.architecture)
             text = f"segments: expected {expected}, got {got}"
             raise Unsupported(text, expected=expected, got=got)
-        store, longest = layers[0].store, int(config.model_config.max_model_len)
+        store, longest = layers[0][0].store, int(config.model_config.max_model_len)
         return cls(layers, store, longest, _kept_of(config, store))
 
     def begin(self, message: SegmentMessage) -> None:
@@ -77,11 +78,11 @@ class SegmentWorker:
         self._changed |= bool(message.ended or message.chunks)
         for name in message.ended:
             self._let_go(name)
-        self._chunks, self._batch = [], None
+        self._chunks, self._batch, self._step_layers = [], None, None
         for chunk in message.chunks:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
-                self._look_up(chunk.request_id, chunk.prompt)
+                self._look_up(chunk.request_id, chunk.prompt, chunk.start)
             if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
@@ -106,6 +107,8 @@ class SegmentWorker:
                 admitted, request = self._admitted[chunk.request_id], batch.find(chunk.first_slot)
                 if request is None or not admitted.reused[chunk.start : chunk.end].any():
                     continue
+                if batch.may_choose(request):
+                    continue
                 try:
                     walk = ChunkWalk(admitted, chunk.start, chunk.end, *sizes)
                 except InvalidArgument:
@@ -122,8 +125,9 @@ class SegmentWorker:
             self.stats.outcome(chunk.request_id).missed["refused"] += chunk.end - chunk.start
             self._chunks.remove(chunk)
             self._let_go(chunk.request_id)
-        layers = self._layers()
-        return Step(self.store, layers, self.stats, works, batch, self.drafts) if works else None
+        if not works:
+            return None
+        return Step(self.store, self._layers(), self.stats, works, batch, self.drafts)
 
     def abandon(self) -> None:
         """A forward has failed: its prompts are let go of, and nothing of them is kept."""
@@ -139,22 +143,25 @@ class SegmentWorker:
         """
         chunks, batch = self._chunks, self._batch
         self._chunks, self._batch = [], None
-        layers = [pages_of(layer.kv_cache) for layer in self.attention]
         for chunk in chunks:
             admitted = self._admitted[chunk.request_id]
             request = None if batch is None else batch.find(chunk.first_slot)
             if batch is None or request is None:
                 self._let_go(chunk.request_id)
                 continue
-            fresh = admitted.fresh
-            first, end = np.searchsorted(fresh, (admitted.stored, chunk.end))
-            new = fresh[first:end]
-            if len(new):
-                blocks = batch.blocks(request)
-                self.store.keep(admitted, new, layers, blocks, batch.page_tokens)
-            self.store.commit(admitted, chunk.end)
+            if admitted.keeps:
+                self._keep(admitted, chunk.end, batch, request)
             if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
+
+    def _keep(self, admitted: AdmittedPrompt, end: int, batch: Batch, request: int) -> None:
+        """Stores what was computed of a prompt up to `end`."""
+        first, last = np.searchsorted(admitted.fresh, (admitted.stored, end))
+        new = admitted.fresh[first:last]
+        if len(new):
+            blocks = [tables.blocks(request) for tables in batch.classes]
+            self.store.keep(admitted, new, self._layers(), blocks)
+        self.store.commit(admitted, end)
 
     def insert(
         self, model: Any, name: str, tokens: list[int], namespace: str, config: VllmConfig
@@ -170,7 +177,7 @@ class SegmentWorker:
             return None
         admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         try:
-            names = [layer.layer_name for layer in self.attention]
+            names = [part.layer_name for layer in self.attention for part in layer]
             encode_document(model, names, self.store, admitted, tokens, config)
             self.store.commit(admitted, len(tokens))
             if self.kept is None:
@@ -197,9 +204,7 @@ class SegmentWorker:
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
             metadata: Any = get_forward_context().attn_metadata
-            first = self.attention[0]
-            pages = pages_of(first.kv_cache)
-            self._batch = Batch(metadata[first.layer_name], pages, self.store.geometry.kv_heads)
+            self._batch = Batch(self._layers(), metadata)
         return self._batch
 
     def taken_stats(self) -> SegmentConnectorStats | None:
@@ -215,7 +220,8 @@ class SegmentWorker:
             return None
         return SegmentConnectorStats(taken.to_dict())
 
-    def _look_up(self, name: str, prompt: Prompt) -> None:
+    def _look_up(self, name: str, prompt: Prompt, start: int) -> None:
+        """Looks up a prompt of which vLLM has cached the tokens before `start`."""
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
         asked = prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
@@ -232,6 +238,9 @@ class SegmentWorker:
         self.stats.hits.update(found.found)
         self.stats.misses.update(found.missed)
         self.stats.outcome(name).add(found)
+        # Of what vLLM had cached, windows keep the end alone: such a prompt is not stored.
+        windows = any(part.impl.span.window is not None for part in self.attention[0])
+        admitted.keeps = not (windows and (admitted.fresh < start).any())
         self._admitted[name] = admitted
 
     def _with_documents(
@@ -254,10 +263,9 @@ class SegmentWorker:
             admitted.release()
 
     def _layers(self) -> AttentionLayers:
-        pages = [pages_of(layer.kv_cache) for layer in self.attention]
-        names = [layer.layer_name for layer in self.attention]
-        impls: list[Any] = [layer.impl for layer in self.attention]
-        return AttentionLayers(names, impls, pages)
+        if self._step_layers is None:
+            self._step_layers = AttentionLayers.of(self.attention)
+        return self._step_layers
 
 
 def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
@@ -265,7 +273,8 @@ def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
     if options.store is None:
         return None
     sizes = options.store_bytes, options.store_quota_bytes
-    return KeptDocuments(store, options.store, model_identity(config), *sizes)
+    model = named_under(model_identity(config), options)
+    return KeptDocuments(store, options.store, model, *sizes)
 
 
 class SegmentWorkerConnector(IdleConnector):

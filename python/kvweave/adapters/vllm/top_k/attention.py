@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from kvweave import ops
-from kvweave.adapters.vllm.backend.attention import PagedAttention, pages_of
-from kvweave.adapters.vllm.backend.step_tables import first
-from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.backend.attention import PagedAttention
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata
 
 
@@ -20,26 +19,23 @@ class ChoosingAttention(PagedAttention):
     `BoundsCache`; None in a layer whose heads read all.
     """
 
-    def forward(
+    def _attend(
         self,
         layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: ChoosingMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `PagedAttention.forward`; bounds of pages that fill up are written too."""
-        scaled = output_scale is not None or output_block_scale is not None
-        require("output", not scaled, "no quantization", "a scale")
-        if attn_metadata is None:
-            return output.zero_()
-        tables, rows = attn_metadata, attn_metadata.rows
-        q, k, v, out = (first(x, rows) for x in (query, key, value, output))
-        pages = pages_of(kv_cache)
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: torch.Tensor,
+        tables: ChoosingMetadata | PagedMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """As `PagedAttention`; bounds of pages that fill up are written too.
+
+        Under plain tables nobody decodes, and who filled pages has them bounded afterwards.
+        """
+        if isinstance(tables, PagedMetadata):
+            super()._attend(layer, q, k, v, pages, tables, out)
+            return
         # A request may find blocks that another one fills in this very step: all is written first.
         ops.write_pages(pages, 0, k, v, tables.slots)
         if layer.ranked is not None:
@@ -54,13 +50,12 @@ class ChoosingAttention(PagedAttention):
                 self._read_chosen(layer, q[:count], pages, tables, out[:count])
         if tables.reading is not None:
             self.read(q[count:], pages, tables.reading, out[count:])
-        return output
 
     def _bound(self, layer: Any, pages: torch.Tensor, tables: ChoosingMetadata) -> None:
         """Writes the bounds of pages whose last slot has been written."""
-        if layer.ranked == 0:
+        if layer.ranked == 0 or tables.filled is None:
             tables.begin_step(pages.shape[2])
-        assert tables.filled is not None, "the first layer with bounds begins the step"
+        assert tables.filled is not None, "the first of these layers begins the step"
         bounds = ops.PageBounds(layer.bounds.values(), tables.filled)
         ops.bound_pages(pages, bounds, pages=self.num_kv_heads)
 

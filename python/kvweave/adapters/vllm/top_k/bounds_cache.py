@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.segments.prefix_guard import guarded
 from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixSpec
 
 
@@ -64,7 +65,9 @@ class BoundsCache(nn.Module, AttentionLayerBase):
     Errors: `Unsupported` for a head size by which that is no whole number of elements a token.
     """
 
-    def __init__(self, whole: Attention, config: VllmConfig, exact_tokens: int) -> None:
+    def __init__(
+        self, whole: Attention, config: VllmConfig, exact_tokens: int, *, reusing: bool
+    ) -> None:
         super().__init__()
         dtype: torch.dtype = whole.kv_cache_torch_dtype
         alone = config.device_config.device.type == "cuda" and dtype.itemsize == 2
@@ -77,13 +80,14 @@ class BoundsCache(nn.Module, AttentionLayerBase):
         )
         expected = f"one whose bounds are shared out among {tokens} tokens, beside top-k heads"
         require("head_size", left == 0, expected, str(self.head_size))
-        self.spec = PromptPrefixSpec(
+        spec = PromptPrefixSpec(
             block_size=tokens,
             num_kv_heads=whole.num_kv_heads,
             head_size=parts,
             dtype=dtype,
             exact_tokens=exact_tokens,
         )
+        self.spec = guarded(spec) if reusing else spec
         self.kv_cache = torch.tensor([])
         name = f"{whole.layer_name}_bounds"
         config.compilation_config.static_forward_context[name] = self

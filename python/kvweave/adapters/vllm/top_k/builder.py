@@ -57,7 +57,7 @@ class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
             reading = self.plain.tables_of(others)
             slots.append(reading.slots)
         whole = slots[0] if len(slots) == 1 else torch.cat(slots)
-        return ChoosingMetadata(batch.rows, whole, deciding, reading)
+        return ChoosingMetadata(batch.rows, whole, deciding, reading, batch)
 
     def _choice(
         self, batch: StepBatch, tables: PagedMetadata, prefilling: torch.Tensor | None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
-from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata, QkvObserver
+from kvweave.adapters.vllm.backend.step_tables import StepBatch
 from kvweave.adapters.vllm.top_k.choice import StepChoice
 
 
@@ -16,13 +17,17 @@ class ChoosingMetadata(AttentionMetadata):
     """Tables of one step of R rows, of which those of `deciding` requests come first.
 
     `slots` [R, 2]: where all rows are written. `deciding`: requests of one row, and what they
-    choose among; `reading`: the others, which read all.
+    choose among; `reading`: the others, which read all. `batch`: what vLLM said of the step;
+    `observer` as `PagedMetadata` has it.
     """
 
     rows: int
     slots: torch.Tensor
     deciding: tuple[PagedMetadata, StepChoice] | None
     reading: PagedMetadata | None
+    batch: StepBatch
+    observer: QkvObserver | None = None
+    arena: None = None
     filled: torch.Tensor | None = None
 
     def begin_step(self, page_tokens: int) -> None:

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.segments.prefix_guard import guarded
 from kvweave.adapters.vllm.top_k.backend import ChoosingBackend
 from kvweave.adapters.vllm.top_k.bounds_cache import BoundsCache
 from kvweave.adapters.vllm.top_k.map import PageBudgets, budgets_of
@@ -24,8 +25,16 @@ BLOCK_TOKENS = (16, 32, 64)
 class _ChoosingLayer(Attention):
     """The attention of a layer; `ranked` and `bounds` as `ChoosingAttention` has them."""
 
-    def __init__(self, *given: Any, budgets: PageBudgets, ranked: int | None, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        budgets: PageBudgets,
+        ranked: int | None,
+        reusing: bool,
+        **named: Any,
+    ) -> None:
         super().__init__(*given, attn_backend=ChoosingBackend, **named)
+        self.reusing = reusing
         self.budgets = budgets
         self.ranked = ranked
         self.bounds: BoundsCache | None = None
@@ -33,35 +42,31 @@ class _ChoosingLayer(Attention):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """What the scheduler must keep of keys and values."""
         tokens = vllm_config.cache_config.block_size
-        return PromptPrefixSpec(
+        spec = PromptPrefixSpec(
             block_size=tokens,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.kv_cache_torch_dtype,
             exact_tokens=self.budgets.least * tokens,
         )
+        return guarded(spec) if self.reusing else spec
 
 
 def budgets_for(config: VllmConfig, classes: list[list[HeadClass]]) -> PageBudgets:
     """The budgets of this rank's heads under a map that has top-k heads.
 
-    Errors: `Unsupported` for what they do not compose with, and as `budgets_of`.
+    Errors: `Unsupported` for blocks of other sizes, and as `budgets_of`.
     """
     size = config.cache_config.block_size
     sizes = ", ".join(map(str, BLOCK_TOKENS))
     fits = size in BLOCK_TOKENS
     require("block_size", fits, f"one of {sizes} beside top-k heads", str(size))
-    transfer = config.kv_transfer_config
-    require("kv_transfer_config", transfer is None, "none beside top-k heads", "one")
-    parallel = config.parallel_config
-    shards = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    require("context parallelism", shards == 1, "none beside top-k heads", str(shards))
-    ranks = parallel.tensor_parallel_size
+    ranks = config.parallel_config.tensor_parallel_size
     return budgets_of(classes, ranks, get_tensor_model_parallel_rank() if ranks > 1 else 0)
 
 
-def use_top_k(model: nn.Module, budgets: PageBudgets, config: VllmConfig) -> None:
-    """Replaces the attention of every decoder layer.
+def use_top_k(model: nn.Module, budgets: PageBudgets, config: VllmConfig, *, reusing: bool) -> None:
+    """Replaces the attention of every decoder layer; `reusing`: segments are reused beside it.
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
@@ -78,7 +83,8 @@ def use_top_k(model: nn.Module, budgets: PageBudgets, config: VllmConfig) -> Non
             prefix=stock.layer_name,
             budgets=budgets,
             ranked=ranked,
+            reusing=reusing,
         )
         if ranked is not None:
             exact = budgets.least * config.cache_config.block_size
-            module.attn.bounds = BoundsCache(module.attn, config, exact)
+            module.attn.bounds = BoundsCache(module.attn, config, exact, reusing=reusing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from vllm.model_executor.layers.attention import Attention
 from kvweave import ops
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
-from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
@@ -44,21 +43,21 @@ class _VirtualLayer(Attention):
         )
 
 
-def layout_for(config: VllmConfig, heads: Path | None) -> PageLayout:
+def layout_for(config: VllmConfig, classes: list[list[HeadClass]] | None) -> PageLayout:
     """The layout of a model under a head map, or with all heads full.
 
-    Errors: `Unsupported` for what virtual pages do not compose with, and as `read_classes`.
+    Errors: `Unsupported` for what virtual pages are not made for.
     """
     versions.check_installed(versions.WITH_VIRTUAL_PAGES)
     _check(config)
     model, page_tokens = config.model_config, config.cache_config.block_size
     layers = model.hf_text_config.num_hidden_layers
-    if heads is None:
+    if classes is None:
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
     ranks = config.parallel_config.tensor_parallel_size
     require("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
-    return layout_of(read_classes(heads, layers, model.get_total_num_kv_heads()), page_tokens)
+    return layout_of(classes, page_tokens)
 
 
 def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) -> None:
@@ -87,12 +86,3 @@ def _check(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
     require("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
-    stages = config.parallel_config.pipeline_parallel_size
-    require("pipeline_parallel_size", stages == 1, "1 with virtual pages", str(stages))
-    others = {
-        "quantization": config.quant_config,
-        "speculative_config": config.speculative_config,
-        "lora_config": config.lora_config,
-    }
-    for what, value in others.items():
-        require(what, value is None, "none with virtual pages", "one")
