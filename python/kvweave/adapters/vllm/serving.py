@@ -67,14 +67,6 @@ def server_config(architecture: str, *, metrics: bool = False, **options: Any) -
     return "\n".join(lines) + "\n"
 
 
-def architecture_of(model: str) -> str:
-    """The architecture that a model's `config.json` names first; `model` is a folder or a name."""
-    from transformers import AutoConfig
-
-    known = AutoConfig.from_pretrained(model).architectures or ["none"]
-    return str(known[0])
-
-
 def _ours(architecture: str) -> str:
     known = {f"{family}ForCausalLM" for family in FAMILIES}
     stock = architecture.removeprefix("Kvweave")

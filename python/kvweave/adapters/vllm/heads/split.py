@@ -11,12 +11,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 PROJECTION = re.compile(r"\.layers\.(\d+)\.self_attn\.(q|k|v|qkv|o)_proj\.(\w+)$")
 # Along which axis a weight runs over heads; a bias of o_proj runs over none.
@@ -67,6 +69,9 @@ class HeadSplit:
 
         Errors: `InvalidArgument` when it is not a multiple of G.
         """
+        # A map is checked where no weights are, and no torch wanted.
+        import torch
+
         size = weight.shape[axis]
         expected = f"a multiple of {self.kv_heads} (KV heads) on axis {axis}"
         got = f"shape {list(weight.shape)}"
