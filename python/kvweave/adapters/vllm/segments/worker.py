@@ -180,18 +180,24 @@ class SegmentWorker:
         if not self._changed:
             return None
         self._changed, taken, self.stats = False, self.stats, SegmentStats()
-        now = self.store.bytes_by_state()
-        changes = {state: count - self._reported[state] for state, count in now.items()}
-        taken.store_bytes.update({state: change for state, change in changes.items() if change})
-        self._reported = now
+        taken.add(self.taken_bytes())
         if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
             return None
         return SegmentConnectorStats(taken.to_dict())
+
+    def taken_bytes(self) -> SegmentStats:
+        """How the store's bytes changed since this was last asked."""
+        now = self.store.bytes_by_state()
+        changes = {state: count - self._reported[state] for state, count in now.items()}
+        self._reported = now
+        changed = {state: change for state, change in changes.items() if change}
+        return SegmentStats(store_bytes=Counter(changed))
 
     def _look_up(self, name: str, prompt: Prompt) -> None:
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
         try:
+            markers.check_layers(len(self.attention))
             admitted = self.store.admit(
                 prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
             )
