@@ -25,6 +25,7 @@ from kvweave.adapters.vllm.heads.worker import split_model
 from kvweave.adapters.vllm.options import Options, options_of
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.model import check_segments, forward_of_step, guard_model
+from kvweave.adapters.vllm.start_line import log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
@@ -39,6 +40,7 @@ class _KvweaveModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
+        log_start(vllm_config)
         self.split = self.layout = self.budgets = None
         if options.virtual_pages:
             self.layout = layout_for(vllm_config, options.heads)

@@ -34,6 +34,7 @@ class KnowledgeBaseWorker:
             _check_names(name, namespace)
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
             _worker().store.require_room(name, ids, namespace)
+            _worker().expect_document(ids, namespace)
             worker = _worker()
             worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             found = worker.store.frozen(namespace)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.segments.events import events_of
+from kvweave.adapters.vllm.segments.known_documents import Change
 from kvweave.adapters.vllm.segments.markers import SECTION, Markers
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
@@ -119,6 +123,7 @@ class SegmentSchedulerConnector(IdleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.requests = MarkedRequests(int(block_size))
+        self._changes: list[Change] = []
 
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""
@@ -143,3 +148,9 @@ class SegmentSchedulerConnector(IdleConnector):
         report = connector_output.kv_connector_stats
         if isinstance(report, SegmentConnectorStats):
             self.requests.heard(report.take_outcomes())
+            self._changes += report.take_documents()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Documents that came into the workers' stores and went, for who routes by them."""
+        changes, self._changes = self._changes, []
+        return list(events_of(changes))

@@ -21,6 +21,8 @@ from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.document_encoding import encode_document
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
+from kvweave.adapters.vllm.segments.events import are_published
+from kvweave.adapters.vllm.segments.known_documents import KnownDocuments
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
@@ -30,7 +32,12 @@ from kvweave.policies import Full
 
 
 class SegmentWorker:
-    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most."""
+    """Segments on one rank; `longest`: tokens of a sequence that the model is run for, at most.
+
+    `documents`: those of the store that routers are told of, where somebody publishes them.
+    """
+
+    documents: KnownDocuments | None = None
 
     def __init__(self, layers: list[SegmentAttention], store: SegmentStore, longest: int) -> None:
         self.attention = layers
@@ -38,6 +45,7 @@ class SegmentWorker:
         self.drafts = DraftSteps(longest)
         self.stats = SegmentStats()
         self._admitted: dict[str, AdmittedPrompt] = {}
+        self._prompts: dict[str, Prompt] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
         self._reported: Counter[str] = Counter()
@@ -68,6 +76,7 @@ class SegmentWorker:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
                 self._look_up(chunk.request_id, chunk.prompt)
+                self._prompts[chunk.request_id] = chunk.prompt
             if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
@@ -139,6 +148,7 @@ class SegmentWorker:
                 blocks = batch.blocks(request)
                 self.store.keep(admitted, new, layers, blocks, batch.page_tokens)
             self.store.commit(admitted, chunk.end)
+            self._expect_segments(chunk)
             if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
 
@@ -181,9 +191,23 @@ class SegmentWorker:
             return None
         self._changed, taken, self.stats = False, self.stats, SegmentStats()
         taken.add(self.taken_bytes())
+        taken.documents = [] if self.documents is None else self.documents.taken()
         if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
             return None
         return SegmentConnectorStats(taken.to_dict())
+
+    def expect_document(self, tokens: list[int], namespace: str) -> None:
+        """A document that will be in the store when the next report is made."""
+        if self.documents is not None:
+            self.documents.expect(tokens, namespace)
+
+    def _expect_segments(self, chunk: Chunk) -> None:
+        """Segments that end in a chunk are in the store behind it."""
+        prompt = self._prompts[chunk.request_id]
+        for span in prompt.markers.segments:
+            if chunk.start < span.end <= chunk.end:
+                tokens = prompt.tokens[span.start : span.end]
+                self.expect_document(tokens, prompt.markers.namespace)
 
     def taken_bytes(self) -> SegmentStats:
         """How the store's bytes changed since this was last asked."""
@@ -213,6 +237,7 @@ class SegmentWorker:
         self._admitted[name] = admitted
 
     def _let_go(self, name: str) -> None:
+        self._prompts.pop(name, None)
         admitted = self._admitted.pop(name, None)
         if admitted is not None:
             admitted.release()
@@ -235,6 +260,8 @@ class SegmentWorkerConnector(IdleConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Tensors of vLLM are there: segments may come."""
         self.worker = SegmentWorker.of(self._vllm_config)
+        if are_published(self._vllm_config):
+            self.worker.documents = KnownDocuments(self.worker.store.cache)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Looks up the prompts of a step: every vLLM says this before the forward.
