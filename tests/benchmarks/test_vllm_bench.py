@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.vllm import vllm_bench, vllm_command
+from benchmarks.vllm import own_tests, vllm_bench, vllm_command
 from benchmarks.vllm.rag_text import RagLoad, prompts, write_custom, write_tokenizer
 
 LOAD = RagLoad(
@@ -70,3 +70,50 @@ def test_rows_stand_beside_stocks() -> None:
 def test_the_command_is_one_of_vllms() -> None:
     with pytest.raises(SystemExit, match="expected server or one of serve, throughput, got other"):
         vllm_command.main(["other"])
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="one"/>
+<testcase classname="a" name="two"><failure message="no"/></testcase>
+<testcase classname="a" name="three"><error/></testcase>
+<testcase classname="b" name="one"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_became_of_another_is_listed(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    before = own_tests.outcomes_of(report)
+    assert before == {
+        "a::one": "passed",
+        "a::two": "failed",
+        "a::three": "error",
+        "b::one": "skipped",
+    }
+    assert own_tests.differences(before, before) == []
+    now = {**before, "a::one": "failed", "c::one": "passed"}
+    assert own_tests.differences(before, now) == [
+        "a::one: passed without, failed with",
+        "c::one: missing without, passed with",
+    ]
+
+
+def test_both_runs_are_of_the_same_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source of two tests, one of which looks at what was loaded, and a double of vLLM."""
+    double = tmp_path / "double" / "vllm"
+    double.mkdir(parents=True)
+    (double / "__init__.py").touch()
+    (double / "plugins.py").write_text("def load_general_plugins(): pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(double.parent))
+    source = tmp_path / "source"
+    (source / "tests").mkdir(parents=True)
+    (source / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    code = "import os\ndef test_a(): pass\ndef test_b(): assert not os.environ['VLLM_PLUGINS']\n"
+    (source / "tests" / "test_it.py").write_text(code)
+    apart = own_tests.isolated(tmp_path, source)
+    found = [
+        own_tests.ran(apart, ["tests/test_it.py"], plugins, tmp_path / f"{name}.xml", 120)
+        for name, plugins in own_tests.PLUGINS.items()
+    ]
+    (line,) = own_tests.differences(*found)
+    assert line.endswith("test_b: passed without, failed with")

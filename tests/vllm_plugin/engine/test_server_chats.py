@@ -39,6 +39,8 @@ SCHEMA = {
     "required": ["who"],
     "additionalProperties": False,
 }
+# A model of random weights would go on with blanks for ever.
+GRAMMAR = {"backend": "xgrammar", "disable_any_whitespace": True}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 
@@ -68,7 +70,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *segment_options(settings(frozen_share=0.25)),
         *("--kv-events-config", json.dumps({**published, "endpoint": events})),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--structured-outputs-config", '{"disable_any_whitespace": true}'),
+        *("--structured-outputs-config", json.dumps(GRAMMAR)),
     ]
     log = folder / "log.txt"
     with served(folder, log, options, VLLM_LOGGING_LEVEL="INFO", KVWEAVE_SEGMENT_BYTES="5") as at:
