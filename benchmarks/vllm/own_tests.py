@@ -1,10 +1,11 @@
 """vLLM's own tests, with the plugin registered and without: the same ones must fail.
 
-`python -m benchmarks.vllm.own_tests [--source FOLDER] [PATHS…]` runs the tests that touch what the
+`python -m benchmarks.vllm.own_tests --folder FOLDER [PATHS…]` runs the tests that touch what the
 plugin registers (attention backends, block tables, prefix caching, KV connectors) from vLLM's
 source distribution, of the version that is installed, twice: with no plugin, and with ours loaded
 before any test. What became of another in the two runs is listed, and the exit status is 1 then.
-Without FOLDER the source comes from the package index, by pip.
+What FOLDER does not have yet comes from the package index, by pip; for a machine without a network
+it is made elsewhere by `--fetch VERSION`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
+
+from benchmarks.vllm import registered
 
 PATHS = (
     "tests/v1/attention/test_attention_backends.py",
@@ -37,26 +40,37 @@ PATHS = (
 )
 """Those that a version does not have are left out, and said."""
 PLUGINS = {"without": "", "with": "kvweave"}
-TOOLS = ("setuptools-scm", "setuptools-rust", "packaging")
+BUILD_TOOLS = ("setuptools-scm", "setuptools-rust", "packaging")
+TEST_TOOLS = ("pytest-asyncio", "tblib")
+PIP = (sys.executable, "-m", "pip")
 Outcomes = dict[str, str]
 """What became of each test: `passed`, `failed`, `error` or `skipped`."""
 
 
-def downloaded(folder: Path, wanted: str) -> Path:
-    """The unpacked source distribution of a version of vLLM."""
-    tools = folder / "tools"
-    pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, "install", "--quiet", "--target", str(tools), *TOOLS], check=True)
+def with_path(folder: Path) -> dict[str, str]:
+    """The environment, with a folder first on Python's path."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def install(folder: Path, *names: str) -> None:
+    """Installs packages into a folder of their own, without what torch and vLLM bring along."""
+    words = ["install", "--quiet", "--no-deps", "--target", str(folder), *names]
+    subprocess.run([*PIP, *words], check=True)
+
+
+def download(folder: Path, wanted: str) -> None:
+    """Puts the unpacked source distribution of a version of vLLM into a folder."""
+    tools = folder / "build"
+    install(tools, *BUILD_TOOLS, "semantic_version", "vcs-versioning")
     # Its metadata is made before it is handed out; nothing is built.
-    env = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": wanted}
-    paths = [str(tools), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)}
+    made = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": wanted}
     words = ["download", "--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
-    subprocess.run([*pip, *words, f"vllm=={wanted}", "-d", str(folder)], check=True, env=env)
-    (archive,) = folder.glob("vllm-*.tar.gz")
+    words += [f"vllm=={wanted}", "-d", str(folder)]
+    subprocess.run([*PIP, *words], check=True, env={**with_path(tools), **made})
+    archive = folder / f"vllm-{wanted}.tar.gz"
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    return folder / archive.name.removesuffix(".tar.gz")
 
 
 def outcomes_of(report: Path) -> Outcomes:
@@ -69,13 +83,14 @@ def outcomes_of(report: Path) -> Outcomes:
     return found
 
 
-def ran(source: Path, paths: list[str], plugins: str, report: Path, limit_s: float) -> Outcomes:
-    """What became of the tests with the plugins of this list."""
+def ran(
+    source: Path, paths: list[str], plugins: str, report: Path, limit_s: float, tools: Path
+) -> Outcomes:
+    """What became of the tests with the plugins of this list; `tools` is on Python's path."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no"]
-    words += ["-p", "benchmarks.vllm.registered", f"--junitxml={report}", "--rootdir", str(source)]
-    here = Path(__file__).resolve().parents[2]
-    known = [str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    env = {**os.environ, "VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(known)}
+    words += ["-p", registered.__name__, f"--junitxml={report}", "--rootdir", str(source)]
+    env = {**with_path(tools), "VLLM_PLUGINS": plugins}
+    env["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parents[2])
     subprocess.run([*words, *paths], cwd=source, env=env, timeout=limit_s, check=False)
     if not report.exists():
         raise RuntimeError(f"pytest: expected a report of {len(paths)} files, got none")
@@ -98,22 +113,37 @@ def isolated(folder: Path, source: Path) -> Path:
     return apart
 
 
+def fetched(folder: Path, wanted: str) -> tuple[Path, Path]:
+    """The source and what its tests import, in a folder; what it does not have is downloaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source, tools = folder / f"vllm-{wanted}", folder / "tools"
+    if not source.is_dir():
+        download(folder, wanted)
+    if not tools.is_dir():
+        install(tools, *TEST_TOOLS)
+    return source, tools
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs the tests twice; returns 1 where something became of another."""
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.own_tests", description=__doc__)
-    parser.add_argument("--source", type=Path, help="an unpacked source distribution of vLLM")
+    parser.add_argument("--folder", type=Path, required=True, help="of vLLM's source")
+    parser.add_argument("--fetch", metavar="VERSION", help="download its source, and run nothing")
     parser.add_argument("--limit", type=float, default=3600, help="seconds a run may take")
     parser.add_argument("paths", nargs="*", default=list(PATHS), help="files of tests")
     chosen = parser.parse_args(words)
+    wanted = chosen.fetch or version_installed()
+    source, tools = fetched(chosen.folder.resolve(), wanted)
+    if chosen.fetch:
+        return 0
     with TemporaryDirectory() as made:
         folder = Path(made)
-        wanted = version_installed()
-        source = isolated(folder, chosen.source or downloaded(folder, wanted))
-        paths = [path for path in chosen.paths if (source / path.partition("::")[0]).exists()]
-        for path in set(chosen.paths) - set(paths):
+        apart = isolated(folder, source)
+        paths = [path for path in chosen.paths if (apart / path.partition("::")[0]).exists()]
+        for path in sorted(set(chosen.paths) - set(paths)):
             print(f"{path}: vLLM {wanted} has none")
         found = {
-            name: ran(source, paths, plugins, folder / f"{name}.xml", chosen.limit)
+            name: ran(apart, paths, plugins, folder / f"{name}.xml", chosen.limit, tools)
             for name, plugins in PLUGINS.items()
         }
     for name, outcomes in found.items():

@@ -98,13 +98,12 @@ def test_what_became_of_another_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_both_runs_are_of_the_same_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:
     """A source of two tests, one of which looks at what was loaded, and a double of vLLM."""
     double = tmp_path / "double" / "vllm"
     double.mkdir(parents=True)
     (double / "__init__.py").touch()
     (double / "plugins.py").write_text("def load_general_plugins(): pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(double.parent))
     source = tmp_path / "source"
     (source / "tests").mkdir(parents=True)
     (source / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
@@ -112,7 +111,9 @@ def test_both_runs_are_of_the_same_tests(tmp_path: Path, monkeypatch: pytest.Mon
     (source / "tests" / "test_it.py").write_text(code)
     apart = own_tests.isolated(tmp_path, source)
     found = [
-        own_tests.ran(apart, ["tests/test_it.py"], plugins, tmp_path / f"{name}.xml", 120)
+        own_tests.ran(
+            apart, ["tests/test_it.py"], plugins, tmp_path / f"{name}.xml", 120, double.parent
+        )
         for name, plugins in own_tests.PLUGINS.items()
     ]
     (line,) = own_tests.differences(*found)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.adapters.vllm.segments.markers import MarkedSegment, Markers, markers_of
 from kvweave.adapters.vllm.server import (
-    SegmentMiddleware,
-    chat_apis,
-    knowledge,
     marks,
     text_ranges,
 )
-from kvweave.adapters.vllm.server.outcomes import Told
 from kvweave.adapters.vllm.server.replies import BadRequest
-
-EPHEMERAL = {"type": "ephemeral"}
-
-
-def part(text: str = "a text", **others: Any) -> dict[str, Any]:
-    return {"type": "text", "text": text, **others}
-
-
-def chat(*parts: Any, **others: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **others}
+from vllm_app import EPHEMERAL, SAID, Server, chat, part, told
 
 
 def test_marks_are_taken_out() -> None:
@@ -219,85 +203,6 @@ def test_tokens_are_those_whose_characters_are_inside(sizes, start: int, length:
     assert found == ((inside[0], inside[-1] + 1) if inside else None)
 
 
-class Server:
-    """What stands behind the middleware: keeps what it is asked, and has an engine that replies."""
-
-    def __init__(self, key: str | None = None) -> None:
-        self.asked: list[bytes] = []
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.reply: dict[str, Any] = {"value": {"done": True}}
-        self.openapi_url = "/openapi.json"
-        self.schema: dict[str, Any] = {"paths": {"/v1/models": {}}}
-        self.headers: dict[bytes, bytes] = {}
-        tokenizer = SimpleNamespace(
-            encode=lambda text, add_special_tokens: list(text.encode()), max_chars_per_token=2
-        )
-        layers = SimpleNamespace(num_hidden_layers=30)
-        model = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 256, hf_text_config=layers)
-        parallel = SimpleNamespace(worker_extension_cls="KnowledgeBaseWorker")
-        renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
-        args = SimpleNamespace(api_key=None if key is None else [key])
-        self.state = SimpleNamespace(
-            args=args,
-            engine_client=self,
-            online_renderer=SimpleNamespace(renderer=renderer),
-            vllm_config=SimpleNamespace(model_config=model, parallel_config=parallel),
-        )
-
-    def openapi(self) -> dict[str, Any]:
-        return self.schema
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, args))
-        return [self.reply]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message: dict[str, Any] = {"more_body": True}
-        data = b""
-        while message.get("more_body"):
-            message = await receive()
-            data += message["body"]
-        assert int(dict(scope["headers"])[b"content-length"]) == len(data)
-        self.asked.append(data)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    def ask(
-        self, method: str, path: str, value: Any = None, token: str = ""
-    ) -> tuple[int, dict[str, Any]]:
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        path, _, query = path.partition("?")
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "app": self,
-            "headers": [
-                (b"content-length", b"%d" % len(data)),
-                (b"authorization", b"Bearer " + token.encode()),
-            ],
-        }
-        sent: list[dict[str, Any]] = []
-        halves = iter(
-            [
-                {"type": "http.request", "body": data[:3], "more_body": True},
-                {"type": "http.request", "body": data[3:]},
-            ]
-        )
-
-        async def receive() -> dict[str, Any]:
-            return next(halves)
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        asyncio.run(SegmentMiddleware(self)(scope, receive, send))
-        self.headers = dict(sent[0]["headers"])
-        return sent[0]["status"], json.loads(sent[1]["body"])
-
-
 def test_other_requests_pass() -> None:
     server = Server()
     body = chat(part("cache_control is a word"), kvweave_like=1)
@@ -317,191 +222,7 @@ def test_what_holds_for_a_request_needs_no_marks() -> None:
     assert b"kvweave-warning" not in server.headers
 
 
-def test_a_policy_without_marks_is_warned_of() -> None:
-    server = Server()
-    body = chat(part(), kvweave={"policy": "naive"})
-    assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
-    assert b"no effect" in server.headers[b"kvweave-warning"]
-
-
-def test_layers_that_the_model_has_not_are_refused() -> None:
-    server = Server()
-    for policy in (
-        {"name": "sparsex", "boundary": 99},
-        {"name": "sparsex", "boundary": 31},
-        {"name": "infoflow", "layers": [3, 30]},
-    ):
-        body = chat(part(), kvweave={"policy": policy})
-        status, said = server.ask("POST", "/v1/chat/completions", body)
-        assert (status, "expected layers of 30" in said["error"]["message"]) == (400, True)
-        counted = {"prompt": "p", "vllm_xargs": {"kvweave": json.dumps({"policy": policy})}}
-        assert server.ask("POST", "/v1/completions", counted)[0] == 400
-    assert server.asked == []
-    for policy in ({"name": "sparsex", "boundary": 30}, {"name": "infoflow", "layers": [29]}):
-        body = chat(part(), kvweave={"policy": policy, "discover": True})
-        assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
-
-
-def test_arguments_that_are_none_are_refused_before_the_engine() -> None:
-    server = Server()
-    for text in ("{", "[]", '{"segments": [[4, 9], [8, 12]]}', '{"policy": "hope"}', 7):
-        body = {"prompt": [1, 2], "vllm_xargs": {"kvweave": text}}
-        for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
-            assert server.ask("POST", path, body)[0] == 400
-    assert server.asked == []
-
-
-def message(*parts: Any, **others: Any) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **others}
-
-
-def test_marks_of_anthropics_messages() -> None:
-    system = [part("be brief"), part("the handbook", cache_control=EPHEMERAL)]
-    result = {"type": "tool_result", "content": "42", "cache_control": EPHEMERAL}
-    header = part("x-anthropic-billing-header: 1", cache_control=EPHEMERAL)
-    given = message(header, part("a", kvweave={"name": "n"}), result, system=system)
-    marked = marks.read(given, chat_apis.MESSAGES)
-    assert [(m.where, m.text, m.name) for m in marked.marks] == [
-        ("system[1]", "the handbook", None),
-        ("messages[0].content[1]", "a", "n"),
-    ]
-    assert "cache_control" not in json.dumps(marked.body)
-    assert "kvweave" not in json.dumps(marked.body)
-    changed = marked.with_texts(["x", "y"])
-    assert [block["text"] for block in changed["system"]] == ["be brief", "x"]
-    assert changed["messages"][0]["content"][1]["text"] == "y"
-    assert given["system"][1]["text"] == "the handbook"
-    carried = marked.arguments([[1, 2]], "kv_transfer_params")["kv_transfer_params"]
-    assert markers_of({"kv_transfer_params": carried}) == Markers((MarkedSegment(1, 2),))
-    with pytest.raises(BadRequest) as caught:
-        marks.read(message({**result, "kvweave": {"name": "n"}}), chat_apis.MESSAGES)
-    assert caught.value.where == "messages[0].content[0].type"
-
-
-def test_marks_of_responses() -> None:
-    content = [{"type": "input_text", "text": "a", "cache_control": EPHEMERAL}]
-    given = {"model": "m", "input": [{"role": "user", "content": content}, {"type": "other"}]}
-    marked = marks.read(given, chat_apis.RESPONSES)
-    assert [(m.where, m.text) for m in marked.marks] == [("input[0].content[0]", "a")]
-    assert marked.body["input"][0]["content"] == [{"type": "input_text", "text": "a"}]
-    assert not marks.read({"model": "m", "input": "a"}, chat_apis.RESPONSES).asks
-    with pytest.raises(BadRequest, match='"input_text"'):
-        marks.read(
-            {"input": [{"role": "user", "content": [part(cache_control=EPHEMERAL)]}]},
-            chat_apis.RESPONSES,
-        )
-
-
-steps = st.lists(st.sampled_from(["a", "b", 0, 1]), max_size=3).map(tuple)
-
-
-@given(steps)
-def test_one_place_is_replaced_and_nothing_else(way: tuple[str | int, ...]) -> None:
-    def grown(depth: int, marker: Any) -> Any:
-        if depth == 0:
-            return marker
-        inner = grown(depth - 1, marker)
-        step = way[len(way) - depth]
-        return [inner, inner] if isinstance(step, int) else {"a": inner, "b": inner}
-
-    value = grown(len(way), "old")
-    changed = chat_apis.replaced(value, way, "new")
-    assert chat_apis.at(changed, way) == "new"
-    assert value == grown(len(way), "old")
-    assert json.dumps(changed).count("new") == 1
-    assert json.dumps(changed).count("old") == json.dumps(value).count("old") - 1
-
-
-def test_the_schema_has_the_routes() -> None:
-    server = Server()
-    assert server.ask("GET", "/openapi.json", {})[0] == 200
-    paths = server.schema["paths"]
-    assert paths.keys() == {"/v1/models", "/kvweave/knowledge", "/kvweave/knowledge/{name}"}
-    statuses = set(paths["/kvweave/knowledge"]["post"]["responses"])
-    assert statuses == {"200", "400", "401", "413", "501", "507"}
-    fields = paths["/kvweave/knowledge"]["post"]["requestBody"]["content"]["application/json"]
-    assert set(fields["schema"]["properties"]) == set(knowledge.FIELDS)
-
-
-def test_a_listing_is_of_one_namespace() -> None:
-    server = Server()
-    server.reply = {"value": []}
-    server.ask("GET", "/kvweave/knowledge")
-    assert server.calls == [("kvweave_list", ("",))]
-
-
-def test_metrics_hear_of_documents() -> None:
-    server, heard = Server(), []
-    metrics = SimpleNamespace(observe=lambda report, engine: heard.append((report, engine)))
-    loggers = [SimpleNamespace(kv_connector_prom=metrics), SimpleNamespace()]
-    vars(server)["logger_manager"] = SimpleNamespace(stat_loggers=loggers)
-    server.ask("POST", "/kvweave/knowledge", {"name": "a", "text": "hi"})
-    server.ask("DELETE", "/kvweave/knowledge/a")
-    assert heard == [({"done": True}, 0)] * 2
-    methods = [method for method, _ in server.calls]
-    assert methods == ["kvweave_insert", "kvweave_report", "kvweave_delete", "kvweave_report"]
-
-
-ANTHROPIC = {"input_tokens": 74, "cache_read_input_tokens": 16, "output_tokens": 3}
-
-
-@pytest.mark.parametrize(
-    ("usage", "counted"),
-    [
-        (
-            {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 16}},
-            {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 56}},
-        ),
-        (ANTHROPIC, {**ANTHROPIC, "input_tokens": 34, "cache_read_input_tokens": 56}),
-        (
-            {"input_tokens": 90, "output_tokens": 3},
-            {"input_tokens": 34, "cache_read_input_tokens": 56, "output_tokens": 3},
-        ),
-    ],
-)
-def test_other_routes_count_cached_tokens_too(usage: Any, counted: Any) -> None:
-    data = json.dumps({"usage": usage, "kv_transfer_params": {"kvweave": SAID}}).encode()
-    assert json.loads(told(b"application/json", data)[1])["usage"] == counted
-
-
-def test_a_named_event_with_a_whole_response_says_it() -> None:
-    usage = {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 0}}
-    response = {"usage": usage, "kv_transfer_params": {"kvweave": SAID}}
-    done = {"type": "response.completed", "response": response}
-    event = f"event: response.completed\ndata: {json.dumps(done)}\n\n"
-    _, body = told(b"text/event-stream", event.encode())
-    name, _, data = body.decode().strip().partition("\n")
-    assert name == "event: response.completed"
-    said = json.loads(data.removeprefix("data: "))["response"]
-    assert (said["kvweave"], said["kv_transfer_params"]) == (SAID, None)
-    assert said["usage"]["input_tokens_details"] == {"cached_tokens": 56}
-
-
-SAID = {"tokens": 90, "cached": 16, "found": {"request": 64}, "reused": 48, "recomputed": 8}
 USAGE = {"prompt_tokens": 90, "prompt_tokens_details": {"audio_tokens": 1}}
-
-
-def told(kind: bytes, *parts: bytes) -> tuple[dict[bytes, bytes], bytes]:
-    """Headers and body of a response that is sent in parts."""
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    async def respond() -> None:
-        through = Told(send)
-        length = b"%d" % sum(map(len, parts))
-        headers = [(b"content-type", kind), (b"content-length", length)]
-        await through({"type": "http.response.start", "status": 200, "headers": headers})
-        for part in parts[:-1]:
-            await through({"type": "http.response.body", "body": part, "more_body": True})
-        await through({"type": "http.response.body", "body": parts[-1]})
-
-    asyncio.run(respond())
-    start, *bodies = sent
-    assert start["type"] == "http.response.start"
-    assert not bodies[-1].get("more_body", False)
-    return dict(start["headers"]), b"".join(message["body"] for message in bodies)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, 100])

@@ -126,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 def fetched(address: str, method: str, value: Any = None, key: str = KEY) -> tuple[int, Any]:
     """Status and JSON body of an answer."""
     data = None if value is None else json.dumps(value).encode()
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
         with urlopen(Request(address, data, headers, method=method)) as answer:
             return answer.status, json.load(answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvweave.adapters.vllm.lazy_classes import FAMILIES
+from kvweave.adapters.vllm.model_names import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
 

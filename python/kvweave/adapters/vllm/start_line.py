@@ -12,7 +12,7 @@ from typing import Any
 
 from kvweave import __version__, cuda_status
 from kvweave.adapters.vllm.heads.class_map import read_classes
-from kvweave.adapters.vllm.lazy_classes import MODELS
+from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
 from kvweave.errors import InvalidArgument
 

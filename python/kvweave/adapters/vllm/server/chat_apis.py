@@ -73,6 +73,6 @@ def replaced(value: Any, steps: Steps, new: Any) -> Any:
     if not steps:
         return new
     step, *rest = steps
-    copied = list(value) if isinstance(value, list) else dict(value)
+    copied: Any = list(value) if isinstance(value, list) else dict(value)
     copied[step] = replaced(value[step], tuple(rest), new)
     return copied

@@ -27,7 +27,7 @@ KINDS = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
-    501: "NotImplementedError",
+    501: "UnsupportedError",
     507: "InsufficientStorageError",
 }
 
