@@ -227,7 +227,8 @@ class SegmentStore:
         Errors: `PoolFull` beyond the frozen share.
         """
         stats = self.cache.stats()
-        limit = int(stats["total"]) * round(self.frozen_share * 100) // 100
+        # The cache rounds its share to a whole per cent so.
+        limit = int(stats["total"]) * int(self.frozen_share * 100 + 0.5) // 100
         own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
         free = max(limit - int(stats["frozen"]) + sum(own), 0)
         shared = self.cache.match_prefix(np.asarray(tokens, np.int32), namespace) // PAGE_TOKENS
