@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvweave import InvalidArgument, Unsupported
+from kvweave import HeadClassMap, InvalidArgument, KvShape, Unsupported
 from kvweave.adapters.vllm.serving import engine_options, server_config
 from kvweave.cli import app
 
 LLAMA = "LlamaForCausalLM"
+LAYERS, KV_HEADS = 3, 4
+WINDOW: dict[str, int | str] = {"kind": "window", "sink": 4, "recent": 64}
+WIDER = {**WINDOW, "recent": 128}
+TOP_K: dict[str, int | str] = {
+    "kind": "top_k",
+    "pages": 8,
+    "rerank_every": 1,
+    "score": "min-max",
+    "estimate": False,
+}
 
 
 def test_without_options_the_model_is_stock_on_our_backend() -> None:
@@ -62,9 +75,27 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    config = {"architectures": [LLAMA], "model_type": "llama"}
+    config = {
+        "architectures": [LLAMA],
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": KV_HEADS,
+        "hidden_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
+
+
+def map_file(path: Path, *heads: dict[str, int | str], layers: int = LAYERS) -> Path:
+    """A map whose layers all have these classes, then full heads."""
+    shape = KvShape(layers=layers, kv_heads=KV_HEADS, head_dim=8)
+    whole = json.loads(HeadClassMap.full(shape, "a model").to_json())
+    for entry in whole["heads"]:
+        if entry["head"] < len(heads):
+            entry["class"] = heads[entry["head"]]
+    path.write_text(json.dumps(whole))
+    return path
 
 
 def ran(*words: object) -> tuple[int, str]:
@@ -73,8 +104,7 @@ def ran(*words: object) -> tuple[int, str]:
 
 
 def test_the_command_writes_what_yaml_reads(model: Path) -> None:
-    path = model / "a map: #1.json"
-    path.write_text("{}")
+    path = map_file(model / "a map: #1.json", WINDOW)
     code, text = ran(model, "--heads", path)
     assert code == 0
     assert yaml.safe_load(text) == yaml.safe_load(server_config(LLAMA, heads=str(path)))
@@ -143,3 +173,79 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         assert expected in " ".join(said.split())
         assert "Traceback" not in said
     assert not (model / "x.conf").exists()
+
+
+def test_a_map_is_held_to_the_model_before_an_engine_is_started(model: Path) -> None:
+    for name, heads, layers, words, expected in (
+        ("other", (WINDOW,), 5, (), "a map of 3 layers of 4 KV heads, got 5 of 4"),
+        ("two", (WINDOW, WIDER), LAYERS, (), "heads: windows: expected one (sink, recent)"),
+        ("none", (WINDOW,) * 4, LAYERS, (), "at least one in every layer, got 0"),
+        ("mixed", (WINDOW, TOP_K), LAYERS, (), "full and top_k, or full and window"),
+        ("few", ({**TOP_K, "pages": 2},), LAYERS, (), "at least 3, which are always read"),
+        ("ranks", (WINDOW,), LAYERS, ("--ranks", 2), "numbers that 2 ranks divide"),
+        ("chosen", (TOP_K,), LAYERS, ("--virtual-pages",), "full and window, got top_k"),
+    ):
+        path = map_file(model / f"{name}.json", *heads, layers=layers)
+        code, said = ran(model, "--heads", path, *words)
+        assert (code, "Traceback" in said) == (2, False)
+        assert expected in " ".join(said.split())
+    (model / "torn.json").write_text('{"heads": [')
+    code, said = ran(model, "--heads", model / "torn.json")
+    assert (code, "head map" in said) == (2, True)
+    served = {
+        "window": ((WINDOW,), ()),
+        "several": ((WINDOW, WIDER), ("--virtual-pages",)),
+        "chosen": ((TOP_K, TOP_K), ("--ranks", 2)),
+        "halves": ((WINDOW, WINDOW), ("--ranks", 2)),
+    }
+    for name, (heads, words) in served.items():
+        assert ran(model, "--heads", map_file(model / f"{name}.json", *heads), *words)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("{", "expected a transformers config"),
+        ("[]", "expected a transformers config"),
+        ({"architectures": [LLAMA]}, "expected a transformers config"),
+        ({"architectures": []}, "expected architectures"),
+        ({"architectures": [3]}, "expected architectures"),
+        (None, "expected a folder with config.json"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(model: Path, config: Any, expected: str) -> None:
+    path = model / "config.json"
+    given = json.loads(path.read_text())
+    path.unlink()
+    if isinstance(config, str):
+        path.write_text(config)
+    elif config is not None:
+        whole = {**given, **config} if config["architectures"] != [LLAMA] else config
+        path.write_text(json.dumps(whole))
+    code, said = ran(model, "--segments-gib", 1)
+    assert (code, "Traceback" in said) == (2, False)
+    assert expected in " ".join(said.split())
+
+
+def test_the_command_imports_no_framework(model: Path) -> None:
+    """A map of each kind is looked at too; a fresh process says what was imported on the way."""
+    for heads in ((WINDOW,), (TOP_K,)):
+        path = map_file(model / "map.json", *heads)
+        asked = ["vllm-config", str(model), "--heads", str(path)]
+        program = (
+            "import sys\nfrom kvweave.cli import app\n"
+            f"try:\n    app({asked!r})\nexcept SystemExit as ended:\n    assert not ended.code\n"
+            "print(sorted({'torch', 'transformers', 'vllm', 'huggingface_hub'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_name_that_no_hub_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("nobody/no-such-model", "/no/folder"):
+        code, said = ran(name)
+        assert (code, "Traceback" in said) == (2, False)
+        assert "or the name of a model on the hub" in " ".join(said.split())

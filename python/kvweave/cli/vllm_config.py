@@ -46,10 +46,15 @@ def vllm_config(
         float | None,
         typer.Option(min=0.001, help="vLLM 0.33: offload KV to so much memory, and the store."),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="GPUs that share the heads: --tensor-parallel-size.")
+    ] = 1,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
 ) -> None:
     """Print a configuration for `vllm serve`; without options, that of the attention backend."""
-    from kvweave.adapters.vllm.serving import architecture_of, server_config
+    from kvweave.adapters.vllm.heads.served_map import check_map
+    from kvweave.adapters.vllm.serving import server_config
+    from kvweave.cli.vllm_model import served_model
 
     if frozen_share is not None and segments_gib is None:
         text = "frozen-share: expected it beside segments-gib, got it alone"
@@ -75,7 +80,10 @@ def vllm_config(
     if host_bytes is not None:
         text = _offloading(host_bytes, metrics, chosen)
     else:
-        text = server_config(architecture_of(model), metrics=metrics, **chosen)
+        read = served_model(model)
+        text = server_config(read.architecture, metrics=metrics, **chosen)
+        if heads is not None:
+            check_map(heads, read.layers, read.kv_heads, ranks, virtual_pages)
     if out_file is None:
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
     else:

@@ -254,6 +254,20 @@ impl KvCache {
         call_core(py, || Ok::<_, Failure>(self.cache.lookup_prefix_in(&ids, namespace.0, regime.0)))
     }
 
+    /// Tokens of a segment that are cached in a namespace, whatever stood before it.
+    #[pyo3(signature = (tokens, namespace=Text(""), *, regime=Regime::default()))]
+    fn match_segment(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Text<'_>,
+        regime: Regime,
+    ) -> PyResult<usize> {
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        call_core(py, || Ok::<_, Failure>(self.cache.lookup_segment(&ids, namespace.0, regime.0)))
+    }
+
     /// Blocks by state (all head groups together, and each under "groups"), hits and misses.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = call_core(py, || Ok::<_, Failure>(self.cache.stats()))?;

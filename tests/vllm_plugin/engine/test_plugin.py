@@ -37,6 +37,7 @@ from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.heads.scheduler import HeadSchedulerConnector
 from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
 from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
+from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.segments.scheduler import SegmentSchedulerConnector
 from kvweave.adapters.vllm.segments.worker import SegmentWorkerConnector
 from kvweave.adapters.vllm.serving import server_config
@@ -80,7 +81,7 @@ def test_who_asks_gets_ours() -> None:
     assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
 
 
-@pytest.mark.parametrize("name", ["PagedBackend", *lazy_classes.MODELS])
+@pytest.mark.parametrize("name", ["PagedBackend", *MODELS])
 def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: str) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     plugin.register()

@@ -17,7 +17,7 @@ from families import tiny
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.server import text_ranges
 from vllm_segments import SIZES, settings
-from vllm_server import KEY, NAME, fetched, scraped, served, tokenizer
+from vllm_server import KEY, NAME, fetched, scraped, segment_options, served, tokenizer
 
 TEXT = " the hen went and the fox went; 12 cats — née Katz — and on and on and the cat went on\n"
 DOCUMENT = TEXT * 2
@@ -30,15 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("served")
     tiny("llama", **SIZES).save_pretrained(folder)
     TOKENS.save_pretrained(folder)
-    choice = settings()
-    options = [
-        *("--hf-overrides", json.dumps(choice["hf_overrides"])),
-        *("--additional-config", json.dumps(choice["additional_config"])),
-        *("--kv-transfer-config", json.dumps(choice["kv_transfer_config"])),
-        *("--worker-extension-cls", choice["worker_extension_cls"]),
-        *("--logits-processors", *choice["logits_processors"]),
-        *("--middleware", "kvweave.adapters.vllm.server.SegmentMiddleware"),
-    ]
+    options = segment_options(settings())
     with served(folder, folder / "log.txt", options) as found:
         yield found
 

@@ -68,6 +68,14 @@ def gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     return op
 
 
+def sampled(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """A token a row by its probability: the largest logit with Gumbel noise of the row's seed."""
+    noise = torch.empty_like(logits)
+    for row, seed in zip(noise, seeds.tolist(), strict=True):
+        row.exponential_(generator=torch.Generator().manual_seed(seed))
+    return (logits - noise.log()).argmax(-1)
+
+
 def write_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -122,6 +130,7 @@ def attention(
 OPS: dict[str, Callable[..., Any]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "greedy_argmax(Tensor x) -> Tensor": lambda x: x.argmax(-1),
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": sampled,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(functional.silu),
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(
         lambda x: functional.gelu(x, approximate="tanh")

@@ -54,12 +54,28 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-@contextmanager
-def served(model: Path, log: Path, options: list[str]) -> Iterator[str]:
-    """The address of a server, once it is ready; its output goes to `log`."""
+def segment_options(choice: dict[str, Any]) -> list[str]:
+    """`vllm_segments.settings` as options of the command, and the middleware."""
+    return [
+        *("--hf-overrides", json.dumps(choice["hf_overrides"])),
+        *("--additional-config", json.dumps(choice["additional_config"])),
+        *("--kv-transfer-config", json.dumps(choice["kv_transfer_config"])),
+        *("--worker-extension-cls", choice["worker_extension_cls"]),
+        *("--logits-processors", *choice["logits_processors"]),
+        *("--middleware", "kvweave.adapters.vllm.server.SegmentMiddleware"),
+    ]
+
+
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def served(model: Path, log: Path, options: list[str], **variables: str) -> Iterator[str]:
+    """The address of a server, once it is ready; its output goes to `log`."""
+    port = free_port()
     fixed = {
         "--model": str(model),
         "--host": "127.0.0.1",
@@ -79,7 +95,7 @@ def served(model: Path, log: Path, options: list[str]) -> Iterator[str]:
     command = [sys.executable, __file__, "--enforce-eager"]
     # Asynchronous engines are in a process of their own; what tests import, it imports.
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    env |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
     with log.open("wb") as out:
         process = subprocess.Popen([*command, *words, *options], stdout=out, stderr=out, env=env)
         try:
@@ -110,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
 def fetched(address: str, method: str, value: Any = None, key: str = KEY) -> tuple[int, Any]:
     """Status and JSON body of an answer."""
     data = None if value is None else json.dumps(value).encode()
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
         with urlopen(Request(address, data, headers, method=method)) as answer:
             return answer.status, json.load(answer)

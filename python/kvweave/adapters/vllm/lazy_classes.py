@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.model_names import MODELS
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-MODELS = tuple(f"Kvweave{family}ForCausalLM" for family in FAMILIES)
 STOCK_CPU = ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend")
 
 

@@ -29,6 +29,7 @@ from kvweave.adapters.vllm.segments.model import (
     give_store,
     guard_model,
 )
+from kvweave.adapters.vllm.start_line import log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
@@ -43,6 +44,7 @@ class _KvweaveModel:
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
+        log_start(vllm_config)
         self.split = self.layout = self.budgets = None
         reusing = options.segment_bytes is not None
         classes = _classes_of(vllm_config, options)

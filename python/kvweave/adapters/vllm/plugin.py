@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from kvweave.adapters.vllm import lazy_classes, versions
+from kvweave.adapters.vllm.model_names import MODELS
 
 
 def register() -> None:
@@ -45,7 +46,7 @@ def _register_names() -> None:
     if current_platform.is_cpu():
         # vLLM's CPU platform takes the class of CPU_ATTN whatever backend was asked for.
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{lazy_classes.__name__}.CpuBackend")
-    for name in lazy_classes.MODELS:
+    for name in MODELS:
         ModelRegistry.register_model(name, f"{lazy_classes.__name__}:{name}")
 
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from kvweave.adapters.vllm.composition import NOT_BESIDE, PAGES, SEGMENTS
-from kvweave.adapters.vllm.lazy_classes import FAMILIES
+from kvweave.adapters.vllm.model_names import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.store_tier.settings import TierSettings
@@ -96,14 +96,6 @@ def config_text(given: dict[str, Any]) -> str:
     # JSON is YAML, whatever characters a path has.
     lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in given.items()]
     return "\n".join(lines) + "\n"
-
-
-def architecture_of(model: str) -> str:
-    """The architecture that a model's `config.json` names first; `model` is a folder or a name."""
-    from transformers import AutoConfig
-
-    known = AutoConfig.from_pretrained(model).architectures or ["none"]
-    return str(known[0])
 
 
 def _ours(architecture: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.arguments import whole
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument
-from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
 
 RERANK_EVERY = 16
 """Decode steps between two rankings of a stable head's pages (FlexiCache, section 4.1)."""

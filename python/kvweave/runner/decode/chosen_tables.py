@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvweave import ops
+from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.ops import ReadEntries, RopeTable, Table, Workspace
 from kvweave.runner.decode.chosen_pages import (
     APART,
@@ -27,7 +28,6 @@ from kvweave.runner.decode.chosen_pages import (
     ChosenRoom,
 )
 from kvweave.runner.decode.reads import HeadChoice
-from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
 from kvweave.runner.model.model_spec import ModelSpec
 
 

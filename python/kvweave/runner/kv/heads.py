@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import CorruptHeadMap, Unsupported
 from kvweave.ops import Reach, Table
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES, PageBudget, budgets_of
+from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.model_spec import ModelSpec
 

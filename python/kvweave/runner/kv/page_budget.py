@@ -1,4 +1,4 @@
-"""How many pages the heads of a group read in a decode step, and which they read in any case."""
+"""How many pages the heads of a group read in a decode step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from kvweave.cache import KvCache
-
-SINK_PAGES = 1
-"""Pages at the start of a table that a top-K head always reads."""
-
-RECENT_PAGES = 2
-"""The newest pages, which it always reads too: the last one may hold a single token."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ pub use room::CacheRoom;
 pub use stats::{CacheStats, Counters, GroupStats, Quota};
 
 use crate::content::hash::seed_of;
-use crate::content::{BlockHasher, Digest, FrozenSegment, Index};
+use crate::content::{BlockHasher, Digest, FrozenSegment, Index, Matches};
 use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
@@ -145,6 +145,19 @@ impl KvCache {
         let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
         let found = stored.index.match_prefix(scope, tokens, &mut blocks);
         blocks.len() * self.0.page_tokens() + found.partial.map_or(0, |(_, tokens)| tokens)
+    }
+
+    /// Tokens of a segment that are cached, whatever stood before it. Nothing is held or counted.
+    #[must_use]
+    pub fn lookup_segment(&self, tokens: &[u32], namespace: &str, regime: u64) -> usize {
+        if tokens.is_empty() {
+            return 0;
+        }
+        let stored = self.0.store.lock();
+        let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
+        let (whole, mut found) = (0..tokens.len(), Matches::default());
+        stored.index.match_marked(scope, tokens, whole.clone(), &whole, &mut found);
+        found.pieces.iter().map(|piece| piece.end - piece.start).sum()
     }
 
     /// The chained digests of a prompt's whole blocks, for [`Self::lookup_digests`]. Empty for a

@@ -18,6 +18,7 @@ from kvweave.adapters.vllm.backend.cache_specs import attention_span_of
 from kvweave.adapters.vllm.backend.dense_prefill import DensePrefill, Runs
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries, KeptTables, StepBatch, StepLayout
+from kvweave.adapters.vllm.start_line import log_start
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
@@ -40,6 +41,8 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     ) -> None:
         """`more_entries`: room behind those of the requests of captured steps."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Models of ours have said it before; once a process it is said.
+        log_start(vllm_config)
         span = attention_span_of(kv_cache_spec)
         page_tokens, heads = int(kv_cache_spec.block_size), int(kv_cache_spec.num_kv_heads)
         self.layout = StepLayout(page_tokens, (span,), block_pages=heads)

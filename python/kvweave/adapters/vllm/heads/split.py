@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 PROJECTION = re.compile(r"\.layers\.(\d+)\.self_attn\.(q|k|v|qkv|o)_proj\.(\w+)$")
 # Along which axis a weight runs over heads; a bias of o_proj runs over none.
@@ -113,6 +114,9 @@ class HeadSplit:
 
         Errors: `InvalidArgument` when it is not a multiple of G.
         """
+        # A map is checked where no weights are, and no torch wanted.
+        import torch
+
         size = weight.shape[axis]
         expected = f"a multiple of {self.kv_heads} (KV heads) on axis {axis}"
         got = f"shape {list(weight.shape)}"

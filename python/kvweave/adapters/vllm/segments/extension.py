@@ -33,6 +33,8 @@ class KnowledgeBaseWorker:
             config = self.vllm_config.model_config
             _check_names(name, namespace)
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
+            _worker().store.require_room(name, ids, namespace)
+            _worker().expect_document(ids, namespace)
             worker = _worker()
             why = worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             entry = _shown(worker.store.cache.frozen_segment(name, namespace))
@@ -60,6 +62,10 @@ class KnowledgeBaseWorker:
 
         return _reply(found)
 
+    def kvweave_report(self) -> Reply:
+        """How the store's bytes changed since the last report: no step tells of documents."""
+        return _reply(lambda: _worker().taken_bytes().to_dict())
+
     def kvweave_store(self) -> Reply:
         """Blocks of the store by what holds them, its evictions and look-ups so far.
 
@@ -77,7 +83,8 @@ def _reply(action: Callable[[], Any]) -> Reply:
     try:
         return {"value": action()}
     except KvweaveError as error:
-        return {"error": type(error).__name__, "text": str(error)}
+        sides = {"expected": error.expected, "got": error.got}
+        return {"error": type(error).__name__, "text": str(error), **sides}
 
 
 def _worker() -> SegmentWorker:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from kvweave import errors
 
 Reply: TypeAlias = dict[str, Any]
-"""What a worker answers: `value`, or `error` (a class of `kvweave.errors`) and its `text`."""
+"""What a worker answers: `value`, or `error` (a class of `kvweave.errors`) and what it says."""
 
 
 def answer(replies: Sequence[Reply]) -> Any:
@@ -27,7 +27,7 @@ def answer(replies: Sequence[Reply]) -> Any:
     for reply in replies:
         if "error" in reply:
             kind = getattr(errors, str(reply["error"]), errors.KvweaveError)
-            raise kind(reply["text"])
+            raise kind(reply["text"], expected=reply.get("expected"), got=reply.get("got"))
     return replies[0]["value"]
 
 

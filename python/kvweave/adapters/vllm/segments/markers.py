@@ -19,6 +19,10 @@ from kvweave.policies.policy_text import kinds_of, settings_of, told, with_setti
 
 SECTION = "kvweave"
 FIELDS = ("segments", "namespace", "policy", "discover")
+CARRIED = "kvweave_marks"
+"""The same in `kv_transfer_params`, for routes that pass no arguments on."""
+LAYER_SETTINGS = (("sparsex", "boundary"), ("infoflow", "layers"))
+"""Policies and settings of theirs that say which of a model's layers do something."""
 MOST_SEGMENTS = 4096
 LONGEST = 256
 
@@ -66,6 +70,19 @@ class Markers:
         policy: Policy = with_settings(POLICIES[self.policy](), dict(self.settings))
         return policy
 
+    def check_layers(self, layers: int) -> None:
+        """Refuses a policy whose settings name layers that a model of that many does not have.
+
+        Errors: `InvalidArgument` naming the setting.
+        """
+        for path, value in self.settings:
+            if (self.policy, path) not in LAYER_SETTINGS or value is None:
+                continue
+            # A boundary is a number of layers, the others are layers counted from 0.
+            beyond = max(value) >= layers if isinstance(value, tuple) else value > layers
+            if beyond:
+                raise _invalid(f"policy.{path}", f"layers of {layers}", _shown(value))
+
     def check_within(self, tokens: int) -> None:
         """Refuses segments that reach beyond a prompt of that many tokens.
 
@@ -82,9 +99,13 @@ def markers_of(extra_args: Any) -> Markers | None:
 
     Errors: `InvalidArgument` naming the field, what was expected and what came.
     """
-    if not isinstance(extra_args, Mapping) or extra_args.get(SECTION) is None:
+    if not isinstance(extra_args, Mapping):
         return None
-    return parse(extra_args[SECTION])
+    given = extra_args.get(SECTION)
+    if given is None:
+        carried = extra_args.get("kv_transfer_params")
+        given = carried.get(CARRIED) if isinstance(carried, Mapping) else None
+    return None if given is None else parse(given)
 
 
 def parse(given: Any) -> Markers:

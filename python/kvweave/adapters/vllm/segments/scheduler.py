@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.segments.events import events_of
+from kvweave.adapters.vllm.segments.known_documents import Change
 from kvweave.adapters.vllm.segments.markers import SECTION, Markers
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
@@ -127,6 +131,7 @@ class SegmentSchedulerConnector(IdleConnector):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         whole = next(n for n, spec in enumerate(specs) if not isinstance(spec, SlidingWindowSpec))
         self.requests = MarkedRequests(int(specs[whole].block_size), whole)
+        self._changes: list[Change] = []
 
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""
@@ -151,3 +156,9 @@ class SegmentSchedulerConnector(IdleConnector):
         report = connector_output.kv_connector_stats
         if isinstance(report, SegmentConnectorStats):
             self.requests.heard(report.take_outcomes())
+            self._changes += report.take_documents()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Documents that came into the workers' stores and went, for who routes by them."""
+        changes, self._changes = self._changes, []
+        return list(events_of(changes))

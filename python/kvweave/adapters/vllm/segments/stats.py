@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvweave.adapters.vllm.segments.known_documents import Change
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 
 
@@ -25,7 +26,8 @@ class SegmentStats:
     (Delta-RoPE). `misses`: tokens not reused, by the store's reasons, and
     "refused" for prompts that the store had no room for or could not take. `store_bytes`: how
     much more of the store is "free", "held", "cached" and (of these) "frozen" than at the last
-    report. `outcomes`: by request what became of its prompt, for the scheduler alone.
+    report. For the scheduler alone: `outcomes`, by request what became of its prompt, and
+    `documents`, those that came into the store and went.
     """
 
     requests: int = 0
@@ -40,6 +42,7 @@ class SegmentStats:
     misses: Counter[str] = field(default_factory=Counter)
     store_bytes: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, PromptOutcome] = field(default_factory=dict)
+    documents: list[Change] = field(default_factory=list)
 
     def outcome(self, request: str) -> PromptOutcome:
         """What became of a request's prompt, to be added to."""
@@ -88,6 +91,10 @@ class SegmentConnectorStats(KVConnectorStats):
     def reset(self) -> None:
         """Starts a new interval."""
         self.data = SegmentStats().to_dict()
+
+    def take_documents(self) -> list[Change]:
+        """Documents that came and went; the report is then of counts alone."""
+        return [(kind, name, tokens) for kind, name, tokens in self.data.pop("documents", ())]
 
     def take_outcomes(self) -> dict[str, PromptOutcome]:
         """What became of prompts, by request; the report is then of nobody's in particular."""

@@ -24,7 +24,7 @@ from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, Hea
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.policies import Policy
 
 PAGE_TOKENS = 16
@@ -117,7 +117,7 @@ class SegmentStore:
         if geometry.dtype not in NAMES:
             expected = ", ".join(NAMES.values())
             raise InvalidArgument(f"segments: expected KV in {expected}, got {geometry.dtype}")
-        self.geometry = geometry
+        self.geometry, self.frozen_share = geometry, frozen_share
         digest = hashlib.sha256(geometry.inv_freq.tobytes()).digest()
         self.regime = int.from_bytes(digest[:8], "little")
         frequencies = np.tile(geometry.inv_freq.astype(np.float32), (geometry.layers, 1))
@@ -232,6 +232,25 @@ class SegmentStore:
     def frozen(self, namespace: str | None) -> list[FrozenSegment]:
         """The knowledge base's entries of a namespace, or of all."""
         return self.cache.frozen(namespace)
+
+    def require_room(self, name: str, tokens: list[int], namespace: str) -> None:
+        """Refuses a document that could not be frozen, before anything of it is computed.
+
+        What an entry of the same name has is given back, and blocks of the same text are shared.
+
+        Errors: `PoolFull` beyond the frozen share.
+        """
+        stats = self.cache.stats()
+        # The cache rounds its share to a whole per cent so.
+        limit = int(stats["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+        own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
+        free = max(limit - int(stats["frozen"]) + sum(own), 0)
+        shared = self.cache.match_prefix(np.asarray(tokens, np.int32), namespace) // PAGE_TOKENS
+        needed = -(-len(tokens) // PAGE_TOKENS) - shared
+        if needed > free:
+            expected, got = f"{needed} blocks to be available", str(free)
+            text = f"frozen share of the store: expected {expected}, got {got}"
+            raise PoolFull(text, expected=expected, got=got)
 
     def bytes_by_state(self) -> Counter[str]:
         """Bytes of the arena that are free, held, cached and, among the latter two, frozen."""

@@ -22,7 +22,9 @@ from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.document_encoding import encode_document
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
+from kvweave.adapters.vllm.segments.events import are_published
 from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
+from kvweave.adapters.vllm.segments.known_documents import KnownDocuments
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
@@ -35,8 +37,11 @@ class SegmentWorker:
     """Segments on one rank, in the attention layers of each layer of its model.
 
     `longest`: tokens of a sequence that the model is run for, at most. `kept`: the knowledge base's
-    documents that survive the worker, if a folder keeps them.
+    documents that survive the worker, if a folder keeps them. `documents`: those of the store that
+    routers are told of, where somebody publishes them.
     """
+
+    documents: KnownDocuments | None = None
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class SegmentWorker:
         self.drafts = DraftSteps(longest)
         self.stats = SegmentStats()
         self._admitted: dict[str, AdmittedPrompt] = {}
+        self._prompts: dict[str, Prompt] = {}
         self._chunks: list[Chunk] = []
         self._batch: Batch | None = None
         # vLLM may have put a layer's memory elsewhere from one step to the next.
@@ -83,6 +89,7 @@ class SegmentWorker:
             if chunk.prompt is not None:
                 self._let_go(chunk.request_id)
                 self._look_up(chunk.request_id, chunk.prompt, chunk.start)
+                self._prompts[chunk.request_id] = chunk.prompt
             if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
@@ -151,6 +158,7 @@ class SegmentWorker:
                 continue
             if admitted.keeps:
                 self._keep(admitted, chunk.end, batch, request)
+                self._expect_segments(chunk)
             if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
 
@@ -212,13 +220,32 @@ class SegmentWorker:
         if not self._changed:
             return None
         self._changed, taken, self.stats = False, self.stats, SegmentStats()
-        now = self.store.bytes_by_state()
-        changes = {state: count - self._reported[state] for state, count in now.items()}
-        taken.store_bytes.update({state: change for state, change in changes.items() if change})
-        self._reported = now
+        taken.add(self.taken_bytes())
+        taken.documents = [] if self.documents is None else self.documents.taken()
         if taken == SegmentStats() or get_tensor_model_parallel_rank() != 0:
             return None
         return SegmentConnectorStats(taken.to_dict())
+
+    def expect_document(self, tokens: list[int], namespace: str) -> None:
+        """A document that will be in the store when the next report is made."""
+        if self.documents is not None:
+            self.documents.expect(tokens, namespace)
+
+    def _expect_segments(self, chunk: Chunk) -> None:
+        """Segments that end in a chunk are in the store behind it."""
+        prompt = self._prompts[chunk.request_id]
+        for span in prompt.markers.segments:
+            if chunk.start < span.end <= chunk.end:
+                tokens = prompt.tokens[span.start : span.end]
+                self.expect_document(tokens, prompt.markers.namespace)
+
+    def taken_bytes(self) -> SegmentStats:
+        """How the store's bytes changed since this was last asked."""
+        now = self.store.bytes_by_state()
+        changes = {state: count - self._reported[state] for state, count in now.items()}
+        self._reported = now
+        changed = {state: change for state, change in changes.items() if change}
+        return SegmentStats(store_bytes=Counter(changed))
 
     def _look_up(self, name: str, prompt: Prompt, start: int) -> None:
         """Looks up a prompt of which vLLM has cached the tokens before `start`."""
@@ -226,6 +253,7 @@ class SegmentWorker:
         spans = [(span.start, span.end) for span in markers.segments]
         asked = prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
         try:
+            markers.check_layers(len(self.attention))
             admitted = self.store.admit(*asked)
             if self.kept is not None and admitted.policy.reuse == "segments":
                 admitted = self._with_documents(self.kept, admitted, asked)
@@ -258,6 +286,7 @@ class SegmentWorker:
         return self.store.admit(*asked)
 
     def _let_go(self, name: str) -> None:
+        self._prompts.pop(name, None)
         admitted = self._admitted.pop(name, None)
         if admitted is not None:
             admitted.release()
@@ -288,6 +317,8 @@ class SegmentWorkerConnector(IdleConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Tensors of vLLM are there: segments may come."""
         self.worker = SegmentWorker.of(self._vllm_config)
+        if are_published(self._vllm_config):
+            self.worker.documents = KnownDocuments(self.worker.store.cache)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Looks up the prompts of a step: every vLLM says this before the forward.

@@ -4,7 +4,7 @@
     POST   /kvweave/knowledge        {"name": "handbook", "text": "…", "namespace": "acme"}
     DELETE /kvweave/knowledge/handbook[?namespace=acme]
 
-A document may come as `"tokens": [1, 2, 3]` instead of text.
+A document may come as `"tokens": [1, 2, 3]` instead of text. A call is about one namespace.
 """
 
 from __future__ import annotations
@@ -44,23 +44,40 @@ async def call(state: Any, method: str, path: str, query: bytes, data: bytes) ->
         return 200, {"object": "list", "data": entries}
     if method == "POST" and not name:
         arguments = await _document(state, data)
-        return 200, answer(await engine.collective_rpc("kvweave_insert", args=arguments))
+        return 200, await _changed(engine, "kvweave_insert", arguments)
     if method == "DELETE" and name:
-        namespace = _namespace(query) or ""
-        answer(await engine.collective_rpc("kvweave_delete", args=(name, namespace)))
+        namespace = _namespace(query)
+        await _changed(engine, "kvweave_delete", (name, namespace))
         return 200, {"name": name, "namespace": namespace, "deleted": True}
     text = f"expected GET or POST {PATH}, or DELETE {PATH}/NAME, got {method} {path}"
     return 405, body(405, text)
 
 
-def _namespace(query: bytes) -> str | None:
+async def _changed(engine: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+    """Has the engine do something, after which the server's metrics are those of its store.
+
+    Errors: as `answer`.
+    """
+    replies = await engine.collective_rpc(method, args=arguments)
+    manager = getattr(engine, "logger_manager", None)
+    loggers = [] if manager is None else manager.stat_loggers
+    metrics = [found for one in loggers if (found := getattr(one, "kv_connector_prom", None))]
+    if metrics:
+        report = answer(await engine.collective_rpc("kvweave_report"))
+        for one in metrics:
+            one.observe(report, 0)
+    return answer(replies)
+
+
+def _namespace(query: bytes) -> str:
+    """Whose documents are meant; a caller who names none has those of nobody in particular."""
     fields = parse_qs(query.decode("latin-1"), keep_blank_values=True)
     for field in fields.keys() - {"namespace"}:
         raise BadRequest(field, "the parameter namespace", field)
     given = fields.get("namespace", [])
     if len(given) > 1:
         raise BadRequest("namespace", "one", given)
-    return given[0] if given else None
+    return given[0] if given else ""
 
 
 async def _document(state: Any, data: bytes) -> tuple[str, list[int], str]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from kvweave.adapters.vllm.segments.markers import SECTION
-from kvweave.adapters.vllm.server import knowledge, marks, outcomes, prompts, replies
+from kvweave.adapters.vllm.segments.markers import SECTION, parse
+from kvweave.adapters.vllm.server import knowledge, marks, openapi, outcomes, prompts, replies
+from kvweave.adapters.vllm.server.arguments import COMPLETIONS, check_arguments, check_model
+from kvweave.adapters.vllm.server.chat_apis import APIS, ChatApi
+from kvweave.adapters.vllm.server.renderings import carrier
 from kvweave.errors import KvweaveError
 
-CHAT = "/v1/chat/completions"
+ROUTES: dict[str, ChatApi | None] = {**APIS, COMPLETIONS: None}
+IDLE = "kvweave: expected a marked part or discover beside it, got neither: it has no effect"
 MOST_BYTES = 256 * 2**20
 """Longest body that is read here."""
+# A logger of vLLM's: nobody listens to others in its processes.
+_log = logging.getLogger("vllm.kvweave.server")
 Scope: TypeAlias = dict[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[None]]
@@ -31,8 +38,10 @@ class SegmentMiddleware:
         """Serves one request."""
         path = _path(scope)
         ours = scope["type"] == "http" and (
-            knowledge.is_ours(path) or (path == CHAT and scope["method"] == "POST")
+            knowledge.is_ours(path) or (path in ROUTES and scope["method"] == "POST")
         )
+        if scope["type"] == "http" and path == getattr(scope["app"], "openapi_url", None):
+            openapi.describe(scope["app"])
         # vLLM's own check of keys comes after us, and only for its own routes.
         admitted = ours and (scope["method"] != "OPTIONS") and _admitted(scope)
         if ours and knowledge.is_ours(path) and scope["method"] != "OPTIONS" and not admitted:
@@ -52,31 +61,43 @@ class SegmentMiddleware:
                 status, answer = await knowledge.call(scope["app"].state, *given)
                 await replies.send_json(send, status, answer)
                 return
-            data, asks = await _chat(scope["app"].state, data)
+            data, asks, warning = await _asked(scope["app"].state, ROUTES[path], data)
         except KvweaveError as error:
             await replies.send_json(send, *replies.refusal(error))
             return
-        told = outcomes.Told(send) if asks else send
+        told = outcomes.Told(send, warning) if asks else send
         await self.app(_sized(scope, len(data)), _again(data, receive), told)
 
 
-async def _chat(state: Any, data: bytes) -> tuple[bytes, bool]:
-    """A chat request with its marks turned into an argument of vLLM's; whether there were any."""
+async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, bool, str | None]:
+    """A request with its marks turned into an argument of vLLM's.
+
+    Whether anything was said of segments, and what of that has no effect. `api` None: a request
+    whose client counts tokens itself.
+
+    Errors: `BadRequest` naming the field, and as `check_arguments`.
+    """
     if SECTION.encode() not in data and marks.CONTROL.encode() not in data:
-        return data, False
+        return data, False, None
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
-        return data, False
+        return data, False, None
     if not isinstance(given, dict):
-        return data, False
-    marked = marks.read(given)
-    if not marked.asks:
-        return (json.dumps(marked.body).encode() if marked.body != given else data), False
+        return data, False, None
+    marked = None if api is None else marks.read(given, api)
+    if marked is None or not marked.asks:
+        body = given if marked is None else marked.body
+        await check_arguments(state, api, body)
+        return (json.dumps(body).encode() if body != given else data), False, None
+    check_model(state, parse(marked.section([])))
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
-    asked = marked.body if spans is None else marked.arguments(spans)
-    return json.dumps(asked).encode(), spans is not None
+    asked = marked.body if spans is None else marked.arguments(spans, carrier(marked.api))
+    warning = IDLE if marked.is_idle else None
+    if warning is not None:
+        _log.warning("%s", warning)
+    return json.dumps(asked).encode(), spans is not None, warning
 
 
 def _path(scope: Scope) -> str:

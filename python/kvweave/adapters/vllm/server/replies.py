@@ -21,7 +21,15 @@ STATUS: tuple[tuple[type[KvweaveError], int], ...] = (
     (InvalidArgument, 400),
     (Unsupported, 501),
 )
-KINDS = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    501: "UnsupportedError",
+    507: "InsufficientStorageError",
+}
 
 
 class BadRequest(InvalidArgument):

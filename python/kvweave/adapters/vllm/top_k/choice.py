@@ -16,7 +16,7 @@ import torch
 
 from kvweave import ops
 from kvweave.adapters.vllm.top_k.map import ALL, FEWEST, PageBudgets
-from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
+from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 
 _EVERY_PAGE = 2**31 - 1
 # Of a request, as scores are listed: its entries, an empty table, and what lies behind.

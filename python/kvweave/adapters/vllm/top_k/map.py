@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
+from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.errors import InvalidArgument
-from kvweave.runner.kv.page_budget import RECENT_PAGES, SINK_PAGES
 
 ALL = 0
 """The budget of a head that reads all its pages."""

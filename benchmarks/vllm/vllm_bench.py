@@ -1,0 +1,230 @@
+"""vLLM's own benchmarks, stock and with the plugin: `python -m benchmarks.vllm.vllm_bench`.
+
+`serve` is `vllm bench serve` against a server of each engine, of its data set `prefix_repetition`
+and of a load of retrieved documents (`rag_text`) in its `custom` format; `throughput` is
+`vllm bench throughput`. Engines are `stock`, `ours` (its model on our backend), `heads` (an eighth
+of global KV heads) and `segments` (documents found wherever they stand). Weights are random, at a
+known shape. FILE gets a run for `python -m benchmarks.report.record FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import urlopen
+
+from benchmarks.device.models import MODELS
+from benchmarks.report.record import of_device
+from benchmarks.vllm.model import written
+from benchmarks.vllm.rag_text import RagLoad, write_custom, write_tokenizer
+from kvweave.adapters.vllm.serving import PACKAGE, engine_options
+from kvweave.lab.bench.rows import Row
+
+ENGINES = ("stock", "ours", "heads", "segments")
+JOBS = ("prefix_repetition", "rag", "throughput")
+DISCOVER = {"kvweave": {"discover": True}}
+SERVE = {
+    "request_throughput": "requests/s",
+    "output_throughput": "tokens/s",
+    "total_token_throughput": "tokens/s",
+    "mean_ttft_ms": "ms",
+    "p99_ttft_ms": "ms",
+    "mean_tpot_ms": "ms",
+    "p99_tpot_ms": "ms",
+}
+THROUGHPUT = {"requests_per_second": "requests/s", "tokens_per_second": "tokens/s"}
+STOP_S = 60
+
+
+def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[str]:
+    """Words of the command line that make a server of vLLM the engine."""
+    given: dict[str, Any] = {
+        "stock": {},
+        "ours": engine_options(architecture),
+        "heads": engine_options(architecture, heads=str(heads)),
+        "segments": engine_options(architecture, segment_bytes=store),
+    }[engine]
+    words: list[str] = []
+    for name, value in given.items():
+        listed = value if isinstance(value, list) else [_word(value)]
+        words += [f"--{name.replace('_', '-')}", *listed]
+    return words
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@contextmanager
+def served(words: list[str], limit_s: float) -> Iterator[int]:
+    """The port of a server, once it answers; all that it prints goes to stderr."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = int(found.getsockname()[1])
+    command = [sys.executable, "-m", "benchmarks.vllm.vllm_command", "server"]
+    with subprocess.Popen([*command, *words, "--port", str(port)], stdout=sys.stderr) as process:
+        try:
+            _wait(process, port, limit_s)
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"server: expected an answer within {limit_s} s, got none")
+
+
+def told(command: str, words: list[str], result: Path, limit_s: float) -> dict[str, Any]:
+    """What one of vLLM's benchmarks writes into `result`; what it prints goes to stderr."""
+    run = [sys.executable, "-m", "benchmarks.vllm.vllm_command", command, *words]
+    subprocess.run(run, stdout=sys.stderr, check=True, timeout=limit_s)
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def bench_words(job: str, engine: str, folder: Path, chosen: argparse.Namespace) -> list[str]:
+    """Words of `vllm bench serve` for a job."""
+    words = ["--model", str(folder), "--backend", "openai-chat", "--ignore-eos"]
+    words += ["--endpoint", "/v1/chat/completions", "--request-rate", str(chosen.rate)]
+    words += ["--percentile-metrics", "ttft,tpot", "--metric-percentiles", "99"]
+    words += ["--num-prompts", str(chosen.requests), "--seed", "0"]
+    if job == "rag":
+        words += ["--dataset-name", "custom", "--dataset-path", str(folder / "rag.jsonl")]
+        words += ["--skip-chat-template", "--custom-output-len", str(chosen.answer)]
+    else:
+        sizes = {"prefix-len": chosen.prefix, "suffix-len": chosen.suffix, "num-prefixes": 8}
+        words += ["--dataset-name", job]
+        for name, value in {**sizes, "output-len": chosen.answer}.items():
+            words += [f"--prefix-repetition-{name}", str(value)]
+    if engine == "segments":
+        words += ["--extra-body", json.dumps(DISCOVER)]
+    return words
+
+
+def figures(job: str, engine: str, found: dict[str, Any]) -> list[Row]:
+    """A row for each figure."""
+    units = THROUGHPUT if job == "throughput" else SERVE
+    failed = found.get("failed", 0)
+    beside = {"failed": failed} if failed else {}
+    return [
+        Row(f"{job}, {name}: {engine}", round(float(found[name]), 4), unit, None, dict(beside))
+        for name, unit in units.items()
+        if name in found
+    ]
+
+
+def beside_stock(rows: list[Row]) -> list[Row]:
+    """The same rows with their ratios to stock's."""
+    stock = {row.name.rpartition(": ")[0]: row.value for row in rows if row.name.endswith("stock")}
+    made = []
+    for row in rows:
+        title, _, engine = row.name.rpartition(": ")
+        of = dict(row.of)
+        if engine != "stock" and stock.get(title):
+            of = {"÷ stock": round(row.value / stock[title], 4), **of}
+        made.append(Row(row.name, row.value, row.unit, row.p95, of))
+    return made
+
+
+def run_engine(
+    engine: str, folder: Path, heads: Path, chosen: argparse.Namespace
+) -> Iterator[list[Row]]:
+    """The chosen jobs of one engine, a list of rows each as soon as it is known."""
+    architecture = f"{MODELS[chosen.model][0]}ForCausalLM"
+    ours = options_of(engine, architecture, heads, int(chosen.store_gib * 2**30))
+    engine_words = ["--model", str(folder), "--load-format", "dummy", "--dtype", chosen.dtype]
+    engine_words += ["--max-model-len", str(chosen.longest), *ours, *chosen.others]
+    serving = [job for job in chosen.jobs if job != "throughput"]
+    if serving:
+        middleware = ["--middleware", f"{PACKAGE}.server.SegmentMiddleware"]
+        words = [*engine_words, *(middleware if engine == "segments" else [])]
+        with served(words, chosen.limit) as port:
+            for job in serving:
+                result = folder / f"{job}-{engine}.json"
+                asked = bench_words(job, engine, folder, chosen)
+                asked += ["--port", str(port), "--save-result"]
+                asked += ["--result-dir", str(folder), "--result-filename", result.name]
+                yield figures(job, engine, told("serve", asked, result, chosen.limit))
+    if "throughput" in chosen.jobs and engine != "segments":
+        result = folder / f"throughput-{engine}.json"
+        asked = [*engine_words, "--output-json", str(result), "--dataset-name", "random"]
+        asked += ["--input-len", str(chosen.prefix), "--output-len", str(chosen.answer)]
+        asked += ["--num-prompts", str(chosen.requests)]
+        yield figures("throughput", engine, told("throughput", asked, result, chosen.limit))
+
+
+def parser_of_words() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="benchmarks.vllm.vllm_bench", description=__doc__)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--model", choices=list(MODELS), default="Llama-3.1-8B")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second, Poisson")
+    parser.add_argument("--prefix", type=int, default=8192)
+    parser.add_argument("--suffix", type=int, default=256)
+    parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--longest", type=int, default=110_000, help="tokens of a request")
+    parser.add_argument("--store-gib", type=float, default=16.0)
+    parser.add_argument("--rag", type=json.loads, default={}, help="fields of a RagLoad, JSON")
+    parser.add_argument("--limit", type=float, default=540, help="seconds a process may take")
+    parser.add_argument("--json", type=Path, help="where the run goes")
+    parser.add_argument("others", nargs="*", help="behind --: options of vLLM, of every engine")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
+    chosen = parser_of_words().parse_args(words)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows: list[Row] = []
+    failed = False
+    with TemporaryDirectory() as made:
+        folder, heads = written(Path(made), chosen.model, chosen.layers)
+        vocabulary = int(MODELS[chosen.model][1]["vocab_size"])
+        write_tokenizer(folder, vocabulary)
+        load = {"requests": chosen.requests, "answer_tokens": chosen.answer, **chosen.rag}
+        load = {name: tuple(v) if isinstance(v, list) else v for name, v in load.items()}
+        write_custom(folder / "rag.jsonl", RagLoad(**load), vocabulary)
+        for engine in chosen.engines:
+            try:
+                for found in run_engine(engine, folder, heads, chosen):
+                    rows += found
+                    print(*found, sep="\n", flush=True)
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                print(f"{engine}: {error}", file=sys.stderr, flush=True)
+                failed = True
+    rows = beside_stock(rows)
+    for row in rows:
+        beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
+        print(f"{row.name}: {row.value:.4g} {row.unit}; {beside}", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(of_device("vllm_bench", rows), indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Segments that a client has counted itself, `vllm_xargs={"kvweave": "…"}`, held to its prompt.
+
+The engine cannot refuse a request any more when it knows the prompt's length and the model's
+layers: it would compute the prompt as if it had no marks, and nobody would be told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.segments.markers import Markers, markers_of
+from kvweave.adapters.vllm.server.chat_apis import ChatApi
+from kvweave.adapters.vllm.server.marks import XARGS
+from kvweave.adapters.vllm.server.prompts import prompt_of
+from kvweave.adapters.vllm.server.renderings import completion_prompts
+
+COMPLETIONS = "/v1/completions"
+
+
+async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any]) -> None:
+    """Refuses arguments that the engine would pass over; `api` None: a request of completions.
+
+    Errors: `InvalidArgument` naming the field.
+    """
+    markers = markers_of(body.get(XARGS))
+    if markers is None:
+        return
+    check_model(state, markers)
+    if not markers.segments:
+        return
+    if api is None:
+        prompts = await _of_completion(state, body)
+    else:
+        prompts = [await prompt_of(state, api, body)]
+    for prompt in prompts:
+        if prompt is not None and prompt.get("prompt_token_ids") is not None:
+            markers.check_within(len(prompt["prompt_token_ids"]))
+
+
+def check_model(state: Any, markers: Markers) -> None:
+    """Refuses a policy that asks layers which the server's model does not have.
+
+    Errors: `InvalidArgument` naming the setting.
+    """
+    markers.check_layers(state.vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+
+async def _of_completion(state: Any, body: dict[str, Any]) -> list[Any]:
+    try:
+        return await completion_prompts(state, body)
+    except versions.refusals():
+        return []

@@ -1,0 +1,113 @@
+"""The routes of the knowledge base in the server's OpenAPI schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvweave.adapters.vllm.server.knowledge import PATH
+
+TEXT = {"type": "string"}
+COUNT = {"type": "integer", "minimum": 0}
+NAMESPACE = {
+    "name": "namespace",
+    "in": "query",
+    "required": False,
+    "schema": {**TEXT, "default": ""},
+    "description": "Whose documents: those of other namespaces are neither listed nor found.",
+}
+DOCUMENT = {
+    "type": "object",
+    "required": ["name"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {**TEXT, "minLength": 1, "maxLength": 256},
+        "text": {**TEXT, "description": "The document; or else `tokens`."},
+        "tokens": {"type": "array", "items": COUNT, "minItems": 1},
+        "namespace": {**TEXT, "maxLength": 256, "default": ""},
+    },
+}
+COUNTS = ("tokens", "blocks", "resident_blocks", "references")
+ENTRY = {
+    "type": "object",
+    "properties": {"name": TEXT, "namespace": TEXT, **dict.fromkeys(COUNTS, COUNT)},
+}
+ENTRIES = {
+    "type": "object",
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": ENTRY}},
+}
+DELETED = {
+    "type": "object",
+    "properties": {"name": TEXT, "namespace": TEXT, "deleted": {"const": True}},
+}
+ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": TEXT,
+                "type": TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": COUNT,
+            },
+        }
+    },
+}
+REFUSED = {
+    "400": "A field that can never be right; `param` names it.",
+    "401": "Without one of the server's keys.",
+    "501": "An engine that does not reuse segments.",
+}
+
+
+def _answers(schema: dict[str, Any], **others: str) -> dict[str, Any]:
+    """Answers by status; `others`: refusals besides those of every route, by `_` and status."""
+    known = {**REFUSED, **{status.strip("_"): says for status, says in others.items()}}
+    refusals = {status: _json(says, ERROR) for status, says in sorted(known.items())}
+    return {"200": _json("Done.", schema), **refusals}
+
+
+def _json(says: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": says, "content": {"application/json": {"schema": schema}}}
+
+
+GONE = "No document of that name in that namespace."
+FULL = "No room in the store: its frozen share, a quota, or the device's memory."
+PATHS: dict[str, dict[str, Any]] = {
+    PATH: {
+        "get": {
+            "tags": ["kvweave"],
+            "summary": "List the documents of one namespace",
+            "operationId": "kvweave_knowledge_list",
+            "parameters": [NAMESPACE],
+            "responses": _answers(ENTRIES),
+        },
+        "post": {
+            "tags": ["kvweave"],
+            "summary": "Encode a document and keep it until it is deleted",
+            "operationId": "kvweave_knowledge_insert",
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": DOCUMENT}},
+            },
+            "responses": _answers(ENTRY, _413="A body beyond what is read.", _507=FULL),
+        },
+    },
+    f"{PATH}/{{name}}": {
+        "delete": {
+            "tags": ["kvweave"],
+            "summary": "Take a document out",
+            "operationId": "kvweave_knowledge_delete",
+            "parameters": [
+                {"name": "name", "in": "path", "required": True, "schema": TEXT},
+                NAMESPACE,
+            ],
+            "responses": _answers(DELETED, _404=GONE),
+        },
+    },
+}
+
+
+def describe(app: Any) -> None:
+    """Adds the routes to the schema of vLLM's app, which keeps what it has made of itself."""
+    app.openapi()["paths"].update(PATHS)

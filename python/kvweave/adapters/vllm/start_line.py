@@ -1,0 +1,146 @@
+"""What an engine says once at its start: what of the plugin is active, and what has no effect.
+
+`config` is vLLM's `VllmConfig`; vLLM is imported only to log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvweave import __version__, cuda_status
+from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.model_names import MODELS
+from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
+from kvweave.errors import InvalidArgument
+
+PREFIX = "KVWEAVE_"
+BUILD = ("KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
+"""Variables of ours that no engine reads."""
+GIB = 2**30
+CHECK = "MarkerCheck"
+EXTENSION = "KnowledgeBaseWorker"
+
+
+def log_start(config: Any) -> None:
+    """Logs `active_line` and, as warnings, `idle_lines`: on the first rank, once a process."""
+    from vllm import __version__ as vllm_version
+    from vllm.logger import init_logger
+
+    if config.parallel_config.rank != 0:
+        return
+    # A logger of vLLM's: nobody listens to others in its processes.
+    log: Any = init_logger("vllm.kvweave")
+    log.info_once("%s", active_line(config, vllm_version))
+    for line in idle_lines(config):
+        log.warning_once("%s", line)
+
+
+def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What is active, in one line.
+
+    Errors: as `options_of` and `read_classes`.
+    """
+    options, name = options_of(config.additional_config, environment), _architecture(config)
+    parts = [f"kvweave {__version__} (CUDA {cuda_status()}) in vLLM {vllm_version}", "its backend"]
+    if name in MODELS:
+        parts += [f"model {name}", *_features(config, options)]
+    transfer = config.kv_transfer_config
+    if transfer is not None:
+        parts.append(f"connector {transfer.kv_connector}")
+    return "; ".join(parts)
+
+
+def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is set and has no effect, a line each that names it."""
+    return [*_variables(config, environment), *_options(config, environment)]
+
+
+def _features(config: Any, options: Options) -> Iterator[str]:
+    if options.heads is not None:
+        yield f"heads of {options.heads}: {_kinds(config, options)}"
+    if options.virtual_pages:
+        yield "virtual pages"
+    if options.segment_bytes is not None:
+        size, share = options.segment_bytes / GIB, round(options.frozen_share * 100)
+        yield (
+            f"segments in {size:.2f} GiB of each worker, up to {share} % for knowledge bases; "
+            "policy foresight where a request names none"
+        )
+
+
+def _kinds(config: Any, options: Options) -> str:
+    model = config.model_config
+    layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
+    assert options.heads is not None
+    counts: Counter[str] = Counter()
+    for layer in read_classes(options.heads, layers, heads):
+        counts.update(map(_kind, layer))
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
+def _kind(head: Mapping[str, Any]) -> str:
+    if head["kind"] == "window":
+        return f"window {head['recent']} with sink {head['sink']}"
+    if head["kind"] == "top_k":
+        return f"top-k of {head['pages']} pages"
+    return str(head["kind"])
+
+
+def _variables(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+    section = _section(config)
+    known = {variable: name for name, variable in VARIABLES.items()}
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX) or variable in BUILD or not environment[variable]:
+            continue
+        name = known.get(variable)
+        if name is None:
+            expected = ", ".join(sorted(known))
+            yield f"{variable}: expected one of {expected}, which are read; it has no effect"
+        elif name in section:
+            here = f"additional_config {SECTION}.{name}"
+            yield f"{variable}: expected one place, got {here} too, which counts; it has no effect"
+
+
+def _options(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+    section = _section(config)
+    try:
+        options = options_of(config.additional_config, environment)
+    except InvalidArgument as error:
+        # Where a model of ours is made it is raised.
+        yield f"{error}; it has no effect"
+        return
+    ours = _architecture(config) in MODELS
+    if not ours:
+        given = [name for name in VARIABLES if name in section or environment.get(VARIABLES[name])]
+        for name in given:
+            expected = f"an architecture of {', '.join(MODELS)} in --hf-overrides"
+            got = _architecture(config)
+            yield f"{SECTION}.{name}: expected {expected}, got {got}; it has no effect"
+    elif options.segment_bytes is None and (
+        "frozen_share" in section or environment.get(VARIABLES["frozen_share"])
+    ):
+        yield f"{SECTION}.frozen_share: expected segment_bytes beside it; it has no effect"
+    reuses = ours and options.segment_bytes is not None
+    checks = any(CHECK in str(one) for one in config.model_config.logits_processors or ())
+    if reuses and not checks:
+        expected = f"{CHECK}, which refuses malformed marks"
+        yield f"logits_processors: expected {expected}, got none; such marks have no effect"
+    if checks and not reuses:
+        yield f"logits_processors: expected {CHECK} beside segment_bytes; marks have no effect"
+    extended = EXTENSION in str(config.parallel_config.worker_extension_cls)
+    if extended and not reuses:
+        expected = f"{EXTENSION} beside segment_bytes"
+        yield f"worker_extension_cls: expected {expected}; a knowledge base is refused"
+
+
+def _section(config: Any) -> Mapping[str, Any]:
+    found = config.additional_config
+    section = found.get(SECTION) if isinstance(found, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
+
+
+def _architecture(config: Any) -> str:
+    return str((config.model_config.architectures or ["none"])[0])

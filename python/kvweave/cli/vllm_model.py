@@ -1,0 +1,54 @@
+"""What `kvweave vllm-config` must know of a model: its `config.json`, and no more of it is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvweave.cli.capacity_plan import shape_of
+from kvweave.errors import InvalidArgument
+from kvweave.models import ModelUnavailable
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The architecture that a config names first, its L layers and G KV heads."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+
+
+def served_model(model: str) -> ServedModel:
+    """The model of a folder, or of a name on the hub. Neither transformers nor torch is imported.
+
+    Errors: `ModelUnavailable` for a folder without a config and a name that has none, and
+    `InvalidArgument` for a config without an architecture or the sizes of a decoder.
+    """
+    path = _config_file(model)
+    shape = shape_of(str(path))
+    # `shape_of` has read the file: it is an object of JSON.
+    named = json.loads(path.read_text(encoding="utf-8")).get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        expected = "architectures: the name of a class of vLLM's"
+        raise InvalidArgument(f"{path}: expected {expected}, got {named!r}", expected=expected)
+    return ServedModel(named[0], shape.layers, shape.kv_heads)
+
+
+def _config_file(model: str) -> Path:
+    folder = Path(model)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelUnavailable(f"model {model}: expected a folder with config.json, got none")
+        return path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, HFValidationError) as error:
+        said = str(error).strip().split("\n", 1)[0][:300]
+        expected = "a folder with config.json, or the name of a model on the hub"
+        raise ModelUnavailable(f"model {model}: expected {expected}, got: {said}") from error

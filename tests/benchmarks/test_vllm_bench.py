@@ -1,0 +1,120 @@
+"""The loads and the tables of vLLM's own benchmarks, where no vLLM is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.vllm import own_tests, vllm_bench, vllm_command
+from benchmarks.vllm.rag_text import RagLoad, prompts, write_custom, write_tokenizer
+
+LOAD = RagLoad(
+    requests=40,
+    documents=8,
+    document_tokens=(20, 40),
+    together=(2, 4),
+    question_tokens=5,
+    answer_tokens=7,
+    most_tokens=120,
+)
+
+
+def test_prompts_are_documents_that_come_again(tmp_path: Path) -> None:
+    write_custom(tmp_path / "rag.jsonl", LOAD, 500)
+    rows = [json.loads(line) for line in (tmp_path / "rag.jsonl").read_text().splitlines()]
+    assert [row["output_tokens"] for row in rows] == [7] * 40
+    texts = [row["prompt"].split() for row in rows]
+    assert all(2 * 20 + 5 <= len(words) <= 120 for words in texts)
+    starts = Counter(" ".join(words[:20]) for words in texts)
+    # Whoever is first in the list comes most often, and not always at the start.
+    assert 1 < len(starts) <= LOAD.documents
+    assert prompts(LOAD, 500) == [row["prompt"] for row in rows]
+
+
+def test_a_word_is_a_token(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 500)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = prompts(LOAD, 500)[0]
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [int(word[1:]) for word in text.split()]
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 500
+    chat = [{"role": "user", "content": text}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False).strip() == text
+
+
+def test_engines_have_their_options() -> None:
+    heads = Path("heads.json")
+    assert vllm_bench.options_of("stock", "LlamaForCausalLM", heads, 1) == []
+    words = vllm_bench.options_of("segments", "LlamaForCausalLM", heads, 1 << 30)
+    at = words.index("--additional-config") + 1
+    assert json.loads(words[at]) == {"kvweave": {"segment_bytes": 1 << 30}}
+    assert "--logits-processors" in words
+    words = vllm_bench.options_of("heads", "LlamaForCausalLM", heads, 1)
+    assert words[words.index("--block-size") + 1] == "16"
+
+
+def test_rows_stand_beside_stocks() -> None:
+    found = {"mean_ttft_ms": 10.0, "request_throughput": 2.0, "failed": 0}
+    rows = vllm_bench.figures("rag", "stock", found)
+    rows += vllm_bench.figures("rag", "segments", {**found, "mean_ttft_ms": 2.5, "failed": 3})
+    beside = {row.name: row.of for row in vllm_bench.beside_stock(rows)}
+    assert beside["rag, mean_ttft_ms: segments"] == {"÷ stock": 0.25, "failed": 3}
+    assert beside["rag, mean_ttft_ms: stock"] == {}
+
+
+def test_the_command_is_one_of_vllms() -> None:
+    with pytest.raises(SystemExit, match="expected server or one of serve, throughput, got other"):
+        vllm_command.main(["other"])
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="a" name="one"/>
+<testcase classname="a" name="two"><failure message="no"/></testcase>
+<testcase classname="a" name="three"><error/></testcase>
+<testcase classname="b" name="one"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_became_of_another_is_listed(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    before = own_tests.outcomes_of(report)
+    assert before == {
+        "a::one": "passed",
+        "a::two": "failed",
+        "a::three": "error",
+        "b::one": "skipped",
+    }
+    assert own_tests.differences(before, before) == []
+    now = {**before, "a::one": "failed", "c::one": "passed"}
+    assert own_tests.differences(before, now) == [
+        "a::one: passed without, failed with",
+        "c::one: missing without, passed with",
+    ]
+
+
+def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:
+    """A source of two tests, one of which looks at what was loaded, and a double of vLLM."""
+    double = tmp_path / "double" / "vllm"
+    double.mkdir(parents=True)
+    (double / "__init__.py").touch()
+    (double / "plugins.py").write_text("def load_general_plugins(): pass\n")
+    source = tmp_path / "source"
+    (source / "tests").mkdir(parents=True)
+    (source / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    code = "import os\ndef test_a(): pass\ndef test_b(): assert not os.environ['VLLM_PLUGINS']\n"
+    (source / "tests" / "test_it.py").write_text(code)
+    apart = own_tests.isolated(tmp_path, source)
+    found = [
+        own_tests.ran(
+            apart, ["tests/test_it.py"], plugins, tmp_path / f"{name}.xml", 120, double.parent
+        )
+        for name, plugins in own_tests.PLUGINS.items()
+    ]
+    (line,) = own_tests.differences(*found)
+    assert line.endswith("test_b: passed without, failed with")

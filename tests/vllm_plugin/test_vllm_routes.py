@@ -1,0 +1,174 @@
+"""Marks on every route, arguments that are refused, and what else the middleware says."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.adapters.vllm.segments.markers import MarkedSegment, Markers, markers_of
+from kvweave.adapters.vllm.server import chat_apis, knowledge, marks
+from kvweave.adapters.vllm.server.replies import BadRequest
+from vllm_app import EPHEMERAL, SAID, Server, chat, part, told
+
+steps = st.lists(st.sampled_from(["a", "b", 0, 1]), max_size=3).map(tuple)
+
+ANTHROPIC = {"input_tokens": 74, "cache_read_input_tokens": 16, "output_tokens": 3}
+
+
+def test_a_policy_without_marks_is_warned_of() -> None:
+    server = Server()
+    body = chat(part(), kvweave={"policy": "naive"})
+    assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
+    assert b"no effect" in server.headers[b"kvweave-warning"]
+
+
+def test_layers_that_the_model_has_not_are_refused() -> None:
+    server = Server()
+    for policy in (
+        {"name": "sparsex", "boundary": 99},
+        {"name": "sparsex", "boundary": 31},
+        {"name": "infoflow", "layers": [3, 30]},
+    ):
+        body = chat(part(), kvweave={"policy": policy})
+        status, said = server.ask("POST", "/v1/chat/completions", body)
+        assert (status, "expected layers of 30" in said["error"]["message"]) == (400, True)
+        counted = {"prompt": "p", "vllm_xargs": {"kvweave": json.dumps({"policy": policy})}}
+        assert server.ask("POST", "/v1/completions", counted)[0] == 400
+    assert server.asked == []
+    for policy in ({"name": "sparsex", "boundary": 30}, {"name": "infoflow", "layers": [29]}):
+        body = chat(part(), kvweave={"policy": policy, "discover": True})
+        assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
+
+
+def test_arguments_that_are_none_are_refused_before_the_engine() -> None:
+    server = Server()
+    for text in ("{", "[]", '{"segments": [[4, 9], [8, 12]]}', '{"policy": "hope"}', 7):
+        body = {"prompt": [1, 2], "vllm_xargs": {"kvweave": text}}
+        for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
+            assert server.ask("POST", path, body)[0] == 400
+    assert server.asked == []
+
+
+def message(*parts: Any, **others: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": list(parts)}], **others}
+
+
+def test_marks_of_anthropics_messages() -> None:
+    system = [part("be brief"), part("the handbook", cache_control=EPHEMERAL)]
+    result = {"type": "tool_result", "content": "42", "cache_control": EPHEMERAL}
+    header = part("x-anthropic-billing-header: 1", cache_control=EPHEMERAL)
+    given = message(header, part("a", kvweave={"name": "n"}), result, system=system)
+    marked = marks.read(given, chat_apis.MESSAGES)
+    assert [(m.where, m.text, m.name) for m in marked.marks] == [
+        ("system[1]", "the handbook", None),
+        ("messages[0].content[1]", "a", "n"),
+    ]
+    assert "cache_control" not in json.dumps(marked.body)
+    assert "kvweave" not in json.dumps(marked.body)
+    changed = marked.with_texts(["x", "y"])
+    assert [block["text"] for block in changed["system"]] == ["be brief", "x"]
+    assert changed["messages"][0]["content"][1]["text"] == "y"
+    assert given["system"][1]["text"] == "the handbook"
+    carried = marked.arguments([[1, 2]], "kv_transfer_params")["kv_transfer_params"]
+    assert markers_of({"kv_transfer_params": carried}) == Markers((MarkedSegment(1, 2),))
+    with pytest.raises(BadRequest) as caught:
+        marks.read(message({**result, "kvweave": {"name": "n"}}), chat_apis.MESSAGES)
+    assert caught.value.where == "messages[0].content[0].type"
+
+
+def test_marks_of_responses() -> None:
+    content = [{"type": "input_text", "text": "a", "cache_control": EPHEMERAL}]
+    given = {"model": "m", "input": [{"role": "user", "content": content}, {"type": "other"}]}
+    marked = marks.read(given, chat_apis.RESPONSES)
+    assert [(m.where, m.text) for m in marked.marks] == [("input[0].content[0]", "a")]
+    assert marked.body["input"][0]["content"] == [{"type": "input_text", "text": "a"}]
+    assert not marks.read({"model": "m", "input": "a"}, chat_apis.RESPONSES).asks
+    with pytest.raises(BadRequest, match='"input_text"'):
+        marks.read(
+            {"input": [{"role": "user", "content": [part(cache_control=EPHEMERAL)]}]},
+            chat_apis.RESPONSES,
+        )
+
+
+@given(steps)
+def test_one_place_is_replaced_and_nothing_else(way: tuple[str | int, ...]) -> None:
+    def grown(depth: int, marker: Any) -> Any:
+        if depth == 0:
+            return marker
+        inner = grown(depth - 1, marker)
+        step = way[len(way) - depth]
+        return [inner, inner] if isinstance(step, int) else {"a": inner, "b": inner}
+
+    value = grown(len(way), "old")
+    changed = chat_apis.replaced(value, way, "new")
+    assert chat_apis.at(changed, way) == "new"
+    assert value == grown(len(way), "old")
+    assert json.dumps(changed).count("new") == 1
+    assert json.dumps(changed).count("old") == json.dumps(value).count("old") - 1
+
+
+def test_the_schema_has_the_routes() -> None:
+    server = Server()
+    assert server.ask("GET", "/openapi.json", {})[0] == 200
+    paths = server.schema["paths"]
+    assert paths.keys() == {"/v1/models", "/kvweave/knowledge", "/kvweave/knowledge/{name}"}
+    statuses = set(paths["/kvweave/knowledge"]["post"]["responses"])
+    assert statuses == {"200", "400", "401", "413", "501", "507"}
+    fields = paths["/kvweave/knowledge"]["post"]["requestBody"]["content"]["application/json"]
+    assert set(fields["schema"]["properties"]) == set(knowledge.FIELDS)
+
+
+def test_a_listing_is_of_one_namespace() -> None:
+    server = Server()
+    server.reply = {"value": []}
+    server.ask("GET", "/kvweave/knowledge")
+    assert server.calls == [("kvweave_list", ("",))]
+
+
+def test_metrics_hear_of_documents() -> None:
+    server, heard = Server(), []
+    metrics = SimpleNamespace(observe=lambda report, engine: heard.append((report, engine)))
+    loggers = [SimpleNamespace(kv_connector_prom=metrics), SimpleNamespace()]
+    vars(server)["logger_manager"] = SimpleNamespace(stat_loggers=loggers)
+    server.ask("POST", "/kvweave/knowledge", {"name": "a", "text": "hi"})
+    server.ask("DELETE", "/kvweave/knowledge/a")
+    assert heard == [({"done": True}, 0)] * 2
+    methods = [method for method, _ in server.calls]
+    assert methods == ["kvweave_insert", "kvweave_report", "kvweave_delete", "kvweave_report"]
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        (
+            {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 16}},
+            {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 56}},
+        ),
+        (ANTHROPIC, {**ANTHROPIC, "input_tokens": 34, "cache_read_input_tokens": 56}),
+        (
+            {"input_tokens": 90, "output_tokens": 3},
+            {"input_tokens": 34, "cache_read_input_tokens": 56, "output_tokens": 3},
+        ),
+    ],
+)
+def test_other_routes_count_cached_tokens_too(usage: Any, counted: Any) -> None:
+    data = json.dumps({"usage": usage, "kv_transfer_params": {"kvweave": SAID}}).encode()
+    assert json.loads(told(b"application/json", data)[1])["usage"] == counted
+
+
+def test_a_named_event_with_a_whole_response_says_it() -> None:
+    usage = {"input_tokens": 90, "input_tokens_details": {"cached_tokens": 0}}
+    response = {"usage": usage, "kv_transfer_params": {"kvweave": SAID}}
+    done = {"type": "response.completed", "response": response}
+    event = f"event: response.completed\ndata: {json.dumps(done)}\n\n"
+    _, body = told(b"text/event-stream", event.encode())
+    name, _, data = body.decode().strip().partition("\n")
+    assert name == "event: response.completed"
+    said = json.loads(data.removeprefix("data: "))["response"]
+    assert (said["kvweave"], said["kv_transfer_params"]) == (SAID, None)
+    assert said["usage"]["input_tokens_details"] == {"cached_tokens": 56}

@@ -1,0 +1,127 @@
+"""What an engine says at its start, of doubles of vLLM's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvweave import CorruptHeadMap, HeadClassMap, KvShape, __version__
+from kvweave.adapters.vllm.start_line import active_line, idle_lines
+
+LAYERS, KV_HEADS = 2, 4
+OURS = "KvweaveLlamaForCausalLM"
+CHECK = ["kvweave.adapters.vllm.segments.check:MarkerCheck"]
+EXTENSION = "kvweave.adapters.vllm.segments.extension.KnowledgeBaseWorker"
+
+
+def config(architecture: str = OURS, section: Any = None, **others: Any) -> Any:
+    shape = SimpleNamespace(num_hidden_layers=LAYERS)
+    return SimpleNamespace(
+        additional_config={} if section is None else {"kvweave": section},
+        kv_transfer_config=others.get("transfer"),
+        parallel_config=SimpleNamespace(worker_extension_cls=others.get("extension", "")),
+        model_config=SimpleNamespace(
+            architectures=[architecture],
+            hf_text_config=shape,
+            get_total_num_kv_heads=lambda: KV_HEADS,
+            logits_processors=others.get("processors"),
+        ),
+    )
+
+
+@pytest.fixture
+def map_file(tmp_path: Path) -> Path:
+    whole = json.loads(HeadClassMap.full(KvShape(LAYERS, KV_HEADS, 8, 16), "a model").to_json())
+    for entry in whole["heads"]:
+        if entry["head"]:
+            entry["class"] = {"kind": "window", "sink": 4, "recent": 64}
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_the_line_names_what_is_active(map_file: Path) -> None:
+    line = active_line(config(section={"heads": str(map_file)}), "0.33.0", {})
+    assert line.startswith(f"kvweave {__version__} (CUDA ")
+    assert "in vLLM 0.33.0; its backend; model KvweaveLlamaForCausalLM" in line
+    assert line.endswith(f"heads of {map_file}: 2 full, 6 window 64 with sink 4")
+    transfer = SimpleNamespace(kv_connector="KvweaveSegments")
+    section = {"segment_bytes": 3 << 29, "frozen_share": 0.25}
+    line = active_line(config(section=section, transfer=transfer), "0.33.0", {})
+    assert "segments in 1.50 GiB of each worker, up to 25 % for knowledge bases" in line
+    assert "policy foresight" in line
+    assert line.endswith("connector KvweaveSegments")
+    line = active_line(config(), "0.33.0", {"KVWEAVE_VIRTUAL_PAGES": "1"})
+    assert line.endswith("virtual pages")
+    assert "\n" not in line
+
+
+def test_a_stock_model_on_the_backend_has_no_features() -> None:
+    line = active_line(config("LlamaForCausalLM", {"segment_bytes": 1}), "0.26.0", {})
+    assert line.endswith("in vLLM 0.26.0; its backend")
+
+
+def test_a_map_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    path.write_text("{}")
+    with pytest.raises(CorruptHeadMap):
+        active_line(config(section={"heads": str(path)}), "0.33.0", {})
+
+
+SEGMENTS = {"segment_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "says"),
+    [
+        (config(section=SEGMENTS, processors=CHECK, extension=EXTENSION), {}, []),
+        (config(section={"virtual_pages": True}), {"KVWEAVE_CUDA": "require"}, []),
+        (config(section={"virtual_pages": True}), {"KVWEAVE_SEGMENT": ""}, []),
+        (
+            config(section={"virtual_pages": True}),
+            {"KVWEAVE_SEGMENT": "1"},
+            ["KVWEAVE_SEGMENT: expected one of KVWEAVE_FROZEN_SHARE, "],
+        ),
+        (
+            config(section={"heads": "a.json"}),
+            {"KVWEAVE_HEADS": "b.json"},
+            ["KVWEAVE_HEADS: expected one place, got additional_config kvweave.heads too"],
+        ),
+        (
+            config("LlamaForCausalLM", {"heads": "a.json"}),
+            {"KVWEAVE_VIRTUAL_PAGES": "1"},
+            [
+                "kvweave.heads: expected an architecture of KvweaveLlama",
+                "kvweave.virtual_pages: expected an architecture of KvweaveLlama",
+            ],
+        ),
+        (
+            config("LlamaForCausalLM", {"head": "a.json"}),
+            {},
+            ["additional_config: kvweave: expected the options heads, "],
+        ),
+        (
+            config(section={"heads": "a.json", "frozen_share": 0.2}),
+            {},
+            ["kvweave.frozen_share: expected segment_bytes beside it"],
+        ),
+        (config(section=SEGMENTS), {}, ["logits_processors: expected MarkerCheck, which refuses"]),
+        (
+            config(section={"heads": "a.json"}, processors=CHECK, extension=EXTENSION),
+            {},
+            [
+                "logits_processors: expected MarkerCheck beside segment_bytes",
+                "worker_extension_cls: expected KnowledgeBaseWorker beside segment_bytes",
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[str]) -> None:
+    lines = idle_lines(given, environment)
+    assert len(lines) == len(says)
+    for line, start in zip(lines, says, strict=True):
+        assert line.startswith(start)
