@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from kvweave.adapters.transformers.paged_step import PagedStep
+from kvweave.adapters.transformers.paged_step import Attends, PagedStep
 from kvweave.errors import Unsupported
 
 NAME = "kvweave"
@@ -16,7 +16,7 @@ NAME = "kvweave"
 STEP = "kvweave_step"
 """The argument by which a forward hands its `PagedStep` on to the attention of its layers."""
 
-_CHANGES = ("s_aux", "sinks", "position_bias", "head_mask", "alibi")
+_CHANGES = ("sinks", "position_bias", "head_mask", "alibi")
 
 
 def register() -> None:
@@ -38,16 +38,18 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Writes a layer's new keys and values into pages and attends over all that its rows see.
 
     query [B, H, n, D], key and value [B, G, n, D] of the new rows alone, as transformers'
-    attention functions take them. Returns the attention [B, n, H, D], and no weights.
+    attention functions take them; s_aux [H] are attention sinks. Returns the attention
+    [B, n, H, D], and no weights.
 
     # Errors
     `Unsupported` outside a forward with an open `PagedCache`, and for arguments that change what
-    attention is: a mask, dropout, sinks, a bias, keys and values of other sizes.
+    attention is: a mask, dropout, a bias, keys and values of other sizes.
     """
     step = others.get(STEP)
     if not isinstance(step, PagedStep):
@@ -69,4 +71,5 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = module
     given = query, key, value
-    return step.attend(int(layer.layer_idx), given, scale, sliding_window, softcap), None
+    how = Attends(scale, sliding_window, softcap, s_aux)
+    return step.attend(int(layer.layer_idx), given, how), None

@@ -42,8 +42,8 @@ class PackedStep:
         rope: RopeTable,
         exact: States,
         workspace: Workspace | None,
-    ) -> torch.Tensor:
-        """Attention of queries q [B, H, D] over all, where `exact` is that over exact pages."""
+    ) -> States:
+        """Attention and lse of queries q [B, H, D] over all; `exact` is that over exact pages."""
         of = self.pool.spec.layers[layer]
         called = q, self.positions
         entries, offsets = self.packed
@@ -55,7 +55,7 @@ class PackedStep:
             heads = self.pool.spec.kv_heads
             own = ops.PagedKv(self.pool.exact, layer, heads, of.scale, rope, None, of.softcap)
             states += [ops.attend_decode(*called, entries, own, **known)]
-        return merged_states(*states)[0]
+        return merged_states(*states)
 
 
 @dataclass(frozen=True)

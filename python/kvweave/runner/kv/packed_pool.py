@@ -21,7 +21,8 @@ from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
-from kvweave.runner.model.model_spec import KV_DTYPES, LayerSpec, ModelSpec
+from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
 PAGE_TOKENS = 64
 """Tokens of a packed page: what channels of keys pay for their scales by."""
