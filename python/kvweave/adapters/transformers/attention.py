@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import AttentionInterface
 
-from kvweave.adapters.transformers.paged_step import Attends, PagedStep
+from kvweave.adapters.transformers.paged_step import Attends, Vectors
 from kvweave.errors import Unsupported
 
 NAME = "kvweave"
 """The name that the attention is registered under."""
 
 STEP = "kvweave_step"
-"""The argument by which a forward hands its `PagedStep` on to the attention of its layers."""
+"""The argument by which a forward hands its `AttentionStep` on to the attention of its layers."""
+
+
+@runtime_checkable
+class AttentionStep(Protocol):
+    """What attends for the layers of one forward: a `PagedStep`, or another cache's."""
+
+    def attend(self, layer: int, vectors: Vectors, how: Attends) -> torch.Tensor:
+        """Takes a layer's new q [B, H, n, D], k and v [B, G, n, D]; returns [B, n, H, D]."""
+
 
 _CHANGES = ("sinks", "position_bias", "head_mask", "alibi")
 
@@ -52,7 +61,7 @@ def attend(
     attention is: a mask, dropout, a bias, keys and values of other sizes.
     """
     step = others.get(STEP)
-    if not isinstance(step, PagedStep):
+    if not isinstance(step, AttentionStep):
         raise Unsupported(
             f'attn_implementation "{NAME}": expected past_key_values=PagedCache(model, …), and '
             "layers that hand their arguments on, got one of the two at most; "
