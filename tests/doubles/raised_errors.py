@@ -90,8 +90,7 @@ def _beside_a_server() -> None:
 
 
 def _other_forward() -> None:
-    model = tiny("granite", num_hidden_layers=1, residual_multiplier=0.2)
-    Runner(model, max_tokens=64, progress=False)
+    Runner(tiny("hunyuan"), max_tokens=64)
 
 
 def _reused(runner: Runner, document: list[int]) -> None:

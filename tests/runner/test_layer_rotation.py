@@ -40,7 +40,7 @@ def projected(spec: ModelSpec, hidden: torch.Tensor, **parts: torch.nn.Module) -
     layer = spec.layers[0]
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     attention = {name: getattr(layer.attention, name) for name in names} | parts
-    layer = replace(layer, attention=SimpleNamespace(**attention))
+    layer = replace(layer, heads=replace(layer.heads, owner=SimpleNamespace(**attention)))
     with torch.inference_mode():
         return project(spec, layer, RowGrid.packed(ROWS), hidden, turn_of(spec))
 

@@ -161,18 +161,28 @@ def test_model_without_rope_is_refused():
 
 def test_unknown_arithmetic_is_refused():
     """A family with layers of another kind is caught by its numbers, not trusted by its names."""
-    config = transformers.GraniteConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        residual_multiplier=0.2,
-        embedding_multiplier=12.0,
-    )
     with pytest.raises(kvweave.Unsupported, match="expected our forward"):
-        Runner(transformers.GraniteForCausalLM(config).eval(), max_tokens=256)
+        Runner(tiny("hunyuan"), max_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("deepseek-v3", "expected keys and values of heads .* got latent attention"),
+        ("qwen3-next", "expected full_attention or sliding_attention, got linear_attention"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_by_name(name, says):
+    with pytest.raises(kvweave.Unsupported, match=says):
+        Runner(tiny(name), max_tokens=256)
+
+
+def test_norms_of_no_known_form_are_refused_by_name():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.third_layernorm = torch.nn.LayerNorm(64)
+    with pytest.raises(kvweave.Unsupported, match="a form that is known, got Llama.* third_layern"):
+        Runner(model, max_tokens=256)
 
 
 @pytest.mark.parametrize(

@@ -32,42 +32,12 @@ def made(config: str, model: str, **changes: Any) -> Any:
 
 
 MODELS = {
-    "sinks": (
-        lambda: made("GptOssConfig", "GptOssForCausalLM", num_local_experts=4),
-        "s_aux",
-    ),
     "dynamic frequencies": (lambda: tiny("llama-dynamic"), "dynamic"),
-    "linear attention": (
-        lambda: made(
-            "Qwen3NextConfig",
-            "Qwen3NextForCausalLM",
-            layer_types=["linear_attention", "full_attention"],
-            num_experts=0,
-        ),
-        "linear_attention",
-    ),
-    "latent attention": (
-        lambda: made(
-            "DeepseekV3Config",
-            "DeepseekV3ForCausalLM",
-            head_dim=8,
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_group=1,
-            topk_group=1,
-            kv_lora_rank=16,
-            q_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-        ),
-        "expected keys",
-    ),
+    "linear attention": (lambda: tiny("qwen3-next"), "linear_attention"),
+    "latent attention": (lambda: tiny("deepseek-v3"), "expected keys"),
     "layers of unlike sizes": (lambda: made("Gemma4TextConfig", "Gemma4ForCausalLM"), "head_dim"),
     "layers that hand nothing on": (
-        lambda: made("StableLmConfig", "StableLmForCausalLM"),
+        lambda: tiny("stablelm"),
         "hand their arguments on",
     ),
     "an encoder": (

@@ -14,8 +14,9 @@ from families import FAMILIES, OTHERS, tiny
 from generated import computed_rows, padded, prompt_ids, said
 from kvweave.errors import PoolFull
 
-CHANGING = {"llama-dynamic"}
-SAME = [name for name in (*FAMILIES, *OTHERS) if name not in CHANGING]
+REFUSED = {"llama-dynamic", "stablelm", "nemotron", "deepseek-v3", "qwen3-next"}
+"""Families whose attention is not handed to transformers' interface, or does what no page has."""
+SAME = [name for name in (*FAMILIES, *OTHERS) if name not in REFUSED]
 
 
 def own(model: Any) -> Any:

@@ -33,6 +33,8 @@ PARTS = {
     "backend/attention.py": "the attention backend",
 }
 """By file of the plugin, the part whose refusals are in it."""
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+"""What a configuration calls the number of its experts."""
 INTERNAL = {"kv_cache", "arguments of attention", "additional_config"}
 """What no option of vLLM decides."""
 
@@ -47,8 +49,6 @@ def families() -> str:
     rows = []
     for name, (_, kind, extra) in {**FAMILIES, **OTHERS}.items():
         runner = _outcome(lambda name=name: _runner(tiny(name)))
-        if runner == "yes" and name not in FAMILIES:
-            runner = "agrees at start"
         cache = _outcome(lambda name=name: PagedCache(tiny(name), max_tokens=64).close())
         rows.append([name, f"`{kind}`", _own(extra), runner, cache, plugin.get(name, "no class")])
     return _table(heads, rows)
@@ -80,8 +80,12 @@ def _own(extra: dict[str, Any]) -> str:
     rope = extra.get("rope_parameters", {}).get("rope_type")
     said = [f"RoPE {rope}"] if rope else []
     said += ["sliding windows"] if "sliding_window" in extra else []
-    said += ["experts"] if {"num_experts", "num_local_experts"} & set(extra) else []
+    said += ["experts"] if EXPERTS & set(extra) else []
     said += ["layers without RoPE"] if "no_rope_layers" in extra else []
+    said += [f"heads of {extra['head_dim']}"] if extra.get("head_dim", 0) > 16 else []
+    said += ["one KV head"] if extra.get("num_key_value_heads") == 1 else []
+    said += ["feed-forward beside attention"] if "use_parallel_residual" in extra else []
+    said += ["numbers that multiply"] if "residual_multiplier" in extra else []
     return ", ".join(said)
 
 

@@ -47,9 +47,13 @@ PYTHON_LAYERS = [
     {"__main__"},
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
-HEAVY = {"torch", "transformers", "matplotlib", "vllm"}
+HEAVY = {"torch", "transformers", "matplotlib", "vllm", "kvpress"}
 HEAVY_FREE = {"__init__", "always_read", "errors", "cache", "remote", "scheduler", "store"}
-FRAMEWORKS = {"transformers": {"runner", "adapters", "models", "demo"}, "vllm": {"adapters"}}
+FRAMEWORKS = {
+    "transformers": {"runner", "adapters", "models", "demo"},
+    "vllm": {"adapters"},
+    "kvpress": {"adapters"},
+}
 
 
 def _rank(layers: list[set[str]], name: str) -> int | None:

@@ -147,9 +147,7 @@ class Runner(KnowledgeBase, Retention):
         with torch.inference_mode(), self.spec.current():
             if self.spec.device.type == "cuda":
                 self.spec = with_joined_products(with_fused_norms(self.spec))
-            first = self.spec.layers[0]
-            width = first.attention.q_proj.in_features
-            tiled = needs_tiling(first, width, self.spec.dtype, self.spec.device)
+            tiled = needs_tiling(self.spec)
             if check:
                 verify(model, self.spec)
         known = self.spec, self.cache, self.packed, self.host

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from transformers import AttentionInterface
 
-from kvweave.adapters.transformers.paged_step import PagedStep
+from kvweave.adapters.transformers.paged_step import Attends, Vectors
 from kvweave.errors import Unsupported
 
 NAME = "kvweave"
 """The name that the attention is registered under."""
 
 STEP = "kvweave_step"
-"""The argument by which a forward hands its `PagedStep` on to the attention of its layers."""
+"""The argument by which a forward hands its `AttentionStep` on to the attention of its layers."""
 
-_CHANGES = ("s_aux", "sinks", "position_bias", "head_mask", "alibi")
+
+@runtime_checkable
+class AttentionStep(Protocol):
+    """What attends for the layers of one forward: a `PagedStep`, or another cache's."""
+
+    def attend(self, layer: int, vectors: Vectors, how: Attends) -> torch.Tensor:
+        """Takes a layer's new q [B, H, n, D], k and v [B, G, n, D]; returns [B, n, H, D]."""
+
+
+_CHANGES = ("sinks", "position_bias", "head_mask", "alibi")
 
 
 def register() -> None:
@@ -38,19 +47,21 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Writes a layer's new keys and values into pages and attends over all that its rows see.
 
     query [B, H, n, D], key and value [B, G, n, D] of the new rows alone, as transformers'
-    attention functions take them. Returns the attention [B, n, H, D], and no weights.
+    attention functions take them; s_aux [H] are attention sinks. Returns the attention
+    [B, n, H, D], and no weights.
 
     # Errors
     `Unsupported` outside a forward with an open `PagedCache`, and for arguments that change what
-    attention is: a mask, dropout, sinks, a bias, keys and values of other sizes.
+    attention is: a mask, dropout, a bias, keys and values of other sizes.
     """
     step = others.get(STEP)
-    if not isinstance(step, PagedStep):
+    if not isinstance(step, AttentionStep):
         raise Unsupported(
             f'attn_implementation "{NAME}": expected past_key_values=PagedCache(model, …), and '
             "layers that hand their arguments on, got one of the two at most; "
@@ -69,4 +80,5 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = module
     given = query, key, value
-    return step.attend(int(layer.layer_idx), given, scale, sliding_window, softcap), None
+    how = Attends(scale, sliding_window, softcap, s_aux)
+    return step.attend(int(layer.layer_idx), given, how), None

@@ -11,10 +11,10 @@ import torch
 
 from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.runner.model.layer_forms import check_kinds
 from kvweave.runner.model.model_spec import KV_DTYPES
 from kvweave.runner.model.place import check_place
 
-_KINDS = ("full_attention", "sliding_attention")
 _CHANGING = ("dynamic", "longrope")
 _NAMED = ("input_ids", "position_ids", "past_key_values")
 
@@ -112,9 +112,7 @@ def _check_forward(model: Any) -> None:
 def _check_kind(name: str, config: Any, text: Any) -> None:
     if getattr(config, "is_encoder_decoder", False) or not getattr(text, "is_causal", True):
         raise Unsupported(f"model {name}: expected a causal decoder, got another kind")
-    for kind in getattr(text, "layer_types", None) or ():
-        if kind not in _KINDS:
-            raise Unsupported(f"layer type: expected {' or '.join(_KINDS)}, got {kind}")
+    check_kinds(text)
     if getattr(text, "num_kv_shared_layers", 0) or "reuse" in (
         getattr(text, "kv_sharing_modes", None) or ()
     ):

@@ -27,6 +27,7 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops import Workspace
 from kvweave.policies import Policy, policy_of
 from kvweave.runner.kv.pages import make_cache_of
+from kvweave.runner.model.rounding import expect_rounding
 from kvweave.runner.prompt import Prompt, PromptTokenizer, token_array
 
 _MOST_MARKED = 1024
@@ -92,15 +93,16 @@ class PagedCache(Cache):
             own = "eager" if self._before == NAME else self._before
             self._attend_by(own)
             self._keys = MovedKeys.of(model, self._geometry.layers, check)
-            proof = Proof.of(model, self._geometry) if check else None
-            self._attend_by(NAME)
-            before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-            after = model.register_forward_hook(self._after_forward, with_kwargs=True)
-            self._hooks = [before, after]
-            if proof is not None:
+            if check:
+                proof = Proof.of(model, self._geometry)
+                self._attach()
                 self._live = LiveRows(pool(proof.blocks(page_tokens), None))
-                proof.check(model, self)
+                logits = proof.sent(model, self), proof.logits
                 self._live.release()
+                self._detach()
+                self._attend_by(own)
+                expect_rounding(model, proof.ids[0], logits, _check_copy)
+            self._attach()
             self._live = LiveRows(pool(blocks, arena_bytes))
             if discover:
                 self._keys.expect()
@@ -348,12 +350,23 @@ class PagedCache(Cache):
         self._live.done()
         self._step = None
 
+    def _attach(self) -> None:
+        self._attend_by(NAME)
+        before = self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        after = self._model.register_forward_hook(self._after_forward, with_kwargs=True)
+        self._hooks = [before, after]
+
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if self._model.config._attn_implementation != self._before:
             self._model.set_attn_implementation(self._before)
+
+
+def _check_copy(exact: Any) -> None:
+    """Refuses a model whose copy in float32 differs over pages from its own attention."""
+    PagedCache(exact, max_tokens=1).close()
 
 
 def _one_pass(policy: str | Policy) -> Policy:

@@ -8,6 +8,7 @@ whose attention is 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,8 +18,19 @@ from kvweave.adapters.transformers.live_rows import LiveRows
 from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send, send_index
+from kvweave.runner.model.sinks import beside_sinks
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Attends:
+    """The constants of a layer's attention; `sinks` [H] as `beside_sinks` takes them."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 class PagedStep:
@@ -67,9 +79,7 @@ class PagedStep:
         self._places, self._slots, self._entries, self._row_ends, self._entry_ends = sent[2:]
         self._real, self._written = (_index(device, kept) for kept in (is_real, is_written))
 
-    def attend(
-        self, layer: int, vectors: Vectors, scale: float, window: int | None, softcap: float | None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, vectors: Vectors, how: Attends) -> torch.Tensor:
         """Writes K, V of a layer and attends: q [B, H, n, D], k, v [B, G, n, D] → [B, n, H, D].
 
         # Errors
@@ -90,17 +100,24 @@ class PagedStep:
             new = _some(k, self._written), _some(v, self._written)
             ops.write_pages(self.pool.pages, layer, *new, self._slots)
         kv = ops.PagedKv(
-            self.pool.pages, layer, geometry.kv_heads, scale, self.pool.rope, window, softcap
+            self.pool.pages,
+            layer,
+            geometry.kv_heads,
+            how.scale,
+            self.pool.rope,
+            how.window,
+            how.softcap,
         )
         read = _some(q, self._real), self._places, self._entries, kv
         ends, space = self._entry_ends, self.pool.workspace
         if self._is_decode:
-            out, _ = ops.attend_decode(*read, entry_offsets=ends, workspace=space)
+            states = ops.attend_decode(*read, entry_offsets=ends, workspace=space)
         else:
             rows = self._row_ends
-            out, _ = ops.attend_prefill(
+            states = ops.attend_prefill(
                 *read, row_offsets=rows, entry_offsets=ends, workspace=space
             )
+        out = beside_sinks(states, how.sinks)
         if self._real is not None:
             out = torch.zeros_like(q).index_copy_(0, self._real, out)
         return out.view(self.rows, self.columns, *out.shape[1:])

@@ -43,8 +43,8 @@ class PackedStep:
         rope: RopeTable,
         exact: States,
         workspace: Workspace | None,
-    ) -> torch.Tensor:
-        """Attention of queries q [B, H, D] over all, where `exact` is that over exact pages."""
+    ) -> States:
+        """Attention and lse of queries q [B, H, D] over all; `exact` is that over exact pages."""
         of = self.pool.spec.layers[layer]
         called = q, self.positions
         entries, offsets = self.packed
@@ -57,7 +57,7 @@ class PackedStep:
             kept = self.pool.exact
             own = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
             states += [ops.attend_decode(*called, entries, own, **known)]
-        return merged_states(*states)[0]
+        return merged_states(*states)
 
 
 @dataclass(frozen=True)

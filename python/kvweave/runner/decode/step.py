@@ -15,9 +15,10 @@ from kvweave.runner.decode.packed_reads import PackedStep
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.model.layer import RowGrid, add_attention, add_feed_forward, project
+from kvweave.runner.model.layer import RowGrid, finish, project
 from kvweave.runner.model.model_spec import ModelSpec
 from kvweave.runner.model.rope import Rotary, Turns
+from kvweave.runner.model.sinks import beside_sinks
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,13 @@ def forward(
         rows = tables.row_offsets
         known: Any = {"entry_offsets": offsets, "workspace": workspace}
         if rows is None:
-            attended, sums = ops.attend_decode(*called, **known)
+            states = ops.attend_decode(*called, **known)
             if tables.chosen is not None:
                 seen = ops.ReadEntries(entries, offsets, read)
-                states = attended, sums
-                attended, sums = tables.chosen.estimated(index, q, states, seen, workspace)
+                states = tables.chosen.estimated(index, q, states, seen, workspace)
         else:
-            attended, sums = ops.attend_prefill(*called, row_offsets=rows, **known)
+            states = ops.attend_prefill(*called, row_offsets=rows, **known)
         if tables.packed is not None:
-            attended = tables.packed.merged(index, q, rope, (attended, sums), workspace)
-        add_attention(layer, grid, hidden, attended)
-        add_feed_forward(layer, grid, hidden)
+            states = tables.packed.merged(index, q, rope, states, workspace)
+        finish(layer, grid, hidden, beside_sinks(states, layer.sinks))
     return spec.scores(hidden)

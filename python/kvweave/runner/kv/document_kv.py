@@ -130,7 +130,7 @@ class DocumentKv(RequestKv):
 
     def with_packed(
         self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
-    ) -> torch.Tensor:
-        """What rows q [R, H, D] read of all, where `exact` is what they read aside."""
+    ) -> States:
+        """Attention and lse of rows q [R, H, D] over all; `exact` is that over what lies aside."""
         of, rope = self.spec.layers[layer], self.positions.rope
-        return self.documents.merged_packed(layer, of, rope, (q, positions), exact)[0]
+        return self.documents.merged_packed(layer, of, rope, (q, positions), exact)

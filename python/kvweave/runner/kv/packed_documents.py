@@ -29,7 +29,7 @@ from kvweave.runner.kv.packed_prefix import (
 from kvweave.runner.kv.reused_tokens import Spans
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.token_places import Places, copies_between, entries_at, no_places, places_of
-from kvweave.runner.model.model_spec import LayerSpec
+from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.prompt import TokenizedPrompt
 
 BROUGHT_PAGES = 16

@@ -26,7 +26,8 @@ from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import FIRST_OWN, OWN_SHARE, PoolBases, basis_bytes
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.model.model_spec import KV_DTYPES, LayerSpec, ModelSpec
+from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
 PAGE_TOKENS = 64
 """Tokens of a packed page: what channels of keys pay for their scales by."""

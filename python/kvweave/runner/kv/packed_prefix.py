@@ -26,7 +26,7 @@ from kvweave.runner.kv.packed_pool import (
     PackedPool,
 )
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.model.model_spec import LayerSpec
+from kvweave.runner.model.layer_spec import LayerSpec
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Attention over some of the keys: out [R, H, D], and its log-sum-exp f32 [R, H]."""

@@ -322,14 +322,14 @@ class RequestKv:
 
     def with_packed(
         self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
-    ) -> torch.Tensor:
-        """What rows q [R, H, D] read of all, where `exact` is what they read of exact pages."""
+    ) -> States:
+        """Attention and lse of rows q [R, H, D] over all; `exact` is that over exact pages."""
         if self.packed is None:
-            return exact[0]
+            return exact
         if self._gap_end is None:
             self._gap_end = self.packed.end_of_gap(self.request)
         of, rope = self.spec.layers[layer], self.positions.rope
-        return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)[0]
+        return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from kvweave.runner.model.model_spec import LayerSpec, ModelSpec, Norm
+from kvweave.runner.model.layer_spec import LayerSpec, Norm, NormOverHeads
+from kvweave.runner.model.model_spec import ModelSpec
 
 _ROWS = 64
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -41,6 +42,8 @@ def _with_fused_norms(layer: LayerSpec, spec: ModelSpec) -> LayerSpec:
 
 def fused(norm: Norm, spec: ModelSpec) -> Norm:
     """One launch that does what a norm does, or the norm itself."""
+    if isinstance(norm, NormOverHeads):
+        return NormOverHeads(fused(norm.norm, spec))
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):

@@ -20,6 +20,7 @@ FEW_ROWS = 256
 """Rows up to which gate and up are one product: above, their halves apart are read faster."""
 
 _ACT = "act_fn"
+_PLAIN_WEIGHTS = (torch.nn.Parameter, torch.Tensor)
 _PROVED_ROWS = 16
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What two orders of summation may be apart by, as a share of the largest element."""
@@ -93,7 +94,13 @@ class GatedProducts:
 
 def is_plain(module: Any) -> bool:
     """Whether a projection is a matrix, and a bias, that nobody listens to."""
-    return type(module) is torch.nn.Linear and is_unheard(module)
+    plain = type(module) is torch.nn.Linear and is_plain_weight(module.weight)
+    return plain and is_unheard(module)
+
+
+def is_plain_weight(weight: torch.Tensor) -> bool:
+    """Whether a weight is a tensor of its own, and stands for no others as a quantised one may."""
+    return type(weight) in _PLAIN_WEIGHTS
 
 
 def is_unheard(module: Any) -> bool:

@@ -17,7 +17,8 @@ def with_joined_products(spec: ModelSpec) -> ModelSpec:
     """
     layers = []
     for layer in spec.layers:
-        heads = joined(layer.attention, "q_proj", "k_proj", "v_proj")
+        apart = layer.heads.are_apart
+        heads = joined(layer.heads.owner, *layer.heads.names) if apart else None
         layers.append(replace(layer, joined_heads=heads, gated=gated(layer.feed_forward)))
         if spec.device.type == "cuda":
             # The room that the parts leave is too small for the next whole, and would be kept.

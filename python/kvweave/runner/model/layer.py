@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from kvweave.runner.model.joined import is_plain
-from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
+from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.model_spec import ModelSpec
+from kvweave.runner.model.projections import Vectors
 from kvweave.runner.model.rope import rotated
 
 TILE = 64
@@ -84,7 +86,7 @@ def project(
     grid: RowGrid,
     hidden: torch.Tensor,
     turn: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Vectors:
     """Q [R, H, D], k and v [R, G, D] of the real rows; hidden is [padded, E].
 
     `turn`: cos and sin of the rows, by which q and k are rotated.
@@ -100,37 +102,22 @@ def project(
 
 
 def owns_queries(layer: LayerSpec) -> bool:
-    """Whether nobody else holds what the layer makes of queries before it rotates them.
-
-    A plain matrix makes a tensor of its own. Any other module, such as one that passes on its
-    input, and what listens to a module may keep what it returns.
-    """
-    return layer.query_norm is None and is_plain(layer.attention.q_proj)
+    """Whether nobody else holds what the layer makes of queries before it rotates them."""
+    return layer.query_norm is None and layer.heads.is_queries_own
 
 
 def owns_keys(layer: LayerSpec) -> bool:
     """The same of keys."""
-    return layer.key_norm is None and is_plain(layer.attention.k_proj)
+    return layer.key_norm is None and layer.heads.is_keys_own
 
 
-def _heads(
-    spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _heads(spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> Vectors:
     x = grid.apply(layer.attention_in_norm, hidden)
     joined = layer.joined_heads
     if joined is not None and not grid.tiled and joined.holds:
         q, k, v = (made.view(grid.rows, -1, spec.head_dim) for made in joined(grid.real(x)))
         return q, k, v
-
-    def heads(projection: torch.nn.Module, count: int) -> torch.Tensor:
-        return grid.real(grid.apply(projection, x)).view(grid.rows, count, spec.head_dim)
-
-    attention = layer.attention
-    return (
-        heads(attention.q_proj, spec.query_heads),
-        heads(attention.k_proj, spec.kv_heads),
-        heads(attention.v_proj, spec.kv_heads),
-    )
+    return layer.heads(lambda projection: grid.real(grid.apply(projection, x)))
 
 
 def dense_attention(
@@ -150,14 +137,14 @@ def add_attention(
 ) -> None:
     """Adds the output projection of attended [R, H, D], the real rows', to hidden in place."""
     mixed = grid.pad(attended.reshape(grid.rows, -1))
-    out = layer.attention.o_proj
+    out, scale = layer.out, layer.residual_scale
     if layer.attention_out_norm is None and adds_its_product(hidden, out):
-        hidden.addmm_(mixed, out.weight.t())
+        hidden.addmm_(mixed, out.weight.t(), alpha=scale)
         return
     mixed = grid.apply(out, mixed)
     if layer.attention_out_norm is not None:
         mixed = grid.apply(layer.attention_out_norm, mixed)
-    hidden += mixed
+    hidden.add_(mixed, alpha=scale)
 
 
 def adds_its_product(hidden: torch.Tensor, out: Any) -> bool:
@@ -174,9 +161,19 @@ def add_feed_forward(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> N
     plain = gated is not None and gated.holds and layer.feed_forward_out_norm is None
     for part in torch.split(hidden, FEED_FORWARD_ROWS):
         if gated is not None and plain and adds_its_product(hidden, gated.down):
-            part.addmm_(gated.inner(layer.feed_forward_in_norm(part)), gated.down.weight.t())
+            inner = gated.inner(layer.feed_forward_in_norm(part))
+            part.addmm_(inner, gated.down.weight.t(), alpha=layer.residual_scale)
             continue
-        part += grid.apply(lambda x: _feed_forward(layer, x), part)
+        part.add_(grid.apply(lambda x: _feed_forward(layer, x), part), alpha=layer.residual_scale)
+
+
+def finish(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor, attended: torch.Tensor) -> None:
+    """Adds to hidden [padded, E] what a layer makes of attended [R, H, D], and its feed-forward."""
+    if layer.is_parallel:
+        add_feed_forward(layer, grid, hidden)
+    add_attention(layer, grid, hidden, attended)
+    if not layer.is_parallel:
+        add_feed_forward(layer, grid, hidden)
 
 
 def _feed_forward(layer: LayerSpec, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,29 +185,27 @@ def _feed_forward(layer: LayerSpec, hidden: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def needs_tiling(layer: LayerSpec, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def needs_tiling(spec: ModelSpec) -> bool:
     """Whether this machine's library makes a row's bits depend on the number of rows.
 
     Asked once, of real weights on random rows: 16 tiles at once against each tile alone. With a
     number of threads that is no power of two, elementwise loops end inside a tile, so it is so.
     A GPU's library picks kernels by shape, and no grid makes that good: there it is never asked.
     """
-    if device.type != "cpu":
+    if spec.device.type != "cpu":
         return False
     threads = torch.get_num_threads()
     if threads & (threads - 1):
         return True
-    attention = layer.attention
+    layer = spec.layers[0]
     steps: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
-        (attention.q_proj, width),
-        (attention.k_proj, width),
-        (attention.v_proj, width),
-        (attention.o_proj, attention.o_proj.in_features),
-        (lambda t: _feed_forward(layer, t), width),
+        *((module, spec.width) for module in layer.heads.modules),
+        (layer.out, spec.query_heads * spec.head_dim),
+        (lambda t: _feed_forward(layer, t), spec.width),
     ]
     generator = torch.Generator().manual_seed(0)
     for step, columns in steps:
-        x = torch.randn(16 * TILE, columns, generator=generator).to(device=device, dtype=dtype)
+        x = torch.randn(16 * TILE, columns, generator=generator).to(spec.dtype)
         if not torch.equal(step(x), torch.cat([step(tile) for tile in torch.split(x, TILE)])):
             return True
     return False

@@ -29,7 +29,7 @@ def working_bytes(
     """
     layer = spec.layers[0]
     element = spec.dtype.itemsize
-    width = int(layer.attention.q_proj.in_features)
+    width = spec.width
     query, key = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     linear = [m for m in layer.feed_forward.modules() if isinstance(m, torch.nn.Linear)]
     between = max((m.out_features for m in linear), default=width)
@@ -37,12 +37,14 @@ def working_bytes(
     # A module multiplies into a third tensor.
     wide = between * (3 if layer.gated is None else 2)
     log_sums = 4 * rows * spec.query_heads
+    # Beside a feed-forward that is not behind it, what was attended waits.
+    waiting = rows * query if layer.is_parallel else 0
     steps = (
         rows * (2 * width + query + 2 * key) * element,  # projecting
         rows * (width + 2 * query + 3 * key) * element,  # rotating
         rows * (width + 2 * query + 2 * key) * element + log_sums,  # attending
         rows * (2 * width + query) * element,  # back to the width
-        (rows * width + part * (width + wide)) * element,  # feed-forward
+        (rows * width + part * (width + wide) + waiting) * element,  # feed-forward
         (rows + logits) * width * element + logits * spec.vocabulary * (element + 4),
     )
     turns = sum(layer.rotates for layer in spec.layers) > 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -124,7 +125,29 @@ class Rotary:
             # for, until a short one comes: so that one request's do not depend on others.
             self.spec.rotary(like, torch.zeros_like(positions[None, :1]), *named)
         cos, sin = self.spec.rotary(like, positions[None], *named)
-        return cos[0], sin[0]
+        frequencies = self._inv_freq(key).numel()
+        return self._doubled(cos[0], frequencies), self._doubled(sin[0], frequencies)
+
+    def _doubled(self, table: torch.Tensor, frequencies: int) -> torch.Tensor:
+        """Cos or sin [R, rotary_dim] as ops take them: one of each frequency, twice over.
+
+        Some families give each once (GPT-OSS), or, where neighbours are pairs, each twice in a row
+        (Cohere).
+        """
+        if table.shape[-1] == frequencies:
+            return torch.cat([table] * 2, dim=-1)
+        if self.spec.pairing == "half" or not self._repeats_each:
+            return table
+        return torch.cat([table[:, ::2]] * 2, dim=-1)
+
+    @cached_property
+    def _repeats_each(self) -> bool:
+        """Whether the module gives each frequency twice in a row, asked of it once."""
+        like = torch.zeros(1, device=self.spec.device)
+        named = () if self.keys[0] is None else (self.keys[0],)
+        position = torch.ones(1, 1, dtype=torch.int64, device=self.spec.device)
+        sin = self.spec.rotary(like, position, *named)[1][0, 0]
+        return bool(torch.equal(sin[::2], sin[1::2]))
 
     def _tabulated(self, length: int) -> PositionTable:
         positions = torch.arange(length, device=self.spec.device)

@@ -27,6 +27,7 @@ from kvweave.runner.model.layer import (
     project,
 )
 from kvweave.runner.model.model_spec import ModelSpec
+from kvweave.runner.model.sinks import beside_sinks
 from kvweave.runner.prefill import chunks, probes
 from kvweave.runner.prefill.asked_layer import AskedLayer
 from kvweave.runner.prefill.draft import Drafter
@@ -226,10 +227,13 @@ class _Run:
         if attended is not None:
             seen = self.kv.layer_heads(plan.layer).seen
             self.trace.current.flops.attend(plan.layer, hidden.rows, seen)
+            if layer.is_parallel:
+                self.feed_forward(hidden, plan)
             add_attention(layer, hidden.grid, hidden.states, attended)
             # The feed-forward is wider than attention: it gets its memory.
             del attended
-            self.feed_forward(hidden, plan)
+            if not layer.is_parallel:
+                self.feed_forward(hidden, plan)
         self.trace.current.rows_per_layer[plan.layer] += len(plan.rows)
         self.trace.most_rows = max(self.trace.most_rows, len(plan.rows))
         return hidden, None if probing is None else self.scores(plan, probing), plan.rows
@@ -357,7 +361,8 @@ class _Run:
             row_offsets=table.offsets,
             entry_offsets=kv.offsets,
         )
-        return self.kv.with_packed(plan.layer, q, table.positions, exact)
+        attended = self.kv.with_packed(plan.layer, q, table.positions, exact)
+        return beside_sinks(attended, self.spec.layers[plan.layer].sinks)
 
     def unwanted(self, plan: LayerPlan) -> bool:
         """Whether the layer is the last and computes rows before those whose logits are wanted."""
@@ -373,7 +378,9 @@ class _Run:
         layer, length = self.spec.layers[plan.layer], len(self.tokens)
         half = self.spec.dtype in (torch.bfloat16, torch.float16)
         whole = len(plan.rows) == length
-        if self.spec.device.type != "cuda" or not half or not whole or layer.softcap:
+        if self.spec.device.type != "cuda" or not half or not whole:
+            return False
+        if layer.softcap or layer.sinks is not None:
             return False
         heads = self.kv.layer_heads(plan.layer)
         if plan.local_rows is not None and heads.local.heads:

@@ -14,7 +14,8 @@ import numpy as np
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.tables import RowMemo
-from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
+from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.model_spec import ModelSpec
 
 PARTS = ("projections", "attention", "feed_forward", "logits", "scores")
 """What is counted: q, k, v and output projections; attention over the keys that each row and head
@@ -33,10 +34,23 @@ def visible_pairs(rows: Rows, window: int, sink: int) -> int:
 def _elements(module: Any) -> int:
     """Weights of a module that multiply each row; of experts only those that a row is sent to."""
     chosen = [int(m.top_k) for m in module.modules() if isinstance(getattr(m, "top_k", None), int)]
-    weights = [p for p in module.parameters() if p.dim() >= 2]
-    if any(p.dim() == 3 for p in weights) and chosen:
-        return sum(p[0].numel() * chosen[0] if p.dim() == 3 else p.numel() for p in weights)
-    return sum(p.numel() for p in weights)
+    count = 0
+    for one in module.modules():
+        if _is_matrix(one):
+            count += one.in_features * one.out_features
+            continue
+        for weight in one.parameters(recurse=False):
+            if weight.dim() == 3 and chosen:
+                count += weight[0].numel() * chosen[0]
+            elif weight.dim() >= 2:
+                count += weight.numel()
+    return count
+
+
+def _is_matrix(module: Any) -> bool:
+    """Whether a module multiplies by a matrix of stated size, however its weights are stored."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return all(isinstance(size, int) for size in sizes) and not any(module.children())
 
 
 @dataclass(frozen=True)
@@ -51,12 +65,11 @@ class LayerWeights:
     @staticmethod
     def of(layer: LayerSpec) -> LayerWeights:
         """Counted in the layer's modules."""
-        attention = layer.attention
+        heads = layer.heads
+        all_three = sum(_elements(module) for module in heads.modules)
+        query = all_three * heads.query_heads // (heads.query_heads + 2 * heads.kv_heads)
         return LayerWeights(
-            _elements(attention.q_proj),
-            _elements(attention.k_proj) + _elements(attention.v_proj),
-            _elements(attention.o_proj),
-            _elements(layer.feed_forward),
+            query, all_three - query, _elements(layer.out), _elements(layer.feed_forward)
         )
 
 

@@ -13,7 +13,8 @@ import torch
 from kvweave.runner.kv.heads import SomeHeads
 from kvweave.runner.model.joined import is_plain
 from kvweave.runner.model.layer import RowGrid, owns_queries
-from kvweave.runner.model.model_spec import LayerSpec, ModelSpec
+from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.model_spec import ModelSpec
 from kvweave.runner.model.rope import rotated
 
 Turn = tuple[torch.Tensor, torch.Tensor] | None
@@ -32,9 +33,16 @@ class Spared:
 def may_spare(layer: LayerSpec) -> bool:
     """Whether heads of the layer's k and v projections can be computed alone.
 
-    Not where something else than a plain matrix does it, or listens to it.
+    Not where one matrix makes queries as well, where something else than a plain matrix does it,
+    or listens to it; nor where the norm of keys is not the same for every head alone.
     """
-    return all(is_plain(getattr(layer.attention, name)) for name in ("k_proj", "v_proj"))
+    heads = layer.heads
+    plain = heads.are_apart and is_plain(heads.key) and is_plain(heads.value)
+    weight = getattr(layer.key_norm, "weight", None)
+    alike = layer.key_norm is None or (
+        weight is not None and tuple(weight.shape) == (heads.head_dim,)
+    )
+    return plain and alike
 
 
 def project_sparing(
@@ -50,7 +58,7 @@ def project_sparing(
     As `layer.project` otherwise.
     """
     x = grid.apply(layer.attention_in_norm, hidden)
-    q = grid.real(grid.apply(layer.attention.q_proj, x)).view(grid.rows, -1, spec.head_dim)
+    q = layer.heads.queries(lambda projection: grid.real(grid.apply(projection, x)))
     if layer.query_norm is not None:
         q = layer.query_norm(q)
     if turn is not None:
@@ -94,12 +102,12 @@ def _fill(
     if not heads.heads:
         return
     chosen = heads.index
-    k = _some_heads(spec, layer.attention.k_proj, x, chosen)
+    k = _some_heads(spec, layer.heads.key, x, chosen)
     if layer.key_norm is not None:
         k = layer.key_norm(k)
     if turn is not None:
         (k,) = rotated(spec, turn, (k,), layer.key_norm is None)
-    v = _some_heads(spec, layer.attention.v_proj, x, chosen)
+    v = _some_heads(spec, layer.heads.value, x, chosen)
     for made, whole in ((k, into[0]), (v, into[1])):
         if rows is None:
             whole.index_copy_(1, chosen, made)

@@ -1,0 +1,132 @@
+"""One layer of a `PressedCache`, as presses of kvpress see it: its keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvweave.adapters.kvpress.head_pages import HeadPages
+from kvweave.errors import InvalidArgument, Unsupported
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """What stands for the keys or values of a layer once they lie in pages.
+
+    Heads may have kept unlike tokens, so there is no tensor of them: all that it does is to be cut
+    to its first tokens, `kept[:, :, :length]`, as kvpress' pipeline does behind an answer.
+    """
+
+    length: int
+
+    def __getitem__(self, index: Any) -> KeptTokens:
+        whole = slice(None)
+        if isinstance(index, tuple) and len(index) == 3 and index[:2] == (whole, whole):
+            last = index[2]
+            if isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1):
+                stop = self.length if last.stop is None else int(last.stop)
+                return KeptTokens(min(stop, self.length))
+        raise Unsupported(
+            f"kept tokens: expected a cut [:, :, :length], got {index}; a press reads keys and "
+            "values while the context is prefilled"
+        )
+
+
+class PressedLayer:
+    """Keys and values [1, G, T, D] of a context, which a press replaces; then pages of them.
+
+    `settle` moves them: until the next layer begins they are tensors, as the press wants them.
+    """
+
+    is_initialized = True
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, pages: HeadPages) -> None:
+        self.pages = pages
+        self._whole: list[torch.Tensor | None] = [None, None]
+        self._is_settled = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether keys and values are tensors now."""
+        return self._whole[0] is not None
+
+    @property
+    def keys(self) -> Any:
+        """Keys [1, G, T, D], or what stands for them."""
+        return self._shown(0)
+
+    @keys.setter
+    def keys(self, given: Any) -> None:
+        self._replace(0, given)
+
+    @property
+    def values(self) -> Any:
+        """Values [1, G, T, D], or what stands for them."""
+        return self._shown(1)
+
+    @values.setter
+    def values(self, given: Any) -> None:
+        self._replace(1, given)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes a context's keys and values; those of an answer go to its pages at once."""
+        if keys.shape[0] != 1:
+            raise Unsupported(f"batch: expected one row, got {keys.shape[0]}")
+        if not self._is_settled:
+            self._whole = [keys, values]
+
+    def settle(self, dropped: tuple[torch.Tensor, ...] | None) -> None:
+        """Writes what is kept into pages, and lets go of the tensors.
+
+        `dropped`: rows, heads and tokens that a press masks (AdaKV, DuoAttention) are not kept.
+
+        # Errors
+        `InvalidArgument` for a head that would keep nothing, `PoolFull`; the tensors stay then.
+        """
+        keys, values = self._whole
+        if keys is None or values is None:
+            return
+        if keys.shape != values.shape:
+            raise InvalidArgument(
+                f"press: expected keys and values of one shape, got {list(keys.shape)} and "
+                f"{list(values.shape)}"
+            )
+        kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+        if dropped is not None:
+            kept[tuple(index.to(keys.device) for index in dropped)] = False
+        counts = kept[0].sum(-1).tolist()
+        if not all(counts):
+            raise InvalidArgument("press: expected a token of every head to be kept, got none")
+        each = ([x[0, head][kept[0, head]] for head in range(len(counts))] for x in (keys, values))
+        self.pages.keep(*each)
+        self._whole, self._is_settled = [None, None], True
+
+    def get_seq_length(self) -> int:
+        """Tokens of the head that has most."""
+        whole = self._whole[0]
+        return whole.shape[2] if whole is not None else max(self.pages.lengths, default=0)
+
+    def release(self) -> None:
+        """Gives everything back."""
+        self.pages.release()
+        self._whole, self._is_settled = [None, None], False
+
+    def _shown(self, which: int) -> Any:
+        if self._is_settled:
+            return KeptTokens(self.get_seq_length())
+        return self._whole[which]
+
+    def _replace(self, which: int, given: Any) -> None:
+        if isinstance(given, KeptTokens):
+            self.pages.back_to(given.length)
+        elif isinstance(given, torch.Tensor) and self.is_open:
+            self._whole[which] = given
+        else:
+            raise Unsupported(
+                "press: expected one that replaces keys and values while the context is prefilled, "
+                f"got a {type(given).__name__} {'then' if self.is_open else 'later'}"
+            )

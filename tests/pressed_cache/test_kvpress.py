@@ -1,0 +1,112 @@
+"""kvpress' own pipeline and presses over kvweave's pages, on a real model.
+
+kvpress wants an older transformers than the tests' own: `make test-kvpress` has an environment.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (make test-kvpress)")
+
+from kvweave import InvalidArgument  # noqa: E402
+from kvweave.adapters.kvpress import PressedCache  # noqa: E402
+from kvweave.adapters.kvpress.head_map_press import HeadMapPress  # noqa: E402
+
+CONTEXT = (
+    "The harbour was built in 1871. Its wall is repaired every spring. " * 8
+    + "The code of the north gate is 4417. "
+    + "Ships that come at night wait for the pilot, whose house is red. " * 8
+)
+QUESTION = "\nWhat is the code of the north gate?"
+PRESSES = {
+    "knorm": lambda: kvpress.KnormPress(0.5),
+    "snapkv": lambda: kvpress.SnapKVPress(0.5),
+    "streaming": lambda: kvpress.StreamingLLMPress(0.5),
+    "expected attention": lambda: kvpress.ExpectedAttentionPress(0.5),
+    "adakv": lambda: kvpress.AdaKVPress(kvpress.SnapKVPress(0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def pipe(smollm2: Any) -> Any:
+    model, tokenizer = smollm2
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    yield kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    model.set_attn_implementation(before)
+
+
+def answer(pipe: Any, press: Any, cache: Any = None) -> str:
+    asked = {"question": QUESTION, "press": press, "max_new_tokens": 12}
+    return pipe(CONTEXT, **asked, cache=cache)["answer"]
+
+
+@pytest.mark.parametrize("name", PRESSES)
+def test_a_press_says_the_same_in_fewer_bytes(pipe: Any, name: str) -> None:
+    """The same words as over its own cache; here what it drops is given back."""
+    wanted = answer(pipe, PRESSES[name]())
+    with PressedCache(pipe.model, max_tokens=2048) as cache:
+        assert answer(pipe, PRESSES[name](), cache) == wanted
+        assert 0.4 < cache.bytes / cache.dense_bytes < 0.58
+
+
+def windows(pipe: Any, recent: int) -> Any:
+    """A map of SmolLM2 in which every second head has a window."""
+    config = pipe.model.config
+    classes = np.zeros((config.num_hidden_layers, config.num_key_value_heads, 2), np.int64)
+    classes.reshape(-1, 2)[::2] = recent, 4
+    return head_map_of(classes)
+
+
+def head_map_of(classes: np.ndarray) -> Any:
+    from kvweave import HeadClassMap
+
+    layers, heads = classes.shape[:2]
+    entries = [
+        {
+            "layer": layer,
+            "head": head,
+            "class": {"kind": "window", "sink": int(sink), "recent": int(window)}
+            if window
+            else {"kind": "full"},
+            "reach": "local" if window else "global",
+            "stability": "stable",
+        }
+        for layer in range(layers)
+        for head in range(heads)
+        for window, sink in [classes[layer, head]]
+    ]
+    known = {"schema_version": 1, "model_fingerprint": "any", "layers": layers, "kv_heads": heads}
+    return HeadClassMap.from_json(json.dumps({**known, "heads": entries}))
+
+
+def test_a_head_map_is_a_press(pipe: Any) -> None:
+    """By our pages as by the masks of kvpress itself; half of the heads keep 68 tokens."""
+    press = HeadMapPress(windows(pipe, 64))
+    wanted = answer(pipe, press)
+    with PressedCache(pipe.model, max_tokens=2048) as cache:
+        assert answer(pipe, press, cache) == wanted
+        lengths = np.asarray(cache.lengths).reshape(-1)
+        assert set(lengths[::2]) == {68}
+        assert cache.bytes < 0.75 * cache.dense_bytes
+
+
+def test_a_map_of_another_model_is_refused(pipe: Any) -> None:
+    press = HeadMapPress(head_map_of(np.zeros((2, 3, 2), np.int64)))
+    with pytest.raises(InvalidArgument, match="expected a map of 30 layers"), press(pipe.model):
+        pass
+
+
+def test_several_questions_over_one_context(pipe: Any) -> None:
+    asked = {"questions": [QUESTION, "\nWhen was the harbour built?"], "max_new_tokens": 10}
+    wanted = pipe(CONTEXT, press=kvpress.KnormPress(0.3), **asked)["answers"]
+    with PressedCache(pipe.model, max_tokens=2048) as cache, torch.inference_mode():
+        said = pipe(CONTEXT, press=kvpress.KnormPress(0.3), cache=cache, **asked)["answers"]
+        assert said == wanted
+        cache.kv.check()
