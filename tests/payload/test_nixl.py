@@ -141,11 +141,14 @@ def test_a_peer_that_knows_the_secret_and_lies_is_refused(payload: KvPayload) ->
             for lie in lies:
                 with pytest.raises(CorruptPayload):
                     receiver.take(signed({**said, **lie}))
-            # Bytes that are others than those of the ticket.
-            address, size, digest = said["places"]["group.0"]
-            wrong = {**said["places"], "group.0": [address, size, digest[::-1]]}
-            with pytest.raises(CorruptPayload, match="bytes of its ticket"):
-                receiver.take(signed({**said, "places": wrong}))
+        # Bytes that are others than those of the ticket.
+        address, size, digest = said["places"]["group.0"]
+        wrong = {**said["places"], "group.0": [address, size, digest[::-1]]}
+        with (
+            KvReceiver(SECRET) as other,
+            pytest.raises(CorruptPayload, match="bytes of its ticket"),
+        ):
+            other.take(signed({**said, "places": wrong}))
         with (
             KvReceiver(SECRET, most_bytes=1000) as narrow,
             pytest.raises(CorruptPayload, match="at most"),
