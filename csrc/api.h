@@ -337,7 +337,7 @@ struct GatherEntriesParams {
   uint32_t most;
 };
 
-// What top-r pages are, and the bases that they are packed in: rust/core/src/ops/top_r.rs, bases.rs.
+// What top-r pages are, and the bases they are packed in: rust/core/src/ops/top_r.rs, bases.rs.
 struct TopRParams {
   const float* bases;       // [count, pages, 2, channels + 1, head_dim]; null: no top-r pages
   const int32_t* basis_of;  // [packed pages]: the basis of the block that begins at a page

@@ -9,7 +9,7 @@
 #include "packed.cuh"
 
 constexpr int kKeySide = 0, kValueSide = 1;
-constexpr float kCodeMiddle = 7.5f;  // codes stand for what they are more than this, times the scale
+constexpr float kCodeMiddle = 7.5f;  // codes stand for what is beyond this, times the scale
 constexpr float kFp8Reach = 448.0f;
 
 // Bytes of one vector: its bitmap, numbers and scale. Of one side: where numbers and scales begin,

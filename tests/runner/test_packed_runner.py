@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from decode_batches import decoding
 from families import random_tokens, tiny
 from head_maps import runner_of
-from kvweave import InvalidArgument, PoolFull, Unsupported
+from kvweave import InvalidArgument, PoolFull, RemoteStore, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.runner import Canary, Healing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
@@ -354,6 +354,7 @@ def refusals(runner: Runner, model: Any) -> dict[str, Any]:
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
+        "remote": [lambda: packed_runner(model, remote=RemoteStore("memory", {}))],
     }
 
 

@@ -284,6 +284,11 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     assert third.tiers.stats()["reading_bytes"] == 0
 
 
+def spans_of(done: Any) -> list[tuple[str, int, int]]:
+    """What was reused of a prompt and what was not, span by span."""
+    return [(span.kind, span.start, span.end) for span in done.report.plan.spans]
+
+
 @pytest.mark.parametrize("levels", [1, 3])
 def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, levels: int) -> None:
     """Little room everywhere, a third of all cancelled at some moment, some of higher priority."""
@@ -322,7 +327,7 @@ def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, leve
         expected = answer(plain, *chosen, max_new_tokens=4)
         # Of a document that has left the device its first blocks may be there yet, and who gives
         # way to others is prefilled again by what there is then.
-        if levels == 1 and expected.report.reused_segment == done.report.reused_segment:
+        if levels == 1 and spans_of(expected) == spans_of(done):
             assert done.tokens == expected.tokens
             alike += 1
     assert alike > 6 or levels > 1

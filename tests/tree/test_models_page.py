@@ -8,7 +8,7 @@ import pytest
 
 import code_tables
 from families import FAMILIES, OTHERS
-from kvweave.adapters.vllm.lazy_classes import FAMILIES as SERVED
+from kvweave.adapters.vllm.model_names import FAMILIES as SERVED
 
 TEXT = code_tables.PAGE.read_text(encoding="utf-8")
 

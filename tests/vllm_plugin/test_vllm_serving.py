@@ -179,7 +179,13 @@ def test_a_map_is_held_to_the_model_before_an_engine_is_started(model: Path) -> 
     for name, heads, layers, words, expected in (
         ("other", (WINDOW,), 5, (), "a map of 3 layers of 4 KV heads, got 5 of 4"),
         ("two", (WINDOW, WIDER), LAYERS, (), "heads: windows: expected one (sink, recent)"),
-        ("none", (WINDOW,) * 4, LAYERS, (), "at least one in every layer, got 0"),
+        (
+            "none",
+            (WINDOW,) * 4,
+            LAYERS,
+            (),
+            "expected at least one for each of 1, got 0 of 12 global",
+        ),
         ("mixed", (WINDOW, TOP_K), LAYERS, (), "full and top_k, or full and window"),
         ("few", ({**TOP_K, "pages": 2},), LAYERS, (), "at least 3, which are always read"),
         ("ranks", (WINDOW,), LAYERS, ("--ranks", 2), "numbers that 2 ranks divide"),

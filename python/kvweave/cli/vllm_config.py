@@ -65,10 +65,7 @@ def vllm_config(
         "store_quota_bytes": _bytes("store-quota-gib", store_quota_gib),
     }
     host_bytes = _bytes("offload-gib", offload_gib)
-    if out_file is not None and out_file.suffix not in SUFFIXES:
-        expected = " or ".join(SUFFIXES)
-        text = f"out: expected a file that ends in {expected}, got {out_file.name}"
-        raise InvalidArgument(text, expected=expected, got=out_file.name)
+    _check_suffix(out_file)
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
         "frozen_share": frozen_share,
@@ -90,6 +87,13 @@ def vllm_config(
         out_file.write_text(text, encoding="utf-8")
         command = shlex.join(["vllm", "serve", model, "--config", str(out_file)])
         out().print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_suffix(out_file: Path | None) -> None:
+    if out_file is not None and out_file.suffix not in SUFFIXES:
+        expected = " or ".join(SUFFIXES)
+        text = f"out: expected a file that ends in {expected}, got {out_file.name}"
+        raise InvalidArgument(text, expected=expected, got=out_file.name)
 
 
 def _bytes(name: str, gib: float | None) -> int | None:

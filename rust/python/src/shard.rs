@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvweave_store as store;
-use kvweave_store::{Dtype, Layout, ReadPath, ShardName, StoreError};
+use kvweave_store::{Dtype, Layout, Naming, ReadPath, ShardName, StoreError};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -13,7 +13,7 @@ use crate::dlpack::borrow;
 use crate::failure::{Failure, call_core};
 use crate::request::saturating_u32;
 use crate::scalars::{Number, Regime, Text};
-use crate::shard_head::shard_name;
+use crate::tokens::Tokens;
 
 /// Everything but the tokens that K and V depend on.
 #[pyclass(frozen, eq, module = "kvweave._native")]
@@ -118,7 +118,12 @@ impl Provenance {
         tokens: &Bound<'_, PyAny>,
         hash: Text<'_>,
     ) -> PyResult<String> {
-        shard_name(py, self, tokens, &hash)
+        let tokens = Tokens::of(tokens)?;
+        let ids = raised(py, tokens.ids())?;
+        call_core(py, || {
+            let naming = Naming::of(hash.0)?;
+            Ok::<_, Failure>(self.0.name(naming, &ids).to_string())
+        })
     }
 
     fn __repr__(&self) -> String {

@@ -1,7 +1,7 @@
 //! `ShardHead`: the head of a shard's file that lies where no file system is, to write or to check.
 
 use kvweave_store as store;
-use kvweave_store::{ALIGN, Naming, Part, PartEntry, ShardHeader, StoreError};
+use kvweave_store::{ALIGN, Part, PartEntry, ShardHeader, StoreError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -124,19 +124,4 @@ impl ShardHead {
         let store::ShardHeader { tokens, parts, .. } = &self.0;
         format!("ShardHead(tokens={tokens}, parts={})", parts.len())
     }
-}
-
-/// The name of the shard of some tokens of a provenance.
-pub fn shard_name(
-    py: Python<'_>,
-    provenance: &Provenance,
-    tokens: &Bound<'_, PyAny>,
-    hash: &Text<'_>,
-) -> PyResult<String> {
-    let tokens = Tokens::of(tokens)?;
-    let ids = raised(py, tokens.ids())?;
-    call_core(py, || {
-        let naming = Naming::of(hash.0)?;
-        Ok::<_, Failure>(provenance.0.name(naming, &ids).to_string())
-    })
 }

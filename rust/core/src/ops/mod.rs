@@ -14,6 +14,7 @@ mod attend_decode;
 mod attend_packed;
 mod attend_prefill;
 mod bases;
+mod code_place;
 mod copy_rerotate;
 mod element;
 mod entries;
@@ -48,6 +49,7 @@ pub use attend_decode::AttendDecode;
 pub use attend_packed::{AttendPacked, PackedKv};
 pub use attend_prefill::AttendPrefill;
 pub use bases::{Bases, Basis, PlanesBasis};
+pub use code_place::CodePlace;
 pub use copy_rerotate::{
     BlockPage, CopyRerotate, CopyRun, CopySource, validate_copies, validate_layers,
 };
@@ -61,7 +63,7 @@ pub use geometry::PageGeometry;
 pub use merge_states::MergeStates;
 pub use move_pages::{MovePages, Moves, RowPages, Way};
 pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
-pub use packed_format::{CodePlace, PackedFormat, PackedKind};
+pub use packed_format::{PackedFormat, PackedKind};
 pub use page_bounds::{PageBounds, validate_bounds};
 pub use planes::{
     CHANNELS_TOGETHER, PLANE_BITS, PlaneWidths, PlanesPage, PlanesSide, largest_code, plane_code,

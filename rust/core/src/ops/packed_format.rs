@@ -26,6 +26,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use super::code_place::CodePlace;
 use super::error::{OpError, OpErrorKind, ensure};
 use super::planes::PlanesPage;
 use super::step::ScaleDtype;
@@ -57,15 +58,6 @@ impl PackedKind {
             Self::Planes(_) => "planes",
         }
     }
-}
-
-/// Where a code lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CodePlace {
-    /// Byte of the page.
-    pub byte: usize,
-    /// First bit of that byte.
-    pub shift: u32,
 }
 
 /// Tokens whose value codes lie together: those of one product.
@@ -244,8 +236,8 @@ impl PackedFormat {
         place(0, word, pair + 4 * second)
     }
 
-    /// The code of a value. Of four bits, a word has two channels of four tokens: of 16 tokens, lane
-    /// 4g + t of a warp takes tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of channels 16j + g and
+    /// The code of a value. Of four bits, a word has two channels of four tokens: of 16 tokens,
+    /// lane 4g + t of a warp takes tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of channels 16j + g and
     /// 16j + g + 8, and finds the words of [`value_run`](Self::value_run) of its j beside each
     /// other. Channel 16j + g + 8h of token 2t + b + 8k is nibble 2k + h + 4b.
     #[must_use]

@@ -9,15 +9,15 @@
 //! | part | bytes | what lies there |
 //! |---|---|---|
 //! | flags | P/4, up to the next 16 | a bit a token: its key is NaN; behind them, of its value |
-//! | planes of keys | P·(n₈ + n₄/2 + n₂/4) | codes of 8 bits, token by token, then of 4, then of 2 |
+//! | planes of keys | P·(n₈ + n₄/2 + n₂/4) | codes of 8 bits, token by token, of 4, then of 2 |
 //! | planes of values | as of keys | the same, with the values' own numbers of channels |
 //!
 //! In a byte the lowest bits are the first channel's. Keys and values share `token_bytes` a token,
 //! each page as its basis says; what they leave is 0. So every page of a pool has
 //! P/4 (up to the next 16) + P·`token_bytes` bytes.
 
+use super::code_place::CodePlace;
 use super::error::{OpError, OpErrorKind, ensure};
-use super::packed_format::CodePlace;
 use super::top_r::Side;
 
 /// Bits of a channel's code, plane by plane.
