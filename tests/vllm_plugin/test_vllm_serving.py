@@ -188,7 +188,7 @@ def test_a_map_is_held_to_the_model_before_an_engine_is_started(model: Path) -> 
         ),
         ("mixed", (WINDOW, TOP_K), LAYERS, (), "full and top_k, or full and window"),
         ("few", ({**TOP_K, "pages": 2},), LAYERS, (), "at least 3, which are always read"),
-        ("ranks", (WINDOW,), LAYERS, ("--ranks", 2), "numbers that 2 ranks divide"),
+        ("ranks", (WINDOW,), LAYERS, ("--ranks", 3), "3 ranks"),
         ("chosen", (TOP_K,), LAYERS, ("--virtual-pages",), "full and window, got top_k"),
     ):
         path = map_file(model / f"{name}.json", *heads, layers=layers)

@@ -9,11 +9,12 @@ use super::top_r::Side;
 
 /// Bases, and which of them each packed block was packed in: that of its text.
 ///
-/// A basis of top-r pages has, for each page of a block (a layer's KV head), a mean and C directions
-/// for keys and for values. Directions are orthonormal and lie in the order in which groups are made of them
-/// (`MosaicKV`, section 5.5). Keys are taken as they lie in a cache, rotated by `RoPE`, so a basis
-/// can be folded into a query (section 5.3), and a text that is shared at other positions keeps its
-/// own: the query is first turned back by the entry's delta, then rotated into the basis.
+/// A basis of top-r pages has, for each page of a block (a layer's KV head), a mean and C
+/// directions for keys and for values. Directions are orthonormal and lie in the order in which
+/// groups are made of them (`MosaicKV`, section 5.5). Keys are taken as they lie in a cache,
+/// rotated by `RoPE`, so a basis can be folded into a query (section 5.3), and a text that is
+/// shared at other positions keeps its own: the query is first turned back by the entry's
+/// delta, then rotated into the basis.
 ///
 /// One of planes has rows of its own in their place ([`PlanesBasis`]), which is used alike.
 /// Without elements, as `T` of `()`, they are bases elsewhere, such as on a device.
