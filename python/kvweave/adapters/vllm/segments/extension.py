@@ -33,9 +33,11 @@ class KnowledgeBaseWorker:
             config = self.vllm_config.model_config
             _check_names(name, namespace)
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
-            _worker().store.require_room(name, ids, namespace)
-            _worker().expect_document(ids, namespace)
             worker = _worker()
+            if worker.kept is None:
+                # Where a folder keeps documents, those used least give way instead.
+                worker.store.require_room(name, ids, namespace)
+            worker.expect_document(ids, namespace)
             why = worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             entry = _shown(worker.store.cache.frozen_segment(name, namespace))
             if worker.kept is not None:

@@ -43,10 +43,12 @@ class _Known:
 
 
 class KnownDocuments:
-    """The documents of a store that somebody was told of."""
+    """The documents of a store that somebody was told of, under one RoPE regime of its cache."""
 
-    def __init__(self, cache: KvCache, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cache, self._clock = cache, clock
+    def __init__(
+        self, cache: KvCache, clock: Callable[[], float] = time.monotonic, *, regime: int = 0
+    ) -> None:
+        self._cache, self._clock, self._regime = cache, clock, regime
         self._known: dict[bytes, _Known] = {}
         self._expected: dict[bytes, _Known] = {}
         self._evictions, self._looked = 0, float("-inf")
@@ -78,4 +80,5 @@ class KnownDocuments:
         return [("removed", name, self._known.pop(name).found) for name in gone]
 
     def _found(self, document: _Known) -> int:
-        return self._cache.match_segment(document.tokens, document.namespace)
+        tokens, namespace = document.tokens, document.namespace
+        return self._cache.match_segment(tokens, namespace, regime=self._regime)

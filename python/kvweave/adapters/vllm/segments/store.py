@@ -245,7 +245,8 @@ class SegmentStore:
         limit = int(stats["total"]) * int(self.frozen_share * 100 + 0.5) // 100
         own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
         free = max(limit - int(stats["frozen"]) + sum(own), 0)
-        shared = self.cache.match_prefix(np.asarray(tokens, np.int32), namespace) // PAGE_TOKENS
+        ids = np.asarray(tokens, np.int32)
+        shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // PAGE_TOKENS
         needed = -(-len(tokens) // PAGE_TOKENS) - shared
         if needed > free:
             expected, got = f"{needed} blocks to be available", str(free)

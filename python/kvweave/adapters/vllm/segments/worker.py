@@ -318,7 +318,8 @@ class SegmentWorkerConnector(IdleConnector):
         """Tensors of vLLM are there: segments may come."""
         self.worker = SegmentWorker.of(self._vllm_config)
         if are_published(self._vllm_config):
-            self.worker.documents = KnownDocuments(self.worker.store.cache)
+            store = self.worker.store
+            self.worker.documents = KnownDocuments(store.cache, regime=store.regime)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Looks up the prompts of a step: every vLLM says this before the forward.
