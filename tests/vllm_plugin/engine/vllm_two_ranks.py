@@ -1,6 +1,5 @@
 """Segments on two ranks of tensor parallelism: a program that prints JSON lines.
 
-With the argument `map` under a head map whose layers have unlike numbers of global heads.
 Scheduler, workers and front are processes of their own; kvweave's Runner stands beside them.
 """
 
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,35 +37,21 @@ def tried(action: Any) -> list[str]:
     return []
 
 
-# By layer and KV head: none, one, both and one keep everything, so that a rank has unlike layers.
-WINDOW = {"kind": "window", "sink": 4, "recent": 24}
-FULL = {"kind": "full"}
-KINDS = [WINDOW, WINDOW, WINDOW, FULL, FULL, FULL, FULL, WINDOW]
-
-
-def main(*, mapped: bool) -> None:
+def main() -> None:
     """A document at two places, a knowledge base, and markers that are malformed."""
     from families import tiny
     from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-    from ranked_pages import kinds_map
     from vllm_engines import engine, sampling
     from vllm_segments import SIZES, Counterpart, Marked, ask, settings, text
 
     document = tuple(text(100, 9))
     prompts = [Marked([text(20, 1), document, text(15, 2)])]
     prompts += [Marked([text(37, 3), document, text(21, 4)])]
-    model = tiny("llama", **SIZES)
-    beside = Counterpart(model)
-    changes: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    beside = Counterpart(tiny("llama", **SIZES))
+    changes = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     with TemporaryDirectory() as folder:
-        model.save_pretrained(Path(folder))
-        chosen = settings()
-        if mapped:
-            heads, path = kinds_map(beside.runner.spec, KINDS), Path(folder) / "map.json"
-            path.write_text(heads.to_json())
-            beside, chosen = Counterpart(model, heads=heads), settings(heads=str(path))
-            changes["block_size"] = 16
-        with engine(Path(folder), chosen, max_num_batched_tokens=512, **changes) as llm:
+        tiny("llama", **SIZES).save_pretrained(Path(folder))
+        with engine(Path(folder), settings(), max_num_batched_tokens=512, **changes) as llm:
             for policy in ("sparsex", "foresight"):
                 for given in prompts:
                     wanted = beside.ask(given, policy, namespace=policy)
@@ -86,4 +70,4 @@ def main(*, mapped: bool) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    main(mapped=sys.argv[1:] == ["map"])
+    main()
