@@ -284,9 +284,9 @@ def test_bytes_in_flight_are_bounded(stored: Path) -> None:
     assert third.tiers.stats()["reading_bytes"] == 0
 
 
-def spans_of(done: Any) -> list[tuple[str, int, int]]:
+def spans_of(done: Any) -> list[tuple[str, int, int, bool]]:
     """What was reused of a prompt and what was not, span by span."""
-    return [(span.kind, span.start, span.end) for span in done.report.plan.spans]
+    return [(span.kind, span.start, span.end, span.own) for span in done.report.plan.spans]
 
 
 @pytest.mark.parametrize("levels", [1, 3])
@@ -319,7 +319,7 @@ def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, leve
     assert len(said) > 20
     assert {source for _, done in said for source in sources(done)} >= {"device", "disk"}
     alike = 0
-    for chosen, done in said[:12]:
+    for chosen, done in said[:20]:
         plain = tiered(model)
         for text, source in zip(chosen, sources(done), strict=True):
             if source != "computed":
@@ -330,7 +330,7 @@ def test_requests_that_come_and_are_cancelled_give_all_back(tmp_path: Path, leve
         if levels == 1 and spans_of(expected) == spans_of(done):
             assert done.tokens == expected.tokens
             alike += 1
-    assert alike > 6 or levels > 1
+    assert alike > 2 or levels > 1
     assert runner.tiers.stats()["troubles"] == {}
     runner.tiers.reads["disk"].worker.wait()
     assert runner.tiers.stats()["reading_bytes"] == 0
