@@ -33,6 +33,7 @@ from benchmarks.quality.packed_chart import save_chart, table
 from benchmarks.quality.packed_ways import Bases, Way, front, made_by_pages, made_of
 from benchmarks.report.record import machine
 from kvweave import models
+from kvweave.adapters.transformers.cache_argument import cache_argument
 from kvweave.lab.eval.corpus import Corpus, corpus_of, halves
 
 SINK, RECENT = 64, 128
@@ -95,6 +96,7 @@ class Bench:
     def __init__(self, name: str, corpus: str, length: int, following: int, device: str) -> None:
         self.model, self.tokenizer = models.load(name, torch.float32, device=device)
         self.device = torch.device(device)
+        self.taken_as = str(cache_argument(self.model.forward))
         self.calibrated_on, self.measured_on = halves(corpus_of(corpus))
         self.length, self.following = length, following
         config = self.model.config
@@ -132,7 +134,7 @@ class Bench:
         and of all of its queries."""
         self.attention.queries = []
         cache = DynamicCache()
-        self.model(tokens[:, : self.length], past_key_values=cache, logits_to_keep=1)
+        self.model(tokens[:, : self.length], logits_to_keep=1, **{self.taken_as: cache})
         queries, self.attention.queries = torch.cat(self.attention.queries), None
         kv = torch.stack([torch.cat([getattr(layer, side)[0] for layer in cache.layers])
                           for side in ("keys", "values")])  # fmt: skip
@@ -146,7 +148,7 @@ class Bench:
         cache = DynamicCache()
         for layer, (k, v) in enumerate(zip(*(part.chunk(self.layers) for part in kv), strict=True)):
             cache.update(k[None], v[None], layer)
-        out = self.model(tokens[:, self.length :], past_key_values=cache)
+        out = self.model(tokens[:, self.length :], **{self.taken_as: cache})
         return out.logits[0].double().log_softmax(-1)
 
     def measure(self, index: int, ways: Sequence[Way]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvweave import ops
 from kvweave.adapters.kvpress.head_pages import HeadPages
 from kvweave.adapters.kvpress.pressed_layer import PressedLayer
 from kvweave.adapters.transformers.attention import NAME, STEP, register
+from kvweave.adapters.transformers.cache_argument import given_cache
 from kvweave.adapters.transformers.kv_geometry import KvGeometry, kv_geometry
 from kvweave.adapters.transformers.page_pool import PagePool
 from kvweave.adapters.transformers.paged_step import Attends, Vectors
@@ -177,7 +178,7 @@ class PressedCache(Cache):
     def _before_forward(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if kwargs.get("past_key_values") is not self:
+        if given_cache(kwargs) is not self:
             return None
         self._settle(len(self.layers))
         mask = kwargs.get("attention_mask")

@@ -63,7 +63,7 @@ def attend(
     step = others.get(STEP)
     if not isinstance(step, AttentionStep):
         raise Unsupported(
-            f'attn_implementation "{NAME}": expected past_key_values=PagedCache(model, …), and '
+            f'attn_implementation "{NAME}": expected cache=PagedCache(model, …), and '
             "layers that hand their arguments on, got one of the two at most; "
             'model.set_attn_implementation("sdpa") runs without'
         )

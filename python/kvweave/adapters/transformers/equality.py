@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvweave.adapters.transformers.cache_argument import cache_argument
 from kvweave.adapters.transformers.kv_geometry import KvGeometry
 from kvweave.device_memory import is_shortage
 from kvweave.errors import KvweaveError, Unsupported
@@ -49,10 +50,11 @@ class Proof:
         # Errors
         `Unsupported` when the model's forward does not run so.
         """
+        by_name = {cache_argument(model.forward): cache}
         name, first = type(model).__name__, self.ids.shape[1] - _APPENDED
         try:
             ours = [
-                model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+                model(input_ids=part, use_cache=True, **by_name).logits[0]
                 for part in (self.ids[:, :first], self.ids[:, first:])
             ]
         except KvweaveError:

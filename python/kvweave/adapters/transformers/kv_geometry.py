@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvweave.adapters.transformers.cache_argument import cache_argument
 from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.runner.model.layer_forms import check_kinds
@@ -16,7 +17,7 @@ from kvweave.runner.model.model_spec import KV_DTYPES
 from kvweave.runner.model.place import check_place
 
 _CHANGING = ("dynamic", "longrope")
-_NAMED = ("input_ids", "position_ids", "past_key_values")
+_NAMED = ("input_ids", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,11 @@ def _sizes(text: Any) -> tuple[int, int, int]:
 def _check_forward(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in _NAMED if name not in parameters]
+    if cache_argument(model.forward) is None:
+        missing.append("cache")
     if missing:
         raise Unsupported(
-            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)}, "
+            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)}, cache, "
             f"got one without {', '.join(missing)}"
         )
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

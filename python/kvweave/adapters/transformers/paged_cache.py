@@ -13,6 +13,11 @@ import torch
 from transformers import Cache
 
 from kvweave.adapters.transformers.attention import NAME, STEP, register
+from kvweave.adapters.transformers.cache_argument import (
+    CACHE_NAMES,
+    cache_argument,
+    given_cache,
+)
 from kvweave.adapters.transformers.equality import Proof
 from kvweave.adapters.transformers.forward_rows import ForwardRows
 from kvweave.adapters.transformers.kv_geometry import kv_geometry
@@ -32,7 +37,7 @@ from kvweave.runner.prompt import Prompt, PromptTokenizer, token_array
 
 _MOST_MARKED = 1024
 _TAKEN = {
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"),
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", *CACHE_NAMES),
     *("labels", "logits_to_keep", "num_items_in_batch"),
 }
 """Arguments of a forward that may hold tensors: others, such as images, are part of the text."""
@@ -42,9 +47,9 @@ class PagedCache(Cache):
     """Keys and values of a transformers model in kvweave's pages, for `model.generate`.
 
         with kvweave.PagedCache(model, max_tokens=8192) as cache:
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=32)
+            model.generate(**inputs, cache=cache, max_new_tokens=32)
 
-    Hand the same cache to every call: a prompt is computed from where it differs from what any
+    (transformers below 5.24 takes it as `past_key_values`, which 5.24 takes as well.) Hand the same cache to every call: a prompt is computed from where it differs from what any
     earlier one had, and what `mark` names is reused at any position, by the `policy` (one that
     computes the same rows in all layers: full, prefix, naive, random, epic). With `discover` text
     that nobody marked is too. Without marks and `discover` answers are those of the model's own
@@ -79,6 +84,7 @@ class PagedCache(Cache):
         self._geometry = kv_geometry(model)
         self._policy = _one_pass(policy)
         self._arguments = list(inspect.signature(model.forward).parameters)
+        self._taken_as = str(cache_argument(model.forward))
         self._marks: dict[bytes, Marks] = {}
         self._step: PagedStep | None = None
         self._hooks: list[Any] = []
@@ -159,7 +165,7 @@ class PagedCache(Cache):
         return {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            "past_key_values": self,
+            self._taken_as: self,
         }
 
     def mark(self, tokens: Any, segments: Sequence[Sequence[Any]]) -> None:
@@ -217,7 +223,7 @@ class PagedCache(Cache):
         """
         if self._step is None:
             raise InvalidArgument(
-                "past_key_values: expected an open cache of this very model, got one that is "
+                "cache: expected an open cache of this very model, got one that is "
                 "closed, or of another model"
             )
         return key_states, value_states
@@ -303,7 +309,7 @@ class PagedCache(Cache):
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
-        if given.get("past_key_values") is not self:
+        if given_cache(given) is not self:
             return None
         others = sorted(k for k, v in given.items() if k not in _TAKEN and _holds_tensors(v))
         if others:
