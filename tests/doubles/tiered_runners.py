@@ -13,6 +13,7 @@ from kvweave.runner.tiers.measured import Measured
 from local_heads import local_heads
 
 FRESH = random_tokens(30, 6).tolist()
+FIRST, LAST = FRESH[:11], FRESH[11:]
 FAST, SLOW = 1e15, 1e-3
 
 
@@ -44,7 +45,7 @@ def tiered(model: Any, local: int = 0, **more: Any) -> Runner:
 def prompt_of(*documents: list[int], namespace: str = "") -> list[Any]:
     """Fresh text, documents, and a question."""
     marked = [Segment(tokens=document, namespace=namespace) for document in documents]
-    return [Segment(tokens=FRESH[:11], namespace="fresh"), *marked, Segment(tokens=FRESH[11:])]
+    return [Segment(tokens=FIRST, namespace="fresh"), *marked, Segment(tokens=LAST)]
 
 
 def answer(runner: Runner, *documents: list[int], policy: str = "naive", **more: Any) -> Any:

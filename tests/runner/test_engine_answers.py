@@ -115,6 +115,8 @@ def test_without_room_it_pauses_and_keeps_what_it_holds(model: Any, alone: Runne
         for one, prompt, most in ((older, prompts[1], 24), (request, prompts[0], 30)):
             wanted = alone.generate(prompt, max_new_tokens=most, remember=False)
             assert one.result().tokens == wanted.tokens
+        assert request.result().report.resumed == engine.metrics()["preempted"]
+        assert older.result().report.resumed == 0
     assert held(runner) == 0
 
 

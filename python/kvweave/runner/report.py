@@ -159,7 +159,9 @@ class Report:
     `canary`: of a request that was drawn for comparison. `speculation`: of an answer that a runner
     with `speculate` has decoded. `documents`: where the KV of its marked documents came from, of a
     runner with tiers and a policy that reuses them. `packing`: of a document that was encoded into
-    pages that are packed in a basis.
+    pages that are packed in a basis. `resumed`: how often the request gave its blocks to others
+    after its first token, and was prefilled again by what there was then; all else is of its first
+    prefill.
     """
 
     policy: str
@@ -186,6 +188,7 @@ class Report:
     speculation: SpeculationReport | None = None
     documents: list[DocumentSource] = field(default_factory=list)
     packing: PackingReport | None = None
+    resumed: int = 0
 
     def __repr__(self) -> str:
         """One line; `to_dict` tells all."""

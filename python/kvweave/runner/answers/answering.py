@@ -169,6 +169,7 @@ class Answering:
             answer.watch.go_on(done)
         sequence.choose(done.logits[-1])
         answer.hear()
+        answer.done.report.resumed += 1
 
     def look(self, answer: Answer, queries: torch.Tensor) -> None:
         """Keeps the queries [L, H, D] of a watched answer's step, and heals it if they say so."""
