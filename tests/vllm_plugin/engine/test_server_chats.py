@@ -42,7 +42,7 @@ SCHEMA = {
 }
 # A model of random weights would go on with blanks for ever.
 GRAMMAR = {"backend": "xgrammar", "disable_any_whitespace": True}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA, "strict": True}}
 
 
 class Server:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.plugins import load_general_plugins
 
 import vllm_cpu_ops
@@ -74,6 +75,8 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
 def clean() -> None:
     """Collects what engines left in a process, and another would trip over."""
     if _STARTED:
+        # One that was refused while it started has left its connector.
+        ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
     _STARTED.clear()
 
