@@ -96,7 +96,7 @@ class Bench:
     def __init__(self, name: str, corpus: str, length: int, following: int, device: str) -> None:
         self.model, self.tokenizer = models.load(name, torch.float32, device=device)
         self.device = torch.device(device)
-        self.taken_as = str(cache_argument(self.model.forward))
+        self.taken_as = cache_argument(self.model.forward)
         self.calibrated_on, self.measured_on = halves(corpus_of(corpus))
         self.length, self.following = length, following
         config = self.model.config

@@ -30,6 +30,7 @@ from benchmarks.load import (
     longest_answer,
     told,
 )
+from benchmarks.vllm.found import say
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 
@@ -104,15 +105,13 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "disable_log_stats": False,
     }
     llm = LLM(str(model), **{**settings, **kind, **choice, **memory, **task.others})
-    say(task, "start", seconds=time.perf_counter() - start)
+    tell(task, "start", seconds=time.perf_counter() - start)
     return llm
 
 
-def say(task: Task, what: str, **found: Any) -> None:
+def tell(task: Task, what: str, **found: Any) -> None:
     """One line of results."""
-    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
-    named = {"engine": task.engine, "job": task.job, "mode": task.mode, "what": what}
-    print(json.dumps({**named, **rounded}), flush=True)
+    say(task.engine, job=task.job, mode=task.mode, what=what, **found)
 
 
 class Requests:
@@ -170,7 +169,7 @@ def latency(task: Task, model: Path, heads: Path) -> None:
             start = time.perf_counter()
             times += [end - start for end, _ in requests.steps()][-1:]
         found = {"value": statistics.median(times[1:]), "most": max(times[1:])}
-        say(task, "ttft", tokens=tokens, seconds=found["value"], p95=found["most"])
+        tell(task, "ttft", tokens=tokens, seconds=found["value"], p95=found["most"])
     for batch in task.batches:
         say_decode(task, requests, batch, task.context)
 
@@ -184,7 +183,7 @@ def say_decode(task: Task, requests: Requests, batch: int, tokens: int) -> None:
     gaps = np.diff(ends)[-STEPS:]
     found = {"seconds": float(np.median(gaps)), "p95": float(np.percentile(gaps, 95))}
     counted = {"steps": len(gaps), "prompts_took": ends[0] - start}
-    say(task, "decode", batch=batch, tokens=tokens, **found, **counted)
+    tell(task, "decode", batch=batch, tokens=tokens, **found, **counted)
 
 
 def answer_of(task: Task, batch: int, tokens: int) -> int:
@@ -247,7 +246,7 @@ def capacity(task: Task, model: Path, heads: Path) -> None:
     core = llm.llm_engine.engine_core.engine_core
     config = llm.llm_engine.vllm_config
     fit = get_kv_cache_capacity(config, core.scheduler.kv_cache_config)[1]
-    say(task, "fit", tokens=longest, requests=float(fit))
+    tell(task, "fit", tokens=longest, requests=float(fit))
     count = task.requests or int(fit)
     # As many steps to answer as all prompts take to compute: the first is there when the last is.
     answer = min(-(-count * longest // task.chunk) + 32, longest // 4)
@@ -262,7 +261,7 @@ def capacity(task: Task, model: Path, heads: Path) -> None:
             int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions"
         )
     took = time.perf_counter() - start
-    say(
+    tell(
         task,
         "served",
         tokens=longest,
@@ -289,7 +288,7 @@ def throughput(task: Task, model: Path, heads: Path) -> None:
         requests.add(length, answer)
     said = sum(tokens for _, tokens in requests.steps())
     took = time.perf_counter() - start
-    say(
+    tell(
         task,
         "throughput",
         requests=task.requests,
@@ -310,7 +309,7 @@ def loads(task: Task, model: Path, heads: Path) -> None:
     for _ in requests.steps():
         pass
     for row in load(requests.callers(), task):
-        say(task, "row", **told(row))
+        tell(task, "row", **told(row))
 
 
 def long_prompt(task: Task, model: Path, heads: Path) -> None:
@@ -318,7 +317,7 @@ def long_prompt(task: Task, model: Path, heads: Path) -> None:
     llm = started(task, model, heads, task.long + 64, task.talkers + 1)
     requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
     for row in beside(requests.callers(), task):
-        say(task, "row", **told(row))
+        tell(task, "row", **told(row))
 
 
 JOBS = {

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import DECODE_GRAPHS
+from benchmarks.vllm.found import lines, say
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options, offloading_options
 from kvweave.lab.bench.rows import Row
@@ -164,29 +164,36 @@ def measure(name: str, phase: str, given: argparse.Namespace) -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     start = time.perf_counter()
     asked = Asked(name, engine(name, model, given), given, vocabulary)
-    say(name, phase, "start", seconds=time.perf_counter() - start)
+    say(name, phase=phase, what="start", seconds=time.perf_counter() - start)
     # What is compiled or captured on the way is not measured.
     for seed in range(2):
         asked.first_token(text(10**7 + seed, given.tokens, vocabulary), seed)
     if phase == "first":
         start = time.perf_counter()
         asked.keep()
-        say(name, phase, "kept", seconds=time.perf_counter() - start, documents=given.documents)
+        say(
+            name,
+            phase=phase,
+            what="kept",
+            seconds=time.perf_counter() - start,
+            documents=given.documents,
+        )
         return
     asked.settle()
     before = asked.counted()
     numbers = np.random.default_rng(0).permutation(given.documents)[: given.rounds].tolist()
     times = [asked.first_token(asked.document(number), number) for number in numbers]
-    say(name, phase, "ttft", seconds=statistics.median(times), most=max(times), rounds=len(times))
+    say(
+        name,
+        phase=phase,
+        what="ttft",
+        seconds=statistics.median(times),
+        most=max(times),
+        rounds=len(times),
+    )
     asked.settle()
     now = asked.counted()
-    say(name, phase, "reads", **{key: now[key] - before.get(key, 0) for key in now})
-
-
-def say(engine: str, phase: str, what: str, **found: Any) -> None:
-    """One line of results."""
-    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
-    print(json.dumps({"engine": engine, "phase": phase, "what": what, **rounded}), flush=True)
+    say(name, phase=phase, what="reads", **{key: now[key] - before.get(key, 0) for key in now})
 
 
 def rows_of(found: list[dict[str, Any]], documents: int, tokens: int) -> list[Row]:
@@ -204,22 +211,6 @@ def rows_of(found: list[dict[str, Any]], documents: int, tokens: int) -> list[Ro
         value, most = (round(line[key] * MILLI, 1) for key in ("seconds", "most"))
         rows.append(Row(title, value, "ms", most, beside))
     return rows
-
-
-def lines(words: list[str]) -> Iterator[dict[str, Any]]:
-    """What an engine in a process of its own finds, as it comes; all is printed on.
-
-    Raises RuntimeError where the process fails.
-    """
-    command = [sys.executable, "-m", "benchmarks.vllm.restart", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith('{"engine"'):
-                yield json.loads(line)
-    if process.returncode:
-        raise RuntimeError(f"{words[-1]}: expected exit status 0, got {process.returncode}")
 
 
 def parser_of_words() -> argparse.ArgumentParser:
@@ -259,8 +250,9 @@ def main(words: list[str]) -> int:
     for name in given.engines:
         try:
             for phase in PHASES[name == "stock" :]:
-                found.extend(lines([*settings, "--phase", phase, "--child", name]))
-        except RuntimeError as error:
+                words = [*settings, "--phase", phase, "--child", name]
+                found.extend(lines("benchmarks.vllm.restart", words))
+        except subprocess.CalledProcessError as error:
             failed = True
             print(error, file=sys.stderr, flush=True)
         rows = rows_of(found, given.documents, given.tokens)

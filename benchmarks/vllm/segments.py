@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import DECODE_GRAPHS
+from benchmarks.vllm.found import lines, say
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
@@ -128,14 +128,14 @@ def measure(name: str, given: argparse.Namespace) -> None:
         if name != "stock":
             prefix = f"{MAPPED} " if name == MAPPED else ""
             kinds = {f"{prefix}{kind}": policy for kind, policy in POLICIES.items()}
-            say(name, "first", seconds=first_token({"policy": "full"}))
+            say(name, what="first", seconds=first_token({"policy": "full"}))
         for kind, policy in kinds.items():
             markers = None if policy is None else {"policy": policy}
             times = [first_token(markers) for _ in range(ROUNDS)]
             middle = statistics.median(times[1:])
-            say(name, kind, seconds=middle, least=min(times), most=max(times[1:]))
+            say(name, what=kind, seconds=middle, least=min(times), most=max(times[1:]))
         if name != "stock":
-            say(name, "store", **counted())
+            say(name, what="store", **counted())
 
 
 def counted() -> dict[str, Any]:
@@ -145,12 +145,6 @@ def counted() -> dict[str, Any]:
     connector: Any = get_kv_transfer_group()
     found = connector.worker.store.cache.stats()
     return {key: found[key] for key in ("requests", "tokens", "request_hits", "held", "cached")}
-
-
-def say(engine: str, what: str, **found: Any) -> None:
-    """One line of results."""
-    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in found.items()}
-    print(json.dumps({"engine": engine, "what": what, **rounded}), flush=True)
 
 
 def rows_of(found: list[dict[str, Any]], tokens: int, share: float) -> list[Row]:
@@ -168,22 +162,6 @@ def rows_of(found: list[dict[str, Any]], tokens: int, share: float) -> list[Row]
         value, most = (round(line[key] * MILLI, 1) for key in ("seconds", "most"))
         rows.append(Row(name, value, "ms", most, beside))
     return rows
-
-
-def lines(words: list[str]) -> Iterator[dict[str, Any]]:
-    """What an engine in a process of its own finds, as it comes; all is printed on.
-
-    Raises RuntimeError where the process fails.
-    """
-    command = [sys.executable, "-m", "benchmarks.vllm.segments", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith('{"engine"'):
-                yield json.loads(line)
-    if process.returncode:
-        raise RuntimeError(f"{words[-1]}: expected exit status 0, got {process.returncode}")
 
 
 def main(words: list[str]) -> int:
@@ -213,8 +191,8 @@ def main(words: list[str]) -> int:
     failed = False
     for name in given.engines:
         try:
-            found.extend(lines([*settings, "--child", name]))
-        except RuntimeError as error:
+            found.extend(lines("benchmarks.vllm.segments", [*settings, "--child", name]))
+        except subprocess.CalledProcessError as error:
             failed = True
             print(error, file=sys.stderr, flush=True)
         if given.json:

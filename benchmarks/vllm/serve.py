@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import ENGINES, JOBS, MODES, Task
+from benchmarks.vllm.found import Found, lines
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
@@ -28,7 +29,6 @@ LOAD = {"capacity", "throughput", "load", "beside"}
 MILLI = 1e3
 GIB = 2**30
 CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
-Found = dict[str, Any]
 
 
 def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:
@@ -59,20 +59,15 @@ def tasks(jobs: list[str], engines: list[str], given: Found) -> Iterator[Task]:
             yield Task(engine, job, **{**defaults, **given})
 
 
-def lines(task: Task, limit_s: float) -> Iterator[Found]:
-    """What a process finds, as it comes; all else it prints goes to stderr."""
-    words = [sys.executable, "-m", "benchmarks.vllm.engine", json.dumps(asdict(task))]
-    words = ["timeout", str(limit_s), *words]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"engine"'):
-                yield json.loads(line)
-            else:
-                print(line, end="", file=sys.stderr, flush=True)
-    if process.returncode:
+def found_by(task: Task, limit_s: float) -> Iterator[Found]:
+    """What an engine in a process of its own finds, and that it has failed where it did."""
+    try:
+        yield from lines("benchmarks.vllm.engine", [json.dumps(asdict(task))], limit_s)
+    except subprocess.CalledProcessError as error:
         named = {"engine": task.engine, "job": task.job, "mode": task.mode}
-        yield {**named, "what": "failed", "exit": process.returncode}
+        failed = {**named, "what": "failed", "exit": error.returncode}
+        print(json.dumps(failed), flush=True)
+        yield failed
 
 
 NAMES = {
@@ -139,9 +134,7 @@ def main(words: list[str] | None = None) -> int:
     except InvalidArgument as error:
         parser.error(str(error))
     for task in tasks(chosen.jobs, chosen.engines, given):
-        for line in lines(task, chosen.limit):
-            found.append(line)
-            print(json.dumps(line), flush=True)
+        found.extend(found_by(task, chosen.limit))
         if chosen.json:
             run = of_device(case, rows_of(found))
             chosen.json.write_text(json.dumps(run, indent=1) + "\n")

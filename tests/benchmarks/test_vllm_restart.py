@@ -33,7 +33,7 @@ def test_a_run_has_a_row_for_each_engine_beside_stocks(tmp_path: Path, monkeypat
     """Each is started twice, but for stock, which keeps nothing."""
     started = []
 
-    def lines(words: list[str]) -> list[dict[str, Any]]:
+    def lines(_: str, words: list[str]) -> list[dict[str, Any]]:
         name, phase = words[-1], words[-3]
         started.append((name, phase))
         if phase == "first":

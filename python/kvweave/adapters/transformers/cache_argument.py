@@ -10,10 +10,10 @@ CACHE_NAMES = ("cache", "past_key_values")
 """The name of now and the one of before, which transformers renames to it."""
 
 
-def cache_argument(forward: Any) -> str | None:
-    """The name by which a forward takes its cache; None for one that takes none."""
+def cache_argument(forward: Any) -> str:
+    """The name by which a forward takes its cache; empty for one that takes none."""
     parameters = inspect.signature(forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    return next((name for name in CACHE_NAMES if name in parameters), "")
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

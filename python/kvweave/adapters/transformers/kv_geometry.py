@@ -98,12 +98,12 @@ def _sizes(text: Any) -> tuple[int, int, int]:
 def _check_forward(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in _NAMED if name not in parameters]
-    if cache_argument(model.forward) is None:
+    if not cache_argument(model.forward):
         missing.append("cache")
     if missing:
         raise Unsupported(
-            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)}, cache, "
-            f"got one without {', '.join(missing)}"
+            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)} and "
+            f"cache, got one without {', '.join(missing)}"
         )
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise Unsupported(

@@ -49,11 +49,11 @@ class PagedCache(Cache):
         with kvweave.PagedCache(model, max_tokens=8192) as cache:
             model.generate(**inputs, cache=cache, max_new_tokens=32)
 
-    (transformers below 5.24 takes it as `past_key_values`, which 5.24 takes as well.) Hand the same cache to every call: a prompt is computed from where it differs from what any
-    earlier one had, and what `mark` names is reused at any position, by the `policy` (one that
-    computes the same rows in all layers: full, prefix, naive, random, epic). With `discover` text
-    that nobody marked is too. Without marks and `discover` answers are those of the model's own
-    attention, but for rounding.
+    (Below 5.24 transformers takes it as `past_key_values`.) Hand the same cache to every call: a
+    prompt is computed from where it differs from what any earlier one had, and what `mark` names is
+    reused at any position, by the `policy` (one that computes the same rows in all layers: full,
+    prefix, naive, random, epic). With `discover` text that nobody marked is too. Without marks and
+    `discover` answers are those of the model's own attention, but for rounding.
 
     While it is open the model attends by `attn_implementation="kvweave"`, and by what it had before
     once the cache is closed; one cache is open for a model at a time, used by one thread. The
@@ -84,7 +84,7 @@ class PagedCache(Cache):
         self._geometry = kv_geometry(model)
         self._policy = _one_pass(policy)
         self._arguments = list(inspect.signature(model.forward).parameters)
-        self._taken_as = str(cache_argument(model.forward))
+        self._taken_as = cache_argument(model.forward)
         self._marks: dict[bytes, Marks] = {}
         self._step: PagedStep | None = None
         self._hooks: list[Any] = []
