@@ -102,8 +102,8 @@ def _check_forward(model: Any) -> None:
         missing.append("cache")
     if missing:
         raise Unsupported(
-            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)}, cache, "
-            f"got one without {', '.join(missing)}"
+            f"model {type(model).__name__}: expected a forward that takes {', '.join(_NAMED)}, "
+            f"cache, got one without {', '.join(missing)}"
         )
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         raise Unsupported(

@@ -49,8 +49,9 @@ class PagedCache(Cache):
         with kvweave.PagedCache(model, max_tokens=8192) as cache:
             model.generate(**inputs, cache=cache, max_new_tokens=32)
 
-    (transformers below 5.24 takes it as `past_key_values`, which 5.24 takes as well.) Hand the same cache to every call: a prompt is computed from where it differs from what any
-    earlier one had, and what `mark` names is reused at any position, by the `policy` (one that
+    (`past_key_values=cache` below transformers 5.24, which takes both names.) Hand the same cache
+    to every call: a prompt is computed from where it differs from what any earlier one had, and
+    what `mark` names is reused at any position, by the `policy` (one that
     computes the same rows in all layers: full, prefix, naive, random, epic). With `discover` text
     that nobody marked is too. Without marks and `discover` answers are those of the model's own
     attention, but for rounding.
