@@ -50,7 +50,7 @@ class Proof:
         # Errors
         `Unsupported` when the model's forward does not run so.
         """
-        by_name = {cache_argument(model.forward): cache}
+        by_name = {str(cache_argument(model.forward)): cache}
         name, first = type(model).__name__, self.ids.shape[1] - _APPENDED
         try:
             ours = [
