@@ -58,11 +58,7 @@ def certify(
 ) -> None:
     """Find the cheapest policy within a bound, on text of one half, and certify it on the other."""
     if (kl is None) == (score_drop is None):
-        got = "neither" if kl is None else "both"
-        raise InvalidArgument(
-            f"bound: expected --kl or --score-drop, got {got}; "
-            f"run: kvweave certify {model} --kl 0.05 --out profile.json"
-        )
+        raise _no_bound(model, "neither" if kl is None else "both")
     if find_heads and heads is not None:
         raise InvalidArgument(f"find-heads: expected no --heads beside it, got {heads.name}")
     with err().status(f"loading {model}"):
@@ -92,6 +88,13 @@ def certify(
     settings: dict[str, Any] = {"effort": effort, "corpus": corpus, "seed": seed, "log": log}
     made = measure(runner, bound, whole=whole, ladder=ladder, **settings)
     _show(made, model, out_file)
+
+
+def _no_bound(model: str, got: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"bound: expected --kl or --score-drop, got {got}; "
+        f"run: kvweave certify {model} --kl 0.05 --out profile.json"
+    )
 
 
 def _show(made: PolicyProfile, model: str, out_file: Path | None) -> None:

@@ -29,8 +29,7 @@ PAGES, PART = 64, 8
 @user_errors
 def profile_heads(
     model: Annotated[
-        str | None,
-        typer.Argument(help="A packaged model, or a local folder; none beside --scores."),
+        str | None, typer.Argument(help="A packaged model, or a folder; none beside --scores.")
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the map as JSON.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it to PNG, SVG or PDF.")] = None,
@@ -65,10 +64,7 @@ def profile_heads(
     dtype: Annotated[
         str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
     ] = None,
-    scores: Annotated[
-        Path | None,
-        typer.Option(help="Take an earlier map's scores."),
-    ] = None,
+    scores: Annotated[Path | None, typer.Option(help="Take an earlier map's scores.")] = None,
     duo: Annotated[
         Path | None, typer.Option(help="Import DuoAttention's full_attention_heads.tsv instead.")
     ] = None,
@@ -88,23 +84,30 @@ def profile_heads(
     window = sink, recent
     if model is None:
         made = _recorded(scores, window, share, {"kl": kl, "duo": duo})
+    elif duo is not None:
+        pattern = _pattern(duo, duo_config)
+        made = _imported(pattern, _loaded(model, dtype, device)[0], window, share, threshold)
     else:
-        with err().status(f"loading {model}"):
-            from kvweave import models
-            from kvweave.lab.profile import DEFAULT_TEXTS, DuoPattern
-
-            pattern = None if duo is None else DuoPattern.read(duo, duo_config)
-            loaded = models.load(model, read_dtype(dtype), device=device)
-        settings["texts"] = text or DEFAULT_TEXTS
-        if pattern is not None:
-            made = _imported(pattern, loaded[0], window, share, threshold)
-        else:
-            made = _measured(loaded, scores, window, (share, kl), steps, settings)
+        settings["texts"], loaded = text, _loaded(model, dtype, device)
+        made = _measured(loaded, scores, window, (share, kl), steps, settings)
     made = _ranked(made, top_k, rerank_every, estimate)
     of = model or f"model {made.model_fingerprint[:12]}"
     if stability_figure is not None:
         _draw_stability(made, f"Pages that heads of {of} choose", stability_figure)
     _show(made, f"Head classes of {of}", out_file, figure)
+
+
+def _loaded(model: str, dtype: str | None, device: str) -> tuple[Any, Any]:
+    with err().status(f"loading {model}"):
+        from kvweave import models
+
+        return models.load(model, read_dtype(dtype), device=device)
+
+
+def _pattern(duo: Path, config: Path | None) -> DuoPattern:
+    from kvweave.lab.profile import DuoPattern
+
+    return DuoPattern.read(duo, config)
 
 
 def _recorded(
@@ -228,12 +231,18 @@ def _measured(
     """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
 
     `wanted`: a share, or a bound on KL. `steps`: how many decode steps tell which heads are stable.
-    `settings`: those of `kvweave.lab.profile.profile_heads`.
+    `settings`: those of `kvweave.lab.profile.profile_heads`; no texts: its own.
     """
     from dataclasses import asdict
 
     from kvweave.cli.recorded_scores import RecordedScores, map_of
-    from kvweave.lab.profile import EffectMeter, check_lengths, held_out, smallest_share
+    from kvweave.lab.profile import (
+        DEFAULT_TEXTS,
+        EffectMeter,
+        check_lengths,
+        held_out,
+        smallest_share,
+    )
     from kvweave.lab.profile import profile_heads as measure
     from kvweave.runner import Runner
     from kvweave.runner.model.model_spec import describe
@@ -242,6 +251,7 @@ def _measured(
         room = longest + max(64, steps)
         return Runner(*loaded, max_tokens=room, heads=heads, check=heads is None)
 
+    settings = {**settings, "texts": settings["texts"] or DEFAULT_TEXTS}
     earlier = None if scores is None else _earlier(scores, loaded[0])
     if earlier is None:
         kept = _window(*window)
