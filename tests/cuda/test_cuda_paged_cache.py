@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvweave
+from cache_names import by_name
 from families import tiny
 from generated import padded, prompt_ids, said
 from versions import needs_cuda
@@ -33,14 +34,14 @@ def test_logits_are_near_the_models_own(family: str, dtype: torch.dtype) -> None
     whole = model(ids, use_cache=False).logits.float()
     rows = model(**batch, use_cache=False).logits[:, -1].float()
     with kvweave.PagedCache(model, max_tokens=2048) as cache:
-        model(ids[:, :200], past_key_values=cache)
+        model(ids[:, :200], **by_name(model, cache))
         cache.reset()
-        ours = model(ids[:, :290], past_key_values=cache, logits_to_keep=1).logits.float()
+        ours = model(ids[:, :290], **by_name(model, cache), logits_to_keep=1).logits.float()
         assert cache.plans[0].reused_prefix == 200
-        more = [model(ids[:, 290:297], past_key_values=cache).logits.float()]
-        more += [model(ids[:, n : n + 1], past_key_values=cache).logits.float() for n in (297, 298)]
+        parts = ids[:, 290:299].split([7, 1, 1], 1)
+        more = [model(part, **by_name(model, cache)).logits.float() for part in parts]
         cache.reset()
-        last = model(**batch, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        last = model(**batch, **by_name(model, cache), logits_to_keep=1).logits[:, -1].float()
         cache.kv.check()
     for got, wanted in (
         (ours, whole[:, 289:290]),
@@ -56,5 +57,5 @@ def test_generate_says_the_same_in_f32() -> None:
     options = {"num_beams": 3, "num_return_sequences": 2}
     theirs = said(model, ids), said(model, ids, **options)
     with kvweave.PagedCache(model, max_tokens=1024) as cache:
-        ours = said(model, ids, past_key_values=cache)
-        assert (ours, said(model, ids, past_key_values=cache, **options)) == theirs
+        ours = said(model, ids, cache=cache)
+        assert (ours, said(model, ids, cache=cache, **options)) == theirs

@@ -13,7 +13,7 @@ from kvweave import models
 from kvweave.lab.eval import evaluate
 from kvweave.lab.profile import CertifyJob, Effort
 from kvweave.lab.profile.candidate import Candidate
-from kvweave.lab.profile.certify import ALL_JOBS
+from kvweave.lab.profile.certifying import ALL_JOBS
 from kvweave.lab.profile.losses import Losses
 from kvweave.policies import Foresight, Naive
 from kvweave.policies.policy_profile import Bound, Evidence, PolicyProfile

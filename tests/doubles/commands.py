@@ -1,5 +1,9 @@
 """Commands as a user calls them, in this process."""
 
+from __future__ import annotations
+
+import re
+
 from typer.testing import CliRunner, Result
 
 from kvweave.cli import app
@@ -16,3 +20,13 @@ def refused(*arguments: object) -> str:
     assert "Traceback" not in result.output
     assert result.stdout == ""
     return " ".join(result.stderr.split())
+
+
+def in_terminal(width: int, *arguments: object) -> str:
+    """What a command prints where its output is a terminal so wide, without its colours."""
+    words = [str(argument) for argument in arguments]
+    there = {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    result = CliRunner().invoke(app, words, env=there)
+    assert result.exit_code == 0, result.output
+    assert "\x1b[" in result.stdout, "it was taken for a pipe"
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stdout)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import transformers
 
+from cache_names import by_name, cache_of
+
 VOCABULARY = 300
 
 FAMILIES = {
@@ -186,7 +188,7 @@ def greedy(model: Any, tokens: Any, count: int) -> list[int]:
     ids, past, said = torch.as_tensor(tokens, device=model.device)[None].long(), None, []
     with torch.inference_mode():
         for _ in range(count):
-            out = model(ids, past_key_values=past, use_cache=True)
-            past, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            out = model(ids, **by_name(model, past), use_cache=True)
+            past, ids = cache_of(out), out.logits[:, -1:].argmax(-1)
             said.append(int(ids))
     return said

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cache_names import by_name
 from families import random_tokens
 
 
@@ -25,9 +26,11 @@ def padded(*prompts: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(marks)}
 
 
-def said(model: Any, given: Any, **settings: Any) -> list[list[int]]:
+def said(model: Any, given: Any, cache: Any = None, **settings: Any) -> list[list[int]]:
     """All tokens of `generate`, by rows; greedy unless told otherwise, and never ended early."""
     named = given if isinstance(given, dict) else {"input_ids": given}
+    if cache is not None:
+        named = {**named, **by_name(model, cache)}
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(**named, **{**options, **settings}).tolist()
 

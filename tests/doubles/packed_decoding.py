@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from cache_names import by_name, cache_of
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
 from page_meaning import PAGE, Meaning, int4
@@ -62,10 +63,10 @@ class PackedDecoding:
         self.model.set_attn_implementation(NAME)
         try:
             ids = torch.tensor([tokens], device=self.model.device)
-            out = self.model(ids, past_key_values=self.cache, use_cache=True)
+            out = self.model(ids, **by_name(self.model, self.cache), use_cache=True)
         finally:
             self.model.set_attn_implementation(before)
-        self.cache = out.past_key_values
+        self.cache = cache_of(out)
         return out.logits[0, -1].float()
 
     def _attend(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from cache_names import by_name, cache_of
 from decode_batches import decoding
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Runner
@@ -101,10 +102,12 @@ class PlainDecoding:
         before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
         try:
-            out = self.model(torch.tensor([tokens]), past_key_values=self.cache, use_cache=True)
+            out = self.model(
+                torch.tensor([tokens]), **by_name(self.model, self.cache), use_cache=True
+            )
         finally:
             self.model.set_attn_implementation(before)
-        self.cache = out.past_key_values
+        self.cache = cache_of(out)
         return out.logits[0, -1].float()
 
     def _attend(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from byte_tokenizer import Bytes
+from cache_names import cache_of
 from families import random_tokens, tiny
 from kvweave.cache import HeadClassMap
 from kvweave.errors import CorruptHeadMap, InvalidArgument, Unsupported
@@ -164,7 +165,7 @@ def test_shift_is_the_distance_after_keys_were_moved() -> None:
 
     def cached(tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         with torch.inference_mode():
-            kept = model(torch.from_numpy(tokens).long()[None], use_cache=True).past_key_values
+            kept = cache_of(model(torch.from_numpy(tokens).long()[None], use_cache=True))
         return [
             (layer.keys[0].double().numpy(), layer.values[0].double().numpy())
             for layer in kept.layers

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_names import cache_of
 from families import random_tokens, tiny
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 from kvweave.lab.drawing import save_stability
@@ -148,7 +149,7 @@ def test_the_pages_are_those_of_the_decode_steps() -> None:
         lambda _m, _i, out: heard.__setitem__("q", out[0])
     )
     with torch.inference_mode():
-        kept = model(tokens, use_cache=True).past_key_values
+        kept = cache_of(model(tokens, use_cache=True))
         length = tokens.shape[1]
         cos, sin = model.model.rotary_emb(heard["q"][None], torch.arange(length)[None])
     hook.remove()

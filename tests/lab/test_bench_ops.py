@@ -21,11 +21,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import peer_doubles
+from bench_results import H200, decode_result
 from benchmarks.report import record, results
 from kvweave.cli import app
 from kvweave.errors import DeviceUnavailable, InvalidArgument
 from kvweave.lab.bench import session, table
-from kvweave.lab.bench.ceilings import Ceilings, bound_of
+from kvweave.lab.bench.ceilings import bound_of
 from kvweave.lab.bench.contenders import OURS, PEERS, Contender, fa3, flashinfer
 from kvweave.lab.bench.device_timing import FEWEST, FULL, QUICK
 from kvweave.lab.bench.pages import PAGE, Shape
@@ -36,7 +37,6 @@ from kvweave.lab.bench.shapes import (
     OPS,
     SINK,
     WINDOW,
-    Case,
     Copy,
     Decode,
     Merge,
@@ -47,7 +47,6 @@ from kvweave.lab.bench.shapes import (
     Work,
     Write,
 )
-from kvweave.lab.bench.timing import Timing
 
 CPU = torch.device("cpu")
 TINY, LAYERED = Shape("tiny", 1, 4, 2, 64), Shape("tiny", 2, 4, 2, 64)
@@ -70,7 +69,6 @@ WORKS: list[Work] = [
     Score(8, 256, TINY),
 ]
 FIELD = Field(("sdpa", "torch"), {})
-H200 = Ceilings(copy=4.28e12, read=4.36e12, matmul=750e12, launch_s=3.2e-6)
 
 
 @pytest.fixture(params=WORKS, ids=str)
@@ -305,16 +303,6 @@ def test_effort_is_bounded() -> None:
 # ---- results ---------------------------------------------------------------------------------
 
 
-def result_of(target: Target | None, **microseconds: float) -> Result:
-    timings = {
-        name.replace("_", " "): Timing(value * 1e-6, 1.1 * value * 1e-6, 50)
-        for name, value in microseconds.items()
-    }
-    work = Decode(16, 8192)
-    case = Case("decode", "decode, B=16, 8K", work, target)
-    return Result(case, False, bound_of(work), H200, timings, {})
-
-
 @pytest.mark.parametrize(
     ("target", "met"),
     [
@@ -327,21 +315,21 @@ def result_of(target: Target | None, **microseconds: float) -> Result:
     ],
 )
 def test_targets_name_the_fastest_that_they_cover(target: Target | None, met: bool | None) -> None:
-    result = result_of(target, kvweave=130.0, FA3=143.0, FA3_NHD=160.0, SDPA=131.0)
+    result = decode_result(target, kvweave=130.0, FA3=143.0, FA3_NHD=160.0, SDPA=131.0)
     assert result.met is met
     assert result.ratios["FA3"] == pytest.approx(1.1)
 
 
 def test_without_a_figure_of_ours_there_is_no_verdict() -> None:
-    result = result_of(Target("FA3", 1.0), FA3=143.0)
+    result = decode_result(Target("FA3", 1.0), FA3=143.0)
     assert (result.ours, result.share, result.ratios, result.met) == (None, None, {}, None)
     assert table.row_of(result) is None
 
 
 @pytest.fixture
 def measured() -> list[Result]:
-    good = result_of(Target("FA3", 1.05), kvweave=130.0, FA3=143.0)
-    bad = result_of(None, FA3=143.0)
+    good = decode_result(Target("FA3", 1.05), kvweave=130.0, FA3=143.0)
+    bad = decode_result(None, FA3=143.0)
     failed = replace(bad, case=replace(bad.case, name="bad"), notes={"kvweave": "wrong answer: x"})
     return [good, replace(good, graph=True), failed]
 
@@ -482,7 +470,9 @@ def test_the_command_names_what_it_does_not_know() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_the_command_needs_a_gpu() -> None:
-    assert "error: bench ops: expected a CUDA device, got" in refused("--quick")
+    said = refused("--quick")
+    assert "error: bench ops: expected a CUDA device, got" in said
+    assert said.endswith("; run: kvweave doctor")
 
 
 def test_cases_are_picked_by_op() -> None:

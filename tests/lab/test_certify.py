@@ -14,7 +14,7 @@ from commands import call, refused
 from kvweave.errors import InvalidArgument
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.profile import CertifyJob, Effort, certify, effort_of
-from kvweave.lab.profile.certify import ALL_JOBS
+from kvweave.lab.profile.certifying import ALL_JOBS
 from kvweave.policies import Foresight
 from kvweave.policies.policy_profile import Bound, PolicyProfile
 from kvweave.policies.policy_text import read_policy
@@ -181,9 +181,10 @@ def test_the_command_writes_a_profile_that_generate_takes(
 
 
 def test_the_command_refuses_what_it_cannot_mean() -> None:
-    assert "expected --kl or --score-drop" in refused("certify", "smollm2")
+    said = refused("certify", "smollm2")
+    assert "expected --kl or --score-drop, got neither; run: kvweave certify smollm2 --kl" in said
     both = ("--kl", 0.1, "--score-drop", 0.1)
-    assert "expected --kl or --score-drop" in refused("certify", "smollm2", *both)
+    assert "expected --kl or --score-drop, got both" in refused("certify", "smollm2", *both)
     assert "expected a number above 0" in refused("certify", "smollm2", "--kl", -1)
     assert "expected a number above 0" in refused("certify", "smollm2", "--kl", "nan")
     assert "no such file" in refused("certify", "smollm2", "--kl", 1, "--heads", "absent.json")

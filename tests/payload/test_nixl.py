@@ -185,3 +185,17 @@ def test_what_is_no_secret_is_refused(secret: Any) -> None:
     for kind in (KvSender, KvReceiver):
         with pytest.raises(InvalidArgument, match="secret"):
             kind(secret)
+
+
+def test_an_end_that_is_closed_takes_and_offers_no_more(payload: KvPayload) -> None:
+    with KvSender(SECRET) as sender, sender.offer(payload) as offer:
+        with KvReceiver(SECRET) as receiver:
+            pass
+        with pytest.raises(InvalidArgument, match="KvReceiver: expected an open one"):
+            receiver.take(offer.ticket)
+        # Nobody read what it offers, so another receiver may.
+        with KvReceiver(SECRET) as other:
+            assert other.take(offer.ticket).parts.keys() == payload.parts.keys()
+        receiver.close()
+    with pytest.raises(InvalidArgument, match="KvSender: expected an open one"):
+        sender.offer(payload)

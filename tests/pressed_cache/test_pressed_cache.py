@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvweave
+from cache_names import by_name
 from families import random_tokens, tiny
 from kvweave.adapters.kvpress import PressedCache
 
@@ -110,7 +111,7 @@ def asked(model: Any, cache: PressedCache, ids: torch.Tensor) -> torch.Tensor:
     for start, end in [(CONTEXT, CONTEXT + 6), *((i, i + 1) for i in range(CONTEXT + 6, 79))]:
         part = slice(start, end)
         given = {"input_ids": ids[:, part], "position_ids": places[:, part]}
-        made.append(model(**given, past_key_values=cache).logits[0])
+        made.append(model(**given, **by_name(model, cache)).logits[0])
     return torch.cat(made)
 
 
@@ -123,7 +124,7 @@ def test_what_is_dropped_is_not_seen_and_not_there(model, press, dropped) -> Non
     before = model.config._attn_implementation
     with PressedCache(model, max_tokens=256) as cache:
         with hooked(model, press(dropped), cache), torch.inference_mode():
-            model.model(ids[:, :CONTEXT], past_key_values=cache)
+            model.model(ids[:, :CONTEXT], **by_name(model.model, cache))
         kept = [(~dropped(layer)).sum(-1).tolist() for layer in range(4)]
         assert cache.lengths == kept
         blocks = sum(-(-count // 16) for heads in kept for count in heads)
@@ -157,7 +158,7 @@ def test_without_a_press_it_is_the_models_own(model) -> None:
     with torch.inference_mode():
         wanted = model(ids, use_cache=False).logits[0, CONTEXT:]
         with PressedCache(model, max_tokens=128) as cache:
-            model.model(ids[:, :CONTEXT], past_key_values=cache)
+            model.model(ids[:, :CONTEXT], **by_name(model.model, cache))
             torch.testing.assert_close(asked(model, cache, ids), wanted, rtol=1e-4, atol=1e-4)
         again = model(ids, use_cache=False).logits[0, CONTEXT:]
     assert torch.equal(again, wanted)
@@ -166,7 +167,7 @@ def test_without_a_press_it_is_the_models_own(model) -> None:
 def test_what_does_not_fit_is_refused(model) -> None:
     with PressedCache(model, max_tokens=32) as cache, torch.inference_mode():
         with pytest.raises(kvweave.PoolFull):
-            model.model(torch.zeros(1, 200, dtype=torch.long), past_key_values=cache)
+            model.model(torch.zeros(1, 200, dtype=torch.long), **by_name(model.model, cache))
         cache.reset()
         cache.kv.check()
         assert cache.kv.stats()["held"] == 0
@@ -186,7 +187,7 @@ def unlike(_module: Any, layer: Any) -> None:
 def test_a_press_that_leaves_nothing_sensible_is_refused(model, press, says) -> None:
     with PressedCache(model, max_tokens=128) as cache, torch.inference_mode():
         with pytest.raises(kvweave.InvalidArgument, match=says), hooked(model, press, cache):
-            model.model(ids_of(3)[:, :CONTEXT], past_key_values=cache)
+            model.model(ids_of(3)[:, :CONTEXT], **by_name(model.model, cache))
         cache.reset()
         assert cache.bytes == 0
 
@@ -194,7 +195,7 @@ def test_a_press_that_leaves_nothing_sensible_is_refused(model, press, says) -> 
 def test_presses_that_come_later_are_refused(model) -> None:
     ids = ids_of(4)
     with PressedCache(model, max_tokens=128) as cache, torch.inference_mode():
-        model.model(ids[:, :CONTEXT], past_key_values=cache)
+        model.model(ids[:, :CONTEXT], **by_name(model.model, cache))
         assert cache.bytes
         layer = cache.layers[1]
         with pytest.raises(kvweave.Unsupported, match="a press reads keys and values while"):
@@ -210,9 +211,9 @@ def test_models_and_batches_without_a_form_are_refused(model) -> None:
         PressedCache(tiny("mistral"))
     with PressedCache(model, max_tokens=128) as cache, torch.inference_mode():
         with pytest.raises(kvweave.Unsupported, match="expected one row, got 2"):
-            model.model(ids_of(5).repeat(2, 1), past_key_values=cache)
+            model.model(ids_of(5).repeat(2, 1), **by_name(model.model, cache))
         cache.reset()
         mask = torch.ones(1, CONTEXT, dtype=torch.long)
         mask[0, 0] = 0
         with pytest.raises(kvweave.InvalidArgument, match="no padding"):
-            model.model(ids_of(5)[:, :CONTEXT], attention_mask=mask, past_key_values=cache)
+            model.model(ids_of(5)[:, :CONTEXT], attention_mask=mask, **by_name(model.model, cache))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from cache_names import by_name
 from families import greedy, random_tokens, reference, tiny
 from kvweave import PagedCache, Runner, Segment
 from kvweave.runner.model.joined import is_plain
@@ -86,7 +87,7 @@ def test_it_says_what_it_says_itself(quantise: Any, name: str, tmp_path: Path) -
         ids = torch.as_tensor(tokens)[None].long()
         how = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
         said = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **how
+            ids, attention_mask=torch.ones_like(ids), **by_name(model, cache), **how
         )
     assert said[0, 90:].tolist() == wanted
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvweave
+from cache_names import by_name
 from families import tiny
 from kvweave import PagedCache, Runner, Unsupported
 from kvweave.adapters.transformers.cache_argument import given_cache
@@ -56,7 +57,7 @@ def test_a_model_that_rounds_coarsely_is_taken(dtype: torch.dtype) -> None:
     runner = Runner(model, max_tokens=256, progress=False)
     assert len(runner.generate(IDS, "full", max_new_tokens=4, stop=()).tokens) == 4
     with PagedCache(model, max_tokens=256) as cache:
-        assert model.generate(IDS[None], past_key_values=cache, max_new_tokens=4).shape[1] > 24
+        assert model.generate(IDS[None], **by_name(model, cache), max_new_tokens=4).shape[1] > 24
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

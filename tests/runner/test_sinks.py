@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache_names import by_name
 from families import greedy, random_tokens, reference, tiny
 from kvweave import PagedCache, Runner, Unsupported
 from kvweave.runner.model.sinks import beside_sinks
@@ -66,7 +67,7 @@ def test_sinks_that_take_much_are_the_models_own(model: Any) -> None:
 @torch.inference_mode()
 def cache_logits(model: Any, cache: PagedCache, tokens: np.ndarray) -> torch.Tensor:
     ids = torch.as_tensor(tokens)[None].long()
-    parts = [model(part, past_key_values=cache).logits[0] for part in ids.split([100, 50], 1)]
+    parts = [model(part, **by_name(model, cache)).logits[0] for part in ids.split([100, 50], 1)]
     return torch.cat(parts)
 
 

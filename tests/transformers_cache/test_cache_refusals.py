@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import kvweave
+from cache_names import by_name
 from families import tiny
 from generated import padded, prompt_ids, said
 from kvweave.adapters.transformers import register
@@ -142,16 +143,16 @@ def test_calls_that_are_refused_take_nothing(
 ) -> None:
     with kvweave.PagedCache(model, max_tokens=256, check=False) as cache:
         with pytest.raises(error, match=says):
-            model(**given, past_key_values=cache)
+            model(**given, **by_name(model, cache))
         assert cache.kv.stats()["held"] == 0
-        ours = said(model, IDS, past_key_values=cache)
+        ours = said(model, IDS, cache=cache)
     assert ours == said(model, IDS)
 
 
 def test_decoding_that_takes_tokens_back_is_refused(model: Any) -> None:
     with kvweave.PagedCache(model, max_tokens=256, check=False) as cache:
         with pytest.raises(Unsupported, match="assisted"):
-            said(model, IDS, past_key_values=cache, assistant_model=tiny("llama"))
+            said(model, IDS, cache=cache, assistant_model=tiny("llama"))
         with pytest.raises(Unsupported, match="crop"):
             cache.crop(-1)
         with pytest.raises(InvalidArgument, match="rows"):
@@ -163,20 +164,20 @@ def test_the_attention_wants_a_cache_and_the_cache_its_model(model: Any) -> None
     with pytest.raises(Unsupported, match="PagedCache"):
         model(IDS)
     with pytest.raises(InvalidArgument, match="this very model"):
-        tiny("llama")(IDS, past_key_values=cache)
+        tiny("llama")(IDS, **by_name(model, cache))
     model.set_attn_implementation("sdpa")
     with pytest.raises(InvalidArgument, match='expected "kvweave"'):
-        model(IDS, past_key_values=cache)
+        model(IDS, **by_name(model, cache))
     cache.close()
     with pytest.raises(InvalidArgument, match="closed"):
-        model(IDS, past_key_values=cache)
+        model(IDS, **by_name(model, cache))
 
 
 def test_gradients_are_refused(model: Any) -> None:
     with kvweave.PagedCache(model, max_tokens=256, check=False) as cache:
         with torch.enable_grad(), pytest.raises(InvalidArgument, match="not differentiable"):
-            model(IDS, past_key_values=cache)
-        assert said(model, IDS, past_key_values=cache)
+            model(IDS, **by_name(model, cache))
+        assert said(model, IDS, cache=cache)
 
 
 def test_a_model_may_be_loaded_for_it(model: Any, tmp_path: Any) -> None:
@@ -186,6 +187,6 @@ def test_a_model_may_be_loaded_for_it(model: Any, tmp_path: Any) -> None:
         tmp_path, attn_implementation="kvweave"
     ).eval()
     with kvweave.PagedCache(loaded, max_tokens=256) as cache:
-        ours = said(loaded, padded(IDS, IDS[:, 4:]), past_key_values=cache)
+        ours = said(loaded, padded(IDS, IDS[:, 4:]), cache=cache)
     assert loaded.config._attn_implementation == "kvweave"
     assert ours == said(model, padded(IDS, IDS[:, 4:]))

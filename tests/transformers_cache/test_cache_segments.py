@@ -44,7 +44,7 @@ def test_a_segment_is_what_the_runner_makes_of_it(family: str, policy: str) -> N
         for tokens, segments in prompts:
             cache.mark(tokens, segments)
             with computed_rows(model) as counts:
-                ours = said(model, torch.from_numpy(tokens).long()[None], past_key_values=cache)
+                ours = said(model, torch.from_numpy(tokens).long()[None], cache=cache)
         plan = cache.plans[0]
         cache.kv.check()
     assert plan.reused_segment >= 80
@@ -59,9 +59,9 @@ def test_computing_everything_is_the_models_own() -> None:
     theirs = said(model, ids)
     policy = kvweave.Epic(first=90)
     with kvweave.PagedCache(model, max_tokens=1024, policy=policy) as cache:
-        said(model, torch.from_numpy(DOCUMENT).long()[None], past_key_values=cache)
+        said(model, torch.from_numpy(DOCUMENT).long()[None], cache=cache)
         cache.mark(ids, segments)
-        ours = said(model, ids, past_key_values=cache)
+        ours = said(model, ids, cache=cache)
         assert cache.plans[0].reused_segment >= 80
     assert ours == theirs
 
@@ -71,11 +71,11 @@ def test_what_segments_brought_is_nobodys_exact_prefix() -> None:
     tokens, segments = asked(DOCUMENT, 21, 40)
     ids = torch.from_numpy(tokens).long()[None]
     with kvweave.PagedCache(model, max_tokens=1024, policy="naive") as cache:
-        said(model, torch.from_numpy(DOCUMENT).long()[None], past_key_values=cache)
+        said(model, torch.from_numpy(DOCUMENT).long()[None], cache=cache)
         cache.mark(ids, segments)
-        said(model, ids, past_key_values=cache)
+        said(model, ids, cache=cache)
         cache.mark(ids, [])
-        assert said(model, ids, past_key_values=cache) == said_without(ids)
+        assert said(model, ids, cache=cache) == said_without(ids)
         assert cache.plans[0].reused_prefix == 21
 
 
@@ -88,9 +88,9 @@ def test_rows_of_a_batch_have_their_own_marks() -> None:
     (one, marked), (other, _) = asked(DOCUMENT, 21, 40), asked(DOCUMENT, 33, 50)
     prompts = [torch.from_numpy(tokens).long()[None] for tokens in (one, other)]
     with kvweave.PagedCache(model, max_tokens=1024, policy="naive") as cache:
-        said(model, torch.from_numpy(DOCUMENT).long()[None], past_key_values=cache)
+        said(model, torch.from_numpy(DOCUMENT).long()[None], cache=cache)
         cache.mark(one, marked)
-        ours = said(model, padded(*prompts), past_key_values=cache)
+        ours = said(model, padded(*prompts), cache=cache)
         assert [plan.reused_segment > 0 for plan in cache.plans] == [True, False]
     assert ours[1][-12:] == said(model, prompts[1])[0][-12:]
     answers = [(DOCUMENT, [(0, 90)]), (one, marked)]
@@ -101,8 +101,8 @@ def test_text_is_found_without_marks() -> None:
     model = tiny("llama")
     tokens, _ = asked(DOCUMENT, 21, 40)
     with kvweave.PagedCache(model, max_tokens=1024, policy="naive", discover=True) as cache:
-        said(model, torch.from_numpy(DOCUMENT).long()[None], past_key_values=cache)
-        said(model, torch.from_numpy(tokens).long()[None], past_key_values=cache)
+        said(model, torch.from_numpy(DOCUMENT).long()[None], cache=cache)
+        said(model, torch.from_numpy(tokens).long()[None], cache=cache)
         assert cache.plans[0].reused_segment >= 64
 
 
@@ -117,10 +117,10 @@ def test_marks_that_are_none() -> None:
                 cache.mark(tokens, [(0, 1)])
         cache.mark(DOCUMENT, [(0, 50), (40, 90)])
         with pytest.raises(InvalidArgument):
-            said(model, torch.from_numpy(DOCUMENT).long()[None], past_key_values=cache)
+            said(model, torch.from_numpy(DOCUMENT).long()[None], cache=cache)
         assert cache.kv.stats()["held"] == 0
         ids = prompt_ids(9, 1)
-        assert said(model, ids, past_key_values=cache) == said_without(ids)
+        assert said(model, ids, cache=cache) == said_without(ids)
 
 
 def test_a_model_whose_keys_nothing_moves_says_so() -> None:

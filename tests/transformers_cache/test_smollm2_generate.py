@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import kvweave
+from cache_names import by_name, needs_both_names
 from generated import computed_rows, said
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/transformers.md"
@@ -33,10 +34,7 @@ def test_it_says_what_sdpa_says(sdpa: Any) -> None:
     prompts = [tokenizer(MANUAL + question, return_tensors="pt") for question in QUESTIONS]
     theirs = [said(model, dict(prompt), max_new_tokens=32) for prompt in prompts]
     with kvweave.PagedCache(model, max_tokens=2048) as cache, computed_rows(model) as counts:
-        ours = [
-            said(model, dict(prompt), past_key_values=cache, max_new_tokens=32)
-            for prompt in prompts
-        ]
+        ours = [said(model, dict(prompt), cache=cache, max_new_tokens=32) for prompt in prompts]
     assert ours == theirs
     firsts = counts[::32]
     assert firsts[0] == prompts[0].input_ids.shape[1]
@@ -48,7 +46,7 @@ def test_a_padded_batch_says_what_sdpa_says(sdpa: Any) -> None:
     given = dict(tokenizer(QUESTIONS, return_tensors="pt", padding=True, padding_side="left"))
     theirs = said(model, given, max_new_tokens=24)
     with kvweave.PagedCache(model, max_tokens=1024) as cache:
-        assert said(model, given, past_key_values=cache, max_new_tokens=24) == theirs
+        assert said(model, given, cache=cache, max_new_tokens=24) == theirs
 
 
 def test_a_pipeline_reuses_the_turns_before(sdpa: Any) -> None:
@@ -58,9 +56,9 @@ def test_a_pipeline_reuses_the_turns_before(sdpa: Any) -> None:
     talk = [{"role": "user", "content": MANUAL + QUESTIONS[0]}]
     theirs = answer(talk, **options)[0]["generated_text"]
     with kvweave.PagedCache(model, max_tokens=2048) as cache:
-        ours = answer(talk, past_key_values=cache, **options)[0]["generated_text"]
+        ours = answer(talk, **by_name(model, cache), **options)[0]["generated_text"]
         turn = [*ours, {"role": "user", "content": QUESTIONS[1]}]
-        again = answer(turn, past_key_values=cache, **options)[0]["generated_text"]
+        again = answer(turn, **by_name(model, cache), **options)[0]["generated_text"]
         assert cache.plans[0].reused_prefix > 150
     assert ours == theirs
     turn = [*theirs, {"role": "user", "content": QUESTIONS[1]}]
@@ -85,10 +83,11 @@ def test_stop_strings_and_streams(sdpa: Any) -> None:
     theirs = said(model, given, **options)
     with kvweave.PagedCache(model, max_tokens=1024) as cache:
         heard = Heard()
-        assert said(model, given, past_key_values=cache, streamer=heard, **options) == theirs
+        assert said(model, given, cache=cache, streamer=heard, **options) == theirs
     assert heard.tokens == [*theirs[0], -1]
 
 
+@needs_both_names  # The page has the name of now.
 def test_the_documents_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The first has under ten lines; all three go on in one session."""
     assert len(EXAMPLES) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,3 +256,39 @@ def test_a_name_that_no_hub_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         code, said = ran(name)
         assert (code, "Traceback" in said) == (2, False)
         assert "or the name of a model on the hub" in " ".join(said.split())
+
+
+def test_a_network_that_is_not_there_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a hub's client raises then is an error of its own, whichever version it is."""
+    asked = []
+
+    def away(url: str) -> None:
+        asked.append(url)
+        raise RuntimeError("name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", away)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("asked again"))
+    code, said = ran("nobody/no-such-model")
+    assert (code, "Traceback" in said, len(asked)) == (2, False, 1)
+    assert "got: name or service not known; fetch it where there is a network" in said
+
+
+def test_a_config_that_the_hub_gave_before_needs_no_network(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "hub" / "models--someone--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("f" * 40)
+    (kept / "snapshots" / ("f" * 40)).mkdir(parents=True)
+    shutil.copy(model / "config.json", kept / "snapshots" / ("f" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, said = ran("someone/model", "--segments-gib", 1)
+    assert code == 0, said
+    assert said == ran(str(model), "--segments-gib", 1)[1]
+
+
+def test_a_packaged_model_is_none_of_vllms() -> None:
+    code, said = ran("smollm2")
+    assert (code, "Traceback" in said) == (2, False)
+    assert "got one of kvweave's packaged models" in said

@@ -58,7 +58,7 @@ def certify(
 ) -> None:
     """Find the cheapest policy within a bound, on text of one half, and certify it on the other."""
     if (kl is None) == (score_drop is None):
-        raise InvalidArgument(f"bound: expected --kl or --score-drop, got {kl} and {score_drop}")
+        raise _no_bound(model, "neither" if kl is None else "both")
     if find_heads and heads is not None:
         raise InvalidArgument(f"find-heads: expected no --heads beside it, got {heads.name}")
     with err().status(f"loading {model}"):
@@ -90,8 +90,15 @@ def certify(
     _show(made, model, out_file)
 
 
+def _no_bound(model: str, got: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"bound: expected --kl or --score-drop, got {got}; "
+        f"run: kvweave certify {model} --kl 0.05 --out profile.json"
+    )
+
+
 def _show(made: PolicyProfile, model: str, out_file: Path | None) -> None:
-    out().print(_table(made, model), highlight=False)
+    out().print(table_of(made, model), highlight=False)
     out().print(_verdict(made), highlight=False)
     if out_file is not None:
         out_file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,31 +110,37 @@ def _counted(samples: int, jobs: int) -> str:
     return f"{samples * jobs} samples of {jobs} job{'s' * (jobs > 1)}"
 
 
-def _table(made: PolicyProfile, model: str) -> Table:
+def table_of(made: PolicyProfile, model: str) -> Table:
     """Every candidate, cheapest first; what was certified below the search."""
     from rich import box
     from rich.table import Table
 
-    from kvweave.lab.profile.certify import ALL_JOBS
+    from kvweave.lab.profile.certifying import ALL_JOBS
 
     maps = {tried.digest: f"{tried.whole} of {tried.heads}" for tried in made.tried_heads}
-    caption = "mean over jobs, each weighing alike · \\[low, high]: interval · n: samples"
+    caption = "mean over jobs, each weighing alike · low–high: interval · n: samples"
     if maps:
         caption += " · whole: heads that keep all tokens · in order of FLOPs × KV"
     table = Table(
         title=f"Policies of {model}, bound {made.bound}",
+        title_justify="left",
         caption=caption,
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
+        show_edge=False,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
+        collapse_padding=True,
     )
     table.add_column("stage", no_wrap=True)
     table.add_column("policy", overflow="fold")
     table.add_column("job", overflow="fold")
     if maps:
         table.add_column("whole", no_wrap=True)
-    loss = "KL" if made.bound.kind == "kl" else "drop"
-    for head in ("n", "FLOPs", *(("KV",) if maps else ()), loss):
+    for head in ("n", "FLOPs", *(("KV",) if maps else ())):
         table.add_column(head, justify="right", no_wrap=True)
+    # In a narrow terminal the interval stands below its mean.
+    table.add_column("KL" if made.bound.kind == "kl" else "drop", justify="right", overflow="fold")
     last = ""
     for row in made.evidence:
         # Of the search only what all jobs come to; the profile's file has the rest.
@@ -148,7 +161,7 @@ def _told(row: Evidence) -> str:
         return f"{row.lost} not finite"
     if row.low is None or row.high is None:
         return f"{row.value:.4f}"
-    return f"{row.value:.4f} [{row.low:.4f}, {row.high:.4f}]"
+    return f"{row.value:.4f} {row.low:.4f}–{row.high:.4f}"
 
 
 def _verdict(made: PolicyProfile) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import typer
 from rich.console import Console
 
-from kvweave.errors import KvweaveError
+from kvweave.errors import DeviceUnavailable, KvweaveError
 
 P = ParamSpec("P")
 BAD_INPUT = 2
@@ -73,6 +73,8 @@ def _sentence(error: BaseException) -> str:
         return f"expected the package {name} to be installed; run: pip install {wanted}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
+    if isinstance(error, DeviceUnavailable):
+        return f"{error}; run: kvweave doctor"
     # KeyError puts quotes around its message; the first argument is the message itself.
     return str(error.args[0]) if error.args else str(error)
 

@@ -53,7 +53,7 @@ def demo(
     took = time.perf_counter() - start
     console = out()
     roomy = console.width >= _ROOMY
-    console.print(_table(rows, averages, answers=roomy))
+    console.print(table_of(rows, averages, answers=roomy))
     for row in () if roomy else rows:
         console.print(f"{row.prompt} {row.policy:<10} {' '.join(row.answer.split())}", style="dim")
     # Each policy that cannot share says why, once.
@@ -69,7 +69,8 @@ def demo(
         write_json(json, _document(model, device, mode, took, rows, averages))
 
 
-def _table(rows: list[Row], averages: list[Row], answers: bool) -> Table:
+def table_of(rows: list[Row], averages: list[Row], answers: bool) -> Table:
+    """A line a prompt and policy; `answers` has room for them beside the numbers."""
     from rich import box
     from rich.table import Table
 

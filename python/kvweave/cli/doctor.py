@@ -30,7 +30,8 @@ def doctor(
     out().print(table_of(found))
     for one in found:
         if one.command:
-            out().print(f"for {one.part}: {one.command}", markup=False, soft_wrap=True)
+            said = f"for {one.part}: {one.command}"
+            out().print(said, markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         write_json(json, [asdict(one) for one in found])
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvweave.cache import HeadClassMap
-    from kvweave.lab.profile import DuoPattern, HeadProfile, Stability
+    from kvweave.cli.recorded_scores import RecordedScores
+    from kvweave.lab.profile import DuoPattern, Stability
     from kvweave.runner import Runner
 
 SINK, RECENT, SHARE = 16, 256, 0.15
@@ -27,7 +28,9 @@ PAGES, PART = 64, 8
 
 @user_errors
 def profile_heads(
-    model: Annotated[str, typer.Argument(help="A packaged model, or a local folder.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A packaged model, or a folder; none beside --scores.")
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the map as JSON.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it to PNG, SVG or PDF.")] = None,
     lengths: Annotated[str, typer.Option(help="Prompt tokens.")] = "1024,2048,4096",
@@ -78,23 +81,60 @@ def profile_heads(
     _check_alone("kl", kl, {"share": share})
     _check_numbers(share, top_k, estimate)
     settings: dict[str, Any] = {"lengths": _lengths(lengths), "prompts": prompts, "seed": seed}
+    window = sink, recent
+    if model is None:
+        made = _recorded(scores, window, share, {"kl": kl, "duo": duo})
+    elif duo is not None:
+        pattern = _pattern(duo, duo_config)
+        made = _imported(pattern, _loaded(model, dtype, device)[0], window, share, threshold)
+    else:
+        settings["texts"], loaded = text, _loaded(model, dtype, device)
+        made = _measured(loaded, scores, window, (share, kl), steps, settings)
+    made = _ranked(made, top_k, rerank_every, estimate)
+    of = model or f"model {made.model_fingerprint[:12]}"
+    if stability_figure is not None:
+        _draw_stability(made, f"Pages that heads of {of} choose", stability_figure)
+    _show(made, f"Head classes of {of}", out_file, figure)
+
+
+def _loaded(model: str, dtype: str | None, device: str) -> tuple[Any, Any]:
     with err().status(f"loading {model}"):
         from kvweave import models
-        from kvweave.lab.profile import DuoPattern
 
-        pattern = None if duo is None else DuoPattern.read(duo, duo_config)
-        loaded = models.load(model, read_dtype(dtype), device=device)
-    if pattern is not None:
-        made = _imported(pattern, loaded[0], (sink, recent), share, threshold)
-    else:
-        from kvweave.lab.profile import DEFAULT_TEXTS
+        return models.load(model, read_dtype(dtype), device=device)
 
-        settings["texts"] = text or DEFAULT_TEXTS
-        made = _measured(loaded, scores, (sink, recent), (share, kl), steps, settings)
-    made = _ranked(made, top_k, rerank_every, estimate)
-    if stability_figure is not None:
-        _draw_stability(made, f"Pages that heads of {model} choose", stability_figure)
-    _show(made, f"Head classes of {model}", out_file, figure)
+
+def _pattern(duo: Path, config: Path | None) -> DuoPattern:
+    from kvweave.lab.profile import DuoPattern
+
+    return DuoPattern.read(duo, config)
+
+
+def _recorded(
+    scores: Path | None,
+    window: tuple[int | None, int | None],
+    share: float | None,
+    measured: Mapping[str, object],
+) -> HeadClassMap:
+    """Another choice of recorded scores; nothing says what it costs. `measured`: options that ask.
+
+    The map is of the model that was scored: whoever loads both compares their fingerprints.
+    """
+    from kvweave.cli.recorded_scores import RecordedScores, map_of
+
+    if scores is None:
+        raise InvalidArgument(
+            "model: expected one to measure, or --scores FILE of an earlier map, got neither; "
+            "run: kvweave profile-heads smollm2 --out map.json"
+        )
+    for name, value in measured.items():
+        if value is not None:
+            raise InvalidArgument(f"{name}: expected a model to read beside it, got none")
+    recorded = RecordedScores.read(scores)
+    profile = recorded.profile
+    count = profile.count_of(SHARE if share is None else share)
+    kept = _window(*window, profile.sink, profile.recent)
+    return map_of(recorded, count, (kept["sink"], kept["recent"]))
 
 
 def _check_pattern(duo: Path | None, config: Path | None, threshold: float | None) -> None:
@@ -191,11 +231,18 @@ def _measured(
     """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
 
     `wanted`: a share, or a bound on KL. `steps`: how many decode steps tell which heads are stable.
-    `settings`: those of `kvweave.lab.profile.profile_heads`.
+    `settings`: those of `kvweave.lab.profile.profile_heads`; no texts: its own.
     """
     from dataclasses import asdict
 
-    from kvweave.lab.profile import EffectMeter, check_lengths, held_out, smallest_share
+    from kvweave.cli.recorded_scores import RecordedScores, map_of
+    from kvweave.lab.profile import (
+        DEFAULT_TEXTS,
+        EffectMeter,
+        check_lengths,
+        held_out,
+        smallest_share,
+    )
     from kvweave.lab.profile import profile_heads as measure
     from kvweave.runner import Runner
     from kvweave.runner.model.model_spec import describe
@@ -204,6 +251,7 @@ def _measured(
         room = longest + max(64, steps)
         return Runner(*loaded, max_tokens=room, heads=heads, check=heads is None)
 
+    settings = {**settings, "texts": settings["texts"] or DEFAULT_TEXTS}
     earlier = None if scores is None else _earlier(scores, loaded[0])
     if earlier is None:
         kept = _window(*window)
@@ -211,35 +259,30 @@ def _measured(
         longest = check_lengths(describe(loaded[0]), settings["lengths"], **kept)[-1]
         texts, seed = settings["texts"], settings["seed"]
     else:
-        kept = _window(*window, earlier.sink, earlier.recent)
-        longest = earlier.lengths[-1].length
-        texts = [text["name"] for text in earlier.subject["texts"]]
-        seed = earlier.subject["seed"]
+        scored = earlier.profile
+        kept = _window(*window, scored.sink, scored.recent)
+        longest = scored.lengths[-1].length
+        texts = [text["name"] for text in scored.subject["texts"]]
+        seed = scored.subject["seed"]
     whole = make_runner(None)
     # Made first: text that is too short for this is said before anything is measured.
     beside = held_out(whole, texts, longest, **kept, seed=seed)
-    profile = measure(whole, **kept, **settings) if earlier is None else earlier
-    if scores is not None:
-        stability = json.loads(scores.read_text(encoding="utf-8"))["evidence"].get("stability")
-    elif steps:
-        stability = _stability(whole, texts, longest, steps, {**kept, "seed": seed}).to_dict()
-    else:
-        stability = None
+    if earlier is None:
+        found = measure(whole, **kept, **settings)
+        after = {**kept, "seed": seed}
+        stability = _stability(whole, texts, longest, steps, after).to_dict() if steps else None
+        earlier = RecordedScores(found, stability)
     del whole
     meter = EffectMeter(make_runner, beside)
     share, kl = wanted
     if kl is not None:
-        found = smallest_share(profile, meter, kl, **kept)
-        count, effect = found.count, found.to_dict()
+        smallest = smallest_share(earlier.profile, meter, kl, **kept)
+        count, effect = smallest.count, smallest.to_dict()
     else:
-        count = profile.count_of(SHARE if share is None else share)
-        effect = asdict(meter.measure(profile.map(count=count, **kept)))
-    evidence: dict[str, Any] = {"held_out_kl": {"length": longest, **effect}}
-    if stability is None:
-        return profile.map(count=count, **kept, evidence=evidence)
-    evidence["stability"] = stability
-    unstable = profile.flags("stability", stability.get("unstable"))
-    return profile.map(count=count, **kept, unstable=unstable, evidence=evidence)
+        count = earlier.profile.count_of(SHARE if share is None else share)
+        effect = asdict(meter.measure(earlier.profile.map(count=count, **kept)))
+    evidence = {"held_out_kl": {"length": longest, **effect}}
+    return map_of(earlier, count, (kept["sink"], kept["recent"]), evidence)
 
 
 def _stability(
@@ -253,20 +296,18 @@ def _stability(
     return measure_stability(runner, tasks, pages=pages, steps=steps)
 
 
-def _earlier(path: Path, model: Any) -> HeadProfile:
-    """The profile of an earlier map of the same model."""
-    from kvweave.cache import HeadClassMap
-    from kvweave.lab.profile import HeadProfile
+def _earlier(path: Path, model: Any) -> RecordedScores:
+    """The scores of an earlier map of the same model."""
+    from kvweave.cli.recorded_scores import RecordedScores
     from kvweave.runner.model.model_spec import describe
 
-    heads = HeadClassMap.from_json(path.read_text(encoding="utf-8"))
-    fingerprint = describe(model).fingerprint
-    if heads.model_fingerprint != fingerprint:
+    recorded, fingerprint = RecordedScores.read(path), describe(model).fingerprint
+    if recorded.profile.model_fingerprint != fingerprint:
         raise CorruptHeadMap(
             f"{path.name}: expected a map of this model, {fingerprint[:16]}…, "
-            f"got one of {heads.model_fingerprint[:16]}…"
+            f"got one of {recorded.profile.model_fingerprint[:16]}…"
         )
-    return HeadProfile.from_map(heads)
+    return recorded
 
 
 def _show(made: HeadClassMap, title: str, out_file: Path | None, figure: Path | None) -> None:
@@ -274,7 +315,8 @@ def _show(made: HeadClassMap, title: str, out_file: Path | None, figure: Path | 
 
     text = made.to_json()
     plain = json.loads(text)
-    out().print(draw_heads(plain))
+    console = out()
+    console.print(draw_heads(plain, console.width))
     for line in _words(plain["evidence"]):
         out().print(line, highlight=False)
     if out_file is not None:
@@ -302,6 +344,8 @@ def _words(evidence: dict[str, Any]) -> list[str]:
             f"KL to the whole model at {effect['length']} tokens of held-out text: "
             f"{effect['text']:.4f} nats a token; on hidden numbers {effect['answers']:.4f}"
         )
+    elif "agreement" in evidence:
+        said.append("KL to the whole model: not measured; name the model to measure it")
     if "stability" in evidence:
         found = evidence["stability"]
         names, shared = found["tasks"], found["shared_by_tasks"]

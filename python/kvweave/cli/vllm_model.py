@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvweave.cli.capacity_plan import shape_of
 from kvweave.errors import InvalidArgument
-from kvweave.models import ModelUnavailable
+from kvweave.models import PACKAGED, ModelUnavailable
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,31 @@ def _config_file(model: str) -> Path:
         if not path.is_file():
             raise ModelUnavailable(f"model {model}: expected a folder with config.json, got none")
         return path
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError
+    if model in PACKAGED:
+        raise ModelUnavailable(
+            f"model {model}: expected a model that vLLM can load, a folder with config.json or "
+            "the name of one on the hub, got one of kvweave's packaged models"
+        )
+    return _of_hub(model)
+
+
+def _of_hub(model: str) -> Path:
+    """The config of a name, asked for once: without a network what is kept of it, or an error."""
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
 
     try:
+        if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+            # A download alone would ask a network that is not there for half a minute.
+            get_hf_file_metadata(hf_hub_url(model, "config.json"))
         return Path(hf_hub_download(model, "config.json"))
-    except (OSError, HFValidationError) as error:
+    except Exception as error:  # Each version of the hub's client has its own errors of a network.
         said = str(error).strip().split("\n", 1)[0][:300]
-        expected = "a folder with config.json, or the name of a model on the hub"
-        raise ModelUnavailable(f"model {model}: expected {expected}, got: {said}") from error
+        raise ModelUnavailable(
+            f"model {model}: expected a folder with config.json, or the name of a model on the "
+            f"hub, got: {said}; fetch it where there is a network, or name a folder that has it"
+        ) from error

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import hmac
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from kvweave.adapters.nixl.agent import BACKEND, as_bytes, failing, make_agent, registered
+from kvweave.adapters.nixl.agent import BACKEND, as_bytes, failing, registered
 from kvweave.adapters.nixl.ticket import Ticket, bytes_of, digest_of
+from kvweave.adapters.nixl.transfer_end import TransferEnd
 from kvweave.arguments import real, whole
-from kvweave.errors import CorruptPayload, InvalidArgument, TransferFailed
+from kvweave.errors import CorruptPayload, TransferFailed
 from kvweave.payload import KvPayload
-from kvweave.remote.seal import check_secret
 
 _POLL_S = 0.0005
 
 
-class KvReceiver:
-    """Where answers are decoded. `secret`: 16 to 64 bytes that the senders know too.
-
-    `most_bytes`: a ticket of more is refused. A context manager; one thread uses it at a time.
+class KvReceiver(TransferEnd):
+    """Where answers are decoded. `most_bytes`: a ticket of more is refused.
 
     # Errors
-    As `KvSender`.
+    As `TransferEnd`.
     """
 
     def __init__(
         self, secret: bytes, *, most_bytes: int = 1 << 36, timeout_s: float = 30.0
     ) -> None:
-        check_secret(secret)
-        if secret is None:
-            raise InvalidArgument("secret: expected 16 to 64 bytes, got none")
-        self._secret = secret
         self._most = whole("most_bytes", most_bytes, 1)
         self._timeout = real("timeout_s", timeout_s)
-        self._agent: Any = make_agent()
+        super().__init__(secret)
         self._used: dict[str, float] = {}
 
     def take(self, ticket: bytes) -> KvPayload:
@@ -46,8 +39,9 @@ class KvReceiver:
         # Errors
         `CorruptPayload` for a ticket that was not signed with our secret, has expired or was taken
         here before, sizes that no such payload has, or bytes that are not those of the ticket;
-        `TransferFailed` where the sender is gone, or too slow.
+        `TransferFailed` where the sender is gone, or too slow; `InvalidArgument` once it is closed.
         """
+        agent = self._agent
         said = Ticket.decode(ticket, self._secret)
         self._expect_unused(said)
         shapes = said.shapes()
@@ -56,7 +50,8 @@ class KvReceiver:
             raise CorruptPayload(f"ticket: expected at most {self._most} bytes, got {total}")
         parts = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
         with failing("a sender to be reached"):
-            peer = self._peer(said.peer)
+            name = agent.add_remote_agent(said.peer)
+            peer = name.decode() if isinstance(name, bytes) else str(name)
             self._read(said, peer, {name: as_bytes(part) for name, part in parts.items()})
         for name, part in parts.items():
             found = digest_of(self._secret, name, as_bytes(part))
@@ -66,21 +61,6 @@ class KvReceiver:
                 )
         return KvPayload(said.header, parts)
 
-    def close(self) -> None:
-        """Forgets its agent; safe to call twice."""
-        self._agent = None
-
-    def __enter__(self) -> KvReceiver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _expect_unused(self, said: Ticket) -> None:
         """Refuses a ticket that was taken; one that has expired need not be remembered."""
         now = time.time()
@@ -88,10 +68,6 @@ class KvReceiver:
         if said.name in self._used:
             raise CorruptPayload("ticket: expected one that was not taken before, got one that was")
         self._used[said.name] = said.until
-
-    def _peer(self, description: bytes) -> str:
-        name = self._agent.add_remote_agent(description)
-        return name.decode() if isinstance(name, bytes) else str(name)
 
     def _read(self, said: Ticket, peer: str, parts: dict[str, torch.Tensor]) -> None:
         """Reads all parts into u8 memory of theirs, and tells the sender."""

@@ -6,33 +6,26 @@ import secrets
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
-from kvweave.adapters.nixl.agent import as_bytes, make_agent, registered
+from kvweave.adapters.nixl.agent import as_bytes, registered
 from kvweave.adapters.nixl.ticket import PartPlace, Ticket, digest_of
+from kvweave.adapters.nixl.transfer_end import TransferEnd
 from kvweave.arguments import real, shown
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload
-from kvweave.remote.seal import check_secret
 
 _POLL_S = 0.001
 
 
-class KvSender:
-    """Where prompts are prefilled. `secret`: 16 to 64 bytes that the receivers know too.
-
-    A context manager. One thread uses it at a time.
+class KvSender(TransferEnd):
+    """Where prompts are prefilled.
 
     # Errors
-    `InvalidArgument` for no secret; `Unsupported` without NIXL, `TransferFailed` where it fails.
+    As `TransferEnd`.
     """
 
     def __init__(self, secret: bytes) -> None:
-        check_secret(secret)
-        if secret is None:
-            raise InvalidArgument("secret: expected 16 to 64 bytes, got none")
-        self._secret = secret
-        self._agent = make_agent()
+        super().__init__(secret)
         self._taken: set[str] = set()
 
     def offer(self, payload: KvPayload, *, valid_s: float = 60.0) -> KvOffer:
@@ -43,21 +36,6 @@ class KvSender:
         if not isinstance(payload, KvPayload):
             raise InvalidArgument(f"payload: expected a KvPayload, got {shown(payload)}")
         return KvOffer(self, payload, real("valid_s", valid_s))
-
-    def close(self) -> None:
-        """Forgets its agent; safe to call twice."""
-        self._agent = None
-
-    def __enter__(self) -> KvSender:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _hear(self) -> set[str]:
         """Names of the offers that were taken."""
@@ -72,9 +50,7 @@ class KvOffer:
     def __init__(self, sender: KvSender, payload: KvPayload, valid_s: float) -> None:
         self._sender, self._name = sender, secrets.token_hex(16)
         self._parts = {n: as_bytes(p) for n, p in payload.on_host().parts.items()}
-        agent: Any = sender._agent
-        if agent is None:
-            raise InvalidArgument("sender: expected an open one, got one that was closed")
+        agent = sender._agent
         self._held = ExitStack()
         held = [part for part in self._parts.values() if part.numel()]
         self._held.enter_context(registered(agent, held))

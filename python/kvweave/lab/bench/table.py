@@ -48,13 +48,18 @@ def table_of(results: Sequence[Result]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="µs: the median · ceiling: the share of it that is reached",
+        caption_justify="left",
+    )
     table.add_column("what", overflow="fold")
-    for head in ("median µs", "p95", "counted", "rate", "of ceiling"):
+    for head in ("µs", "p95", "counted", "rate", "ceiling"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("peer ÷ ours", overflow="fold")
-    table.add_column("target", no_wrap=True)
-    table.add_column("met", no_wrap=True)
+    table.add_column("target: met", overflow="fold")
     op = None
     for result in results:
         if result.case.op != op:
@@ -135,8 +140,7 @@ def _cells(result: Result) -> list[str]:
         rate(result),
         "" if share is None else f"{share:.0%}",
         _ratios(result),
-        "" if result.case.target is None else str(result.case.target),
-        _met(result),
+        "" if result.case.target is None else f"{result.case.target}: {_met(result)}",
     ]
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHADES = " ░▒▓█"
+_MARGIN = 10
+"""Characters before the first layer in a terminal."""
 _CELL = 0.24
 """Inches of one head in the figure."""
 
@@ -59,25 +61,31 @@ def save_heads(path: Path, head_map: Mapping[str, Any], title: str = "Head class
     save_figure(head_figure(head_map, title), path)
 
 
-def draw_heads(head_map: Mapping[str, Any]) -> RenderableType:
+def draw_heads(head_map: Mapping[str, Any], width: int = 140) -> RenderableType:
     """A map as something rich prints: a column a layer, a row a KV head, darker for a higher score.
 
-    Heads that read everything are green, the others grey.
+    Heads that read everything are green, the others grey. Layers that `width` characters have no
+    room for stand below the others.
 
     Raises InvalidArgument for data that is no head map.
     """
     drawn = read_heads(head_map)
     score = drawn.panels.get("score", drawn.is_global.astype(float))
     most = float(score.max()) or 1.0
-    text = Text()
-    for head in range(score.shape[1]):
-        text.append(f"  head {head:<3}", style="dim")
-        for layer in range(score.shape[0]):
-            shade = _SHADES[min(4, 1 + int(4 * score[layer, head] / most))]
-            text.append(shade, style="green" if drawn.is_global[layer, head] else "bright_black")
-        text.append("\n")
-    ruler = "".join(f"{layer:<10}" for layer in range(0, score.shape[0], 10))
-    text.append(f"  layer   {ruler}", style="dim")
+    text, layers = Text(), score.shape[0]
+    tens = max(1, (width - _MARGIN) // 10) * 10
+    for first in range(0, layers, tens):
+        band = range(first, min(first + tens, layers))
+        for head in range(score.shape[1]):
+            text.append(f"  head {head:<3}", style="dim")
+            for layer in band:
+                shade = _SHADES[min(4, 1 + int(4 * score[layer, head] / most))]
+                is_global = drawn.is_global[layer, head]
+                text.append(shade, style="green" if is_global else "bright_black")
+            text.append("\n")
+        ruler = "".join(f"{layer:<10}" for layer in band[::10])
+        text.append(f"  layer   {ruler.rstrip()}", style="dim")
+        text.append("\n" * (band.stop < layers))
     legend = Text().append(f"█ {drawn.does} everything", style="green")
     legend.append("   █ sink and window", style="bright_black")
     return Group(Text(drawn.headline, style="bold"), text, legend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -61,12 +62,13 @@ def _bar(plan: DrawnPlan, width: int) -> Text:
     return text.append(f"\n{scale}", style="dim")
 
 
-def _legend(plan: DrawnPlan) -> Text:
-    text = Text()
-    for kind, words in KINDS.items():
-        if plan.count(kind):
-            text.append(*_LOOKS[kind]).append(f" {words}   ")
-    return text
+def _legend(plan: DrawnPlan) -> Columns:
+    """What the glyphs mean, none of them on another line than its words."""
+    kinds = [kind for kind in KINDS if plan.count(kind)]
+    return Columns(
+        (Text(no_wrap=True).append(*_LOOKS[kind]).append(f" {KINDS[kind]}") for kind in kinds),
+        padding=(0, 3),
+    )
 
 
 def _table(plan: DrawnPlan, previews: Sequence[str] | None) -> Table:

@@ -12,6 +12,7 @@ import numpy as np
 from kvweave.errors import InvalidArgument
 from kvweave.lab.eval.log import LogContents
 from kvweave.lab.eval.measure import Measurement, Role
+from kvweave.lab.eval.quality_table import quality_table, shown_interval, shown_number
 from kvweave.lab.eval.statistics import (
     Bootstrap,
     Floats,
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SCHEMA_VERSION = 2
+TABLE_CAPTION = (
+    "KL: to full, nats a token · low–high: 95 % bootstrap over samples · worst: KL of the worst "
+    "tenth of tokens · gap: share of the naive-to-full KL closed · 1st, top-1: most likely token "
+    "is full's · FLOPs, TTFT: over full's · ms: the median first token"
+)
 NOTHING = Interval(float("nan"), float("nan"), float("nan"))
 
 
@@ -117,42 +123,31 @@ class Evaluation:
         }
 
     def table(self) -> Table:
-        """The summaries for a terminal."""
-        from rich import box
-        from rich.table import Table
+        """The summaries for a terminal of 80 columns or more."""
+        from rich.markup import escape
 
         samples = len({m.sample for m in self.measurements})
         on = "" if self.corpus is None else f" on {self.corpus}"
         summaries = self.summaries()
         lost = sum(s.non_finite for s in summaries)
-        table = Table(
-            title=f"{self.task}{on}, {self.length} tokens, {samples} samples, seed {self.seed}",
-            caption="KL: to full, nats a token · \\[low, high]: 95 % bootstrap interval · "
-            "gap: share of the naive-to-full KL closed\n1st, top-1: most likely token is full's · "
-            "FLOPs, TTFT: over full's" + (f" · {lost} samples not finite, left out" * (lost > 0)),
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
+        table = quality_table(
+            f"{self.task}{on}, {self.length} tokens, {samples} samples, seed {self.seed}",
+            (self.score_name, "KL", "worst", "gap", "1st", "top-1", "FLOPs", "TTFT", "ms"),
         )
-        table.add_column("policy", no_wrap=True)
-        heads = (self.score_name, "KL", "worst 10 %", "gap", "1st", "top-1", "FLOPs", "TTFT", "")
-        for head in heads:
-            table.add_column(head, justify="right", no_wrap=True)
-        previous: str | None = None
+        table.caption = TABLE_CAPTION + f" · {lost} samples not finite, left out" * (lost > 0)
+        table.caption_justify = "left"
         for s in summaries:
-            if previous is not None and previous != s.role and s.role == "policy":
-                table.add_section()
-            previous = s.role
             table.add_row(
-                s.policy,
-                _with_interval(s.score, ".2f"),
-                _with_interval(s.kl, ".4f"),
-                f"{s.kl_worst_decile:.3f}",
-                _with_interval(s.gap_closed, ".2f") if s.role == "policy" else "",
-                f"{s.first_token:.2f}",
-                f"{s.top1:.2f}",
-                f"{s.flops_ratio:.3f}",
-                f"{s.ttft_ratio:.2f}",
-                f"{1000 * s.ttft_s:.0f} ms",
+                escape(s.policy),
+                shown_interval(s.score),
+                shown_interval(s.kl),
+                shown_number(s.kl_worst_decile),
+                shown_interval(s.gap_closed) if s.role == "policy" else "",
+                shown_number(s.first_token),
+                shown_number(s.top1),
+                shown_number(s.flops_ratio),
+                shown_number(s.ttft_ratio),
+                f"{1000 * s.ttft_s:.0f}",
             )
         return table
 
@@ -262,12 +257,6 @@ def mean_kl(measurement: Measurement) -> float:
 
 def _interval(intervals: Bootstrap, values: Floats) -> Interval:
     return intervals.interval(values) if len(values) else NOTHING
-
-
-def _with_interval(value: Interval, form: str) -> str:
-    if np.isnan(value.low):
-        return f"{value.value:{form}}"
-    return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def plain(value: Any) -> Any:
