@@ -11,6 +11,7 @@ mod block;
 mod blocks;
 mod check;
 mod cost_aware;
+mod freed;
 mod lfu;
 mod likelihood;
 mod lru;
