@@ -24,6 +24,7 @@ mod shard;
 mod shard_head;
 mod stats;
 mod store;
+mod store_order;
 mod tensor;
 mod tokens;
 mod virtual_pages;
