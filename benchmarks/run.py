@@ -34,6 +34,7 @@ from benchmarks.cases import (
     ttft_cuda,
     ttft_heads,
     workflow,
+    zeroing,
 )
 from benchmarks.report import record
 from kvweave.lab.bench.rows import Row
@@ -52,6 +53,7 @@ CASES: dict[str, Case] = {
     "tiers": tiers.run,
     "workflow": workflow.run,
     "isolation": isolation.run,
+    "zeroing": zeroing.run,
     "ttft": ttft.run,
     "ttft_cuda": ttft_cuda.run,
     "ttft_heads": ttft_heads.run,

@@ -109,6 +109,7 @@ class StoredShard:
     provenance: Provenance | None
     tokens: int | None
     expires: int | None
+    cost: int | None
     file_bytes: int
     used: int
     documents: int
@@ -128,6 +129,7 @@ class Store:
         quota_bytes: int | None = None,
         direct: bool = True,
         threads: int = 4,
+        eviction: str = "lru",
     ) -> Store: ...
     @property
     def hash(self) -> str: ...
@@ -139,6 +141,7 @@ class Store:
         parts: dict[str, Any],
         *,
         expires: int | None = None,
+        cost: int | None = None,
         now: int | None = None,
     ) -> tuple[str, bool]: ...
     def get(

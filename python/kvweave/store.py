@@ -19,7 +19,9 @@ Documents are names, of a namespace each. A shard that a document names is not e
 
 Times are milliseconds since 1970. `now` is the clock's where none is given; from `expires` on a
 shard is nobody's hit, and the first to go. Else what goes is what was used least recently: of the
-namespace where its quota is full, of all where the store is.
+namespace where its quota is full, of all where the store is. `Store(eviction="cost-aware")` weighs
+what a shard cost to compute (`put(..., cost=FLOPs)`) against its bytes, and whether it was used
+again: the order of a `KvCache` by that name. Costs lie in the files; uses before a restart do not.
 
 Any number of processes may use one folder; budgets hold for all of them together. A store is for
 whoever serves tenants, not for tenants: `shard`, `list`, `held` and `documents` tell of all.

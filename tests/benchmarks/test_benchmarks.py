@@ -96,7 +96,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
     host = {"head_memory", "decode_host", "engine_load", "host_load", "speculation"}
-    host |= {"isolation", "packed_step", "scheduler", "store", "tiers", "workflow"}
+    host |= {"isolation", "packed_step", "scheduler", "store", "tiers", "workflow", "zeroing"}
     on_gpu = {"packed_decode", "page_choice", "page_moves", "top_k_step", "ttft_heads"}
     assert set(CASES) == timed | host | on_gpu
 

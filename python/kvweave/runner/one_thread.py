@@ -16,10 +16,12 @@ class OneThread:
     Nobody waits in front of it: a thread that enters while another is inside, or while another has
     claimed it, gets `AlreadyStepping`. Whoever has many threads lets them submit to one that steps,
     see `Runner.serve`. What has to be done by whoever computes is left to it with `soon`; such work
-    is short, and a thread that enters while another does it waits for its end.
+    is short, and a thread that enters while another does it waits for its end. `at_end` is called
+    whenever a thread has computed, or has done what was left, while it still keeps others out.
     """
 
     def __init__(self) -> None:
+        self.at_end: Callable[[], None] = _nothing
         # Re-entrant: work may be left by a finalizer, which runs in the middle of anything.
         self._changed = threading.Condition()
         # What follows is read and written by whoever has `_changed`.
@@ -57,6 +59,7 @@ class OneThread:
             try:
                 while self._left:
                     self._left.popleft()()
+                self.at_end()
             finally:
                 with self._changed:
                     self._clearing = None
@@ -80,8 +83,16 @@ class OneThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._changed:
-            self._depth -= 1
-            if self._depth == 0:
-                self._inside = None
+        try:
+            if self._depth == 1:
+                self.at_end()
+        finally:
+            with self._changed:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._inside = None
         self._do_what_is_left()
+
+
+def _nothing() -> None:
+    pass

@@ -16,6 +16,7 @@ from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 from kvweave.runner.tiers.ahead import Ahead
+from kvweave.runner.tiers.tiers import Tiers
 
 HIGHEST = 255
 """The highest priority there is."""
@@ -77,6 +78,7 @@ class Retention:
     packed: PackedPool | None
     prompts: PromptTokenizer
     eviction: str
+    tiers: Tiers | None
     _prefiller: Prefiller
 
     def retain(
@@ -117,6 +119,22 @@ class Retention:
         self._expect_told()
         told = self.prompts.tokenize(text)
         return self.advise(told, word("namespace", namespace), hint="done")
+
+    def forget(self, namespace: str) -> int:
+        """Evicts all that is cached of a namespace, on the device and in the host's memory.
+
+        From any thread. Returns the blocks of the device. What documents and live requests hold
+        stays: those are to be deleted, and to end, before. A store keeps its files: see `Store`.
+        Where freed blocks are zeroed, this is done when it returns, or when whoever computes has.
+        """
+        whose = word("namespace", namespace)
+        caches = [self.cache, *(() if self.packed is None else (self.packed.cache,))]
+        blocks = sum(cache.forget(whose) for cache in caches)
+        if self.tiers is not None and self.tiers.host is not None:
+            self.tiers.host.cache.forget(whose)
+        computing = self._prefiller.computing
+        computing.soon(computing.at_end)
+        return blocks
 
     def pin(self, text: Prompt, *, namespace: str = "") -> Pin:
         """Holds what is cached of a text until the pin is released; from any thread.

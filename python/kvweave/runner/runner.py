@@ -63,18 +63,18 @@ class Runner(KnowledgeBase, Retention):
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
     `kv_dtype`: None for the model's own dtype, or a format ("int4", "half-int4", "quarter-bf16", or
     a `Packing`) in which full pages are packed, into the pool `packed` (see docs/packed-kv.md, also
-    for what does not go with it). `host_bytes`: so much of
-    the host's memory for pages that top_k heads of `heads` seldom read, in the pools `host` (see
-    docs/sparse-decode.md); None keeps all pages on the device. `host_copies`: "spill" copies pages
-    there whose room it frees, "mirror" all as they fill. `speculate`: tokens that a round
-    drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that answers are
-    dense (see docs/sparse-decode.md); None has top_k heads read their pages alone. `store`,
-    a `Store` or its folder: documents are written there behind their callers, and read from there;
-    `document_bytes`: so much of the host's memory for documents whose blocks leave the device;
-    `remote`: a store on another machine behind these (see docs/tiers.md). `mode` is "materialise"
-    (reused KV is copied and rotated to its place) or "share" (it is read where it lies, queries
-    rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached
-    where room is wanted; by cost `retain` and `demote` say what is known of a text.
+    for what does not go with it). `host_bytes`: of the host's memory for pages that top_k heads of
+    `heads` seldom read, in the pools `host` (see docs/sparse-decode.md); None keeps all pages on
+    the device. `host_copies`: "spill" copies pages there whose room it frees, "mirror" all as they
+    fill. `speculate`: tokens that a round drafts by the pages of top_k heads of `heads`, and
+    verifies by all of them, so that answers are dense (see there too); None has top_k heads read
+    their pages alone. `store`, a `Store` or its folder: documents are written there behind their
+    callers, and read from there; `document_bytes`: of the host's memory for documents whose blocks
+    leave the device; `remote`: a store on another machine behind these (see docs/tiers.md).
+    `zero_on_free`: what blocks held that went back is overwritten (see docs/SECURITY.md). `mode` is
+    "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
+    lies, queries rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what
+    is cached where room is wanted; by cost `retain` and `demote` say what is known of a text.
     `cache.set_quota` says what a namespace may keep. `profile` states the policy of whoever names
     none and, where `heads` is None, the head map (see `kvweave certify`); `canary` compares a share
     of live requests with `full`. `check` compares our forward with the model's own on a short
@@ -83,11 +83,10 @@ class Runner(KnowledgeBase, Retention):
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
-    does not go with packed pages or host memory;
-    `CorruptProfile` for a profile of another model, dtype or head map;
-    `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
-    that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
-    finds no room beside the arena; it holds nothing then.
+    does not go with packed pages or host memory; `CorruptProfile` for a profile of another model,
+    dtype or head map; `DeviceUnavailable` for a model on a GPU that the kernels cannot use;
+    `OutOfMemory` for an arena that its device cannot hold. Every method that computes raises
+    `OutOfMemory` too, when a pass finds no room beside the arena; it holds nothing then.
 
     One thread computes with a runner at a time. Every method that computes raises
     `AlreadyStepping` while another thread does, or a server serves the runner: see `serve`.
@@ -108,6 +107,7 @@ class Runner(KnowledgeBase, Retention):
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         remote: RemoteStore | None = None,
+        zero_on_free: bool = False,
         hash: str = "xxh3-128",
         mode: str = "materialise",
         frozen_share: float = 0.5,
@@ -124,7 +124,8 @@ class Runner(KnowledgeBase, Retention):
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
         check_host(host_bytes, host_copies, kv_dtype, mode)
-        packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary)
+        zeroes = flag("zero_on_free", zero_on_free) or None
+        packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = check_profile(profile, canary, self.spec, heads)
         asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
@@ -150,13 +151,12 @@ class Runner(KnowledgeBase, Retention):
             tiled = needs_tiling(self.spec)
             if check:
                 verify(model, self.spec)
-        known = self.spec, self.cache, self.packed, self.host
-        reads = HeadReads(*known, verified=drafts > 0)
+        reads = HeadReads(self.spec, self.cache, self.packed, self.host, verified=drafts > 0)
         check_drafting(drafts, reads, rotary)
         self._decoder = Decoder(reads, rotary, pages, drafts)
         tiers = (store, document_bytes, heads, eviction, hash, remote)
         self.tiers = make_tiers(self._decoder, *tiers)
-        self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens, self.tiers)
+        self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens, self.tiers, zeroes)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)
         self._calls = Calls(self._answering)

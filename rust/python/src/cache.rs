@@ -1,5 +1,7 @@
 //! `KvCache`: pools, indexes and the arena.
 
+use std::sync::Arc;
+
 use kvweave_core::{self as core, Admission, CacheConfig, MarkedSegment};
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
@@ -13,7 +15,9 @@ use crate::choices::{
 use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
-use crate::request::{KvRequest, Rows, group_id, rows, saturating_u32, with_all};
+use crate::freed::FreedPages;
+use crate::request::{KvRequest, group_id, saturating_u32, with_all};
+use crate::rows::{Rows, rows};
 use crate::scalars::{Number, Regime, Text};
 use crate::shape::{HeadClassMap, HeadGroup, KvShape, pages_for_blocks};
 use crate::tokens::Tokens;
@@ -25,6 +29,7 @@ pub struct KvCache {
     shape: Py<KvShape>,
     /// None for a cache without memory.
     arena: Option<Py<PyAny>>,
+    freed: Arc<FreedPages>,
 }
 
 impl KvCache {
@@ -122,7 +127,8 @@ impl KvCache {
                 ..CacheConfig::new(geometry, arena_pages)
             })
         })?;
-        Ok(Self { cache, shape, arena })
+        let freed = FreedPages::of(&cache);
+        Ok(Self { cache, shape, arena, freed })
     }
 
     /// The geometry that the cache was made for.
@@ -219,7 +225,9 @@ impl KvCache {
                 chunk_tokens,
             })
         })?;
-        Ok(KvRequest::new(request))
+        let request = KvRequest::new(request, self.freed.clone());
+        self.freed.zero(py)?;
+        Ok(request)
     }
 
     /// Appends one generated token (i32 [B]) to each request and makes room for its KV: all of them
@@ -237,7 +245,27 @@ impl KvCache {
             with_all(&requests, |requests| {
                 self.cache.append_step(requests, &ids).map_err(Failure::from)
             })
-        })
+        })?;
+        self.freed.zero(py)
+    }
+
+    /// From now on has `fill(pages)` overwrite the pages of freed blocks, i32 [N, 2] of a first one
+    /// and how many they are: before any call that takes blocks returns, and in `zero_freed`.
+    fn zero_freed_by(&self, py: Python<'_>, fill: Py<PyAny>) -> PyResult<()> {
+        self.freed.set_fill(py, fill)
+    }
+
+    /// Has pages overwritten that were freed by now, if `zero_freed_by` has said how. For the
+    /// thread that writes to pages.
+    fn zero_freed(&self, py: Python<'_>) -> PyResult<()> {
+        self.freed.zero(py)
+    }
+
+    /// Evicts all that is cached of a namespace; returns the blocks. What live requests and
+    /// documents hold stays.
+    #[pyo3(signature = (namespace=Text("")))]
+    fn forget(&self, py: Python<'_>, namespace: Text<'_>) -> PyResult<usize> {
+        call_core(py, || Ok::<_, Failure>(self.cache.forget(namespace.0)))
     }
 
     /// Tokens of the longest exact prefix that is cached in a namespace.

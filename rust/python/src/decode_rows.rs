@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, raised};
 use crate::cache::KvCache;
 use crate::failure::{Failure, call_core};
-use crate::request::{KvRequest, rows as table, saturating_u32, with_all};
+use crate::request::{KvRequest, saturating_u32, with_all};
+use crate::rows::rows as table;
 use crate::scalars::Number;
 use crate::tokens::Tokens;
 

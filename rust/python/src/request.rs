@@ -3,23 +3,17 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::{self as core, Error, GroupId};
-use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use crate::arguments::{Table, count, raised};
 use crate::choices::advice;
 use crate::failure::{Failure, call_core};
+use crate::freed::FreedPages;
 use crate::plan::ReusePlan;
+use crate::rows::{Rows, rows};
 use crate::scalars::{Number, Text};
 use crate::tokens::Tokens;
-
-/// A table of `COLUMNS` columns as numpy int32; the rows are not copied.
-pub type Rows<'py> = Bound<'py, PyArray2<i32>>;
-
-pub fn rows<const COLUMNS: usize>(py: Python<'_>, rows: Vec<[i32; COLUMNS]>) -> PyResult<Rows<'_>> {
-    let count = rows.len();
-    PyArray1::from_vec(py, rows.into_flattened()).reshape([count, COLUMNS])
-}
 
 /// An admitted prompt: its plan, its blocks and their tables. `release`, or the last reference
 /// going away, returns everything.
@@ -27,12 +21,13 @@ pub fn rows<const COLUMNS: usize>(py: Python<'_>, rows: Vec<[i32; COLUMNS]>) -> 
 pub struct KvRequest {
     request: Mutex<Option<core::Request>>,
     plan: Arc<core::ReusePlan>,
+    freed: Arc<FreedPages>,
 }
 
 impl KvRequest {
-    pub fn new(request: core::Request) -> Self {
+    pub fn new(request: core::Request, freed: Arc<FreedPages>) -> Self {
         let plan = Arc::new(request.plan().clone());
-        Self { request: Mutex::new(Some(request)), plan }
+        Self { request: Mutex::new(Some(request)), plan, freed }
     }
 
     /// Runs `work` on the live request, the interpreter lock released before the request's own is
@@ -46,6 +41,18 @@ impl KvRequest {
             Some(request) => work(request).map_err(Failure::from),
             None => Err(Failure::invalid("request", "a live request", "a released one")),
         })
+    }
+
+    /// The same of work that may take blocks, which hold nothing of others when this returns where
+    /// that was asked for.
+    fn with_blocks<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut core::Request) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        let done = self.with(py, work)?;
+        self.freed.zero(py)?;
+        Ok(done)
     }
 
     /// A panic inside the core leaves no half-made state that Rust's types do not cover.
@@ -148,7 +155,7 @@ impl KvRequest {
         let positions = Table::of("positions", positions)?;
         let positions = raised(py, positions.list("positions"))?;
         let group = raised(py, group.map(group_id).transpose())?;
-        self.with(py, |request| request.make_writable(positions, group))
+        self.with_blocks(py, |request| request.make_writable(positions, group))
     }
 
     /// Where K and V of each position (i32 [R]) go in a table: i32 [R, 2] of block, slot; −1 and −1
@@ -171,7 +178,7 @@ impl KvRequest {
     fn advance(&self, py: Python<'_>, start: Number, end: Number) -> PyResult<()> {
         let start = raised(py, count("start", start))?;
         let end = raised(py, count("end", end))?;
-        self.with(py, |request| request.advance(start, end))
+        self.with_blocks(py, |request| request.advance(start, end))
     }
 
     /// Makes a head of a window group full for this request, with a table of its own of one-page
@@ -180,14 +187,14 @@ impl KvRequest {
     fn promote<'py>(&self, py: Python<'py>, layer: Number, head: Number) -> PyResult<Rows<'py>> {
         let layer = raised(py, saturating_u32("layer", layer))?;
         let head = raised(py, saturating_u32("head", head))?;
-        rows(py, self.with(py, |request| request.promote(layer, head))?)
+        rows(py, self.with_blocks(py, |request| request.promote(layer, head))?)
     }
 
     /// Appends generated tokens and makes room for their KV, all or nothing.
     fn append(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
-        self.with(py, |request| request.append(&ids))
+        self.with_blocks(py, |request| request.append(&ids))
     }
 
     /// Takes back the tokens behind the first `length`, as if they had never been appended.
@@ -248,7 +255,8 @@ impl KvRequest {
 
     /// A second request with the same tokens; blocks are copied by whichever side writes first.
     fn fork(&self, py: Python<'_>) -> PyResult<Self> {
-        self.with(py, |request| request.fork()).map(Self::new)
+        let fork = self.with(py, |request| request.fork())?;
+        Ok(Self::new(fork, self.freed.clone()))
     }
 
     /// Bytes of the blocks that this request alone pays for, and of those that it reads together
@@ -272,7 +280,7 @@ impl KvRequest {
         let home = raised(py, home.list("home"))?;
         let group = raised(py, group_id(group))?;
         let slots = raised(py, count("slots", slots))?;
-        let pages = self.with(py, |request| request.spill(group, home, slots))?;
+        let pages = self.with_blocks(py, |request| request.spill(group, home, slots))?;
         Ok(PyArray1::from_vec(py, pages))
     }
 
@@ -280,7 +288,7 @@ impl KvRequest {
     /// before anything is read; its slots go.
     fn bring_back(&self, py: Python<'_>, group: Number) -> PyResult<()> {
         let group = raised(py, group_id(group))?;
-        self.with(py, |request| request.bring_back(group))
+        self.with_blocks(py, |request| request.bring_back(group))
     }
 
     /// Blocks of a head group that lie in the host's memory: its first ones.

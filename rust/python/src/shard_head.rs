@@ -43,7 +43,7 @@ impl ShardHead {
         let parts = raised(py, parts)?;
         call_core(py, || {
             let expires = size("expires", expires)?;
-            Ok::<_, Failure>(Self(ShardHeader::of(&provenance.0, &ids, &parts, expires)?))
+            Ok::<_, Failure>(Self(ShardHeader::of(&provenance.0, &ids, &parts, expires.into())?))
         })
     }
 

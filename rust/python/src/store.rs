@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvweave_store as store;
-use kvweave_store::{Budget, Listed, Naming, Part, ShardName, StoreError, StoreOptions};
+use kvweave_store::{
+    Budget, Listed, Lru, Naming, Part, ShardName, StoreError, StoreOptions, Terms, Victims,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -14,6 +16,7 @@ use crate::dlpack::{Borrowed, borrow};
 use crate::failure::{Failure, call_core};
 use crate::scalars::{Number, Text};
 use crate::shard::{Provenance, Shard};
+use crate::store_order::CostAware;
 use crate::tokens::Tokens;
 
 /// One line of what a store holds.
@@ -23,6 +26,7 @@ pub struct StoredShard {
     provenance: Option<Provenance>,
     tokens: Option<u64>,
     expires: Option<u64>,
+    cost: Option<u64>,
     file_bytes: u64,
     used: u64,
     documents: usize,
@@ -38,6 +42,7 @@ impl From<Listed> for StoredShard {
             name: name.to_string(),
             provenance: header.as_ref().map(|header| Provenance(header.provenance.clone())),
             tokens: header.as_ref().map(|header| header.tokens),
+            cost: header.as_ref().and_then(|header| header.cost),
             expires: header.and_then(|header| header.expires),
             file_bytes: bytes,
             used,
@@ -93,6 +98,14 @@ pub fn size(what: &str, bytes: Option<Number>) -> Result<Option<u64>, Failure> {
     bytes.map(|bytes| Ok(count(what, bytes)? as u64)).transpose()
 }
 
+fn victims(eviction: &str) -> Result<Box<dyn Victims>, Failure> {
+    match eviction {
+        "lru" => Ok(Box::new(Lru)),
+        "cost-aware" => Ok(Box::new(CostAware::new()?)),
+        other => Err(Failure::invalid("eviction", "lru or cost-aware", format!("{other:?}"))),
+    }
+}
+
 fn named(name: Text<'_>) -> Result<ShardName, Failure> {
     Ok(ShardName::parse(name.0)?)
 }
@@ -102,7 +115,7 @@ impl Store {
     #[new]
     #[pyo3(signature = (
         path, *, hash=None, create=true, capacity_bytes=None, quota_bytes=None, direct=true,
-        threads=Number::from(4)
+        threads=Number::from(4), eviction=Text("lru")
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
@@ -115,6 +128,7 @@ impl Store {
         quota_bytes: Option<Number>,
         direct: bool,
         threads: Number,
+        eviction: Text<'_>,
     ) -> PyResult<Self> {
         let opened = call_core(py, || {
             let options = StoreOptions {
@@ -127,7 +141,7 @@ impl Store {
                 },
                 direct,
                 threads: count("threads", threads)?.clamp(1, 64),
-                ..StoreOptions::default()
+                victims: victims(eviction.0)?,
             };
             Ok::<_, Failure>(store::Store::open(&path, options)?)
         })?;
@@ -150,7 +164,8 @@ impl Store {
         call_core(py, || Ok::<_, Failure>(self.0.set_quota(namespace.0, size("bytes", bytes)?)?))
     }
 
-    #[pyo3(signature = (provenance, tokens, parts, *, expires=None, now=None))]
+    #[pyo3(signature = (provenance, tokens, parts, *, expires=None, cost=None, now=None))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn put(
         &self,
         py: Python<'_>,
@@ -158,6 +173,7 @@ impl Store {
         tokens: &Bound<'_, PyAny>,
         parts: &Bound<'_, PyDict>,
         expires: Option<Number>,
+        cost: Option<Number>,
         now: Option<Number>,
     ) -> PyResult<(String, bool)> {
         let tokens = Tokens::of(tokens)?;
@@ -167,8 +183,8 @@ impl Store {
             held.iter().map(|(name, held)| Ok(Part { name, bytes: held.bytes()? })).collect();
         let parts = raised(py, parts)?;
         let stored = call_core(py, || {
-            let (expires, now) = (size("expires", expires)?, time(now)?);
-            Ok::<_, Failure>(self.0.put(&provenance.0, &ids, &parts, expires, now)?)
+            let terms = Terms { expires: size("expires", expires)?, cost: size("cost", cost)? };
+            Ok::<_, Failure>(self.0.put(&provenance.0, &ids, &parts, terms, time(now)?)?)
         })?;
         Ok((stored.name.to_string(), stored.written))
     }

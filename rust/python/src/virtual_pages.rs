@@ -10,7 +10,8 @@ use pyo3::types::PyDict;
 
 use crate::arguments::{Table, count, raised};
 use crate::failure::{Failure, call_core};
-use crate::request::{Rows, rows, saturating_u32};
+use crate::request::saturating_u32;
+use crate::rows::{Rows, rows};
 use crate::scalars::Number;
 
 /// Tables from virtual page to block for classes of heads, over blocks of one size.

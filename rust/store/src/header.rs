@@ -83,6 +83,21 @@ impl PartEntry {
     }
 }
 
+/// On what terms a shard is kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
+    /// Milliseconds since 1970 from which on it is nobody's hit any more.
+    pub expires: Option<u64>,
+    /// FLOPs that its KV took, for an order of eviction that weighs them.
+    pub cost: Option<u64>,
+}
+
+impl From<Option<u64>> for Terms {
+    fn from(expires: Option<u64>) -> Terms {
+        Terms { expires, cost: None }
+    }
+}
+
 /// What a shard says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -93,6 +108,9 @@ pub struct ShardHeader {
     pub tokens: u64,
     /// Milliseconds since 1970 from which on it is nobody's hit any more.
     pub expires: Option<u64>,
+    /// FLOPs that its KV took, where whoever wrote it said so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cost: Option<u64>,
     /// The token ids first.
     pub parts: Vec<PartEntry>,
     /// Where the first part begins.
@@ -108,10 +126,11 @@ impl ShardHeader {
     pub fn new(
         provenance: Provenance,
         tokens: u64,
-        expires: Option<u64>,
+        terms: Terms,
         parts: Vec<PartEntry>,
     ) -> Result<ShardHeader, StoreError> {
-        let mut header = ShardHeader { provenance, tokens, expires, parts, body: 0 };
+        let Terms { expires, cost } = terms;
+        let mut header = ShardHeader { provenance, tokens, expires, cost, parts, body: 0 };
         let text = header.text().len();
         if text > MOST_TEXT {
             let expected = format!("at most {MOST_TEXT} bytes of names and parts");
@@ -132,13 +151,13 @@ impl ShardHeader {
         provenance: &Provenance,
         tokens: &[u32],
         parts: &[Part<'_>],
-        expires: Option<u64>,
+        terms: Terms,
     ) -> Result<ShardHeader, StoreError> {
         check_tokens(tokens)?;
         let ids = PartEntry::of(TOKENS, &ids_of(tokens));
         let parts = parts.iter().map(|part| PartEntry::of(part.name, part.bytes));
         let entries = [ids].into_iter().chain(parts).collect();
-        Self::new(provenance.clone(), tokens.len() as u64, expires, entries)
+        Self::new(provenance.clone(), tokens.len() as u64, terms, entries)
     }
 
     /// The part of a name, and where it begins in the file.

@@ -25,7 +25,7 @@ mod victims;
 pub use books::Budget;
 pub use document::Document;
 pub use error::{ErrorKind, StoreError};
-pub use header::{ALIGN, Part, PartEntry, SCHEMA, ShardHeader, TOKENS};
+pub use header::{ALIGN, Part, PartEntry, SCHEMA, ShardHeader, TOKENS, Terms};
 pub use identity::{Dtype, Layout, MOST_NAME_BYTES, Naming, Provenance, ShardName};
 pub use read::ReadPath;
 pub use shard::Shard;

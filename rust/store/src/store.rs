@@ -15,7 +15,7 @@ use crate::books::{Books, Budget};
 use crate::document::Document;
 use crate::error::{ErrorKind, StoreError};
 use crate::folder::{Beside, Changing, Folder, sync};
-use crate::header::{Part, ShardHeader, check_tokens, ids_of};
+use crate::header::{Part, ShardHeader, Terms, check_tokens, ids_of};
 use crate::identity::{Naming, Provenance, ShardName, check_name};
 use crate::record::{expect_ours, record};
 use crate::shard::Shard;
@@ -136,8 +136,8 @@ impl Store {
 
     // ---- shards ---------------------------------------------------------------------------------
 
-    /// Stores the KV of some tokens; when this returns, it survives. `expires`: milliseconds since
-    /// 1970 from which on it is nobody's hit; `now` is that time.
+    /// Stores the KV of some tokens; when this returns, it survives. `terms`: when it expires, in
+    /// milliseconds since 1970, and what it cost; `now` is that time.
     ///
     /// # Errors
     /// `InvalidArgument` for names, tokens or parts that no shard may have; `QuotaExceeded`,
@@ -147,10 +147,10 @@ impl Store {
         provenance: &Provenance,
         tokens: &[u32],
         parts: &[Part<'_>],
-        expires: Option<u64>,
+        terms: impl Into<Terms>,
         now: u64,
     ) -> Result<Stored, StoreError> {
-        let header = ShardHeader::of(provenance, tokens, parts, expires)?;
+        let header = ShardHeader::of(provenance, tokens, parts, terms.into())?;
         let head = header.encode()?;
         let name = provenance.name(self.naming, tokens);
         if self.is_there(&name, &header)? {

@@ -26,7 +26,8 @@ class Prefiller(PrefillContext):
     """Prefills prompts of one model into one cache.
 
     `chunk_tokens`, if any, are computed at once for policies that measure nothing. Beside packed
-    pages there are always some: exact pages have no room for more.
+    pages there are always some: exact pages have no room for more. `zeroes`: whether what freed
+    blocks held is overwritten.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Prefiller(PrefillContext):
         mode: str,
         chunk_tokens: int | None,
         tiers: Tiers | None = None,
+        zeroes: bool | None = None,
     ) -> None:
-        super().__init__(decoder, tiled, mode, tiers)
+        super().__init__(decoder, tiled, mode, tiers, bool(zeroes))
         self.chunk_tokens = chunk_tokens or (None if self.packed is None else CHUNK_TOKENS)
 
     def prefill(

@@ -27,6 +27,7 @@ from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.final_packing import FinalPacking
 from kvweave.runner.tiers.loads import NEEDED
 from kvweave.runner.tiers.tiers import Tiers
+from kvweave.runner.tiers.zeroing import Zeroing
 
 
 class PrefillContext:
@@ -37,7 +38,14 @@ class PrefillContext:
     that have bases.
     """
 
-    def __init__(self, decoder: Decoder, tiled: bool, mode: str, tiers: Tiers | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tiled: bool,
+        mode: str,
+        tiers: Tiers | None,
+        zeroes: bool,
+    ) -> None:
         self.spec = decoder.spec
         self.rotary = decoder.rotary
         self.heads = decoder.heads
@@ -48,6 +56,10 @@ class PrefillContext:
         self.tiers = tiers
         self.clock = Clock(decoder.spec.device)
         self.computing = OneThread()
+        if zeroes:
+            pools = decoder.heads.host.values()
+            documents = None if tiers is None else tiers.host
+            self.computing.at_end = Zeroing(self.cache, self.pages, pools, documents).zero
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
         self.final_packing: FinalPacking | None = None
         if self.packed is not None and self.packed.bases is not None:

@@ -119,6 +119,10 @@ class Tenant:
         """
         self._runner.delete(name, self.namespace)
 
+    def forget(self) -> None:
+        """Evicts all of this namespace that no document or live request holds: `Runner.forget`."""
+        self._runner.forget(self.namespace)
+
     def documents(self) -> list[TenantDocument]:
         """The documents of this namespace. What has become of their blocks tells of others."""
         found = self._runner.segments(self.namespace)

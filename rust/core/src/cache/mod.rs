@@ -15,6 +15,7 @@ mod cut;
 mod decode_rows;
 mod entry_lane;
 mod entry_room;
+mod forget;
 mod found;
 mod freeze;
 mod holding;

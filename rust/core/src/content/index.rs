@@ -103,6 +103,14 @@ impl Index {
         self.scopes.find(namespace, regime)
     }
 
+    /// Whether a block can be found under a namespace, in any regime.
+    pub(crate) fn is_of(&self, block: BlockId, namespace: &str) -> bool {
+        let Some(content) = self.content_of(block) else { return false };
+        let node = self.nodes.get(content);
+        let named = |scope| self.scopes.namespace(scope) == namespace;
+        node.in_prefix && named(node.prefix_scope) || node.in_content && named(node.content_scope)
+    }
+
     /// The digest before the first block.
     pub(crate) fn root(&self, scope: ScopeId) -> Digest {
         self.scopes.get(scope).prefix

@@ -116,6 +116,10 @@ impl Scopes {
         }
     }
 
+    pub(super) fn namespace(&self, id: ScopeId) -> &str {
+        &self.get(id).name.0
+    }
+
     pub(super) fn holders(&self, id: ScopeId) -> usize {
         self.get(id).holders
     }

@@ -5,6 +5,7 @@ use crate::ids::{AccountId, BlockId, GroupId};
 use crate::reserve::{filled, refused, zeroed};
 
 use super::arena::Arena;
+use super::freed::FreedPages;
 use super::order::Order;
 use super::pins::Pins;
 use super::states::{Block, BlockGroup, BlockState, Evict, Group, GroupCounts, GroupKind, Slab};
@@ -25,6 +26,8 @@ pub struct Pool {
     pub(super) single_page_numbers: Vec<u32>,
     forgotten: Vec<BlockId>,
     evictions: u64,
+    /// Pages whose blocks went back, where somebody wants to hear of them.
+    freed: Option<FreedPages>,
 }
 
 impl Pool {
@@ -91,6 +94,7 @@ impl Pool {
             single_page_numbers: Vec::new(),
             forgotten: Vec::new(),
             evictions: 0,
+            freed: None,
             arena,
         };
         if let [group] = &pool.groups[..] {
@@ -234,7 +238,8 @@ impl Pool {
         next.is_some()
     }
 
-    pub(super) fn evict<E: Evict>(&mut self, block: BlockId, index: &mut E) {
+    /// Evicts a cached block, with everything the index forgets along with it.
+    pub(crate) fn evict<E: Evict>(&mut self, block: BlockId, index: &mut E) {
         let mut forgotten = std::mem::take(&mut self.forgotten);
         index.evicted(block, &mut forgotten);
         self.evictions += 1;
@@ -244,6 +249,31 @@ impl Pool {
             self.unindex(other);
         }
         self.forgotten = forgotten;
+    }
+
+    /// From now on notes the pages of blocks that are freed, for [`Self::take_freed`].
+    ///
+    /// # Errors
+    /// `OutOfMemory` where they find no room.
+    pub fn note_freed_pages(&mut self) -> Result<(), Error> {
+        if self.freed.is_none() {
+            self.freed = Some(FreedPages::none_of(self.arena.pages())?);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn note_freed(&mut self, block: BlockId) {
+        if let Some(freed) = &mut self.freed {
+            let pages = self.groups[self.blocks[block.index()].group.index()].pages;
+            freed.note(self.pages[block.index()] as usize, pages as usize);
+        }
+    }
+
+    /// Pages of blocks that were freed since the last call, also of those that have been given to
+    /// somebody since: runs of a first page and a number of them, in order.
+    pub fn take_freed(&mut self) -> Vec<[i32; 2]> {
+        self.freed.as_mut().map_or_else(Vec::new, FreedPages::take)
     }
 
     /// Takes note of what is known of blocks, for the order in which they are given up.
@@ -383,6 +413,7 @@ impl Pool {
                         entry.state = BlockState::Free;
                         slab.free.push(block);
                         pool.free += 1;
+                        self.note_freed(block);
                     }
                 }
                 BlockState::Held(n) => {
@@ -416,6 +447,7 @@ impl Pool {
             entry.state = BlockState::Free;
             slab.free.push(block);
             pool.free += 1;
+            self.note_freed(block);
         }
         self.order.forget(block);
     }

@@ -26,6 +26,15 @@ struct Known {
     cached: bool,
 }
 
+/// A block that nothing is known of.
+const UNKNOWN: Known = Known {
+    advice: Advice { priority: 0, cost: 1, until: u64::MAX, past: Past::First, hint: Hint::None },
+    uses: 0,
+    recalled: false,
+    rank: (0, 0, 0),
+    cached: false,
+};
+
 struct Ranked {
     ranked: BTreeSet<(Rank, BlockId)>,
     /// Those that do not last for ever, by their time.
@@ -61,19 +70,25 @@ pub(super) struct CostAware {
 
 impl CostAware {
     pub(super) fn new(blocks: usize, groups: usize) -> Result<CostAware, Error> {
-        let none = Known {
-            advice: Advice::default(),
-            uses: 0,
-            recalled: false,
-            rank: (0, 0, 0),
-            cached: false,
-        };
         Ok(CostAware {
-            blocks: filled("ranks of blocks", none, blocks)?,
+            blocks: filled("ranks of blocks", UNKNOWN, blocks)?,
             groups: (0..groups).map(|_| Ranked::new(blocks)).collect(),
             now: 0,
             turns: 0,
         })
+    }
+
+    /// Has numbers up to `blocks`, of which none so far is given up.
+    pub(super) fn grow(&mut self, blocks: usize) {
+        self.blocks.resize(blocks, UNKNOWN);
+        for group in &mut self.groups {
+            group.likelihood.grow(blocks);
+        }
+    }
+
+    /// Where a cached block stands.
+    pub(super) fn rank(&self, block: BlockId) -> Rank {
+        self.blocks[block.index()].rank
     }
 
     /// Ranks a block anew and enters it.

@@ -44,8 +44,13 @@ impl Likelihood {
         Likelihood {
             once: Seen { used: BEFORE / 2, gone: BEFORE / 2 },
             again: Seen { used: BEFORE, gone: 0 },
-            most: (blocks as u64).saturating_mul(4).max(16 * BEFORE),
+            most: most_of(blocks),
         }
+    }
+
+    /// The order is of so many blocks from now on.
+    pub(super) fn grow(&mut self, blocks: usize) {
+        self.most = most_of(blocks);
     }
 
     /// A block that had been used so often, at least once, is used again.
@@ -78,6 +83,10 @@ impl Likelihood {
         let news = than * again.used * once.all() >= more * once.used * again.all();
         if uses > 1 && news { 2 } else { 1 }
     }
+}
+
+fn most_of(blocks: usize) -> u64 {
+    (blocks as u64).saturating_mul(4).max(16 * BEFORE)
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ mod block;
 mod blocks;
 mod check;
 mod cost_aware;
+mod cost_order;
+mod freed;
 mod lfu;
 mod likelihood;
 mod lru;
@@ -26,6 +28,7 @@ mod victims;
 
 pub use block::{SharedBlocks, WritableBlocks};
 pub use blocks::Pool;
+pub use cost_order::CostOrder;
 pub use states::{BlockGroup, BlockState, Evict, GroupCounts, GroupKind};
 pub use store::{Store, Stored};
 pub use victims::{Advice, Eviction, Hint, Past};

@@ -54,6 +54,17 @@ impl Pool {
             || self.feasible(needs).is_ok()
     }
 
+    /// The blocks that are cached and that somebody asks for.
+    pub(crate) fn cached_blocks(&self, wanted: impl Fn(BlockId) -> bool) -> Vec<BlockId> {
+        let blocks = (0..self.blocks.len() as u32).map(BlockId::new);
+        blocks.filter(|&block| self.is_cached(block) && wanted(block)).collect()
+    }
+
+    /// Whether nobody holds a block and its content can be found.
+    pub(crate) fn is_cached(&self, block: BlockId) -> bool {
+        self.state(block) == BlockState::Cached
+    }
+
     /// Whether an empty arena would have slabs for so many blocks of each group.
     #[must_use]
     pub fn could_hold(&self, needs: &[usize]) -> bool {

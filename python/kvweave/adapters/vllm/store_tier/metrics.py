@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 BYTES = "vllm:kv_offload_kvweave_bytes"
 REFUSED = "vllm:kv_offload_kvweave_refused"
 READS = "vllm:kv_offload_kvweave_reads"
+WAITING = "vllm:kv_offload_kvweave_first_sights"
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -30,6 +31,9 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         ),
         READS: OffloadingCounterMetadata(
             "Chunks that were read, by the way they came: direct is past the page cache.", ("path",)
+        ),
+        WAITING: OffloadingCounterMetadata(
+            "Chunks that were not written: the store is full, and they were offered once."
         ),
     }
 
@@ -49,6 +53,10 @@ class TierCounts:
     def path(self, path: str) -> None:
         """A chunk that was read: `direct`, `bounced`, `buffered` or `refused`."""
         self._count(READS, path)
+
+    def first_sight(self) -> None:
+        """A chunk that is not written before it comes again."""
+        self._count(WAITING)
 
     def holds(self, size: int) -> None:
         """Bytes that the store holds now."""

@@ -11,6 +11,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.store import Provenance
 
 WHERE = "secondary_tiers"
+CHOICES = {"eviction": ("lru", "cost-aware"), "admission": ("all", "second-sight")}
 OF = "of"
 """The entry's field that the connector fills: what chunks are of."""
 
@@ -20,7 +21,10 @@ class TierSettings:
     """`folder` of the store, which may take `capacity_bytes`, a namespace `quota_bytes` of that.
 
     A chunk is nobody's hit `ttl_s` seconds after it was written. So many threads read first, and
-    so many write first; the others of the two help where they have nothing to do.
+    so many write first; the others of the two help where they have nothing to do. `eviction`: what
+    goes first, "lru" or "cost-aware": what took few FLOPs for its bytes and was used once.
+    `admission`: "all" chunks are written, or by "second-sight", once the store is full, those that
+    were offered before.
     """
 
     folder: str
@@ -29,6 +33,8 @@ class TierSettings:
     ttl_s: float | None = None
     read_threads: int = 8
     write_threads: int = 4
+    eviction: str = "lru"
+    admission: str = "all"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TierSettings:
@@ -51,6 +57,10 @@ class TierSettings:
             value = given.get(name, 1)
             fits = type(value) is int and 1 <= value <= 256
             require(f"{WHERE}.{name}", fits, "1 to 256", repr(value), InvalidArgument)
+        for name, words in CHOICES.items():
+            value = given.get(name, words[0])
+            expected = " or ".join(words)
+            require(f"{WHERE}.{name}", value in words, expected, repr(value), InvalidArgument)
         return cls(**given)
 
 
@@ -58,7 +68,9 @@ class TierSettings:
 class ChunkOrigin:
     """Everything that a chunk's bytes depend on, but its text: plain data, `vars` of it go along.
 
-    `model` and `layout` name the weights and how the bytes of a chunk lie; see `origin`.
+    `model` and `layout` name the weights and how the bytes of a chunk lie; see `origin`. What it
+    costs to compute one of `chunk_tokens` is no part of that: `token_flops` a token, and
+    `pair_flops` for each token that it looks at.
     """
 
     model: str
@@ -67,6 +79,16 @@ class ChunkOrigin:
     layers: int
     kv_heads: int
     head_dim: int
+    chunk_tokens: int = 0
+    token_flops: int = 0
+    pair_flops: int = 0
+
+    def cost(self, end: int | None) -> int:
+        """FLOPs of the chunk that ends before position `end`; None: of the first one."""
+        last = self.chunk_tokens if end is None else end
+        first = max(0, last - self.chunk_tokens)
+        pairs = (last * (last + 1) - first * (first + 1)) // 2
+        return self.token_flops * (last - first) + self.pair_flops * pairs
 
     def provenance(self, namespace: str, chunk_bytes: int) -> Provenance:
         """What the store compares of a chunk of a namespace."""

@@ -35,11 +35,15 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.store_tier.metrics import TierCounts, metric_definitions
 from kvweave.adapters.vllm.store_tier.settings import OF, WHERE, ChunkOrigin, TierSettings
+from kvweave.adapters.vllm.store_tier.sights import Sights
 from kvweave.errors import InvalidArgument, KvweaveError
 from kvweave.store import Provenance, Store
 
 _log = logging.getLogger(__name__)
 PART = "chunk"
+_ALIGN = 4096
+_HEAD_BYTES = 2 * _ALIGN
+"""Of a shard's file beside its chunk: the head, and the words of the name."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,14 @@ class _Owner:
 
 @dataclass
 class _Job:
-    """A load or a store that goes on; `done` are the keys that came through."""
+    """A load or a store that goes on; `done` are the keys that came through.
+
+    Of these `waiting` are not to be written before they come again.
+    """
 
     job: TransferJob
     done: list[OffloadKey] = field(default_factory=list)
+    waiting: list[OffloadKey] = field(default_factory=list)
 
 
 class StoreTier(SecondaryTierManager):
@@ -84,8 +92,10 @@ class StoreTier(SecondaryTierManager):
             hash="sha256",
             capacity_bytes=self.settings.capacity_bytes,
             quota_bytes=self.settings.quota_bytes,
+            eviction=self.settings.eviction,
         )
         self.counts = TierCounts()
+        self._sights = Sights()
         self._expected: dict[str, str] = {}
         self._jobs: dict[JobId, _Job] = {}
         self._told: set[str] = set()
@@ -142,7 +152,7 @@ class StoreTier(SecondaryTierManager):
                 # Else vLLM would ask for it again and again.
                 self._lookups.mark_miss([key for key in keys if key not in came])
             loaded = tuple(ended.done) if ended.job.is_promotion and not whole else None
-            size = len(ended.done) * self.block_size_bytes
+            size = (len(ended.done) - len(ended.waiting)) * self.block_size_bytes
             results.append(JobResult(job_id, whole, loaded or None, seconds, size))
         return results
 
@@ -185,23 +195,46 @@ class StoreTier(SecondaryTierManager):
     def _task(self, action: Any, job: _Job, of: Provenance, key: OffloadKey, chunk: int) -> None:
         # A view of vLLM's memory is held no longer than the thread works on it.
         memory = np.asarray(self._primary_kv_view)[chunk].view(np.uint8)
-        if action(of, words(key), memory):
+        if action(job, of, key, memory):
             job.done.append(key)
         if not job.job.is_promotion and len(job.done) == len(job.job.keys):
             self._tried("count", self._count)
 
-    def _put(self, of: Provenance, name: npt.NDArray[np.uint32], memory: Any) -> bool:
+    def _put(self, job: _Job, of: Provenance, key: OffloadKey, memory: Any) -> bool:
+        if not self._admits(of, key):
+            self.counts.first_sight()
+            job.waiting.append(key)
+            return True
         ttl, now = self.settings.ttl_s, int(time.time() * 1000)
         expires = None if ttl is None else now + int(ttl * 1000)
-        parts = {PART: memory}
-        return self._tried("store", self.store.put, of, name, parts, expires=expires, now=now)
+        cost = self.origin.cost(job.job.req_context.get_offload_key_position(key))
+        terms = {"expires": expires, "cost": cost, "now": now}
+        return self._tried("store", self.store.put, of, words(key), {PART: memory}, **terms)
+
+    def _admits(self, of: Provenance, key: OffloadKey) -> bool:
+        """Whether a chunk may be written: what comes once drives out nothing."""
+        if self.settings.admission == "all":
+            return True
+        if self._sights.again((of.namespace, bytes(key))):
+            return True
+        return self._tried("look_up", self._has_room, of.namespace)
+
+    def _has_room(self, namespace: str) -> bool:
+        """Whether a chunk fits into the store, and the namespace's quota, beside what is there."""
+        total, held = self.store.held()
+        bounds = self.settings.capacity_bytes, self.settings.quota_bytes
+        used = total, held.get(namespace, 0)
+        needed = -(-self.block_size_bytes // _ALIGN) * _ALIGN + _HEAD_BYTES
+        return all(
+            most is None or now + needed <= most for most, now in zip(bounds, used, strict=True)
+        )
 
     def _count(self) -> bool:
         self.counts.holds(self.store.held()[0])
         return True
 
-    def _get(self, of: Provenance, name: npt.NDArray[np.uint32], memory: Any) -> bool:
-        return self._tried("load", self._read, of, name, memory)
+    def _get(self, job: _Job, of: Provenance, key: OffloadKey, memory: Any) -> bool:
+        return self._tried("load", self._read, of, words(key), memory)
 
     def _read(self, of: Provenance, name: npt.NDArray[np.uint32], memory: Any) -> bool:
         shard = self.store.get(of, name)
