@@ -99,3 +99,7 @@ def test_what_the_kernels_do_not_read_is_refused() -> None:
         packed_runner(tiny("llama", head_dim=64).cuda())
     with pytest.raises(Unsupported, match="expected a head dim of 64 or 128 beside 'int4'"):
         packed_runner(tiny("llama", head_dim=32).to("cuda", torch.bfloat16))
+    model = tiny("llama", head_dim=64).to("cuda", torch.bfloat16)
+    for name in ("int8", "planes-3", "planes-2.5"):
+        with pytest.raises(Unsupported, match=f"pages of int4 or top-r on cuda.*, got '{name}'"):
+            packed_runner(model, kv_dtype=name)

@@ -10,7 +10,7 @@ import torch
 
 from kvweave import ops
 from kvweave.runner import Packing
-from packed_texts import random_bases, rounded
+from packed_texts import random_bases, random_planes, rounded
 
 PAGE = 64
 
@@ -21,22 +21,39 @@ Meaning = Callable[[int, Layer], Layer]
 """What pages of a layer, by its number, make of a text."""
 
 
-def _int4(scales: str, _layer: int, of: Layer) -> Layer:
-    keys = [rounded(part, 1, scales)[0] for part in of[0].split(PAGE, 1)]
-    return torch.cat(keys, 1), rounded(of[1], -1, scales)[0]
+def _of_codes(most: int, scales: str, _layer: int, of: Layer) -> Layer:
+    keys = [rounded(part, 1, scales, most)[0] for part in of[0].split(PAGE, 1)]
+    return torch.cat(keys, 1), rounded(of[1], -1, scales, most)[0]
 
 
 def int4(scales: str = "bf16") -> Meaning:
     """INT4 pages, by arithmetic of the tests' own."""
-    return partial(_int4, scales)
+    return partial(_of_codes, 15, scales)
 
 
-def of_format(form: ops.PackedFormat, basis: torch.Tensor) -> Meaning:
-    """Pages of a format in a basis f32 [pages, 2, C + 1, D], by the ops.
+def of_format(form: ops.PackedFormat, basis: torch.Tensor | None = None) -> Meaning:
+    """Pages of a format, those that have one in a basis f32 [pages, 2, rows, D].
 
-    That these bytes mean what they should is tested with the ops.
+    By arithmetic of the tests' own, but for top-r pages: that their bytes mean what they should is
+    tested with the ops.
     """
+    if basis is None:
+        return partial(_of_codes, {"int4": 15, "int8": 255}[form.kind], form.scales)
+    return partial(_of_planes, basis) if form.kind == "planes" else _of_top_r(form, basis)
 
+
+def _of_planes(basis: torch.Tensor, layer: int, of: Layer) -> Layer:
+    heads, _, dim = of[0].shape
+    meant = []
+    for side, x in zip(basis[layer * heads :][:heads].double().unbind(1), of, strict=True):
+        mean, bits, steps, measures = side.split((1, 1, dim, dim), 1)
+        largest = 2**bits - 1
+        codes = ((x - mean) @ measures.mT + largest / 2).round().clamp(torch.zeros(()), largest)
+        meant.append(mean + (codes - largest / 2) @ steps)
+    return meant[0], meant[1]
+
+
+def _of_top_r(form: ops.PackedFormat, basis: torch.Tensor) -> Meaning:
     def meaning(layer: int, of: Layer) -> Layer:
         heads, tokens, dim = of[0].shape
         count = -(-tokens // PAGE)
@@ -59,7 +76,9 @@ def of_format(form: ops.PackedFormat, basis: torch.Tensor) -> Meaning:
 
 
 def random_packing(name: str, pages: int, head_dim: int, seed: int = 1) -> tuple[Packing, Meaning]:
-    """A rotated format of bf16 scales in a random basis of blocks of so many pages."""
-    form = ops.packed_format(name, head_dim, PAGE)
-    basis = random_bases(torch.Generator().manual_seed(seed), form, pages, 1)[0]
+    """A format of bf16 scales, where it has one in a random basis of blocks of so many pages."""
+    form, basis = ops.packed_format(name, head_dim, PAGE), None
+    if form.basis_rows is not None:
+        draw = random_planes if form.kind == "planes" else random_bases
+        basis = draw(torch.Generator().manual_seed(seed), form, pages, 1)[0]
     return Packing(name, basis), of_format(form, basis)

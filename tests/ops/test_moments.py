@@ -55,6 +55,32 @@ def test_a_basis_is_the_mean_and_the_largest_spread(
             check_basis(basis[page, side], exact[:, page], centred)
 
 
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_basis_that_is_not_rotated_has_the_axes(generator, centred) -> None:
+    """In the order of their spread; planes have the steps of these channels."""
+    planes = ops.PackedFormat("planes", 64, 32, token_bytes=32)
+    text = text_of(generator, 40, of=OF)
+    for of in (OF, planes):
+        moments = ops.Moments(of, 2)
+        moments.add(text.cache, text.packs)
+        moments.add_queries(torch.randn(9, 2, 64, generator=generator), first=0, kv_heads=2)
+        basis = moments.basis(centred=centred, rotated=False)
+        for side, exact in enumerate((text.k, text.v)):
+            for page in range(2):
+                rows = exact[:, page].numpy()
+                mean = rows.mean(0) if centred else np.zeros(64)
+                spread = np.square(rows - mean).mean(0)
+                np.testing.assert_allclose(basis[page, side, 0], mean, atol=1e-5)
+                lines = basis[page, side, 2:66] if of is planes else basis[page, side, 1:]
+                used = lines[np.abs(lines).max(-1) > 0]
+                assert ((used != 0).sum(-1) == 1).all()
+                axes = np.abs(used).argmax(-1)
+                assert len(set(axes)) == len(axes)
+                if of is OF:
+                    np.testing.assert_array_equal(used, np.eye(64)[axes])
+                    np.testing.assert_array_equal(axes, np.argsort(-spread)[:40])
+
+
 def test_tokens_at_once_and_one_by_one_are_the_same_bits(generator) -> None:
     text = text_of(generator, 70, of=OF)
     whole, parts = ops.Moments(OF, 2), ops.Moments(OF, 2)

@@ -257,3 +257,25 @@ def test_bases_whose_codes_have_no_room_are_refused(generator, version, bits, me
     packed = ops.PackedPages(text.packed.data, of, of_top_r)
     with pytest.raises(InvalidArgument, match="bases: expected shape"):
         version.pack_pages(text.cache, packed, text.packs, pages=2)
+    # A format tells before anything is packed.
+    with pytest.raises(InvalidArgument, match=message):
+        of.check_bases(bases)
+    with pytest.raises(InvalidArgument, match="bases: expected shape"):
+        of.check_bases(of_top_r.data)
+
+
+def test_a_format_knows_its_bases(generator) -> None:
+    for of, rows in (
+        (ops.PackedFormat("planes", 64, token_bytes=32), 130),
+        (ops.PackedFormat("top-r", 64, kept=16, channels=40), 41),
+    ):
+        assert of.basis_rows == rows
+        of.check_bases(torch.zeros(2, 3, 2, rows, 64))
+        for wrong in (torch.zeros(2, 3, 2, rows), torch.zeros(2, 3, 2, rows, 64).double()):
+            with pytest.raises(InvalidArgument, match="bases: expected"):
+                of.check_bases(wrong)
+    for kind in ("int4", "int8"):
+        of = ops.PackedFormat(kind, 64)
+        assert of.basis_rows is None
+        with pytest.raises(InvalidArgument, match="bases: expected none for"):
+            of.check_bases(torch.zeros(2, 3, 2, 65, 64))

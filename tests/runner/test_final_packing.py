@@ -25,14 +25,17 @@ SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2
 LONG = 1200
 """Tokens of a document that may have a basis of its own: an eighth of its pages' bytes."""
 
+LONG_BY_FORMAT = {"half-int4": LONG, "planes-3": 3000}
+formats = pytest.mark.parametrize("name", LONG_BY_FORMAT)
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny("llama", **SIZES)
 
 
-def runner_of(model: Any, **settings: Any) -> Runner:
-    packing, _ = random_packing("half-int4", 4, 16)
+def runner_of(model: Any, name: str = "half-int4", **settings: Any) -> Runner:
+    packing, _ = random_packing(name, 4, 16)
     given = {"kv_dtype": packing, "max_tokens": 16384, "chunk_tokens": 400, **settings}
     return packed_runner(model, **given)
 
@@ -69,17 +72,19 @@ def apart(one: list[Any], other: list[Any]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def test_a_document_is_read_in_its_own_basis(model: Any) -> None:
+@formats
+def test_a_document_is_read_in_its_own_basis(name: str, model: Any) -> None:
     """As the pages' definition in that basis; what is decoded lies in the shared one."""
-    docs, (_, shared) = documents([LONG, 80]), random_packing("half-int4", 4, 16)
+    long = LONG_BY_FORMAT[name]
+    docs, (_, shared) = documents([long, 80]), random_packing(name, 4, 16)
     prompt = [fresh(70, 1), docs[0], fresh(30, 2)]
-    runner = runner_of(model)
+    runner = runner_of(model, name)
     report = runner.encode(docs[0].tokens, "long")
     short = runner.encode(docs[1].tokens, "short")
     runner.flush()
     packing = report.packing
     assert (packing.basis, packing.waiting, packing.why) == ("own", False, "")
-    assert packing.tokens == LONG
+    assert packing.tokens == long
     assert sum(packing.chosen.values()) == 2 * 4
     for before, after in zip(packing.lost_first, packing.lost, strict=True):
         assert 0.0 < after < 0.9 * before
@@ -90,7 +95,8 @@ def test_a_document_is_read_in_its_own_basis(model: Any) -> None:
     own = of_format(runner.packed.pages.format, basis_of(runner, FIRST_OWN))
     asked = {"reserve_tokens": 140, "remember": False, "watched": False}
     with runner.prefill(prompt, "naive", **asked) as done:
-        assert done.report.shared_kv_bytes == (19 * runner.packed.block_bytes + packing.basis_bytes)
+        pages = -(-long // 64) * runner.packed.block_bytes
+        assert done.report.shared_kv_bytes == pages + packing.basis_bytes
         sequence = decoding(runner, done, 140)
         logits = [done.logits[-1], *steps_of(runner, sequence, 139)]
         said = sequence.tokens
@@ -102,13 +108,15 @@ def test_a_document_is_read_in_its_own_basis(model: Any) -> None:
     assert apart(logits, wanted) < 0.05 * apart(first, wanted)
 
 
+@formats
 def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_calls(
-    model: Any, monkeypatch: Any
+    name: str, model: Any, monkeypatch: Any
 ) -> None:
-    docs, (_, shared) = documents([LONG]), random_packing("half-int4", 4, 16)
+    long = LONG_BY_FORMAT[name]
+    docs, (_, shared) = documents([long]), random_packing(name, 4, 16)
     # Behind the document is more than what is read exactly.
     prompt = [fresh(70, 1), docs[0], fresh(150, 2)]
-    runner = runner_of(model)
+    runner = runner_of(model, name)
     with held_back(monkeypatch) as go:
         report = runner.encode(docs[0].tokens, "long")
         assert report.packing.waiting
@@ -135,7 +143,7 @@ def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_calls(
     after.prefill(prompt)
     for number, (kept, now) in enumerate(zip(before.layers, after.layers, strict=True)):
         for side in (0, 1):
-            kept[side][:, 70 : 70 + LONG] = now[side][:, 70 : 70 + LONG]
+            kept[side][:, 70 : 70 + long] = now[side][:, 70 : 70 + long]
         before.layers[number] = kept
     wanted = [before.step(token) for token in said[5:10]]
     assert apart(logits[6:], wanted) < 1e-4

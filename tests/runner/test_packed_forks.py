@@ -17,7 +17,7 @@ from packed_decoding import nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
-KINDS = ["int4", "half-int4"]
+KINDS = ["int4", "int8", "half-int4", "planes-3"]
 STEPS = 150
 
 
@@ -27,7 +27,7 @@ def model() -> Any:
 
 
 def runner_of(model: Any, kind: str, **settings: Any) -> Runner:
-    packing = "int4" if kind == "int4" else random_packing(kind, 4, 64)[0]
+    packing, _ = random_packing(kind, 4, 64)
     runner = packed_runner(model, kv_dtype=packing, **{"max_tokens": 8192, **settings})
     insert_all(runner, documents([300]))
     return runner

@@ -16,12 +16,13 @@ from kvweave import Unsupported
 from kvweave.errors import KvweaveError
 from kvweave.runner import Runner
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
-from page_meaning import Meaning, int4, random_packing
+from page_meaning import Meaning, random_packing
 from ranked_pages import kinds_map, logits_of_steps, top_k
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
 SIGHTS = np.array([[[100, 20], [0, 0]], [[0, 0], [0, 0]]], np.int32)
 MIXED = np.array([[[128, 64], [16, 0]], [[0, 0], [17, 1]]], np.int32)
+KINDS = ["int4", "half-int4", "planes-2.5"]
 STEPS = 60
 
 
@@ -33,7 +34,7 @@ def model() -> Any:
 def runner_of(model: Any, kind: str, sights: Any, **settings: Any) -> tuple[Runner, Meaning]:
     plain = Runner(model, max_tokens=64, check=False, progress=False)
     heads = class_map(sights, plain.spec.fingerprint)
-    packing, meaning = ("int4", int4()) if kind == "int4" else random_packing(kind, 4, 64)
+    packing, meaning = random_packing(kind, 4, 64)
     given = {"max_tokens": 8192, "chunk_tokens": 150, **settings}
     return packed_runner(model, kv_dtype=packing, heads=heads, **given), meaning
 
@@ -42,7 +43,7 @@ def apart(one: list[Any], other: list[Any]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["int4", "half-int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sights", [SIGHTS, MIXED])
 def test_it_is_the_definition(model: Any, kind: str, sights: Any) -> None:
     runner, meaning = runner_of(model, kind, sights)
@@ -61,7 +62,7 @@ def test_it_is_the_definition(model: Any, kind: str, sights: Any) -> None:
     assert nothing_is_held(runner)
 
 
-@pytest.mark.parametrize("kind", ["int4", "half-int4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_documents_are_seen_through_windows(model: Any, kind: str) -> None:
     runner, meaning = runner_of(model, kind, SIGHTS)
     docs = documents([300, 129])

@@ -19,9 +19,8 @@ from page_meaning import random_packing
 from tiered_runners import FAST, SLOW, Stated, prompt_of
 
 SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
-LONG = random_tokens(1200, 1).tolist()
 SHORT = random_tokens(200, 2).tolist()
-KINDS = ["int4", "half-int4", "quarter-bf16"]
+KINDS = ["int4", "int8", "half-int4", "quarter-bf16", "planes-3"]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +28,14 @@ def model() -> Any:
     return tiny("llama", **SIZES)
 
 
+def long_of(kind: str) -> list[int]:
+    """A document that is long enough for a basis of its own, if its format has any."""
+    return random_tokens(3000 if kind == "planes-3" else 1200, 1).tolist()
+
+
 def tiered(model: Any, kind: str, seed: int = 1, **settings: Any) -> Runner:
     """A runner for which loading is always worth it; the shared basis is drawn by a seed."""
-    packing: Any = "int4" if kind == "int4" else random_packing(kind, 4, 16, seed)[0]
+    packing, _ = random_packing(kind, 4, 16, seed)
     given = {"kv_dtype": packing, "max_tokens": 8192, "chunk_tokens": 400, **settings}
     runner = packed_runner(model, **given)
     assert runner.tiers is not None
@@ -61,17 +65,17 @@ def leave_the_device(runner: Runner) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_come_back_from_the_host_as_they_were(model: Any, kind: str) -> None:
-    runner = tiered(model, kind, document_bytes=1 << 23, max_tokens=4096)
-    runner.insert(LONG, "long")
+    runner, long = tiered(model, kind, document_bytes=1 << 23), long_of(kind)
+    runner.insert(long, "long")
     runner.insert(SHORT, "short")
     runner.flush()
-    wanted, found = logits_of(runner, LONG, SHORT)
+    wanted, found = logits_of(runner, long, SHORT)
     assert found == ["device", "device"]
-    if kind != "int4":
+    if runner.packed.bases is not None:
         assert runner.packing_stats()["final"] == 1
     leave_the_device(runner)
     runner.packed.pages.data.fill_(0xA5)
-    got, found = logits_of(runner, LONG, SHORT)
+    got, found = logits_of(runner, long, SHORT)
     assert found == ["host", "host"]
     assert torch.equal(got, wanted)
     assert runner.tiers.stats()["host"]["block_bytes"] == runner.packed.block_bytes
@@ -81,19 +85,19 @@ def test_documents_come_back_from_the_host_as_they_were(model: Any, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_runner_that_starts_again_reads_its_store(model: Any, kind: str, tmp_path: Path) -> None:
     """Also one whose own shared basis is another: what was packed in the old one keeps it."""
-    first = tiered(model, kind, store=tmp_path)
-    first.insert(LONG, "long")
+    first, long = tiered(model, kind, store=tmp_path), long_of(kind)
+    first.insert(long, "long")
     first.insert(SHORT, "short")
     first.flush()
-    wanted, _ = logits_of(first, LONG, SHORT)
+    wanted, _ = logits_of(first, long, SHORT)
     again = tiered(model, kind, store=tmp_path, seed=2)
     assert {segment.name for segment in again.restore()} == {"long", "short"}
-    got, found = logits_of(again, LONG, SHORT)
+    got, found = logits_of(again, long, SHORT)
     assert found == ["device", "device"]
     # What the prompt itself has packed is in the other shared basis.
     assert float((got - wanted).abs().max()) < 1e-5
     unnamed = tiered(model, kind, store=tmp_path)
-    got, found = logits_of(unnamed, LONG, SHORT)
+    got, found = logits_of(unnamed, long, SHORT)
     assert found == ["disk", "disk"]
     assert torch.equal(got, wanted)
     for runner in (first, again):
@@ -103,25 +107,24 @@ def test_a_runner_that_starts_again_reads_its_store(model: Any, kind: str, tmp_p
 
 
 def test_a_store_that_is_named_has_it_when_insert_returns(model: Any, tmp_path: Path) -> None:
-
-    runner = tiered(model, "half-int4", document_bytes=1 << 23)
+    runner, long = tiered(model, "half-int4", document_bytes=1 << 23), long_of("half-int4")
     store = Store(tmp_path)
-    runner.insert(LONG, "long", store=store)
+    runner.insert(long, "long", store=store)
     assert [name for _, name, _ in store.documents("")] == ["long"]
     assert runner.packing_stats()["final"] == 1
-    wanted, _ = logits_of(runner, LONG)
+    wanted, _ = logits_of(runner, long)
     other = tiered(model, "half-int4", document_bytes=1 << 23)
-    other.insert(LONG, "long", store=store)
+    other.insert(long, "long", store=store)
     # Nothing was computed, or packed anew.
     assert other.packing_stats()["final"] == 0
-    assert torch.equal(logits_of(other, LONG)[0], wanted)
+    assert torch.equal(logits_of(other, long)[0], wanted)
 
 
 def test_other_formats_models_and_namespaces_find_nothing(model: Any, tmp_path: Path) -> None:
     first = tiered(model, "half-int4", store=tmp_path)
     first.insert(SHORT, "short", "mine")
     first.flush()
-    for kind in ("int4", "quarter-bf16"):
+    for kind in ("int4", "int8", "quarter-bf16", "planes-3"):
         assert logits_of(tiered(model, kind, store=tmp_path), SHORT, namespace="mine")[1] == [
             "computed"
         ]
@@ -152,27 +155,36 @@ def test_shards_that_were_spoiled_are_refused(model: Any, tmp_path: Path) -> Non
         assert got.isfinite().all()
 
 
+def numbers(number: int) -> torch.Tensor:
+    """That all blocks of a document are in the basis of a number."""
+    return torch.full((3,), number, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
-    ("part", "value", "said"),
+    ("kind", "part", "value", "said"),
     [
-        ("bases", torch.full((1, 4, 2, 17, 16), torch.nan), "bases: expected finite"),
-        ("which", torch.full((3,), 9, dtype=torch.int32), "which: expected numbers of bases"),
-        ("which", torch.full((3,), -1, dtype=torch.int32), "which: expected numbers of bases"),
-        ("pages", torch.zeros(2, 4, 1024, dtype=torch.uint8), "pages: expected"),
+        ("half-int4", "bases", torch.full((1, 4, 2, 17, 16), torch.nan), "bases: expected finite"),
+        ("half-int4", "which", numbers(9), "which: expected numbers of bases"),
+        ("half-int4", "which", numbers(-1), "which: expected numbers of bases"),
+        ("half-int4", "pages", torch.zeros(2, 4, 1024, dtype=torch.uint8), "pages: expected"),
+        # Codes of planes have their steps in a basis alone.
+        ("planes-3", "which", numbers(0), "which: expected numbers of bases"),
+        ("planes-3", "bases", torch.full((1, 4, 2, 34, 16), 8.0), "bits of a basis: .* 32 bytes"),
+        ("planes-3", "bases", torch.full((1, 4, 2, 34, 16), 3.0), "bits of a basis: .* got others"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(
-    model: Any, tmp_path: Path, part: str, value: torch.Tensor, said: str
+    model: Any, tmp_path: Path, kind: str, part: str, value: torch.Tensor, said: str
 ) -> None:
     """Of a shard whose checksums agree: somebody wrote it so."""
-    first = tiered(model, "half-int4", store=tmp_path)
+    first = tiered(model, kind, store=tmp_path)
     form = first._knowledge._form
     with first.prefill(random_tokens(192, 2), "full") as done:
         document = form.export(done.kv.packed.request)
     parts = {**document.parts, part: value}
     tokens = document.tokens
     first.tiers.disk.store.put(document.header, tokens, parts)
-    runner = tiered(model, "half-int4", store=tmp_path)
+    runner = tiered(model, kind, store=tmp_path)
     with pytest.warns(StoreDegraded, match=said):
         assert logits_of(runner, tokens.tolist())[1] == ["computed"]
 
@@ -193,7 +205,6 @@ def test_without_room_for_its_basis_a_document_is_computed(model: Any, tmp_path:
 
 
 def test_bytes_that_hold_no_packed_block_are_refused(model: Any) -> None:
-
     for kind in KINDS:
         with pytest.raises(InvalidArgument, match="document_bytes: expected at least") as refused:
             tiered(model, kind, document_bytes=2000)

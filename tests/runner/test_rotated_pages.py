@@ -1,7 +1,8 @@
-"""A runner whose pages are packed in a basis: what it says, shares, holds and refuses."""
+"""A runner whose pages are packed in another format than INT4, with or without a basis."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,17 @@ import torch
 from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh, insert_all
 from families import random_tokens, tiny
-from kvweave import InvalidArgument
+from kvweave import InvalidArgument, Unsupported, ops
 from kvweave.runner import Packing
+from kvweave.runner.kv.packed_pool import format_of
 from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
-from page_meaning import random_packing
+from page_meaning import Layer, of_format, random_packing
 from ranked_pages import logits_of_steps
 
 STEPS = 70
-NAMES = ["half-int4", "quarter-bf16"]
+NAMES = ["half-int4", "quarter-bf16", "planes-3"]
+FORMATS = ["int8", *NAMES]
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
 
 
@@ -38,17 +41,23 @@ def apart(one: list[Any], other: list[Any]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def expect_definition(logits: list[Any], wanted: list[Any], unpacked: list[Any]) -> None:
-    """That logits are the wanted ones, and not those over exact KV."""
+def expect_definition(
+    logits: list[Any], wanted: list[Any], unpacked: list[Any], name: str = ""
+) -> None:
+    """That logits are the wanted ones, and not those over exact KV.
+
+    But for rounding nothing differs, save at the edge of two codes. In INT8 pages a scale at the
+    edge of two numbers of bf16 moves all that shares it, by as much as packing does.
+    """
     effect, error = apart(unpacked, wanted), apart(logits, wanted)
-    assert effect > 1e-3
-    assert error < 0.02 * effect
+    assert effect > 1e-4
+    assert error < (0.5 if name == "int8" else 0.02) * effect
 
 
 # ---- what is said ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("family", "count", "chunk", "page_tokens"),
     [("llama", 500, 96, 64), ("qwen3", 300, 2048, 16)],
@@ -66,11 +75,11 @@ def test_it_is_the_definition(
         [each.prefill(tokens, chunk), *(each.step(token) for token in said[:-1])]
         for each in doubles
     )
-    expect_definition(logits, wanted, others)
+    expect_definition(logits, wanted, others, name)
     assert nothing_is_held(runner)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_documents_are_read_as_what_they_stand_for(name: str, model: Any) -> None:
     """At any position, in the basis that they were packed in."""
     docs = documents([300, 40, 129])
@@ -87,14 +96,15 @@ def test_documents_are_read_as_what_they_stand_for(name: str, model: Any) -> Non
     wanted, others = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )
-    expect_definition(logits, wanted, others)
+    expect_definition(logits, wanted, others, name)
     for segment in runner.segments():
         runner.delete(segment.name)
     assert nothing_is_held(runner)
 
 
-def test_prefixes_batches_and_streams_say_what_each_says_alone(model: Any) -> None:
-    packing, _ = random_packing("half-int4", pages_of(model), 64)
+@pytest.mark.parametrize("name", ["int8", "half-int4", "planes-3"])
+def test_prefixes_batches_and_streams_say_what_each_says_alone(name: str, model: Any) -> None:
+    packing, _ = random_packing(name, pages_of(model), 64)
     runner = packed_runner(model, kv_dtype=packing, max_tokens=4096, chunk_tokens=200)
     prompts = [random_tokens(count, count) for count in (63, 150, 777)]
     how = {"max_new_tokens": 70, "remember": False, "stop": []}
@@ -115,9 +125,10 @@ def test_prefixes_batches_and_streams_say_what_each_says_alone(model: Any) -> No
 # ---- bases ----------------------------------------------------------------------------------
 
 
-def test_the_shared_basis_is_made_of_the_first_tokens(model: Any) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shared_basis_is_made_of_the_first_tokens(name: str, model: Any) -> None:
     """Until there are enough nothing is rotated; pages keep the basis that they were packed in."""
-    runner = packed_runner(model, kv_dtype="half-int4", max_tokens=4096)
+    runner = packed_runner(model, kv_dtype=name, max_tokens=4096)
     pool = runner.packed
     assert pool is not None
     assert pool.bases is not None
@@ -126,42 +137,96 @@ def test_the_shared_basis_is_made_of_the_first_tokens(model: Any) -> None:
         assert pool.bases.wants_moments
         blocks = few.kv.packed.request.entries()[:4, 0]
         assert (pool.bases.numbers(blocks) == UNROTATED).all()
+        unrotated = pool.bases.bases.data[UNROTATED].clone()
         with runner.prefill(random_tokens(SHARED_TOKENS, 2), "prefix") as more:
             assert not pool.bases.wants_moments
             found = more.kv.packed.request.entries()[:8, 0]
             assert (pool.bases.numbers(found) == SHARED).all()
             assert (pool.bases.numbers(blocks) == UNROTATED).all()
-    basis = pool.bases.bases.data[SHARED, :, :, 1:].double()
-    torch.testing.assert_close(basis @ basis.mT, torch.eye(64).double().expand_as(basis))
+    shared, of = pool.bases.bases.data[SHARED], pool.pages.format
+    expect_basis(unrotated, of, axes=True)
+    expect_basis(shared, of, axes=False)
     # What was packed before is read in its own basis, beside pages of the other.
     longer = np.concatenate((tokens, random_tokens(300, 3)))
-    with runner.prefill(longer, "prefix", reserve_tokens=40) as done:
+    with runner.prefill(longer, "prefix", reserve_tokens=STEPS) as done:
         assert done.report.reused_prefix == 256
-        said = done.kv.packed.request.entries()[:9, 0]
-        assert pool.bases.numbers(said).tolist() == [UNROTATED] * 4 + [SHARED] * 5
-        logits = [done.logits[-1], *steps_of(runner, decoding(runner, done, 41), 40)]
-    assert all(row.isfinite().all() for row in logits)
+        blocks = done.kv.packed.request.entries()[:9, 0]
+        assert pool.bases.numbers(blocks).tolist() == [UNROTATED] * 4 + [SHARED] * 5
+        sequence = decoding(runner, done, STEPS + 1)
+        logits = [done.logits[-1], *steps_of(runner, sequence, STEPS)]
+        said = sequence.tokens
+    both = of_format(of, unrotated), of_format(of, shared)
+
+    def meaning(layer: int, text: Layer) -> Layer:
+        parts = [
+            each(layer, (text[0][:, some], text[1][:, some]))
+            for each, some in zip(both, (slice(256), slice(256, None)), strict=True)
+            if some.start is None or text[0].shape[1] > some.start
+        ]
+        keys, values = (torch.cat(sides, 1) for sides in zip(*parts, strict=True))
+        return keys, values
+
+    doubles = [PackedDecoding(model, meaning=each) for each in (meaning, None, both[1])]
+    answers = []
+    for each in doubles:
+        each.prefill(longer[:256], 2048)
+        each.packed_at_least = 256
+        first = each.prefill(longer[256:], 2048)
+        answers.append([first, *(each.step(token) for token in said[:-1])])
+    expect_definition(logits, *answers[:2])
+    expect_definition(logits, answers[0], answers[2])
     assert nothing_is_held(runner)
 
 
-def test_bytes_by_the_allocator() -> None:
+def expect_basis(basis: torch.Tensor, of: ops.PackedFormat, *, axes: bool) -> None:
+    """A basis [pages, 2, rows, D] has orthonormal directions, which may have to be the axes."""
+    directions = basis[:, :, 1:].double()
+    if of.kind == "planes":
+        bits, steps, measures = directions.split((1, 64, 64), 2)
+        assert (2 * 64 * bits.mean((1, 2, 3)) <= 8 * of.token_bytes).all()
+        used = (bits.mT > 0) & (steps.norm(dim=-1, keepdim=True) > 0)
+        one = (steps @ measures.mT) * used * used.mT
+        torch.testing.assert_close(one, torch.diag_embed(used[..., 0].double()), atol=1e-4, rtol=0)
+        directions = torch.nn.functional.normalize(steps, dim=-1)
+    else:
+        wanted = torch.eye(64).double().expand_as(directions)
+        torch.testing.assert_close(directions @ directions.mT, wanted)
+    if axes:
+        ones = directions.abs().amax(-1)
+        assert ((ones == 1) | (ones == 0)).all()
+        assert ((directions != 0).sum(-1) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "page_bytes", "fewer"),
+    [
+        ("int8", 64 * 2 * 128 + 4 * 128 + 4 * 64, 1.9),
+        ("half-int4", 64 * 2 * (128 // 8 + 128 // 4 + 2), 5),
+        ("planes-3", 64 * 96 + 16, 5.2),
+        ("planes-2.5", 64 * 80 + 16, 6.2),
+    ],
+)
+def test_bytes_by_the_allocator(name: str, page_bytes: int, fewer: float) -> None:
     half = tiny("llama", **{**SIZES, "head_dim": 128}).bfloat16()
-    runner = packed_runner(half, kv_dtype="half-int4", max_tokens=16384)
+    runner = packed_runner(half, kv_dtype=name, max_tokens=16384)
     assert runner.packed is not None
     with runner.prefill(random_tokens(1500, 1), "full"):
         stats = runner.packed.stats()
         assert stats["held"] == 24
-        assert 24 * 4 * runner.cache.block_bytes >= 5 * stats["held_bytes"]
-    assert runner.packed.nbytes == runner.packed.pages.data.nbytes + (
-        (2 + stats["own_bases_most"]) * stats["basis_bytes"]
-    )
+        assert stats["held_bytes"] == 24 * runner.packed.block_pages * page_bytes
+        assert 24 * 4 * runner.cache.block_bytes >= fewer * stats["held_bytes"]
+    rows = {"int8": 0, "half-int4": 129}.get(name, 2 * 129)
+    assert stats["basis_bytes"] == runner.packed.block_pages * 2 * rows * 128 * 4
+    bases = runner.packed.nbytes - runner.packed.pages.data.nbytes
+    assert bases == (2 + stats["own_bases_most"]) * stats["basis_bytes"]
     assert runner.packed.pages.data.nbytes >= 8 * stats["own_bases_most"] * stats["basis_bytes"]
 
 
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
 @pytest.mark.parametrize("megabytes", [1, 3, 20])
-def test_both_pools_and_the_bases_are_within_their_bytes(megabytes: int) -> None:
+def test_both_pools_and_the_bases_are_within_their_bytes(name: str, megabytes: int) -> None:
     model = tiny("llama", head_dim=16, num_hidden_layers=2)
-    given = {"arena_bytes": megabytes << 20, "max_tokens": None, "kv_dtype": "half-int4"}
+    given = {"arena_bytes": megabytes << 20, "max_tokens": None, "kv_dtype": name}
     runner = packed_runner(model, **given, chunk_tokens=100)
     total = runner._decoder.pages.nbytes + runner.packed.nbytes
     assert 0.9 * given["arena_bytes"] < total <= given["arena_bytes"]
@@ -187,16 +252,35 @@ def test_what_is_no_packing_is_refused(model: Any) -> None:
         Packing("int5")
     with pytest.raises(InvalidArgument, match="copy_bytes"):
         Packing("half-int4", copy_bytes=-1)
+    planes, _ = random_packing("planes-3", pages_of(model), 64)
+    assert planes.basis is not None
+    for bits, said in ((3.0, "got others"), (8.0, "in 48 bytes, got 128 bytes")):
+        wrong = planes.basis.clone()
+        wrong[1, :, 1] = bits
+        with pytest.raises(InvalidArgument, match=f"bits of a basis: expected .* {said}"):
+            packed_runner(model, kv_dtype=Packing("planes-3", wrong))
+    with pytest.raises(InvalidArgument, match="basis: expected finite numbers .4, 2, 130, 64."):
+        packed_runner(model, kv_dtype=Packing("planes-3", packing.basis))
 
 
-def test_nan_reaches_its_own_request_alone() -> None:
+@pytest.mark.parametrize("name", ["int8", "planes-3", "planes-2.5"])
+def test_a_device_has_no_pages_of_some_formats(name: str, model: Any) -> None:
+    """They are refused before anything of them lies there."""
+    spec = replace(packed_runner(model).spec, dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert format_of(spec, 16, Packing("half-int4")).kind == "top-r"
+    with pytest.raises(Unsupported, match=f"kv_dtype: expected pages of int4 .* got '{name}'"):
+        format_of(spec, 16, Packing(name))
+
+
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_nan_reaches_its_own_request_alone(name: str) -> None:
     broken = tiny("llama", **SIZES)
     broken.get_input_embeddings().weight.data[7] = torch.nan
     good = random_tokens(600, 9)
     good[good == 7] = 8
     bad = good.copy()
     bad[100] = 7
-    runner = packed_runner(broken, kv_dtype="half-int4", chunk_tokens=200)
+    runner = packed_runner(broken, kv_dtype=name, chunk_tokens=200)
     assert runner.packed is not None
     with runner.prefill(bad, "full", remember=False) as spoiled:
         assert spoiled.logits.isnan().all()

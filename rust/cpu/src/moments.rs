@@ -124,21 +124,23 @@ impl Moments {
     /// A basis of what was taken in. Of top-r pages [pages, 2, C + 1, D]: the mean, or zeros unless
     /// `centred`, and the directions of the largest spread around it, the largest first. Of planes
     /// [pages, 2, 2D + 2, D]: the mean, each channel's bits, its step, and what measures it. Of no
-    /// vectors any directions are as good.
+    /// vectors any directions are as good. Unless `rotated` the directions are the axes, in the
+    /// order of their spread: few vectors tell these apart, and not yet which directions there are.
     ///
     /// # Errors
     /// `NoEigenvectors` where they do not converge.
-    pub fn basis(&self, centred: bool) -> Result<Vec<f32>, NoEigenvectors> {
+    pub fn basis(&self, centred: bool, rotated: bool) -> Result<Vec<f32>, NoEigenvectors> {
         let pages = self.sides.par_chunks_exact(2).zip(&self.queries);
         let parts: Result<Vec<Vec<f32>>, NoEigenvectors> = pages
             .map(|(sides, queries)| {
                 if let Some(planes) = self.format.planes() {
-                    let sides = [sides[0].spread(centred), sides[1].spread(centred)];
-                    let queries = (queries.count > 0).then(|| queries.spread(false).around);
+                    let sides = [0, 1].map(|side| sides[side].spread(centred, rotated));
+                    let queries =
+                        (queries.count > 0).then(|| queries.spread(false, rotated).around);
                     return planes_basis(&sides, queries.as_deref(), planes.token_bytes());
                 }
                 let channels = self.format.top_r().map_or(0, |page| page.of().channels);
-                let both = sides.iter().map(|side| side.rotated(centred, channels));
+                let both = sides.iter().map(|side| side.directions(centred, rotated, channels));
                 Ok(both.collect::<Result<Vec<_>, _>>()?.concat())
             })
             .collect();
@@ -164,8 +166,9 @@ impl Sums {
         }
     }
 
-    /// The mean, or zeros unless `centred`, and the second moments around it.
-    fn spread(&self, centred: bool) -> Spread {
+    /// The mean, or zeros unless `centred`, and the second moments around it: unless `rotated` of
+    /// each channel alone.
+    fn spread(&self, centred: bool, rotated: bool) -> Spread {
         let dim = self.sum.len();
         let count = self.count.max(1) as f64;
         let mean: Vec<f64> =
@@ -174,15 +177,24 @@ impl Sums {
             .map(|at| {
                 // Of the lower triangle, which is all that is summed.
                 let (i, j) = ((at / dim).max(at % dim), (at / dim).min(at % dim));
+                if i != j && !rotated {
+                    return 0.0;
+                }
                 self.products[i * dim + j] / count - mean[i] * mean[j]
             })
             .collect();
         Spread { mean, around }
     }
 
-    fn rotated(&self, centred: bool, channels: usize) -> Result<Vec<f32>, NoEigenvectors> {
+    /// The mean and so many directions.
+    fn directions(
+        &self,
+        centred: bool,
+        rotated: bool,
+        channels: usize,
+    ) -> Result<Vec<f32>, NoEigenvectors> {
         let dim = self.sum.len();
-        let Spread { mean, around } = self.spread(centred);
+        let Spread { mean, around } = self.spread(centred, rotated);
         let directions = symmetric_eigen(&around, dim)?.rows;
         Ok(mean.iter().chain(&directions[..channels * dim]).map(|&x| x as f32).collect())
     }

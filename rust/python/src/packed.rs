@@ -137,6 +137,30 @@ impl PackedFormat {
         self.format.planes().map(|page| page.token_bytes())
     }
 
+    /// Rows of D numbers that a basis has for a page's keys, and as many for its values: C + 1 of
+    /// top-r pages, 2D + 2 of planes, None of kinds that are packed in none.
+    #[getter]
+    fn basis_rows(&self) -> Option<usize> {
+        self.format.basis_rows()
+    }
+
+    /// Refuses bases f32 [bases, pages, 2, rows, D] that no page of this format can be packed in.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a format without bases, another dtype or shape, and for bits that are
+    /// no planes or have more bytes than a page has room for. Numbers that are not finite are let
+    /// through.
+    fn check_bases(&self, py: Python<'_>, bases: &Bound<'_, PyAny>) -> PyResult<()> {
+        let bases = borrow("bases", bases)?;
+        let checks = || {
+            self.format.expect_bases(true)?;
+            let (data, pages) = numbers_of(&bases, &self.format)?;
+            Ok(Bases { data, pages, of: &[] })
+        };
+        let bases = raised(py, checks())?;
+        call_core(py, || bases.validate(&self.format, 0))
+    }
+
     fn __repr__(&self) -> String {
         let (kind, scales) = (self.kind(), self.scales());
         let sizes = format!("head_dim={}, page_tokens={}", self.head_dim(), self.page_tokens());
@@ -174,15 +198,22 @@ impl<'py> BasesGiven<'py> {
 
     /// As the core takes them.
     pub fn core(&self, format: &ops::PackedFormat) -> Result<Bases<'_>, Failure> {
-        let tensor = &self.data.tensor;
-        tensor.expect_dtype("bases", DType::F32)?;
-        tensor.expect_shape("bases", &shape_of_bases(format))?;
-        tensor.expect_contiguous("bases")?;
-        let pages = tensor.shape()[1];
-        // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
-        let data = unsafe { tensor.slice("bases")? };
+        let (data, pages) = numbers_of(&self.data, format)?;
         Ok(Bases { data, pages, of: self.of.list("basis of each packed page")? })
     }
+}
+
+/// The numbers of some bases of a format, and how many pages they are of.
+fn numbers_of<'a>(
+    data: &'a Borrowed<'_>,
+    format: &ops::PackedFormat,
+) -> Result<(&'a [f32], usize), Failure> {
+    let tensor = &data.tensor;
+    tensor.expect_dtype("bases", DType::F32)?;
+    tensor.expect_shape("bases", &shape_of_bases(format))?;
+    tensor.expect_contiguous("bases")?;
+    // SAFETY: the owner is held by `data`; writers are excluded as `arguments` says.
+    Ok((unsafe { tensor.slice("bases")? }, tensor.shape()[1]))
 }
 
 /// The shape of the bases of a format's pages.

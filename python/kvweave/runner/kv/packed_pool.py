@@ -24,7 +24,13 @@ from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
-from kvweave.runner.kv.pool_bases import FIRST_OWN, OWN_SHARE, PoolBases, basis_bytes
+from kvweave.runner.kv.pool_bases import (
+    FIRST_OWN,
+    OWN_SHARE,
+    PoolBases,
+    basis_bytes,
+    basis_shape,
+)
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
@@ -54,6 +60,7 @@ ExactPool = tuple[KvCache, torch.Tensor]
 """A cache and its pages [pages, 2, P, D]."""
 
 _DEVICE_DIMS = (64, 128)
+_DEVICE_KINDS = ("int4", "top-r")
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,13 @@ def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.Packed
                 f"{named!r} on {spec.device}, got {spec.head_dim}"
             )
     scales = "f16" if spec.dtype == torch.float16 else "bf16"
-    return packing.pages(spec.head_dim, PAGE_TOKENS, scales)
+    of = packing.pages(spec.head_dim, PAGE_TOKENS, scales)
+    if spec.device.type == "cuda" and of.kind not in _DEVICE_KINDS:
+        raise Unsupported(
+            f"kv_dtype: expected pages of {' or '.join(_DEVICE_KINDS)} on {spec.device}, "
+            f"got {named!r}"
+        )
+    return of
 
 
 def exact_windows(spec: ModelSpec) -> HeadClassMap:
@@ -337,8 +350,8 @@ def make_packed_pool(
     def made() -> ops.PackedPages:
         bases = None
         if one:
-            shape = (sizes.bases(tokens), per_block, 2, of.channels + 1, of.head_dim)
-            bases = torch.zeros(shape, device=spec.device)
+            shape = basis_shape(of, per_block)
+            bases = torch.zeros((sizes.bases(tokens), *shape), device=spec.device)
         return ops.PackedPages.zeros(count, of, spec.device, bases=bases)
 
     pages = made()

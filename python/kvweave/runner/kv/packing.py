@@ -21,7 +21,7 @@ class Packing:
     """What a runner makes of full pages, given as its `kv_dtype`; a name alone has the defaults.
 
     `format`: a name of `ops.packed_format`. The others say something of formats in a basis.
-    `basis` f32 [pages, 2, C + 1, D], as `ops.Moments.basis` makes it of all layers and KV heads: in
+    `basis` f32 [pages, 2, rows, D], as `ops.Moments.basis` makes it of all layers and KV heads: in
     which everything is packed that has no basis of its own. None has it made of the first tokens
     that the runner packs, whoever's they are; until there are enough of them nothing is rotated.
     `copy_bytes`: so much of the host's memory for exact copies of documents, from which they are

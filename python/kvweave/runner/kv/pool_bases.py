@@ -3,23 +3,28 @@
 There are three kinds. The first basis rotates nothing. The second is that of all text without one
 of its own: given, or made of the first tokens that are packed. The others belong to one document
 each, for as long as a block says that it was packed in it.
+
+A basis of planes has the steps of their codes, so the first one is of no use before it has been
+made of some tokens: those that are packed first of all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvweave import ops
-from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.kv.tables import Int32
 
 UNROTATED = 0
-"""The basis of mean 0 whose directions are the axes."""
+"""The basis whose directions are the axes. That of top-r pages has mean 0, that of planes has mean,
+bits and steps of the tokens that were packed first."""
 
 SHARED = 1
 """The basis of text that has none of its own."""
@@ -34,24 +39,20 @@ SHARED_TOKENS = 512
 """Tokens that the shared basis is made of, at least, where none is given."""
 
 
-_ROTATED = {"int4": False, "int8": False, "top-r": True}
-"""Kinds of formats that a pool has, and whether their pages are packed in a basis."""
-
-
-def is_rotated(of: ops.PackedFormat) -> bool:
-    """Whether pages of a format are packed in a basis.
-
-    # Errors
-    `Unsupported` for a kind whose bases say more than a mean and directions.
-    """
-    if of.kind not in _ROTATED:
-        raise Unsupported(f"kv_dtype: expected pages of {', '.join(_ROTATED)}, got {of.kind}")
-    return _ROTATED[of.kind]
+def basis_shape(of: ops.PackedFormat, pages: int) -> tuple[int, ...]:
+    """The shape of a basis of blocks of so many pages; () for a format that is packed in none."""
+    return () if of.basis_rows is None else (pages, 2, of.basis_rows, of.head_dim)
 
 
 def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
-    """Bytes of a basis of blocks of so many pages; 0 for a format that is packed in none."""
-    return 4 * pages * 2 * (of.channels + 1) * of.head_dim if is_rotated(of) else 0
+    """Its bytes, 0 where there is none."""
+    shape = basis_shape(of, pages)
+    return 4 * prod(shape) if shape else 0
+
+
+def needs_steps(of: ops.PackedFormat) -> bool:
+    """Whether every block needs a basis made of tokens, as codes have their steps there alone."""
+    return of.kind == "planes"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class BlockBases:
     """The bases that blocks [N] are packed in, away from any pool.
 
     `which` i32 [N]: of each block the number of its basis, from 1 on, and 0 where nothing is
-    rotated. `bases` f32 [k, pages, 2, C + 1, D] lie on the host.
+    rotated and the basis is nowhere written down, which blocks of planes never have. `bases` f32
+    [k, pages, 2, rows, D] lie on the host.
     """
 
     which: npt.NDArray[np.int32]
@@ -72,7 +74,8 @@ class PoolBases:
     `shared`: that of all text that has none of its own, as `Packing.basis`.
 
     # Errors
-    `InvalidArgument` for a shared basis that is not one of the format and pages, or not finite.
+    `InvalidArgument` for a shared basis that is not one of the format and pages, or not finite, or
+    has bits that are no planes or too many for a page.
     """
 
     def __init__(
@@ -85,8 +88,11 @@ class PoolBases:
         self.bases, self.format, self.pages = bases, of, pages
         # What `bases.of` says, wherever that lies.
         self._of = np.zeros(len(bases.of), np.int32)
-        axes = torch.eye(of.head_dim)[: of.channels]
-        bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
+        # The basis that is known to every pool of the format, if there is one.
+        self._known_to_all = None if needs_steps(of) else UNROTATED
+        if self._known_to_all is not None:
+            axes = torch.eye(of.head_dim)[: of.channels]
+            bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
         self.shared = UNROTATED
         # Of bases by their numbers what they are on the host, and by what these are known again.
         self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
@@ -100,6 +106,7 @@ class PoolBases:
                 f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "
                 f"got {shared.dtype} {list(shared.shape)}"
             )
+        of.check_bases(shared[None].float().cpu().contiguous())
         self._share(shared)
 
     @property
@@ -118,12 +125,15 @@ class PoolBases:
         return self._moments is not None
 
     def add(self, cache: torch.Tensor, packs: Int32) -> None:
-        """Takes note of exact pages on the host that are packed, until they are enough."""
+        """Takes note of exact pages on the host that are to be packed, until they are enough."""
         assert self._moments is not None
+        begun = self._moments.tokens > 0
         self._moments.add(cache, packs)
         if self._moments.tokens >= SHARED_TOKENS:
             self._share(torch.from_numpy(self._moments.basis()))
             self._moments = None
+        elif needs_steps(self.format) and not begun:
+            self.write(UNROTATED, torch.from_numpy(self._moments.basis(rotated=False)))
 
     def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
         """The basis of each block [N]."""
@@ -169,9 +179,10 @@ class PoolBases:
     def of_blocks(self, blocks: Int32) -> BlockBases:
         """What blocks [N] are packed in."""
         numbers = self.numbers(blocks)
-        used = [n for n in np.unique(numbers).tolist() if n != UNROTATED]
+        used = [n for n in np.unique(numbers).tolist() if n != self._known_to_all]
         which = np.zeros(len(blocks), np.int32)
-        which[numbers != UNROTATED] = 1 + np.searchsorted(used, numbers[numbers != UNROTATED])
+        others = numbers != self._known_to_all
+        which[others] = 1 + np.searchsorted(used, numbers[others])
         return BlockBases(which, tuple(self.on_host(n) for n in used))
 
     def put(self, blocks: Int32, given: BlockBases) -> None:

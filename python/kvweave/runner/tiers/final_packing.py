@@ -20,7 +20,7 @@ from kvweave.ops.top_r_choice import lost_of
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, on_host
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.pool_bases import OWN_SHARE, PoolBases
+from kvweave.runner.kv.pool_bases import OWN_SHARE, PoolBases, needs_steps
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import PackingReport
@@ -183,9 +183,8 @@ class Made:
         }
         every = -(-copy.report.tokens // SAMPLED_TOKENS)
         sampled = [(cache, packs[::every]) for cache, packs in copy.parts]
-        losses = torch.stack([self._lost(basis, sampled)[0] for basis in candidates.values()])
-        # Where all are NaN, of pages with a number that is, the first is as good as any.
-        best = losses.nan_to_num(nan=torch.inf).argmin(0)
+        sums = torch.stack([self._lost(basis, sampled) for basis in candidates.values()])
+        best = self._best(sums[:, 0], sums[0, 1])
         counts = torch.bincount(best.reshape(-1), minlength=len(candidates)).tolist()
         self.chosen = dict(zip(candidates, counts, strict=True))
         stacked = torch.stack(list(candidates.values()))
@@ -195,6 +194,18 @@ class Made:
         lost, whole = self._lost(self.basis, copy.parts, data)
         self.data = torch.cat(data)
         self.lost = _relative(lost, whole)
+
+    def _best(self, losses: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Of losses [candidates, pages, 2] which is the least, [pages, 2]; `whole` as `lost_of`.
+
+        Keys and values of planes share out their bits, so both have the same basis: that in which
+        the two lose the smallest shares.
+        """
+        if needs_steps(self._form):
+            shares = losses / whole.clamp_min(torch.finfo(whole.dtype).tiny)
+            losses = shares.sum(-1, keepdim=True).expand_as(losses)
+        # Where all are NaN, of pages with a number that is, the first is as good as any.
+        return losses.nan_to_num(nan=torch.inf).argmin(0)
 
     def _lost(
         self, basis: torch.Tensor, parts: list[Part], data: list[torch.Tensor] | None = None

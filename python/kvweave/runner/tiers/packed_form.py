@@ -17,7 +17,7 @@ from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import RopeTable
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
-from kvweave.runner.kv.pool_bases import BlockBases
+from kvweave.runner.kv.pool_bases import BlockBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.store import Provenance, Shard, Store
 
@@ -74,8 +74,10 @@ class PackedForm:
         """That of the pool's format, whose every size is in the layout."""
         shape, of = self.cache.shape, self.pool.pages.format
         sizes = [VERSION, of.kind, of.page_tokens, of.scales]
-        if self.pool.bases is not None:
+        if of.kind == "top-r":
             sizes += [of.kept, of.group, of.channels, of.numbers]
+        if of.token_bytes is not None:
+            sizes += [of.token_bytes]
         return Provenance(
             self.cache.fingerprint,
             dtype=shape.dtype,
@@ -136,8 +138,8 @@ class PackedForm:
         """The parts of a shard, each as many bytes as the document's tokens and bases ask for.
 
         # Errors
-        As `DocumentForm.read`; `CorruptShard` as well for bases that are not finite, or that blocks
-        name and are not there.
+        As `DocumentForm.read`; `CorruptShard` as well for bases that are not finite or whose bits
+        have no room, or that blocks name and are not there.
         """
         header = shard.provenance
         if header != self.provenance(header.namespace, header.regime):
@@ -147,17 +149,27 @@ class PackedForm:
         shape = (count, self.pool.block_pages, self.pool.pages.format.page_bytes)
         parts = {_PAGES: part_of(shard, _PAGES, shape, torch.uint8)}
         if self.pool.bases is not None:
-            which = part_of(shard, _WHICH, (count,), torch.int32)
-            used = int(which.max())
-            if int(which.min()) < 0 or used > count:
-                raise CorruptShard("shard part which: expected numbers of bases, got others")
-            parts[_WHICH] = which
-            if used:
-                bases = part_of(shard, _BASES, self._bases_shape(used), torch.float32)
-                if not bool(bases.isfinite().all()):
-                    raise CorruptShard("shard part bases: expected finite numbers, got others")
-                parts[_BASES] = bases
+            parts |= self._read_bases(shard, count)
         return PackedDocument(header, tokens, parts)
+
+    def _read_bases(self, shard: Shard, blocks: int) -> dict[str, torch.Tensor]:
+        """The parts of a shard that say what so many blocks are packed in."""
+        of = self.pool.pages.format
+        which = part_of(shard, _WHICH, (blocks,), torch.int32)
+        least, used = (1 if needs_steps(of) else 0), int(which.max())
+        if int(which.min()) < least or used > blocks:
+            raise CorruptShard("shard part which: expected numbers of bases, got others")
+        if not used:
+            return {_WHICH: which}
+        shape = used, *basis_shape(of, self.pool.block_pages)
+        bases = part_of(shard, _BASES, shape, torch.float32)
+        if not bool(bases.isfinite().all()):
+            raise CorruptShard("shard part bases: expected finite numbers, got others")
+        try:
+            of.check_bases(bases)
+        except InvalidArgument as error:
+            raise CorruptShard(f"shard part bases: {error}") from error
+        return {_WHICH: which, _BASES: bases}
 
     def bases(self, blocks: Int32) -> BlockBases | None:
         """Those that blocks are packed in."""
@@ -168,10 +180,6 @@ class PackedForm:
         if self.pool.bases is not None:
             assert bases is not None
             self.pool.bases.put(blocks, bases)
-
-    def _bases_shape(self, count: int) -> tuple[int, ...]:
-        of = self.pool.pages.format
-        return count, self.pool.block_pages, 2, of.channels + 1, of.head_dim
 
     def _index(self, blocks: Int32) -> torch.Tensor:
         """The pages of blocks, block by block."""

@@ -65,7 +65,13 @@ impl Bases<'_> {
             || (format!("a multiple of {one} numbers"), self.data.len()),
         )?;
         ensure_size("basis of each packed page", &[packed_pages], self.of.len())?;
+        self.check_bits(format)
+    }
+
+    /// Checks that every page's codes have room, of planes.
+    fn check_bits(&self, format: &PackedFormat) -> Result<(), OpError> {
         let Some(page) = format.planes() else { return Ok(()) };
+        let one = self.len_of_one(format);
         for both in self.data.chunks_exact(one / self.pages) {
             let widths = widths_of(both, format.head_dim());
             let bytes = widths.map(|[keys, values]| keys.bytes() + values.bytes());

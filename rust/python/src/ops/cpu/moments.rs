@@ -135,12 +135,18 @@ impl Moments {
     /// A basis of keys and of values. For top-r pages f32 [pages, 2, C + 1, D]: their mean, or
     /// zeros unless `centred`, then C orthonormal directions, those of the largest spread around it
     /// first. For planes f32 [pages, 2, 2D + 2, D]: the mean, the bits of each channel, what a step
-    /// along each adds to a vector, and what steps are measured by.
-    #[pyo3(signature = (*, centred = true))]
-    fn basis<'py>(&self, py: Python<'py>, centred: bool) -> PyResult<Bound<'py, PyArray4<f32>>> {
+    /// along each adds to a vector, and what steps are measured by. Unless `rotated` directions are
+    /// the axes, in the order of their spread, which fewer tokens are enough for.
+    #[pyo3(signature = (*, centred = true, rotated = true))]
+    fn basis<'py>(
+        &self,
+        py: Python<'py>,
+        centred: bool,
+        rotated: bool,
+    ) -> PyResult<Bound<'py, PyArray4<f32>>> {
         let (numbers, shape) = call_core(py, || {
             let moments = self.lock();
-            let numbers = moments.basis(centred).map_err(|error| {
+            let numbers = moments.basis(centred, rotated).map_err(|error| {
                 Failure::invalid("moments", "covariances whose eigenvectors are found", error)
             })?;
             let (pages, dim) = (moments.pages(), moments.format().head_dim());
