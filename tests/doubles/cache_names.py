@@ -17,7 +17,7 @@ needs_both_names = pytest.mark.skipif(
 
 def by_name(model: Any, cache: Any) -> dict[str, Any]:
     """The argument by which a model, or its `generate`, is given a cache."""
-    return {str(cache_argument(model.forward)): cache}
+    return {cache_argument(model.forward): cache}
 
 
 def cache_of(out: Any) -> Any:

@@ -129,7 +129,7 @@ class Retention:
         """
         whose = word("namespace", namespace)
         caches = [self.cache, *(() if self.packed is None else (self.packed.cache,))]
-        blocks = sum(cache.forget(whose) for cache in caches)
+        blocks = sum(int(cache.forget(whose)) for cache in caches)
         if self.tiers is not None and self.tiers.host is not None:
             self.tiers.host.cache.forget(whose)
         computing = self._prefiller.computing
