@@ -132,8 +132,8 @@ impl Moments {
         self.lock().left_out()
     }
 
-    /// What the bases of planes count errors of keys by, f64 [pages, D, D]: E[q qᵀ], and a hundredth
-    /// of the queries' mean square in every direction. None unless every page had queries.
+    /// What the bases of planes count errors of keys by, f64 [pages, D, D]: E[q qᵀ], and a
+    /// hundredth of the queries' mean square in every direction. None unless every page had some.
     #[getter]
     fn metric<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray3<f64>>>> {
         let made = py.detach(|| {
