@@ -12,8 +12,7 @@ from transformers import AttentionInterface
 from families import random_tokens
 from kvweave.runner import Runner, Segment
 from packed_decoding import INT4, RECENT, SINK, PackedDecoding, unseen
-from packed_texts import rounded
-from page_meaning import PAGE, Layer, Meaning
+from page_meaning import PAGE, Layer, Meaning, int4
 
 NAME = "document_decoding"
 
@@ -145,13 +144,18 @@ class DocumentDecoding:
         return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def unpacked_runner(model: Any, some: Sequence[Segment], **settings: Any) -> Runner:
-    """An exact runner whose documents are what INT4 makes of them: its pages are written over."""
+def unpacked_runner(
+    model: Any, some: Sequence[Segment], meaning: Meaning | None = None, **settings: Any
+) -> Runner:
+    """An exact runner whose documents are what packed pages make of them: its own are written over.
+
+    `meaning`: that of the pages; None for INT4 with the scales that go with the model.
+    """
     settings = {"max_tokens": 16384, "progress": False, "check": False, **settings}
     runner = Runner(model, page_tokens=PAGE, **{"mode": "share", **settings})
     insert_all(runner, some)
-    scales = "f16" if runner.spec.dtype == torch.float16 else "bf16"
-    pages, block_pages = runner._decoder.pages, len(runner.spec.layers) * runner.spec.kv_heads
+    meaning = meaning or int4("f16" if runner.spec.dtype == torch.float16 else "bf16")
+    pages, heads = runner._decoder.pages, runner.spec.kv_heads
     for segment in some:
         tokens = np.asarray([0, *(segment.tokens or ()), 0], np.int32)
         asked = {"segments": [(1, len(tokens) - 1, "")], "regime": runner.regime(len(tokens))}
@@ -160,8 +164,9 @@ def unpacked_runner(model: Any, some: Sequence[Segment], **settings: Any) -> Run
                 if delta == 0:
                     # The first and the last token are the request's own.
                     continue
-                of = pages[block : block + block_pages, :, begin:end].double()
-                of[:, 0] = rounded(of[:, 0], 1, scales)[0]
-                of[:, 1] = rounded(of[:, 1], -1, scales)[0]
-                pages[block : block + block_pages, :, begin:end] = of.to(pages.dtype)
+                for layer in range(len(runner.spec.layers)):
+                    first = block + layer * heads
+                    of = pages[first : first + heads, :, begin:end]
+                    keys, values = of.double().unbind(1)
+                    of.copy_(torch.stack(meaning(layer, (keys, values)), 1))
     return runner

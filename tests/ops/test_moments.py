@@ -165,6 +165,9 @@ def test_planes_are_shared_out_where_they_lose_least(generator, size, queries) -
         wide = q.double().numpy().reshape(70, 2, 3, 16).transpose(1, 0, 2, 3).reshape(2, -1, 16)
         metric = np.einsum("gnd,gne->gde", wide, wide) / wide.shape[1]
         metric += 0.01 * np.trace(metric, axis1=1, axis2=2)[:, None, None] / 16 * np.eye(16)
+        np.testing.assert_allclose(moments.metric, metric, rtol=1e-6)
+    else:
+        assert moments.metric is None
     basis = moments.basis().astype(np.float64)
     assert basis.shape == (2, 2, 34, 16)
     for page in range(2):

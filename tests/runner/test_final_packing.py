@@ -108,6 +108,59 @@ def test_a_document_is_read_in_its_own_basis(name: str, model: Any) -> None:
     assert apart(logits, wanted) < 0.05 * apart(first, wanted)
 
 
+@pytest.mark.parametrize("shared", ["random", "of its own first tokens"])
+def test_planes_have_the_basis_by_which_attention_moves_least(
+    model: Any, monkeypatch: Any, shared: str
+) -> None:
+    """Of each page, against sums over the tokens in f64; keys and values have the same."""
+    told: list[Any] = []
+    made = final_packing.Made
+
+    def heard(copy: Any, basis: torch.Tensor) -> Any:
+        told.extend((copy.moments, copy.parts, basis))
+        return made(copy, basis)
+
+    monkeypatch.setattr(final_packing, "Made", heard)
+    given = {} if shared == "random" else {"kv_dtype": "planes-3"}
+    runner = runner_of(model, "planes-3", **given)
+    packing = runner.encode(random_tokens(3000, 1), "long").packing
+    runner.flush()
+    moments, parts, basis = told
+    whole = torch.cat([exact_of(cache, packs) for cache, packs in parts], 3).double()
+    assert whole.shape == (4, 2, 1, 3000, 16)
+    candidates = {
+        "own": torch.from_numpy(moments.basis()),
+        "own, not centred": torch.from_numpy(moments.basis(centred=False)),
+        "shared": basis,
+    }
+    metric, losses = torch.from_numpy(moments.metric), []
+    for each in candidates.values():
+        meaning = of_format(runner.packed.pages.format, each)
+        layers = [meaning(layer, tuple(whole[2 * layer :][:2, :, 0].unbind(1))) for layer in (0, 1)]
+        keys, values = (
+            torch.cat(sides) - whole[:, side, 0]
+            for side, sides in enumerate(zip(*layers, strict=True))
+        )
+        spread = whole[:, 1, 0].var(1, correction=0).sum(-1)
+        moved = torch.einsum("ptd,pde,pte->p", keys, metric, keys) * spread / 16
+        losses.append(moved + values.square().sum((1, 2)))
+    best = torch.stack(losses).argmin(0)
+    counts = torch.bincount(best, minlength=3).tolist()
+    assert packing.chosen == {name: 2 * n for name, n in zip(candidates, counts, strict=True)}
+    for page, number in enumerate(best.tolist()):
+        wanted = list(candidates.values())[number][page]
+        assert torch.equal(basis_of(runner, FIRST_OWN)[page], wanted)
+
+
+def exact_of(cache: torch.Tensor, packs: Any) -> torch.Tensor:
+    """Keys and values [4, 2, 1, T, 16] of the pages that packs name."""
+    rows = []
+    for tokens, *blocks in packs[:, 1:].tolist():
+        pages = [cache[block : block + 4] for block in blocks if block]
+        rows.append(torch.cat(pages, 2)[:, :, None, :tokens])
+    return torch.cat(rows, 3)
+
+
 @formats
 def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_calls(
     name: str, model: Any, monkeypatch: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvweave import PoolFull, Unsupported
 from kvweave.policies import POLICIES, Foresight, Naive, policy_of
 from kvweave.runner import Runner, Segment
 from packed_decoding import INT4, nothing_is_held, packed_runner, steps_of
+from page_meaning import random_packing
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
 REUSING = [name for name in POLICIES if policy_of(name).reuse == "segments"]
@@ -110,27 +112,44 @@ def test_it_is_the_definition(family: str, layout: str, chunk: int, page_tokens:
     forget(runner)
 
 
-@pytest.mark.parametrize("policy", REUSING)
-def test_every_policy_reads_documents_as_if_unpacked(policy: str) -> None:
-    """Against an exact runner in whose pages documents are what INT4 makes of them."""
+@pytest.mark.parametrize(
+    ("policy", "name", "limit"),
+    [
+        *((policy, "int4", 2e-4) for policy in REUSING),
+        # One number at the edge of two codes, or one scale of INT8, is that much.
+        *(("foresight", name, 2e-3) for name in ("int8", "half-int4", "planes-3")),
+        ("redknot", "planes-3", 2e-3),
+    ],
+)
+def test_every_policy_reads_documents_as_if_unpacked(policy: str, name: str, limit: float) -> None:
+    """Against an exact runner in whose pages documents are what packed ones make of them."""
     model = tiny("llama", **SIZES)
     docs = documents([300, 40, 129])
     prompt = [fresh(70, 1), docs[0], fresh(5, 2), docs[1], docs[2], docs[0], fresh(50, 3)]
     # Some policies choose by pages.
-    runner, exact = runner_with(model, docs, page_tokens=64), unpacked_runner(model, docs)
+    packing, meaning = random_packing(name, 4, 64)
+    runner = runner_with(model, docs, page_tokens=64, kv_dtype=packing)
+    exact = unpacked_runner(model, docs, meaning)
     said, logits = logits_of(runner, prompt, policy, 90)
     _, wanted = logits_of(exact, prompt, policy, 90, said)
-    assert apart(logits, wanted) < 2e-4
+    assert apart(logits, wanted) < limit
     forget(runner)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_too(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "name"),
+    [
+        *product((torch.bfloat16, torch.float16), (64, 128), ["int4"]),
+        *product([torch.bfloat16], [64], ("int8", "planes-3")),
+    ],
+)
+def test_in_half_precision_too(dtype: torch.dtype, head_dim: int, name: str) -> None:
     model = tiny("llama", **{**SIZES, "head_dim": head_dim}).to(dtype)
     docs = documents([300, 40, 129])
     prompt = [fresh(70, 1), *docs, fresh(50, 3)]
-    runner, exact = runner_with(model, docs), unpacked_runner(model, docs)
+    packing, meaning = random_packing(name, 4, head_dim)
+    runner = runner_with(model, docs, kv_dtype=packing)
+    exact = unpacked_runner(model, docs, None if name == "int4" else meaning)
     said, logits = logits_of(runner, prompt, Foresight(draft=0), 90)
     _, wanted = logits_of(exact, prompt, Foresight(draft=0), 90, said)
     largest = max(float(row.abs().max()) for row in wanted)

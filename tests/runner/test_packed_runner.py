@@ -18,6 +18,7 @@ from kvweave import InvalidArgument, PoolFull, RemoteStore, Unsupported
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.runner import Canary, Healing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
+from kvweave.runner.kv.packing import FORMATS
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from policy_profiles import profile
 from ranked_pages import logits_of_steps
@@ -330,7 +331,7 @@ def test_who_outgrows_the_packed_pool_gives_way_and_goes_on(model: Any) -> None:
     assert nothing_is_held(runner)
 
 
-def refusals(runner: Runner, model: Any) -> dict[str, Any]:
+def refusals(runner: Runner, model: Any, name: str) -> dict[str, Any]:
     """Of everything that does not go with packed pages: what asks for it."""
     tokens = random_tokens(100, 1)
     dense = runner_of(model)
@@ -348,19 +349,22 @@ def refusals(runner: Runner, model: Any) -> dict[str, Any]:
             runner.export(done)
 
     return {
-        "profile": [lambda: packed_runner(model, profile=stated)],
-        "canary": [lambda: packed_runner(model, canary=Canary(share=1.0, bound=1.0))],
+        "profile": [lambda: packed_runner(model, kv_dtype=name, profile=stated)],
+        "canary": [
+            lambda: packed_runner(model, kv_dtype=name, canary=Canary(share=1.0, bound=1.0))
+        ],
         "payloads": [export, lambda: runner.resume(payload)],
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
-        "remote": [lambda: packed_runner(model, remote=RemoteStore("memory", {}))],
+        "remote": [lambda: packed_runner(model, kv_dtype=name, remote=RemoteStore("memory", {}))],
     }
 
 
-def test_what_does_not_go_with_it_is_refused_by_name(model: Any) -> None:
-    runner = packed_runner(model)
-    asked = refusals(runner, model)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_does_not_go_with_it_is_refused_by_name(model: Any, name: str) -> None:
+    runner = packed_runner(model, kv_dtype=name)
+    asked = refusals(runner, model, name)
     assert asked.keys() == NOT_BESIDE_PACKED.keys()
     for what, calls in asked.items():
         for call in calls:

@@ -15,6 +15,7 @@ from families import random_tokens, tiny
 from kvweave import InvalidArgument, Unsupported, ops
 from kvweave.runner import Packing
 from kvweave.runner.kv.packed_pool import format_of
+from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from page_meaning import Layer, of_format, random_packing
@@ -176,6 +177,50 @@ def test_the_shared_basis_is_made_of_the_first_tokens(name: str, model: Any) -> 
     expect_definition(logits, *answers[:2])
     expect_definition(logits, answers[0], answers[2])
     assert nothing_is_held(runner)
+
+
+class Seen(PackedDecoding):
+    """A model's own decoding that keeps what attention has been given, layer by layer."""
+
+    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
+        self.seen: list[list[torch.Tensor]] = []
+        return super().prefill(tokens, chunk)
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
+    ) -> Any:
+        self.seen.append([part[0].detach() for part in (query, key, value)])
+        return super()._attend(module, query, key, value, mask, **named)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shared_basis_is_of_a_models_own_keys_values_and_queries(name: str, model: Any) -> None:
+    """Of whole pages of the first prompt, and every tenth of its rows' queries."""
+    tokens, own = random_tokens(10 * QUERY_ROWS, 4), Seen(model, meaning=None)
+    own.prefill(tokens, 2048)
+    runner = packed_runner(model, kv_dtype=name)
+    runner.prefill(tokens, "full").release()
+    of, heads = runner.packed.pages.format, runner.spec.kv_heads
+    moments = ops.Moments(of, pages_of(model))
+    exact = torch.zeros(1 + pages_of(model) * 10, 2, 64, 64)
+    room = exact[1:].view(10, -1, heads, 2, 64, 64)
+    for layer, (_, *sides) in enumerate(own.seen):
+        for side, part in enumerate(sides):
+            room[:, layer, :, side] = part.view(heads, 10, 64, 64).transpose(0, 1)
+    blocks = 1 + pages_of(model) * np.arange(10)
+    packs = np.column_stack((blocks, np.full(10, 64), blocks)).astype(np.int32)
+    moments.add(exact, packs)
+    for layer, (query, *_) in enumerate(own.seen):
+        if name == "planes-3":
+            rows = query[:, ::10].transpose(0, 1).contiguous()
+            moments.add_queries(rows, first=layer * heads, kv_heads=heads)
+    got, wanted = runner.packed.bases.bases.data[SHARED], torch.from_numpy(moments.basis())
+    torch.testing.assert_close(got[:, :, 0], wanted[:, :, 0], atol=1e-5, rtol=1e-4)
+    # What it makes of vectors is the same, whatever the signs of its directions.
+    text = own.seen[0][1].double(), own.seen[0][2].double()
+    pairs = [of_format(of, basis)(0, text) for basis in (got, wanted)]
+    for one, other in zip(*pairs, strict=True):
+        assert ((one - other).abs() > 1e-3).double().mean() < 0.01
 
 
 def expect_basis(basis: torch.Tensor, of: ops.PackedFormat, *, axes: bool) -> None:

@@ -108,15 +108,25 @@ def _size(of: PackedFormat) -> tuple[int, ...]:
 
 
 def lost_of(
-    cache: torch.Tensor, back: torch.Tensor, sources: npt.NDArray[np.int32], pages: int
+    cache: torch.Tensor,
+    back: torch.Tensor,
+    sources: npt.NDArray[np.int32],
+    pages: int,
+    roots: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Σ |x − x̂|² and Σ |x|² over the tokens that `sources` names as packs, f64 [2, pages, 2]."""
+    """Σ |x − x̂|² and Σ |x|² over the tokens that `sources` names as packs, f64 [2, pages, 2].
+
+    `roots` f64 [pages, D, D]: errors of keys are multiplied by them first, as roots of a metric.
+    """
     slots = cache.shape[2]
     lost, size = total = torch.zeros(2, pages, 2, dtype=torch.float64)
     for tokens, *blocks in sources[:, 1:].tolist():
         for first, block in zip(range(0, tokens, slots), blocks, strict=False):
             at = slice(block, block + pages), slice(None), slice(tokens - first)
             exact = cache[at].double()
-            lost += (back[at].double() - exact).square().sum((2, 3))
+            error = back[at].double() - exact
+            if roots is not None:
+                error[:, 0] = error[:, 0] @ roots
+            lost += error.square().sum((2, 3))
             size += exact.square().sum((2, 3))
     return total

@@ -61,25 +61,26 @@ class Runner(KnowledgeBase, Retention):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
-    `kv_dtype`: None for the model's own dtype, or a format ("int4", "half-int4", "quarter-bf16", or
-    a `Packing`) in which full pages are packed, into the pool `packed` (see docs/packed-kv.md, also
-    for what does not go with it). `host_bytes`: of the host's memory for pages that top_k heads of
-    `heads` seldom read, in the pools `host` (see docs/sparse-decode.md); None keeps all pages on
-    the device. `host_copies`: "spill" copies pages there whose room it frees, "mirror" all as they
-    fill. `speculate`: tokens that a round drafts by the pages of top_k heads of `heads`, and
-    verifies by all of them, so that answers are dense (see there too); None has top_k heads read
-    their pages alone. `store`, a `Store` or its folder: documents are written there behind their
-    callers, and read from there; `document_bytes`: of the host's memory for documents whose blocks
-    leave the device; `remote`: a store on another machine behind these (see docs/tiers.md).
-    `zero_on_free`: what blocks held that went back is overwritten (see docs/SECURITY.md). `mode` is
-    "materialise" (reused KV is copied and rotated to its place) or "share" (it is read where it
-    lies, queries rotated instead). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what
-    is cached where room is wanted; by cost `retain` and `demote` say what is known of a text.
-    `cache.set_quota` says what a namespace may keep. `profile` states the policy of whoever names
-    none and, where `heads` is None, the head map (see `kvweave certify`); `canary` compares a share
-    of live requests with `full`. `check` compares our forward with the model's own on a short
-    random prompt before anything else. The pages lie where the model lies, on the CPU or a GPU;
-    logits come back there too.
+    `kv_dtype`: None for the model's own dtype, or a format ("int4", "half-int4", "quarter-bf16", on
+    the CPU also "int8", "planes-3" and "planes-2.5", or a `Packing`) in which full pages are
+    packed, into the pool `packed` (see docs/packed-kv.md, also for what does not go with it).
+    `host_bytes`: of the host's memory for pages that top_k heads of `heads` seldom read, in the
+    pools `host` (see docs/sparse-decode.md); None keeps all pages on the device. `host_copies`:
+    "spill" copies pages there whose room it frees, "mirror" all as they fill. `speculate`: tokens
+    that a round drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that
+    answers are dense (see there too); None has top_k heads read their pages alone. `store`, a
+    `Store` or its folder: documents are written there behind their callers, and read from there;
+    `document_bytes`: of the host's memory for documents whose blocks leave the device; `remote`: a
+    store on another machine behind these (see docs/tiers.md). `zero_on_free`: what blocks held that
+    went back is overwritten (see docs/SECURITY.md). `mode` is "materialise" (reused KV is copied
+    and rotated to its place) or "share" (it is read where it lies, queries rotated instead).
+    `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached where room is wanted;
+    by cost `retain` and `demote` say what is known of a text. `cache.set_quota` says what a
+    namespace may keep. `profile` states the policy of whoever names none and, where `heads` is
+    None, the head map (see `kvweave certify`); `canary` compares a share of live requests with
+    `full`. `check` compares our forward with the model's own on a short random prompt before
+    anything else. The pages lie where the model lies, on the CPU or a GPU; logits come back there
+    too.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what

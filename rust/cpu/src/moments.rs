@@ -3,7 +3,7 @@
 use kvweave_core::ops::{Element, OpError, PackedFormat, Packs};
 use rayon::prelude::*;
 
-use crate::planes_basis::{Spread, planes_basis};
+use crate::planes_basis::{Spread, metric, planes_basis};
 use crate::symmetric_eigen::{NoEigenvectors, symmetric_eigen};
 
 /// Sums over the keys and values of each page of a block: count, Σ x and Σ x xᵀ in f64, so that a
@@ -121,6 +121,14 @@ impl Moments {
         });
     }
 
+    /// What the bases of planes count errors of keys by, [pages, D, D]: the mean of q qᵀ, and a
+    /// hundredth of the queries' mean square in every direction. `None` unless every page had some.
+    #[must_use]
+    pub fn metric(&self) -> Option<Vec<f64>> {
+        let parts: Option<Vec<_>> = self.queries.iter().map(|sums| sums.metric(true)).collect();
+        Some(parts?.concat())
+    }
+
     /// A basis of what was taken in. Of top-r pages [pages, 2, C + 1, D]: the mean, or zeros unless
     /// `centred`, and the directions of the largest spread around it, the largest first. Of planes
     /// [pages, 2, 2D + 2, D]: the mean, each channel's bits, its step, and what measures it. Of no
@@ -135,9 +143,8 @@ impl Moments {
             .map(|(sides, queries)| {
                 if let Some(planes) = self.format.planes() {
                     let sides = [0, 1].map(|side| sides[side].spread(centred, rotated));
-                    let queries =
-                        (queries.count > 0).then(|| queries.spread(false, rotated).around);
-                    return planes_basis(&sides, queries.as_deref(), planes.token_bytes());
+                    let metric = queries.metric(rotated);
+                    return planes_basis(&sides, metric.as_deref(), planes.token_bytes());
                 }
                 let channels = self.format.top_r().map_or(0, |page| page.of().channels);
                 let both = sides.iter().map(|side| side.directions(centred, rotated, channels));
@@ -184,6 +191,11 @@ impl Sums {
             })
             .collect();
         Spread { mean, around }
+    }
+
+    /// Of queries what errors of keys count by; `None` of no queries.
+    fn metric(&self, rotated: bool) -> Option<Vec<f64>> {
+        (self.count > 0).then(|| metric(self.spread(false, rotated).around, self.sum.len()))
     }
 
     /// The mean and so many directions.

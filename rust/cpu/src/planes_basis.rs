@@ -18,20 +18,20 @@ pub(crate) struct Spread {
 /// The rows [2, 2D + 2, D] of a page: of keys and of values the mean, each channel's bits, its
 /// step, and what measures it.
 ///
-/// An error e of a key moves scores by q·e. So with `queries`, the mean of q qᵀ, keys are
-/// decorrelated in that metric: along eigenvectors of A·S·A, where A is its root and S what keys
+/// An error e of a key moves scores by q·e. So with the [`metric`] of queries, keys are
+/// decorrelated in it: along eigenvectors of A·S·A, where A is its root and S what keys
 /// spread. Then the output moves by the mean of (q·e)² / D times the spread of values, where an
 /// error of a value moves it by its own square; so both share one budget of bytes. Without queries
 /// the error of either counts as a share of its spread.
 pub(crate) fn planes_basis(
     [keys, values]: &[Spread; 2],
-    queries: Option<&[f64]>,
+    metric: Option<&[f64]>,
     token_bytes: usize,
 ) -> Result<Vec<f32>, NoEigenvectors> {
     let dim = keys.mean.len();
-    let keys_side = match queries {
-        Some(queries) => {
-            let [root, inverse] = roots(queries, dim)?;
+    let keys_side = match metric {
+        Some(metric) => {
+            let [root, inverse] = roots(metric, dim)?;
             let weighted = product(&product(&root, &keys.around, dim), &root, dim);
             let found = symmetric_eigen(&weighted, dim)?;
             let measures = product(&found.rows, &root, dim);
@@ -41,7 +41,7 @@ pub(crate) fn planes_basis(
     };
     let values_side = Side::plain(symmetric_eigen(&values.around, dim)?);
     let totals = [&keys_side, &values_side].map(Side::total);
-    let factors = match queries {
+    let factors = match metric {
         Some(_) => [totals[1] / dim as f64, 1.0],
         None => totals.map(|total| if total > 0.0 { 1.0 / total } else { 1.0 }),
     };
@@ -93,16 +93,24 @@ impl Side {
     }
 }
 
-/// The symmetric root of a matrix [D, D] that is kept away from 0, and the root's inverse.
-fn roots(queries: &[f64], dim: usize) -> Result<[Vec<f64>; 2], NoEigenvectors> {
+/// What errors of keys count by: the mean of q qᵀ [D, D], and something in every direction.
+pub(crate) fn metric(mut queries: Vec<f64>, dim: usize) -> Vec<f64> {
     let size: f64 = (0..dim).map(|i| queries[i * dim + i]).sum::<f64>() / dim as f64;
     // Queries that are all 0 are no metric.
     let least = if size > 0.0 { LEAST_QUERY * size } else { 1.0 };
-    let Eigen { values, rows } = symmetric_eigen(queries, dim)?;
+    for i in 0..dim {
+        queries[i * dim + i] += least;
+    }
+    queries
+}
+
+/// The symmetric root of a metric, and the root's inverse.
+fn roots(metric: &[f64], dim: usize) -> Result<[Vec<f64>; 2], NoEigenvectors> {
+    let Eigen { values, rows } = symmetric_eigen(metric, dim)?;
     let of = |power: fn(f64) -> f64| {
         let mut made = vec![0.0; dim * dim];
         for (value, row) in values.iter().zip(rows.chunks_exact(dim)) {
-            let factor = power(value.max(0.0) + least);
+            let factor = power(value.max(f64::MIN_POSITIVE));
             for (sums, x) in made.chunks_exact_mut(dim).zip(row) {
                 for (sum, y) in sums.iter_mut().zip(row) {
                     *sum += factor * x * y;

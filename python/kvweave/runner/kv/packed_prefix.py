@@ -7,8 +7,9 @@ requests that begin alike share them, and nobody writes one a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import copy
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,26 @@ from kvweave.runner.kv.packed_pool import (
     SINK_TOKENS,
     PackedPool,
 )
+from kvweave.runner.kv.pool_bases import needs_steps
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.model.layer_spec import LayerSpec
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Attention over some of the keys: out [R, H, D], and its log-sum-exp f32 [R, H]."""
+
+
+QUERY_ROWS = 64
+"""Rows of a chunk whose queries are taken note of, at most."""
+
+
+class PageCopy(Protocol):
+    """What is told of the pages of a text that is being packed."""
+
+    def add(self, exact: torch.Tensor, packs: Int32) -> None:
+        """Exact pages, and the packs that name them, when they have been packed."""
+
+    def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
+        """Queries f32 [R, H, D] on the host, as `ops.Moments.add_queries` takes them."""
 
 
 class PackedPrefix:
@@ -52,8 +68,7 @@ class PackedPrefix:
         reserve_tokens: int = 0,
     ) -> None:
         self.pool = pool
-        # Told of exact pages, and the packs that name them, when they have been packed.
-        self.copy: Callable[[torch.Tensor, Int32], None] | None = None
+        self.copy: PageCopy | None = None
         found = 0 if reuse == "none" else pool.found_prefix(tokens, namespace, regime)
         # The last token of an admission is never reused, and a prefix is taken in whole pages.
         first = tokens[: found + 1]
@@ -104,6 +119,21 @@ class PackedPrefix:
         blocks = self._own_blocks(new)
         self._convert(True, request, new, blocks)
         self._blocks, self.tokens = np.concatenate((self._blocks, blocks)), end
+
+    def take_queries(self, layer: int, q: torch.Tensor) -> None:
+        """Takes note of some of the queries [R, H, D] of a prompt's rows.
+
+        They say which errors of keys matter, where a basis is to be made that spends bits by that.
+        """
+        if not needs_steps(self.pool.pages.format):
+            return
+        shared = self.pool.bases if self.pool.bases and self.pool.bases.wants_queries else None
+        takers = [taker for taker in (shared, self.copy) if taker is not None]
+        if takers:
+            some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
+            heads = self.pool.spec.kv_heads
+            for taker in takers:
+                taker.add_queries(some, layer * heads, heads)
 
     def freeze(self, request: KvRequest, name: str) -> None:
         """Packs all of a text that was prefilled alone, and freezes it under a name.
@@ -170,7 +200,7 @@ class PackedPrefix:
         if pack:
             pool.pack(packs)
             if self.copy is not None:
-                self.copy(pool.exact, packs)
+                self.copy.add(pool.exact, packs)
         else:
             pool.unpack(packs, pool.exact)
 

@@ -135,6 +135,16 @@ class PoolBases:
         elif needs_steps(self.format) and not begun:
             self.write(UNROTATED, torch.from_numpy(self._moments.basis(rotated=False)))
 
+    @property
+    def wants_queries(self) -> bool:
+        """Whether that basis spends its bits by what queries read."""
+        return self.wants_moments and needs_steps(self.format)
+
+    def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
+        """Takes note of queries, as `Moments.add_queries`, before what they read is packed."""
+        assert self._moments is not None
+        self._moments.add_queries(q, first=first, kv_heads=kv_heads)
+
     def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
         """The basis of each block [N]."""
         found: npt.NDArray[np.int32] = self._of[blocks]

@@ -331,6 +331,11 @@ class RequestKv:
         of, rope = self.spec.layers[layer], self.positions.rope
         return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)
 
+    def take_queries(self, layer: int, q: torch.Tensor) -> None:
+        """Takes note of the queries [R, H, D] of a prompt's rows where pages are packed by them."""
+        if self.packed is not None:
+            self.packed.take_queries(layer, q)
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""
         ops.write_pages(self.pages, layer, k, v, table.slots, reach=self.reach(layer))

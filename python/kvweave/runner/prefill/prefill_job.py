@@ -78,7 +78,7 @@ class PrefillJob:
             start = time.perf_counter()
             self._admit(prompt, positions.regime, reserve_tokens)
         if self._packed is not None and copy is not None:
-            self._packed.copy = copy.add
+            self._packed.copy = copy
         self._timings = Timings(lookup_s=time.perf_counter() - start)
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None

@@ -98,6 +98,8 @@ class DocumentCopy:
     def __init__(self, of: FinalPacking, report: PackingReport, size: int) -> None:
         self.of, self.report, self.size = of, report, size
         self.parts: list[Part] = []
+        # Queries that nobody has told the moments of yet, as these take them.
+        self.queries: list[tuple[torch.Tensor, int, int]] = []
         self.moments = ops.Moments(of.pool.pages.format, of.pool.block_pages)
         pages = of.pool.block_pages
         # Σ |x − x̂|² and Σ |x|² of keys and values by page, as they are packed first.
@@ -114,7 +116,13 @@ class DocumentCopy:
             part = on_host(exact, packs, self.of.pool.block_pages)
             self.parts.append(part)
             first = self.of.bases.on_host(self.of.bases.shared)
-            self.of.worker.submit(_Measure(self, part, first))
+            self.of.worker.submit(_Measure(self, part, first, self.queries))
+            self.queries = []
+
+    def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
+        """Takes note of queries of the document's own rows."""
+        if self.size:
+            self.queries.append((q, first, kv_heads))
 
     def finish(self, packed: PackedPrefix, then: Callable[[KvRequest], None]) -> None:
         """Has it packed finally, now that it is frozen, and then told of to `then`.
@@ -139,7 +147,7 @@ class DocumentCopy:
         self._end(how)
 
     def _end(self, how: str) -> None:
-        self.parts = []
+        self.parts, self.queries = [], []
         self.report.waiting = False
         self.of.ended(self.size, how)
         self.size, held = 0, self._held
@@ -183,8 +191,7 @@ class Made:
         }
         every = -(-copy.report.tokens // SAMPLED_TOKENS)
         sampled = [(cache, packs[::every]) for cache, packs in copy.parts]
-        sums = torch.stack([self._lost(basis, sampled) for basis in candidates.values()])
-        best = self._best(sums[:, 0], sums[0, 1])
+        best = self._best(copy.moments, candidates, sampled)
         counts = torch.bincount(best.reshape(-1), minlength=len(candidates)).tolist()
         self.chosen = dict(zip(candidates, counts, strict=True))
         stacked = torch.stack(list(candidates.values()))
@@ -195,25 +202,41 @@ class Made:
         self.data = torch.cat(data)
         self.lost = _relative(lost, whole)
 
-    def _best(self, losses: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Of losses [candidates, pages, 2] which is the least, [pages, 2]; `whole` as `lost_of`.
+    def _best(
+        self, moments: ops.Moments, candidates: dict[str, torch.Tensor], sampled: list[Part]
+    ) -> torch.Tensor:
+        """Of each page's keys and values the number of the basis that loses least, [pages, 2].
 
-        Keys and values of planes share out their bits, so both have the same basis: that in which
-        the two lose the smallest shares.
+        In planes they share out their bits, so both have the same basis: that by which the output
+        of attention moves least, as `Moments.basis` shares them out. An error e of a key moves it
+        by E[(q·e)²] / D times the spread of values, one of a value by its own square.
         """
+        metric = moments.metric
+        roots = None if metric is None else torch.linalg.cholesky(torch.from_numpy(metric))
+        sums = [self._lost(basis, sampled, roots=roots) for basis in candidates.values()]
+        losses, whole = torch.stack([lost for lost, _ in sums]), sums[0][1]
         if needs_steps(self._form):
-            shares = losses / whole.clamp_min(torch.finfo(whole.dtype).tiny)
-            losses = shares.sum(-1, keepdim=True).expand_as(losses)
+            weights = 1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
+            if roots is not None:
+                count = sum(int(packs[:, 1].sum()) for _, packs in sampled)
+                mean = candidates["own"][:, 1, 0].double()
+                spread = (whole[:, 1] / count - mean.square().sum(-1)).clamp_min(0.0)
+                weights = torch.stack((spread / mean.shape[-1], torch.ones_like(spread)), 1)
+            losses = (losses * weights).sum(-1, keepdim=True).expand_as(losses)
         # Where all are NaN, of pages with a number that is, the first is as good as any.
         return losses.nan_to_num(nan=torch.inf).argmin(0)
 
     def _lost(
-        self, basis: torch.Tensor, parts: list[Part], data: list[torch.Tensor] | None = None
+        self,
+        basis: torch.Tensor,
+        parts: list[Part],
+        data: list[torch.Tensor] | None = None,
+        roots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Σ |x − x̂|² and Σ |x|² of parts in a basis, f64 [2, pages, 2]; `data` gets the bytes."""
+        """What parts lose in a basis, as `lost_of`; `data` gets the bytes."""
         total = torch.zeros(2, self._pages, 2, dtype=torch.float64)
         for cache, packs in parts:
-            packed, lost = _packed(self._form, self._pages, basis, cache, packs)
+            packed, lost = _packed(self._form, self._pages, basis, cache, packs, roots)
             total += lost
             if data is not None:
                 data.append(packed.data[1:])
@@ -223,12 +246,20 @@ class Made:
 class _Measure(Job):
     """Takes note of some pages: their moments, and what the first packing loses of them."""
 
-    def __init__(self, copy: DocumentCopy, part: Part, basis: torch.Tensor) -> None:
-        self._copy, self._part, self._basis = copy, part, basis
+    def __init__(
+        self,
+        copy: DocumentCopy,
+        part: Part,
+        basis: torch.Tensor,
+        queries: list[tuple[torch.Tensor, int, int]],
+    ) -> None:
+        self._copy, self._part, self._basis, self._queries = copy, part, basis, queries
 
     def run(self) -> None:
         copy, (cache, packs) = self._copy, self._part
         copy.moments.add(cache, packs)
+        for q, first, kv_heads in self._queries:
+            copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
         pool = copy.of.pool
         lost = _packed(pool.pages.format, pool.block_pages, self._basis, cache, packs)[1]
         copy.lost += lost[0]
@@ -268,7 +299,12 @@ class _Repack(Job):
 
 
 def _packed(
-    form: ops.PackedFormat, pages: int, basis: torch.Tensor, cache: torch.Tensor, packs: Int32
+    form: ops.PackedFormat,
+    pages: int,
+    basis: torch.Tensor,
+    cache: torch.Tensor,
+    packs: Int32,
+    roots: torch.Tensor | None = None,
 ) -> tuple[ops.PackedPages, torch.Tensor]:
     """Exact pages packed in a basis, and what that loses as `lost_of` has it."""
     packs = packs.copy()
@@ -277,7 +313,7 @@ def _packed(
     ops.pack_pages(cache, packed, packs, pages=pages)
     back = torch.zeros_like(cache)
     ops.unpack_pages(packed, back, packs, pages=pages)
-    return packed, lost_of(cache, back, packs, pages)
+    return packed, lost_of(cache, back, packs, pages, roots)
 
 
 def _relative(lost: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:

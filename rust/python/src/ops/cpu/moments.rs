@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::ops::Packs;
-use numpy::{PyArray1, PyArray4, PyArrayMethods};
+use numpy::{PyArray1, PyArray3, PyArray4, PyArrayMethods};
 use pyo3::prelude::*;
 
 use super::element::with_element;
@@ -130,6 +130,19 @@ impl Moments {
     #[getter]
     fn left_out(&self) -> u64 {
         self.lock().left_out()
+    }
+
+    /// What the bases of planes count errors of keys by, f64 [pages, D, D]: E[q qᵀ], and a
+    /// hundredth of the queries' mean square in every direction. None unless every page had some.
+    #[getter]
+    fn metric<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray3<f64>>>> {
+        let made = py.detach(|| {
+            let moments = self.lock();
+            moments.metric().map(|metric| (metric, moments.format().head_dim()))
+        });
+        let Some((metric, dim)) = made else { return Ok(None) };
+        let pages = metric.len() / (dim * dim);
+        PyArray1::from_vec(py, metric).reshape([pages, dim, dim]).map(Some)
     }
 
     /// A basis of keys and of values. For top-r pages f32 [pages, 2, C + 1, D]: their mean, or
