@@ -79,8 +79,7 @@ class Runner(KnowledgeBase, Retention):
     namespace may keep. `profile` states the policy of whoever names none and, where `heads` is
     None, the head map (see `kvweave certify`); `canary` compares a share of live requests with
     `full`. `check` compares our forward with the model's own on a short random prompt before
-    anything else. The pages lie where the model lies, on the CPU or a GPU; logits come back there
-    too.
+    anything else. Pages lie where the model does, on the CPU or a GPU; logits come back there.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
