@@ -38,6 +38,13 @@ cached of it beyond that is evicted before anything of others.
 
     cache.set_quota("tenant", blocks=512)       # without blocks or bytes: no quota any more
     cache.stats()["quotas"]["tenant"]           # {"blocks": 512, "frozen": 0, "cached": 17}
+
+A namespace can be forgotten: all that is cached of it and that nobody holds is evicted. Whoever
+owns the pages may have those of freed blocks overwritten before any call that takes blocks returns.
+
+    cache.forget("tenant")                      # blocks that went
+    cache.zero_freed_by(fill)                   # fill(pages): i32 [N, 2] of a first one, how many
+    cache.zero_freed()                          # and what was freed by now
 """
 
 from kvweave._native import (

@@ -128,8 +128,9 @@ class Retention:
         Where freed blocks are zeroed, this is done when it returns, or when whoever computes has.
         """
         whose = word("namespace", namespace)
-        caches = [self.cache, *(() if self.packed is None else (self.packed.cache,))]
-        blocks = sum(int(cache.forget(whose)) for cache in caches)
+        blocks = self.cache.forget(whose)
+        if self.packed is not None:
+            blocks += self.packed.cache.forget(whose)
         if self.tiers is not None and self.tiers.host is not None:
             self.tiers.host.cache.forget(whose)
         computing = self._prefiller.computing

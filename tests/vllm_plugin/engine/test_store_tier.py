@@ -73,6 +73,7 @@ def test_a_restarted_engine_finds_its_prefixes(checkpoint, tmp_path: Path, block
         same(said, wanted)
         assert cached(said) == [192, 64]
     assert set(Store(tmp_path).held()[1]) == {"", namespace_of("a salt")}
+    assert all((shard.cost or 0) > 0 for shard in Store(tmp_path).list())
     assert "a salt" not in "".join(shard.provenance.namespace for shard in Store(tmp_path).list())
 
 
