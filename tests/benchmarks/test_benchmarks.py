@@ -382,7 +382,7 @@ def test_first_tokens_with_segments_are_rows_beside_stocks(tmp_path: Path, monke
             {"engine": "segments", "what": "store", "requests": 3},
         ],
     }
-    monkeypatch.setattr(device_vllm_segments, "lines", lambda words: iter(said[words[-1]]))
+    monkeypatch.setattr(device_vllm_segments, "lines", lambda _, words: iter(said[words[-1]]))
     monkeypatch.setattr(
         device_vllm_segments, "of_device", lambda case, rows: {"case": case, "rows": rows_as(rows)}
     )

@@ -357,6 +357,7 @@ def refusals(runner: Runner, model: Any, name: str) -> dict[str, Any]:
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
+        "zero_on_free": [lambda: packed_runner(model, kv_dtype=name, zero_on_free=True)],
         "remote": [lambda: packed_runner(model, kv_dtype=name, remote=RemoteStore("memory", {}))],
     }
 
