@@ -34,6 +34,7 @@ TITLES = {
     "head_memory": "Sessions that fit, and payloads: one KV head in eight full, others 256 + 16",
     "copy_rerotate": "Copying and rotating pages on the CPU, beside torch's plain copy",
     "rotate_rows": "Rotating queries and keys on the CPU, beside torch's expression of it",
+    "scheduler": "Scheduler: plans of steps, and a replay of Mooncake's conversation on one core",
     "decode_host": "Host time of a decode step beside its model, 1024 tokens a request",
     "engine_load": "An engine under load: random weights, prompts that share nothing",
     "host_load": "An engine under load whose device holds few requests, over the host's memory",
