@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
+from kvweave.closing import Closing
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Draft, LayerPlan, Plans, PlanStep, Probe, ProbeResult, Rows, Salience
 
@@ -49,7 +49,7 @@ class Deeper(LayerTask):
 Task: TypeAlias = LayerTask | Draft
 
 
-class PlanWalk:
+class PlanWalk(Closing):
     """A policy on its way through the layers of a model for one prompt.
 
     L layers; T `tokens`, of which plans may name those from `done` on. The logits from position
@@ -76,17 +76,6 @@ class PlanWalk:
         self._extended = False
         self._seen: list[Rows] = []
         self._inside: list[tuple[Rows, Rows]] = []
-
-    def __enter__(self) -> PlanWalk:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the policy; safe to call twice.

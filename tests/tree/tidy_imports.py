@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
-    {"always_read", "arguments", "device_memory"},
+    {"always_read", "arguments", "closing", "device_memory"},
     {"cache", "ops", "scheduler", "store"},
     {"remote"},
     {"drawn", "plan", "models", "payload"},

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvweave.arguments import shown, whole
+from kvweave.closing import Closing
 from kvweave.errors import InvalidArgument
 from kvweave.runner.prompt import Prompt
 from kvweave.runner.tiers.ahead import Ahead
@@ -30,7 +30,7 @@ HORIZON = 32
 _HIGHEST = 255
 
 
-class Workflow:
+class Workflow(Closing):
     """Agents of one runner, and who may come behind whom; a context manager.
 
     `texts`: what the prompts of each agent begin with, as `Runner.generate` takes it; the documents
@@ -142,17 +142,6 @@ class Workflow:
             self._done.clear()
             self._tell()
             self._fetch()
-
-    def __enter__(self) -> Workflow:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- what the cache is told -----------------------------------------------------------
 

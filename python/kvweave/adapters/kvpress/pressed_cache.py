@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvweave.adapters.transformers.page_pool import PagePool
 from kvweave.adapters.transformers.paged_step import Attends, Vectors
 from kvweave.arguments import whole
 from kvweave.cache import KvCache
+from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import policy_of
@@ -30,7 +30,7 @@ _MASK = "masked_key_indices"
 """Where presses leave what a head shall not see, on its attention module."""
 
 
-class PressedCache(Cache):
+class PressedCache(Cache, Closing):
     """Keys and values that a press of kvpress keeps, in kvweave's pages.
 
         with PressedCache(model, max_tokens=8192) as cache:
@@ -139,17 +139,6 @@ class PressedCache(Cache):
         self._hook.remove()
         if self._model.config._attn_implementation == NAME != self._before:
             self._model.set_attn_implementation(self._before)
-
-    def __enter__(self) -> PressedCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- forwards -------------------------------------------------------------------------
 

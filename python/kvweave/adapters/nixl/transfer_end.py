@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvweave.adapters.nixl.agent import make_agent
+from kvweave.closing import Closing
 from kvweave.errors import InvalidArgument
 from kvweave.remote.seal import check_secret
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class TransferEnd:
+class TransferEnd(Closing):
     """One end, until it is closed. A context manager; one thread uses it at a time.
 
     `secret`: 16 to 64 bytes that the other end knows too.
@@ -40,14 +37,3 @@ class TransferEnd:
     def close(self) -> None:
         """Forgets its agent; safe to call twice."""
         self._own = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

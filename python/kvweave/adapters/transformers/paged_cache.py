@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from kvweave.adapters.transformers.page_pool import Marks, PagePool
 from kvweave.adapters.transformers.paged_step import PagedStep
 from kvweave.arguments import flag, shown, whole, word
 from kvweave.cache import KvCache, ReusePlan
+from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops import Workspace
@@ -43,7 +43,7 @@ _TAKEN = {
 """Arguments of a forward that may hold tensors: others, such as images, are part of the text."""
 
 
-class PagedCache(Cache):
+class PagedCache(Cache, Closing):
     """Keys and values of a transformers model in kvweave's pages, for `model.generate`.
 
         with kvweave.PagedCache(model, max_tokens=8192) as cache:
@@ -291,17 +291,6 @@ class PagedCache(Cache):
         """Gives everything back, and the model its own attention; safe to call twice."""
         self.reset()
         self._detach()
-
-    def __enter__(self) -> PagedCache:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- forwards -------------------------------------------------------------------------
 

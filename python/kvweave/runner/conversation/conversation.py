@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from types import TracebackType
 
 import numpy as np
 
+from kvweave.closing import Closing
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.policies import Policy
 from kvweave.runner.answers.answering import Answering, Ask
@@ -21,7 +21,7 @@ from kvweave.runner.prompt import Prompt, TokenizedPrompt
 from kvweave.runner.report import Generation, Report
 
 
-class Conversation:
+class Conversation(Closing):
     """Turns over one live request, made by `Runner.conversation`; a context manager.
 
     Every turn is computed by the policy over the whole conversation: its new text is fresh, new
@@ -124,17 +124,6 @@ class Conversation:
                 live.commit()
             finally:
                 live.release()
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _computed(
         self, parts: Prompt, logits_from: int | None, reserve_tokens: int

@@ -6,17 +6,17 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
 from kvweave.arguments import whole, word
+from kvweave.closing import Closing
 from kvweave.errors import InvalidArgument
 from kvweave.runner.engine.metrics import CONTENT_TYPE
 
 PATH = "/metrics"
 
 
-class Exposition:
+class Exposition(Closing):
     """Answers `GET /metrics` in threads of its own until it is closed; a context manager.
 
     `told` makes the text anew for each request. It listens on the loopback interface unless it is
@@ -53,17 +53,6 @@ class Exposition:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
-
-    def __enter__(self) -> Exposition:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _handler(told: Callable[[], str]) -> type[BaseHTTPRequestHandler]:

@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvweave.closing import Closing
 from kvweave.errors import AlreadyStepping, Cancelled, InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.engine.engine import Engine
@@ -28,7 +28,7 @@ _RETRY_S = 0.01
 """How soon an engine is asked again that found nothing to do: others hold the arena."""
 
 
-class Server:
+class Server(Closing):
     """Answers requests until it is closed, made by `Runner.serve`; a context manager.
 
     Everything here may be called from any thread. The server's own thread alone computes: until the
@@ -141,17 +141,6 @@ class Server:
             error, self._error = self._error, None
             if error is not None:
                 raise error
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closing:
