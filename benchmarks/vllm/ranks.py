@@ -119,7 +119,7 @@ def answers(name: str, model: Path, ranks: int) -> dict[str, Any]:
 
 
 def rows_of(ranks: int, model: Path, engines: list[str], limit_s: float) -> Iterator[Row]:
-    """Each engine by one rank, side by side, then by several, one after the other."""
+    """Each engine by one rank and by several, all side by side: to start takes them longest."""
 
     def start(name: str, count: int, gpu: int | None) -> subprocess.Popen[bytes]:
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
@@ -130,10 +130,10 @@ def rows_of(ranks: int, model: Path, engines: list[str], limit_s: float) -> Iter
         )
 
     single = [start(name, 1, number % ranks) for number, name in enumerate(engines)]
-    for process in single:
+    several = [start(name, ranks, None) for name in engines]
+    for process in (*single, *several):
         process.wait()
     for name in engines:
-        start(name, ranks, None).wait()
         paths = [model / f"{name}-{count}.json" for count in (1, ranks)]
         if not all(path.exists() for path in paths):
             yield Row(f"{name}: no answer of {ranks} ranks or of one", float("nan"), "", None, {})
@@ -156,7 +156,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--limit", type=float, default=90, help="seconds a process may take")
+    parser.add_argument("--limit", type=float, default=240, help="seconds a process may take")
     parser.add_argument("--json", type=Path, help="where the run goes")
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)

@@ -40,7 +40,8 @@ class Version:
     tables_there: bool = False
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        if op.startswith("__"):
+        # No op begins so, and those who print an object ask it for methods that do.
+        if op.startswith("_"):
             raise AttributeError(op)
         return lambda *given, **named: self._call(getattr(ops, op), given, named)
 

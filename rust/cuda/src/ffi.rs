@@ -325,9 +325,6 @@ pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option
     context.enter_uncaptured(|| Ok(ends())).ok().flatten()
 }
 
-/// Shared memory that every launch may ask for; more must be allowed for the kernel first.
-const SHARED_BYTES: u32 = 48 << 10;
-
 /// How a launch is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Grid {
@@ -355,7 +352,8 @@ pub(crate) unsafe fn launch<P: Copy>(
     let mut argument = *params;
     let mut arguments = [(&raw mut argument).cast::<c_void>()];
     context.enter(|| {
-        if grid.shared_bytes > SHARED_BYTES {
+        // A kernel's own shared memory counts too towards what every launch has.
+        if grid.shared_bytes > 0 {
             function.enlarge(&context.device)?;
         }
         let [x, y, z] = grid.blocks;

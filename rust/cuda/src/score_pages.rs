@@ -13,10 +13,6 @@ use crate::paged::DeviceReach;
 const THREADS: u32 = 256;
 /// Entries that a thread block scores: `kEntries` of the kernel.
 const ENTRIES: usize = 64;
-/// Shared memory that every launch has.
-const EVERY_BYTES: usize = 48 << 10;
-/// More than the kernel's own.
-const OWN_BYTES: usize = 1 << 10;
 /// Largest head dims of the kernels.
 const DIMS: [usize; 3] = [64, 128, 256];
 
@@ -109,11 +105,9 @@ impl CudaBackend {
     }
 }
 
-/// Shared memory for the queries of a KV head. Together with the kernel's own it may come to more
-/// than every launch has, where they alone would not: then the launch asks for more than that.
+/// Shared memory for the queries of a KV head.
 fn shared_bytes_of(group: usize, head_dim: usize) -> usize {
-    let queries = group.saturating_mul(head_dim).saturating_mul(size_of::<f32>());
-    if queries <= EVERY_BYTES - OWN_BYTES { queries } else { queries.max(EVERY_BYTES + 16) }
+    group.saturating_mul(head_dim).saturating_mul(size_of::<f32>())
 }
 
 /// The head dim of the kernel that takes a call's.
@@ -185,12 +179,6 @@ fn row_len(keys: bool, head_dim: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn queries_that_leave_the_kernel_no_room_ask_for_more() {
-        let bytes = [(4, 128), (47, 256), (48, 256), (64, 256)].map(|(g, d)| shared_bytes_of(g, d));
-        assert_eq!(bytes, [2048, 48_128, 49_168, 65_536]);
-    }
 
     #[test]
     fn keys_alone_are_two_vectors_a_page() {

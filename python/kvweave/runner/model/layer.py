@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvweave.runner.model.joined import is_plain
+from kvweave.runner.model.joined import FEW_ROWS, is_plain
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import ModelSpec
 from kvweave.runner.model.projections import Vectors
@@ -113,8 +113,8 @@ def owns_keys(layer: LayerSpec) -> bool:
 
 def _heads(spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> Vectors:
     x = grid.apply(layer.attention_in_norm, hidden)
-    joined = layer.joined_heads
-    if joined is not None and not grid.tiled and joined.holds:
+    joined = layer.joined_heads if grid.rows <= FEW_ROWS and not grid.tiled else None
+    if joined is not None and joined.holds:
         q, k, v = (made.view(grid.rows, -1, spec.head_dim) for made in joined(grid.real(x)))
         return q, k, v
     return layer.heads(lambda projection: grid.real(grid.apply(projection, x)))
