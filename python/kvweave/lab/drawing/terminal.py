@@ -58,7 +58,8 @@ def _bar(plan: DrawnPlan, width: int) -> Text:
         start, end = cell * plan.tokens // width, (cell + 1) * plan.tokens // width
         held = {span.kind for span in plan.spans if span.start < end and span.end > start}
         text.append(*_LOOKS[next(kind for kind in _LOUD if kind in held)])
-    scale = f"0{plan.tokens:>{max(1, width - 1)}}"
+    end_of_scale = str(plan.tokens)
+    scale = "0" + end_of_scale.rjust(max(len(end_of_scale) + 1, width - 1))
     return text.append(f"\n{scale}", style="dim")
 
 
