@@ -144,6 +144,15 @@ class Store:
         cost: int | None = None,
         now: int | None = None,
     ) -> tuple[str, bool]: ...
+    def has_room(
+        self,
+        provenance: Provenance,
+        tokens: int,
+        parts: dict[str, int],
+        *,
+        expires: int | None = None,
+        cost: int | None = None,
+    ) -> bool: ...
     def get(
         self, provenance: Provenance, tokens: _Array, *, now: int | None = None
     ) -> Shard | None: ...

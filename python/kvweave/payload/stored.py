@@ -54,14 +54,15 @@ def _provenance(
     )
 
 
-def store_payload(store: Store, payload: KvPayload, heads: str) -> str:
+def store_payload(store: Store, payload: KvPayload, heads: str, *, cost: int | None = None) -> str:
     """Puts a payload into a store; its parts come to the host if they are not there.
 
-    Returns the shard's name. Errors as for `Store.put`.
+    `cost`: FLOPs that its KV took, where they are known. Returns the shard's name. Errors as for
+    `Store.put`.
     """
     tokens = payload.tokens.cpu().numpy()
     parts = {_HEADER: _header_text(payload), **_held_parts(payload)}
-    return store.put(provenance_of(payload.header, heads), tokens, parts)[0]
+    return store.put(provenance_of(payload.header, heads), tokens, parts, cost=cost)[0]
 
 
 def send_payload(store: RemoteStore, payload: KvPayload, heads: str) -> None:

@@ -160,6 +160,26 @@ impl ShardHeader {
         Self::new(provenance.clone(), tokens.len() as u64, terms, entries)
     }
 
+    /// Bytes that the file of such a shard has at most: names and sizes are known, no checksum.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn most_file_bytes(
+        provenance: &Provenance,
+        tokens: u64,
+        parts: &[(&str, u64)],
+        terms: Terms,
+    ) -> Result<u64, StoreError> {
+        let ids = (TOKENS, tokens.saturating_mul(4));
+        let entry = |&(name, bytes): &(&str, u64)| PartEntry {
+            name: name.to_owned(),
+            bytes,
+            checksum: u64::MAX,
+        };
+        let entries = [ids].iter().chain(parts).map(entry).collect();
+        Self::new(provenance.clone(), tokens, terms, entries)?.file_bytes()
+    }
+
     /// The part of a name, and where it begins in the file.
     #[must_use]
     pub fn part(&self, name: &str) -> Option<(u64, &PartEntry)> {

@@ -7,7 +7,7 @@ that marks it finds it there again, where bringing it takes less time than compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -40,10 +40,9 @@ class Tiers:
 
     Documents have a form there.
 
-    `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
-    read from a store and not on the device yet, or the documents of one prompt where these are
-    more; as many wait to be written, or one document. `patience_s`: a prompt waits so long for its
-    reads once its turn has come, and is computed then.
+    At most `flight_bytes` are read from a store and not on the device yet, or the documents of one
+    prompt where these are more; as many wait to be written, or one document. `patience_s`: a prompt
+    waits so long for its reads once its turn has come, and is computed then.
 
     `expect` is for any thread; what brings or keeps is for the one that computes.
     """
@@ -52,7 +51,6 @@ class Tiers:
         self,
         form: DocumentForm,
         clock: Clock,
-        flops: Callable[[int, int], int],
         host: HostTier | None,
         disk: DiskTier | None,
         remote: RemoteTier | None = None,
@@ -67,7 +65,6 @@ class Tiers:
         self.patience_s = patience_s
         self._form, self._cache = form, form.cache
         self._clock = clock
-        self._flops = flops
         self._closed = False
         self._trouble = Trouble()
         stores = [tier for tier in (disk, remote) if tier is not None]
@@ -356,7 +353,7 @@ class Tiers:
             there.remove("remote" if self._is_on_disk(document) else "disk")
         if not there:
             return Choice("computed", "no tier has it")
-        flops = self._flops(start, start + document.length)
+        flops = self._form.flops(start, start + document.length)
         choice = choose(there, self._size(document), flops, self.measured.speeds)
         if choice.source == "computed":
             for tier in there:
