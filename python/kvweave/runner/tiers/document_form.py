@@ -10,6 +10,7 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.ops import RopeTable
 from kvweave.payload import KvPayload
+from kvweave.payload.arriving import ArrivingPayload
 from kvweave.payload.stored import provenance_here, read_payload, send_payload, store_payload
 from kvweave.payload.transfer import admit_kv, export_kv
 from kvweave.remote import RemoteShard, RemoteStore
@@ -91,6 +92,9 @@ class DocumentForm(Protocol):
         `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
         """
 
+    def begin(self, shard: Shard) -> StoredDocument | ArrivingPayload:
+        """As `read`; of a form whose documents can arrive layer by layer, to be read on."""
+
     def bases(self, blocks: Int32) -> BlockBases | None:
         """The bases that blocks [N] are packed in; None where there are none."""
 
@@ -139,6 +143,10 @@ class ExactForm:
     def read(self, shard: Shard | RemoteShard) -> KvPayload:
         """As `read_payload`."""
         return read_payload(shard)
+
+    def begin(self, shard: Shard) -> ArrivingPayload:
+        """Its KV is read layer by layer."""
+        return ArrivingPayload(shard)
 
     def bases(self, blocks: Int32) -> None:
         """None."""

@@ -154,6 +154,10 @@ class PackedForm:
             parts |= self._read_bases(shard, count)
         return PackedDocument(header, tokens, parts)
 
+    def begin(self, shard: Shard) -> PackedDocument:
+        """As `read`: whole."""
+        return self.read(shard)
+
     def _read_bases(self, shard: Shard, blocks: int) -> dict[str, torch.Tensor]:
         """The parts of a shard that say what so many blocks are packed in."""
         of = self.pool.pages.format
