@@ -4,7 +4,8 @@ The same prompt on runners in one process: SmolLM2 on the CPU, a Llama-3.1-8B sh
 weights on a GPU. Before each sample all blocks that nobody holds are evicted from the device, so
 that documents lie where the row says. The store is read past the page cache where its file system
 lets it; it lies in the folder that `KVWEAVE_BENCH_DISK` names, else where temporary files do. The
-last row has the runner choose by what it has measured.
+last row has the runner choose by what it has measured. Documents come layer by layer while the
+prompt is prefilled, but in the rows that say that all had come before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ DOCUMENTS = 4
 FRESH = 32
 EVER = 1e18
 SOURCES = ("computed", "device", "host", "disk")
+BEFORE = ", all before the prefill"
+WHOLE = ("host" + BEFORE, "disk" + BEFORE)
 
 
 class _Preferred(Measured):
@@ -84,9 +87,11 @@ class Bench:
             except PoolFull:
                 length -= 1
 
-    def prefill(self, source: str | None) -> tuple[kvweave.Report, torch.Tensor]:
+    def prefill(self, how: str | None) -> tuple[kvweave.Report, torch.Tensor]:
         """The report and the last logits of the prompt, its documents coming from one source."""
         assert self.runner.tiers is not None
+        self.runner.tiers.overlaps = how not in WHOLE
+        source = None if how is None else how.removesuffix(BEFORE)
         if source != "device":
             self.evict()
         if source is not None:
@@ -116,13 +121,15 @@ def run(quick: bool) -> list[Row]:
 
 def rows_of(name: str, bench: Bench, tokens: int, rounds: int) -> list[Row]:
     """A row a source, with its share of the time of computing, and one of the runner's choice."""
-    reports: dict[str, list[kvweave.Report]] = {source: [] for source in SOURCES}
+    every = SOURCES + WHOLE
+    reports: dict[str, list[kvweave.Report]] = {source: [] for source in every}
     # Brought from anywhere, documents are the same bits; warms all of them up.
-    last = {source: bench.prefill(source)[1] for source in ("host", "device", "disk", "computed")}
+    some = ("host", "device", "disk", "computed", *WHOLE)
+    last = {source: bench.prefill(source)[1] for source in some}
     bench.prefill("disk")
-    for source in ("device", "disk"):
+    for source in ("device", "disk", *WHOLE):
         expect(torch.equal(last[source], last["host"]), f"{source}: expected the host's logits")
-    for source in turns(SOURCES, rounds):
+    for source in turns(every, rounds):
         if source == "device":
             bench.prefill("host")
         reports[source].append(bench.prefill(source)[0])

@@ -197,7 +197,8 @@ def test_tiers_case_brings_documents_from_where_it_says(tmp_path: Path) -> None:
     assert [row.name.rpartition(", ")[2] for row in rows[:4]] == list(tiers.SOURCES)
     assert [row.of["load s"] > 0 for row in rows[:4]] == [False, False, True, True]
     assert rows[0].of["÷ computed"] == 1
-    assert set(rows[4].of["source"].split(", ")) <= {"computed", "host", "disk"}
+    assert [row.name.endswith(tiers.BEFORE) for row in rows] == [False] * 4 + [True] * 2 + [False]
+    assert set(rows[-1].of["source"].split(", ")) <= {"computed", "host", "disk"}
 
 
 def test_head_memory_case_counts_what_is_admitted() -> None:

@@ -111,6 +111,7 @@ def test_a_store_that_is_named_has_it_when_insert_returns(model: Any, tmp_path: 
     store = Store(tmp_path)
     runner.insert(long, "long", store=store)
     assert [name for _, name, _ in store.documents("")] == ["long"]
+    assert [one.cost for one in store.list()] == [runner._knowledge._form.flops(0, len(long))]
     assert runner.packing_stats()["final"] == 1
     wanted, _ = logits_of(runner, long)
     other = tiered(model, "half-int4", document_bytes=1 << 23)

@@ -113,3 +113,26 @@ def test_costs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cost"):
         put(store, 1, now=1, cost=-1)
     assert store.list() == []
+
+
+def test_room_is_told_of_before_anything_is_written(tmp_path: Path) -> None:
+    """It is there just where `put` evicts nothing, whatever is full: the store or the quota."""
+    tokens = np.asarray([7, 1], np.uint32)
+    for size in (3, 4):
+        wide = {"kv": 4096 * size}
+        whole, quota = (
+            Store(tmp_path / f"{size}", capacity_bytes=2 * FILE + 4096 * 2),
+            Store(tmp_path / f"{size} q", quota_bytes=2 * FILE + 4096 * 2),
+        )
+        for store in (whole, quota):
+            put(store, 0, now=1000)
+            put(store, 1, now=1001) if size == 4 else None
+            there = store.has_room(OF, 2, wide, cost=5)
+            before = len(store.list())
+            assert there is (size == 3)
+            store.put(OF, tokens, {"kv": bytes(wide["kv"])}, cost=5, now=1002)
+            assert (len(store.list()) == before + 1) is there
+    assert Store(tmp_path / "4", capacity_bytes=1).has_room(OF, 2, {"kv": 2**62}) is False
+    assert Store(tmp_path / "4").has_room(OF, 2, {"kv": 2**62})
+    with pytest.raises(InvalidArgument, match="part"):
+        whole.has_room(OF, 2, {"kv": -1})

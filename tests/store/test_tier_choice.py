@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from families import random_tokens, tiny
 from kvweave import Runner
+from kvweave.flops import TextSizes, product_flops
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.choice import Speeds, choose
 from kvweave.runner.tiers.measured import Measured
@@ -83,6 +84,19 @@ def test_flops_of_rows_are_those_of_a_prefill_but_for_logits(family: str) -> Non
     assert rows(0, 100) == ran
     assert rows(0, 40) + rows(40, 100) == ran
     assert rows(7, 7) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_flops_by_a_configuration_are_those_of_the_modules(family: str) -> None:
+    """But for a router, whose few weights no configuration names."""
+    model = tiny(family)
+    runner = Runner(model, max_tokens=64, check=False, progress=False)
+    spec = runner.spec
+    sizes = TextSizes.of_config(model.config, spec.kv_heads, spec.head_dim)
+    rows = RowFlops(spec, runner._prefiller.heads)
+    experts = getattr(model.config, "num_local_experts", 0)
+    routers = product_flops(50, len(spec.layers) * experts * model.config.hidden_size)
+    assert sizes.flops(10, 60) == rows(10, 60) - routers > 0
 
 
 class Noted(Job):

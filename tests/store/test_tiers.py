@@ -87,6 +87,21 @@ def test_what_comes_back_is_the_same_bit_for_bit(tmp_path: Path, length: int) ->
     done.release()
 
 
+def test_a_store_is_told_what_documents_took(tmp_path: Path) -> None:
+    """FLOPs as a prefill of the text alone counts them; the order of eviction goes by them."""
+    model = tiny("llama")
+    runner, named = tiered(model, store=tmp_path / "own"), Store(tmp_path / "named")
+    runner.insert(LETTER, "letter")
+    runner.insert(MANUAL, "manual", store=named)
+    runner.flush()
+    found = {one.tokens: one.cost for one in [*Store(tmp_path / "own").list(), *named.list()]}
+    assert found.keys() == {len(LETTER), len(MANUAL)}
+    for text in (LETTER, MANUAL):
+        done = tiered(model).prefill(text, "full", logits_from=0, watched=False)
+        flops = done.report.flops
+        assert found[len(text)] == sum(flops.values()) - flops["logits"] > 0
+
+
 def test_a_restarted_process_says_the_same(tmp_path: Path, smollm2: Any) -> None:
     """Real weights and the default policy; the first process is killed once it has flushed."""
     code = """

@@ -54,14 +54,15 @@ def _provenance(
     )
 
 
-def store_payload(store: Store, payload: KvPayload, heads: str) -> str:
+def store_payload(store: Store, payload: KvPayload, heads: str, *, cost: int | None = None) -> str:
     """Puts a payload into a store; its parts come to the host if they are not there.
 
-    Returns the shard's name. Errors as for `Store.put`.
+    `cost`: FLOPs that its KV took, where they are known. Returns the shard's name. Errors as for
+    `Store.put`.
     """
     tokens = payload.tokens.cpu().numpy()
     parts = {_HEADER: _header_text(payload), **_held_parts(payload)}
-    return store.put(provenance_of(payload.header, heads), tokens, parts)[0]
+    return store.put(provenance_of(payload.header, heads), tokens, parts, cost=cost)[0]
 
 
 def send_payload(store: RemoteStore, payload: KvPayload, heads: str) -> None:
@@ -90,14 +91,40 @@ def read_payload(shard: Shard | RemoteShard) -> KvPayload:
     # Errors
     `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
     """
+    header = header_of(shard)
+    parts = {TOKENS: tokens_of(shard)}
+    for name, shape in header.part_shapes().items():
+        parts[name] = part_of(shard, name, shape, TORCH_DTYPES[header.dtype])
+    return payload_of(header, parts)
+
+
+def header_of(shard: Shard | RemoteShard) -> PayloadHeader:
+    """The header of the payload in a shard.
+
+    # Errors
+    `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
+    """
     try:
         header = PayloadHeader.from_json(parsed(_text(shard)))
-        found = provenance_of(header, shard.provenance.heads)
-        if found != shard.provenance:
-            raise CorruptShard("shard payload: expected one of the shard's model, got another")
-        parts = {TOKENS: torch.from_numpy(shard.tokens().astype(np.int32))}
-        for name, shape in header.part_shapes().items():
-            parts[name] = part_of(shard, name, shape, TORCH_DTYPES[header.dtype])
+    except CorruptPayload as error:
+        raise CorruptShard(f"shard {error}") from error
+    if provenance_of(header, shard.provenance.heads) != shard.provenance:
+        raise CorruptShard("shard payload: expected one of the shard's model, got another")
+    return header
+
+
+def tokens_of(shard: Shard | RemoteShard) -> torch.Tensor:
+    """The token ids of a shard, i32 [T]."""
+    return torch.from_numpy(shard.tokens().astype(np.int32))
+
+
+def payload_of(header: PayloadHeader, parts: dict[str, torch.Tensor]) -> KvPayload:
+    """A payload of parts from a shard.
+
+    # Errors
+    `CorruptShard` for parts that are not what the header says.
+    """
+    try:
         return KvPayload(header, parts)
     except CorruptPayload as error:
         raise CorruptShard(f"shard {error}") from error
@@ -120,14 +147,31 @@ def part_of(
     # Errors
     `CorruptShard` for a part of another size; `StoreUnavailable`.
     """
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-    if shard.parts.get(name) != size:
-        got = shard.parts.get(name)
-        raise CorruptShard(f"shard part {name}: expected {size} bytes, got {got}")
     if isinstance(shard, RemoteShard):
+        _expect_size(shard, name, shape, dtype)
         return torch.from_numpy(shard.memory[name]).view(dtype).view(shape)
-    memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
-    begin = -memory.data_ptr() % _ALIGNED
-    held = memory[begin : begin + size]
+    held = memory_for(shard, name, shape, dtype)
     shard.read_into(name, held)
     return held.view(dtype).view(shape)
+
+
+def memory_for(shard: Shard, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a part, u8 [bytes], where direct reads may go; no more than the file has.
+
+    # Errors
+    `CorruptShard` for a part of another size.
+    """
+    size = _expect_size(shard, name, shape, dtype)
+    memory = torch.empty(size + _ALIGNED, dtype=torch.uint8)
+    begin = -memory.data_ptr() % _ALIGNED
+    return memory[begin : begin + size]
+
+
+def _expect_size(
+    shard: Shard | RemoteShard, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    got = shard.parts.get(name)
+    if got != size:
+        raise CorruptShard(f"shard part {name}: expected {size} bytes, got {got}")
+    return size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -150,22 +152,60 @@ def admit_kv(cache: KvCache, pages: torch.Tensor, payload: KvPayload, namespace:
     one that was cut to what a next token sees; `NamespaceConflict`, `Unsupported` as `import_kv`;
     `PoolFull` when it does not fit. After any error nothing is held.
     """
-    _expect_pages(cache, pages)
-    header = payload.header
-    _expect_alike(cache, header, namespace)
-    all_of_it = ((0, header.tokens),)
-    if header.promoted or any(group.spans != all_of_it for group in header.groups):
-        raise InvalidArgument("payload: expected every token in every head, got a part of them")
-    tokens, regime = payload.tokens.cpu().numpy(), header.regime
-    request = cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
+    coming = ComingKv(cache, pages, payload, namespace)
     try:
-        for index in range(len(header.groups)):
-            _write(pages, request, index, all_of_it, payload.parts[group_part(index)])
-        request.commit(header.tokens, header.tokens)
+        coming.write_to(payload.header.layers)
+        coming.commit()
     except BaseException:
-        request.release()
+        coming.release()
         raise
-    return request
+    return coming.request
+
+
+class ComingKv:
+    """A request of a payload's text, as `admit_kv`, whose KV is written layer by layer.
+
+    `layers` of them so far; it is committed as soon as whoever has it says so.
+
+    # Errors
+    As `admit_kv`.
+    """
+
+    def __init__(
+        self, cache: KvCache, pages: torch.Tensor, payload: KvPayload, namespace: str
+    ) -> None:
+        _expect_pages(cache, pages)
+        header = payload.header
+        _expect_alike(cache, header, namespace)
+        all_of_it = ((0, header.tokens),)
+        if header.promoted or any(group.spans != all_of_it for group in header.groups):
+            raise InvalidArgument("payload: expected every token in every head, got a part of them")
+        tokens, regime = payload.tokens.cpu().numpy(), header.regime
+        self.layers = 0
+        self.request = cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
+        self._pages, self._payload = pages, payload
+        groups = range(len(header.groups))
+        self._places = [Places.read_by(self.request, group) for group in groups]
+        self._layers = [cache.page_layers(group) for group in groups]
+
+    def write_to(self, layers: int) -> None:
+        """Writes on until the KV of so many layers is in the pages."""
+        for group, (places, of_page) in enumerate(zip(self._places, self._layers, strict=True)):
+            begin, end = np.searchsorted(of_page, (self.layers, layers)).tolist()
+            if begin < end:
+                here = replace(places, blocks=places.blocks + np.int32(begin))
+                scatter(self._pages, here, self._payload.parts[group_part(group)][begin:end])
+        self.layers = layers
+
+    def commit(self) -> None:
+        """Has it found by others from now on, whether all of it has been written or not."""
+        self.request.commit(self.request.length, self.request.length)
+
+    def release(self) -> None:
+        """Lets the blocks go; what was not written as a whole is found by nobody any more."""
+        if self.layers < self._payload.header.layers and not self.request.released:
+            self.request.retract()
+        self.request.release()
 
 
 def _write(

@@ -76,6 +76,42 @@ fn pages_are_said_to_be_freed_when_their_content_can_be_found_no_more() {
     cache.check().unwrap();
 }
 
+#[test]
+fn what_was_committed_and_never_came_is_found_by_nobody() {
+    let cache = cache(16);
+    let text: Vec<u32> = (0..10).collect();
+    computed(&cache, &text, "a", 0);
+    let mut frozen = admitted(&cache, &text, "a", 0).unwrap();
+    frozen.commit(10, 10).unwrap();
+    frozen.freeze("book", 0..10).unwrap();
+    drop(frozen);
+    // Its blocks go, and come back in those of a request whose KV then does not come.
+    let all: Vec<u32> = (100..164).collect();
+    drop(admitted(&cache, &all, "", 0).unwrap());
+    assert_eq!(cache.lookup_prefix(&text, "a"), 0);
+    let mut coming = admitted(&cache, &text, "a", 0).unwrap();
+    coming.commit(10, 10).unwrap();
+    // Others hold them meanwhile, and stand behind them.
+    let longer: Vec<u32> = (0..20).collect();
+    let mut reader = admitted(&cache, &longer, "a", 0).unwrap();
+    assert_eq!(reader.plan().reused_prefix, 10);
+    let _ = reader.take_copies();
+    reader.finish_copies();
+    reader.commit(20, 20).unwrap();
+    coming.retract();
+    cache.check().unwrap();
+    assert_eq!((cache.lookup_prefix(&text, "a"), cache.lookup_segment(&text, "a", 0)), (0, 0));
+    assert!(coming.commit(10, 10).is_err());
+    drop((reader, coming));
+    cache.check().unwrap();
+    assert_eq!(cache.stats().held, 0);
+    // Whoever computes it has it found again, by its name too.
+    computed(&cache, &text, "a", 0);
+    assert_eq!(cache.lookup_prefix(&text, "a"), 10);
+    cache.delete_frozen("book", "a").unwrap();
+    cache.check().unwrap();
+}
+
 proptest! {
     /// A page that was written to is free only if it was said to be freed since.
     #[test]

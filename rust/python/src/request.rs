@@ -220,6 +220,14 @@ impl KvRequest {
         self.with(py, |request| request.commit(computed, exact))
     }
 
+    /// Takes back what was committed, as its KV has not come: nobody finds it from now on.
+    fn retract(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |request| {
+            request.retract();
+            Ok::<_, Error>(())
+        })
+    }
+
     /// Pins the committed blocks of [start, end) as a knowledge-base entry of this request's
     /// namespace; an entry of the same name is replaced.
     fn freeze(&self, py: Python<'_>, name: Text<'_>, start: Number, end: Number) -> PyResult<()> {

@@ -8,7 +8,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::arguments::raised;
+use crate::arguments::{count, raised};
 use crate::dlpack::borrow;
 use crate::failure::{Failure, call_core};
 use crate::request::saturating_u32;
@@ -218,6 +218,28 @@ impl Shard {
         // bits are a value of every dtype that `borrow` lets in.
         let memory = raised(py, unsafe { borrowed.tensor.bytes_mut("out") })?;
         call_core(py, || self.noted(self.shard.read(part.0, memory))).map(ReadPath::name)
+    }
+
+    /// Bytes of a part from `begin` on into a contiguous tensor on the host; the hashes of its
+    /// chunks of 1 MiB, for `check`.
+    fn read_some(
+        &self,
+        py: Python<'_>,
+        part: Text<'_>,
+        begin: Number,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<u64>> {
+        let from = raised(py, count("begin", begin))? as u64;
+        let borrowed = borrow("out", out)?;
+        // SAFETY: as for `read_into`.
+        let memory = raised(py, unsafe { borrowed.tensor.bytes_mut("out") })?;
+        call_core(py, || self.noted(self.shard.read_some(part.0, from, memory)))
+    }
+
+    /// Holds a part to its checksum, by the hashes of all its chunks.
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+    fn check(&self, py: Python<'_>, part: Text<'_>, hashes: Vec<u64>) -> PyResult<()> {
+        raised(py, self.noted(self.shard.check(part.0, &hashes)))
     }
 
     fn __repr__(&self) -> String {

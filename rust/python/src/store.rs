@@ -189,6 +189,31 @@ impl Store {
         Ok((stored.name.to_string(), stored.written))
     }
 
+    /// Whether a shard of `tokens` ids and parts of these sizes has room beside what is there.
+    #[pyo3(signature = (provenance, tokens, parts, *, expires=None, cost=None))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
+    fn has_room(
+        &self,
+        py: Python<'_>,
+        provenance: &Provenance,
+        tokens: Number,
+        parts: &Bound<'_, PyDict>,
+        expires: Option<Number>,
+        cost: Option<Number>,
+    ) -> PyResult<bool> {
+        let mut sizes = Vec::with_capacity(parts.len());
+        for (name, bytes) in parts {
+            let name = name.extract::<Text<'_>>()?.0.to_owned();
+            sizes.push((name, raised(py, count("part", bytes.extract::<Number>()?))? as u64));
+        }
+        call_core(py, || {
+            let terms = Terms { expires: size("expires", expires)?, cost: size("cost", cost)? };
+            let sizes: Vec<(&str, u64)> = sizes.iter().map(|(name, of)| (&**name, *of)).collect();
+            let tokens = count("tokens", tokens)? as u64;
+            Ok::<_, Failure>(self.0.has_room(&provenance.0, tokens, &sizes, terms)?)
+        })
+    }
+
     #[pyo3(signature = (provenance, tokens, *, now=None))]
     fn get(
         &self,

@@ -18,7 +18,7 @@ use std::os::unix::fs::FileExt;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::checksum::{is_zero, of_part};
+use crate::checksum::{is_zero, of_hashes, of_part};
 use crate::error::{ErrorKind, StoreError};
 use crate::identity::{MOST_TOKENS, Provenance, brief, check_name};
 
@@ -60,6 +60,18 @@ impl PartEntry {
     pub fn of(name: &str, bytes: &[u8]) -> PartEntry {
         let checksum = of_part(bytes);
         PartEntry { name: name.to_owned(), bytes: bytes.len() as u64, checksum }
+    }
+
+    /// Refuses the hashes of all chunks of a part, in order, that are not those of its checksum.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub fn check_hashes(&self, hashes: &[u64]) -> Result<(), StoreError> {
+        if of_hashes(hashes, self.bytes) == self.checksum {
+            return Ok(());
+        }
+        let what = format!("shard part {}", self.name);
+        Err(StoreError::corrupt(what, "the bytes of its checksum", "others"))
     }
 
     /// Refuses bytes that are not the part's, with the zeros behind it that a file has.
@@ -158,6 +170,26 @@ impl ShardHeader {
         let parts = parts.iter().map(|part| PartEntry::of(part.name, part.bytes));
         let entries = [ids].into_iter().chain(parts).collect();
         Self::new(provenance.clone(), tokens.len() as u64, terms, entries)
+    }
+
+    /// Bytes that the file of such a shard has at most: names and sizes are known, no checksum.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn most_file_bytes(
+        provenance: &Provenance,
+        tokens: u64,
+        parts: &[(&str, u64)],
+        terms: Terms,
+    ) -> Result<u64, StoreError> {
+        let ids = (TOKENS, tokens.saturating_mul(4));
+        let entry = |&(name, bytes): &(&str, u64)| PartEntry {
+            name: name.to_owned(),
+            bytes,
+            checksum: u64::MAX,
+        };
+        let entries = [ids].iter().chain(parts).map(entry).collect();
+        Self::new(provenance.clone(), tokens, terms, entries)?.file_bytes()
     }
 
     /// The part of a name, and where it begins in the file.

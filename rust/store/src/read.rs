@@ -13,7 +13,7 @@ use std::thread;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
-use crate::checksum::{CHUNK, is_zero, of_chunk, of_hashes};
+use crate::checksum::{CHUNK, is_zero, of_chunk};
 use crate::error::StoreError;
 use crate::header::{ALIGN, PartEntry};
 
@@ -74,6 +74,27 @@ impl PartFile {
         part: &PartEntry,
         out: &mut [u8],
     ) -> Result<ReadPath, StoreError> {
+        let hashes = self.read_chunks(begin, part, out)?;
+        part.check_hashes(&hashes)?;
+        Ok(match (self.wanted, self.is_direct()) {
+            (false, _) => ReadPath::Buffered,
+            (true, false) => ReadPath::Refused,
+            (true, true) if out.len() < BLOCK || is_aligned(out) => ReadPath::Direct,
+            (true, true) => ReadPath::Bounced,
+        })
+    }
+
+    /// Fills `out` with bytes of a part from `at` of the file on, and returns the hashes of its
+    /// chunks: nothing is held to a checksum, see [`PartEntry::check_hashes`].
+    ///
+    /// # Errors
+    /// `Corrupt` for other bytes than zeros behind the part, `Io`.
+    pub fn read_chunks(
+        &self,
+        at: u64,
+        part: &PartEntry,
+        out: &mut [u8],
+    ) -> Result<Vec<u64>, StoreError> {
         let failed = |error: io::Error| {
             let what = format!("shard part {}", part.name);
             if error.kind() == io::ErrorKind::InvalidData {
@@ -81,24 +102,14 @@ impl PartFile {
             }
             StoreError::io(what, "to be read", &error)
         };
-        let hashes = match self.chunks(begin, out) {
+        match self.chunks(at, out) {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput && self.is_direct() => {
                 set_direct(&self.file, false);
                 self.direct.store(false, Ordering::Relaxed);
-                self.chunks(begin, out).map_err(failed)?
+                self.chunks(at, out).map_err(failed)
             }
-            other => other.map_err(failed)?,
-        };
-        if of_hashes(&hashes, part.bytes) != part.checksum {
-            let what = format!("shard part {}", part.name);
-            return Err(StoreError::corrupt(what, "the bytes of its checksum", "others"));
+            other => other.map_err(failed),
         }
-        Ok(match (self.wanted, self.is_direct()) {
-            (false, _) => ReadPath::Buffered,
-            (true, false) => ReadPath::Refused,
-            (true, true) if out.len() < BLOCK || is_aligned(out) => ReadPath::Direct,
-            (true, true) => ReadPath::Bounced,
-        })
     }
 
     fn is_direct(&self) -> bool {

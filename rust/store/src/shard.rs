@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use crate::checksum::CHUNK;
 use crate::error::{ErrorKind, StoreError};
 use crate::header::{PartEntry, ShardHeader, TOKENS};
 use crate::identity::{Naming, ShardName, brief};
@@ -74,6 +75,32 @@ impl Shard {
             ));
         }
         self.file.read(begin, part, out)
+    }
+
+    /// Reads some of a part, from byte `from` of it on, and returns the hashes of its chunks of
+    /// 1 MiB. Nothing is held to a checksum before [`Self::check`] has all of them.
+    ///
+    /// # Errors
+    /// `Unknown` part, `InvalidArgument` for bytes that are no whole chunks, or that it has not;
+    /// `Corrupt`, `Io`.
+    pub fn read_some(&self, name: &str, from: u64, out: &mut [u8]) -> Result<Vec<u64>, StoreError> {
+        let (begin, part) = self.placed(name)?;
+        let end = from.saturating_add(out.len() as u64);
+        let whole = |at: u64| at.is_multiple_of(CHUNK as u64) || at == part.bytes;
+        if !whole(from) || !whole(end) || end > part.bytes {
+            let expected = format!("whole chunks of its {} bytes", part.bytes);
+            let got = format!("[{from}, {end})");
+            return Err(StoreError::invalid(format!("shard part {}", part.name), expected, got));
+        }
+        self.file.read_chunks(begin + from, part, out)
+    }
+
+    /// Holds a part to its checksum, by the hashes of all of its chunks in order.
+    ///
+    /// # Errors
+    /// `Unknown` part, `Corrupt`.
+    pub fn check(&self, name: &str, hashes: &[u64]) -> Result<(), StoreError> {
+        self.part(name)?.check_hashes(hashes)
     }
 
     /// A part in memory of its own. No size is larger than the file, which has been checked.

@@ -170,6 +170,28 @@ impl Store {
         self.admit(name, header, beside, now)
     }
 
+    /// Whether a shard of parts of these sizes has room here, and in the quota of its namespace,
+    /// beside all that is there: nothing has to go for it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for names, tokens or parts that no shard may have; `Io`.
+    pub fn has_room(
+        &self,
+        provenance: &Provenance,
+        tokens: u64,
+        parts: &[(&str, u64)],
+        terms: impl Into<Terms>,
+    ) -> Result<bool, StoreError> {
+        let needed = ShardHeader::most_file_bytes(provenance, tokens, parts, terms.into())?;
+        let namespace = &provenance.namespace;
+        let (total, own) = self.books()?.held(namespace);
+        let budget = locked(&self.budget);
+        let fits = |most: Option<u64>, held: u64| {
+            most.is_none_or(|most| held.saturating_add(needed) <= most)
+        };
+        Ok(fits(budget.capacity, total) && fits(budget.of(namespace), own))
+    }
+
     /// The shard of some tokens, its header and token ids compared. `None` where there is none, or
     /// one that has expired.
     ///

@@ -14,7 +14,7 @@ from kvweave.store import Store
 from vllm_tiers import ORIGIN, keys, tiers
 
 FILE = 4096 * 5
-COSTED = replace(ORIGIN, chunk_tokens=16, token_flops=1000, pair_flops=10)
+COSTED = replace(ORIGIN, chunk_tokens=16, weights=500, width=3)
 CHAT, FLOOD = keys(6), keys(24, seed=1)
 
 
@@ -27,7 +27,7 @@ def test_a_chunk_costs_more_the_more_stands_before_it(tmp_path: Path) -> None:
         made.store(CHAT)
     costs = sorted(one.cost or 0 for one in Store(tmp_path).list())
     pairs = [sum(range(16 * i + 1, 16 * i + 17)) for i in range(6)]
-    assert costs == [16 * 1000 + 10 * seen for seen in pairs]
+    assert costs == [16 * 1000 + 12 * seen for seen in pairs]
     assert COSTED.cost(None) == costs[0]
     assert ORIGIN.cost(4096) == 0
 

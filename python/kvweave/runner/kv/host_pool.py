@@ -74,7 +74,8 @@ class Aside:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             work()
-            return Arrival(self.stream.record_event())
+            event: Any = torch.cuda.Event
+            return Arrival(self.stream.record_event(event(enable_timing=True)))
 
 
 @dataclass(frozen=True)

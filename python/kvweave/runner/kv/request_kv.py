@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
 from kvweave.runner.model.rope import PositionTable
+
+if TYPE_CHECKING:
+    from kvweave.runner.tiers.arrivals import Arrivals
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class RequestKv:
         self._rows: RowTable | None = None
         self._asking = RowMemo[ops.Table](1)
         self._gap_end: int | None = None
+        # What comes while the prompt is prefilled, if anything does.
+        self.arrivals: Arrivals | None = None
 
     def fork(self) -> RequestKv:
         """The KV of a fork of the request, which shares all of its blocks, packed ones too.
@@ -108,8 +114,10 @@ class RequestKv:
             copies = self.request.take_copies(group)
             if not self.rotates:
                 copies[:, 5] = 0
-            self.bring(copies, self.heads.page_layers(group))
             copied += len(copies)
+            if self.arrivals is not None:
+                copies = self.arrivals.defer(group, copies, self.bring_layers)
+            self.bring(copies, self.heads.page_layers(group))
         self.request.finish_copies()
         if copied:
             self._table = None
@@ -124,6 +132,25 @@ class RequestKv:
                 kv_heads=self.spec.kv_heads,
                 layers=layers,
             )
+
+    def bring_layers(self, group: int, copies: Int32, first: int, end: int) -> None:
+        """Copies i32 [C, 6] of a group's blocks, in the layers [first, end) alone."""
+        layers = self.heads.cache.page_layers(group)
+        begin, behind = np.searchsorted(layers, (first, end)).tolist()
+        if begin < behind:
+            # The pages of some layers follow each other, as those of a block of fewer do.
+            moved = copies.copy()
+            moved[:, [0, 2]] += begin
+            self.bring(moved, np.ascontiguousarray(layers[begin:behind]))
+
+    def arrive(self, layer: int) -> None:
+        """Returns when the KV of a layer is there that the prompt reuses.
+
+        # Errors
+        `NotArrivedError` where some will not come.
+        """
+        if self.arrivals is not None:
+            self.arrivals.need(layer, self.bring_layers)
 
     def rows(self, rows: Rows, local_rows: Rows | None) -> RowTable:
         """The tables of rows to be written, after `own`.

@@ -223,6 +223,7 @@ class _Run:
     def layer(self, hidden: Hidden, plan: LayerPlan) -> tuple[Hidden, torch.Tensor | None, Rows]:
         """One layer over the plan's rows; the probe's result, if any, and the rows written."""
         layer = self.spec.layers[plan.layer]
+        self.kv.arrive(plan.layer)
         hidden, plan, attended, probing = self.attention(hidden.narrow(plan.rows), plan)
         if attended is not None:
             seen = self.kv.layer_heads(plan.layer).seen

@@ -1,7 +1,6 @@
 """FLOPs of the matrix products that a prefill ran, counted by part as they are asked for.
 
-A product of [m, k] and [k, n] counts 2·m·k·n. Rows that only pad a grid, norms, activations and
-rotations do not count.
+What counts, and how, says `kvweave.flops`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvweave.flops import attention_flops, product_flops, visible_pairs
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.tables import RowMemo
@@ -20,15 +20,6 @@ from kvweave.runner.model.model_spec import ModelSpec
 PARTS = ("projections", "attention", "feed_forward", "logits", "scores")
 """What is counted: q, k, v and output projections; attention over the keys that each row and head
 sees; the feed-forward; the head of the model; the query-key products of probes."""
-
-
-def visible_pairs(rows: Rows, window: int, sink: int) -> int:
-    """Keys that rows at some positions see, all together, with a window (0: all) and a sink."""
-    seen = rows.astype(np.int64) + 1
-    if window:
-        near = np.minimum(seen, window)
-        seen = near + np.minimum(seen - near, sink)
-    return int(seen.sum())
 
 
 def _elements(module: Any) -> int:
@@ -116,32 +107,32 @@ class FlopCount:
     def project(self, layer: int, rows: int, spared: tuple[int, int] = (0, 0)) -> None:
         """Q, k and v of some rows; `spared`: so many KV heads of only so many rows."""
         heads, fewer = spared
-        self.parts["projections"] += 2 * rows * self.weights.layers[layer].query
+        self.parts["projections"] += product_flops(rows, self.weights.layers[layer].query)
         self.project_heads(layer, self.spec.kv_heads - heads, rows)
         self.project_heads(layer, heads, fewer)
 
     def project_heads(self, layer: int, heads: int, rows: int) -> None:
         """K and v of some KV heads of some rows."""
         both = self.weights.layers[layer].key_value
-        self.parts["projections"] += 2 * rows * heads * both // self.spec.kv_heads
+        self.parts["projections"] += product_flops(rows, heads * both // self.spec.kv_heads)
 
     def attend(self, layer: int, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Attention of rows and its output projection; a (window, sink) for each KV head."""
         pairs = self._pairs(rows, reaches)
-        self.parts["attention"] += 4 * pairs * self.spec.head_dim
-        self.parts["projections"] += 2 * len(rows) * self.weights.layers[layer].output
+        self.parts["attention"] += attention_flops(pairs, self.spec.head_dim)
+        self.parts["projections"] += product_flops(len(rows), self.weights.layers[layer].output)
 
     def feed_forward(self, layer: int, rows: int) -> None:
         """The feed-forward of some rows."""
-        self.parts["feed_forward"] += 2 * rows * self.weights.layers[layer].feed_forward
+        self.parts["feed_forward"] += product_flops(rows, self.weights.layers[layer].feed_forward)
 
     def logits(self, rows: int) -> None:
         """The head's product of some rows."""
-        self.parts["logits"] += 2 * rows * self.weights.head
+        self.parts["logits"] += product_flops(rows, self.weights.head)
 
     def score(self, rows: Rows, reaches: list[tuple[int, int]]) -> None:
         """Query-key products of a probe; a (window, sink) for each KV head."""
-        self.parts["scores"] += 2 * self._pairs(rows, reaches) * self.spec.head_dim
+        self.parts["scores"] += product_flops(self._pairs(rows, reaches), self.spec.head_dim)
 
     def _pairs(self, rows: Rows, reaches: list[tuple[int, int]]) -> int:
         """Pairs of a row and a key over all query heads."""

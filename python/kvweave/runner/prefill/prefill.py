@@ -72,6 +72,7 @@ class Prefiller(PrefillContext):
             reserve_tokens=reserve_tokens,
             keep=keep,
             copy=copy,
+            at_once=True,
         )
         job.advance(job.tokens)
         return job.finish()

@@ -136,10 +136,12 @@ class PrefillContext:
         policy: Policy,
         lookup: Lookup,
         expected: Expected | None = None,
+        arrives: bool = False,
     ) -> Brought:
         """The documents of a prompt that is to be admitted, on the device as far as that pays.
 
-        `expected`: what was said of them when the prompt came, if anything.
+        `expected`: what was said of them when the prompt came, if anything. `arrives`: some of
+        their KV may come while the prompt is prefilled, which is to be done at once.
         """
         if policy.reuse != "segments" and expected is not None:
             expected.release()
@@ -147,7 +149,8 @@ class PrefillContext:
             expected = self.expect(prompt, policy, lookup, NEEDED, 0)
         if self.tiers is None or expected is None or policy.reuse != "segments":
             return Brought()
-        return self.tiers.bring(expected, prompt, lookup.namespace)
+        arrives = arrives and self.packed is None
+        return self.tiers.bring(expected, prompt, lookup.namespace, arrives=arrives)
 
     def expect(
         self, prompt: TokenizedPrompt, policy: Policy, lookup: Lookup, need: int, priority: int

@@ -29,6 +29,8 @@ from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prefill.trace import Trace
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import Timings
+from kvweave.runner.tiers.arrivals import Arrivals, NotArrivedError
+from kvweave.runner.tiers.brought import Brought
 from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.final_packing import DocumentCopy
 
@@ -44,7 +46,8 @@ class PrefillJob:
     `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
     also what lies behind the windows of its heads; it is computed at once then. `expected`: what
     its documents are to come from, if that was decided before. `copy` is given the pages that are
-    packed.
+    packed. `at_once`: nobody else computes before `advance`, so that KV of its documents may come
+    while that computes; where some does not come it begins anew, without them.
 
     # Errors
     `PoolFull` when the prompt does not fit; whatever its policy raises.
@@ -65,24 +68,35 @@ class PrefillJob:
         keep: bool = False,
         expected: Expected | None = None,
         copy: DocumentCopy | None = None,
+        at_once: bool = False,
     ) -> None:
         self.tokens = len(prompt.tokens)
         self._context = context
+        self._prompt = prompt
+        self._reserve = reserve_tokens
         self._policy = policy
         self._lookup = lookup
         self._first = first_of(logits_from, self.tokens)
         self._most_rows = 0 if keep else chunk_tokens
         self._keep = keep
-        positions = context.rotary.table(self.tokens)
-        with context.brought(prompt, policy, lookup, expected) as self._brought:
-            start = time.perf_counter()
-            self._admit(prompt, positions.regime, reserve_tokens)
-        if self._packed is not None and copy is not None:
-            self._packed.copy = copy
-        self._timings = Timings(lookup_s=time.perf_counter() - start)
+        self._timings = Timings()
+        # Documents that came while it was computed, once they had.
+        self._arrivals: Arrivals | None = None
         self._computing: list[tuple[Mark, Mark]] = []
         self._run: ChunkedRun | None = None
         self._whole: tuple[torch.Tensor, Trace] | None = None
+        self._begin(context.brought(prompt, policy, lookup, expected, at_once), copy)
+
+    def _begin(self, brought: Brought, copy: DocumentCopy | None = None) -> None:
+        """Takes the prompt's blocks, and what is found of it."""
+        context, prompt = self._context, self._prompt
+        positions = context.rotary.table(self.tokens)
+        with brought as self._brought:
+            start = time.perf_counter()
+            self._admit(prompt, positions.regime, self._reserve)
+        if self._packed is not None and copy is not None:
+            self._packed.copy = copy
+        self._timings.lookup_s += time.perf_counter() - start
         try:
             with context.spec.current():
                 copying = context.clock.mark()
@@ -155,6 +169,7 @@ class PrefillJob:
             self._view = context.view_of_documents(self._documents)
             return
         self._kv = RequestKv(*known, self._packed)
+        self._kv.arrivals = self._brought.arrivals
         self._kv.copy()
         there = self._kv.take_packed(request.plan.reused_prefix, self._chunk)
         self._view = context.view(request, there)
@@ -176,11 +191,36 @@ class PrefillJob:
         try:
             with self._context.spec.current():
                 begun = self._context.clock.mark()
-                self._advance(to)
+                try:
+                    self._arrived(to)
+                except NotArrivedError:
+                    self._begin_anew()
+                    begun = self._context.clock.mark()
+                    self._advance(to)
                 self._computing.append((begun, self._context.clock.mark()))
         except BaseException:
             self.release()
             raise
+
+    def _arrived(self, to: int) -> None:
+        """As `_advance`; what comes meanwhile has come when this returns."""
+        self._advance(to)
+        arrivals, tiers = self._brought.arrivals, self._context.tiers
+        if arrivals is not None and tiers is not None:
+            self._kv.arrive(self._view.layers - 1)
+            self._kv.arrivals = None
+            tiers.finish(self._brought)
+            self._arrivals = arrivals
+
+    def _begin_anew(self) -> None:
+        """Begins the prompt without the documents of which some KV has not come."""
+        tiers, begun = self._context.tiers, time.perf_counter()
+        assert tiers is not None
+        brought, self._run = self._brought, None
+        self.request.release()
+        again = tiers.bring_again(brought)
+        again.waited_s += time.perf_counter() - begun
+        self._begin(again)
 
     def _advance(self, to: int) -> None:
         prefix, executor = self._view.prefix, self._context.executor
@@ -256,10 +296,16 @@ class PrefillJob:
         times.load_s = self._brought.take_times()
         times.copy_s = Clock.seconds(*self._copying)
         times.prefill_s = sum(Clock.seconds(*span) for span in self._computing)
+        if self._arrivals is not None:
+            stood = sum(Clock.seconds(*span) for span in self._arrivals.stood)
+            copied = sum(Clock.seconds(*span) for span in self._arrivals.copied)
+            times.load_s, times.copy_s = times.load_s + stood, times.copy_s + copied
+            times.prefill_s -= stood + copied
         times.select_s = sum(Clock.seconds(*span) for span in trace.selections)
 
     def release(self) -> None:
         """Gives the request's blocks back; safe to call twice."""
+        self._brought.give_up()
         self.request.release()
         if self._packed is not None:
             self._packed.release()

@@ -11,6 +11,7 @@ from kvweave.cache import KvRequest, ReusePlan
 from kvweave.errors import PoolFull
 from kvweave.runner.clock import Clock, Mark
 from kvweave.runner.report import DocumentSource
+from kvweave.runner.tiers.arrivals import Arrivals
 from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.loads import Wanted
 from kvweave.runner.tiers.measured import Measured
@@ -21,20 +22,25 @@ Admitted = TypeVar("Admitted")
 
 @dataclass
 class Carried:
-    """Bytes that came from a tier between two marks, and seconds of reading before."""
+    """Bytes that came from a tier between two marks, if there are any, and seconds of reading.
+
+    `beside`: the prompt was prefilled meanwhile.
+    """
 
     tier: Tier
     size: int
-    begin: Mark
-    end: Mark
+    begin: Mark | None
+    end: Mark | None
     read_s: float
+    beside: bool = False
 
 
 @dataclass
 class Brought:
     """What became of a prompt's documents. `requests` keep their blocks from being evicted.
 
-    A context manager, which lets them go; the documents stay cached.
+    A context manager, which lets them go; the documents stay cached. `arrivals`: those of which KV
+    comes while the prompt is prefilled, which whoever does so finishes or releases.
     """
 
     wanted: list[Wanted] = field(default_factory=list)
@@ -42,6 +48,7 @@ class Brought:
     carried: list[Carried] = field(default_factory=list)
     waited_s: float = 0.0
     measured: Measured | None = None
+    arrivals: Arrivals | None = None
 
     def admit(self, admit: Callable[[bool], Admitted]) -> Admitted:
         """Admits the prompt, with the segments that it reuses, or without any.
@@ -55,10 +62,11 @@ class Brought:
         try:
             return admit(True)
         except PoolFull:
-            if not self.requests:
+            if not self.requests and self.arrivals is None:
                 raise
-            self.release()
-            return admit(not self.carried)
+            reuses = not self.carried and self.arrivals is None
+            self.give_up()
+            return admit(reuses)
 
     def sources(self, plan: ReusePlan) -> list[DocumentSource]:
         """Where each document's KV came from, as the admitted request's plan reads it."""
@@ -78,8 +86,10 @@ class Brought:
         """Seconds that it took; the device has come behind it all. Speeds are known from them."""
         total = self.waited_s
         for carried in self.carried:
-            seconds = Clock.seconds(carried.begin, carried.end)
-            total += seconds
+            seconds = 0.0
+            if carried.begin is not None and carried.end is not None:
+                seconds = Clock.seconds(carried.begin, carried.end)
+            total += 0.0 if carried.beside else seconds
             if self.measured is not None:
                 self.measured.note(carried.tier, carried.size, seconds + carried.read_s)
         return total
@@ -90,6 +100,18 @@ class Brought:
         for request in requests:
             request.release()
 
+    def is_coming(self, request: KvRequest) -> bool:
+        """Whether a request is of a document on its way."""
+        coming = [] if self.arrivals is None else self.arrivals.coming
+        return any(one.kv.request is request for one in coming)
+
+    def give_up(self) -> None:
+        """The same, of what is on its way too; safe to call twice."""
+        arrivals, self.arrivals = self.arrivals, None
+        if arrivals is not None:
+            arrivals.release()
+        self.release()
+
     def __enter__(self) -> Brought:
         return self
 
@@ -99,4 +121,6 @@ class Brought:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self.give_up()
         self.release()

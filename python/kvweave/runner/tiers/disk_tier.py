@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvweave.errors import UnknownShard
+from kvweave.payload.arriving import ArrivingPayload
 from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm, StoredDocument
@@ -35,14 +36,13 @@ class DiskTier:
         of = self.provenance(document.namespace, document.regime)
         return self.store.contains(of, document.tokens)
 
-    def read(self, document: Document, left: Callable[[], bool]) -> StoredDocument | None:
-        """The KV of a document, all of it compared; None where there is none.
-
-        `left`: whether nobody wants it any more, which one read is too short to ask.
-        """
+    def read(
+        self, document: Document, left: Callable[[], bool]
+    ) -> StoredDocument | ArrivingPayload | None:
+        """As `ReadTier.read`; what can arrive layer by layer is begun."""
         of = self.provenance(document.namespace, document.regime)
         shard = self.store.get(of, document.tokens)
-        return None if shard is None else self._form.read(shard)
+        return None if shard is None else self._form.begin(shard)
 
     def name(self, document: Document, name: str) -> None:
         """Keeps a document that the store has under a name.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from kvweave.cache import KvCache, KvRequest
 from kvweave.ops import RopeTable
 from kvweave.payload import KvPayload
+from kvweave.payload.arriving import ArrivingPayload
 from kvweave.payload.stored import provenance_here, read_payload, send_payload, store_payload
 from kvweave.payload.transfer import admit_kv, export_kv
 from kvweave.remote import RemoteShard, RemoteStore
@@ -41,11 +42,19 @@ class StoredDocument(Protocol):
         """The same with parts that lie on the host."""
 
 
+RowsFlops: TypeAlias = Callable[[int, int], int]
+"""FLOPs of the rows at [start, end) of a prompt."""
+
+
 class DocumentForm(Protocol):
-    """Documents of one cache. `arena` [pages, …]: its pages; `token_bytes` of a token in them."""
+    """Documents of one cache. `arena` [pages, …]: its pages; `token_bytes` of a token in them.
+
+    `flops`: what computing rows takes; whole documents are kept with what they took.
+    """
 
     cache: KvCache
     arena: torch.Tensor
+    flops: RowsFlops
 
     @property
     def token_bytes(self) -> int:
@@ -70,7 +79,11 @@ class DocumentForm(Protocol):
         """
 
     def write(self, store: Store, document: Any) -> str:
-        """Puts a document into a store; returns the shard's name. Errors as for `Store.put`."""
+        """Puts a document into a store, with the FLOPs that it took; returns the shard's name.
+
+        # Errors
+        As for `Store.put`.
+        """
 
     def read(self, shard: Shard) -> StoredDocument:
         """The document in a shard.
@@ -78,6 +91,9 @@ class DocumentForm(Protocol):
         # Errors
         `CorruptShard` for a shard that holds none, or another than it says; `StoreUnavailable`.
         """
+
+    def begin(self, shard: Shard) -> StoredDocument | ArrivingPayload:
+        """As `read`; of a form whose documents can arrive layer by layer, to be read on."""
 
     def bases(self, blocks: Int32) -> BlockBases | None:
         """The bases that blocks [N] are packed in; None where there are none."""
@@ -95,8 +111,8 @@ class ExactForm:
 
     basis_bytes = 0
 
-    def __init__(self, cache: KvCache, pages: torch.Tensor, heads: str) -> None:
-        self.cache, self.arena, self._heads = cache, pages, heads
+    def __init__(self, cache: KvCache, pages: torch.Tensor, heads: str, flops: RowsFlops) -> None:
+        self.cache, self.arena, self.flops, self._heads = cache, pages, flops, heads
 
     @property
     def token_bytes(self) -> int:
@@ -117,7 +133,8 @@ class ExactForm:
 
     def write(self, store: Store, document: KvPayload) -> str:
         """As `store_payload`."""
-        return store_payload(store, document, self._heads)
+        cost = self.flops(0, document.header.tokens)
+        return store_payload(store, document, self._heads, cost=cost)
 
     def send(self, store: RemoteStore, document: KvPayload) -> None:
         """As `send_payload`."""
@@ -126,6 +143,10 @@ class ExactForm:
     def read(self, shard: Shard | RemoteShard) -> KvPayload:
         """As `read_payload`."""
         return read_payload(shard)
+
+    def begin(self, shard: Shard) -> ArrivingPayload:
+        """Its KV is read layer by layer."""
+        return ArrivingPayload(shard)
 
     def bases(self, blocks: Int32) -> None:
         """None."""

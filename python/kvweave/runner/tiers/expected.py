@@ -48,27 +48,35 @@ class Expected:
         """Whether reads did not end in time."""
         return not self.is_read and self._left_s() <= 0
 
-    def wait(self, most_s: float | None = None) -> float:
-        """Waits until it is ready, or so long; returns the seconds that it took."""
-        begun = time.perf_counter()
-        while not self._is_done():
+    def wait(self, most_s: float | None = None, *, begun: bool = False) -> float:
+        """Waits until it is ready, or `begun`, or so long; returns the seconds that it took.
+
+        `begun`: what arrives layer by layer has been opened, and all else been read.
+        """
+        start = time.perf_counter()
+        while not self._is_done(begun):
             left = self._left_s() if most_s is None else min(most_s, self._left_s())
             for load in self._loads:
-                if not load.wait(left):
+                if not load.wait(left, begun=begun):
                     break
             if most_s is not None:
                 break
-        return time.perf_counter() - begun if self._loads else 0.0
+        return time.perf_counter() - start if self._loads else 0.0
+
+    def wait_for(self, want: Wanted, layers: int) -> bool:
+        """Waits until so many layers of a document are there; False if they will not be in time."""
+        loads = [load for load in self._loads if load.is_of(want)]
+        return all(load.wait_for(want, layers, self._left_s()) for load in loads)
 
     def release(self) -> None:
         """Gives back what was read; safe to call twice."""
         for load in self._loads:
             load.release()
 
-    def _is_done(self) -> bool:
+    def _is_done(self, begun: bool = False) -> bool:
         left = self._left_s()
         # Each is asked: what was read of one is kept while another is waited for.
-        taken = [load.take() for load in self._loads]
+        taken = [load.take_begun() if begun else load.take() for load in self._loads]
         return all(taken) or left <= 0
 
     def _left_s(self) -> float:

@@ -7,6 +7,8 @@ of eviction and the quotas here are those of any other cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,49 @@ from kvweave.cache import KvCache, KvRequest
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import RowPages
+from kvweave.runner.clock import Clock
 from kvweave.runner.kv.host_pages import blocks_of
-from kvweave.runner.kv.host_pool import Way, carry_pages
+from kvweave.runner.kv.host_pool import Arrival, Aside, Way, carry_pages
 from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
+
+_PIECES = 8
+"""A document comes over in so many copies, each of some layers."""
+
+
+class FetchedKv:
+    """A document that a GPU copies into the blocks of a request beside its other work.
+
+    What the current stream does after `write_to` finds the first `layers`. `begin`, `end`: when it
+    set out, and, for who waits for that, when all of it was there.
+    """
+
+    def __init__(self, request: KvRequest, clock: Clock) -> None:
+        self.request = request
+        self.layers = 0
+        self.begin = self.end = clock.mark()
+        self._pieces: list[tuple[int, Arrival]] = []
+
+    def note(self, layers: int, arrival: Arrival) -> None:
+        """Takes note of a copy behind which so many layers are there."""
+        self._pieces.append((layers, arrival))
+        if arrival.event is not None:
+            self.end = arrival.event
+
+    def write_to(self, layers: int) -> None:
+        """Has the current stream wait until so many layers are there; the host does not wait."""
+        while self.layers < layers:
+            there, arrival = self._pieces.pop(0)
+            arrival.wait()
+            self.layers = there
+
+    def release(self) -> None:
+        """Lets the blocks go, which nobody is given before all of it has come."""
+        self.write_to(self._pieces[-1][0] if self._pieces else 0)
+        self.request.release()
 
 
 class HostTier:
@@ -61,6 +99,7 @@ class HostTier:
         self.pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
         self.pinned = arena.is_cuda and pin(self.pages, arena.device)
         self._arena = arena
+        self._aside = Aside(arena.device)
         self._ranks = [_ranks_of(cache, group) for group in range(len(cache.groups))]
 
     def has(self, document: Document) -> bool:
@@ -97,6 +136,28 @@ class HostTier:
         # Errors
         `PoolFull` where the device has no room for a basis of it.
         """
+        return self._fetch(document, request, lambda blocks: self._carry(request, blocks, "fetch"))
+
+    def fetch_aside(self, document: Document, request: KvRequest) -> FetchedKv | None:
+        """As `fetch`, beside what a GPU does, layer by layer; None if it is not here.
+
+        Whoever has it waits for all of it before anything else is copied to here.
+        """
+        layers = self.cache.shape.layers
+        fetched = FetchedKv(request, Clock(self._arena.device))
+
+        def carry(blocks: Int32) -> None:
+            step = -(-layers // _PIECES)
+            for first in range(0, layers, step):
+                end = min(layers, first + step)
+                work = partial(self._carry, request, blocks, "fetch", (first, end))
+                fetched.note(end, self._aside.do(work))
+
+        return fetched if self._fetch(document, request, carry) else None
+
+    def _fetch(
+        self, document: Document, request: KvRequest, carry: Callable[[Int32], None]
+    ) -> bool:
         # The last token of a prompt is never looked up: the document's own is not the last.
         followed = np.append(document.tokens, np.int32(0))
         try:
@@ -117,7 +178,7 @@ class HostTier:
                 # It would be copied to the request's own block; it is read where it lies.
                 blocks = np.append(blocks, home.take_copies(0)[0, 0])
             self._form.put_bases(blocks_of(request), self._bases[int(blocks[0])])
-            self._carry(request, blocks, "fetch")
+            carry(blocks)
         return True
 
     def stats(self) -> dict[str, Any]:
@@ -125,9 +186,20 @@ class HostTier:
         counts = self.cache.stats()
         return {**counts, "block_bytes": self._block_bytes, "pinned": self.pinned}
 
-    def _carry(self, request: KvRequest, home: Int32, way: Way) -> None:
-        """Carries all pages of a request's blocks, group by group, to or from blocks [n] here."""
+    def _carry(
+        self, request: KvRequest, home: Int32, way: Way, layers: tuple[int, int] | None = None
+    ) -> None:
+        """Carries all pages of a request's blocks, group by group, to or from blocks [n] here.
+
+        `layers`: those of [first, end) alone.
+        """
         for group, (on_device, at_home) in enumerate(self._ranks):
+            if layers is not None:
+                of_page = at_home // self.cache.shape.kv_heads
+                some = (layers[0] <= of_page) & (of_page < layers[1])
+                on_device, at_home = on_device[some], at_home[some]
+                if not len(on_device):
+                    continue
             here = blocks_of(request, group)
             rows = np.arange(len(on_device), dtype=np.int32)
             pages = np.arange(len(home), dtype=np.int32)

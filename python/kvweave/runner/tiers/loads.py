@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvweave.errors import CorruptShard, ForeignShard
+from kvweave.payload.arriving import ArrivingPayload
 from kvweave.runner.tiers.choice import Choice
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import StoredDocument
@@ -24,7 +26,8 @@ requests need that wait."""
 class Wanted:
     """A document at tokens [start, end) of a prompt, and where its KV is to come from.
 
-    `payload` once it was read from a store, which took `seconds`.
+    `payload` once it was read from a store, which took `seconds`; `arriving` while that is done,
+    layer by layer.
     """
 
     start: int
@@ -33,10 +36,30 @@ class Wanted:
     choice: Choice
     payload: StoredDocument | None = None
     seconds: float = 0.0
+    arriving: ArrivingPayload | None = None
 
     def compute(self, why: str) -> None:
         """Has it computed after all."""
-        self.choice, self.payload = Choice("computed", why), None
+        self.choice = Choice("computed", why)
+        self.drop()
+
+    def take_here(self) -> None:
+        """Has it read where it lies, on the device."""
+        self.choice = Choice("device", "it is on the device")
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of what was read of it."""
+        self.payload = self.arriving = None
+
+    def has(self, layers: int) -> bool:
+        """Whether so many layers of it have been read."""
+        arriving = self.arriving
+        return self.payload is not None or (arriving is not None and arriving.layers >= layers)
+
+
+PIECE_BYTES = 4 << 20
+"""Of one document that arrives layer by layer at least so many bytes are read at once."""
 
 
 class InFlight:
@@ -87,6 +110,8 @@ class Load(Job):
         self._held = 0
         self._trouble = trouble
         self._released = False
+        # All documents that are there have been opened and compared, and their KV may be arriving.
+        self._begun = threading.Event()
         self._ended = threading.Event()
         self._ended_in = 0
         self._taken = False
@@ -103,13 +128,29 @@ class Load(Job):
             self._taken = self.ended
             return self._taken
 
+    def take_begun(self) -> bool:
+        """The same of what is only begun."""
+        with self._worker.changed:
+            self._taken = self._begun.is_set()
+            return self._taken
+
+    def is_of(self, want: Wanted) -> bool:
+        """Whether a document is one of those that it reads."""
+        return any(one is want for one in self._wanted)
+
+    def wait_for(self, want: Wanted, layers: int, seconds: float) -> bool:
+        """Waits until so many layers of a document are there or will not be: whether they are."""
+        with self._worker.changed:
+            self._worker.changed.wait_for(lambda: want.has(layers) or self.ended, max(0.0, seconds))
+            return want.has(layers)
+
     def hurry(self) -> None:
         """Has it go before those that nobody waits for yet."""
         self._worker.hurry(self, (NEEDED, *self.urgency[1:]))
 
-    def wait(self, seconds: float) -> bool:
-        """Waits for the end, so long at most: whether it has come."""
-        return self._ended.wait(seconds)
+    def wait(self, seconds: float, *, begun: bool = False) -> bool:
+        """Waits for the end, or that it is `begun`, so long at most: whether that has come."""
+        return (self._begun if begun else self._ended).wait(seconds)
 
     def release(self) -> None:
         """Gives the bytes back, of a load that goes on when its read at hand ends.
@@ -119,9 +160,9 @@ class Load(Job):
         self._worker.drop(self)
         with self._worker.changed:
             self._released = True
-            self._ended.set()
+            self._end()
             for want in self._wanted:
-                want.payload = None
+                want.drop()
             if self._worker.running is not self:
                 self._give_back()
 
@@ -143,28 +184,59 @@ class Load(Job):
         return True
 
     def run(self) -> None:
-        """Reads one document after the other; one that cannot be read stops no other."""
-        called = self._tier.called
+        """Reads one document after the other; one that cannot be read stops no other.
+
+        Those that arrive layer by layer do so side by side, as prompts need them.
+        """
         for want in self._wanted:
+            self._tried(want, partial(self._open, want))
+        with self._worker.changed:
+            self._begun.set()
+        arriving = [want.arriving for want in self._wanted if want.arriving is not None]
+        if not arriving:
+            return
+        layers = arriving[0].payload.header.layers
+        least = max(1, min(one.layer_bytes for one in arriving))
+        step = -(-PIECE_BYTES // least)
+        for first in range(0, layers, step):
+            for want in self._wanted:
+                self._tried(want, partial(self._read_to, want, min(layers, first + step)))
+
+    def _tried(self, want: Wanted, work: Callable[[], None]) -> None:
+        """Does some of what a document takes, if anybody wants it still and nothing was wrong."""
+        if self._is_left() or want.choice.source != self._tier.source:
+            return
+        begun, called = time.perf_counter(), self._tier.called
+        try:
+            work()
+        except (CorruptShard, ForeignShard) as error:
+            self._refuse(want, "refused", f"{called}'s document is refused: {error}")
+        except Exception as error:
+            self._refuse(want, "unread", f"{called} cannot be read: {error}")
+        want.seconds += time.perf_counter() - begun
+
+    def _open(self, want: Wanted) -> None:
+        want.seconds = 0.0
+        found = self._tier.read(want.document, self._is_left)
+        with self._worker.changed:
             if self._is_left():
                 return
-            if want.choice.source != self._tier.source:
-                continue
-            begun = time.perf_counter()
-            try:
-                payload = self._tier.read(want.document, self._is_left)
-            except (CorruptShard, ForeignShard) as error:
-                self._refuse(want, "refused", f"{called}'s document is refused: {error}")
-                continue
-            except Exception as error:
-                self._refuse(want, "unread", f"{called} cannot be read: {error}")
-                continue
-            with self._worker.changed:
-                if self._is_left():
-                    return
-                if payload is None:
-                    want.compute("no tier has it")
-                want.payload, want.seconds = payload, time.perf_counter() - begun
+            if found is None:
+                want.compute("no tier has it")
+            elif isinstance(found, ArrivingPayload):
+                want.arriving = found
+            else:
+                want.payload = found
+
+    def _read_to(self, want: Wanted, layers: int) -> None:
+        arriving = want.arriving
+        if arriving is None:
+            return
+        arriving.read_to(layers)
+        with self._worker.changed:
+            if not self._is_left() and layers == arriving.payload.header.layers:
+                want.payload = arriving.payload
+            self._worker.changed.notify_all()
 
     def end(self, error: BaseException | None) -> None:
         """Notes that nothing more will be read."""
@@ -174,13 +246,18 @@ class Load(Job):
             if self._released:
                 self._give_back()
             self._ended_in = self._room.steps
-            self._ended.set()
+            self._end()
             self._worker.changed.notify_all()
+
+    def _end(self) -> None:
+        self._begun.set()
+        self._ended.set()
 
     def _refuse(self, want: Wanted, kind: str, why: str) -> None:
         self._note(kind, why)
         with self._worker.changed:
             want.compute(why)
+            self._worker.changed.notify_all()
 
     def _note(self, kind: str, why: str) -> None:
         self._trouble.note(f"{self._tier.trouble}{kind}", f"a document is computed: {why}")
@@ -194,8 +271,9 @@ class Load(Job):
         if not seen or self._taken or self._released or not self.ended:
             return
         for want in self._wanted:
-            want.payload = None
+            want.drop()
         self._give_back()
+        self._begun.clear()
         self._ended.clear()
         self._worker.submit(self)
 

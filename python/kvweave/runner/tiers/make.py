@@ -33,9 +33,10 @@ def digest_of(heads: HeadClassMap | None) -> str:
 
 def form_of(decoder: Decoder, heads: HeadClassMap | None) -> DocumentForm:
     """How the documents of a decoder lie in its pages: packed where any are."""
+    flops = RowFlops(decoder.spec, decoder.heads)
     if decoder.heads.packed is not None:
-        return PackedForm(decoder.heads.packed, digest_of(heads))
-    return ExactForm(decoder.heads.cache, decoder.pages, digest_of(heads))
+        return PackedForm(decoder.heads.packed, digest_of(heads), flops)
+    return ExactForm(decoder.heads.cache, decoder.pages, digest_of(heads), flops)
 
 
 def make_tiers(
@@ -69,8 +70,7 @@ def make_tiers(
         refuse_beside_packed(decoder.heads.packed, "remote")
         assert isinstance(form, ExactForm)
         far = RemoteTier(remote, form)
-    flops = RowFlops(decoder.spec, decoder.heads)
-    tiers = Tiers(form, Clock(decoder.spec.device), flops, host, disk, far)
+    tiers = Tiers(form, Clock(decoder.spec.device), host, disk, far)
     # Also when the process ends: what is being written is waited for, unless its disk is dead.
     finalize(decoder, tiers.close, _MOST_S)
     return tiers

@@ -19,6 +19,7 @@ from kvweave.payload.stored import part_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.pool_bases import BlockBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
+from kvweave.runner.tiers.document_form import RowsFlops
 from kvweave.store import Provenance, Shard, Store
 
 VERSION = 1
@@ -56,8 +57,8 @@ class PackedDocument:
 class PackedForm:
     """Documents in the pages of one pool: see `DocumentForm`; `heads` as `ExactForm`."""
 
-    def __init__(self, pool: PackedPool, heads: str) -> None:
-        self._heads = heads
+    def __init__(self, pool: PackedPool, heads: str, flops: RowsFlops) -> None:
+        self._heads, self.flops = heads, flops
         self.pool, self.cache, self.arena = pool, pool.cache, pool.pages.data
 
     @property
@@ -132,7 +133,8 @@ class PackedForm:
     def write(self, store: Store, document: PackedDocument) -> str:
         """A shard with a part for each part."""
         parts = {name: part.cpu().contiguous() for name, part in document.parts.items()}
-        return store.put(document.header, document.tokens, parts)[0]
+        cost = self.flops(0, len(document.tokens))
+        return store.put(document.header, document.tokens, parts, cost=cost)[0]
 
     def read(self, shard: Shard) -> PackedDocument:
         """The parts of a shard, each as many bytes as the document's tokens and bases ask for.
@@ -151,6 +153,10 @@ class PackedForm:
         if self.pool.bases is not None:
             parts |= self._read_bases(shard, count)
         return PackedDocument(header, tokens, parts)
+
+    def begin(self, shard: Shard) -> PackedDocument:
+        """As `read`: whole."""
+        return self.read(shard)
 
     def _read_bases(self, shard: Shard, blocks: int) -> dict[str, torch.Tensor]:
         """The parts of a shard that say what so many blocks are packed in."""

@@ -7,22 +7,24 @@ that marks it finds it there again, where bringing it takes less time than compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 from kvweave.cache import KvRequest
 from kvweave.errors import CorruptShard, ForeignShard, KvweaveError, PoolFull
+from kvweave.payload.transfer import ComingKv
 from kvweave.runner.clock import Clock
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.tiers.arrivals import Arrivals, Coming
 from kvweave.runner.tiers.brought import Brought, Carried
 from kvweave.runner.tiers.choice import Choice, Tier, choose
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
 from kvweave.runner.tiers.expected import Expected
-from kvweave.runner.tiers.host_tier import HostTier
+from kvweave.runner.tiers.host_tier import FetchedKv, HostTier
 from kvweave.runner.tiers.keeping import Keeping
 from kvweave.runner.tiers.loads import NEEDED, PREFETCHED, Wanted
 from kvweave.runner.tiers.measured import Measured
@@ -40,10 +42,9 @@ class Tiers:
 
     Documents have a form there.
 
-    `flops(start, end)`: what computing those rows of a prompt takes. At most `flight_bytes` are
-    read from a store and not on the device yet, or the documents of one prompt where these are
-    more; as many wait to be written, or one document. `patience_s`: a prompt waits so long for its
-    reads once its turn has come, and is computed then.
+    At most `flight_bytes` are read from a store and not on the device yet, or the documents of one
+    prompt where these are more; as many wait to be written, or one document. `patience_s`: a prompt
+    waits so long for its reads once its turn has come, and is computed then.
 
     `expect` is for any thread; what brings or keeps is for the one that computes.
     """
@@ -52,7 +53,6 @@ class Tiers:
         self,
         form: DocumentForm,
         clock: Clock,
-        flops: Callable[[int, int], int],
         host: HostTier | None,
         disk: DiskTier | None,
         remote: RemoteTier | None = None,
@@ -65,9 +65,10 @@ class Tiers:
         self.remote = remote
         self.measured = Measured()
         self.patience_s = patience_s
+        # Whether a prompt's prefill may begin while KV of its documents is still read.
+        self.overlaps = True
         self._form, self._cache = form, form.cache
         self._clock = clock
-        self._flops = flops
         self._closed = False
         self._trouble = Trouble()
         stores = [tier for tier in (disk, remote) if tier is not None]
@@ -103,17 +104,21 @@ class Tiers:
         loads = [reads.load(wanted, self._size, urgency) for reads in self.reads.values()]
         return Expected(wanted, [load for load in loads if load is not None], self.patience_s)
 
-    def bring(self, expected: Expected, prompt: TokenizedPrompt, namespace: str) -> Brought:
+    def bring(
+        self, expected: Expected, prompt: TokenizedPrompt, namespace: str, *, arrives: bool = False
+    ) -> Brought:
         """Waits for what is expected, and brings it to the device.
 
-        What cannot be had, or finds no room, is left to be computed.
+        What cannot be had, or finds no room, is left to be computed. `arrives`: the prompt is
+        prefilled at once, so what is read layer by layer need only be begun.
         """
-        with self._bringing(expected) as brought:
+        arrives = arrives and self.overlaps
+        with self._bringing(expected, arrives) as brought:
             here, absent = [], []
             prefix = self._prefix(expected.wanted, prompt, namespace)
             for want in expected.wanted:
                 if self._is_here(want.document, want.end, prefix):
-                    want.choice, want.payload = Choice("device", "it is on the device"), None
+                    want.take_here()
                     here.append(want)
                 else:
                     absent.append(want)
@@ -122,11 +127,16 @@ class Tiers:
             for want in absent:
                 # The same text may stand in a prompt twice.
                 if want.document.is_in(self._cache):
-                    want.choice, want.payload = Choice("device", "it is on the device"), None
+                    want.take_here()
                 else:
                     self._bring(want, brought)
+            if brought.arrivals is not None and not brought.arrivals.coming:
+                brought.arrivals = None
+        coming = [] if brought.arrivals is None else brought.arrivals.coming
         for want in expected.wanted:
-            self._counts[want.choice.source] += 1
+            # What is on its way may be refused meanwhile; whoever then begins anew counts it so.
+            tier = next((one.tier for one in coming if one.want is want), None)
+            self._counts[tier or want.choice.source] += 1
         self.tell()
         return brought
 
@@ -136,20 +146,78 @@ class Tiers:
             return 0
         return self._cache.match_prefix(prompt.tokens, namespace, regime=wanted[0].document.regime)
 
+    def _arrivals(self, expected: Expected) -> Arrivals:
+        return Arrivals(expected, self._cache.shape.layers, self._clock)
+
+    def finish(self, brought: Brought) -> None:
+        """Takes note of a prompt's documents of which all has come, and lets them go."""
+        arrivals, brought.arrivals = brought.arrivals, None
+        if arrivals is None:
+            return
+        try:
+            for one in arrivals.coming:
+                self._came(one, brought)
+        finally:
+            arrivals.release()
+
+    def _came(self, one: Coming, brought: Brought) -> None:
+        kv, document = one.kv, one.want.document
+        begin, end = (kv.begin, kv.end) if isinstance(kv, FetchedKv) else (None, None)
+        size = self._size(document)
+        brought.carried.append(Carried(one.tier, size, begin, end, one.want.seconds, beside=True))
+        one.want.drop()
+        self.copy_to_host(kv.request, document.regime)
+
+    def bring_again(self, brought: Brought) -> Brought:
+        """What there is of a prompt's documents once some have not come; the others are computed.
+
+        The prompt holds nothing any more.
+        """
+        arrivals = brought.arrivals
+        assert arrivals is not None
+        lost = arrivals.bring_rest()
+        if any(one.want.choice.source != "computed" for one in lost):
+            for reads in self.reads.values():
+                reads.note_late([one.want for one in lost], self.patience_s)
+        for one in lost:
+            self._counts[one.tier] -= 1
+            self._counts["computed"] += 1
+        again = Brought(brought.wanted, waited_s=brought.waited_s, measured=self.measured)
+        again.carried = brought.carried
+        try:
+            for want in again.wanted:
+                if want.document.is_in(self._cache):
+                    self._hold(want.document, again)
+                elif want.choice.source != "computed":
+                    want.compute("it has just left the device")
+            arrivals.coming = [one for one in arrivals.coming if one not in lost]
+            self.finish(brought)
+        except BaseException:
+            again.release()
+            brought.give_up()
+            raise
+        self.tell()
+        return again
+
     @contextmanager
-    def _bringing(self, expected: Expected) -> Iterator[Brought]:
+    def _bringing(self, expected: Expected, arrives: bool = False) -> Iterator[Brought]:
         """Waits for what is expected; what has been brought of it is let go after an error."""
-        brought = Brought(expected.wanted, waited_s=expected.wait(), measured=self.measured)
+        waited_s = expected.wait(begun=arrives)
+        arrivals = self._arrivals(expected) if arrives else None
+        brought = Brought(
+            expected.wanted, waited_s=waited_s, measured=self.measured, arrivals=arrivals
+        )
         if expected.is_late:
             for reads in self.reads.values():
                 reads.note_late(expected.wanted, self.patience_s)
         try:
             yield brought
         except BaseException:
-            brought.release()
+            brought.give_up()
             raise
         finally:
-            expected.release()
+            if brought.arrivals is None:
+                expected.release()
 
     def end_step(self) -> None:
         """Hears that a step of an engine has ended, which could take what was read for prompts."""
@@ -175,8 +243,9 @@ class Tiers:
             want.choice = Choice(source, "it has just left the device")
         if source == "computed":
             return
-        if source in self.reads and want.payload is None:
-            want.compute("the store did not give it")
+        if source in self.reads and want.payload is None and want.arriving is None:
+            if want.choice.source != "computed":
+                want.compute("the store did not give it")
             return
         try:
             request = self._carried(want, source, brought)
@@ -204,30 +273,45 @@ class Tiers:
     def _carried(self, want: Wanted, tier: Tier, brought: Brought) -> KvRequest | None:
         """A request that has a document alone, its KV being brought; None if it is not there."""
         document, payload, begin = want.document, want.payload, self._clock.mark()
+        arriving = want.arriving
+        if payload is None and arriving is not None and brought.arrivals is not None:
+            kv = ComingKv(self._cache, self._form.arena, arriving.payload, document.namespace)
+            brought.arrivals.coming.append(Coming(want, tier, kv))
+            kv.commit()
+            return kv.request
         if payload is None:
-            request = self._from_host(document)
+            request = self._from_host(want, brought.arrivals)
         else:
             request = self._form.admit(payload, document.namespace)
-        if request is None:
-            return None
+        if request is None or brought.is_coming(request):
+            return request
         brought.requests.append(request)
         carried = Carried(tier, self._size(document), begin, self._clock.mark(), want.seconds)
         brought.carried.append(carried)
         if payload is not None:
-            want.payload = None
+            want.drop()
             self.copy_to_host(request, document.regime)
             if tier == "remote" and self._keeping is not None:
                 # Nearer from now on; without a name it goes where the disk wants room.
                 self._keeping.write(payload, None)
         return request
 
-    def _from_host(self, document: Document) -> KvRequest | None:
+    def _from_host(self, want: Wanted, arrivals: Arrivals | None) -> KvRequest | None:
+        """A document from the host's memory; of a GPU that reads it there it may be on its way."""
         assert self.host is not None
+        document = want.document
         request = self._cache.admit(
             document.tokens, namespace=document.namespace, regime=document.regime, reuse="none"
         )
         try:
-            if not self.host.fetch(document, request):
+            if arrivals is not None and self.host.pinned:
+                fetched = self.host.fetch_aside(document, request)
+                if fetched is not None:
+                    arrivals.coming.append(Coming(want, "host", fetched))
+                found = fetched is not None
+            else:
+                found = self.host.fetch(document, request)
+            if not found:
                 request.release()
                 return None
             request.commit(document.length, document.length)
@@ -356,7 +440,7 @@ class Tiers:
             there.remove("remote" if self._is_on_disk(document) else "disk")
         if not there:
             return Choice("computed", "no tier has it")
-        flops = self._flops(start, start + document.length)
+        flops = self._form.flops(start, start + document.length)
         choice = choose(there, self._size(document), flops, self.measured.speeds)
         if choice.source == "computed":
             for tier in there:

@@ -23,6 +23,7 @@ mod ledger;
 mod promote;
 mod quotas;
 mod request;
+mod retract;
 mod room;
 mod spill;
 mod stats;

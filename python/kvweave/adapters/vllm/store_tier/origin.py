@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from kvweave.adapters.vllm.model_identity import model_identity
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.store_tier.settings import ChunkOrigin
+from kvweave.flops import TextSizes
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 DTYPES |= {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
@@ -44,40 +45,19 @@ def chunk_origin(config: Any, kv_cache_config: Any) -> ChunkOrigin:
     described["groups"] = [asdict(group) for group in found.groups]
     described["cache"], described["parallel"] = asdict(found.cache), _ranks(found.parallel)
     others = [vllm.__version__, algorithm, bool(config.use_v2_model_runner), _backend(config)]
+    kv_heads, head_dim = int(model.get_total_num_kv_heads()), int(model.get_head_size())
     text = json.dumps([described, others], sort_keys=True, default=str)
     return ChunkOrigin(
         model=model_identity(config),
         dtype=DTYPES[dtype],
         layout=f"vllm-chunk-{hashlib.sha256(text.encode()).hexdigest()[:32]}",
         layers=sum(len(group.layer_names) for group in found.groups),
-        kv_heads=int(model.get_total_num_kv_heads()),
-        head_dim=int(model.get_head_size()),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         chunk_tokens=max(group.tokens_per_block for group in found.groups)
         * found.cache.blocks_per_chunk,
-        **_flops(model),
+        **TextSizes.of_config(model.hf_text_config, kv_heads, head_dim)._asdict(),
     )
-
-
-def _flops(model: Any) -> dict[str, int]:
-    """FLOPs of a token in the layers' matrix products, and of each token that it looks at.
-
-    Of a mixture of experts those of the experts that a token is sent to. A field that a model's
-    configuration has not counts as nothing: the order goes by what is known.
-    """
-    of = model.hf_text_config
-
-    def size(*names: str) -> int:
-        found = (getattr(of, name, None) for name in names)
-        return next((value for value in found if type(value) is int), 0)
-
-    layers, hidden = size("num_hidden_layers"), size("hidden_size")
-    heads, wide = size("num_attention_heads"), int(model.get_head_size())
-    experts = size("num_experts_per_tok", "num_experts_per_token")
-    inner = size("moe_intermediate_size") if experts else 0
-    inner = (inner or size("intermediate_size")) * max(1, experts)
-    attention = 2 * (heads + int(model.get_total_num_kv_heads())) * wide
-    weights = layers * hidden * (attention + 3 * inner)
-    return {"token_flops": 2 * weights, "pair_flops": 4 * layers * heads * wide}
 
 
 def _ranks(parallel: Any) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
+from kvweave.flops import TextSizes
 from kvweave.store import Provenance
 
 WHERE = "secondary_tiers"
@@ -69,8 +70,8 @@ class ChunkOrigin:
     """Everything that a chunk's bytes depend on, but its text: plain data, `vars` of it go along.
 
     `model` and `layout` name the weights and how the bytes of a chunk lie; see `origin`. What it
-    costs to compute one of `chunk_tokens` is no part of that: `token_flops` a token, and
-    `pair_flops` for each token that it looks at.
+    costs to compute one of `chunk_tokens` is no part of that, nor are the `TextSizes` by which it
+    is counted, `weights` and `width`.
     """
 
     model: str
@@ -80,15 +81,14 @@ class ChunkOrigin:
     kv_heads: int
     head_dim: int
     chunk_tokens: int = 0
-    token_flops: int = 0
-    pair_flops: int = 0
+    weights: int = 0
+    width: int = 0
 
     def cost(self, end: int | None) -> int:
         """FLOPs of the chunk that ends before position `end`; None: of the first one."""
         last = self.chunk_tokens if end is None else end
         first = max(0, last - self.chunk_tokens)
-        pairs = (last * (last + 1) - first * (first + 1)) // 2
-        return self.token_flops * (last - first) + self.pair_flops * pairs
+        return TextSizes(self.weights, self.width).flops(first, last)
 
     def provenance(self, namespace: str, chunk_bytes: int) -> Provenance:
         """What the store compares of a chunk of a namespace."""

@@ -41,9 +41,6 @@ from kvweave.store import Provenance, Store
 
 _log = logging.getLogger(__name__)
 PART = "chunk"
-_ALIGN = 4096
-_HEAD_BYTES = 2 * _ALIGN
-"""Of a shard's file beside its chunk: the head, and the words of the name."""
 
 
 @dataclass(frozen=True)
@@ -217,17 +214,8 @@ class StoreTier(SecondaryTierManager):
             return True
         if self._sights.again((of.namespace, bytes(key))):
             return True
-        return self._tried("look_up", self._has_room, of.namespace)
-
-    def _has_room(self, namespace: str) -> bool:
-        """Whether a chunk fits into the store, and the namespace's quota, beside what is there."""
-        total, held = self.store.held()
-        bounds = self.settings.capacity_bytes, self.settings.quota_bytes
-        used = total, held.get(namespace, 0)
-        needed = -(-self.block_size_bytes // _ALIGN) * _ALIGN + _HEAD_BYTES
-        return all(
-            most is None or now + needed <= most for most, now in zip(bounds, used, strict=True)
-        )
+        parts = {PART: self.block_size_bytes}
+        return self._tried("look_up", self.store.has_room, of, len(words(key)), parts)
 
     def _count(self) -> bool:
         self.counts.holds(self.store.held()[0])
