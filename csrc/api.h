@@ -324,6 +324,17 @@ struct MovePagesParams {
   uint32_t spills;       // from the slots; else into them
 };
 
+struct MoveFp8PagesParams {
+  const int32_t* moves;  // [most, 3]: row, page, slot
+  const int32_t* count;  // [1]
+  RowPagesParams slots;
+  RowPagesParams home;   // pages of e4m3
+  uint8_t* scales;       // [pages of home, 2]: of keys and of values, powers of two as E8M0
+  uint32_t most;
+  uint32_t page;         // numbers of a page: keys, then values; a multiple of 32
+  uint32_t page_pieces;  // pieces of 4096 numbers
+};
+
 struct GatherEntriesParams {
   const int32_t* pages;          // [requests, kv_heads, most]: indices in the head's table
   const int32_t* selected;       // [requests, kv_heads]: of which the first so many count
@@ -423,6 +434,7 @@ static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
 static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
 static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
+static_assert(sizeof(MoveFp8PagesParams) == 120, "move_params.rs says 120 bytes");
 static_assert(sizeof(PackPagesParams) == 104, "params.rs says 104 bytes");
 static_assert(sizeof(AttendPackedParams) == 288, "params.rs says 288 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

@@ -15,6 +15,7 @@
 // count beyond the moves is all of them.
 
 #include "api.h"
+#include "row_pages.cuh"
 
 namespace {
 
@@ -29,15 +30,6 @@ struct Route {
   unsigned char* to;
   uint32_t bytes;
 };
-
-// The arena's page under a number of a row, or −1.
-__device__ __forceinline__ int64_t page_of(const RowPagesParams& of, int32_t row, int32_t number) {
-  const uint32_t r = row, n = number;
-  if (r >= of.rows || n >= of.width) return -1;
-  const int32_t first = of.blocks[int64_t{r / of.ranks} * of.width + n];
-  const int64_t page = int64_t{first} + r % of.ranks;
-  return first >= 0 && page < of.pages ? page : -1;
-}
 
 __device__ __forceinline__ Route route_of(const MovePagesParams& p, uint64_t piece,
                                           uint64_t pieces) {

@@ -106,6 +106,9 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
     heads = choosing(describe(model), pages, WHOLE_EVERY)
     how = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
     for copies in task.copies:
+        if copies == "fp8":
+            yield "over the host, fp8", {**how, "host_dtype": copies}
+            continue
         named = "over the host" + (", mirrored" if copies == "mirror" else "")
         yield named, {**how, "host_copies": copies}
 

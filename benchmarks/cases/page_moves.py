@@ -7,7 +7,8 @@ Every call is a graph of its own; the L2 cache holds nothing of it.
 
 `move_pages` for pages of 2 to 64 KiB between the device and pinned memory, both ways, on one, two
 and four processors' worth of thread blocks. Beside it one copy of as many bytes by the copy engine,
-which is the ceiling, and a copy for each page. Then attention of a decode step in 16 layers, alone
+which is the ceiling, and a copy for each page. The same pages as fp8 in pinned memory, half the
+bytes, which are rounded and widened on the way. Then attention of a decode step in 16 layers, alone
 and while pages are fetched on another stream.
 """
 
@@ -177,6 +178,7 @@ def run(quick: bool) -> list[Row]:
         rows.append(_recycled(shape, clock, effort, ceilings))
     for size in PAGES[2:3] if quick else PAGES:
         rows += _moved(MOVED // size, size, clock, effort)
+    rows += _rounded(MOVED // (8 * KIB), clock, effort)
     for pages in () if quick else FEW:
         rows += _moved(pages, 8 * KIB, clock, effort)
     return rows + _beside(3 if quick else ROUNDS)
@@ -228,6 +230,39 @@ def _moved(pages: int, size: int, clock: DeviceClock, effort: Effort) -> list[Ro
             beside["a copy a page GB/s"] = rates["a copy a page"]
         title = f"{way} {pages} pages of {size / KIB:g} KiB"
         found.append(Row(title, rates["2"], "GB/s", None, beside))
+    return found
+
+
+def _rounded(pages: int, clock: DeviceClock, effort: Effort) -> list[Row]:
+    """Pages of 8 KiB in bf16 that are fp8 in the host's memory, beside whole ones."""
+    case = Moving.of(pages, 8 * KIB)
+    slots = torch.randn(pages, 2, 2 * KIB, device="cuda").bfloat16()
+    wanted, table = slots[:64].clone(), case.slots.blocks
+    home = torch.empty(pages, 2, 2 * KIB, dtype=torch.float8_e4m3fn).pin_memory()
+    scales = torch.zeros(pages, 2, dtype=torch.uint8, device="cuda")
+    ends = ops.RowPages(slots, table), ops.RowPages(home, table, 1, scales)
+
+    def carry(way: Any) -> None:
+        ops.move_pages(case.moves, case.count, *ends, way=way)
+
+    carry("spill")
+    slots.zero_()
+    carry("fetch")
+    near = torch.allclose(slots[:64].float(), wanted.float(), rtol=0.07, atol=0.02)
+    expect(near, "fetch: expected what was spilled, rounded")
+    found = []
+    for way in ("fetch", "spill"):
+        calls = {
+            "fp8": replayed(partial(carry, way)),
+            "whole": replayed(partial(case.carry, way, 2)),
+        }
+        timed = clock.time(calls, effort)
+        taken = timed["fp8"].median_s
+        beside = {
+            "whole pages ÷ this": timed["whole"].median_s / taken,
+            "GB/s on the bus": pages * 4 * KIB / taken / 1e9,
+        }
+        found.append(Row(f"{way} {pages} pages of 8 KiB as fp8", taken * 1e6, "µs", None, beside))
     return found
 
 

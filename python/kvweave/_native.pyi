@@ -24,6 +24,8 @@ from kvweave._native_ops import gather_entries as gather_entries
 from kvweave._native_ops import gather_entries_cuda as gather_entries_cuda
 from kvweave._native_ops import merge_states as merge_states
 from kvweave._native_ops import merge_states_cuda as merge_states_cuda
+from kvweave._native_ops import move_fp8_pages as move_fp8_pages
+from kvweave._native_ops import move_fp8_pages_cuda as move_fp8_pages_cuda
 from kvweave._native_ops import move_pages as move_pages
 from kvweave._native_ops import move_pages_cuda as move_pages_cuda
 from kvweave._native_ops import pack_pages as pack_pages

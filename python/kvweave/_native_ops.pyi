@@ -176,6 +176,21 @@ def attend_packed_cuda(
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
+def move_fp8_pages(
+    moves: tuple[_Array, _Array],
+    slots: tuple[_Array, _Array, int],
+    home: tuple[_Array, _Array, _Array, int],
+    way: str,
+    reference: bool,
+) -> None: ...
+def move_fp8_pages_cuda(
+    moves: tuple[_TablePair, _TablePair],
+    slots: tuple[_Array, _TablePair, int],
+    home: tuple[_Array, _Array, _TablePair, int],
+    way: str,
+    processors: int,
+    stream: int,
+) -> None: ...
 def move_pages(
     moves: tuple[_Array, _Array],
     slots: tuple[_Array, _Array, int],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import page_budgets
-from benchmarks.quality.page_budgets import Way, more_than, ways_of
+from benchmarks.quality.page_budgets import Way, more_than, over_host, ways_of
 from kvweave.lab.profile import DecodeEffect
 
 UNSTABLE = np.array([[True, False], [False, False]])
@@ -29,6 +29,11 @@ def test_each_way_is_one_thing_otherwise() -> None:
     every_one = ways_of(8, every_one=True)
     assert len(set(every_one)) == 3 * 4 * 2 * 2
     assert set(ways) <= set(every_one)
+    # Over host memory the map is the same, and what comes from there is exact or fp8.
+    over = over_host(8)
+    assert [way.runner_settings()["host_dtype"] for way in over] == [None, "fp8"]
+    assert {json.dumps(classes_of(way)) for way in over} == {maps[0]}
+    assert ways[0].runner_settings() == {}
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,31 @@ def test_requests_that_join_in_turns(kinds: Any, copies: str) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_copies_are_the_same_by_whoever_carries_them(dtype: torch.dtype) -> None:
+    """The device in captured steps, or the host where memory is not pinned."""
+    model, sizes = on_gpu(dtype)
+    tokens, kinds = random_tokens(300, 3), KINDS[2]
+    said = []
+    for register in (pinned.register, lambda *_given: False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_arena, "register", register)
+            host = host_runner(model, kinds, AMPLE, "spill", "fp8", **sizes)
+        said.append(logits_of_steps(host, tokens, STEPS))
+        assert spills(host) == len(host.host)
+        for pool in host.host.values():
+            assert pool.pinned is (register is pinned.register)
+            assert (
+                pool.block_bytes * model.dtype.itemsize
+                == host_runner(model, kinds, **sizes).host[pool.budget.group].block_bytes
+            )
+        assert nothing_is_held(host)
+    assert same_bits(*said)
+    assert not same_bits(
+        said[0], logits_of_steps(host_runner(model, kinds, **sizes), tokens, STEPS)
+    )
+
+
 def test_memory_that_is_refused_to_be_pinned_is_carried_by_the_host() -> None:
     model, tokens = tiny("llama").cuda(), random_tokens(200, 3)
     resident = host_runner(model, [top_k(4, 5), FULL], None)

@@ -255,3 +255,48 @@ def test_steps_of_a_captured_graph_bring_what_they_select(generator) -> None:
             held = of_slots[row, places[row, :count].long()].long()
             own = of_home[row, chosen[row, :count]].long()
             assert torch.equal(here[held], home[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", [16, 48, 2048, 2064, 9232])
+def test_pages_are_rounded_as_on_the_host(half, dtype, generator) -> None:
+    """To and from pinned memory, to the bit; what points nowhere is skipped."""
+    pages, skipped = 70, [(0, 99, 0), (1, 0, 0), (0, -1, 0), (0, 0, 70)]
+    drawn = torch.randn(pages, 2, half, generator=generator)
+    drawn *= 10.0 ** (torch.rand(pages, 2, 1, generator=generator) * 14 - 8)
+    drawn[::7, :, ::5] = torch.tensor([0.0, -0.0, 6e4, torch.inf, -torch.inf, torch.nan, 464.0])[
+        torch.randint(0, 7, drawn[::7, :, ::5].shape, generator=generator)
+    ]
+    slots, table = drawn.to(dtype), torch.arange(pages).int().view(1, -1)
+    order = torch.randperm(pages, generator=generator)
+    moves = torch.stack((0 * order, order, order.flip(0)), 1).int()
+    hostile = torch.cat((torch.tensor(skipped).int(), moves))
+    home = torch.zeros(pages, 2, half).to(torch.float8_e4m3fn)
+    scales = torch.zeros(pages, 2, dtype=torch.uint8)
+    pinned, there = home.clone().pin_memory(), scales.cuda()
+    on_gpu, blocks = slots.cuda(), table.cuda()
+    for way, processors in (("spill", 2), ("fetch", 1), ("spill", 500), ("fetch", 2)):
+        sides = ops.RowPages(slots, table), ops.RowPages(home, table, 1, scales)
+        ops.move_pages(moves, torch.tensor([pages]).int(), *sides, way=way)
+        sides = ops.RowPages(on_gpu, blocks), ops.RowPages(pinned, blocks, 1, there)
+        count = torch.tensor([HUGE]).int().cuda()
+        ops.move_pages(hostile.cuda(), count, *sides, way=way, processors=processors)
+        torch.cuda.synchronize()
+        pairs = (on_gpu, slots), (pinned.float(), home.float()), (there, scales)
+        for found, wanted in pairs:
+            torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounded_pages_that_the_kernels_do_not_take_are_refused() -> None:
+    slots, table = torch.zeros(2, 2, 24, device="cuda"), torch.tensor([[0, 1]]).int().cuda()
+    home, scales = torch.zeros(2, 2, 24).to(torch.float8_e4m3fn), torch.zeros(2, 2).byte()
+    moves, count = torch.tensor([[0, 1, 0]]).int().cuda(), torch.tensor([1]).int().cuda()
+
+    def carry(home: torch.Tensor, scales: torch.Tensor) -> None:
+        sides = ops.RowPages(slots, table), ops.RowPages(home, table, 1, scales)
+        ops.move_pages(moves, count, *sides, way="spill")
+
+    with pytest.raises(Unsupported, match="numbers of a page: expected a multiple of 32, got 48"):
+        carry(home.cuda(), scales.cuda())
+    with pytest.raises(InvalidArgument, match="scales: expected a tensor on cuda:0, got cpu"):
+        carry(home.cuda(), scales)

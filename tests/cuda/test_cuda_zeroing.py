@@ -85,17 +85,18 @@ def test_documents_in_pinned_memory_leave_nothing(zeroes: bool) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("copies", ["spill", "mirror"])
-def test_spilled_pages_leave_nothing(copies: str) -> None:
+@pytest.mark.parametrize(("copies", "dtype"), [("spill", None), ("mirror", None), ("spill", "fp8")])
+def test_spilled_pages_leave_nothing(copies: str, dtype: str | None) -> None:
     said = []
     for zeroes in (False, True):
         kinds = [top_k(4, 5), FULL]
         model = tiny("llama").cuda()
-        runner = host_runner(model, kinds, host_copies=copies, zero_on_free=zeroes)
+        over = {"host_copies": copies, "host_dtype": dtype, "zero_on_free": zeroes}
+        runner = host_runner(model, kinds, **over)
         said.append(runner.generate(SECRET, "full", **{**HOW, "max_new_tokens": 60}).tokens)
         assert spills(runner) > 0
         assert nothing_is_held(runner)
         torch.cuda.synchronize()
         arenas = runner._prefiller.pages, *(pool.pages for pool in runner.host.values())
-        assert all(bool(pages.any()) is not zeroes for pages in arenas)
+        assert all(bool(pages.view(torch.uint8).any()) is not zeroes for pages in arenas)
     assert said[0] == said[1]

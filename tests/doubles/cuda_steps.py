@@ -60,6 +60,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
         "pack_pages": pack_pages(dtype),
         "recycle_pages": recycle_pages(),
         "move_pages": move_pages(dtype),
+        "move_fp8_pages": move_fp8_pages(dtype),
     }
     for step in made.values():
         numbers = step.renew(torch.Generator().manual_seed(0))
@@ -70,6 +71,7 @@ def steps(dtype: torch.dtype) -> dict[str, Step]:
 NAMES = ["attend_decode", "attend_prefill", "score_tokens", "merge_states", "write_pages"]
 NAMES += ["copy_rerotate", "rotate_rows", "step_tables", "bound_pages", "score_pages"]
 NAMES += ["select_pages", "gather_entries", "pack_pages", "recycle_pages", "move_pages"]
+NAMES += ["move_fp8_pages"]
 NAMES += ["estimate_pages"]
 
 
@@ -401,5 +403,30 @@ def move_pages(dtype: torch.dtype) -> Step:
         sides = ops.RowPages(t["arena"], t["of_slots"], 2), ops.RowPages(t["home"], t["of_home"], 2)
         ops.move_pages(t["moves"], t["count"], *sides, way="fetch")
         return (t["arena"],)
+
+    return Step(call, renew)
+
+
+def move_fp8_pages(dtype: torch.dtype) -> Step:
+    pages, page = 40, (2, PAGE, DIM)
+    table = torch.arange(pages, dtype=torch.int32)
+
+    def renew(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        order = torch.randperm(pages, generator=generator)
+        return {
+            "moves": torch.stack((0 * order, order, order.flip(0)), 1).int(),
+            "count": torch.randint(0, pages + 1, (1,), generator=generator).int(),
+            "arena": torch.randn(pages, *page, generator=generator).to(dtype),
+            "home": torch.zeros(pages, *page).to(torch.float8_e4m3fn),
+            "scales": torch.zeros(pages, 2, dtype=torch.uint8),
+            "blocks": table[None].clone(),
+        }
+
+    def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        slots = ops.RowPages(t["arena"], t["blocks"])
+        home = ops.RowPages(t["home"], t["blocks"], 1, t["scales"])
+        ops.move_pages(t["moves"], t["count"], slots, home, way="spill")
+        ops.move_pages(t["moves"], t["count"], slots, home, way="fetch")
+        return t["arena"], t["home"].float(), t["scales"]
 
     return Step(call, renew)

@@ -16,6 +16,7 @@ def host_runner(
     kinds: list[dict[str, Any]],
     host_bytes: int | None = AMPLE,
     host_copies: str = "spill",
+    host_dtype: str | None = None,
     **settings: Any,
 ) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
@@ -23,12 +24,13 @@ def host_runner(
     settings = {"progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64})
     heads = kinds_map(plain.spec, kinds)
-    return Runner(model, heads=heads, host_bytes=host_bytes, host_copies=host_copies, **settings)
+    over = {"host_bytes": host_bytes, "host_copies": host_copies, "host_dtype": host_dtype}
+    return Runner(model, heads=heads, **over, **settings)
 
 
 def both(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> tuple[Runner, Runner]:
     """The same runner twice: all pages on the device, and over host memory."""
-    alike = {name: given for name, given in settings.items() if name != "host_copies"}
+    alike = {name: given for name, given in settings.items() if not name.startswith("host_")}
     resident = host_runner(model, kinds, None, **alike)
     return resident, host_runner(model, kinds, **settings)
 

@@ -17,6 +17,7 @@ from host_memory import PAGE, both, held_at_home, host_runner, nothing_is_held, 
 from kvweave import PoolFull, ops
 from kvweave.runner import Runner, Sampling, Segment
 from kvweave.runner.decode import Decoder
+from kvweave.runner.kv import host_pool
 from kvweave.runner.kv.host_pool import Arrival, Aside
 from ranked_pages import FULL, WINDOW, logits_of_steps, stepping_as_on_a_gpu, top_k
 
@@ -332,3 +333,68 @@ def test_what_lies_at_home_is_nobodys_to_find_but_the_prompt_is(llama: Any) -> N
     with runner.prefill(known, "prefix", remember=False) as done:
         assert len(prompt) - PAGE < done.report.reused_prefix <= len(prompt)
     assert nothing_is_held(runner)
+
+
+# ---- fp8 copies -----------------------------------------------------------------------------
+
+
+def rounded(pages: torch.Tensor) -> torch.Tensor:
+    """Pages [N, 2, P, D] whose keys and values went through e4m3 times a power of two, by torch."""
+    greatest = pages.abs().amax((2, 3), keepdim=True)
+    power = torch.frexp(greatest).exponent - 9
+    power += greatest > 464 * torch.exp2(power.float())
+    quotients = torch.ldexp(pages, -power)
+    return torch.ldexp(quotients.to(torch.float8_e4m3fn).float(), power)
+
+
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
+@pytest.mark.parametrize("kinds", [[top_k(4, 5)], MIXED])
+def test_fp8_copies_are_pages_rounded_once(llama: Any, kinds: Any, copies: str) -> None:
+    """An answer is that over exact copies of which each was rounded when it came to the host."""
+    tokens, small = random_tokens(90, 3), 1 << 18
+    exact = host_runner(llama, kinds, small, copies)
+    with pytest.MonkeyPatch.context() as patch:
+        carry = host_pool.carry_pages
+
+        def rounding(moves: Any, count: Any, slots: Any, home: Any, way: Any, **named: Any) -> None:
+            carry(moves, count, slots, home, way, **named)
+            if way == "spill":
+                # Whatever lies there has been rounded, so once more changes nothing.
+                home.data.copy_(rounded(home.data))
+
+        patch.setattr(host_pool, "carry_pages", rounding)
+        wanted = logits_of_steps(exact, tokens, STEPS)
+    host = host_runner(llama, kinds, small // 4, copies, "fp8")
+    found = logits_of_steps(host, tokens, STEPS)
+    assert same_bits(found, wanted)
+    assert not same_bits(found, logits_of_steps(exact, tokens, STEPS))
+    for group, pool in host.host.items():
+        there, here = pool.stats(), exact.host[group].stats()
+        assert 4 * there["block_bytes"] == here["block_bytes"]
+        assert 4 * there["copied_bytes"] * 2 == here["copied_bytes"]
+    assert nothing_is_held(host)
+
+
+def test_fp8_pages_that_come_back_are_spilled_as_the_same_bytes(llama: Any) -> None:
+    """A conversation's next turn has all pages brought back, and spills them again."""
+    host = host_runner(llama, [top_k(4, 3)], 1 << 18, "spill", "fp8")
+    (pool,) = host.host.values()
+    seen = []
+    with host.prefill(random_tokens(60, 5), "full", remember=False) as done:
+        for _ in range(2):
+            sequence = decoding(host, done, 9)
+            with torch.inference_mode():
+                for _ in range(9):
+                    host._decoder.step([sequence])
+            (pages,) = done.kv.host.values()
+            assert pages.count >= 15
+            at = torch.from_numpy(pages.blocks()[:15, None] + np.arange(pool.budget.heads)).long()
+            kept = pool.pages.view(torch.uint8)[at], pool.scales[at]
+            seen.append([part.clone() for part in kept])
+            host._decoder.forget()
+            done.bring_back()
+            # A later prompt takes rounded pages for no exact prefix.
+            assert (done.exact, done.exact_tokens) == (False, 0)
+    assert all(map(torch.equal, *seen))
+    assert len(seen[0][0].unique()) > 100
+    assert nothing_is_held(host)

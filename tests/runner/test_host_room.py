@@ -275,6 +275,14 @@ def test_copies_of_no_kind_are_refused(llama: Any, copies: Any) -> None:
         host_runner(llama, [top_k(4, 4)], None, host_copies="mirror")
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "", 8, "exact"])
+def test_copies_in_no_format_are_refused(llama: Any, dtype: Any) -> None:
+    with pytest.raises(InvalidArgument, match="host_dtype: expected fp8 or None, got"):
+        host_runner(llama, [top_k(4, 4)], host_dtype=dtype)
+    with pytest.raises(InvalidArgument, match="host_dtype: expected host_bytes beside fp8, got"):
+        host_runner(llama, [top_k(4, 4)], None, host_dtype="fp8")
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "8 GB", 100])
 def test_bytes_that_are_none_or_too_few_are_refused(llama: Any, size: Any) -> None:
     with pytest.raises(InvalidArgument, match="host_bytes: expected"):

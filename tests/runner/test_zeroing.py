@@ -170,18 +170,21 @@ def test_windows_and_promoted_heads_leave_nothing() -> None:
     assert not rows_of(pages_of(runners[1]))
 
 
-@pytest.mark.parametrize("copies", ["spill", "mirror"])
-def test_pages_that_were_spilled_leave_nothing(copies: str) -> None:
+@pytest.mark.parametrize(("copies", "dtype"), [("spill", None), ("mirror", None), ("spill", "fp8")])
+def test_pages_that_were_spilled_leave_nothing(copies: str, dtype: str | None) -> None:
     said = []
     for zeroes in (False, True):
         kinds = [top_k(4, 5), FULL]
-        runner = host_runner(tiny("llama"), kinds, host_copies=copies, zero_on_free=zeroes)
+        over = {"host_copies": copies, "host_dtype": dtype, "zero_on_free": zeroes}
+        runner = host_runner(tiny("llama"), kinds, **over)
         options: dict[str, Any] = {"max_new_tokens": 40, "stop": (), "remember": False}
         said.append(runner.generate(SECRET, "full", **options).tokens)
         assert spills(runner) > 0
         assert nothing_is_held(runner)
-        for pages in (pages_of(runner), *(pool.pages for pool in runner.host.values())):
-            assert bool(rows_of(pages)) is not zeroes
+        home = [pool.pages.view(torch.uint8) for pool in runner.host.values()]
+        home += [pool.scales for pool in runner.host.values() if pool.scales is not None]
+        for pages in (pages_of(runner), *home):
+            assert bool(pages.any()) is not zeroes
     assert said[0] == said[1]
 
 

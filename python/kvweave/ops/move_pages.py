@@ -19,6 +19,7 @@ from kvweave.ops.dispatch import (
     on_device,
     stream_of,
 )
+from kvweave.ops.move_fp8_pages import move_fp8_pages
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,16 @@ class RowPages:
     r is page blocks[r // ranks, n] + r % ranks of the arena. So rows that are the heads of a
     request, in the order of their ranks, share its row of blocks, and with `ranks` 1 each row has
     its own. A block below 0 is nowhere.
+
+    `scales` u8 [pages, 2], contiguous, makes float8_e4m3fn `data` [pages, 2, …] of other dtypes'
+    numbers: of a page the keys are 2^(scales[page, 0] − 127) times theirs, the values
+    2^(scales[page, 1] − 127) times, as in OCP's microscaling formats.
     """
 
     data: Pages
     blocks: Table
     ranks: int = 1
+    scales: Pages | None = None
 
 
 @needs_memory("move_pages")
@@ -54,6 +60,14 @@ def move_pages(
     "fetch" reads from home and writes slots, "spill" reads slots and writes to home. Both have
     pages of as many bytes, which are moved as they are; no page is written by two moves.
 
+    With `scales` home has pages of as many float8_e4m3fn numbers as slots, which are of f32, bf16
+    or f16. "spill" rounds: a page's keys are divided by the least power of two with which the
+    greatest of their finite magnitudes rounds to 448 or less, and its values likewise, each
+    quotient is rounded once, to the nearest and the even one of two; what is too large, infinities
+    included, becomes ±448 and NaN stays NaN. "fetch" widens, exactly: what has come back and is
+    spilled again has the same bits at home. On CUDA scales lie on the device, and keys of a page
+    are multiples of 16 numbers, else `Unsupported`.
+
     On CUDA slots lie on the device, and so does home or it lies in pinned memory of the host: its
     first page and all that moves name, which is for the caller to see to. This is one launch on the
     current stream, which fills about so many `processors` and reads moves and count there: so it
@@ -68,10 +82,24 @@ def move_pages(
             raise invalid(name, "RowPages", type(side).__name__)
         if isinstance(side.data, torch.Tensor):
             expect_tensors(**{name: side.data})
-    device = cuda_device("slots", slots.data, backend)
+    if slots.scales is not None:
+        raise invalid("scales", "those of home alone", "some of slots")
+    device, reference = cuda_device("slots", slots.data, backend), backend == "reference"
+    of_slots, of_home = ((side.data, side.blocks, side.ranks) for side in (slots, home))
+    if home.scales is not None:
+        move_fp8_pages(
+            (moves, count),
+            of_slots,
+            of_home,
+            home.scales,
+            way,
+            device=device,
+            processors=processors,
+            reference=reference,
+        )
+        return
     if device is None:
-        of_slots, of_home = ((side.data, side.blocks, side.ranks) for side in (slots, home))
-        _native.move_pages((moves, count), of_slots, of_home, way, backend == "reference")
+        _native.move_pages((moves, count), of_slots, of_home, way, reference)
         return
     tables = on_device(
         device, moves=moves, count=count, slot_blocks=slots.blocks, home_blocks=home.blocks

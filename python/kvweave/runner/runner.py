@@ -65,21 +65,20 @@ class Runner(KnowledgeBase, Retention):
     the CPU also "int8", "planes-3" and "planes-2.5", or a `Packing`) in which full pages are
     packed, into the pool `packed` (see docs/packed-kv.md, also for what does not go with it).
     `host_bytes`: of the host's memory for pages that top_k heads of `heads` seldom read, in the
-    pools `host` (see docs/sparse-decode.md); None keeps all pages on the device. `host_copies`:
-    "spill" copies pages there whose room it frees, "mirror" all as they fill. `speculate`: tokens
-    that a round drafts by the pages of top_k heads of `heads`, and verifies by all of them, so that
-    answers are dense (see there too); None has top_k heads read their pages alone. `store`, a
-    `Store` or its folder: documents are written there behind their callers, and read from there;
+    pools `host` (None: none). `host_copies`: "spill" copies there what frees room, "mirror" all
+    pages as they fill; `host_dtype`: None as they are, "fp8" in a byte a number. `speculate`:
+    tokens that a round drafts by the pages of top_k heads, and verifies by all, so that answers are
+    dense; None has top_k heads read theirs alone (all four: docs/sparse-decode.md). `store`, a
+    `Store` or its folder: documents are written there behind their callers, and read;
     `document_bytes`: of the host's memory for documents whose blocks leave the device; `remote`: a
     store on another machine behind these (see docs/tiers.md). `zero_on_free`: what blocks held that
     went back is overwritten (see docs/SECURITY.md). `mode` is "materialise" (reused KV is copied
     and rotated to its place) or "share" (it is read where it lies, queries rotated instead).
     `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached where room is wanted;
-    by cost `retain` and `demote` say what is known of a text. `cache.set_quota` says what a
-    namespace may keep. `profile` states the policy of whoever names none and, where `heads` is
-    None, the head map (see `kvweave certify`); `canary` compares a share of live requests with
-    `full`. `check` compares our forward with the model's own on a short random prompt before
-    anything else. Pages lie where the model does, on the CPU or a GPU; logits come back there.
+    by cost `retain` and `demote` say what is known. `cache.set_quota` says what a namespace may
+    keep. `profile` states the policy of whoever names none and, where `heads` is None, the head map
+    (see `kvweave certify`); `canary` compares a share of live requests with `full`. `check`
+    compares our forward with the model's own first. Pages and logits lie where the model does.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
@@ -104,6 +103,7 @@ class Runner(KnowledgeBase, Retention):
         kv_dtype: str | Packing | None = None,
         host_bytes: int | None = None,
         host_copies: str = "spill",
+        host_dtype: str | None = None,
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         remote: RemoteStore | None = None,
@@ -123,7 +123,7 @@ class Runner(KnowledgeBase, Retention):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
-        check_host(host_bytes, host_copies, kv_dtype, mode)
+        check_host(host_bytes, host_copies, host_dtype, kv_dtype, mode)
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = check_profile(profile, canary, self.spec, heads)
@@ -141,7 +141,7 @@ class Runner(KnowledgeBase, Retention):
             eviction=word("eviction", eviction),
             heads=heads,
         )
-        self.host = make_host_pools(self.cache, pages, host_bytes, host_copies)
+        self.host = make_host_pools(self.cache, pages, host_bytes, host_copies, host_dtype)
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)

@@ -9,9 +9,9 @@ use crate::move_params::{MovePagesParams, RowPagesParams};
 use crate::operands::{DeviceTensor, long, narrow};
 
 /// `kThreads` of the kernel.
-const THREADS: u32 = 128;
+pub(crate) const THREADS: u32 = 128;
 /// Thread blocks that a processor has at a time.
-const BLOCKS: usize = 8;
+pub(crate) const BLOCKS: usize = 8;
 /// `kPiece` of the kernel: bytes that a warp carries at a time.
 const PIECE: usize = 4096;
 /// Bytes of a load or store.
@@ -92,7 +92,11 @@ impl CudaBackend {
     }
 
     /// The address under which kernels reach an arena.
-    fn reached(&self, what: &'static str, of: &DeviceRowPages) -> Result<u64, CudaError> {
+    pub(crate) fn reached(
+        &self,
+        what: &'static str,
+        of: &DeviceRowPages,
+    ) -> Result<u64, CudaError> {
         let DeviceTensor { address, len } = of.data;
         if !of.on_host {
             return Ok(address);
@@ -129,7 +133,7 @@ fn params_of(call: &MovePagesLaunch) -> Result<MovePagesParams, CudaError> {
     })
 }
 
-fn row_pages(
+pub(crate) fn row_pages(
     what: &'static str,
     of: &DeviceRowPages,
     page_bytes: usize,

@@ -58,6 +58,24 @@ pub(crate) struct MovePagesParams {
     pub(crate) spills: u32,
 }
 
+/// Mirror of `MoveFp8PagesParams`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct MoveFp8PagesParams {
+    /// i32 [most, 3].
+    pub(crate) moves: u64,
+    /// i32 [1].
+    pub(crate) count: u64,
+    pub(crate) slots: RowPagesParams,
+    pub(crate) home: RowPagesParams,
+    /// u8 [pages of home, 2].
+    pub(crate) scales: u64,
+    pub(crate) most: u32,
+    pub(crate) page: u32,
+    pub(crate) page_pieces: u32,
+}
+
 const _: () = assert!(size_of::<RecyclePagesParams>() == 96);
 const _: () = assert!(size_of::<RowPagesParams>() == 40);
 const _: () = assert!(size_of::<MovePagesParams>() == 112);
+const _: () = assert!(size_of::<MoveFp8PagesParams>() == 120);

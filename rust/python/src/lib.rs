@@ -59,6 +59,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cpu::moments::Moments;
     #[pymodule_export]
+    use super::ops::cpu::move_fp8_pages::move_fp8_pages;
+    #[pymodule_export]
     use super::ops::cpu::move_pages::move_pages;
     #[pymodule_export]
     use super::ops::cpu::pack_pages::{pack_pages, unpack_pages};
@@ -92,6 +94,8 @@ mod _native {
     use super::ops::cuda::gather_entries::gather_entries_cuda;
     #[pymodule_export]
     use super::ops::cuda::merge_states::merge_states_cuda;
+    #[pymodule_export]
+    use super::ops::cuda::move_fp8_pages::move_fp8_pages_cuda;
     #[pymodule_export]
     use super::ops::cuda::move_pages::move_pages_cuda;
     #[pymodule_export]

@@ -120,7 +120,7 @@ class Conversation(Closing):
         if live is not None:
             try:
                 with suppress(PoolFull):
-                    live.kv.bring_back()
+                    live.bring_back()
                 live.commit()
             finally:
                 live.release()

@@ -71,7 +71,7 @@ def follow(
             f"got {len(done.request.promoted)} that were made full"
         )
     with prefiller.spec.current():
-        done.kv.bring_back()
+        done.bring_back()
         turn = _Turn(prefiller, done, prompt, policy, lookup)
         return turn.computed(logits_from, reserve_tokens)
 

@@ -108,7 +108,7 @@ class HostRoom:
         of_heads.index_copy_(0, rows, held)
         slots, home = self.slots.index_select(0, rows), self.home.index_select(0, rows)
         here = RowPages(self.pool.arena, slots + first, heads)
-        there = RowPages(self.pool.pages, home + first, heads)
+        there = self.pool.at(home + first, heads)
         failed = self.pool.fetch(recycled.moves, recycled.count, here, there, heads)
         self.failures.update({int(rows[number]): error for number, error in failed.items()})
         at = recycled.places.view(chosen.shape)

@@ -14,7 +14,9 @@ NOT_BESIDE_HOST = {
 """By the argument or call that asks for it: why pages in host memory do not serve it."""
 
 
-def check_host(host_bytes: object, host_copies: object, kv_dtype: object, mode: str) -> None:
+def check_host(
+    host_bytes: object, host_copies: object, host_dtype: object, kv_dtype: object, mode: str
+) -> None:
     """Raises for what a runner is asked for of host memory, and beside it.
 
     # Errors
@@ -26,6 +28,11 @@ def check_host(host_bytes: object, host_copies: object, kv_dtype: object, mode: 
         raise InvalidArgument(f"host_copies: expected spill or mirror, got {got}")
     if host_copies == "mirror" and host_bytes is None:
         raise InvalidArgument("host_copies: expected host_bytes beside mirror, got none")
+    if host_dtype not in (None, "fp8"):
+        got = shown(host_dtype)
+        raise InvalidArgument(f"host_dtype: expected fp8 or None, got {got}")
+    if host_dtype is not None and host_bytes is None:
+        raise InvalidArgument("host_dtype: expected host_bytes beside fp8, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
     refuse_beside_host(host_bytes, "mode", mode if mode == "share" else None)
 

@@ -83,7 +83,8 @@ class HostPool:
     """The host memory of one head group: `cache` counts its blocks, which lie at `home`.
 
     Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
-    other arena. `mirrors`: whether pages are copied here as they fill, those that are not spilled
+    other arena. `scales` u8 [pages, 2], on the device, of pages that are kept as fp8 here: see
+    `RowPages`. `mirrors`: whether pages are copied here as they fill, those that are not spilled
     too. `aside` makes copies that decoding does not wait for. Whatever
     the host itself asks for is tried again where it fails: `transfers` counts that.
     """
@@ -93,6 +94,7 @@ class HostPool:
     home: HostArena
     arena: torch.Tensor
     aside: Aside
+    scales: torch.Tensor | None = None
     mirrors: bool = False
     transfers: Transfers = field(default_factory=Transfers)
 
@@ -100,6 +102,10 @@ class HostPool:
     def pages(self) -> torch.Tensor:
         """All pages here, [pages, 2, P, D]."""
         return self.home.pages
+
+    def at(self, blocks: Table, ranks: int) -> RowPages:
+        """Pages here by the numbers that rows give them: see `RowPages`."""
+        return RowPages(self.pages, blocks, ranks, self.scales)
 
     @property
     def pinned(self) -> bool:
@@ -191,8 +197,8 @@ class HostPool:
         count = np.asarray([len(moves)], np.int32)
         sent = send(self.arena.device, moves, count, here[None], home[None])
         ranks = self.budget.heads
-        slots, pages_at = RowPages(arena, sent[2], ranks), RowPages(self.pages, sent[3], ranks)
-        self.carry(sent[0], sent[1], slots, pages_at, way)
+        slots = RowPages(arena, sent[2], ranks)
+        self.carry(sent[0], sent[1], slots, self.at(sent[3], ranks), way)
 
     def fetch(
         self, moves: Table, count: Table, slots: RowPages, home: RowPages, heads: int
@@ -254,20 +260,50 @@ def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, w
     for start in range(0, len(steps), _PAGES_AT_ONCE):
         some = slice(start, start + _PAGES_AT_ONCE)
         at = here[some].to(arena.device)
-        if way == "fetch":
+        if home.scales is not None:
+            _carry_rounded(arena, at, home, there[some], way)
+        elif way == "fetch":
             arena.index_copy_(0, at, memory[there[some]].to(arena.device))
         else:
             memory.index_copy_(0, there[some], arena.index_select(0, at).cpu())
 
 
+def _carry_rounded(
+    arena: torch.Tensor, at: torch.Tensor, home: RowPages, there: torch.Tensor, way: Way
+) -> None:
+    """As `carry_by_host` for pages that are kept as fp8: the device rounds and widens them."""
+    memory, scales = home.data, home.scales
+    assert isinstance(memory, torch.Tensor)
+    assert isinstance(scales, torch.Tensor)
+    numbers = torch.arange(len(at), dtype=torch.int32, device=arena.device)[None]
+    moves = torch.stack((0 * numbers[0], numbers[0], numbers[0]), 1)
+    number = there.to(scales.device)
+    # There is no taking of fp8 by an index everywhere: bytes are the same.
+    kept = memory.view(torch.uint8)
+    staged = torch.empty((len(at), *memory.shape[1:]), dtype=memory.dtype, device=arena.device)
+    of_staged = scales.index_select(0, number)
+    if way == "fetch":
+        staged.view(torch.uint8).copy_(kept.index_select(0, there))
+    beside = RowPages(staged, numbers, 1, of_staged)
+    count = torch.full_like(numbers[0, :1], len(at))
+    ops.move_pages(moves, count, RowPages(arena, at.int()[None]), beside, way=way)
+    if way == "spill":
+        kept.index_copy_(0, there, staged.view(torch.uint8).cpu())
+        scales.index_copy_(0, number, of_staged)
+
+
 def make_host_pools(
-    cache: KvCache, arena: torch.Tensor, host_bytes: int | None, copies: str = "spill"
+    cache: KvCache,
+    arena: torch.Tensor,
+    host_bytes: int | None,
+    copies: str = "spill",
+    dtype: str | None = None,
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
     None where `host_bytes` is. Each has a share by its heads, and takes
     memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
-    are spilled.
+    are spilled. `dtype`: "fp8" keeps them in a byte a number, None as they are.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -283,13 +319,16 @@ def make_host_pools(
             "got none"
         )
     heads = sum(budget.heads for budget in budgets)
+    of = cache.shape
+    kept = of.dtype if dtype is None else "fp8_e4m3"
+    shape = KvShape(1, heads, of.head_dim, of.page_tokens, kept)
     # The null block and one more of each.
-    least = 2 * heads * cache.shape.page_bytes
+    least = 2 * heads * shape.page_bytes
     if host_bytes < least:
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
     return {
         budget.group: _made(
-            budget, cache.shape, arena, host_bytes * budget.heads // heads, copies == "mirror"
+            budget, shape, arena, host_bytes * budget.heads // heads, copies == "mirror"
         )
         for budget in budgets
     }
@@ -301,5 +340,9 @@ def _made(
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
-    home = HostArena(sizes, arena.dtype, arena.device)
-    return HostPool(budget, cache, home, arena, Aside(arena.device), mirrors)
+    rounds = of.dtype == "fp8_e4m3"
+    home = HostArena(sizes, torch.float8_e4m3fn if rounds else arena.dtype, arena.device)
+    scales = None
+    if rounds:
+        scales = torch.zeros((sizes[0], 2), dtype=torch.uint8, device=arena.device)
+    return HostPool(budget, cache, home, arena, Aside(arena.device), scales, mirrors)

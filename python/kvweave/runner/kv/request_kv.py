@@ -243,16 +243,20 @@ class RequestKv:
         """Whether any of it lies in host memory."""
         return any(pages.count for pages in self.host.values())
 
-    def bring_back(self) -> None:
+    def bring_back(self) -> bool:
         """Has all KV lie on the device, for what reads or writes more than a decode step.
+
+        Whether any of it has been rounded in host memory, from its first tokens on.
 
         # Errors
         `PoolFull` without room; what is still in host memory stays there.
         """
+        rounded = any(pages.count and pages.pool.scales is not None for pages in self.host.values())
         if self.is_spilled:
             for pages in self.host.values():
                 pages.bring_back()
             self._table = self._rows = None
+        return rounded
 
     def release(self) -> None:
         """Gives all blocks back; safe to call twice."""

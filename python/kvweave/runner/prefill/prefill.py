@@ -104,7 +104,7 @@ class Prefiller(PrefillContext):
         packed = done.kv.packed
         if packed is not None:
             packed.pack(request, request.length)
-        done.kv.bring_back()
+        done.bring_back()
         request.append(new)
         done.pending = []
         with self.spec.current():

@@ -65,7 +65,7 @@ class Prefill:
         `InvalidArgument` for a prompt that was released, or whose local heads were made full;
         `PoolFull` where pages are in host memory and find no room on the device.
         """
-        self.kv.bring_back()
+        self.bring_back()
         report = replace(self.report, timings=replace(self.report.timings))
         fork = Prefill(
             self.kv.fork(),
@@ -77,6 +77,15 @@ class Prefill:
         )
         fork.pending = list(self.pending)
         return fork
+
+    def bring_back(self) -> None:
+        """Has all KV lie on the device; what was rounded in host memory is no exact prefix then.
+
+        # Errors
+        `PoolFull` without room; what is still in host memory stays there.
+        """
+        if self.kv.bring_back():
+            self.exact, self.exact_tokens = False, 0
 
     def commit(self) -> None:
         """Lets later prompts find what has KV by now, where they may find the prompt.

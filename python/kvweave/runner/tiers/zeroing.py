@@ -63,28 +63,40 @@ def zero_pages(pages: torch.Tensor, runs: Int32) -> None:
         pages[first : first + count].zero_()
 
 
-def zero_host(arena: torch.Tensor, memory: torch.Tensor, runs: Int32, *, pinned: bool) -> None:
+def zero_host(
+    arena: torch.Tensor,
+    memory: torch.Tensor,
+    runs: Int32,
+    *,
+    pinned: bool,
+    scales: torch.Tensor | None = None,
+) -> None:
     """Zeroes runs [N, 2] of pages of the host's memory, behind all that a GPU still reads of it.
+
+    With their `scales` where they are kept as fp8: see `RowPages`.
 
     A GPU that reads memory where it lies writes there too: the zeros of the null block of its own
     `arena`.
     """
     if not (pinned and arena.is_cuda):
         zero_pages(memory, runs)
+        if scales is not None:
+            zero_pages(scales, runs)
         return
     numbers = _numbers(runs)
     moves = np.zeros((len(numbers), 3), np.int32)
     moves[:, 1] = np.arange(len(numbers))
     count, null = np.asarray([len(numbers)], np.int32), np.zeros((1, 1), np.int32)
     sent = send(arena.device, moves, count, null, numbers[None])
-    zeros, freed = RowPages(arena, sent[2]), RowPages(memory, sent[3])
+    zeros, freed = RowPages(arena, sent[2]), RowPages(memory, sent[3], 1, scales)
     carry_pages(sent[0], sent[1], zeros, freed, "spill", pinned=pinned)
 
 
 def _zero_pool(pool: HostPool, runs: Int32) -> None:
     # A copy that nobody wants any more may be on its way there.
     pool.aside.abandoned.wait()
-    zero_host(pool.arena, pool.pages, runs, pinned=pool.pinned)
+    known = pool.arena, pool.pages, runs
+    zero_host(*known, pinned=pool.pinned, scales=pool.scales)
 
 
 def _numbers(runs: Int32) -> Int32:

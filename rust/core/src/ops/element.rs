@@ -19,6 +19,9 @@ pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + '
     /// Whether numbers are stored divided by a scale: see [`KvScales`](crate::ops::KvScales).
     const QUANTISED: bool = false;
 
+    /// Exponent of the greatest finite number.
+    const GREATEST_EXPONENT: i32;
+
     /// Exact widening.
     fn to_f32(self) -> f32;
 
@@ -48,6 +51,7 @@ pub trait Element: sealed::Sealed + Copy + Default + PartialEq + Send + Sync + '
 
 impl Element for f32 {
     const NAME: &'static str = "f32";
+    const GREATEST_EXPONENT: i32 = f32::MAX_EXP - 1;
 
     fn to_f32(self) -> f32 {
         self
@@ -75,6 +79,7 @@ macro_rules! half_element {
     ($type:ty, $name:literal, $widen:expr) => {
         impl Element for $type {
             const NAME: &'static str = $name;
+            const GREATEST_EXPONENT: i32 = <$type>::MAX_EXP - 1;
 
             fn to_f32(self) -> f32 {
                 <$type>::to_f32(self)

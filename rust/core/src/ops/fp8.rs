@@ -70,6 +70,7 @@ impl PartialEq for Fp8E4m3 {
 impl Element for Fp8E4m3 {
     const NAME: &'static str = "fp8_e4m3";
     const QUANTISED: bool = true;
+    const GREATEST_EXPONENT: i32 = 8;
 
     fn to_f32(self) -> f32 {
         NUMBERS[usize::from(self.0)]

@@ -24,10 +24,12 @@ mod fp8;
 mod gather_entries;
 mod geometry;
 mod merge_states;
+mod move_fp8_pages;
 mod move_pages;
 mod pack_pages;
 mod packed_format;
 mod page_bounds;
+mod page_scale;
 mod planes;
 mod queries;
 mod reach;
@@ -61,10 +63,12 @@ pub use fp8::Fp8E4m3;
 pub use gather_entries::{GatherEntries, NO_ENTRY, validate_gathered};
 pub use geometry::PageGeometry;
 pub use merge_states::MergeStates;
+pub use move_fp8_pages::{Fp8Arenas, MoveFp8Pages};
 pub use move_pages::{MovePages, Moves, RowPages, Way};
 pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
 pub use packed_format::{PackedFormat, PackedKind};
 pub use page_bounds::{PageBounds, validate_bounds};
+pub use page_scale::PageScale;
 pub use planes::{
     CHANNELS_TOGETHER, PLANE_BITS, PlaneWidths, PlanesPage, PlanesSide, largest_code, plane_code,
     plane_steps,

@@ -1,7 +1,9 @@
 //! Pages into the slots of rows, and carried there and back.
 
+use half::bf16;
 use kvweave_core::ops::{
-    MovePages, Moves, NO_PAGE, OpError, OpErrorKind, RecyclePages, RowPages, Way,
+    Fp8Arenas, Fp8E4m3, MoveFp8Pages, MovePages, Moves, NO_PAGE, OpError, OpErrorKind,
+    RecyclePages, RowPages, Way,
 };
 use proptest::prelude::*;
 
@@ -271,4 +273,41 @@ fn moves_that_point_nowhere_or_twice_to_a_page_are_refused() {
         told(&[], 0, RowPages { ranks: 0, ..of }),
         [Err((OpErrorKind::OutOfRange, "ranks")); 2]
     );
+}
+
+/// Both crates round and widen alike, and pages that come back are kept as the same bits.
+#[test]
+fn rounded_pages_are_the_same_by_both_and_a_second_time() {
+    const PAGES: usize = 40;
+    const PAGE: usize = 2 * 24;
+    let mut random = Random(5);
+    let drawn = |random: &mut Random| f32::from_bits((random.below(1 << 16) as u32) << 16);
+    let slots: Vec<bf16> = (0..PAGES * PAGE).map(|_| bf16::from_f32(drawn(&mut random))).collect();
+    let blocks: Vec<i32> = (0..PAGES as i32).collect();
+    let of = RowPages { blocks: &blocks, width: PAGES, ranks: 1, pages: PAGES };
+    let steps: Vec<[i32; 3]> = (0..PAGES as i32).map(|n| [0, (n + 7) % PAGES as i32, n]).collect();
+    let count = [PAGES as i32];
+    let moves = |way| Moves { moves: &steps, count: &count, slots: of, home: of, way };
+    let kept =
+        [kvweave_reference::move_fp8_pages::<bf16>, kvweave_cpu::move_fp8_pages].map(|run| {
+            let spilled = |slots: &[bf16]| {
+                let mut home = vec![Fp8E4m3::default(); PAGES * PAGE];
+                let mut scales = vec![[0; 2]; PAGES];
+                let arenas = Fp8Arenas::Spill { slots, home: &mut home, scales: &mut scales };
+                run(MoveFp8Pages { moves: moves(Way::Spill), page: PAGE, arenas }).unwrap();
+                (home, scales)
+            };
+            let (home, scales) = spilled(&slots);
+            let mut back = vec![bf16::ZERO; slots.len()];
+            let arenas = Fp8Arenas::Fetch { home: &home, scales: &scales, slots: &mut back };
+            run(MoveFp8Pages { moves: moves(Way::Fetch), page: PAGE, arenas }).unwrap();
+            let (again, scales_again) = spilled(&back);
+            let bits = |all: &[Fp8E4m3]| all.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!((bits(&again), scales_again), (bits(&home), scales.clone()));
+            let arenas = Fp8Arenas::Fetch { home: &home, scales: &scales, slots: &mut back[1..] };
+            let refused = run(MoveFp8Pages { moves: moves(Way::Fetch), page: PAGE, arenas });
+            assert_eq!(refused.unwrap_err().what(), "slots");
+            (bits(&home), scales)
+        });
+    assert_eq!(kept[0], kept[1]);
 }

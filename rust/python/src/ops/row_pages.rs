@@ -1,5 +1,6 @@
 //! What `move_pages` takes of an arena from Python, wherever it lies.
 
+use crate::dtype::DType;
 use crate::failure::Failure;
 use crate::tensor::TensorRef;
 
@@ -23,4 +24,19 @@ pub fn equal_pages(slots: usize, home: usize) -> Result<usize, Failure> {
     }
     let expected = format!("pages of {slots} bytes, as slots have them");
     Err(Failure::invalid("home", expected, format!("{home} bytes")))
+}
+
+/// Pages of an arena of e4m3 numbers with two scales each: how many. Refuses others than of `page`
+/// numbers.
+pub fn fp8_pages(home: &TensorRef, scales: &TensorRef, page: usize) -> Result<usize, Failure> {
+    home.expect_dtype("home", DType::Fp8E4m3)?;
+    scales.expect_dtype("scales", DType::U8)?;
+    let (pages, numbers) = pages_of_arena("home", home)?;
+    if numbers != page {
+        let expected = format!("pages of {page} numbers, as slots have them");
+        return Err(Failure::invalid("home", expected, format!("{numbers} numbers")));
+    }
+    scales.expect_shape("scales", &[("pages of home", Some(pages)), ("2", Some(2))])?;
+    scales.expect_contiguous("scales")?;
+    Ok(pages)
 }

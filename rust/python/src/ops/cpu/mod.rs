@@ -9,6 +9,7 @@ pub mod estimate_pages;
 pub mod gather_entries;
 pub mod merge_states;
 pub mod moments;
+pub mod move_fp8_pages;
 pub mod move_pages;
 pub mod pack_pages;
 mod reading;

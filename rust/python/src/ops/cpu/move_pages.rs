@@ -10,6 +10,7 @@ use crate::dlpack::borrow;
 use crate::failure::Failure;
 use crate::ops::row_pages::{equal_pages, pages_of_arena};
 use crate::scalars::Number;
+use crate::tensor::TensorRef;
 
 type Any<'py> = Bound<'py, PyAny>;
 
@@ -25,9 +26,8 @@ pub fn move_pages(
     way: &str,
     reference: bool,
 ) -> PyResult<()> {
-    let (steps, number) = (Table::of("moves", &moves.0)?, Table::of("count", &moves.1)?);
+    let steps = Steps::of(&moves, (&slots.1, slots.2), (&home.1, home.2))?;
     let arenas = (borrow("slots", &slots.0)?, borrow("home", &home.0)?);
-    let tables = (Table::of("blocks of slots", &slots.1)?, Table::of("blocks of home", &home.1)?);
     let params = || {
         let way = way_of_pages(way)?;
         let (of_slots, of_home) = (&arenas.0.tensor, &arenas.1.tensor);
@@ -38,39 +38,9 @@ pub fn move_pages(
             Way::Fetch => (("home", of_home), ("slots", of_slots)),
             Way::Spill => (("slots", of_slots), ("home", of_home)),
         };
-        let read = [
-            source,
-            ("moves", &steps.0.tensor),
-            ("count", &number.0.tensor),
-            ("blocks of slots", &tables.0.0.tensor),
-            ("blocks of home", &tables.1.0.tensor),
-        ];
-        for (what, other) in read {
-            target.1.expect_apart(target.0, other, what)?;
-        }
-        let of_rows = |what: &str, table: &Table<'_>| {
-            table.0.tensor.expect_shape(what, &[("N", None), ("W", None)])?;
-            Ok::<_, Failure>(table.0.tensor.shape()[1])
-        };
-        let widths =
-            (of_rows("blocks of slots", &tables.0)?, of_rows("blocks of home", &tables.1)?);
-        let moves = Moves {
-            moves: steps.rows("moves")?,
-            count: number.list("count")?,
-            slots: RowPages {
-                blocks: tables.0.wide("blocks of slots", widths.0)?,
-                width: widths.0,
-                ranks: count("ranks", slots.2)?,
-                pages: slot_pages,
-            },
-            home: RowPages {
-                blocks: tables.1.wide("blocks of home", widths.1)?,
-                width: widths.1,
-                ranks: count("ranks", home.2)?,
-                pages: home_pages,
-            },
-            way,
-        };
+        target.1.expect_apart(target.0, source.1, source.0)?;
+        steps.expect_apart(target.0, target.1)?;
+        let moves = steps.moves(slot_pages, home_pages, way)?;
         // SAFETY: what is written lies apart from all that is read; others are excluded as
         // `arguments` says.
         let (source, target) =
@@ -78,4 +48,62 @@ pub fn move_pages(
         Ok(MovePages { moves, page_bytes, source, target })
     };
     run!(py, reference, move_pages, raised(py, params())?)
+}
+
+/// Moves, their count, and the blocks of rows on both sides.
+pub(super) struct Steps<'py> {
+    moves: Table<'py>,
+    count: Table<'py>,
+    slots: (Table<'py>, Number),
+    home: (Table<'py>, Number),
+}
+
+impl<'py> Steps<'py> {
+    /// `slots` and `home`: blocks and their ranks.
+    pub(super) fn of(
+        moves: &(Any<'py>, Any<'py>),
+        slots: (&Any<'py>, Number),
+        home: (&Any<'py>, Number),
+    ) -> PyResult<Self> {
+        Ok(Self {
+            moves: Table::of("moves", &moves.0)?,
+            count: Table::of("count", &moves.1)?,
+            slots: (Table::of("blocks of slots", slots.0)?, slots.1),
+            home: (Table::of("blocks of home", home.0)?, home.1),
+        })
+    }
+
+    /// Refuses to have one of the tables written.
+    pub(super) fn expect_apart(&self, what: &str, written: &TensorRef) -> Result<(), Failure> {
+        let tables = [
+            (&self.moves, "moves"),
+            (&self.count, "count"),
+            (&self.slots.0, "blocks of slots"),
+            (&self.home.0, "blocks of home"),
+        ];
+        tables
+            .iter()
+            .try_for_each(|(table, name)| written.expect_apart(what, &table.0.tensor, name))
+    }
+
+    /// What is moved where, between arenas of so many pages.
+    pub(super) fn moves(&self, slots: usize, home: usize, way: Way) -> Result<Moves<'_>, Failure> {
+        Ok(Moves {
+            moves: self.moves.rows("moves")?,
+            count: self.count.list("count")?,
+            slots: rows_of("blocks of slots", &self.slots, slots)?,
+            home: rows_of("blocks of home", &self.home, home)?,
+            way,
+        })
+    }
+}
+
+fn rows_of<'a>(
+    what: &str,
+    (table, ranks): &'a (Table<'_>, Number),
+    pages: usize,
+) -> Result<RowPages<'a>, Failure> {
+    table.0.tensor.expect_shape(what, &[("N", None), ("W", None)])?;
+    let width = table.0.tensor.shape()[1];
+    Ok(RowPages { blocks: table.wide(what, width)?, width, ranks: count("ranks", *ranks)?, pages })
 }

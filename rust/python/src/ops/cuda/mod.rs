@@ -15,6 +15,7 @@ pub mod device;
 pub mod estimate_pages;
 pub mod gather_entries;
 pub mod merge_states;
+pub mod move_fp8_pages;
 pub mod move_pages;
 pub mod pack_pages;
 mod reading;

@@ -30,55 +30,32 @@ pub fn move_pages_cuda(
     processors: Number,
     stream: u64,
 ) -> PyResult<()> {
-    let (steps, number) =
-        (DeviceTable::of("moves", &moves.0)?, DeviceTable::of("count", &moves.1)?);
+    let steps = Steps::of(&moves)?;
     let (slots, home) = (
         Side::of(("slots", "blocks of slots"), &slots)?,
         Side::of(("home", "blocks of home"), &home)?,
     );
     let checks = || {
         let way = way_of_pages(way)?;
-        let place = Place::of_numbers("slots", &slots.arena.tensor)?;
+        let place = Place::of_numbers("slots", slots.arena())?;
         let (written, read) = match way {
             Way::Fetch => (&slots, &home),
             Way::Spill => (&home, &slots),
         };
-        written.arena.tensor.expect_writable(written.names.0)?;
-        let tables = [
-            (read.names.0, &read.arena.tensor),
-            ("moves", &steps.on_device.tensor),
-            ("count", &number.on_device.tensor),
-            (slots.names.1, &slots.blocks.on_device.tensor),
-            (home.names.1, &home.blocks.on_device.tensor),
-        ];
-        for (what, other) in tables {
-            written.arena.tensor.expect_apart(written.names.0, other, what)?;
-        }
+        written.arena().expect_writable(written.names.0)?;
+        written.arena().expect_apart(written.names.0, read.arena(), read.names.0)?;
+        steps.expect_apart((written.names.0, written.arena()), [&slots, &home])?;
         let (of_slots, of_home) = (slots.rows(&place)?, home.rows(&place)?);
-        let (moves, most) = steps.rows::<3>("moves", &place)?;
-        let launch = MovePagesLaunch {
-            moves,
-            most,
-            count: number.list("count", &place)?.0,
-            slots: of_slots.0,
-            home: of_home.0,
-            way,
-            page_bytes: equal_pages(of_slots.1, of_home.1)?,
-            processors: count("processors", processors)?,
-            stream,
-        };
-        let on_host = (
-            steps.rows_on_host::<3>("moves")?,
-            number.list_on_host("count")?,
-            slots.on_host(&launch.slots)?,
-            home.on_host(&launch.home)?,
-        );
+        let page_bytes = equal_pages(of_slots.1, of_home.1)?;
+        let size = (page_bytes, count("processors", processors)?);
+        let launch = steps.launch(&place, (of_slots.0, of_home.0), way, size, stream)?;
+        let on_host = steps.on_host(&launch, [&slots, &home])?;
         Ok((place.ordinal, launch, on_host))
     };
     let (ordinal, launch, on_host) = raised(py, checks())?;
     call_core(py, || {
-        if let (Some(moves), Some(count), Some(slots), Some(home)) = on_host {
-            Moves { moves, count, slots, home, way: launch.way }.validate()?;
+        if let Some(moves) = on_host {
+            moves.validate()?;
         }
         // SAFETY: every tensor was read from a live owner, which torch keeps until the stream has
         // passed; those of the host are pinned, as the launch asks the driver of the first page.
@@ -88,8 +65,68 @@ pub fn move_pages_cuda(
     })
 }
 
+/// Moves and their count.
+pub(super) struct Steps<'py> {
+    moves: DeviceTable<'py>,
+    count: DeviceTable<'py>,
+}
+
+impl<'py> Steps<'py> {
+    pub(super) fn of((moves, count): &(TablePair<'py>, TablePair<'py>)) -> PyResult<Self> {
+        let moves = DeviceTable::of("moves", moves)?;
+        Ok(Self { moves, count: DeviceTable::of("count", count)? })
+    }
+
+    /// Refuses to have one of the tables written.
+    pub(super) fn expect_apart(
+        &self,
+        (what, written): (&str, &TensorRef),
+        sides: [&Side<'_>; 2],
+    ) -> Result<(), Failure> {
+        let blocks = sides.map(|side| (side.names.1, &side.blocks.on_device.tensor));
+        let own = [("moves", &self.moves), ("count", &self.count)];
+        let tables = own.map(|(name, table)| (name, &table.on_device.tensor));
+        let mut all = tables.into_iter().chain(blocks);
+        all.try_for_each(|(name, table)| written.expect_apart(what, table, name))
+    }
+
+    /// The launch between `slots` and `home`, of so many bytes of a page and `processors`.
+    pub(super) fn launch(
+        &self,
+        place: &Place,
+        (slots, home): (DeviceRowPages, DeviceRowPages),
+        way: Way,
+        (page_bytes, processors): (usize, usize),
+        stream: u64,
+    ) -> Result<MovePagesLaunch, Failure> {
+        let (moves, most) = self.moves.rows::<3>("moves", place)?;
+        let count = self.count.list("count", place)?.0;
+        Ok(MovePagesLaunch { moves, most, count, slots, home, way, page_bytes, processors, stream })
+    }
+
+    /// The same for the core's checks, where all tables came from the host.
+    pub(super) fn on_host<'a>(
+        &'a self,
+        of: &MovePagesLaunch,
+        [slots, home]: [&'a Side<'_>; 2],
+    ) -> Result<Option<Moves<'a>>, Failure> {
+        let tables = (
+            self.moves.rows_on_host::<3>("moves")?,
+            self.count.list_on_host("count")?,
+            slots.on_host(&of.slots)?,
+            home.on_host(&of.home)?,
+        );
+        Ok(match tables {
+            (Some(moves), Some(count), Some(slots), Some(home)) => {
+                Some(Moves { moves, count, slots, home, way: of.way })
+            }
+            _ => None,
+        })
+    }
+}
+
 /// An arena and the blocks of its rows.
-struct Side<'py> {
+pub(super) struct Side<'py> {
     /// Of the arena, and of its blocks.
     names: (&'static str, &'static str),
     arena: Borrowed<'py>,
@@ -98,7 +135,12 @@ struct Side<'py> {
 }
 
 impl<'py> Side<'py> {
-    fn of(
+    /// The arena.
+    pub(super) fn arena(&self) -> &TensorRef {
+        &self.arena.tensor
+    }
+
+    pub(super) fn of(
         names: (&'static str, &'static str),
         (arena, blocks, ranks): &(Any<'py>, TablePair<'py>, Number),
     ) -> PyResult<Self> {
@@ -107,7 +149,7 @@ impl<'py> Side<'py> {
     }
 
     /// Both as launches take them, and the bytes of a page.
-    fn rows(&self, place: &Place) -> Result<(DeviceRowPages, usize), Failure> {
+    pub(super) fn rows(&self, place: &Place) -> Result<(DeviceRowPages, usize), Failure> {
         let arena: &TensorRef = &self.arena.tensor;
         let on_host = arena.device == Device::Cpu;
         if !on_host {
