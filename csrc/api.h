@@ -348,19 +348,26 @@ struct GatherEntriesParams {
   uint32_t most;
 };
 
-// What top-r pages are, and the bases they are packed in: rust/core/src/ops/top_r.rs, bases.rs.
-struct TopRParams {
-  const float* bases;       // [count, pages, 2, channels + 1, head_dim]; null: no top-r pages
+// The bases that pages are packed in, of kinds that have some: rust/core/src/ops/bases.rs.
+struct BasesParams {
+  const float* bases;       // [count, pages, 2, rows, head_dim]; null: none
   const int32_t* basis_of;  // [packed pages]: the basis of the block that begins at a page
   uint32_t count;
-  uint32_t pages;     // of a block
+  uint32_t pages;        // of a block
+  uint32_t rows;         // of keys, and of values
+  uint32_t token_bytes;  // of the codes of a token's key and value, of planes
+};
+
+// What top-r pages are: rust/core/src/ops/top_r.rs.
+struct TopRParams {
   uint32_t kept;      // numbers of a vector
   uint32_t group;     // 1, 2 or 4 neighbours, kept together
   uint32_t channels;  // a multiple of group
   uint32_t bits;      // of a number: 16 bf16, 8 fp8, 4 codes
 };
 
-// pack_pages and unpack_pages. Packed pages are bytes as packed.cuh and top_r.cuh say.
+// pack_pages and unpack_pages. Packed pages are bytes as packed.cuh, top_r.cuh and planes.cuh
+// say.
 struct PackPagesParams {
   void* cache;           // [cache_pages, 2, source_tokens, head_dim]
   void* packed;          // [packed_pages, page_bytes]
@@ -373,6 +380,7 @@ struct PackPagesParams {
   uint32_t page_tokens;  // of a packed page: a multiple of source_tokens, at most 256
   uint32_t head_dim;     // at most 256
   uint32_t page_bytes;
+  BasesParams bases;
   TopRParams top_r;
 };
 
@@ -382,6 +390,7 @@ struct AttendPackedParams {
   uint32_t page_bytes;
   uint32_t stage_bytes;  // of a page's place in shared memory
   uint32_t workers;      // warps that take pages
+  BasesParams bases;
   TopRParams top_r;
 };
 
@@ -435,6 +444,6 @@ static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
 static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
 static_assert(sizeof(MoveFp8PagesParams) == 120, "move_params.rs says 120 bytes");
-static_assert(sizeof(PackPagesParams) == 104, "params.rs says 104 bytes");
-static_assert(sizeof(AttendPackedParams) == 288, "params.rs says 288 bytes");
+static_assert(sizeof(PackPagesParams) == 112, "params.rs says 112 bytes");
+static_assert(sizeof(AttendPackedParams) == 296, "params.rs says 296 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

@@ -14,14 +14,15 @@
 // 3. Scales, one a vector, are multiplied into scores and weights; codes are exact in 16 bits.
 
 #include "api.h"
+#include "basis_rows.cuh"
 #include "packed_pieces.cuh"
-#include "top_r_rows.cuh"
+#include "top_r_vectors.cuh"
 
 // Names, and bytes of shared memory beside stages, as rust/cuda/src/attend_packed.rs has them.
 #define KERNEL(NUMBERS, BITS, NAME, T, D, WARPS, BYTES)                                          \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                    \
       attend_top_r_##NUMBERS##_##NAME##_##D(const __grid_constant__ AttendPackedParams params) { \
-    using Kernel = AttendPacked<TopRRows<T, D, BITS>, WARPS>;                                    \
+    using Kernel = AttendPacked<BasisRows<TopRVectors<T, D, BITS>>, WARPS>;                                    \
     static_assert((sizeof(typename Kernel::Shared) + 127) / 128 * 128 == BYTES, "as there");     \
     extern __shared__ __align__(128) unsigned char shared[];                                     \
     Kernel(params, shared).run();                                                                \

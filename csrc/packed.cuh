@@ -7,14 +7,17 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-constexpr int kCodes = 15;  // the largest of four bits
+// The largest code of so many bits.
+__host__ __device__ constexpr int largest_code(int bits) { return (1 << bits) - 1; }
 
 struct PackedPlaces {
   int value_codes, key_scales, key_zeros, value_steps, bytes;
 };
 
+// Of a page of codes of so many bits.
+template <int kBits>
 __host__ __device__ __forceinline__ PackedPlaces places_of(int tokens, int dim) {
-  const int value_codes = tokens * dim / 2, key_scales = 2 * value_codes;
+  const int value_codes = tokens * dim * kBits / 8, key_scales = 2 * value_codes;
   const int key_zeros = key_scales + 2 * dim, value_steps = key_zeros + 2 * dim;
   return {value_codes, key_scales, key_zeros, value_steps, value_steps + 4 * tokens};
 }
@@ -66,13 +69,13 @@ struct Step {
 };
 
 template <typename S>
-__device__ __forceinline__ Step<S> step_of(const Spread& spread) {
+__device__ __forceinline__ Step<S> step_of(const Spread& spread, int largest) {
   const Step<S> nan = {Scales<S>::nan(), Scales<S>::nan()};
   if (!(isfinite(spread.least) && isfinite(spread.greatest))) return nan;
   const S zero = Scales<S>::below(__fadd_rn(spread.least, 0.0f));
   const float wide = Scales<S>::widen(zero);
   const float size =
-      __fdiv_rn(__fsub_rn(__fadd_rn(spread.greatest, 0.0f), wide), static_cast<float>(kCodes));
+      __fdiv_rn(__fsub_rn(__fadd_rn(spread.greatest, 0.0f), wide), static_cast<float>(largest));
   if (!(isfinite(wide) && isfinite(size))) return nan;
   const S scale = Scales<S>::above(size);
   return isfinite(Scales<S>::widen(scale)) ? Step<S>{scale, zero} : nan;
@@ -84,17 +87,21 @@ __device__ __forceinline__ float2 widen(const Step<S>& step) {
   return {Scales<S>::widen(step.scale), Scales<S>::widen(step.zero)};
 }
 
-__device__ __forceinline__ uint32_t code_of(float x, const float2& step) {
+// The code nearest to a number of steps, of two the even one.
+__device__ __forceinline__ uint32_t nearest_code(float steps, int largest) {
+  return static_cast<uint32_t>(fminf(fmaxf(rintf(steps), 0.0f), static_cast<float>(largest)));
+}
+
+__device__ __forceinline__ uint32_t code_of(float x, const float2& step, int largest) {
   if (!(step.x > 0)) return 0;
-  const float steps = rintf(__fdiv_rn(__fsub_rn(x, step.y), step.x));
-  return static_cast<uint32_t>(fminf(fmaxf(steps, 0.0f), static_cast<float>(kCodes)));
+  return nearest_code(__fdiv_rn(__fsub_rn(x, step.y), step.x), largest);
 }
 
 __device__ __forceinline__ float number_of(uint32_t code, const float2& step) {
   return __fmaf_rn(step.x, static_cast<float>(code), step.y);
 }
 
-// Words that a lane finds beside each other among the values' codes.
+// Words that a lane finds beside each other among the values' codes of four bits.
 __host__ __device__ __forceinline__ int value_run(int dim) {
   const int tiles = dim / 16;
   return tiles % 4 == 0 ? 4 : 2 - tiles % 2;

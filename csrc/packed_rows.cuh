@@ -4,56 +4,14 @@
 #include <cmath>
 
 #include "api.h"
+#include "codes.cuh"
 #include "decode_units.cuh"
 #include "packed.cuh"
 #include "packed_softmax.cuh"
+#include "page_codes.cuh"
 #include "paged.cuh"
 #include "rotation.cuh"
 #include "tensor_core.cuh"
-
-constexpr int kMiddle = 8;          // the code that others count from
-
-// (word & mask) | more, which the compiler would make two of.
-__device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t more) {
-  uint32_t both;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(both) : "r"(word), "r"(mask), "r"(more));
-  return both;
-}
-
-// How codes become numbers of T.
-template <typename T>
-struct Codes;
-
-template <>
-struct Codes<__nv_bfloat16> {
-  using Two = __nv_bfloat162;
-  static constexpr float kAdded = 128 + kMiddle;  // to what two() holds
-  // Codes in the low nibbles of either half.
-  static __device__ __forceinline__ uint32_t two(uint32_t word) {
-    return masked_or(word, 0x000F000Fu, 0x43004300u);
-  }
-};
-
-// 1024 would drown what f16 can tell apart, so it is subtracted at once.
-template <>
-struct Codes<__half> {
-  using Two = __half2;
-  static constexpr float kAdded = 0;
-  static __device__ __forceinline__ uint32_t two(uint32_t word) {
-    const uint32_t both = masked_or(word, 0x000F000Fu, 0x64006400u);
-    const __half2 less = __hsub2(reinterpret_cast<const __half2&>(both),
-                                 __float2half2_rn(1024 + kMiddle));
-    return reinterpret_cast<const uint32_t&>(less);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
-  using Two = typename Codes<T>::Two;
-  const Two product =
-      __hmul2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(product);
-}
 
 // The two channels from which on a lane has pair i of a query or key: D / 4 of them lie together.
 template <int D>
@@ -79,21 +37,23 @@ __device__ __noinline__ void turn_query(uint32_t* to, const T* query, int delta,
   }
 }
 
-// Rows of T over INT4 pages with scales of T.
-template <typename T, int D>
+// Rows of T over pages of codes of so many bits with scales of T.
+template <typename T, int D, int kBits>
 class PackedRows {
+  using Code = Codes<T, kBits>;
+  using Page = PageCodes<T, D, kBits>;
+
  public:
   using Element = T;
   static constexpr int kDim = D;
   static constexpr bool kTurned = false;  // results are not in a basis of their own
   struct Shared {};
   static constexpr int kSteps = D / 16;
-  static constexpr bool kAdds = Codes<T>::kAdded != 0;
 
   __device__ explicit PackedRows(const AttendPackedParams& params)
       : p(params.attend),
         lane(threadIdx.x % 32),
-        places(places_of(static_cast<int>(params.attend.kv.page_tokens), D)) {}
+        places(places_of<kBits>(static_cast<int>(params.attend.kv.page_tokens), D)) {}
 
   // By all threads of a block, before anything else.
   __device__ void prepare(Shared&) const {}
@@ -151,8 +111,8 @@ class PackedRows {
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int column = 16 * k + 8 * (e / 2) + lane / 4;
-        part[(lane % 4 * 2 + e % 2) * pitch + column] = out[k][e] + same[e % 2];
+        const int channel = Page::channel(lane, k, e / 2);
+        part[(lane % 4 * 2 + e % 2) * pitch + channel] = out[k][e] + same[e % 2];
       }
     }
   }
@@ -194,8 +154,7 @@ class PackedRows {
     for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
   }
 
-
-  // The query times the page's scales, and what keys of code 8 would score.
+  // The query times the page's scales, and what keys of middle codes would score.
   __device__ void take_in_scales(const unsigned char* page, uint32_t (&scaled)[kSteps][2],
                                  float (&start)[4]) const {
     constexpr int kLoads = kSteps / 2;  // of 16 bytes: a lane's channels
@@ -203,8 +162,8 @@ class PackedRows {
         reinterpret_cast<const uint4*>(page + places.key_scales) + lane % 4 * kLoads;
     const auto* zeros =
         reinterpret_cast<const uint4*>(page + places.key_zeros) + lane % 4 * kLoads;
-    const uint32_t middle = pack<T>(kMiddle, kMiddle);
-    const uint32_t less = pack<T>(-Codes<T>::kAdded, -Codes<T>::kAdded);
+    const uint32_t middle = pack<T>(Code::kMiddle, Code::kMiddle);
+    const uint32_t less = pack<T>(-Code::kAdded, -Code::kAdded);
     float others[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -221,7 +180,7 @@ class PackedRows {
         const uint32_t of_middles[4] = {low, low, high, high};
         multiply_add<T>(start, of_zeros, q[0], q[1]);
         multiply_add<T>(others, of_middles, q[0], q[1]);
-        if (kAdds) {
+        if (Code::kAdds) {
           const uint32_t of_added[4] = {less, less, less, less};
           multiply_add<T>(start, of_added, to[0], to[1]);
         }
@@ -232,30 +191,22 @@ class PackedRows {
   }
 
   // A lane's codes of a key as they lie.
-  __device__ void load_key(uint32_t (&to)[kSteps / 2], const unsigned char* page, int slot) const {
-    const unsigned char* from = page + slot * (D / 2) + lane % 4 * (D / 8);
-    if constexpr (D == 128) {
-      const uint4 x = *reinterpret_cast<const uint4*>(from);
-      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-    } else {
-      static_assert(D == 64, "words of a lane");
-      const uint2 x = *reinterpret_cast<const uint2*>(from);
-      to[0] = x.x, to[1] = x.y;
-    }
+  __device__ void load_key(uint32_t (&to)[Page::kWords], const unsigned char* page,
+                           int slot) const {
+    load_words(to, page + slot * (D * kBits / 8) + lane % 4 * (4 * Page::kWords));
   }
 
   // Scores of 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
   __device__ void score(float (&s)[4], const unsigned char* page, int slot,
                         const uint32_t (&scaled)[kSteps][2], const float (&start)[4]) const {
     float even[4] = {start[0], start[1], start[2], start[3]}, odd[4] = {0, 0, 0, 0};
-    uint32_t low[kSteps / 2], high[kSteps / 2];
+    uint32_t low[Page::kWords], high[Page::kWords];
     load_key(low, page, slot + lane / 4);
     load_key(high, page, slot + lane / 4 + 8);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      const uint32_t x = low[k / 2] >> (8 * (k % 2)), y = high[k / 2] >> (8 * (k % 2));
-      const uint32_t a[4] = {Codes<T>::two(x), Codes<T>::two(y), Codes<T>::two(x >> 4),
-                             Codes<T>::two(y >> 4)};
+      const uint32_t a[4] = {Page::key_pair(low, 2 * k), Page::key_pair(high, 2 * k),
+                             Page::key_pair(low, 2 * k + 1), Page::key_pair(high, 2 * k + 1)};
       multiply_add<T>(k % 2 ? odd : even, a, scaled[k][0], scaled[k][1]);
     }
 #pragma unroll
@@ -287,7 +238,7 @@ class PackedRows {
         float2 step = value_step(page, token + 16 * u + lane / 4 + 8 * half);
         // Of what is not seen the step may be anything, and nothing times infinity is not nothing.
         if (mask != ~0u && (seen >> (16 * u + 8 * half) & 1) == 0) step = {0, 0};
-        const float middle = fmaf(static_cast<float>(kMiddle), step.x, step.y);
+        const float middle = fmaf(static_cast<float>(Code::kMiddle), step.x, step.y);
         float of_value[2];
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
@@ -305,28 +256,19 @@ class PackedRows {
   // Scale and zero of a token's values.
   __device__ float2 value_step(const unsigned char* page, int slot) const {
     const uint32_t both = reinterpret_cast<const uint32_t*>(page + places.value_steps)[slot];
-    const auto& two = reinterpret_cast<const typename Codes<T>::Two&>(both);
+    const auto& two = reinterpret_cast<const typename Halves<T>::Two&>(both);
     return {Scales<T>::widen(two.x), Scales<T>::widen(two.y)};
   }
 
   // Values of 16 tokens by their weights. What codes are more than they count for is subtracted
   // before each of them is added: in a sum over all tokens it would drown their differences.
   __device__ void add_values(const unsigned char* page, int slot, const uint32_t (&weights)[2]) {
-    const auto* codes =
-        reinterpret_cast<const uint4*>(page + places.value_codes + slot * (D / 2)) + lane;
-    const uint32_t less = pack<T>(-Codes<T>::kAdded, -Codes<T>::kAdded);
+    const uint32_t less = pack<T>(-Code::kAdded, -Code::kAdded);
     const uint32_t of_added[4] = {less, less, less, less};
-#pragma unroll
-    for (int four = 0; four < kSteps / 4; ++four) {
-      const uint4 x4 = codes[32 * four];
-      const uint32_t x[4] = {x4.x, x4.y, x4.z, x4.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t a[4] = {Codes<T>::two(x[i]), Codes<T>::two(x[i] >> 4),
-                               Codes<T>::two(x[i] >> 8), Codes<T>::two(x[i] >> 12)};
-        if (kAdds) multiply_add<T>(out[4 * four + i], of_added, weights[0], weights[1]);
-        multiply_add<T>(out[4 * four + i], a, weights[0], weights[1]);
-      }
-    }
+    const unsigned char* codes = page + places.value_codes + slot * (D * kBits / 8);
+    Page::values(codes, lane, [&](int k, const uint32_t(&a)[4]) {
+      if (Code::kAdds) multiply_add<T>(out[k], of_added, weights[0], weights[1]);
+      multiply_add<T>(out[k], a, weights[0], weights[1]);
+    });
   }
 };

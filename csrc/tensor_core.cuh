@@ -43,6 +43,22 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint
                : "r"(row_address));
 }
 
+// So many words, by 16 or 8 bytes.
+template <int N>
+__device__ __forceinline__ void load_words(uint32_t (&to)[N], const unsigned char* from) {
+  if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+    static_assert(N % 4 == 0, "whole loads");
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i / 4];
+      to[i] = x.x, to[i + 1] = x.y, to[i + 2] = x.z, to[i + 3] = x.w;
+    }
+  }
+}
+
 // Transposes an 8 × 8 matrix of 16-bit elements that lies across the warp, two elements a lane.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t from) {
   uint32_t to;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "codes.cuh"
 #include "fp8.cuh"
 #include "packed.cuh"
 
@@ -26,39 +27,6 @@ __device__ __forceinline__ uint32_t selectors_of(int mask) {
   return selectors;
 }
 constexpr int kSelectors = 256;
-
-// How bytes become numbers of T: what is more than a power of two is the byte.
-template <typename T>
-struct Bytes;
-
-template <>
-struct Bytes<__nv_bfloat16> {
-  static constexpr uint32_t kHigh = 0x43434343u;  // of 128
-  static constexpr float kAdded = 128;
-  static __device__ __forceinline__ uint32_t less(uint32_t two, float number) {
-    const __nv_bfloat162 x = __hsub2(reinterpret_cast<const __nv_bfloat162&>(two),
-                                     __float2bfloat162_rn(number));
-    return reinterpret_cast<const uint32_t&>(x);
-  }
-};
-
-template <>
-struct Bytes<__half> {
-  static constexpr uint32_t kHigh = 0x64646464u;  // of 1024
-  static constexpr float kAdded = 1024;
-  static __device__ __forceinline__ uint32_t less(uint32_t two, float number) {
-    const __half2 x =
-        __hsub2(reinterpret_cast<const __half2&>(two), __float2half2_rn(number));
-    return reinterpret_cast<const uint32_t&>(x);
-  }
-};
-
-// Bytes of two words by the nibbles of a selector's lower half, whose highest bits are 0.
-__device__ __forceinline__ uint32_t permuted(uint32_t low, uint32_t high, uint32_t select) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(select));
-  return bytes;
-}
 
 // A lane's numbers of `kEights` times eight channels of a vector, which are kept by the bits of a
 // mask. `take<i>` has eight of them, as `Eight`; `channels` makes two of T of channels 2i and
@@ -114,8 +82,7 @@ class Numbers<T, kInt4Numbers, kEights> {
   }
 
   static __device__ __forceinline__ uint2 tokens(const Eight& one, const Eight& other, int i) {
-    const uint32_t both =
-        permuted(one.bytes[i / 2], other.bytes[i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
+    const uint32_t both = by_channels(one.bytes[i / 2], other.bytes[i / 2], i % 2);
     return {widened(both, 0), widened(both, 1)};
   }
 
@@ -125,8 +92,7 @@ class Numbers<T, kInt4Numbers, kEights> {
 
   // The lower or upper two bytes.
   static __device__ __forceinline__ uint32_t widened(uint32_t bytes, int upper) {
-    const uint32_t two = permuted(bytes, Bytes<T>::kHigh, upper == 0 ? 0x4140 : 0x4342);
-    return Bytes<T>::less(two, Bytes<T>::kAdded + 15);
+    return less<T>(behind_power<T>(bytes, upper), Halves<T>::kNumber + 15);
   }
 };
 

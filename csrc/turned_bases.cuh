@@ -5,11 +5,11 @@
 #include <climits>
 
 #include "api.h"
+#include "bases.cuh"
 #include "decode_units.cuh"
 #include "packed_rows.cuh"
 #include "rotation.cuh"
 #include "tensor_core.cuh"
-#include "top_r.cuh"
 #include "vector.cuh"
 
 // Which basis, and by how much queries are turned back before; a number below 0: neither.
@@ -22,6 +22,13 @@ struct BasisKey {
   }
 };
 
+// The side of a basis as attention takes it: what a number along each channel stands for, and what
+// all vectors have in common.
+struct Directions {
+  const float *mean, *rows;  // [D]; [channels, D]
+  int channels;
+};
+
 // In shared memory. All functions but `take` are called by all threads of a block.
 template <typename T, int D>
 struct TurnedBases {
@@ -29,7 +36,6 @@ struct TurnedBases {
   static constexpr int kWords = D / 4;
 
   BasisKey key;
-  int rank;
   int first_known, first_other;
   alignas(16) float of_queries[kQueries];  // times the mean key
   alignas(16) T queries[kQueries * D];     // in the basis
@@ -68,22 +74,17 @@ struct TurnedBases {
     return to;
   }
 
-  // Turns an item's queries back by the delta of `key`, and rotates them into its basis.
+  // Turns an item's queries back by the delta of `key`, and rotates them into its basis of keys.
   template <int kThreads>
-  __device__ void turn_in(const AttendParams& p, const TopRParams& of_pages, const Heads& of,
-                          int of_rank) {
-    if (threadIdx.x == 0) rank = of_rank;
+  __device__ void turn_in(const AttendParams& p, const Heads& of, const Directions& keys) {
     const BasisKey at = key;
     turn_back_queries<kThreads>(p, of, at.delta);
-    const int channels = static_cast<int>(of_pages.channels);
     for (int i = threadIdx.x; i < kQueries * D; i += kThreads) {
-      if (i % D >= channels || !at.known()) queries[i] = static_cast<T>(0.0f);
+      if (i % D >= keys.channels || !at.known()) queries[i] = static_cast<T>(0.0f);
     }
     if (threadIdx.x < kQueries && !at.known()) of_queries[threadIdx.x] = 0;
     __syncthreads();
-    if (at.known()) {
-      rotate<kThreads>(basis_at(of_pages, at.number, of_rank, kKeySide, D), channels);
-    }
+    if (at.known()) rotate<kThreads>(keys);
     __syncthreads();
   }
 
@@ -100,31 +101,31 @@ struct TurnedBases {
     for (int q = 0; q < 2; ++q) offsets[q] = of_queries[lane % 4 * 2 + q];
   }
 
-  // Notes word i of sums in the basis.
-  __device__ void put(int i, const float4& value) {
+  // Notes word i of sums in the basis, and what each of them has beside.
+  __device__ void put(int i, const float4& value, float beside) {
     const int q = i / kWords, channel = i % kWords * 4;
     const float four[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums[(channel + e) * kQueries + q] = four[e];
+    for (int e = 0; e < 4; ++e) sums[(channel + e) * kQueries + q] = four[e] + beside;
   }
 
   // This thread's word of the sums in channels; `states` has the weights of the queries.
   template <int kThreads>
-  __device__ float4 turn_back(const TopRParams& of_pages, const Heads& of, const State* states) {
+  __device__ float4 turn_back(const Directions& values, const Heads& of, const State* states) {
     static_assert(kThreads / D == kParts && kQueries * kWords <= kThreads, "threads of a block");
     __syncthreads();
-    const BasisKey at = key;
-    const bool known = at.known();
-    const Basis values =
-        known ? basis_at(of_pages, at.number, rank, kValueSide, D) : Basis{nullptr, nullptr};
-    if (known) add_directions(values.directions, static_cast<int>(of_pages.channels));
+    const bool known = key.known();
+    if (known) add_directions(values);
     __syncthreads();
     float4 value = {0, 0, 0, 0};
     const int q = threadIdx.x / kWords, word = threadIdx.x % kWords;
     if (!known || q >= of.count) return value;
     const float weight = states[q].l;
     const float4 mean = __ldg(reinterpret_cast<const float4*>(values.mean) + word);
-    value = {weight * mean.x, weight * mean.y, weight * mean.z, weight * mean.w};
+    // What is NaN is so in all channels, even where a basis has no direction to bring it there.
+    const float odd = 0 * sums[q];
+    value = {weight * mean.x + odd, weight * mean.y + odd, weight * mean.z + odd,
+             weight * mean.w + odd};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const float4 x = *reinterpret_cast<const float4*>(parts[part] + q * D + 4 * word);
@@ -164,7 +165,7 @@ struct TurnedBases {
 
   // A warp has the mean or a direction at a time, and all queries; a lane D / 32 channels of them.
   template <int kThreads>
-  __device__ void rotate(const Basis& basis, int channels) {
+  __device__ void rotate(const Directions& keys) {
     constexpr int kOwn = D / 32, kWarps = kThreads / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float q[kQueries][kOwn];
@@ -174,8 +175,9 @@ struct TurnedBases {
       for (int e = 0; e < kOwn; ++e) q[i][e] = turned[i * D + kOwn * lane + e];
     }
 #pragma unroll 4
-    for (int row = warp; row <= channels; row += kWarps) {
-      const Pack<float, kOwn> x = load<float, kOwn>(basis.mean + row * D + kOwn * lane);
+    for (int row = warp; row <= keys.channels; row += kWarps) {
+      const float* from = row == 0 ? keys.mean : keys.rows + (row - 1) * D;
+      const Pack<float, kOwn> x = load<float, kOwn>(from + kOwn * lane);
       float sum[kQueries];
 #pragma unroll
       for (int i = 0; i < kQueries; ++i) {
@@ -206,12 +208,12 @@ struct TurnedBases {
   }
 
   // A thread has a channel, and of all queries a part of the sum over directions.
-  __device__ void add_directions(const float* directions, int channels) {
+  __device__ void add_directions(const Directions& values) {
     const int channel = threadIdx.x % D, part = threadIdx.x / D;
     float sum[kQueries] = {};
 #pragma unroll 8
-    for (int c = part; c < channels; c += kParts) {
-      const float x = __ldg(directions + c * D + channel);
+    for (int c = part; c < values.channels; c += kParts) {
+      const float x = __ldg(values.rows + c * D + channel);
       const auto* of = reinterpret_cast<const float4*>(sums + c * kQueries);
       const float4 low = of[0], high = of[1];
       sum[0] = fmaf(low.x, x, sum[0]);

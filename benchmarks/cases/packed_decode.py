@@ -1,9 +1,9 @@
 """What a decode step takes over packed pages on a GPU, beside the same text exact and in fp8.
 
 One layer of Llama-3.1-8B's shape. Exact pages are filled, packed from there in each format, and
-attended: bf16, fp8 (the same numbers rounded), INT4, and top-r in random bases, one for each KV
-head's keys and values. A way's floor is reading its bytes once, by the read ceiling of the same
-process; "bf16 ÷ this" is how much sooner it is done.
+attended: bf16, fp8 (the same numbers rounded), INT4, INT8, and top-r and planes in random bases,
+one for each KV head's keys and values. A way's floor is reading its bytes once, by the read ceiling
+of the same process; "bf16 ÷ this" is how much sooner it is done.
 
 "10 % of the blocks" is a step that scores packed blocks by their mean keys, selects the best tenth
 for each KV head, gathers their entries and attends to them; "of an earlier choice" attends alone.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock, Effort, re
 from kvweave.lab.bench.pages import PAGE, Shape
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import Timing
+from kvweave.ops.packed_kv import Preset
 
 SHAPES = (
     # requests, tokens of each
@@ -48,12 +49,20 @@ BUFFER_PAGES = 32 * LLAMA.kv_heads
 """Of all layers and heads of the model."""
 SELECTED = 10
 """Of so many blocks one is selected."""
+NAMED: tuple[Preset, ...] = get_args(Preset)
+BITS = {
+    3.0: ((8, 1 / 8), (4, 5 / 16), (2, 3 / 8)),
+    2.5: ((8, 1 / 16), (4, 5 / 16), (2, 3 / 8)),
+}
+"""By the bits of a channel on average: how many so much of a random basis' channels have."""
+STEPS = {8: 0.0308, 4: 0.3352, 2: 0.9957}
+"""The steps that lose least of a normal number of spread 1 (Max, 1960)."""
 Call = Callable[[], Any]
 
 
 def formats(dim: int) -> dict[str, ops.PackedFormat]:
     """What text is packed in."""
-    named = {name: ops.packed_format(name, dim) for name in ("int4", "half-int4", "quarter-bf16")}
+    named = {name: ops.packed_format(name, dim) for name in NAMED}
     for group in (2, 4):
         named[f"quarter-bf16, groups of {group}"] = ops.PackedFormat(
             "top-r", dim, kept=dim // 4, group=group, numbers="bf16"
@@ -65,13 +74,22 @@ def random_bases(
     pages: int, of: ops.PackedFormat, generator: torch.Generator
 ) -> torch.Tensor | None:
     """Random rotations for so many pages of a block, without means; None where none is needed."""
-    if of.kind != "top-r":
+    if of.basis_rows is None:
         return None
     dim = of.head_dim
     turned = torch.linalg.qr(
         torch.randn(1, pages, 2, dim, dim, generator=generator, device="cuda")
     ).Q
-    return torch.cat((torch.zeros_like(turned[..., :1, :]), turned), -2).contiguous()
+    means = torch.zeros_like(turned[..., :1, :])
+    if of.kind == "top-r":
+        return torch.cat((means, turned), -2).contiguous()
+    bits = torch.zeros(dim, device="cuda")
+    step, first = torch.ones(dim, 1, device="cuda"), 0
+    for each, share in BITS[4 * of.token_bytes / dim]:
+        channels = slice(first, first + round(share * dim))
+        bits[channels], step[channels], first = each, STEPS[each], channels.stop
+    rows = (means, bits.expand_as(means), turned * step, turned / step)
+    return torch.cat(rows, -2).contiguous()
 
 
 @dataclass(frozen=True)
@@ -264,7 +282,7 @@ def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings
     }
     for name in text.packed:
         calls[name] = (text.attend_packed(name), text.packed_bytes(name))
-    for name in ("int4", "half-int4", "quarter-bf16"):
+    for name in ("int4", "half-int4", "quarter-bf16", "planes-3"):
         read = text.selected_bytes(name)
         of = f"{name}, 10 % of the blocks"
         calls[of] = (text.attend_selected(name, chosen=False), read + text.mean_bytes)

@@ -1,4 +1,4 @@
-"""Packed pages on CUDA: sizes and input that the tests on a host have not."""
+"""INT4 and INT8 pages on CUDA: sizes and input that the tests on a host have not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import Unsupported, ops
-from packed_texts import SCALES, check_attention, text_of
+from packed_texts import LARGEST, SCALES, check_attention, text_of
 from paged import rope_table
 from versions import CPU, RUNNABLE, needs_cuda
 
@@ -18,6 +18,7 @@ pytestmark = needs_cuda
 
 @settings(max_examples=150)
 @given(
+    kind=st.sampled_from(list(LARGEST)),
     shape=st.sampled_from([(64, 2, 2), (64, 4, 1), (128, 2, 4), (128, 1, 9), (128, 3, 8)]),
     page_tokens=st.sampled_from([16, 32, 48, 64, 128, 256]),
     lengths=st.lists(st.integers(0, 900), min_size=1, max_size=5),
@@ -29,10 +30,10 @@ pytestmark = needs_cuda
     seed=st.integers(0, 2**20),
 )
 def test_attending_on_cuda_is_unpacking_and_attending(
-    shape, page_tokens, lengths, scales, window, softcap, delta, version, seed
+    kind, shape, page_tokens, lengths, scales, window, softcap, delta, version, seed
 ) -> None:
     head_dim, kv_heads, group = shape
-    of = ops.PackedFormat("int4", head_dim, page_tokens, scales)
+    of = ops.PackedFormat(kind, head_dim, page_tokens, scales)
     check_attention(
         torch.Generator().manual_seed(seed),
         of,
@@ -57,10 +58,12 @@ def tables(*rows: np.ndarray) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("page_tokens", [16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("scales", list(SCALES))
-def test_long_text_is_shared_out_and_put_together(generator, head_dim, page_tokens, scales) -> None:
+@pytest.mark.parametrize(("kind", "scales"), [("int4", "bf16"), ("int4", "f16"), ("int8", "bf16")])
+def test_long_text_is_shared_out_and_put_together(
+    generator, head_dim, page_tokens, kind, scales
+) -> None:
     """Enough pages that many thread blocks have parts of a head, and one more request beside."""
-    of = ops.PackedFormat("int4", head_dim, page_tokens, scales)
+    of = ops.PackedFormat(kind, head_dim, page_tokens, scales)
     check_attention(
         generator,
         of,
@@ -164,8 +167,9 @@ def test_nothing_waits_and_the_stream_is_the_current_one(generator) -> None:
     torch.testing.assert_close(result, wanted, rtol=2**-6, atol=2**-6)
 
 
-def test_a_call_has_the_same_bits_each_time(generator) -> None:
-    of = ops.PackedFormat("int4", 128, 64)
+@pytest.mark.parametrize("kind", list(LARGEST))
+def test_a_call_has_the_same_bits_each_time(generator, kind) -> None:
+    of = ops.PackedFormat(kind, 128, 64)
     text = text_of(generator, 20_000, kv_heads=2, dtype=torch.bfloat16, of=of, version=CPU)
     entries, offsets, positions = tables(text.entries(), [0, len(text.packs)], [19_999])
     q = torch.randn(1, 8, 128, generator=generator).bfloat16().cuda()
@@ -183,6 +187,7 @@ def test_a_call_has_the_same_bits_each_time(generator) -> None:
         (("int4", 96, 64, "bf16"), torch.bfloat16, "head_dim: expected 64 or 128"),
         (("int4", 64, 64, "bf16"), torch.float16, "q: expected bf16, as scales are"),
         (("int4", 64, 64, "f16"), torch.float32, "q: expected f16, as scales are"),
+        (("int8", 64, 64, "bf16"), torch.float16, "q: expected bf16, as scales are"),
     ],
 )
 def test_what_cuda_does_not_do_is_said(of, dtype, message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from decode_batches import decoding
 from families import random_tokens, tiny
 from kvweave import Unsupported
 from packed_decoding import nothing_is_held, packed_runner, steps_of
+from page_meaning import random_packing
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -21,9 +23,12 @@ NEAR = {torch.bfloat16: 0.06, torch.float16: 0.02}
 """Largest difference of a logit, as a share of the largest."""
 
 
-def there(dtype: torch.dtype, head_dim: int, device: str) -> Any:
+def there(dtype: torch.dtype, head_dim: int, device: str, name: str = "int4") -> Any:
     sizes = {"head_dim": head_dim, "max_position_embeddings": 4096, "num_hidden_layers": 2}
-    return packed_runner(tiny("llama", **sizes).to(device, dtype), chunk_tokens=200)
+    model = tiny("llama", **sizes)
+    pages = 2 * model.config.num_key_value_heads
+    packing, _ = random_packing(name, pages, head_dim)
+    return packed_runner(model.to(device, dtype), chunk_tokens=200, kv_dtype=packing)
 
 
 def logits_of(
@@ -43,11 +48,18 @@ def logits_of(
         return list(sequence.tokens), torch.stack([first, *seen]).cpu()
 
 
-@pytest.mark.parametrize("dtype", list(NEAR))
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_it_says_what_the_cpu_says(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim"),
+    [
+        *product(["int4"], list(NEAR), [64, 128]),
+        ("int8", torch.bfloat16, 128),
+        ("planes-3", torch.bfloat16, 64),
+        ("planes-3", torch.float16, 128),
+    ],
+)
+def test_it_says_what_the_cpu_says(name: str, dtype: torch.dtype, head_dim: int) -> None:
     """Chunks that read packed pages, steps that fill some, and a prompt behind shared ones."""
-    host, device = there(dtype, head_dim, "cpu"), there(dtype, head_dim, "cuda")
+    host, device = (there(dtype, head_dim, place, name) for place in ("cpu", "cuda"))
     tokens = random_tokens(500, 3)
     other = np.concatenate((tokens[:330], random_tokens(40, 4)))
     for prompt, found in ((tokens, 0), (other, 320)):
@@ -99,7 +111,3 @@ def test_what_the_kernels_do_not_read_is_refused() -> None:
         packed_runner(tiny("llama", head_dim=64).cuda())
     with pytest.raises(Unsupported, match="expected a head dim of 64 or 128 beside 'int4'"):
         packed_runner(tiny("llama", head_dim=32).to("cuda", torch.bfloat16))
-    model = tiny("llama", head_dim=64).to("cuda", torch.bfloat16)
-    for name in ("int8", "planes-3", "planes-2.5"):
-        with pytest.raises(Unsupported, match=f"pages of int4 or top-r on cuda.*, got '{name}'"):
-            packed_runner(model, kv_dtype=name)

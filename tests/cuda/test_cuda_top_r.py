@@ -1,4 +1,4 @@
-"""Top-r pages on CUDA: sizes, bases and bytes that the tests on a host have not."""
+"""Pages in a basis on CUDA, top-r and planes: sizes and bytes that tests on a host have not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import InvalidArgument, Unsupported, ops
-from packed_texts import SCALES, Text, check_attention, random_bases, text_of
+from packed_texts import SCALES, Text, check_attention, drawn_bases, text_of
 from paged import rope_table
 from versions import CPU, CUDA, RUNNABLE, needs_cuda
 
@@ -21,13 +21,16 @@ CLOSE = {"rtol": 2**-6, "atol": 2**-6}
 
 @st.composite
 def formats(draw) -> ops.PackedFormat:
-    """Any top-r format that CUDA attends to."""
+    """Any format in a basis that CUDA attends to."""
     dim, group = draw(st.sampled_from([64, 128])), draw(st.sampled_from([1, 2, 4]))
+    tokens, scales = draw(st.sampled_from([16, 48, 64, 128])), draw(st.sampled_from(list(SCALES)))
+    if draw(st.booleans()):
+        size = draw(st.integers(1, 2 * dim) | st.integers(dim // 2, dim))
+        return ops.PackedFormat("planes", dim, tokens, scales, token_bytes=size)
     numbers = draw(st.sampled_from(["bf16", "fp8", "int4"]))
     step = max(group, 2) if numbers == "int4" else group
     channels = group * draw(st.integers(step // group, dim // group))
     kept = step * draw(st.integers(1, channels // step))
-    tokens, scales = draw(st.sampled_from([16, 48, 64, 128])), draw(st.sampled_from(list(SCALES)))
     sizes = {"kept": kept, "group": group, "channels": channels, "numbers": numbers}
     return ops.PackedFormat("top-r", dim, tokens, scales, **sizes)
 
@@ -53,7 +56,7 @@ def on_host(text: Text, q: torch.Tensor, entries: np.ndarray, position: int, hea
     return ops.attend_packed(q, at, entries, kv, entry_offsets=ends)
 
 
-@settings(max_examples=150)
+@settings(max_examples=200)
 @given(
     of=formats(),
     heads=st.sampled_from([(2, 2), (4, 1), (2, 4), (1, 9), (3, 8)]),
@@ -79,11 +82,11 @@ def test_attending_on_cuda_is_unpacking_and_attending(
         window=window,
         softcap=softcap,
         delta=delta,
-        bases=random_bases(generator, of, heads[0]),
+        bases=drawn_bases(generator, of, heads[0]),
     )
 
 
-@pytest.mark.parametrize("name", ["half-int4", "quarter-bf16"])
+@pytest.mark.parametrize("name", ["half-int4", "quarter-bf16", "planes-3"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bases", [1, 3])
 def test_long_text_is_shared_out_and_put_together(generator, name, head_dim, bases) -> None:
@@ -100,7 +103,7 @@ def test_long_text_is_shared_out_and_put_together(generator, name, head_dim, bas
         window=None,
         softcap=None,
         delta=7,
-        bases=random_bases(generator, of, 2, bases),
+        bases=drawn_bases(generator, of, 2, bases),
     )
 
 
@@ -108,7 +111,7 @@ def test_bytes_of_any_kind_are_read_as_if_unpacked(generator) -> None:
     """Bitmaps with too many bits or none: nothing is read outside a page."""
     sizes = {"kept": 20, "group": 2, "channels": 44, "numbers": "int4"}
     of = ops.PackedFormat("top-r", 64, 16, **sizes)
-    packed = ops.PackedPages.zeros(9, of, bases=random_bases(generator, of, 1))
+    packed = ops.PackedPages.zeros(9, of, bases=drawn_bases(generator, of, 1))
     packed.data.random_(256, generator=generator)
     packed.data[5:] = 0xFF
     # A vector has 3 + 10 + 2 bytes; scales of .05 leave what is compared within bf16.
@@ -125,28 +128,38 @@ def test_bytes_of_any_kind_are_read_as_if_unpacked(generator) -> None:
     torch.testing.assert_close(lse, of_lse, **CLOSE)
 
 
-@pytest.mark.parametrize("numbers", ["bf16", "fp8", "int4"])
-def test_nan_reaches_those_rows_alone_that_see_its_token(generator, numbers) -> None:
-    of = ops.PackedFormat("top-r", 64, 32, kept=32, numbers=numbers)
-    text = text_of(generator, 64, of=of, bases=random_bases(generator, of, 2))
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("numbers", ["bf16", "fp8", "int4", "planes", "no planes"])
+def test_nan_reaches_those_rows_alone_that_see_its_token(generator, numbers, side) -> None:
+    if numbers in ("planes", "no planes"):
+        of = ops.PackedFormat("planes", 64, 32, token_bytes=40)
+    else:
+        of = ops.PackedFormat("top-r", 64, 32, kept=32, numbers=numbers)
+    bases = drawn_bases(generator, of, 2)
+    if numbers == "no planes":
+        bases[..., 1, :] = 0
+    text = text_of(generator, 64, of=of, bases=bases)
     block = int(text.packs[0, 2])
-    text.cache[block, 1, 9, 3] = torch.nan
+    text.cache[block, side, 9, 3] = torch.nan
     ops.pack_pages(text.cache, text.packed, text.packs, pages=2)
     q = torch.randn(1, 4, 64, generator=generator).bfloat16()
     entries, offsets = tables(text.entries(), [0, 2])
     for window, position, odd in ((None, 8, False), (None, 9, True), (40, 63, False)):
         kv = ops.PackedKv(there(text.packed), 0, 2, 0.1, rope_table(1, 64), window)
         positions = tables([position])[0]
-        out, _ = ops.attend_packed(q.cuda(), positions, entries, kv, entry_offsets=offsets)
+        out, lse = ops.attend_packed(q.cuda(), positions, entries, kv, entry_offsets=offsets)
         nan = out.isnan().cpu()
         assert bool(nan[:, :2].all()) is odd
         assert not nan[:, 2:].any()
+        assert bool(lse.isnan()[:, :2].all()) is (odd and side == 0)
+        assert lse[:, 2:].isfinite().all()
 
 
-def test_a_graph_attends_to_what_its_tables_say_then(generator) -> None:
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_a_graph_attends_to_what_its_tables_say_then(generator, name) -> None:
     """Captured once; replayed over other pages, entries that point outside, and other bases."""
-    of = ops.packed_format("half-int4", 128)
-    text = text_of(generator, 600, of=of, version=CPU, bases=random_bases(generator, of, 2))
+    of = ops.packed_format(name, 128)
+    text = text_of(generator, 600, of=of, version=CPU, bases=drawn_bases(generator, of, 2))
     pages, rope = there(text.packed), rope_table(1, 128)
     q = torch.randn(1, 8, 128, generator=generator).bfloat16()
     held = text.entries()
@@ -177,9 +190,10 @@ def test_a_graph_attends_to_what_its_tables_say_then(generator) -> None:
         torch.testing.assert_close(out.cpu(), wanted, **CLOSE)
 
 
-def test_a_call_has_the_same_bits_each_time(generator) -> None:
-    of = ops.packed_format("half-int4", 128)
-    bases = random_bases(generator, of, 2)
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_a_call_has_the_same_bits_each_time(generator, name) -> None:
+    of = ops.packed_format(name, 128)
+    bases = drawn_bases(generator, of, 2)
     text = text_of(generator, 20_000, of=of, dtype=torch.bfloat16, version=CPU, bases=bases)
     entries, offsets, positions = tables(text.entries(), [0, len(text.packs)], [19_999])
     q = torch.randn(1, 8, 128, generator=generator).bfloat16().cuda()
@@ -191,9 +205,10 @@ def test_a_call_has_the_same_bits_each_time(generator) -> None:
     assert all(torch.equal(lse, results[0][1]) for _, lse in results)
 
 
-def test_a_row_without_a_basis_is_skipped_and_refused_where_it_is_known(generator) -> None:
-    of = ops.packed_format("half-int4", 64)
-    bases = random_bases(generator, of, 2)
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_a_row_without_a_basis_is_skipped_and_refused_where_it_is_known(generator, name) -> None:
+    of = ops.packed_format(name, 64)
+    bases = drawn_bases(generator, of, 2)
     text = text_of(generator, 128, of=of, bases=bases)
     text.packed.data.fill_(0x5A)
     pages, cache = there(text.packed), text.cache.cuda()
@@ -214,6 +229,30 @@ def test_a_row_without_a_basis_is_skipped_and_refused_where_it_is_known(generato
         ops.attend_packed(q, at, text.entries(), kv, entry_offsets=ends)
 
 
+@pytest.mark.parametrize("bits", [8.0, 3.0, torch.nan])
+def test_a_basis_whose_bits_are_no_planes_is_none(generator, bits) -> None:
+    """Nobody looks at bases on a device before a kernel does."""
+    of = ops.packed_format("planes-3", 64)
+    text = text_of(generator, 192, of=of, bases=drawn_bases(generator, of, 2), version=CPU)
+    text.packed.bases.of[:] = 0
+    odd, entries = int(text.packs[1, 0]), text.entries()
+    text.packed.bases.of[odd] = 1
+    ops.pack_pages(text.cache, text.packed, text.packs, pages=2)
+    pages = there(text.packed)
+    pages.bases.data[1, :, 0, 1] = bits
+    kv, q = ops.PackedKv(pages, 0, 2, 0.1, rope_table(1, 64)), torch.randn(1, 4, 64).bfloat16()
+    positions, rows, offsets = tables([191], entries, [0, 3])
+    out, _ = ops.attend_packed(q.cuda(), positions, rows, kv, entry_offsets=offsets)
+    wanted, _ = on_host(text, q, np.delete(entries, 1, 0), 191, 2)
+    torch.testing.assert_close(out.cpu(), wanted, **CLOSE)
+    pages.data.fill_(0x5A)
+    ops.pack_pages(text.cache.cuda(), pages, tables(text.packs)[0], pages=2)
+    made = pages.data.cpu()
+    assert (made[odd : odd + 2] == 0x5A).all()
+    others = [int(block) for block in text.packs[[0, 2], 0]]
+    assert all(torch.equal(made[b : b + 2], text.packed.data[b : b + 2]) for b in others)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "sizes", "dtype", "message"),
     [
@@ -225,7 +264,7 @@ def test_a_row_without_a_basis_is_skipped_and_refused_where_it_is_known(generato
 )
 def test_what_cuda_does_not_do_is_said(generator, head_dim, sizes, dtype, message) -> None:
     of = ops.PackedFormat("top-r", head_dim, **{"kept": 32, **sizes})
-    packed = ops.PackedPages.zeros(3, of, "cuda", bases=random_bases(generator, of, 2))
+    packed = ops.PackedPages.zeros(3, of, "cuda", bases=drawn_bases(generator, of, 2))
     kv = ops.PackedKv(packed, 0, 2, 1.0, rope_table(1, head_dim))
     q = torch.zeros(1, 4, head_dim, dtype=dtype, device="cuda")
     given = (np.array([15], np.int32), np.array([[1, 0, 16, 0, 0]], np.int32))
@@ -235,7 +274,7 @@ def test_what_cuda_does_not_do_is_said(generator, head_dim, sizes, dtype, messag
 
 def test_pages_without_their_bases_are_refused(generator) -> None:
     of = ops.packed_format("half-int4", 64)
-    packed = ops.PackedPages.zeros(3, of, "cuda", bases=random_bases(generator, of, 2))
+    packed = ops.PackedPages.zeros(3, of, "cuda", bases=drawn_bases(generator, of, 2))
     cache, packs = (
         torch.zeros(9, 2, 16, 64, device="cuda"),
         np.array([[1, 9, 1, 3, 5, 7]], np.int32),

@@ -12,6 +12,8 @@ from paged import causal_mask, dense_attention, rope_table, rotated
 from versions import CPU, REFERENCE, Version
 
 SCALES = {"bf16": torch.bfloat16, "f16": torch.float16}
+LARGEST = {"int4": 15, "int8": 255}
+"""The largest code, by kinds that are packed in no basis."""
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
@@ -138,6 +140,14 @@ def random_bases(
     turned = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
     means = torch.randn((*shape[:3], 1, of.head_dim), generator=generator, dtype=torch.float64)
     return torch.cat((means, turned[..., : of.channels, :]), -2).float().contiguous()
+
+
+def drawn_bases(
+    generator: torch.Generator, of: ops.PackedFormat, pages: int, count: int = 2
+) -> torch.Tensor:
+    """Random bases of top-r pages or of planes, whichever a format is."""
+    draw = random_planes if of.kind == "planes" else random_bases
+    return draw(generator, of, pages, count)
 
 
 def random_planes(

@@ -10,7 +10,7 @@ import torch
 
 from kvweave import ops
 from kvweave.runner import Packing
-from packed_texts import random_bases, random_planes, rounded
+from packed_texts import LARGEST, drawn_bases, rounded
 
 PAGE = 64
 
@@ -38,7 +38,7 @@ def of_format(form: ops.PackedFormat, basis: torch.Tensor | None = None) -> Mean
     tested with the ops.
     """
     if basis is None:
-        return partial(_of_codes, {"int4": 15, "int8": 255}[form.kind], form.scales)
+        return partial(_of_codes, LARGEST[form.kind], form.scales)
     return partial(_of_planes, basis) if form.kind == "planes" else _of_top_r(form, basis)
 
 
@@ -79,6 +79,5 @@ def random_packing(name: str, pages: int, head_dim: int, seed: int = 1) -> tuple
     """A format of bf16 scales, where it has one in a random basis of blocks of so many pages."""
     form, basis = ops.packed_format(name, head_dim, PAGE), None
     if form.basis_rows is not None:
-        draw = random_planes if form.kind == "planes" else random_bases
-        basis = draw(torch.Generator().manual_seed(seed), form, pages, 1)[0]
+        basis = drawn_bases(torch.Generator().manual_seed(seed), form, pages, 1)[0]
     return Packing(name, basis), of_format(form, basis)

@@ -1,4 +1,4 @@
-"""Packed pages: every version of every op against f64 arithmetic on numbers of the test's own."""
+"""INT4 and INT8 pages: every version of every op against f64 arithmetic of the test's own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import ops
-from packed_texts import SCALES, check_attention, meant, read_back, rounded, text_of
+from packed_texts import LARGEST, SCALES, check_attention, meant, read_back, rounded, text_of
 from paged import dense_attention, rope_table
 from versions import RUNNABLE, VERSIONS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = st.builds(
     ops.PackedFormat,
-    st.just("int4"),
+    st.sampled_from(list(LARGEST)),
     st.sampled_from([16, 32, 64, 80, 96, 128, 256]),
     st.sampled_from([16, 32, 48, 64, 128]),
     st.sampled_from(list(SCALES)),
@@ -42,13 +42,13 @@ def test_a_packed_page_is_what_f64_makes_of_it(
     k, v = read_back(text, version)
     for got, exact, axis in ((k, text.k, 0), (v, text.v, -1)):
         parts = exact.split(of.page_tokens if axis == 0 else len(exact))
-        wanted = [rounded(part, axis, of.scales) for part in parts]
+        wanted = [rounded(part, axis, of.scales, LARGEST[of.kind]) for part in parts]
         near = torch.cat([part for part, _ in wanted])
         scale = torch.cat([size.expand_as(part) for part, size in wanted])
         # Where f32 decides a tie otherwise, the other code is as near.
         away = (got.double() - near).abs()
         assert (away <= 1.001 * scale + 1e-6 * near.abs()).all()
-        assert (away > 1e-6 * near.abs() + 1e-30).double().mean() < 0.01
+        assert (away > 1e-6 * near.abs() + 1e-30).double().mean() < LARGEST[of.kind] / 1e4 + 0.01
         assert ((got.double() - exact).abs() <= 0.501 * scale + 1e-6 * exact.abs()).all()
 
 
@@ -88,6 +88,7 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, seed) -> None
 
 @settings(max_examples=60)
 @given(
+    kind=st.sampled_from(list(LARGEST)),
     shape=st.sampled_from(
         [(16, 1, 1), (64, 2, 2), (64, 4, 1), (128, 2, 4), (128, 1, 9), (96, 1, 3)]
     ),
@@ -102,10 +103,10 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, seed) -> None
     seed=st.integers(0, 2**20),
 )
 def test_attending_is_unpacking_and_attending(
-    shape, page_tokens, lengths, scales, dtype, window, softcap, delta, version, seed
+    kind, shape, page_tokens, lengths, scales, dtype, window, softcap, delta, version, seed
 ) -> None:
     head_dim, kv_heads, group = shape
-    of = ops.PackedFormat("int4", head_dim, page_tokens, scales)
+    of = ops.PackedFormat(kind, head_dim, page_tokens, scales)
     check_attention(
         torch.Generator().manual_seed(seed),
         of,
@@ -161,9 +162,9 @@ def test_packed_and_exact_tokens_merge_into_attention_over_all(generator, versio
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("number", [0.0, 1.0, -3.25, 1e-3, 4e4])
-@pytest.mark.parametrize("scales", list(SCALES))
-def test_what_is_constant_comes_back_exactly(version, scales, number) -> None:
-    of = ops.PackedFormat("int4", 64, 64, scales)
+@pytest.mark.parametrize(("kind", "scales"), [("int4", "bf16"), ("int4", "f16"), ("int8", "f16")])
+def test_what_is_constant_comes_back_exactly(version, kind, scales, number) -> None:
+    of = ops.PackedFormat(kind, 64, 64, scales)
     exact = torch.tensor(number).to(SCALES[scales])
     cache = torch.full((9, 2, 16, 64), float(exact))
     packed = ops.PackedPages.zeros(3, of)
@@ -193,8 +194,9 @@ def test_nan_and_infinity_are_nan_of_what_shares_their_steps(generator, version,
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_nan_reaches_those_who_read_it_and_nobody_else(generator, version) -> None:
-    of = ops.PackedFormat("int4", 64, 32)
+@pytest.mark.parametrize("kind", list(LARGEST))
+def test_nan_reaches_those_who_read_it_and_nobody_else(generator, version, kind) -> None:
+    of = ops.PackedFormat(kind, 64, 32)
     text = text_of(generator, 64, dtype=torch.bfloat16, of=of)
     text.cache[int(text.packs[1, 2]), 0, 0, 5] = torch.nan
     text.cache[int(text.packs[0, 3]) + 1, 1, 15, 5] = torch.nan
@@ -246,5 +248,10 @@ def test_bytes_are_the_formula() -> None:
         assert ops.PackedPages.zeros(7, of).data.nbytes == 7 * of.page_bytes
     for dim in (64, 128, 256):
         assert 4 * 64 * dim / ops.PackedFormat("int4", dim).page_bytes >= 3.5
+        of = ops.packed_format("int8", dim)
+        assert of == ops.PackedFormat("int8", dim, 64)
+        assert of.page_bytes == 128 * dim + 4 * dim + 4 * 64
+        assert ops.PackedPages.zeros(5, of).data.nbytes == 5 * of.page_bytes
+        assert (of.kind, of.numbers, of.kept, of.token_bytes) == ("int8", "int8", dim, None)
     assert ops.PackedFormat("int4", 64) == ops.PackedFormat("int4", 64, 64, "bf16")
     assert ops.PackedFormat("int4", 64) != ops.PackedFormat("int4", 64, 64, "f16")

@@ -14,6 +14,7 @@ from paged import rope_table
 from versions import RUNNABLE
 
 HOST = [version for version in RUNNABLE if version.device == "cpu"]
+"""Attention on CUDA, whose queries are of 16 bits, is in tests/cuda/test_cuda_top_r.py."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = {"ids": lambda version: version.name}
 
@@ -50,7 +51,7 @@ def bits_of(text, bases: torch.Tensor, side: int) -> torch.Tensor:
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
     page_tokens=st.sampled_from([1, 8, 16]),
-    version=st.sampled_from(HOST),
+    version=st.sampled_from(RUNNABLE),
     seed=st.integers(0, 2**20),
 )
 def test_of_each_channel_the_nearest_code_is_stored(
@@ -99,7 +100,7 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, seed) -> None
         block = int(text.packs[token % tokens // of.page_tokens, 2])
         text.cache[block, token % 2, token % 16, channel % of.head_dim] = number
     made = []
-    for version in HOST:
+    for version in RUNNABLE:
         data = torch.full_like(text.packed.data, 0x5A)
         packed = ops.PackedPages(data, of, text.packed.bases)
         version.pack_pages(text.cache, packed, text.packs, pages=2)

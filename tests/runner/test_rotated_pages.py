@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh, insert_all
 from families import random_tokens, tiny
-from kvweave import InvalidArgument, Unsupported, ops
+from kvweave import InvalidArgument, ops
 from kvweave.runner import Packing
-from kvweave.runner.kv.packed_pool import format_of
 from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
@@ -306,15 +304,6 @@ def test_what_is_no_packing_is_refused(model: Any) -> None:
             packed_runner(model, kv_dtype=Packing("planes-3", wrong))
     with pytest.raises(InvalidArgument, match="basis: expected finite numbers .4, 2, 130, 64."):
         packed_runner(model, kv_dtype=Packing("planes-3", packing.basis))
-
-
-@pytest.mark.parametrize("name", ["int8", "planes-3", "planes-2.5"])
-def test_a_device_has_no_pages_of_some_formats(name: str, model: Any) -> None:
-    """They are refused before anything of them lies there."""
-    spec = replace(packed_runner(model).spec, dtype=torch.bfloat16, device=torch.device("cuda"))
-    assert format_of(spec, 16, Packing("half-int4")).kind == "top-r"
-    with pytest.raises(Unsupported, match=f"kv_dtype: expected pages of int4 .* got '{name}'"):
-        format_of(spec, 16, Packing(name))
 
 
 @pytest.mark.parametrize("name", ["half-int4", "planes-3"])

@@ -45,7 +45,8 @@ def attend_packed(
 
     On CUDA D is 64 or 128 and q has the dtype of the format's scales, over numbers of bf16 bf16;
     else `Unsupported`. Scales are multiplied into queries and weights there, and queries rotated,
-    which rounds these once more to q's dtype.
+    which rounds these once more to q's dtype. Blocks without a basis, or whose bits are no planes
+    or too many, count as blocks without tokens where only the kernel sees that.
     """
     expect_tensors(q=q)
     if not isinstance(kv, PackedKv):

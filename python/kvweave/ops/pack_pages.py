@@ -33,11 +33,11 @@ def pack_pages(
 
     A page of planes holds steps along the directions of its block's basis, to the nearest code of
     the bits that the basis gives each; what lies further out becomes the outermost code. A vector
-    that is not finite is NaN. INT8 pages are INT4 ones with codes to 255. Both are `Unsupported` on
-    CUDA.
+    that is not finite is NaN. INT8 pages are INT4 ones with codes to 255.
 
     All versions write the same bytes. On CUDA this is one launch; rows of a table there that point
-    outside either side are skipped, and those whose block has no basis.
+    outside either side are skipped, and those whose block has no basis. Bases there are not looked
+    at before the kernel does: a page whose bits are no planes, or too many, is skipped.
     """
     _convert("pack", cache, packed, packs, pages, backend)
 

@@ -61,9 +61,9 @@ class Runner(KnowledgeBase, Retention):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
-    `kv_dtype`: None for the model's own dtype, or a format ("int4", "half-int4", "quarter-bf16", on
-    the CPU also "int8", "planes-3" and "planes-2.5", or a `Packing`) in which full pages are
-    packed, into the pool `packed` (see docs/packed-kv.md, also for what does not go with it).
+    `kv_dtype`: None for the model's own dtype, or a format ("int4", "int8", "half-int4",
+    "quarter-bf16", "planes-3", "planes-2.5", or a `Packing`) in which full pages are packed, into
+    the pool `packed` (see docs/packed-kv.md, also for what does not go with it).
     `host_bytes`: of the host's memory for pages that top_k heads of `heads` seldom read, in the
     pools `host` (None: none). `host_copies`: "spill" copies there what frees room, "mirror" all
     pages as they fill; `host_dtype`: None as they are, "fp8" in a byte a number. `speculate`:

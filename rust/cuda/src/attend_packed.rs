@@ -1,4 +1,4 @@
-//! Launch of `attend_packed.cu` and `attend_top_r.cu`.
+//! Launch of `attend_packed.cu`, `attend_top_r.cu` and `attend_planes.cu`.
 
 use kvweave_core::KvDtype;
 use kvweave_core::ops::{KeptNumbers, PackedFormat, PackedKind, PageGeometry, ScaleDtype};
@@ -8,7 +8,7 @@ use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::attend_decode::of_requests;
 use crate::attend_plan::{QUERIES, decode_workspace};
 use crate::backend::CudaBackend;
-use crate::bases::{DeviceBases, top_r_params};
+use crate::bases::{DeviceBases, bases_params, top_r_params};
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
 use crate::operands::{bytes_of, factor_of, name_of, narrow};
@@ -21,6 +21,8 @@ const MAX_ITEMS: usize = 512;
 const STAGES: usize = 2;
 /// Tokens that the kernels take in at once, of which the last page may lack some.
 const AT_ONCE: usize = 32;
+/// Bytes of a plane that are read at once of a token's value: it may have fewer.
+const PLANE_GROUPS_BYTES: usize = 32;
 /// Bytes between the addresses that pages are copied from.
 const PAGE_ALIGNMENT: u64 = 16;
 const ROW_ALIGNMENT: usize = 4;
@@ -44,17 +46,26 @@ const TOP_R_SHAPES: [Shape; 2] = [
     Shape { head_dim: 128, warps: 12, own_bytes: 35200 },
 ];
 
+/// As those in `attend_planes.cu`.
+const PLANES_SHAPES: [Shape; 2] = [
+    Shape { head_dim: 64, warps: 16, own_bytes: 38656 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 36864 },
+];
+
 /// The source of a format's kernels, how their names begin, and their shapes.
 fn kernels_of(
     format: &PackedFormat,
 ) -> Result<(&'static str, String, &'static [Shape]), CudaError> {
     match format.kind() {
-        PackedKind::Int4 => Ok(("attend_packed", "attend_packed_int4".into(), &SHAPES)),
+        kind @ (PackedKind::Int4 | PackedKind::Int8) => {
+            Ok(("attend_packed", format!("attend_packed_{}", kind.name()), &SHAPES))
+        }
         PackedKind::TopR(of) => {
             let prefix = format!("attend_top_r_{}", of.numbers.name());
             Ok(("attend_top_r", prefix, &TOP_R_SHAPES))
         }
-        other => Err(CudaError::unsupported("kind", "int4 or top-r", other.name())),
+        PackedKind::Planes(_) => Ok(("attend_planes", "attend_planes".into(), &PLANES_SHAPES)),
+        other => Err(CudaError::unsupported("kind", "a kind with kernels", other.name())),
     }
 }
 
@@ -135,9 +146,14 @@ impl PackedPlan {
 /// warp's part of the result.
 fn stage_bytes(format: &PackedFormat) -> usize {
     let dim = format.head_dim();
+    let tokens = format.page_tokens().next_multiple_of(AT_ONCE);
     let read = match format.kind() {
-        PackedKind::Int4 => {
-            format.value_codes().start + format.page_tokens().next_multiple_of(AT_ONCE) * dim / 2
+        PackedKind::Int4 | PackedKind::Int8 => {
+            format.value_codes().start + tokens * dim * format.code_bits() / 8
+        }
+        PackedKind::Planes(token_bytes) => {
+            let flags = format.page_bytes() - format.page_tokens() * token_bytes;
+            flags + tokens * token_bytes + PLANE_GROUPS_BYTES
         }
         _ => 0,
     };
@@ -208,7 +224,8 @@ impl CudaBackend {
             return Ok(());
         }
         let page_bytes = plan.format.page_bytes();
-        let top_r = top_r_params(&plan.format, bases, call.kv.cache.len / page_bytes)?;
+        let bases = bases_params(&plan.format, bases, call.kv.cache.len / page_bytes)?;
+        let top_r = top_r_params(&plan.format)?;
         let geometry = in_bytes(&call.kv.geometry, page_bytes);
         let call = &AttendLaunch { kv: DeviceKv { geometry, ..call.kv }, ..*call };
         let params = with_factors(call, plan.grid)?;
@@ -222,6 +239,7 @@ impl CudaBackend {
                 page_bytes: narrow("page_tokens", page_bytes)?,
                 stage_bytes: narrow("page_tokens", plan.stage_bytes)?,
                 workers: narrow("warps", plan.workers)?,
+                bases,
                 top_r,
             };
             // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise,
@@ -249,25 +267,35 @@ mod tests {
     #[test]
     fn shapes_are_those_of_the_source() {
         let source = include_str!("../../../csrc/packed_pieces.cuh");
-        let kernels = include_str!("../../../csrc/attend_packed.cu");
         assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
         assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
         let line = |shape: &Shape| {
             format!("\nKERNELS({}, {}, {})\n", shape.head_dim, shape.warps, shape.own_bytes)
         };
-        assert!(SHAPES.iter().all(|shape| kernels.contains(&line(shape))));
-        let kernels = include_str!("../../../csrc/attend_top_r.cu");
-        assert!(TOP_R_SHAPES.iter().all(|shape| kernels.contains(&line(shape))));
+        for (shapes, kernels) in [
+            (&SHAPES, include_str!("../../../csrc/attend_packed.cu")),
+            (&TOP_R_SHAPES, include_str!("../../../csrc/attend_top_r.cu")),
+            (&PLANES_SHAPES, include_str!("../../../csrc/attend_planes.cu")),
+        ] {
+            assert!(shapes.iter().all(|shape| kernels.contains(&line(shape))));
+        }
     }
 
     #[test]
     fn a_stage_has_room_for_all_that_is_read_of_it() {
-        for (page_tokens, head_dim, bytes) in
-            [(64, 128, 8960), (16, 128, 4224), (48, 128, 7168), (64, 64, 4608), (16, 64, 2176)]
-        {
-            let format =
-                PackedFormat::new(PackedKind::Int4, ScaleDtype::Bf16, page_tokens, head_dim)
-                    .expect("sound sizes");
+        for (kind, page_tokens, head_dim, bytes) in [
+            (PackedKind::Int4, 64, 128, 8960),
+            (PackedKind::Int4, 16, 128, 4224),
+            (PackedKind::Int4, 48, 128, 7168),
+            (PackedKind::Int4, 64, 64, 4608),
+            (PackedKind::Int4, 16, 64, 2176),
+            (PackedKind::Int8, 64, 128, 17152),
+            (PackedKind::Int8, 48, 128, 14336),
+            (PackedKind::Planes(96), 64, 128, 6272),
+            (PackedKind::Planes(96), 48, 128, 6272),
+        ] {
+            let format = PackedFormat::new(kind, ScaleDtype::Bf16, page_tokens, head_dim)
+                .expect("sound sizes");
             assert_eq!(stage_bytes(&format), bytes);
             assert!(stage_bytes(&format) >= format.page_bytes());
         }

@@ -1,19 +1,21 @@
-//! Launch of `pack_pages.cu` and `pack_top_r.cu`.
+//! Launch of `pack_pages.cu`, `pack_top_r.cu` and `pack_planes.cu`.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{PackedFormat, PackedKind, TopR};
+use kvweave_core::ops::{PackedFormat, PackedKind};
 
 use crate::backend::CudaBackend;
-use crate::bases::{DeviceBases, top_r_params};
+use crate::bases::{DeviceBases, bases_params, top_r_params};
 use crate::error::CudaError;
 use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, long, name_of, narrow};
 use crate::params::PackPagesParams;
 
-/// `kThreads` of the kernels of INT4 pages.
+/// `kThreads` of the kernels of INT4 and INT8 pages.
 const THREADS: u32 = 128;
-/// Of the kernels of top-r pages: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch`.
-const TOP_R: Tile = Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
+/// Of the kernels of pages in a basis: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch`
+/// of `pack_tiles.cuh`.
+const IN_BASIS: Tile =
+    Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
 /// `kMaxDim` of the kernels.
 const MAX_HEAD_DIM: usize = 256;
 /// Bytes that a load of exact pages, or a page of packed ones, begins on a boundary of.
@@ -60,7 +62,7 @@ pub struct PackPagesLaunch {
     pub packed: DeviceTensor,
     /// What they are.
     pub format: PackedFormat,
-    /// The bases of top-r pages.
+    /// The bases of top-r pages and planes.
     pub bases: Option<DeviceBases>,
     /// i32 [rows, 2 + P / P'], contiguous.
     pub packs: DeviceTensor,
@@ -94,14 +96,22 @@ impl CudaBackend {
             PackDirection::Pack => "pack",
             PackDirection::Unpack => "unpack",
         };
-        let (source, pages, grid) = match call.format.top_r() {
-            Some(page) => ("pack_top_r", "top_r", top_r_grid(call, page.of(), jobs)?),
-            None => ("pack_pages", "pages", grid(jobs, THREADS, 0)?),
-        };
         let (dtype, scales) = (name_of(call.dtype), call.format.scales().name());
-        let kernel = format!("{way}_{pages}_{dtype}_{scales}");
+        let (source, kernel, grid) = match call.format.kind() {
+            PackedKind::TopR(_) => {
+                ("pack_top_r", format!("top_r_{dtype}_{scales}"), tiled_grid(call, jobs)?)
+            }
+            // What planes stand for needs no scales.
+            PackedKind::Planes(_) => {
+                ("pack_planes", format!("planes_{dtype}"), tiled_grid(call, jobs)?)
+            }
+            kind => {
+                let name = format!("pages_{}_{dtype}_{scales}", kind.name());
+                ("pack_pages", name, grid(jobs, THREADS, 0)?)
+            }
+        };
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { self.launch((source, &kernel), grid, call.stream, &params) }
+        unsafe { self.launch((source, &format!("{way}_{kernel}")), grid, call.stream, &params) }
     }
 }
 
@@ -113,24 +123,23 @@ fn grid(blocks: usize, threads: u32, shared_bytes: usize) -> Result<Grid, CudaEr
     })
 }
 
-/// A thread block for each tile of either side of a page.
-fn top_r_grid(call: &PackPagesLaunch, of: TopR, jobs: usize) -> Result<Grid, CudaError> {
+/// A thread block for each tile of either side of a page. How many channels planes have says a
+/// basis: all, at most.
+fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
     let dim = call.format.head_dim();
+    let channels = call.format.top_r().map_or(dim, |page| page.of().channels);
     let (products, results) = match call.direction {
-        PackDirection::Pack => (dim, of.channels),
-        PackDirection::Unpack => (of.channels, dim),
+        PackDirection::Pack => (dim, channels),
+        PackDirection::Unpack => (channels, dim),
     };
-    let tiles = call.format.page_tokens().div_ceil(TOP_R.tokens);
+    let tiles = call.format.page_tokens().div_ceil(IN_BASIS.tokens);
     let blocks = jobs.saturating_mul(2 * tiles);
-    grid(blocks, TOP_R.threads, TOP_R.shared_bytes(products, results))
+    grid(blocks, IN_BASIS.threads, IN_BASIS.shared_bytes(products, results))
 }
 
 fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
     let format = &call.format;
     let (tokens, dim) = (format.page_tokens(), format.head_dim());
-    if !matches!(format.kind(), PackedKind::Int4 | PackedKind::TopR(_)) {
-        return Err(CudaError::unsupported("kind", "int4 or top-r", format.kind().name()));
-    }
     if dim > MAX_HEAD_DIM {
         return Err(CudaError::unsupported("head_dim", format!("up to {MAX_HEAD_DIM}"), dim));
     }
@@ -164,7 +173,8 @@ fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
         page_tokens: narrow("page_tokens", tokens)?,
         head_dim: narrow("head_dim", dim)?,
         page_bytes: narrow("page_tokens", format.page_bytes())?,
-        top_r: top_r_params(format, call.bases.as_ref(), packed_pages)?,
+        bases: bases_params(format, call.bases.as_ref(), packed_pages)?,
+        top_r: top_r_params(format)?,
     })
 }
 
@@ -174,13 +184,13 @@ mod tests {
 
     #[test]
     fn a_tile_is_that_of_the_source() {
-        let source = include_str!("../../../csrc/pack_top_r.cu");
+        let source = include_str!("../../../csrc/pack_tiles.cuh");
         for (name, number) in [
-            ("kThreads", TOP_R.threads as usize),
-            ("kTokens", TOP_R.tokens),
-            ("kTokenPitch", TOP_R.token_pitch),
-            ("kDepth", TOP_R.depth),
-            ("kWidePitch", TOP_R.wide_pitch),
+            ("kThreads", IN_BASIS.threads as usize),
+            ("kTokens", IN_BASIS.tokens),
+            ("kTokenPitch", IN_BASIS.token_pitch),
+            ("kDepth", IN_BASIS.depth),
+            ("kWidePitch", IN_BASIS.wide_pitch),
         ] {
             assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
         }

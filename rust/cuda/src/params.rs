@@ -338,17 +338,27 @@ pub(crate) struct GatherEntriesParams {
     pub(crate) most: u32,
 }
 
-/// Mirror of `TopRParams`.
+/// Mirror of `BasesParams`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-pub(crate) struct TopRParams {
-    /// f32 [count, pages, 2, channels + 1, head_dim]; 0: no top-r pages.
+pub(crate) struct BasesParams {
+    /// f32 [count, pages, 2, rows, head_dim]; 0: none.
     pub(crate) bases: u64,
     /// i32 [packed pages].
     pub(crate) basis_of: u64,
     pub(crate) count: u32,
     /// Of a block.
     pub(crate) pages: u32,
+    /// Of keys, and of values.
+    pub(crate) rows: u32,
+    /// Of the codes of a token's key and value, of planes.
+    pub(crate) token_bytes: u32,
+}
+
+/// Mirror of `TopRParams`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct TopRParams {
     /// Numbers of a vector.
     pub(crate) kept: u32,
     pub(crate) group: u32,
@@ -377,6 +387,7 @@ pub(crate) struct PackPagesParams {
     pub(crate) page_tokens: u32,
     pub(crate) head_dim: u32,
     pub(crate) page_bytes: u32,
+    pub(crate) bases: BasesParams,
     pub(crate) top_r: TopRParams,
 }
 
@@ -391,6 +402,7 @@ pub(crate) struct AttendPackedParams {
     pub(crate) stage_bytes: u32,
     /// Warps that take pages.
     pub(crate) workers: u32,
+    pub(crate) bases: BasesParams,
     pub(crate) top_r: TopRParams,
 }
 
@@ -418,6 +430,6 @@ const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
-const _: () = assert!(size_of::<PackPagesParams>() == 104);
-const _: () = assert!(size_of::<AttendPackedParams>() == 288);
+const _: () = assert!(size_of::<PackPagesParams>() == 112);
+const _: () = assert!(size_of::<AttendPackedParams>() == 296);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

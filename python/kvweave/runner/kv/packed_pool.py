@@ -60,7 +60,6 @@ ExactPool = tuple[KvCache, torch.Tensor]
 """A cache and its pages [pages, 2, P, D]."""
 
 _DEVICE_DIMS = (64, 128)
-_DEVICE_KINDS = ("int4", "top-r")
 
 
 @dataclass(frozen=True)
@@ -218,13 +217,7 @@ def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.Packed
                 f"{named!r} on {spec.device}, got {spec.head_dim}"
             )
     scales = "f16" if spec.dtype == torch.float16 else "bf16"
-    of = packing.pages(spec.head_dim, PAGE_TOKENS, scales)
-    if spec.device.type == "cuda" and of.kind not in _DEVICE_KINDS:
-        raise Unsupported(
-            f"kv_dtype: expected pages of {' or '.join(_DEVICE_KINDS)} on {spec.device}, "
-            f"got {named!r}"
-        )
-    return of
+    return packing.pages(spec.head_dim, PAGE_TOKENS, scales)
 
 
 def exact_windows(spec: ModelSpec) -> HeadClassMap:

@@ -1,4 +1,4 @@
-//! The bases of top-r pages on CUDA.
+//! The bases of top-r pages and planes on CUDA.
 
 use kvweave_core::ops::{Bases, PackedFormat};
 use kvweave_cuda::DeviceBases;

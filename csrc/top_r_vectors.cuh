@@ -1,0 +1,221 @@
+// Vectors of top-r pages as a warp takes them: scores of keys and sums of values in their basis.
+#pragma once
+
+#include <cmath>
+
+#include "api.h"
+#include "bases.cuh"
+#include "decode_units.cuh"
+#include "tensor_core.cuh"
+#include "top_r.cuh"
+#include "top_r_numbers.cuh"
+#include "turned_bases.cuh"
+
+// Of T, with numbers of so many bits and scales of T.
+template <typename T, int D, int kBits>
+class TopRVectors {
+ public:
+  using Element = T;
+  static constexpr int kDim = D;
+  static constexpr int kSteps = D / 16;
+  static constexpr float kBeside = 0;  // in each sum, times the weights
+
+  struct Shared {
+    uint32_t selectors[kSelectors];
+  };
+
+  __device__ explicit TopRVectors(const AttendPackedParams& params)
+      : bases(params.bases),
+        of_pages(params.top_r),
+        lane(threadIdx.x % 32),
+        shift(__ffs(params.top_r.group) - 1),
+        places(top_r_places(params.top_r, params.attend.kv.page_tokens)) {}
+
+  // By all threads of a block, as `enter`, `directions` and `take_queries`.
+  __device__ void prepare(Shared& sh) {
+    selectors = sh.selectors;
+    for (int i = threadIdx.x; i < kSelectors; i += blockDim.x) sh.selectors[i] = selectors_of(i);
+  }
+
+  // Begins with pages of a basis; which is no longer known if they cannot be packed in it.
+  __device__ void enter(Shared&, BasisKey&, int) const {}
+
+  // Whether they have a basis. Of those without one no entry has tokens, unless `enter` said so.
+  __device__ bool has_basis() const { return true; }
+
+  __device__ Directions directions(const BasisKey& key, int rank, int side) const {
+    if (!key.known()) return {nullptr, nullptr, 0};
+    const float* mean = basis_at(bases, key.number, rank, side, D);
+    return {mean, mean + D, static_cast<int>(of_pages.channels)};
+  }
+
+  // Keeps what `score` needs of rotated queries beside registers.
+  __device__ void take_queries(Shared&, const TurnedBases<T, D>&) const {}
+
+  __device__ void begin(const TurnedBases<T, D>& turned) { turned.take(queries, offsets); }
+
+  // Scores of 32 keys: s[u] are those of 16 · u + lane / 4 and + 8 with queries lane % 4 · 2 and
+  // + 1.
+  __device__ void score(float (&s)[2][4], const unsigned char* page, int token,
+                        uint32_t mask) const {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if ((mask >> (16 * u) & 0xFFFF) != 0) score_16(s[u], page, token + 16 * u);
+    }
+  }
+
+  // What numbers of a token's value are multiplied by.
+  __device__ float value_scale(const unsigned char* page, int token) const {
+    return scale_of_vector(page + places.side, token);
+  }
+
+  // Values of 16 tokens by their weights. Of those that are not seen numbers count as zeros.
+  __device__ void add_values(float (&out)[kSteps][4], const unsigned char* page, int slot,
+                             uint32_t seen, const uint32_t (&weights)[2]) {
+    const unsigned char* side = page + places.side;
+    const int channel = kOfValue * (lane / 4), first = lane % 4 * 2;
+    const auto token_of = [&](int i) { return first + i % 2 + 8 * (i / 2); };
+    uint32_t bits[4], own = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      bits[i] = group_bits<kOfValue>(side, slot + token_of(i), channel);
+      own |= __popc(bits[i]) << (8 * i);
+    }
+    // Four counts in one register, added up over the lanes of a token: 128 at most.
+    uint32_t sum = own;
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      const uint32_t lower = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += lower;
+    }
+    sum -= own;
+    const auto numbers = [&](int i) {
+      return numbers_of<ValueNumbers>(page, places.side, slot + token_of(i), bits[i],
+                                      sum >> (8 * i) & 0xFF, (seen >> token_of(i) & 1) != 0);
+    };
+    ValueNumbers of[4] = {numbers(0), numbers(1), numbers(2), numbers(3)};
+    multiply_values<0>(out, of, weights);
+  }
+
+  // Leaves sums of two queries, by channels.
+  __device__ void leave(const float (&out)[kSteps][4], float* rows, int pitch) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int channel = D / 8 * (lane / 4) + 2 * k + e / 2;
+        rows[e % 2 * pitch + channel] = out[k][e];
+      }
+    }
+  }
+
+ private:
+  static constexpr int kOfKey = D / 4;    // channels of a key that a lane takes
+  static constexpr int kOfValue = D / 8;  // of a value
+  using KeyNumbers = Numbers<T, kBits, kOfKey / 8>;
+  using ValueNumbers = Numbers<T, kBits, kOfValue / 8>;
+
+  const BasesParams& bases;
+  const TopRParams& of_pages;
+  const int lane;
+  const int shift;  // channels of a group, as a power of two
+  const TopRPlaces places;
+  const uint32_t* selectors;
+  uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
+  float offsets[2];             // of queries lane % 4 · 2 and + 1: what all keys score beside
+
+  // Bits of the groups of `kCount` channels from `channel` on.
+  template <int kCount>
+  __device__ uint32_t group_bits(const unsigned char* side, int token, int channel) const {
+    const int first = channel >> shift;
+    const int left = min(static_cast<int>(of_pages.channels >> shift) - first, kCount >> shift);
+    const int bit = 8 * token * places.bitmap + first;
+    const auto* words = reinterpret_cast<const uint32_t*>(side) + (bit >> 5);
+    const uint32_t bits = __funnelshift_r(words[0], words[1], bit);
+    return left <= 0 ? 0u : bits & (~0u >> (32 - left));
+  }
+
+  // Of a token's channels those of these groups that are kept, behind so many groups that are; of
+  // what is not `seen` none.
+  template <typename Of>
+  __device__ Of numbers_of(const unsigned char* page, int side, int token, uint32_t groups,
+                           int before, bool seen) const {
+    const int most = of_pages.kept >> shift;
+    const int nth = min(before, most);
+    const uint32_t bits = seen ? lowest_bits(groups, most - nth) : 0u;
+    const int row = side + places.numbers + token * places.row;
+    return Of(channel_bits(bits, shift), page, row, nth << shift);
+  }
+
+  __device__ float scale_of_vector(const unsigned char* side, int token) const {
+    if (kBits == kBf16Numbers) return 1;
+    const T scale = reinterpret_cast<const T*>(side + places.scales)[token];
+    return KeyNumbers::kUnit * Scales<T>::widen(scale);
+  }
+
+  // Products with 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
+  __device__ void score_16(float (&s)[4], const unsigned char* page, int slot) const {
+    const int first = slot + lane / 4, channel = kOfKey * (lane % 4);
+    const uint32_t low = group_bits<kOfKey>(page, first, channel);
+    const uint32_t high = group_bits<kOfKey>(page, first + 8, channel);
+    // Both counts in one register, added up over the lanes of a key.
+    const uint32_t own = __popc(low) | __popc(high) << 16;
+    uint32_t sum = own;
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const uint32_t lower = __shfl_up_sync(~0u, sum, step, 4);
+      if (lane % 4 >= step) sum += lower;
+    }
+    sum -= own;
+    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, sum & 0xFFFF, true);
+    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, sum >> 16, true);
+    float dot[4] = {0, 0, 0, 0};
+    multiply_keys<0>(dot, of_low, of_high);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = scale_of_vector(page, first + 8 * half);
+#pragma unroll
+      for (int q = 0; q < 2; ++q) {
+        s[2 * half + q] = fmaf(dot[2 * half + q], scale, offsets[q]);
+      }
+    }
+  }
+
+  // Adds what the keys' channels from the `kEight`-th eight of a lane on make with the queries.
+  template <int kEight>
+  __device__ __forceinline__ void multiply_keys(float (&dot)[4], KeyNumbers& low,
+                                                KeyNumbers& high) const {
+    if constexpr (kEight < kOfKey / 8) {
+      const auto x = low.template take<kEight>(selectors);
+      const auto y = high.template take<kEight>(selectors);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t a[4] = {
+            KeyNumbers::channels(x, 2 * j), KeyNumbers::channels(y, 2 * j),
+            KeyNumbers::channels(x, 2 * j + 1), KeyNumbers::channels(y, 2 * j + 1)};
+        const uint32_t(&q)[2] = queries[2 * kEight + j];
+        multiply_add<T>(dot, a, q[0], q[1]);
+      }
+      multiply_keys<kEight + 1>(dot, low, high);
+    }
+  }
+
+  // Adds the values' channels from the `kEight`-th eight of a lane on, times their weights.
+  template <int kEight>
+  __device__ __forceinline__ void multiply_values(float (&out)[kSteps][4], ValueNumbers (&of)[4],
+                                                  const uint32_t (&weights)[2]) const {
+    if constexpr (kEight < kOfValue / 8) {
+      const typename ValueNumbers::Eight x[4] = {
+          of[0].template take<kEight>(selectors), of[1].template take<kEight>(selectors),
+          of[2].template take<kEight>(selectors), of[3].template take<kEight>(selectors)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint2 early = ValueNumbers::tokens(x[0], x[1], i);
+        const uint2 late = ValueNumbers::tokens(x[2], x[3], i);
+        const uint32_t a[4] = {early.x, early.y, late.x, late.y};
+        multiply_add<T>(out[4 * kEight + i], a, weights[0], weights[1]);
+      }
+      multiply_values<kEight + 1>(out, of, weights);
+    }
+  }
+};
