@@ -22,7 +22,7 @@
 #define KERNEL(NUMBERS, BITS, NAME, T, D, WARPS, BYTES)                                          \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                    \
       attend_top_r_##NUMBERS##_##NAME##_##D(const __grid_constant__ AttendPackedParams params) { \
-    using Kernel = AttendPacked<BasisRows<TopRVectors<T, D, BITS>>, WARPS>;                                    \
+    using Kernel = AttendPacked<BasisRows<TopRVectors<T, D, BITS>>, WARPS>;                      \
     static_assert((sizeof(typename Kernel::Shared) + 127) / 128 * 128 == BYTES, "as there");     \
     extern __shared__ __align__(128) unsigned char shared[];                                     \
     Kernel(params, shared).run();                                                                \

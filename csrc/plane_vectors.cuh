@@ -152,7 +152,8 @@ class PlaneVectors {
     score_plane<0>(s, page, token, of);
     score_plane<1>(s, page, token, of);
     score_plane<2>(s, page, token, of);
-    const uint32_t nan = mask & *reinterpret_cast<const uint32_t*>(page + held->of_keys.flags + token / 8);
+    const unsigned char* flags = page + held->of_keys.flags + token / 8;
+    const uint32_t nan = mask & *reinterpret_cast<const uint32_t*>(flags);
     if (nan == 0) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
