@@ -177,6 +177,8 @@ def test_who_stops_in_the_middle_gives_all_back(
     model = tiny("llama")
     runner = tiered(model, store=stored(tmp_path, model))
     of = runner._prefiller.executor.spec.layers[layer]
+    whole = layer == LAYERS - 1
+    steps = Stepwise(monkeypatch, wrong=None if whole else layer + 2)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -185,12 +187,10 @@ def test_who_stops_in_the_middle_gives_all_back(
     with pytest.raises(KeyboardInterrupt):
         logits_of(runner, LETTER, MANUAL)
     hook.remove()
+    steps.go_on.set()
     assert nothing_is_held(runner)
     # Before the last layer all of it had come.
-    whole = layer == LAYERS - 1
-    for text in (LETTER, MANUAL):
-        assert runner.cache.match_prefix(runner.tokenize(text).tokens) == whole * len(text)
-    assert sources(answer(runner, MANUAL)) == ["device" if whole else "disk"]
+    assert sources(answer(runner, LETTER)) == ["device" if whole else "disk"]
 
 
 def test_parts_are_read_in_whole_chunks(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
-    {"always_read", "arguments", "closing", "device_memory"},
+    {"always_read", "arguments", "closing", "device_memory", "flops"},
     {"cache", "ops", "scheduler", "store"},
     {"remote"},
     {"drawn", "plan", "models", "payload"},
@@ -48,7 +48,7 @@ PYTHON_LAYERS = [
 ]
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm", "kvpress"}
-HEAVY_FREE = {"__init__", "always_read", "errors", "cache", "remote", "scheduler", "store"}
+HEAVY_FREE = {"__init__", "always_read", "errors", "flops", "cache", "remote", "scheduler", "store"}
 FRAMEWORKS = {
     "transformers": {"runner", "adapters", "models", "demo"},
     "vllm": {"adapters"},

@@ -191,7 +191,6 @@ impl Store {
 
     /// Whether a shard of `tokens` ids and parts of these sizes has room beside what is there.
     #[pyo3(signature = (provenance, tokens, parts, *, expires=None, cost=None))]
-    #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn has_room(
         &self,
         py: Python<'_>,

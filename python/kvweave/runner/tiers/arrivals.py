@@ -94,10 +94,11 @@ class Arrivals:
         """
         if layer < self._layers:
             return
-        end = layer + 1
         for one in self.coming:
-            self._bring(one, end)
+            self._bring(one, layer + 1)
         begun = self._clock.mark()
+        # More may have come than was asked for: few calls do many layers.
+        end = min((one.kv.layers for one in self.coming), default=self._all)
         for group, copies in self._copies:
             copy(group, copies, self._layers, end)
         self._layers = end
@@ -107,7 +108,7 @@ class Arrivals:
         begun = self._clock.mark()
         there = self._expected.wait_for(one.want, layers)
         if there:
-            one.kv.write_to(layers)
+            one.kv.write_to(max(layers, one.want.layers))
         self.stood.append((begun, self._clock.mark()))
         if not there:
             raise NotArrivedError

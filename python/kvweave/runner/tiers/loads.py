@@ -52,10 +52,15 @@ class Wanted:
         """Lets go of what was read of it."""
         self.payload = self.arriving = None
 
+    @property
+    def layers(self) -> int:
+        """How many of its layers have come, where it arrives layer by layer."""
+        arriving = self.arriving
+        return 0 if arriving is None else arriving.layers
+
     def has(self, layers: int) -> bool:
         """Whether so many layers of it have been read."""
-        arriving = self.arriving
-        return self.payload is not None or (arriving is not None and arriving.layers >= layers)
+        return self.payload is not None or self.layers >= layers
 
 
 PIECE_BYTES = 4 << 20
