@@ -243,6 +243,10 @@ IN_ENGINES: dict[tuple[str, str], str] = {
         engine.SEGMENTS,
         "tensor_parallel_size",
     ): "test_segments_ranks.py::test_two_ranks_are_the_runner",
+    (
+        engine.HEADS,
+        "tensor_parallel_size",
+    ): "test_segments_ranks.py::test_two_ranks_are_the_runner",
 }
 """By pair that goes together, the test that has an engine answer so."""
 

@@ -70,6 +70,10 @@ ON: dict[str, Callable[[VllmConfig], Any]] = {
     "disable_hybrid_kv_cache_manager": lambda c: setattr(
         c.scheduler_config, "disable_hybrid_kv_cache_manager", True
     ),
+    "kv_lora_rank": lambda c: setattr(c.model_config.hf_text_config, "kv_lora_rank", 64),
+    "attention_chunk_size": lambda c: setattr(
+        c.model_config.hf_text_config, "attention_chunk_size", 32
+    ),
 }
 """Has a configuration ask for a setting."""
 

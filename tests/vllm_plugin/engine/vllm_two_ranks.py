@@ -1,6 +1,7 @@
-"""Segments on two ranks of tensor parallelism: a program that prints JSON lines.
+"""Segments beside a head map on two ranks of tensor parallelism: a program that prints JSON lines.
 
-Scheduler, workers and front are processes of their own; kvweave's Runner stands beside them.
+The ranks have their first whole heads in different layers. Scheduler, workers and front are
+processes of their own; kvweave's Runner stands beside them.
 """
 
 from __future__ import annotations
@@ -37,24 +38,50 @@ def tried(action: Any) -> list[str]:
     return []
 
 
-def main() -> None:
-    """A document at two places, a knowledge base, and markers that are malformed."""
-    from families import tiny
-    from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-    from vllm_engines import engine, sampling
-    from vllm_segments import SIZES, Counterpart, Marked, ask, settings, text
+def kept_documents(llm: Any, base: Any, store: Path) -> None:
+    """A document comes back from the folder on both ranks; where one cannot read it, on neither."""
+    from vllm_segments import Marked, ask, text
 
     document = tuple(text(100, 9))
-    prompts = [Marked([text(20, 1), document, text(15, 2)])]
-    prompts += [Marked([text(37, 3), document, text(21, 4)])]
-    beside = Counterpart(tiny("llama", **SIZES))
-    changes = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
-    with TemporaryDirectory() as folder:
-        tiny("llama", **SIZES).save_pretrained(Path(folder))
-        with engine(Path(folder), settings(), max_num_batched_tokens=512, **changes) as llm:
+    given = Marked([text(20, 1), document, text(15, 2)])
+    base.insert("document", document, "kept")
+    for number in range(3):
+        if number == 2:
+            # The largest is the longest document's.
+            shards = (store / "rank-1-of-2" / "shards").iterdir()
+            path = max(shards, key=lambda shard: shard.stat().st_size)
+            data = bytearray(path.read_bytes())
+            data[-5000] ^= 1
+            path.write_bytes(data)
+        said, found = ask(llm, given, policy="naive", namespace="kept"), base.store()
+        say(said=said.tokens, first=said.logprobs[0], brought=found["brought_documents"])
+        # Another document is frozen in its stead, and two prompts take the room of what is not.
+        base.insert(f"other {number}", text(70, 50 + number), "kept")
+        for seed in (60, 70):
+            ask(llm, Marked([tuple(text(400, seed + number))]), 1, policy="full")
+
+
+def main() -> None:
+    """A document at two places, a knowledge base, markers that are malformed, and a folder."""
+    from families import tiny
+    from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+    from test_segments_heads import CHANGES, UNEVEN, Mapped
+    from vllm_engines import engine, sampling
+    from vllm_segments import FIRST, SECOND, ask, text
+
+    ranks = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        tiny("llama", **CHANGES).save_pretrained(folder / "model")
+        mapped = Mapped(folder, UNEVEN)
+        choice = mapped.settings()
+        # A rank has half of each layer's heads: a block of the store is 32 KiB.
+        ours = {"store": str(folder / "kept"), "segment_bytes": 42 << 15, "frozen_share": 0.2}
+        choice["additional_config"]["kvweave"] |= ours
+        with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
             for policy in ("sparsex", "foresight"):
-                for given in prompts:
-                    wanted = beside.ask(given, policy, namespace=policy)
+                for given in (FIRST, SECOND):
+                    wanted = mapped.beside.ask(given, policy, namespace=policy)
                     got = ask(llm, given, policy=policy, namespace=policy)
                     apart = abs(got.logprobs[0] - wanted.logprobs[0])
                     say(got=got.tokens, wanted=wanted.tokens, apart=apart)
@@ -65,7 +92,7 @@ def main() -> None:
             params = sampling(3)
             params.extra_args = {"kvweave": {"segments": 3}}
             say(error=tried(lambda: llm.generate([{"prompt_token_ids": [1, 2, 3]}], params)))
-            say(alive=len(ask(llm, prompts[0]).tokens))
+            kept_documents(llm, base, folder / "kept")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,16 @@ def _connector(config: Any) -> str:
     return "" if name is None or name in OURS else str(name)
 
 
+def _of_model(name: str) -> Callable[[Any], str]:
+    """A number in the model's own configuration that says how it attends; 0 or none: not so."""
+
+    def read(config: Any) -> str:
+        found = getattr(config.model_config.hf_text_config, name, None)
+        return str(found) if found else ""
+
+    return read
+
+
 SETTINGS: dict[str, Callable[[Any], str]] = {
     "enable_prefix_caching": lambda c: "true" if c.cache_config.enable_prefix_caching else "",
     "tensor_parallel_size": _ranks("tensor_parallel_size"),
@@ -58,8 +68,10 @@ SETTINGS: dict[str, Callable[[Any], str]] = {
     "disable_hybrid_kv_cache_manager": lambda c: (
         "true" if c.scheduler_config.disable_hybrid_kv_cache_manager else ""
     ),
+    "kv_lora_rank": _of_model("kv_lora_rank"),
+    "attention_chunk_size": _of_model("attention_chunk_size"),
 }
-"""Settings of vLLM, and what a `VllmConfig` has of each; "" where it is off."""
+"""Settings of vLLM and of a model, and what a `VllmConfig` has of each; "" where it is off."""
 
 _KINDS = "blocks with bounds are of one size with those of all heads, and a window's are not"
 _STAGES = "it numbers the layers of a whole model"
@@ -67,6 +79,8 @@ _CONTEXT = "a request's pages would lie on several devices"
 _WEIGHTS = "packed weights were not tried; where heads are put in order they cannot be"
 _ADAPTERS = "adapters were not tried; where heads are put in order theirs would not be"
 _DRAFTS = "a verification has several rows a request, which are read as a prompt's"
+_LATENT = "pages of MLA (DeepSeek, Kimi) hold a latent vector a token, not keys and values of heads"
+_LOCAL = "with chunked local attention (Llama 4) a row sees its own chunk, whatever a head keeps"
 _OTHERS = "vLLM has one connector, and one that carries blocks knows nothing of these"
 
 NOT_BESIDE: dict[str, dict[str, str]] = {
@@ -79,6 +93,8 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "speculative_config": _DRAFTS,
         "kv_transfer_config": _OTHERS,
         "disable_hybrid_kv_cache_manager": "local heads would keep every token",
+        "kv_lora_rank": _LATENT,
+        "attention_chunk_size": _LOCAL,
     },
     TOP_K: {
         HEADS: _KINDS,
@@ -89,6 +105,8 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "lora_config": _ADAPTERS,
         "speculative_config": _DRAFTS,
         "kv_transfer_config": _OTHERS,
+        "kv_lora_rank": _LATENT,
+        "attention_chunk_size": _LOCAL,
     },
     PAGES: {
         TOP_K: "bounds are of vLLM's blocks, which say nothing of places there",
@@ -99,6 +117,8 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "lora_config": _ADAPTERS,
         "speculative_config": _DRAFTS,
         "kv_transfer_config": _OTHERS,
+        "kv_lora_rank": _LATENT,
+        "attention_chunk_size": _LOCAL,
     },
     SEGMENTS: {
         PAGES: "a step's copies and measures know blocks of vLLM, not tables of places",
@@ -107,6 +127,8 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "lora_config": "KV of one adapter would be found under another",
         "speculative_config": _DRAFTS,
         "kv_transfer_config": _OTHERS,
+        "kv_lora_rank": _LATENT,
+        "attention_chunk_size": _LOCAL,
     },
 }
 """By part, the parts and settings that it refuses, and why."""

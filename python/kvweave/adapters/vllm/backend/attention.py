@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvweave import ops
 from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
+from kvweave.adapters.vllm.backend.decoder_layers import layer_number
 from kvweave.adapters.vllm.backend.dense_prefill import DensePrefill
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import first
@@ -188,7 +188,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         if tables.arena is None:
             return pages_of(kv_cache)[self.first_page :]
         # Blocks of the arena hold all layers; seen from here, this one's pages come first.
-        number = extract_layer_index(layer.layer_name)
+        number = layer_number(layer)
         return tables.arena[number * self.layer_heads + self.first_head :]
 
 

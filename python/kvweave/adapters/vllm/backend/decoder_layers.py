@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 
 from kvweave.adapters.vllm.require import require
 
@@ -23,6 +24,15 @@ def attention_of_layers(model: nn.Module, config: VllmConfig) -> Iterator[tuple[
         if isinstance(stock, Attention):
             del known[stock.layer_name]
             yield module, stock
+
+
+def layer_number(layer: Any) -> int:
+    """The number of the decoder layer that an attention layer is in.
+
+    Its name says so, but for layers with a `number`: theirs may be called after another layer.
+    """
+    own = getattr(layer, "number", None)
+    return int(extract_layer_index(layer.layer_name) if own is None else own)
 
 
 def require_whole_context(what: str, stock: Attention) -> None:

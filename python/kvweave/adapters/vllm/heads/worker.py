@@ -56,13 +56,14 @@ class ClassLayer(Attention):
     """Heads of one class in one layer, in blocks that all layers' heads of the class share.
 
     The first such layer of a class is the cache layer that vLLM allocates, `first`; the others have
-    its memory and its block table.
+    its memory and its block table. `number`: the layer's, whatever its name says.
     """
 
     def __init__(
         self,
         *given: Any,
         place: ClassPlace,
+        number: int,
         local: bool,
         part: LayerPart,
         first: str | None,
@@ -79,6 +80,7 @@ class ClassLayer(Attention):
             **named,
         )
         self.place = place
+        self.number = number
         self.local = local
         self.watch = watch
         impl: Any = self.impl
@@ -157,19 +159,21 @@ class SplitAttention(nn.Module):
 def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusing: bool) -> None:
     """Replaces the attention of every decoder layer that this rank holds.
 
-    `reusing`: segments are reused beside the map.
+    `reusing`: segments are reused beside the map. The cache layer of a class is named after the
+    model's first layer: ranks may have their first heads of it in different layers, and vLLM takes
+    layers of the same name for those that have the same blocks.
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
     rank = get_tensor_model_parallel_rank() if split.ranks > 1 else 0
     blocks = split.blocks(config.cache_config.block_size)
     place = ClassPlace(split, blocks, reusing)
-    layers = zip(attention_of_layers(model, config), split.parts(rank), strict=True)
-    first: list[str | None] = [None, None]
-    for (module, stock), parts in layers:
+    layers = list(attention_of_layers(model, config))
+    home, first = layers[0][1].layer_name, dict[str, str]()
+    for number, ((module, stock), parts) in enumerate(zip(layers, split.parts(rank), strict=True)):
         require_whole_context("heads", stock)
         group, made, watch = stock.num_heads // stock.num_kv_heads, [], LayerWatch()
-        for number, part in enumerate(parts):
+        for kind, part in zip(NAMES, parts, strict=True):
             if not part.heads:
                 continue
             layer = ClassLayer(
@@ -178,13 +182,14 @@ def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusi
                 stock.impl.scale,
                 num_kv_heads=part.heads,
                 cache_config=config.cache_config,
-                prefix=f"{stock.layer_name}_{NAMES[number]}",
+                prefix=f"{stock.layer_name if kind in first else home}_{kind}",
                 place=place,
-                local=NAMES[number] == "local",
+                number=number,
+                local=kind == "local",
                 part=part,
-                first=first[number],
+                first=first.get(kind),
                 watch=watch,
             )
-            first[number] = first[number] or layer.layer_name
+            first.setdefault(kind, layer.layer_name)
             made.append(layer)
         module.attn = SplitAttention(made, group, watch)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 
 from kvweave.adapters.vllm.backend.attention import PagedAttention, pages_of
+from kvweave.adapters.vllm.backend.decoder_layers import layer_number
 from kvweave.adapters.vllm.backend.metadata import QkvObserver
 from kvweave.adapters.vllm.heads.worker import ClassLayer, LayerWatch
 
@@ -124,7 +124,7 @@ def layers_with_store(config: VllmConfig) -> list[list[Any]]:
     """The attention layers of each layer of a model that have a store of segments."""
     known = config.compilation_config.static_forward_context
     found: dict[int, list[Any]] = {}
-    for name, layer in known.items():
+    for layer in known.values():
         if isinstance(layer, Attention) and getattr(layer, "store", None) is not None:
-            found.setdefault(extract_layer_index(name), []).append(layer)
+            found.setdefault(layer_number(layer), []).append(layer)
     return [found[number] for number in sorted(found)]

@@ -1,0 +1,40 @@
+"""Where vLLM runs: on a GPU, or on the CPU with what it lacks there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+OPS = "vllm_cpu_ops"
+"""The module in `tests/vllm_plugin/engine`: ops of vLLM's CPU build, for a build for GPUs."""
+QUIETLY = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def prepare() -> None:
+    """Before vLLM is imported in a process: the ops, if they are on the path, and settings."""
+    for name, said in QUIETLY.items():
+        os.environ.setdefault(name, said)
+    if importlib.util.find_spec(OPS) is not None:
+        importlib.import_module(OPS).define()
+
+
+def has_gpu() -> bool:
+    """Whether vLLM runs on a GPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def options(**on_gpu: Any) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`: on a CPU torch's form of each op, eagerly."""
+    if has_gpu():
+        return on_gpu
+    return {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}

@@ -1,0 +1,189 @@
+"""The engine of a soak: a tiny random Llama with all parts of the plugin that go together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.vllm import device
+from benchmarks.vllm.engine import DECODE_GRAPHS
+from benchmarks.vllm.model import write_heads
+from benchmarks.vllm.soak_requests import VOCABULARY, Asked
+from kvweave.adapters.vllm.serving import engine_options
+
+ARCHITECTURE = "LlamaForCausalLM"
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+WHOLE = (0, 2, 1, 1)
+"""KV heads of each layer that keep everything; the others a sink and a window."""
+WINDOW = {"sink": 16, "recent": 48}
+CHUNK, REQUESTS, BLOCKS = 64, 8, 96
+"""Tokens of a prompt that a step computes, requests in a step, and blocks for too few of them."""
+STORE_BYTES, FROZEN, KEPT_BYTES = 20 << 20, 0.25, 24 << 20
+"""The segments' store, the share of it for documents, and what they may take on the disk."""
+
+
+def written(folder: Path) -> Path:
+    """A checkpoint of the shape with a tokenizer of its own, and a map with uneven layers."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    model = folder / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
+    write_heads(model, layers, kv_heads, lambda layer, head: head < WHOLE[layer], **WINDOW)
+    return model
+
+
+@contextmanager
+def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
+    """A vLLM in this process. `quiet`: for a request at a time, with room for all.
+
+    Prompts are cut into chunks alike: a step of the quiet one has no room for more.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, ModelRegistry
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.plugins import load_general_plugins
+
+    # A class that is known need not be looked at in a process of its own.
+    load_general_plugins()
+    architecture = f"Kvweave{ARCHITECTURE}"
+    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    kept = model.parent / ("quiet" if quiet else "kept")
+    shutil.rmtree(kept, ignore_errors=True)
+    llm = LLM(str(model), **_options(model, kept, quiet=quiet))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
+    ours = engine_options(
+        ARCHITECTURE,
+        heads=str(model / "heads.json"),
+        segment_bytes=STORE_BYTES * (8 if quiet else 1),
+        frozen_share=0.9 if quiet else FROZEN,
+        store=str(kept),
+        store_bytes=KEPT_BYTES * (64 if quiet else 1),
+    )
+    limits: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
+    if not quiet:
+        limits = {"max_num_batched_tokens": REQUESTS * CHUNK, "max_num_seqs": REQUESTS}
+        limits |= {"long_prefill_token_threshold": CHUNK, "num_gpu_blocks_override": BLOCKS}
+    gpu = {"compilation_config": DECODE_GRAPHS, "gpu_memory_utilization": 0.2}
+    return {
+        "dtype": "float32",
+        "max_model_len": 640,
+        "disable_log_stats": False,
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        **limits,
+        **device.options(**gpu, enable_sleep_mode=not quiet),
+        **ours,
+    }
+
+
+def sampling(asked: Asked) -> Any:
+    """Greedy in effect: vLLM wants a temperature where there are several answers."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        n=asked.n,
+        temperature=1.0 if asked.n > 1 else 0.0,
+        top_k=1 if asked.n > 1 else 0,
+        max_tokens=asked.answer,
+        stop=asked.stop or None,
+        logprobs=2,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    if asked.marks is not None:
+        params.extra_args = {"kvweave": asked.marks}
+    return params
+
+
+def said(output: Any) -> dict[str, Any]:
+    """What a finished request was answered, as plain data.
+
+    `near`: at each token the two likeliest, with their log-probabilities.
+    """
+    answers = []
+    for one in output.outputs:
+        steps = list(zip(one.token_ids, one.logprobs, strict=True))
+        near = [sorted(((-p.logprob, t) for t, p in step.items()))[:2] for _, step in steps]
+        answers.append(
+            {
+                "tokens": list(one.token_ids),
+                "logprobs": [step[token].logprob for token, step in steps],
+                "near": [[[t, -p] for p, t in pair] for pair in near],
+                "text": one.text,
+                "reason": str(one.finish_reason),
+            }
+        )
+    outcome = (output.kv_transfer_params or {}).get("kvweave")
+    return {"answers": answers, "outcome": outcome}
+
+
+class Steps:
+    """Hears what an engine's scheduler plans: how prompts are cut, and who is preempted."""
+
+    def __init__(self, llm: Any) -> None:
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.chunks: dict[str, list[int]] = {}
+        self.preempted: Counter[str] = Counter()
+        self._schedule = self.scheduler.schedule
+        self.scheduler.schedule = self.schedule
+
+    def schedule(self, *given: Any, **named: Any) -> Any:
+        """vLLM's own plan of a step, noted."""
+        plan = self._schedule(*given, **named)
+        for name, count in plan.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            if request.num_computed_tokens - count < request.num_prompt_tokens:
+                self.chunks.setdefault(_outer(name), []).append(count)
+        for name in plan.preempted_req_ids or ():
+            self.preempted[_outer(name)] += 1
+        return plan
+
+    def taken(self, name: str) -> dict[str, Any]:
+        """What was noted of a request, which is over."""
+        return {"chunks": self.chunks.pop(name, []), "preempted": self.preempted.pop(name, 0)}
+
+
+def _outer(name: str) -> str:
+    """The name under which a request came: vLLM adds eight characters, and a number before it."""
+    return (name.rpartition("-")[0] or name).rpartition("_")[2]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """What a file has, a JSON object a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
