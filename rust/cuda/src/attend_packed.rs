@@ -188,7 +188,8 @@ fn in_bytes(geometry: &PageGeometry, page_bytes: usize) -> PageGeometry {
         layer_stride: geometry.kv_heads * page_bytes,
         head_stride: page_bytes,
         token_stride: 0,
-        value_offset: page_bytes - geometry.head_dim,
+        // A vector behind it ends with the page, where a page is not smaller than a vector.
+        value_offset: page_bytes.saturating_sub(geometry.head_dim),
         ..*geometry
     }
 }
@@ -228,7 +229,8 @@ impl CudaBackend {
         let top_r = top_r_params(&plan.format)?;
         let geometry = in_bytes(&call.kv.geometry, page_bytes);
         let call = &AttendLaunch { kv: DeviceKv { geometry, ..call.kv }, ..*call };
-        let params = with_factors(call, plan.grid)?;
+        let mut params = with_factors(call, plan.grid)?;
+        params.kv.last_page = last_page(call.kv.cache.len, page_bytes);
         let needs = plan.workspace();
         call.floats.expect("floats of workspace", needs.floats)?;
         call.counters.expect("counters of workspace", needs.counters)?;
@@ -248,6 +250,11 @@ impl CudaBackend {
         }
         Ok(())
     }
+}
+
+/// The latest byte of so many at which a page may begin, −1 when none fits.
+fn last_page(len: usize, page_bytes: usize) -> i64 {
+    len.checked_sub(page_bytes).map_or(-1, |last| i64::try_from(last).unwrap_or(i64::MAX))
 }
 
 /// The params with what the kernel divides by.
