@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 FEW_ROWS = 256
-"""Rows up to which several are one product: above, halves of one tensor are read slower than apart,
-and all of it is kept for as long as any part is."""
+"""Rows up to which gate and up are one product: above, their halves apart are read faster."""
 
 _ACT = "act_fn"
 _PLAIN_WEIGHTS = (torch.nn.Parameter, torch.Tensor)

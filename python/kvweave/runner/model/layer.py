@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvweave.runner.model.joined import FEW_ROWS, is_plain
+from kvweave.runner.model.joined import GatedProducts, is_plain
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import ModelSpec
 from kvweave.runner.model.projections import Vectors
@@ -113,8 +113,8 @@ def owns_keys(layer: LayerSpec) -> bool:
 
 def _heads(spec: ModelSpec, layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> Vectors:
     x = grid.apply(layer.attention_in_norm, hidden)
-    joined = layer.joined_heads if grid.rows <= FEW_ROWS and not grid.tiled else None
-    if joined is not None and joined.holds:
+    joined = layer.joined_heads
+    if joined is not None and not grid.tiled and joined.holds:
         q, k, v = (made.view(grid.rows, -1, spec.head_dim) for made in joined(grid.real(x)))
         return q, k, v
     return layer.heads(lambda projection: grid.real(grid.apply(projection, x)))
@@ -161,10 +161,15 @@ def add_feed_forward(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor) -> N
     plain = gated is not None and gated.holds and layer.feed_forward_out_norm is None
     for part in torch.split(hidden, FEED_FORWARD_ROWS):
         if gated is not None and plain and adds_its_product(hidden, gated.down):
-            inner = gated.inner(layer.feed_forward_in_norm(part))
-            part.addmm_(inner, gated.down.weight.t(), alpha=layer.residual_scale)
+            add_gated(gated, layer, part)
             continue
         part.add_(grid.apply(lambda x: _feed_forward(layer, x), part), alpha=layer.residual_scale)
+
+
+def add_gated(gated: GatedProducts, layer: LayerSpec, part: torch.Tensor) -> None:
+    """The same of some rows; nothing wide of one part is there any more when the next begins."""
+    inner = gated.inner(layer.feed_forward_in_norm(part))
+    part.addmm_(inner, gated.down.weight.t(), alpha=layer.residual_scale)
 
 
 def finish(layer: LayerSpec, grid: RowGrid, hidden: torch.Tensor, attended: torch.Tensor) -> None:
