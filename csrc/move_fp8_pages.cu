@@ -40,7 +40,8 @@ __device__ __forceinline__ uint8_t scale_of(float greatest) {
   const uint32_t bits = __float_as_uint(greatest);
   const int carry = (bits & 0x7fffffu) > 0x680000u ? 1 : 0;
   const int power = static_cast<int>(bits >> 23) - 127 - 8 + carry;
-  return static_cast<uint8_t>(min(max(power, -126), kGreatestExponent<T> - 8) + 127);
+  const int least = max(-126, -kGreatestExponent<T>);
+  return static_cast<uint8_t>(min(max(power, least), kGreatestExponent<T> - 8) + 127);
 }
 
 // A piece of a page: where it is read and written, the page's scales, how many of the page's

@@ -272,6 +272,8 @@ def main(words: list[str] | None = None) -> int:
             words = ["--phase", phase, "--seconds", str(limit), "--quiet-seconds", str(limit)]
             for found in lines("benchmarks.vllm.soak", [*own, *words]):
                 complaints += found["complaints"]
+                if not found.get("same", 1):
+                    complaints.append("no answer could be compared")
     print("\n".join(complaints) or "nothing to complain of", flush=True)
     return int(bool(complaints))
 

@@ -357,6 +357,8 @@ def test_engines_of_vllm_have_the_plugins_own_options(
     """And each of vLLM's arguments once."""
     fake = SimpleNamespace(LLM=lambda model, **given: given)
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    on_gpu = SimpleNamespace(current_platform=SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", on_gpu)
     heads = {"heads": str(tmp_path / "heads.json")}
     store = {"segment_bytes": 2 << 30}
     chosen = SimpleNamespace(model="Qwen3-32B", tokens=64, arena=2)

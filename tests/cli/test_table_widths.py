@@ -25,6 +25,8 @@ from families import random_tokens, tiny
 from kvweave import KvShape, Provenance, Runner, Store
 from kvweave.cli.certify import table_of as certificate_table
 from kvweave.cli.demo import table_of as demo_table
+from kvweave.cli.doctor import table_of as doctor_table
+from kvweave.cli.environment import environment, findings
 from kvweave.demo import Row, means
 from kvweave.lab.bench import table as bench
 from kvweave.lab.bench.shapes import Target
@@ -92,7 +94,8 @@ def head_maps(folder: Path) -> Printed:
 
 
 def doctors(_folder: Path) -> Printed:
-    return lambda width: in_terminal(width, "doctor")
+    # Found once: free memory is another number the next time.
+    return partial(rendered, doctor_table(findings(environment())))
 
 
 def evaluations(_folder: Path) -> Printed:

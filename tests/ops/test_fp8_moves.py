@@ -26,7 +26,7 @@ def kept(side: torch.Tensor) -> tuple[int, torch.Tensor]:
     numbers = side.double()
     finite = numbers[numbers.isfinite()].abs()
     greatest = float(finite.max()) if len(finite) else 0.0
-    power = -126
+    power = max(-126, -GREATEST_EXPONENT[side.dtype])
     while power < GREATEST_EXPONENT[side.dtype] - 8 and greatest > 464.0 * 2.0**power:
         power += 1
     quotients = (numbers / 2.0**power).clamp(-448, 448)

@@ -25,8 +25,8 @@ CopyLayers = Callable[[int, Int32, int, int], None]
 """Carries out copies [C, 6] of a group, in the layers [first, end)."""
 
 
-class NotArrivedError(Exception):
-    """Some KV did not come; its documents say why. Within a prefill, which begins anew."""
+class NotArrivedError(LookupError):
+    """Some KV did not come; its documents say why. Nobody outside a prefill, which begins anew."""
 
 
 class KvOnItsWay(Protocol):

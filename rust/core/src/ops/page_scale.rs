@@ -8,9 +8,10 @@ use super::scales::Cached;
 /// E8M0 number as in OCP's microscaling formats.
 ///
 /// It is the least power of two with which the greatest finite magnitude rounds to 448 or less,
-/// from 2^−126 on, and at most what keeps 448 of it finite in the numbers' own type. So the
-/// greatest of what is kept is 240 to 448 of it unless that is tiny, and numbers that come back are
-/// kept as the same scale and the same bits again: nothing is ever rounded twice.
+/// from 2^−126 on, and of f16, whose least number is 2^−24, from 2^−15 on; and at most what keeps
+/// 448 of it finite in the numbers' own type. So the greatest of what is kept is 240 to 448 of it
+/// unless that is tiny, and numbers that come back are kept as the same scale and the same bits
+/// again: nothing is ever rounded twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageScale(u8);
 
@@ -30,7 +31,8 @@ impl PageScale {
         let bits = magnitudes.fold(0.0, f32::max).to_bits();
         let carry = i32::from(bits & ((1 << MANTISSA_BITS) - 1) > GREATEST_MANTISSA);
         let exponent = (bits >> MANTISSA_BITS) as i32 - BIAS - EXPONENT + carry;
-        let power = exponent.clamp(LEAST, T::GREATEST_EXPONENT - EXPONENT);
+        let least = LEAST.max(-T::GREATEST_EXPONENT);
+        let power = exponent.clamp(least, T::GREATEST_EXPONENT - EXPONENT);
         Self((power + BIAS) as u8)
     }
 
@@ -131,6 +133,7 @@ mod tests {
             assert_eq!((of(x), of(-x)), (power, power), "{x}");
         }
         assert_eq!(PageScale::of(&[f16::MAX]).factor(), 128.0);
+        assert_eq!(PageScale::of(&[f16::ZERO]).factor(), 2f32.powi(-15));
         assert_eq!(PageScale::of(&[f32::NAN, f32::INFINITY, 1.0]).factor(), 2f32.powi(-8));
     }
 
@@ -139,5 +142,9 @@ mod tests {
         let (_, bits, back) = kept(&[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 448.0]);
         assert_eq!((bits[0], bits[1], back[0]), (0x7e, 0xfe, 448.0));
         assert!(back[2].is_nan());
+        // Alone they are 448 of the least scale, which their own type has.
+        let (scale, bits, back) = kept(&[f16::INFINITY, f16::NEG_INFINITY]);
+        assert_eq!(kept(&back), (scale, bits, back.clone()));
+        assert!(back[0] > f16::ZERO);
     }
 }
