@@ -91,7 +91,7 @@ class Load:
         held = self.base.store()["held"]
         if held:
             self.complaints.append(f"{held} blocks held without documents")
-        self.complaints += metric_complaints(self.llm, self.ended) + self.memory.complaints()
+        self.complaints += metric_complaints(self.ended) + self.memory.complaints()
         self.complaints += [f"never happened: {what}" for what in self.never]
 
     @property

@@ -121,7 +121,7 @@ def counted() -> Counter[str]:
     return found
 
 
-def metric_complaints(llm: Any, ended: Counter[str]) -> list[str]:
+def metric_complaints(ended: Counter[str]) -> list[str]:
     """Where metrics do not say what happened. `ended`: sequences by how they ended; engine idle.
 
     In vLLM 0.26 the plugin's own counts are wrong under such a load, as docs/vllm.md says: there

@@ -1,4 +1,4 @@
-"""`Closing`: what is closed where a `with` of it ends."""
+"""What ends where a `with` of it ends: `Ending`, and `Closing`, which is closed there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Closing(ABC):
-    """A context manager that is itself, and closed at the end, whether something was raised."""
+class Ending(ABC):
+    """A context manager that is itself, and ends with its block, whether something was raised."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Gives back what it holds; safe to call twice."""
+    def _end_of_block(self) -> None:
+        """What is done there."""
 
     def __enter__(self) -> Self:
         return self
@@ -26,4 +26,15 @@ class Closing(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end_of_block()
+
+
+class Closing(Ending):
+    """One that is closed at the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds; safe to call twice."""
+
+    def _end_of_block(self) -> None:
         self.close()

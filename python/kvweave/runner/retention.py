@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from kvweave.arguments import real, shown, whole, word
 from kvweave.cache import KvCache, KvRequest
+from kvweave.closing import Ending
 from kvweave.errors import InvalidArgument
 from kvweave.runner.clock import milliseconds
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
@@ -22,7 +22,7 @@ HIGHEST = 255
 """The highest priority there is."""
 
 
-class Pin:
+class Pin(Ending):
     """What is cached of a text, held until it is released; a context manager.
 
     `tokens`: how many of the text's are held. Of a marked document of it, what is cached of that
@@ -54,15 +54,7 @@ class Pin:
         for request in requests:
             request.release()
 
-    def __enter__(self) -> Pin:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         self.release()
 
 

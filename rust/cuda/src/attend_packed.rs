@@ -11,7 +11,7 @@ use crate::backend::CudaBackend;
 use crate::bases::{DeviceBases, bases_params, top_r_params};
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
-use crate::operands::{bytes_of, factor_of, name_of, narrow};
+use crate::operands::{bytes_of, factor_of, last_start, name_of, narrow};
 use crate::paged::DeviceKv;
 use crate::params::{AttendPackedParams, AttendParams};
 
@@ -230,7 +230,7 @@ impl CudaBackend {
         let geometry = in_bytes(&call.kv.geometry, page_bytes);
         let call = &AttendLaunch { kv: DeviceKv { geometry, ..call.kv }, ..*call };
         let mut params = with_factors(call, plan.grid)?;
-        params.kv.last_page = last_page(call.kv.cache.len, page_bytes);
+        params.kv.last_page = last_start(page_bytes, call.kv.cache.len);
         let needs = plan.workspace();
         call.floats.expect("floats of workspace", needs.floats)?;
         call.counters.expect("counters of workspace", needs.counters)?;
@@ -250,11 +250,6 @@ impl CudaBackend {
         }
         Ok(())
     }
-}
-
-/// The latest byte of so many at which a page may begin, −1 when none fits.
-fn last_page(len: usize, page_bytes: usize) -> i64 {
-    len.checked_sub(page_bytes).map_or(-1, |last| i64::try_from(last).unwrap_or(i64::MAX))
 }
 
 /// The params with what the kernel divides by.

@@ -117,6 +117,11 @@ pub(crate) fn last_page(geometry: &PageGeometry, len: usize) -> i64 {
     let page = geometry.page_tokens.saturating_sub(1) * geometry.token_stride
         + geometry.value_offset
         + geometry.head_dim;
+    last_start(page, len)
+}
+
+/// The same of pages of so many elements.
+pub(crate) fn last_start(page: usize, len: usize) -> i64 {
     len.checked_sub(page).map_or(-1, |last| i64::try_from(last).unwrap_or(i64::MAX))
 }
 

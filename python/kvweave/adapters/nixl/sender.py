@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import ExitStack
-from types import TracebackType
 
 from kvweave.adapters.nixl.agent import as_bytes, registered
 from kvweave.adapters.nixl.ticket import PartPlace, Ticket, digest_of
 from kvweave.adapters.nixl.transfer_end import TransferEnd
 from kvweave.arguments import real, shown
+from kvweave.closing import Ending
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload
 
@@ -44,7 +44,7 @@ class KvSender(TransferEnd):
         return self._taken
 
 
-class KvOffer:
+class KvOffer(Ending):
     """A payload that lies ready: `ticket` is for the receiver. A context manager."""
 
     def __init__(self, sender: KvSender, payload: KvPayload, valid_s: float) -> None:
@@ -71,13 +71,5 @@ class KvOffer:
             time.sleep(_POLL_S)
         return True
 
-    def __enter__(self) -> KvOffer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         self._held.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
 
+from kvweave.closing import Ending
 from kvweave.lab.eval.sample import Sample
 from kvweave.runner import Runner, Segment
 
@@ -19,7 +19,7 @@ class Encoded:
     flops: int = 0
 
 
-class KnowledgeBase:
+class KnowledgeBase(Ending):
     """Segments in a runner's knowledge base under a namespace of their own; a context manager.
 
     They are deleted again at the end, whatever happens.
@@ -48,15 +48,7 @@ class KnowledgeBase:
         )
         return Encoded(replace(sample, parts=parts), self._flops)
 
-    def __enter__(self) -> KnowledgeBase:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         names, self._names = self._names, {}
         for name in names.values():
             self._runner.delete(name, self._namespace)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from kvweave.arguments import shown
 from kvweave.cache import KvRequest
+from kvweave.closing import Ending
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
@@ -18,7 +18,7 @@ from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.report import Report
 
 
-class Prefill:
+class Prefill(Ending):
     """A prompt whose KV is in the pages: logits f32 [n, V], the report, the live request.
 
     A context manager; `release` gives the blocks back (they stay cached for later prompts).
@@ -101,15 +101,7 @@ class Prefill:
         """Gives the request's blocks back; safe to call twice."""
         self.kv.release()
 
-    def __enter__(self) -> Prefill:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         self.release()
 
 

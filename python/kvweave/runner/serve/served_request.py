@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
+from kvweave.closing import Ending
 from kvweave.runner.engine.engine import Engine
 from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.report import Generation, StreamedToken
 
 
-class ServedRequest:
+class ServedRequest(Ending):
     """A request that a server answers: iterate over its tokens, or wait for its answer.
 
     All of it may be called from any thread; a token goes to one of those that iterate. Leaving its
@@ -68,13 +68,5 @@ class ServedRequest:
         """Ends it, in whatever state it is; whether it had not ended yet."""
         return self._engine.cancel(self._request)
 
-    def __enter__(self) -> ServedRequest:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         self.cancel()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvweave.closing import Ending
 from kvweave.device_memory import needs_memory
 from kvweave.errors import KvweaveError
 from kvweave.runner.prompt import TokenizedPrompt
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvweave.runner.prefill.prefill_context import PrefillContext
 
 
-class Ahead:
+class Ahead(Ending):
     """Reads a prompt's documents from where they lie; a context manager, which gives them up.
 
     Reads begin at once, behind those that a request waits for, and wait for nobody. `bring` is for
@@ -68,15 +68,7 @@ class Ahead:
         if expected is not None:
             expected.release()
 
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end_of_block(self) -> None:
         self.release()
 
     def _brought_or_not(self, then: Callable[[], object]) -> None:
