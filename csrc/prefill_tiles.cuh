@@ -106,7 +106,10 @@ __device__ __forceinline__ EntryRange entries_between(const PagedKv& kv, const R
   return {sinks + last - start, base, sinks, start};
 }
 
-// One warp's walk over the pages that a tile of rows reads.
+// One warp's walk over the pages that a tile of rows reads. Each lane holds one of the next entries,
+// and a tile takes those of one rotation, not just the first ones: where computed rows lie between
+// the tokens of a shared segment, entries of two rotations take turns, and tiles would be of one
+// entry each. Keys may come in any order, since each has its position beside it.
 template <int kKeys>
 class KeyWalk {
  public:
@@ -126,27 +129,25 @@ class KeyWalk {
     const int share = (tiles + splits - 1) / splits * pages_a_tile;
     at = min(split * share, range.count);
     end = min(at + share, range.count);
-    look_ahead();
+    entry = {0, 0, 0, 0, 0, 0};
+    hold_more();
   }
 
   // Describes the next tile and tells its pages. `place_of` says of an entry where its keys begin,
   // in whatever unit the reader of the tile counts.
   template <typename Place>
   __device__ int write(KeyTile<kKeys>& tile, const Place& place_of) {
-    const int wanted = min(pages_a_tile, end - at);
-    const int delta = __shfl_sync(~0u, ahead.delta, 0);
-    const unsigned differs = __ballot_sync(~0u, lane < wanted && ahead.delta != delta);
-    const int pages = differs != 0 ? __ffs(differs) - 1 : wanted;
-    if (lane < pages) tile.places[lane] = place_of(ahead);
+    const int pages = take_one_rotation();
+    if (lane < pages) tile.places[lane] = place_of(entry);
     int first = INT_MAX, last = -1;
     bool gaps = pages * page < kKeys;
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
       const int key = i * 32 + lane;
       const int which = min(which_page[i], 31), slot = slot_of[i];
-      const int begin = __shfl_sync(~0u, ahead.begin, which);
-      const int stop = __shfl_sync(~0u, ahead.end, which);
-      const int position = __shfl_sync(~0u, ahead.position, which) + slot - begin;
+      const int begin = __shfl_sync(~0u, entry.begin, which);
+      const int stop = __shfl_sync(~0u, entry.end, which);
+      const int position = __shfl_sync(~0u, entry.position, which) + slot - begin;
       const bool there = which < pages && slot >= begin && slot < stop;
       gaps = gaps || !there;
       first = min(first, there ? position : INT_MAX);
@@ -162,8 +163,9 @@ class KeyWalk {
       tile.gaps = gaps;
       tile.masked = masked;
     }
-    at += pages;
-    look_ahead();
+    held -= pages;
+    move_entries(lane + pages);
+    hold_more();
     return pages;
   }
 
@@ -174,13 +176,58 @@ class KeyWalk {
   int page, pages_a_tile, at, end;
   int which_page[kKeys / 32], slot_of[kKeys / 32];  // of keys lane, lane + 32, …
   EntryRange range;
-  Entry ahead;  // of page at + lane, read before it is needed
+  int held = 0;   // the first lanes, that many, hold an entry each, read before it is needed
+  int delta = 0;  // of the last tile
+  Entry entry;
 
-  __device__ void look_ahead() {
-    ahead = {0, 0, 0, 0, 0};
-    if (lane < pages_a_tile && at + lane < end) {
-      ahead = read_entry(kv, range[at + lane], reach.rank);
+  __device__ void hold_more() {
+    const int count = min(32 - held, end - at);
+    if (lane >= held && lane < held + count) {
+      entry = read_entry(kv, range[at + lane - held], reach.rank);
     }
+    at += count;
+    held += count;
+  }
+
+  // Each lane gets the entry of lane `from` of the warp.
+  __device__ void move_entries(int from) {
+    entry.block = __shfl_sync(~0u, entry.block, from);
+    entry.offset = __shfl_sync(~0u, entry.offset, from);
+    entry.begin = __shfl_sync(~0u, entry.begin, from);
+    entry.end = __shfl_sync(~0u, entry.end, from);
+    entry.position = __shfl_sync(~0u, entry.position, from);
+    entry.delta = __shfl_sync(~0u, entry.delta, from);
+  }
+
+  // Moves entries for a tile to the first lanes and tells how many they are. Queries are turned for
+  // each new rotation, so that of the last tile goes on while it fills one; else that of the oldest
+  // entry is next, so that no entry waits for longer than the others held take.
+  __device__ int take_one_rotation() {
+    const bool here = lane < held;
+    unsigned same = __ballot_sync(~0u, here && entry.delta == delta);
+    if (__popc(same) < pages_a_tile) {
+      delta = __shfl_sync(~0u, entry.delta, 0);
+      same = __ballot_sync(~0u, here && entry.delta == delta);
+    }
+    const int pages = min(__popc(same), pages_a_tile);
+    const int in_order = same == ~0u ? 32 : __ffs(~same) - 1;
+    if (in_order < pages) {
+      unsigned taken = 0;
+      int from = lane;
+      for (int i = 0; i < pages; ++i) {
+        const int next = __ffs(same) - 1;
+        if (lane == i) from = next;
+        taken |= 1u << next;
+        same &= same - 1;
+      }
+      unsigned rest = ~taken;
+      for (int i = pages; rest != 0; ++i) {
+        if (lane == i) from = __ffs(rest) - 1;
+        rest &= rest - 1;
+      }
+      move_entries(from);
+    }
+    return pages;
   }
 };
 

@@ -306,7 +306,8 @@ def test_an_op_without_room_says_so_and_runs_later(name) -> None:
     # What allocates nothing does with tables of the host.
     tables = {"copies", "slots", "held", "packs", "moves"} & numbers.keys()
     inputs = {**step.inputs, **{table: numbers[table] for table in tables}}
-    what = "StepTables.empty" if name == "step_tables" else name
+    said = {"step_tables": "StepTables.empty", "move_fp8_pages": "move_pages"}
+    what = said.get(name, name)
     with no_room_on_gpu(), pytest.raises(kvweave.OutOfMemory, match=what) as refused:
         step.call(inputs)
     assert refused.value.expected == "memory for it"
