@@ -106,10 +106,10 @@ __device__ __forceinline__ EntryRange entries_between(const PagedKv& kv, const R
   return {sinks + last - start, base, sinks, start};
 }
 
-// One warp's walk over the pages that a tile of rows reads. Each lane holds one of the next entries,
-// and a tile takes those of one rotation, not just the first ones: where computed rows lie between
-// the tokens of a shared segment, entries of two rotations take turns, and tiles would be of one
-// entry each. Keys may come in any order, since each has its position beside it.
+// One warp's walk over the pages that a tile of rows reads. Each lane holds one of the next
+// entries, and a tile takes those of one rotation, not just the first ones: where computed rows lie
+// between the tokens of a shared segment, entries of two rotations take turns, and tiles would be
+// of one entry each. Keys may come in any order, since each has its position beside it.
 template <int kKeys>
 class KeyWalk {
  public:

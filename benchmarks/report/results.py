@@ -47,20 +47,23 @@ TITLES = {
     "vllm_load": "The same with many requests at once",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
+    "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
     "replay": "Share of blocks of real prompts that a cache finds with room for a share of them",
     "workflow": "Agents in a ring: whose texts are kept where some of them have room",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
+    "top_k_step_half": "The same with half as many requests, on a card of 80 GB; copies in fp8 too",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
+    "zeroing": "Zeroing of what is freed: the same requests with it and without",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
 }
 # Rows of a long case that a page has room for.
-SHOWN = {"attention": " 4096 "}
+SHOWN = {"attention": " 4096 ", "packed_decode": " 16 × 32768 "}
 # Commands that print a case's rows, where that is not `make bench`.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "quality": ("python -m benchmarks.quality.held_out out/quality",),
+    "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "cuda_ops": ("kvweave bench ops",),
@@ -76,6 +79,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",
     ),
     "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
+    "top_k_step_half": ("make bench CASE=top_k_step",),
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a page has room for.
@@ -188,13 +192,15 @@ CHOICE = (
         (("naive, 4096 tokens", "÷ full"), ("sparsex, 4096 tokens", "÷ full")),
     ),
     Choice(
-        "KL to full on held-out text, Bible: naive; epic; cacheblend; sparsex",
+        "KL to full on held-out text, Bible: naive; epic; cacheblend; sparsex; infoflow; foresight",
         "quality",
         (
             ("lm, kjv, 1024: naive", None),
-            ("lm, kjv, 1024: epic", None),
-            ("lm, kjv, 1024: cacheblend", None),
+            ("lm, kjv, 1024: epic(first=32)", None),
+            ("lm, kjv, 1024: cacheblend(ratio=0.25)", None),
             ("lm, kjv, 1024: sparsex", None),
+            ("lm, kjv, 1024: infoflow", None),
+            ("lm, kjv, 1024: foresight", None),
         ),
     ),
     Choice(
@@ -202,9 +208,11 @@ CHOICE = (
         "quality",
         (
             ("lm, python, 1024: naive", None),
-            ("lm, python, 1024: epic", None),
-            ("lm, python, 1024: cacheblend", None),
+            ("lm, python, 1024: epic(first=32)", None),
+            ("lm, python, 1024: cacheblend(ratio=0.25)", None),
             ("lm, python, 1024: sparsex", None),
+            ("lm, python, 1024: infoflow", None),
+            ("lm, python, 1024: foresight", None),
         ),
     ),
     Choice(

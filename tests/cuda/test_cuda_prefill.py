@@ -49,9 +49,7 @@ def woven(generator, kv_heads, query_heads, head_dim, page, dtype, others) -> di
         "q": torch.randn(ROWS, query_heads, head_dim, generator=generator).to(dtype),
         "positions": rows.int(),
         "entries": torch.tensor(entries, dtype=torch.int32),
-        "cache": torch.randn(
-            BLOCKS * kv_heads, 2, page, head_dim, generator=generator
-        ).to(dtype),
+        "cache": torch.randn(BLOCKS * kv_heads, 2, page, head_dim, generator=generator).to(dtype),
         "layer": 0,
         "kv_heads": kv_heads,
         "scale": head_dim**-0.5,

@@ -202,7 +202,8 @@ def _of(runs: Runs, case: str, shown: str) -> Measured:
 
 
 def _on(document: dict[str, Any]) -> str:
-    return f"{document['machine']['processor']}, {document['time'][:10]}"
+    machine = document["machine"]
+    return f"{machine.get('gpu', machine['processor'])}, {document['time'][:10]}"
 
 
 def _within(document: Any, keys: Sequence[Any]) -> Any:

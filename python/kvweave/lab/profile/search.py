@@ -22,6 +22,8 @@ from kvweave.runner.progress import track
 SHARES = (0.05, 0.1, 0.2, 0.35, 0.5)
 DRAFTS = (0, 4, 16)
 DEPTHS = (0.0, 0.5)
+ALONE = (0, 8)
+"""Drafts beside which tokens are also chosen by their own mass alone."""
 LEAST_ROUNDS = 4
 """Rounds before a candidate is given up or taken."""
 
@@ -77,8 +79,9 @@ class Search:
 def near(means: Mapping[str, float], bound: float) -> Iterator[Policy]:
     """Policies about the cheapest of the coarse ones that may do; none where naive does.
 
-    Budgets between it and the next cheaper one, with other drafts and depths; between the dearest
-    and everything where none may do. `means`: losses of the coarse ones, by their text.
+    Budgets between it and the next cheaper one, with other drafts and depths and without averaging
+    over neighbours; between the dearest and everything where none may do. `means`: losses of the
+    coarse ones, by their text.
     """
     if means["naive"] <= bound:
         return
@@ -93,6 +96,8 @@ def near(means: Mapping[str, float], bound: float) -> Iterator[Policy]:
         yield Foresight(share=dearer, draft=0)
     for depth in DEPTHS:
         yield Foresight(share=between, depth=depth)
+    for draft in ALONE:
+        yield Foresight(share=between, draft=draft, near=1)
 
 
 def guessed(
