@@ -39,6 +39,7 @@ POLICIES: dict[str, Any] = {
     "sparsex-0": {"name": "sparsex", "boundary": 0, "top_k": 0.05},
     "foresight-0": {"name": "foresight", "share": 0.1, "draft": 0},
     "foresight": {"name": "foresight", "share": 0.1},
+    "foresight-4x2": {"name": "foresight", "share": 0.1, "draft": 2, "drafts": 4},
 }
 NAMES = {
     "stock": "stock",
@@ -48,6 +49,7 @@ NAMES = {
     "sparsex-0": "segments, sparsex, ℓ* = 0, 5 % by score",
     "foresight-0": "segments, foresight, 10 %, no draft",
     "foresight": "segments, foresight, 10 %, a draft of 8",
+    "foresight-4x2": "segments, foresight, 10 %, 4 drafts of 2",
 }
 NAMES |= {f"{MAPPED} {kind}": f"{NAMES[kind]}, one head in eight whole" for kind in POLICIES}
 """What a record calls them."""

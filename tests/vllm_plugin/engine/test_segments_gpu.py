@@ -47,20 +47,26 @@ def test_in_f32_answers_are_the_runners(checkpoint) -> None:
         compare(llm, Counterpart(tiny("llama", **SIZES)))
 
 
+DRAFTED = ((8, 1), (8, 1), (3, 1), (12, 1), (2, 4), (2, 4), (5, 3), (4, 6), (4, 6))
+"""Tokens and drafts: as many as a block of 16 tokens has room for are made side by side."""
+
+
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
 def test_a_draft_says_the_same_from_a_graph(checkpoint, mode: str) -> None:
-    """The first is decoded launch by launch, those behind it from a graph, of any length."""
+    """The first is decoded launch by launch, those of as many behind it from a graph."""
     beside = Counterpart(tiny("llama", **SIZES))
     options = {**MEMORY, **MODES[mode], "enable_prefix_caching": False}
     with segments(checkpoint("llama"), settings(), **options) as (llm, counts):
-        for case, draft in enumerate((8, 8, 3, 12)):
-            policy = Foresight(share=0.3, draft=draft)
+        for case, (draft, drafts) in enumerate(DRAFTED):
+            policy = Foresight(share=0.3, draft=draft, drafts=drafts)
+            made, side = counts.worker.drafts.made, min(drafts, 16 // draft)
+            again = side in made
             beside.ask(FIRST, "full", 1, namespace=str(case))
             ask(llm, FIRST, policy="full", namespace=str(case))
             wanted = beside.ask(SECOND, policy, remember=False, namespace=str(case))
             got = ask(llm, SECOND, policy=named(policy), namespace=str(case))
             close(got, wanted)
-            assert (counts.worker.drafts._graph is not None) == (case > 0)
+            assert (made[side].graph is not None) == again
         for part in counts.worker._layers().parts:
             assert not part.pages[: part.kv_heads].any()
 

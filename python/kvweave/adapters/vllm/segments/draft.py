@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, over_ranks
@@ -40,19 +41,24 @@ class Drafter:
             return None
         firsts = self.model.compute_logits(last)[0].topk(draft.drafts).indices
         entries = self.batch.entries(request, length, length)
+        prompt = DraftedPrompt(entries, length, count, last, firsts)
         mass = torch.zeros(length, device=last.device)
         try:
-            for first in firsts:
-                prompt = DraftedPrompt(entries, length, count, last, first)
-                mass += self._one(prompt, draft.since)[:length]
+            for asked in self.steps.asked(self.model, self.layers, prompt):
+                mass += self._mass(*asked, prompt, draft.since)[:length]
         finally:
             for part in self.layers.parts:
                 part.pages[: part.kv_heads].zero_()
         return over_ranks(mass) / len(firsts)
 
-    def _one(self, prompt: DraftedPrompt, since: int) -> torch.Tensor:
+    def _mass(
+        self,
+        asked: list[torch.Tensor],
+        entries: list[Entries],
+        prompt: DraftedPrompt,
+        since: int,
+    ) -> torch.Tensor:
         """What the queries of one draft look at on this rank: the prompt's tokens and its own."""
-        asked, entries = self.steps.queries(self.model, self.layers, prompt)
         device, end = prompt.last.device, prompt.length + prompt.count
         at = torch.arange(prompt.length, end, device=device, dtype=torch.int32)
         mass = torch.zeros(end, device=device)

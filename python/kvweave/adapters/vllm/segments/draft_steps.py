@@ -1,9 +1,10 @@
-"""Decode steps of drafts in vLLM: one row through all layers, each making the next one ready."""
+"""Decode steps of drafts in vLLM: a row of each through all layers, making the next ones ready."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,31 +20,32 @@ from kvweave.device_memory import is_shortage
 _log = logging.getLogger(__name__)
 
 Addresses = tuple[int, ...]
+Asked = tuple[list[torch.Tensor], list[Entries]]
 
 
 @dataclass(frozen=True)
 class DraftedPrompt:
     """A prompt of `length` tokens that is drafted from, its entries in each class of heads.
 
-    `count` tokens are drafted, the first of them being `first` i64 []; `last` [1, E] are the states
-    of the prompt's last token behind the last layer and its norm.
+    D drafts of `count` tokens are made side by side, which begin with `firsts` i64 [D]; `last`
+    [1, E] are the states of the prompt's last token behind the last layer and its norm.
     """
 
     entries: list[Entries]
     length: int
     count: int
     last: torch.Tensor
-    first: torch.Tensor
+    firsts: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Room:
-    """What steps read and write, at addresses that stay.
+    """What steps of D drafts read and write, at addresses that stay.
 
-    `last` [1, E]; `first` i64 [1], the token that a draft begins with, −1 behind its first step;
-    `at` i32 [1] and `slot` i64 [1], where the next token stands; `entries` [N, 5] of each class of
-    heads, those of the longest prompt and of the draft, and `ends` i32 [2] of them; `queries` of
-    each layer [P, H, D], by the token's number in the draft.
+    `last` [D, E]; `first` i64 [D], the tokens that drafts begin with, −1 behind their first step;
+    `at` i32 [D] and `slot` i64 [D], where the next tokens stand; of each class of heads `entries`
+    [D · N, 5], tables of the longest prompt and of a draft one behind the other, and `ends` i32
+    [D + 1] of them; `queries` of each layer [P, H, D], by the token's slot.
     """
 
     last: torch.Tensor
@@ -55,9 +57,9 @@ class _Room:
     queries: list[torch.Tensor]
 
     @classmethod
-    def of(cls, layers: AttentionLayers, longest: int, last: torch.Tensor) -> _Room:
-        """Room for drafts of a page behind prompts of up to `longest` tokens."""
-        number = torch.zeros(1, dtype=torch.int32, device=last.device)
+    def of(cls, layers: AttentionLayers, longest: int, last: torch.Tensor, drafts: int) -> _Room:
+        """Room for so many drafts, a page in all, behind prompts of up to `longest` tokens."""
+        number = torch.zeros(drafts, dtype=torch.int32, device=last.device)
         sizes = [part.page_tokens for part in layers.classes]
         shapes = [
             (
@@ -68,39 +70,54 @@ class _Room:
             for parts in layers.layers
         ]
         return cls(
-            torch.empty_like(last),
+            last.new_empty(drafts, last.shape[1]),
             number.long(),
             number,
             number.long(),
-            [number.new_zeros(-(-longest // size) + 1, 5) for size in sizes],
-            [number.new_zeros(2) for _ in sizes],
+            [number.new_zeros(drafts * (-(-longest // size) + 1), 5) for size in sizes],
+            [number.new_zeros(drafts + 1) for _ in sizes],
             [last.new_empty(shape) for shape in shapes],
         )
 
     def take(self, prompt: DraftedPrompt) -> list[Entries]:
-        """Makes the first step of a draft ready, whose entry is the null block's; what steps read.
+        """Makes the first step ready; what steps read: drafts are in the null block.
 
         Where a graph may know them these are all that there is room for, and `ends` says how many
         count. Elsewhere they end where they are told to.
         """
         listed: list[Entries] = []
+        drafts, count = len(self.at), prompt.count
+        begins = range(0, drafts * count, count)
         for entries, ends, given in zip(self.entries, self.ends, prompt.entries, strict=True):
-            pages, begin = len(given.rows), len(listed) * len(self.queries[0])
-            entries[:pages] = given.rows
-            own = [0, begin, begin + prompt.count, prompt.length, 0]
-            known = torch.tensor([*own, 0, pages + 1], dtype=torch.int32).to(entries.device)
-            entries[pages], ends[:] = known[:5], known[5:]
-            listed.append(Entries(entries if entries.is_cuda else entries[: pages + 1], ends))
-        self.last.copy_(prompt.last)
-        self.first.copy_(prompt.first)
+            pages, first = len(given.rows) + 1, len(listed) * len(self.queries[0])
+            own = [[0, first + at, first + at + count, prompt.length, 0] for at in begins]
+            tables = entries[: drafts * pages].view(drafts, pages, 5)
+            tables[:, :-1] = given.rows
+            tables[:, -1] = torch.tensor(own, dtype=torch.int32).to(entries.device)
+            ends.copy_(torch.arange(0, drafts * pages + 1, pages, dtype=torch.int32))
+            listed.append(Entries(entries if entries.is_cuda else tables.flatten(0, 1), ends))
+        self.last.copy_(prompt.last.expand_as(self.last))
+        self.first.copy_(prompt.firsts)
         self.at.fill_(prompt.length)
-        self.slot.zero_()
+        self.slot.copy_(torch.tensor(begins))
         return listed
+
+    def of_draft(self, number: int, prompt: DraftedPrompt) -> Asked:
+        """One draft's queries in each layer [count, H, D], and its entries in each class."""
+        begin = number * prompt.count
+        queries = [queries[begin : begin + prompt.count] for queries in self.queries]
+        listed = []
+        for entries, given in zip(self.entries, prompt.entries, strict=True):
+            pages = len(given.rows) + 1
+            rows = entries[number * pages : (number + 1) * pages]
+            ends = torch.tensor([0, pages], dtype=torch.int32).to(rows.device)
+            listed.append(Entries(rows, ends))
+        return queries, listed
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of a draft: what it calls, and what it reads and writes."""
+    """A step of drafts: what it calls, and what it reads and writes."""
 
     model: Any
     layers: AttentionLayers
@@ -109,7 +126,7 @@ class _Step:
     workspaces: list[ops.Workspace]
 
     def run(self) -> None:
-        """The likeliest token behind `last` through all layers; the next step begins with that."""
+        """The likeliest tokens behind `last` through all layers; the next step begins with them."""
         room, layers, model = self.room, self.layers, self.model
         context: Any = get_forward_context()
         context.attn_metadata = layers.by_name(self._metadata())
@@ -133,12 +150,12 @@ class _Step:
             number, part = next(asked)
             null, slot = part.pages[: part.kv_heads], room.slot + part.number * len(room.queries[0])
             for which, fresh in enumerate((k, v)):
-                null[:, which].index_copy_(1, slot, fresh[0, :, None].to(null.dtype))
+                null[:, which].index_copy_(1, slot, fresh.transpose(0, 1).to(null.dtype))
             room.queries[number][:, part.query_heads].index_copy_(0, room.slot, q)
 
         return [
             PagedMetadata(
-                rows=1,
+                rows=len(room.at),
                 decode=True,
                 positions=room.at,
                 row_offsets=entries.offsets[:0],
@@ -152,61 +169,32 @@ class _Step:
         ]
 
 
-class DraftSteps:
-    """Drafts, one after the other, of prompts of up to `longest` tokens.
+class _Drafting:
+    """Steps of a number of drafts side by side: their room, and the graph of a step once it is.
 
-    vLLM has given no block for their keys and values. They go into its null block, number 0, which
-    vLLM keeps out of circulation: tables name it where there is no block, and nobody reads what it
-    holds. Whoever drafts zeroes it again. Each class of heads has as many of its slots.
-
-    On a GPU the step is captured behind the first draft and replayed from then on, where this rank
+    On a GPU the step is captured behind the first drafts and replayed from then on, where this rank
     has all of the model.
     """
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._room: _Room | None = None
-        self._workspaces: list[ops.Workspace] = []
-        self._known: Addresses = ()
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, layers: AttentionLayers, room: _Room) -> None:
+        self.room = room
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._workspaces = [ops.Workspace(room.last.device) for _ in layers.classes]
         self._tried = False
-        self._capturable = True
+        alone = get_tensor_model_parallel_world_size() == 1
+        self._capturable = room.last.is_cuda and alone
 
-    def queries(
-        self,
-        model: Any,
-        layers: AttentionLayers,
-        prompt: DraftedPrompt,
-    ) -> tuple[list[torch.Tensor], list[Entries]]:
-        """The likeliest next tokens' queries in each layer, [count, H, D], and the entries.
-
-        The entries of each class of heads are of the prompt and of these tokens, whose keys and
-        values are in the null block then. All are valid until the next draft.
-        """
-        room = self._room_of(layers, prompt.last)
-        step = _Step(model, layers, room, room.take(prompt), self._workspaces)
-        if self._graph is None and self._tried and self._capturable:
+    def run(self, model: Any, layers: AttentionLayers, prompt: DraftedPrompt) -> None:
+        """All steps of a prompt's drafts."""
+        step = _Step(model, layers, self.room, self.room.take(prompt), self._workspaces)
+        if self.graph is None and self._tried and self._capturable:
             self._capture(step)
         for _ in range(prompt.count):
-            if self._graph is None:
+            if self.graph is None:
                 step.run()
             else:
-                self._graph.replay()
+                self.graph.replay()
         self._tried = True
-        asked = [queries[: prompt.count] for queries in room.queries]
-        listed = zip(room.entries, room.ends, prompt.entries, strict=True)
-        return asked, [Entries(own[: len(given.rows) + 1], ends) for own, ends, given in listed]
-
-    def _room_of(self, layers: AttentionLayers, last: torch.Tensor) -> _Room:
-        """The room; another one, and no graph, where vLLM has other memory than before."""
-        known = tuple(part.pages.data_ptr() for part in layers.parts)
-        if self._room is None or known != self._known:
-            self._room, self._known = _Room.of(layers, self.longest, last), known
-            self._graph, self._tried = None, False
-            self._workspaces = [ops.Workspace(last.device) for _ in layers.classes]
-            alone = get_tensor_model_parallel_world_size() == 1
-            self._capturable = last.is_cuda and alone
-        return self._room
 
     def _capture(self, step: _Step) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -218,4 +206,44 @@ class DraftSteps:
             self._capturable = is_shortage(error)
             _log.warning("a draft's steps are launched one kernel at a time: %s", error)
             return
-        self._graph = graph
+        self.graph = graph
+
+
+class DraftSteps:
+    """Drafts of prompts of up to `longest` tokens, as many side by side as a page has room for.
+
+    vLLM has given no block for their keys and values. They go into its null block, number 0, which
+    vLLM keeps out of circulation: tables name it where there is no block, and nobody reads what it
+    holds. Whoever drafts zeroes it again. Each class of heads has as many of its slots.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.made: dict[int, _Drafting] = {}
+        """By how many drafts are made side by side."""
+        self._known: Addresses = ()
+
+    def asked(self, model: Any, layers: AttentionLayers, prompt: DraftedPrompt) -> Iterator[Asked]:
+        """Of each draft its queries in each layer, [count, H, D], and the entries that they read.
+
+        The entries of each class of heads are of the prompt and of these tokens, whose keys and
+        values are in the null block then. All are valid until the next one is asked for.
+        """
+        most = max(1, layers.draft_tokens // prompt.count)
+        for firsts in prompt.firsts.split(most):
+            some = replace(prompt, firsts=firsts)
+            drafting = self._of(layers, prompt.last, len(firsts))
+            drafting.run(model, layers, some)
+            for number in range(len(firsts)):
+                yield drafting.room.of_draft(number, some)
+
+    def _of(self, layers: AttentionLayers, last: torch.Tensor, drafts: int) -> _Drafting:
+        """Those of so many drafts; all anew where vLLM has other memory than before."""
+        known = tuple(part.pages.data_ptr() for part in layers.parts)
+        if known != self._known:
+            self.made.clear()
+            self._known = known
+        if drafts not in self.made:
+            room = _Room.of(layers, self.longest, last, drafts)
+            self.made[drafts] = _Drafting(layers, room)
+        return self.made[drafts]
