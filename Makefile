@@ -25,7 +25,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz host-events test-vllm test-kvpress \
   kill-store vllm vllm-offered lint bench results tables site licences release-check wheel packages \
-  redis setup clean
+  redis setup clean FORCE
 
 PYTHON ?= python3
 VENV := .venv
@@ -79,6 +79,9 @@ SOURCES := $(shell find rust csrc python -type f \( -name '*.rs' -o -name '*.tom
   -o -name 'py.typed' \) -not -path '*/target/*') \
   Cargo.toml Cargo.lock pyproject.toml
 
+# Kernels take most of a build, and a machine without a GPU cannot run them: whoever only wants to
+# see the demo there does not wait for them. `make test` and `make wheel` build them then.
+demo: export KVWEAVE_CUDA ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),auto,off)
 demo: setup
 	$(VENV)/bin/kvweave demo $(if $(JSON),--json "$(JSON)")
 
@@ -216,10 +219,18 @@ $(STAMPS)/notebooks: $(STAMPS)/installed $(wildcard notebooks/*.ipynb)
 	@echo "running the notebooks"
 	@OMP_WAIT_POLICY=passive $(PY) docs/run_notebooks.py && touch $@
 
-$(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv
+# Newer than a wheel without kernels where kernels are wanted. One that has them serves everybody.
+$(STAMPS)/kernels: $(STAMPS)/venv FORCE
+	@if [ ! -e $@ ] || { [ "$${KVWEAVE_CUDA:-auto}" != off ] \
+	  && grep -qsx off $(STAMPS)/built-with; }; then touch $@; fi
+
+FORCE:
+
+$(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv $(STAMPS)/kernels
 	@echo "building the wheel"
 	@rm -f dist/kvweave-*.whl
 	@$(UV) build --quiet --wheel --python $(PY) --out-dir dist .
+	@echo "$${KVWEAVE_CUDA:-auto}" > $(STAMPS)/built-with
 	@ls dist/kvweave-*.whl && touch $@
 
 $(STAMPS)/installed: $(STAMPS)/wheel $(STAMPS)/packages

@@ -230,7 +230,7 @@ class DraftSteps:
         values are in the null block then. All are valid until the next one is asked for.
         """
         most = max(1, layers.draft_tokens // prompt.count)
-        for firsts in prompt.firsts.split(most):
+        for firsts in torch.split(prompt.firsts, most):
             some = replace(prompt, firsts=firsts)
             drafting = self._of(layers, prompt.last, len(firsts))
             drafting.run(model, layers, some)
