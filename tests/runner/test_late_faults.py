@@ -112,9 +112,9 @@ def test_who_is_cancelled_while_pages_are_on_their_way_spoils_nobodys(llama: Any
 
 def given_way(runner: Runner) -> list[list[int]]:
     """Answers in little room, in which requests give way to others."""
-    engine = runner.engine(token_budget=64, chunk_tokens=32, max_running=4)
-    ask = {**ASK, "max_new_tokens": 40}
-    asked = [engine.submit(random_tokens(70, seed), "full", **ask) for seed in range(6)]
+    engine = runner.engine(token_budget=64, chunk_tokens=32, max_running=6)
+    ask = {**ASK, "max_new_tokens": 60}
+    asked = [engine.submit(random_tokens(40, seed), "full", **ask) for seed in range(6)]
     engine.run()
     assert engine.metrics()["preempted"] > 0
     return [request.result().tokens for request in asked]
@@ -169,7 +169,7 @@ def sharing(runner: Runner) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("calls", "max_tokens"),
-    [(given_way, 300), (read_whole, 4096), (turns, 4096), (joined, 4096), (sharing, 4096)],
+    [(given_way, 200), (read_whole, 4096), (turns, 4096), (joined, 4096), (sharing, 4096)],
 )
 def test_whatever_ends_meanwhile_pages_may_come_as_late_as_may_be(
     llama: Any, calls: Callable[[Runner], Any], max_tokens: int
