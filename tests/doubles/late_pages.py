@@ -46,6 +46,11 @@ class LateBudget:
         self._end()
         self.ranked, self.now, self.slots = None, "all", {}
 
+    def come_back(self) -> None:
+        """All its pages lie on the device again, where whatever reads them all found them."""
+        self.leave()
+        self.home = 0
+
     def begin(self, position: int) -> None:
         """The step of the token at a position."""
         if position == self.position:
@@ -118,11 +123,6 @@ class LateDefinition:
         """Pages that were on their way in some step, of all heads."""
         return sum(budget.missed for budget in self.budgets.values())
 
-    def leave(self) -> None:
-        """As `LateBudget.leave`."""
-        for budget in self.budgets.values():
-            budget.leave()
-
     def read(self, tables: Any, layer: int, q: torch.Tensor) -> tuple[Any, Any]:
         """As `ChosenTables.read`, by the definition."""
         heads, request = self.runner._decoder.heads, self.sequence.request
@@ -153,12 +153,18 @@ class LateDefinition:
 
 
 def steps_of(
-    runner: Runner, tokens: Any, steps: int, rests: tuple[int, ...] = (), defined: bool = False
+    runner: Runner,
+    tokens: Any,
+    steps: int,
+    rests: tuple[int, ...] = (),
+    backs: tuple[int, ...] = (),
+    *,
+    defined: bool = False,
 ) -> tuple[list[torch.Tensor], int]:
     """Logits of decode steps behind a prompt, and how many pages were missed: see `LateDefinition`.
 
-    Before steps of these numbers the request has left the batch. By a runner's own steps, or what
-    they read as `defined`: then missed pages are counted.
+    Before steps of these numbers the request has left the batch, or has all of its pages back.
+    By a runner's own steps, or what they read as `defined`: then missed pages are counted.
     """
     seen: list[torch.Tensor] = []
 
@@ -169,13 +175,19 @@ def steps_of(
     with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
         sequence = decoding(runner, done, steps + 1)
         definition = LateDefinition(runner, sequence)
+        budgets = definition.budgets.values()
         with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
             if defined:
                 patch.setattr(ChosenTables, "read", lambda *given: definition.read(*given))
             for step in range(steps):
                 if step in rests:
                     runner._decoder.forget(sequence.request)
-                    definition.leave()
+                    for budget in budgets:
+                        budget.leave()
+                if step in backs:
+                    done.kv.bring_back()
+                    for budget in budgets:
+                        budget.come_back()
                 runner._decoder.step([sequence], choose=choose)
         runner._decoder.forget(sequence.request)
     return seen, definition.missed

@@ -80,6 +80,19 @@ def test_who_sits_a_step_out_is_ranked_anew(llama: Any, kinds: Any, rests: tuple
     assert nothing_is_held(host)
 
 
+@pytest.mark.parametrize("backs", [(11,), (12,), (13,), (16, 27), tuple(range(9, 48, 10))])
+def test_who_is_brought_back_is_ranked_anew(llama: Any, backs: tuple[int, ...]) -> None:
+    """Its ranking, whose pages were on their way, is nobody's then."""
+    resident, host = both(llama, KINDS[0], host_arrivals="late")
+    tokens, late = random_tokens(130, 3), LateArrivals()
+    wanted, _ = steps_of(resident, tokens, STEPS, backs=backs, defined=True)
+    with late.at_work():
+        said, _ = steps_of(host, tokens, STEPS, backs=backs)
+    assert same(said, wanted)
+    assert spills(host) > 1
+    assert nothing_is_held(host)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 def test_pages_on_their_way_are_estimated_where_that_is_asked_for(name: str) -> None:
     kinds = [top_k(5, 4, estimate=True), FULL]
