@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,15 +41,18 @@ class LateBudget:
         self.chosen: dict[int, list[int]] = {}
         self.missed = 0
 
-    def leave(self) -> None:
-        """The request sits a step out: it is ranked anew when it comes back."""
-        self._end()
-        self.ranked, self.now, self.slots = None, "all", {}
+    def happens(self, what: str) -> None:
+        """What happens to the request between two steps, after which it is ranked anew.
 
-    def come_back(self) -> None:
-        """All its pages lie on the device again, where whatever reads them all found them."""
-        self.leave()
-        self.home = 0
+        Its table is "moved", it "leaves" the batch, which forgets what its slots hold, or all of
+        its pages are brought "back".
+        """
+        self._end()
+        self.ranked, self.now = None, "all"
+        if what != "moved":
+            self.slots = {}
+        if what == "back":
+            self.home = 0
 
     def begin(self, position: int) -> None:
         """The step of the token at a position."""
@@ -156,15 +159,15 @@ def steps_of(
     runner: Runner,
     tokens: Any,
     steps: int,
-    rests: tuple[int, ...] = (),
-    backs: tuple[int, ...] = (),
+    happens: Mapping[int, str] | None = None,
     *,
     defined: bool = False,
 ) -> tuple[list[torch.Tensor], int]:
     """Logits of decode steps behind a prompt, and how many pages were missed: see `LateDefinition`.
 
-    Before steps of these numbers the request has left the batch, or has all of its pages back.
-    By a runner's own steps, or what they read as `defined`: then missed pages are counted.
+    Before steps of these numbers something `happens`: see `LateBudget`. That a table is moved a
+    runner does by itself. By a runner's own steps, or what they read as `defined`: then missed
+    pages are counted.
     """
     seen: list[torch.Tensor] = []
 
@@ -180,14 +183,13 @@ def steps_of(
             if defined:
                 patch.setattr(ChosenTables, "read", lambda *given: definition.read(*given))
             for step in range(steps):
-                if step in rests:
-                    runner._decoder.forget(sequence.request)
+                if what := (happens or {}).get(step):
+                    if what == "leaves":
+                        runner._decoder.forget(sequence.request)
+                    elif what == "back":
+                        done.kv.bring_back()
                     for budget in budgets:
-                        budget.leave()
-                if step in backs:
-                    done.kv.bring_back()
-                    for budget in budgets:
-                        budget.come_back()
+                        budget.happens(what)
                 runner._decoder.step([sequence], choose=choose)
         runner._decoder.forget(sequence.request)
     return seen, definition.missed

@@ -73,9 +73,10 @@ def test_who_sits_a_step_out_is_ranked_anew(llama: Any, kinds: Any, rests: tuple
     """Whatever its last ranking is waiting for then: that goes on being brought meanwhile."""
     resident, host = both(llama, kinds, host_arrivals="late")
     tokens, late = random_tokens(130, 3), LateArrivals()
-    wanted, _ = steps_of(resident, tokens, STEPS, rests, defined=True)
+    leaves = dict.fromkeys(rests, "leaves")
+    wanted, _ = steps_of(resident, tokens, STEPS, leaves, defined=True)
     with late.at_work():
-        said, _ = steps_of(host, tokens, STEPS, rests)
+        said, _ = steps_of(host, tokens, STEPS, leaves)
     assert same(said, wanted)
     assert nothing_is_held(host)
 
@@ -85,11 +86,38 @@ def test_who_is_brought_back_is_ranked_anew(llama: Any, backs: tuple[int, ...]) 
     """Its ranking, whose pages were on their way, is nobody's then."""
     resident, host = both(llama, KINDS[0], host_arrivals="late")
     tokens, late = random_tokens(130, 3), LateArrivals()
-    wanted, _ = steps_of(resident, tokens, STEPS, backs=backs, defined=True)
+    back = dict.fromkeys(backs, "back")
+    wanted, _ = steps_of(resident, tokens, STEPS, back, defined=True)
     with late.at_work():
-        said, _ = steps_of(host, tokens, STEPS, backs=backs)
+        said, _ = steps_of(host, tokens, STEPS, back)
     assert same(said, wanted)
     assert spills(host) > 1
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("length", range(16, 21))
+def test_who_is_listed_elsewhere_is_ranked_anew(llama: Any, length: int) -> None:
+    """A table of more than 16 entries outgrows its room: in any step of a ranking."""
+    resident, host = both(llama, KINDS[0], host_arrivals="late")
+    tokens, late, moved = random_tokens(length, 4), LateArrivals(), 64 - length
+    wanted, _ = steps_of(resident, tokens, moved + 12, {moved: "moved"}, defined=True)
+    with late.at_work():
+        said, _ = steps_of(host, tokens, moved + 12)
+    assert same(said, wanted)
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("steps", [11, 12])
+def test_who_takes_the_place_of_one_that_ended_has_no_ranking_of_its(
+    llama: Any, steps: int
+) -> None:
+    """The one before it ended with a step that ranked, or just behind it."""
+    resident, host = both(llama, KINDS[0], host_arrivals="late")
+    steps_of(host, random_tokens(130, 3), steps)
+    tokens = random_tokens(9, 4)
+    assert same(
+        steps_of(host, tokens, STEPS)[0], steps_of(resident, tokens, STEPS, defined=True)[0]
+    )
     assert nothing_is_held(host)
 
 
