@@ -218,11 +218,12 @@ class LateArrivals:
             patch.setattr(HostPool, "fetch_late", later)
             yield
 
-    def flush(self) -> None:
-        """Brings all that nobody has waited for."""
-        while self.waiting:
+    def bring(self, count: int) -> None:
+        """Brings the first so many of all, and has the current stream wait for them."""
+        while self.made < count and self.waiting:
             self.made += 1
-            self.waiting.pop(0)()
+            arrival, _ = self.waiting.pop(0)()
+            arrival.wait()
 
     def _arrival(self, number: int) -> Arrival:
         late = self
@@ -232,8 +233,6 @@ class LateArrivals:
                 return late.made > number
 
             def wait(self) -> None:
-                while late.made <= number and late.waiting:
-                    late.made += 1
-                    late.waiting.pop(0)()
+                late.bring(number + 1)
 
         return Late()
