@@ -174,14 +174,18 @@ class Bench:
         self.meter = DecodeMeter(make_runner, prompts, steps)
 
     def rows(self, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
-        """The effect of each way, one after the other, beside the first of its budget."""
+        """The effect of each way, one after the other, beside the first of its budget.
+
+        Over host memory that is the first of those that estimate as it does.
+        """
         unstable, steps = self.stability.unstable(), self.meter.steps
-        first: dict[int, DecodeEffect] = {}
+        first: dict[tuple[int, bool], DecodeEffect] = {}
         print(HEADER, flush=True)
         for way in ways:
             self.settings = way.runner_settings()
             effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
-            more = more_than(effect, first.setdefault(way.pages, effect))
+            alike = way.pages, bool(way.host) and way.estimate
+            more = more_than(effect, first.setdefault(alike, effect))
             read = way.read(steps - 1, self.page_tokens)
             found = (
                 f"{read:.1f}",
