@@ -4,10 +4,11 @@ Random weights at the shape of a known model, prompts of random tokens, an arena
 the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of
 every four KV heads one reads everything, the others choose pages every 16 steps, and pages that
 these do not read lie in the host's memory (FlexiCache, section 4). *mirrored* besides copies pages
-there as they fill, where the task asks for that (`copies`). All get the same requests, all at once,
-and then at the rate at which *all* got through its own. What callers hear is measured, what the
-cache says that requests held on the device while they decoded, for each of their tokens, and how
-much was copied to the host.
+there as they fill, where the task asks for that (`copies`); *fp8* and *late* are asked for there
+too, as `Runner(host_dtype=…)` and `Runner(host_arrivals=…)` have them. All get the same requests,
+all at once, and then at the rate at which *all* got through its own. What callers hear is measured,
+what the cache says that requests held on the device while they decoded, for each of their tokens,
+and how much was copied to the host.
 
 `python -m benchmarks.cases.host_load --json FILE [--task '{"copies": ["spill", "mirror"]}']` writes
 a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
@@ -106,8 +107,9 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
     heads = choosing(describe(model), pages, WHOLE_EVERY)
     how = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
     for copies in task.copies:
-        if copies == "fp8":
-            yield "over the host, fp8", {**how, "host_dtype": copies}
+        if copies in ("fp8", "late"):
+            asked = "host_dtype" if copies == "fp8" else "host_arrivals"
+            yield f"over the host, {copies}", {**how, asked: copies}
             continue
         named = "over the host" + (", mirrored" if copies == "mirror" else "")
         yield named, {**how, "host_copies": copies}

@@ -8,8 +8,9 @@ step at whose start the bounds of all pages are computed. *Estimated* are pages 
 by their means, in every step. *Over the host* has all pages but those that are read in the host's
 memory: a step in which requests are ranked brings what they newly choose from there, *all join*
 what they choose and the keys of all pages; *mirrored* copies pages there as they fill, *fp8* has
-them there in half the bytes. Where requests are *in turns*, they have joined one after the other,
-so that some of them are ranked in every step.
+them there in half the bytes, and *late* are rankings that take effect late, so that no step waits
+for what it chooses: the one behind the next does. Where requests are *in turns*, they have joined
+one after the other, so that some of them are ranked in every step.
 
 Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
 the next tokens brought to the host. Contenders run one after the other in one process, over the
@@ -93,7 +94,8 @@ def run(quick: bool) -> list[Row]:
         loads: Sequence[Load] = (Load(8, 10_240, 4), Load(8, 10_240, 4, in_turns=True))
     else:
         loads = loads_of(torch.cuda.get_device_properties(0).total_memory)
-    periods, copies = (2, ("spill", "fp8")) if quick else (8, ("spill", "mirror", "fp8"))
+    copies = ("spill", "fp8", "late") if quick else ("spill", "mirror", "fp8", "late")
+    periods = 2 if quick else 8
     return rows_of(random_model(MODEL), loads, PAGES, periods, copies)
 
 
@@ -107,7 +109,8 @@ def rows_of(
 ) -> list[Row]:
     """Every load under every budget and none, `periods` times EVERY steps of each.
 
-    `copies`: which pages are copied to the host, one way after the other; "fp8" spills them so.
+    `copies`: which pages are copied to the host, one way after the other; "fp8" spills them so,
+    and with "late" rankings take effect late.
     """
     whole = as_a_runner_has_it(describe(model))
     steps = WARM_STEPS + (periods + 2) * EVERY
@@ -209,7 +212,8 @@ class Stepped:
         rotary = Rotary(spec)
         size = pages.nbytes if host_copies else None
         dtype = "fp8" if host_copies == "fp8" else None
-        host = make_host_pools(cache, pages, size, host_copies or "spill", dtype)
+        arrivals = "late" if host_copies == "late" else "exact"
+        host = make_host_pools(cache, pages, size, host_copies or "spill", dtype, arrivals)
         reads = HeadReads(spec, cache, host=host, verified=drafts > 0)
         decoder = Decoder(reads, rotary, pages, drafts)
         positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
@@ -245,6 +249,7 @@ class Stepped:
             pool = self.host_pools[0]
             what += ", over the host" + (", mirrored" if pool.mirrors else "")
             what += "" if pool.scales is None else ", fp8"
+            what += "" if pool.late is None else ", late"
         name = f"{self.load.title()}: {what}"
         if self.budget is None:
             timing = summarise(times.tolist())

@@ -8,7 +8,8 @@ whether what is not read is estimated by its means. With `--all` every way of on
 every way of the others. These are the rows of FlexiCache's Table 3, in other words: *once* is its
 "without reranking", *as stable* its "without unstable heads". The second table is its Table 4:
 which heads are unstable in one text and in another. With `--host` each budget is measured over host
-memory instead: what keeping pages there as fp8 costs beside exact copies.
+memory instead: what keeping pages there as fp8 costs beside exact copies, and what rankings cost
+that take effect late.
 
 Between two rankings a head reads, beside what it chose, the pages that were begun since. So one
 that is ranked once reads more and more of an answer: *read* says how many pages on average.
@@ -53,6 +54,12 @@ HEADER = """\
 | more than the first by | worst tenth | same token |
 |---:|---|---:|---|---|---|---:|---:|---|---:|---:|"""
 HOST_BYTES = 4 << 30
+HOSTS: dict[str, dict[str, str]] = {
+    "exact": {},
+    "fp8": {"host_dtype": "fp8"},
+    "late": {"host_arrivals": "late"},
+}
+"""What a runner over host memory is asked for besides."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,8 @@ class Way:
     host: str = ""
 
     def runner_settings(self) -> dict[str, Any]:
-        """What a runner is asked for beside the map: `host` is "", "exact" or "fp8"."""
-        if not self.host:
-            return {}
-        return {"host_bytes": HOST_BYTES, "host_dtype": None if self.host == "exact" else self.host}
+        """What a runner is asked for beside the map: `host` is "" or one of `HOSTS`."""
+        return {"host_bytes": HOST_BYTES, **HOSTS[self.host]} if self.host else {}
 
     def heads(self, fingerprint: str, unstable: Flags, steps: int) -> HeadClassMap:
         """The map, of a model of which these heads are unstable, for answers of so many steps."""
@@ -97,9 +102,15 @@ class Way:
         return str(self.pages), self.unstable, every, self.score, estimate, self.host or "no"
 
 
-def over_host(pages: int) -> list[Way]:
-    """The plain way of one budget over host memory, which is exact as on the device, or fp8."""
-    return [Way(pages, host=host) for host in ("exact", "fp8")]
+def over_host(pages: int, hosts: Sequence[str]) -> list[Way]:
+    """The plain way of one budget over host memory, which is exact as on the device, and others.
+
+    With an estimate of what is not read too, of what is late.
+    """
+    ways = [Way(pages, host=host) for host in hosts]
+    if "late" in hosts:
+        ways += [Way(pages, estimate=True, host=host) for host in ("exact", "late")]
+    return ways
 
 
 def ways_of(pages: int, every_one: bool = False) -> list[Way]:
@@ -163,14 +174,18 @@ class Bench:
         self.meter = DecodeMeter(make_runner, prompts, steps)
 
     def rows(self, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
-        """The effect of each way, one after the other, beside the first of its budget."""
+        """The effect of each way, one after the other, beside the first of its budget.
+
+        Over host memory that is the first of those that estimate as it does.
+        """
         unstable, steps = self.stability.unstable(), self.meter.steps
-        first: dict[int, DecodeEffect] = {}
+        first: dict[tuple[int, bool], DecodeEffect] = {}
         print(HEADER, flush=True)
         for way in ways:
             self.settings = way.runner_settings()
             effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
-            more = more_than(effect, first.setdefault(way.pages, effect))
+            alike = way.pages, bool(way.host) and way.estimate
+            more = more_than(effect, first.setdefault(alike, effect))
             read = way.read(steps - 1, self.page_tokens)
             found = (
                 f"{read:.1f}",
@@ -194,7 +209,8 @@ def main() -> None:
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
     parser.add_argument("--pages", action="append", type=int, default=[])
     parser.add_argument("--all", action="store_true", help="every way of one with all of others")
-    parser.add_argument("--host", action="store_true", help="over host memory, exact and fp8")
+    over = "over host memory, exact and such as this"
+    parser.add_argument("--host", action="append", choices=[*HOSTS], default=[], help=over)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     texts = tuple(asked.text) or TEXTS
@@ -213,7 +229,8 @@ def main() -> None:
         "rows": [],
     }
     budgets = asked.pages or BUDGETS
-    ways = [over_host(n) if asked.host else ways_of(n, asked.all) for n in budgets]
+    hosts = dict.fromkeys(("exact", *asked.host))
+    ways = [over_host(n, [*hosts]) if asked.host else ways_of(n, asked.all) for n in budgets]
     for row in bench.rows([way for some in ways for way in some]):
         record["rows"].append(row)
         if asked.out is not None:

@@ -29,11 +29,16 @@ def test_each_way_is_one_thing_otherwise() -> None:
     every_one = ways_of(8, every_one=True)
     assert len(set(every_one)) == 3 * 4 * 2 * 2
     assert set(ways) <= set(every_one)
-    # Over host memory the map is the same, and what comes from there is exact or fp8.
-    over = over_host(8)
-    assert [way.runner_settings()["host_dtype"] for way in over] == [None, "fp8"]
+    # Over host memory the map is the same, and what comes from there is exact, fp8 or late.
+    over = over_host(8, ["exact", "fp8"])
+    settings = [way.runner_settings() for way in over]
+    assert all(asked.pop("host_bytes") > 0 for asked in settings)
+    assert settings == [{}, {"host_dtype": "fp8"}]
     assert {json.dumps(classes_of(way)) for way in over} == {maps[0]}
     assert ways[0].runner_settings() == {}
+    late = over_host(8, ["exact", "late"])
+    assert [way.estimate for way in late] == [False, False, True, True]
+    assert [way.runner_settings().get("host_arrivals") for way in late] == 2 * [None, "late"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PLACES = {
     "aside": "copy_aside",
     "before a ranking": None,
     "at a ranking": "fetch",
+    "late": "fetch_late",
     "back": None,
     "bounds": "contents",
 }
@@ -66,11 +67,11 @@ class Faults:
 
     def _seen(self, place: str, call: Any) -> Any:
         def seen(*given: Any, **named: Any) -> Any:
-            self._within = place
+            outer, self._within = self._within, self._within or place
             try:
                 return call(*given, **named)
             finally:
-                self._within = None
+                self._within = outer
 
         return seen
 

@@ -17,6 +17,7 @@ def host_runner(
     host_bytes: int | None = AMPLE,
     host_copies: str = "spill",
     host_dtype: str | None = None,
+    host_arrivals: str = "exact",
     **settings: Any,
 ) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
@@ -25,6 +26,7 @@ def host_runner(
     plain = Runner(model, **{**settings, "max_tokens": 64})
     heads = kinds_map(plain.spec, kinds)
     over = {"host_bytes": host_bytes, "host_copies": host_copies, "host_dtype": host_dtype}
+    over["host_arrivals"] = host_arrivals
     return Runner(model, heads=heads, **over, **settings)
 
 

@@ -170,12 +170,15 @@ def test_windows_and_promoted_heads_leave_nothing() -> None:
     assert not rows_of(pages_of(runners[1]))
 
 
-@pytest.mark.parametrize(("copies", "dtype"), [("spill", None), ("mirror", None), ("spill", "fp8")])
-def test_pages_that_were_spilled_leave_nothing(copies: str, dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"host_copies": "mirror"}, {"host_dtype": "fp8"}, {"host_arrivals": "late"}],
+)
+def test_pages_that_were_spilled_leave_nothing(how: dict[str, str]) -> None:
     said = []
     for zeroes in (False, True):
         kinds = [top_k(4, 5), FULL]
-        over = {"host_copies": copies, "host_dtype": dtype, "zero_on_free": zeroes}
+        over: dict[str, Any] = {**how, "zero_on_free": zeroes}
         runner = host_runner(tiny("llama"), kinds, **over)
         options: dict[str, Any] = {"max_new_tokens": 40, "stop": (), "remember": False}
         said.append(runner.generate(SECRET, "full", **options).tokens)

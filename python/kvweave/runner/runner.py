@@ -60,25 +60,24 @@ from kvweave.store import Store
 class Runner(KnowledgeBase, Retention):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
-    `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens of KV that fit at once.
-    `kv_dtype`: None for the model's own dtype, or a format ("int4", "int8", "half-int4",
-    "quarter-bf16", "planes-3", "planes-2.5", or a `Packing`) in which full pages are packed, into
-    the pool `packed` (see docs/packed-kv.md, also for what does not go with it).
-    `host_bytes`: of the host's memory for pages that top_k heads of `heads` seldom read, in the
-    pools `host` (None: none). `host_copies`: "spill" copies there what frees room, "mirror" all
-    pages as they fill; `host_dtype`: None as they are, "fp8" in a byte a number. `speculate`:
-    tokens that a round drafts by the pages of top_k heads, and verifies by all, so that answers are
-    dense; None has top_k heads read theirs alone (all four: docs/sparse-decode.md). `store`, a
-    `Store` or its folder: documents are written there behind their callers, and read;
-    `document_bytes`: of the host's memory for documents whose blocks leave the device; `remote`: a
-    store on another machine behind these (see docs/tiers.md). `zero_on_free`: what blocks held that
-    went back is overwritten (see docs/SECURITY.md). `mode` is "materialise" (reused KV is copied
-    and rotated to its place) or "share" (it is read where it lies, queries rotated instead).
-    `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached where room is wanted;
-    by cost `retain` and `demote` say what is known. `cache.set_quota` says what a namespace may
-    keep. `profile` states the policy of whoever names none and, where `heads` is None, the head map
-    (see `kvweave certify`); `canary` compares a share of live requests with `full`. `check`
-    compares our forward with the model's own first. Pages and logits lie where the model does.
+    `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens that fit at once. `kv_dtype`: None
+    for the model's own dtype, or a format ("int4", "int8", "half-int4", "quarter-bf16", "planes-3",
+    "planes-2.5", or a `Packing`) in which full pages are packed, into the pool `packed`
+    (docs/packed-kv.md). `host_bytes`: of the host's memory for pages that top_k heads of `heads`
+    seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there what frees
+    room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a byte a number;
+    `host_arrivals`: "exact" has a step wait for what it chose, "late" has later ones read it.
+    `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by all, so that
+    answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder: documents are
+    written there and read; `document_bytes`: host memory for documents whose blocks leave the
+    device; `remote`: a store on another machine behind these (docs/tiers.md). `zero_on_free`: what
+    blocks held that went back is overwritten (docs/SECURITY.md). `mode` is "materialise" (reused KV
+    is copied and rotated to its place) or "share" (read where it lies, queries rotated). `eviction`
+    ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached where room is wanted; by cost
+    `retain` and `demote` say what is known. `cache.set_quota` says what a namespace may keep.
+    `profile` (see `kvweave certify`) states the policy of whoever names none and, without `heads`,
+    the head map; `canary` compares a share of live requests with `full`. `check` first compares our
+    forward with the model's. Pages and logits lie where the model does.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
@@ -104,6 +103,7 @@ class Runner(KnowledgeBase, Retention):
         host_bytes: int | None = None,
         host_copies: str = "spill",
         host_dtype: str | None = None,
+        host_arrivals: str = "exact",
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         remote: RemoteStore | None = None,
@@ -123,7 +123,8 @@ class Runner(KnowledgeBase, Retention):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         _check(page_tokens, chunk_tokens, mode, heads)
-        check_host(host_bytes, host_copies, host_dtype, kv_dtype, mode)
+        over = (host_bytes, host_copies, host_dtype, host_arrivals)
+        check_host(*over, kv_dtype, mode)
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = check_profile(profile, canary, self.spec, heads)
@@ -141,7 +142,7 @@ class Runner(KnowledgeBase, Retention):
             eviction=word("eviction", eviction),
             heads=heads,
         )
-        self.host = make_host_pools(self.cache, pages, host_bytes, host_copies, host_dtype)
+        self.host = make_host_pools(self.cache, pages, *over)
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)
@@ -154,8 +155,7 @@ class Runner(KnowledgeBase, Retention):
         reads = HeadReads(self.spec, self.cache, self.packed, self.host, verified=drafts > 0)
         check_drafting(drafts, reads, rotary)
         self._decoder = Decoder(reads, rotary, pages, drafts)
-        tiers = (store, document_bytes, heads, eviction, hash, remote)
-        self.tiers = make_tiers(self._decoder, *tiers)
+        self.tiers = make_tiers(self._decoder, store, document_bytes, heads, eviction, hash, remote)
         self._prefiller = Prefiller(self._decoder, tiled, mode, chunk_tokens, self.tiers, zeroes)
         self._lossy = LossyPrefiller(self._prefiller, self._decoder, profile, canary)
         self._answering = Answering(self._lossy, self._prefiller, self._decoder, self.prompts)

@@ -17,6 +17,7 @@ last entry, which grows, is always read and needs none. Whoever rewrites tokens 
 two steps has to have it forgotten.
 
 Where a group has host memory, pages are spilled behind the step before a ranking: see `HostSlots`.
+Where rankings of it are late, pages are spilled behind the step that ranks: see `LatePages`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.runner.decode.host_slots import Failures, HostRoom, HostSlots
+from kvweave.runner.decode.chosen_step import (
+    APART,
+    BROUGHT,
+    DUE,
+    DUE_BEGIN,
+    DUE_END,
+    FIRST,
+    KEPT,
+    LEFT_BEGIN,
+    LEFT_END,
+    LENGTH,
+    NEWEST,
+    NO_ENTRY,
+    ChosenRoom,
+    ChosenStep,
+)
+from kvweave.runner.decode.host_slots import Failures, HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
+from kvweave.runner.decode.late_pages import SIDES, LatePages, LateRoom
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.heads import HeadReads
@@ -36,79 +54,9 @@ from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
 
-NO_ENTRY = (-1, 0, 0, 2**31 - 1, 0)
-"""An entry outside the cache: it covers no token."""
-
-FIRST, APART, LENGTH, KEPT_ROW, DUE_ROW, DUE_BEGIN, DUE_END, LEFT_BEGIN, LEFT_END, NEWEST = range(
-    10
-)
-"""Columns of a request in a step, see `ChosenStep`."""
-
 _NEVER = 2**31
 _FEWEST_ROWS = 8
 _FEWEST_SCORES = 64
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenRoom:
-    """What lies on the device for the requests and heads of one budget.
-
-    `chosen` i32 [R + 1, heads, W, 5]: of each row and head the entries that were chosen, then those
-    begun since. It is a part of the array of all entries; the last row is nobody's. `bounds`
-    [places · heads, 2 or 3, D], see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
-    `score_pages` wants them, with the row of their bounds in place of a block. `means`
-    [places · heads, 2, D], beside bounds, of a budget that estimates. `host`: what brings pages
-    from host memory, where the group has any.
-    """
-
-    budget: PageBudget
-    chosen: torch.Tensor
-    bounds: torch.Tensor
-    ranked: torch.Tensor
-    means: torch.Tensor | None = None
-    host: HostRoom | None = None
-
-    @property
-    def columns(self) -> int:
-        """Numbers that a step says of a request."""
-        return NEWEST + self.chosen.shape[2] - self.budget.pages + 1
-
-    def nobody(self, entries: int) -> Int32:
-        """What a step says where there is no request: of so many entries the last is nobody's."""
-        row = np.full(self.columns, entries - 1, np.int32)
-        row[:NEWEST] = 0
-        row[[KEPT_ROW, DUE_ROW]] = len(self.chosen) - 1
-        return row
-
-
-@dataclass(frozen=True)
-class ChosenStep:
-    """What a step says of its requests, by budget.
-
-    `plans` i32 [B, columns]: the heads' tables begin at entry FIRST, each APART from the one before
-    and LENGTH long. The entries at the places from NEWEST on go behind what row KEPT_ROW has
-    chosen, the first of them in place of the last. A request that is ranked has its entries from
-    DUE_BEGIN to DUE_END, and what it chooses goes to row DUE_ROW. One that reads a choice had the
-    entries from LEFT_BEGIN to LEFT_END when it was made: those not read are left out. `widths`: the
-    most entries that any of them may have, 0 where nobody is ranked.
-    """
-
-    rooms: tuple[ChosenRoom, ...]
-    plans: tuple[Int32, ...]
-    widths: tuple[int, ...]
-
-    def once_more(self, entries: int) -> ChosenStep:
-        """The same tables again, of so many entries: what was chosen is read, and nobody ranked."""
-        if not any(self.widths):
-            return self
-        plans = []
-        for room, plan in zip(self.rooms, self.plans, strict=True):
-            idle = np.tile(room.nobody(entries), (len(plan), 1))
-            for part in (slice(LENGTH + 1), slice(LEFT_BEGIN, LEFT_END + 1)):
-                idle[:, part] = plan[:, part]
-            # Who was not ranked has what he reads from the first time.
-            plans.append(idle)
-        return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
 
 
 @dataclass
@@ -171,10 +119,15 @@ class _Budget:
     def __init__(self, budget: PageBudget, pages: torch.Tensor, pool: HostPool | None) -> None:
         self.budget = budget
         self.host = None if pool is None else HostSlots(pool)
+        self.late: LatePages | None = None
+        if self.host is not None and self.host.pool.late is not None:
+            self.late = LatePages(self.host)
+        self.sides = 1 if self.late is None else SIDES
         self.page_tokens = int(pages.shape[2])
         self.bounds = KeptBounds(budget, pages, pool)
-        # Pages that are begun between two rankings.
-        self.since = -(-(budget.every - 1) // self.page_tokens)
+        # Pages that are begun between two rankings; one that is late reads the choice before it.
+        reads = budget.every - (self.late is None)
+        self.since = -(-reads // self.page_tokens)
         self.since = min(self.since, len(pages) // budget.heads)
         self.width = budget.pages + self.since
         self.ranked = np.full(0, -1, np.int64)
@@ -184,18 +137,21 @@ class _Budget:
         self.told = np.zeros(0, np.int64)
         self.first = 0
         self.room: ChosenRoom
+        self._of_late: LateRoom | None = None
         self._kept: _KeptPlan | None = None
         self._ranked = torch.zeros(0, 5, dtype=torch.int32, device=pages.device)
 
     def entries(self, rows: int) -> int:
-        """Entries of the array that so many rows take, and the one that is nobody's."""
-        return (rows + 1) * self.budget.heads * self.width
+        """Entries of the array that so many rows take, and the list that is nobody's."""
+        return (self.sides * rows + 1) * self.budget.heads * self.width
 
     def fit(self, array: torch.Tensor, first: int, ranked: torch.Tensor, rows: int) -> None:
-        """Takes its room in the array from `first` on, for so many rows.
+        """Takes its room in the array from `first` on, for so many rows; lists go with it.
 
-        `ranked` i32 [N, 5] is for as many entries as requests may have. No more memory is taken.
+        `ranked` i32 [N, 5] is for as many entries as requests may have.
         """
+        known = self.sides * len(self.ranked)
+        before = self.room.chosen[:known] if known else None
         more = rows - len(self.ranked)
         self.ranked = np.append(self.ranked, np.full(more, -1, np.int64))
         self.listed = np.append(self.listed, np.zeros(more, np.int64))
@@ -212,7 +168,13 @@ class _Budget:
         if self.host is not None:
             self.host.fit(rows)
         chosen = array[first : first + self.entries(rows)]
-        self._lay(chosen.view(rows + 1, self.budget.heads, self.width, 5))
+        chosen = chosen.view(-1, self.budget.heads, self.width, 5)
+        if before is not None:
+            chosen[:known] = before
+        if self.late is not None:
+            self.late.fit(rows - known // self.sides)
+            self._of_late = LateRoom.made(chosen, self.budget.pages, self._of_late, known)
+        self._lay(chosen)
 
     def _lay_anew(self, moved: bool) -> None:
         """What lies on the device for host memory may lie elsewhere now."""
@@ -223,7 +185,8 @@ class _Budget:
         bounds, means = self.bounds.values.flatten(0, 1), self.bounds.means
         means = None if means is None else means.flatten(0, 1)
         host = None if self.host is None else self.host.room
-        self.room = ChosenRoom(self.budget, chosen, bounds, self._ranked, means, host)
+        known = self.budget, chosen, bounds, self._ranked, means, host, self._of_late
+        self.room = ChosenRoom(*known)
 
     def forget(self, row: int) -> None:
         """Lets go of what a row has chosen, and of its bounds."""
@@ -232,6 +195,8 @@ class _Budget:
         self.lies[row] = 0
         if self.host is not None:
             self.host.forget(row)
+        if self.late is not None:
+            self.late.forget(row)
 
     def _let_go(self, begin: int, end: int) -> None:
         of_row = self.places[begin:end]
@@ -249,28 +214,38 @@ class _Budget:
         if self._kept is not None and self._kept.holds(step, begin, count, self.known):
             return self._kept.grown(count, nobody), 0
         self._follow(rows, spans)
+        if self.late is not None:
+            self.late.join(step)
         many = count > self.budget.pages
         kept = many & (self.ranked[rows] >= 0) & self.known[begin]
         age = step.positions - self.ranked[rows]
-        kept &= (age >= 0) & (age < self.budget.every)
+        kept &= (age >= 0) & (age <= self.budget.every)
         since = count - self.listed[rows]
         kept &= (since >= 0) & (since <= self.since)
-        due = many & ~kept
+        due = many & ~(kept & (age < self.budget.every))
+        # Who is ranked late goes on reading what was chosen before.
+        kept &= ~due | self._is_late(step, kept & due)
+        now = due & ~kept
         self._kept = None
         if due.any():
             left = -(-(step.ends - step.positions) // self.page_tokens)
             self.needs[rows[many]] = (count + left)[many]
             self._bound_all(rows[due], spans[due], (spans[:, 1] - step.growing)[due], array)
             if self.host is not None:
-                self._lay_anew(self.host.follow_all(step, np.flatnonzero(due)))
-        self.listed[rows[due]], self.ranked[rows[due]] = count[due], step.positions[due]
+                self._lay_anew(self.host.follow_all(step, np.flatnonzero(now)))
+        self.listed[rows[now]], self.ranked[rows[now]] = count[now], step.positions[now]
         self.ranked[rows[~many]] = -1
+        if self.late is not None:
+            self.late.forget(rows[now])
         width = _width(int(count.max())) if due.any() else 0
         newest = (begin + self.listed[rows] - 1)[:, None] + np.arange(self.since + 1)
         plan = self._plan(rows, spans, kept, due)
         there = kept[:, None] & (newest < spans[:, 1:])
         plan[:, NEWEST:] = np.where(there, newest, nobody)
-        if not width:
+        if self.late is not None:
+            late = np.flatnonzero(kept & due)
+            self.late.begin(step, late, count[late])
+        if not width and (self.late is None or self.late.steady(rows)):
             until = np.where(kept, self.ranked[rows] + self.budget.every, _NEVER)
             most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
             least = np.where(kept, self.listed[rows], 0)
@@ -281,8 +256,11 @@ class _Budget:
         """Does of the next step what need not wait for it, while this one is computed.
 
         Of requests that it will rank bounds are brought up to date and pages spilled; it ranks them
-        then whenever it comes. Pages of those that were ranked now begin to be copied.
+        then whenever it comes. Pages of those that were ranked now begin to be copied, or what was
+        chosen late to be brought.
         """
+        if self.late is not None:
+            self._bring_late(self.late, step)
         ranked, goes_on = self.ranked[step.rows], step.positions + 1 < step.ends
         if self.host is not None:
             self.host.begin(step, np.flatnonzero((ranked == step.positions) & goes_on))
@@ -301,8 +279,32 @@ class _Budget:
         grows = array[spans[:, 1] - 1, 2] < self.page_tokens
         self._bound_all(step.rows[soon], spans, spans[:, 1] - grows, array)
         if self.host is not None:
+            if self.late is not None:
+                # What these have chosen before is read once more.
+                soon = soon[self.host.at_home(step, soon) == 0]
             self._lay_anew(self.host.spill(step, soon))
         self.ranked[step.rows[soon]] = -1
+        self._kept = None
+
+    def _is_late(self, step: ListedStep, some: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Whose ranking takes effect late, of some of a step that may go on as they are: bool [B].
+
+        Those whose pages lie at home.
+        """
+        if self.late is None or self.host is None or not some.any():
+            return np.zeros_like(some)
+        return some & (self.host.at_home(step, np.arange(len(some))) > 0)
+
+    def _bring_late(self, late: LatePages, step: ListedStep) -> None:
+        """Has what a step chose late be brought; what has filled since is spilled before."""
+        some = late.ranked(step)
+        if not len(some) or self.host is None or self._of_late is None:
+            return
+        before = self.host.at_home(step, some)
+        self._lay_anew(self.host.spill(step, some))
+        known = step, some, before, self.room.chosen, self._of_late
+        rows = step.rows[some]
+        self.ranked[rows], self.listed[rows] = late.bring(*known)
         self._kept = None
 
     def _plan(
@@ -312,15 +314,18 @@ class _Budget:
         kept: npt.NDArray[np.bool_],
         due: npt.NDArray[np.bool_],
     ) -> Int32:
-        """The columns before NEWEST."""
+        """The columns before NEWEST; those both `kept` and `due` are ranked late."""
         begin, end, listed = spans[:, 0], spans[:, 1], self.listed[rows]
-        chosen, of_row = kept | due, self.budget.heads * self.width
+        chosen, of_list = kept | due, self.budget.heads * self.width
+        read, other = (rows, rows) if self.late is None else self.late.lists(rows)
+        nobody = self.sides * len(self.ranked)
         plan = np.empty((len(rows), self.room.columns), np.int32)
-        plan[:, FIRST] = np.where(chosen, self.first + rows * of_row, begin)
+        plan[:, FIRST] = np.where(chosen, self.first + read * of_list, begin)
         plan[:, APART] = np.where(chosen, self.width, 0)
         plan[:, LENGTH] = end - begin - np.where(chosen, listed - self.budget.pages, 0)
-        plan[:, KEPT_ROW] = np.where(kept, rows, len(self.ranked))
-        plan[:, DUE_ROW] = np.where(due, rows, len(self.ranked))
+        plan[:, KEPT] = np.where(kept, read, nobody)
+        plan[:, DUE] = np.where(due, np.where(kept, other, read), nobody)
+        plan[:, BROUGHT] = np.where(due & ~kept, rows, len(self.ranked))
         plan[:, DUE_BEGIN : DUE_END + 1] = np.where(due[:, None], spans, 0)
         plan[:, LEFT_BEGIN] = np.where(chosen, begin, 0)
         plan[:, LEFT_END] = np.where(chosen, begin + listed, 0)
@@ -408,10 +413,7 @@ class ChosenPages:
         made[:kept] = array[:kept]
         first = listed
         for group, table in zip(self.groups, ranked, strict=True):
-            before = group.room.chosen[: self.rows] if self.rows else None
             group.fit(made, first, table, rows)
-            if before is not None:
-                group.room.chosen[: self.rows] = before
             first += group.entries(rows)
         more = listed - len(self._array)
         self._array = np.concatenate(

@@ -14,13 +14,14 @@ import torch
 from kvweave import ops
 from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.ops import ReadEntries, RopeTable, Table, Workspace
-from kvweave.runner.decode.chosen_pages import (
+from kvweave.runner.decode.chosen_step import (
     APART,
+    BROUGHT,
+    DUE,
     DUE_BEGIN,
     DUE_END,
-    DUE_ROW,
     FIRST,
-    KEPT_ROW,
+    KEPT,
     LEFT_BEGIN,
     LEFT_END,
     LENGTH,
@@ -35,11 +36,13 @@ from kvweave.runner.model.model_spec import ModelSpec
 class _Ranking:
     """The requests that one budget ranks in a step, of B: those that it does not rank list nothing.
 
-    `rows` i64 [B]: of `ChosenRoom.chosen`, where what is chosen goes. `offsets` i32 [2 · B + 1]:
+    `lists` i64 [B]: of `ChosenRoom.chosen`, where what is chosen goes. `brought` i64 [B]: rows of
+    host memory, into whose slots it is brought now. `offsets` i32 [2 · B + 1]:
     where a request's entries begin and end. `budgets` i32 [B · heads]. Scores have so much `width`.
     """
 
-    rows: torch.Tensor
+    lists: torch.Tensor
+    brought: torch.Tensor
     offsets: torch.Tensor
     budgets: torch.Tensor
     width: int
@@ -50,7 +53,8 @@ class _Ranking:
         offsets = torch.nn.functional.pad(spans, (0, 1))
         rows = len(plan) * room.budget.heads
         budgets = torch.full((rows,), room.budget.pages, dtype=torch.int32, device=plan.device)
-        return _Ranking(plan[:, DUE_ROW].long(), offsets, budgets, width)
+        lists, brought = plan[:, DUE].long(), plan[:, BROUGHT].long()
+        return _Ranking(lists, brought, offsets, budgets, width)
 
 
 class ChosenTables:
@@ -103,7 +107,12 @@ class ChosenTables:
             ends[:, :, 0] = begin
             ends[:, :, 1] = begin + plan[:, LENGTH, None]
             at += 2 * heads
-            self.rankings.append(_Ranking.of(room, plan, width) if width else None)
+            ranking = _Ranking.of(room, plan, width) if width else None
+            self.rankings.append(ranking)
+            if room.late is not None:
+                if ranking is not None:
+                    room.late.begin(ranking.lists)
+                ends[:, :, 0] += room.late.coming.index_select(0, plan[:, KEPT].long())
             left = plan[:, LEFT_BEGIN : LEFT_END + 1]
             left = torch.cat((left, left[:, 1:]), 1).reshape(-1)
             self.left.append(torch.nn.functional.pad(left, (0, 1)))
@@ -114,7 +123,7 @@ class ChosenTables:
         newest = self.entries.index_select(0, places.reshape(-1)).view(*places.shape, 5)
         newest = newest[:, None].expand(-1, room.budget.heads, -1, -1)
         behind = room.chosen[:, :, room.budget.pages - 1 :]
-        behind.index_copy_(0, plan[:, KEPT_ROW].long(), newest)
+        behind.index_copy_(0, plan[:, KEPT].long(), newest)
 
     def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table]:
         """The entries and offsets by which rows of queries q [B, H, D] read a layer.
@@ -186,9 +195,11 @@ class ChosenTables:
         )
         entries = entries.view(*rows, 5)
         if room.host is not None:
-            room.host.bring(choice.ranks, ranking.rows, chosen.view(rows), entries)
+            room.host.bring(choice.ranks, ranking.brought, chosen.view(rows), entries)
+        if room.late is not None:
+            room.late.note(choice.ranks, ranking.lists, chosen.view(rows))
         to = room.chosen[:, choice.ranks[0] : choice.ranks[1], : room.budget.pages]
-        to.index_copy_(0, ranking.rows, entries)
+        to.index_copy_(0, ranking.lists, entries)
 
     def _score(
         self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking

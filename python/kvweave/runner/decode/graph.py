@@ -16,7 +16,7 @@ import torch
 
 from kvweave.device_memory import is_shortage
 from kvweave.ops import RopeTable, Workspace
-from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenStep
+from kvweave.runner.decode.chosen_step import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.packed_reads import PackedRoom
 from kvweave.runner.decode.reads import StepReach

@@ -23,11 +23,11 @@ import torch
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
-from kvweave.ops import RowPages
+from kvweave.ops import Recycled, RowPages
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.host_pages import HostPages
-from kvweave.runner.kv.host_pool import HostPool
+from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32, send
 
 _FEWEST_PAGES = 64
@@ -93,26 +93,65 @@ class HostRoom:
         for those who have chosen nothing. chosen i32 [B, heads, K]: pages, −1 behind them. entries
         i32 [B, heads, K, 5] are of these, and changed in place.
         """
-        first, heads = ranks[0], ranks[1] - ranks[0]
+        heads = ranks[1] - ranks[0]
         of_heads = self.held[:, ranks[0] : ranks[1]]
         held = of_heads.index_select(0, rows)
-        spilled = self.spilled.index_select(0, rows)[:, None, None]
-        # Ascending, so that what was spilled comes first.
-        away = (chosen >= 0) & (chosen < spilled)
-        recycled = ops.recycle_pages(
+        recycled = self._recycled(chosen, held, self.spilled.index_select(0, rows))
+        of_heads.index_copy_(0, rows, held)
+        here, there = self._sides(rows, ranks)
+        failed = self.pool.fetch(recycled.moves, recycled.count, here, there, heads)
+        self.failures.update({int(rows[number]): error for number, error in failed.items()})
+        self._name(rows, recycled.places.view(chosen.shape), entries)
+
+    def bring_late(
+        self, rows: Int32, before: Int32, chosen: torch.Tensor, entries: torch.Tensor
+    ) -> tuple[torch.Tensor, Arrival]:
+        """As `bring`, of all heads of requests; what lay at home before comes over beside steps.
+
+        before i32 [B]: how many of each request's first pages did when they were chosen. Those that
+        have gone there since are in their slots when the current stream has passed. Returns which
+        entries are still on their way, bool [B, heads, K], and when they will have come over.
+        """
+        heads, device = self.pool.budget.heads, self.held.device
+        at_rows, known = send(device, rows, before)
+        index = torch.as_tensor(at_rows).long()
+        held = self.held.index_select(0, index)
+        old, lay = held.clone(), torch.as_tensor(known)
+        coming = self._recycled(chosen, held, lay)
+        gone = self._recycled(chosen, held, self.spilled.index_select(0, index))
+        self.held.index_copy_(0, index, held)
+        here, there = self._sides(index, (0, heads))
+        failed = self.pool.fetch(gone.moves, gone.count, here, there, heads)
+        arrival, others = self.pool.fetch_late(coming.moves, coming.count, here, there, heads)
+        for number, error in {**failed, **others}.items():
+            self.failures[int(rows[number])] = error
+        at = gone.places.view(chosen.shape)
+        self._name(index, at, entries)
+        there_before = old.gather(2, at.clamp_min(0).long()) == chosen
+        return (at >= 0) & (chosen < lay[:, None, None]) & ~there_before, arrival
+
+    def _recycled(self, chosen: torch.Tensor, held: torch.Tensor, away: torch.Tensor) -> Recycled:
+        """Slots for pages of the first so many `away` [B] that are chosen; `held` says which."""
+        # They ascend, so that those come first.
+        some = (chosen >= 0) & (chosen < away[:, None, None])
+        return ops.recycle_pages(
             chosen.flatten(0, 1),
-            away.sum(-1, dtype=torch.int32).flatten(),
+            some.sum(-1, dtype=torch.int32).flatten(),
             held.view(-1, held.shape[-1]),
             limit=self.home.shape[1],
         )
-        of_heads.index_copy_(0, rows, held)
+
+    def _sides(self, rows: torch.Tensor, ranks: tuple[int, int]) -> tuple[RowPages, RowPages]:
+        """The slots and the pages at home of some heads of requests."""
         slots, home = self.slots.index_select(0, rows), self.home.index_select(0, rows)
-        here = RowPages(self.pool.arena, slots + first, heads)
-        there = self.pool.at(home + first, heads)
-        failed = self.pool.fetch(recycled.moves, recycled.count, here, there, heads)
-        self.failures.update({int(rows[number]): error for number, error in failed.items()})
-        at = recycled.places.view(chosen.shape)
-        named = slots[:, None].expand(-1, heads, -1).gather(2, at.clamp_min(0).long())
+        heads = ranks[1] - ranks[0]
+        here = RowPages(self.pool.arena, slots + ranks[0], heads)
+        return here, self.pool.at(home + ranks[0], heads)
+
+    def _name(self, rows: torch.Tensor, at: torch.Tensor, entries: torch.Tensor) -> None:
+        """Has entries [B, heads, K, 5] name the slots `at` [B, heads, K], where these are any."""
+        slots = self.slots.index_select(0, rows)[:, None].expand(-1, at.shape[1], -1)
+        named = slots.gather(2, at.clamp_min(0).long())
         entries[..., 0] = torch.where(at >= 0, named, entries[..., 0])
 
 
@@ -179,6 +218,21 @@ class HostSlots:
             for number, host in self._of(step, filled):
                 host.mirror(step.full_pages(number, self._page_tokens))
 
+    def at_home(self, step: ListedStep, some: Int64) -> Int32:
+        """How many of the first pages of some of a step's requests lie at home, i32 [n]."""
+        hosts = [step.host(number, self.pool.budget.group) for number in some.tolist()]
+        return np.asarray([0 if host is None else host.count for host in hosts], np.int32)
+
+    def expect(self, step: ListedStep, some: Int64, arrival: Arrival) -> None:
+        """Takes note that pages of some of a step's requests are on their way into slots."""
+        for _, host in self._of(step, some):
+            host.expect(arrival)
+
+    def settle(self, step: ListedStep, some: Int64) -> None:
+        """Has nothing more be done before what some have chosen lies in slots."""
+        for _, host in self._of(step, some):
+            host.settle()
+
     def _of(self, step: ListedStep, some: Int64) -> Iterator[tuple[int, HostPages]]:
         for number in some.tolist():
             host = step.host(number, self.pool.budget.group)
@@ -201,6 +255,9 @@ class HostSlots:
 
         None for one whose pages all stay.
         """
+        if host is not None:
+            # Others may be brought into its slots now.
+            host.settle()
         home, count = (None, 0) if host is None else (host.home, host.count)
         before = self._told.get(row)
         if before == (home, count):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvweave.runner.decode.chosen_pages import ChosenStep
+from kvweave.runner.decode.chosen_step import ChosenStep
 from kvweave.runner.decode.slots import Step, StepRows
 from kvweave.runner.kv.tables import Int32
 

@@ -19,7 +19,8 @@ from kvweave._native import DecodeRows, DecodeStep
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
 from kvweave.ops import RopeTable
-from kvweave.runner.decode.chosen_pages import NO_ENTRY, ChosenPages, ChosenStep
+from kvweave.runner.decode.chosen_pages import ChosenPages
+from kvweave.runner.decode.chosen_step import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.listed_step import ListedStep

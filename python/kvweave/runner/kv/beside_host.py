@@ -15,13 +15,18 @@ NOT_BESIDE_HOST = {
 
 
 def check_host(
-    host_bytes: object, host_copies: object, host_dtype: object, kv_dtype: object, mode: str
+    host_bytes: object,
+    host_copies: object,
+    host_dtype: object,
+    host_arrivals: object,
+    kv_dtype: object,
+    mode: str,
 ) -> None:
     """Raises for what a runner is asked for of host memory, and beside it.
 
     # Errors
-    `InvalidArgument` for copies of no kind, or without memory for them; `Unsupported` as
-    `refuse_beside_host`.
+    `InvalidArgument` for copies or arrivals of no kind, or without memory for them; `Unsupported`
+    as `refuse_beside_host`.
     """
     if host_copies not in ("spill", "mirror"):
         got = shown(host_copies)
@@ -33,6 +38,11 @@ def check_host(
         raise InvalidArgument(f"host_dtype: expected fp8 or None, got {got}")
     if host_dtype is not None and host_bytes is None:
         raise InvalidArgument("host_dtype: expected host_bytes beside fp8, got none")
+    if host_arrivals not in ("exact", "late"):
+        got = shown(host_arrivals)
+        raise InvalidArgument(f"host_arrivals: expected exact or late, got {got}")
+    if host_arrivals == "late" and host_bytes is None:
+        raise InvalidArgument("host_arrivals: expected host_bytes beside late, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
     refuse_beside_host(host_bytes, "mode", mode if mode == "share" else None)
 

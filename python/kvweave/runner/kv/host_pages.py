@@ -38,6 +38,8 @@ class HostPages:
         # Pages that have been copied, or are being: `_coming` then says when all are there.
         self._copied = 0
         self._coming: Arrival | None = None
+        # When what was last chosen lies in the slots, where a step has not waited for it yet.
+        self._arriving: Arrival | None = None
 
     def begin(self, pages: int) -> None:
         """Copies the first pages beside whatever else the device does: see `spill`.
@@ -122,6 +124,19 @@ class HostPages:
         self._copied = pages
         return arrival
 
+    def expect(self, arrival: Arrival) -> None:
+        """Takes note that pages are on their way into the slots."""
+        self._arriving = arrival
+
+    def settle(self) -> None:
+        """Has the current stream do nothing more before what is on its way lies in its slots.
+
+        Nobody else may be given the slots before, and nothing else be brought into them.
+        """
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
     def bring_back(self) -> None:
         """Has all pages lie on the device again, where whatever reads all of them finds them.
 
@@ -132,6 +147,7 @@ class HostPages:
         if not self.count:
             self._leave_home()
             return
+        self.settle()
         group = self.pool.budget.group
         home = self.blocks()
         self.request.bring_back(group)
@@ -167,6 +183,7 @@ class HostPages:
         return self._rows()[:pages]
 
     def _leave_home(self) -> None:
+        self.settle()
         self.count = self._copied = 0
         self.slots = np.zeros(0, np.int32)
         if self._coming is not None:

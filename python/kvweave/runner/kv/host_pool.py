@@ -39,9 +39,11 @@ class Arrival:
     """When a copy that the device makes beside its other work has come over.
 
     `event` is behind it on the stream that makes it; None for a copy that has been made already.
+    Whoever waits is the current stream of `device`.
     """
 
     event: Any = None
+    device: torch.device | None = None
 
     def is_there(self) -> bool:
         """Whether it has. What the current stream does from then on finds it."""
@@ -55,7 +57,7 @@ class Arrival:
     def wait(self) -> None:
         """Has the current stream do nothing more before it has; the host does not wait."""
         if self.event is not None:
-            self.event.wait()
+            self.event.wait(torch.cuda.current_stream(self.device))
 
 
 class Aside:
@@ -75,7 +77,14 @@ class Aside:
         with torch.cuda.stream(self.stream):
             work()
             event: Any = torch.cuda.Event
-            return Arrival(self.stream.record_event(event(enable_timing=True)))
+            made = self.stream.record_event(event(enable_timing=True))
+            return Arrival(made, self.stream.device)
+
+    def reads(self, *tensors: torch.Tensor) -> None:
+        """Says that what is done aside reads these, so that nobody is given their memory before."""
+        if self.stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self.stream)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class HostPool:
     Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
     other arena. `scales` u8 [pages, 2], on the device, of pages that are kept as fp8 here: see
     `RowPages`. `mirrors`: whether pages are copied here as they fill, those that are not spilled
-    too. `aside` makes copies that decoding does not wait for. Whatever
+    too. `aside` makes copies that decoding does not wait for. `late` brings pages that a ranking
+    has chosen, where rankings take effect late; None where a step waits for these. Whatever
     the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
@@ -96,6 +106,7 @@ class HostPool:
     aside: Aside
     scales: torch.Tensor | None = None
     mirrors: bool = False
+    late: Aside | None = None
     transfers: Transfers = field(default_factory=Transfers)
 
     @property
@@ -229,6 +240,24 @@ class HostPool:
                 failed[number] = error
         return failed
 
+    def fetch_late(
+        self,
+        moves: torch.Tensor,
+        count: torch.Tensor,
+        slots: RowPages,
+        home: RowPages,
+        heads: int,
+    ) -> tuple[Arrival, dict[int, TransferFailed]]:
+        """As `fetch`, beside steps that read none of the slots; says too when all have come over.
+
+        It begins behind all that the current stream has been asked to do by now.
+        """
+        assert self.late is not None
+        failed = dict[int, TransferFailed]()
+        arrival = self.late.do(lambda: failed.update(self.fetch(moves, count, slots, home, heads)))
+        self.late.reads(moves, count, *map(torch.as_tensor, (slots.blocks, home.blocks)))
+        return arrival, failed
+
     def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
         """As `ops.move_pages`, also where the device does not read the host's memory."""
         carry_pages(moves, count, slots, home, way, pinned=self.pinned)
@@ -298,12 +327,14 @@ def make_host_pools(
     host_bytes: int | None,
     copies: str = "spill",
     dtype: str | None = None,
+    arrivals: str = "exact",
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
     None where `host_bytes` is. Each has a share by its heads, and takes
     memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
-    are spilled. `dtype`: "fp8" keeps them in a byte a number, None as they are.
+    are spilled. `dtype`: "fp8" keeps them in a byte a number, None as they are. `arrivals`: "late"
+    has rankings take effect late, "exact" has their steps wait for what they bring.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -328,14 +359,14 @@ def make_host_pools(
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
     return {
         budget.group: _made(
-            budget, shape, arena, host_bytes * budget.heads // heads, copies == "mirror"
+            budget, shape, arena, host_bytes * budget.heads // heads, copies, arrivals
         )
         for budget in budgets
     }
 
 
 def _made(
-    budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int, mirrors: bool
+    budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int, copies: str, arrivals: str
 ) -> HostPool:
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
@@ -345,4 +376,6 @@ def _made(
     scales = None
     if rounds:
         scales = torch.zeros((sizes[0], 2), dtype=torch.uint8, device=arena.device)
-    return HostPool(budget, cache, home, arena, Aside(arena.device), scales, mirrors)
+    late = Aside(arena.device) if arrivals == "late" else None
+    known = budget, cache, home, arena, Aside(arena.device)
+    return HostPool(*known, scales, copies == "mirror", late)

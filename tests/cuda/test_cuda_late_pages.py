@@ -1,0 +1,169 @@
+"""Rankings that take effect late on a GPU: pages are brought by a stream beside captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_batches import decoding
+from families import random_tokens, tiny
+from head_maps import near
+from host_faults import ASK
+from host_memory import both, host_runner, nothing_is_held, spills
+from kvweave.runner import Runner
+from kvweave.runner.kv.host_pool import Arrival, HostPool
+from late_pages import LateArrivals, steps_of
+from ranked_pages import FULL, WINDOW, top_k
+from versions import needs_cuda
+
+pytestmark = needs_cuda
+
+STEPS = 50
+CYCLES = 20_000_000
+KINDS = [
+    [top_k(4, 5)],
+    [top_k(5, 16), FULL],
+    [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)],
+    [top_k(5, 4, estimate=True)],
+]
+
+
+@pytest.fixture(autouse=True)
+def at_home_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First copies have come over at the second ranking, as on the CPU: answers depend on when."""
+
+    def is_there(arrival: Arrival) -> bool:
+        arrival.wait()
+        return True
+
+    monkeypatch.setattr(Arrival, "is_there", is_there)
+
+
+@contextmanager
+def slowly() -> Iterator[list[int]]:
+    """Has the stream that brings pages begin late, by a kernel that does nothing for a while."""
+    fetch, begun = HostPool.fetch_late, list[int]()
+
+    def late(pool: HostPool, *given: Any) -> Any:
+        assert pool.late is not None
+        begun.append(1)
+        pool.late.do(lambda: torch.cuda._sleep(CYCLES))
+        return fetch(pool, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPool, "fetch_late", late)
+        yield begun
+
+
+def launched(runner: Runner) -> Runner:
+    """A runner whose steps are launched one kernel at a time."""
+    assert runner._decoder.graphs is not None
+    runner._decoder.graphs.capturable = False
+    return runner
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def was_captured(runner: Runner) -> bool:
+    graphs = runner._decoder.graphs
+    assert graphs is not None
+    return graphs.capturable and any(size.graph is not None for size in graphs._sizes.values())
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_it_is_the_definition(kinds: Any) -> None:
+    resident, host = both(tiny("llama").cuda(), kinds, host_arrivals="late")
+    resident._decoder.graphs = None
+    tokens = random_tokens(300, 3)
+    wanted, missed = steps_of(resident, tokens, STEPS, defined=True)
+    said, _ = steps_of(host, tokens, STEPS)
+    for one, other in zip(said, wanted, strict=True):
+        near(one, other)
+    assert missed > 0
+    assert was_captured(host)
+    assert spills(host) == len(host.host)
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_steps_say_what_launched_ones_say_however_late_pages_come(
+    kinds: Any, dtype: torch.dtype, copies: str
+) -> None:
+    model, sizes = tiny("llama").cuda(), {}
+    if dtype != torch.float32:
+        model, sizes = tiny("llama", head_dim=64).to("cuda", dtype), {"page_tokens": 16}
+    how: dict[str, Any] = {"host_arrivals": "late", "host_copies": copies, **sizes}
+    tokens, late = random_tokens(300, 3), LateArrivals()
+    wanted = steps_of(launched(host_runner(model, kinds, **how)), tokens, STEPS)[0]
+    host = host_runner(model, kinds, **how)
+    assert same(steps_of(host, tokens, STEPS)[0], wanted)
+    assert was_captured(host)
+    with slowly() as begun:
+        assert same(steps_of(host, tokens, STEPS)[0], wanted)
+    assert len(begun) > 1
+    with late.at_work():
+        assert same(steps_of(host, tokens, STEPS)[0], wanted)
+    assert late.made == len(begun)
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("what", ["leaves", "back"])
+def test_who_leaves_or_is_brought_back_while_pages_are_on_their_way(what: str) -> None:
+    model, happens = tiny("llama").cuda(), dict.fromkeys((11, 12, 23, 37), what)
+    runners = both(model, KINDS[0], host_arrivals="late")
+    runners[0]._decoder.graphs = None
+    tokens = random_tokens(300, 3)
+    wanted, _ = steps_of(runners[0], tokens, STEPS, happens, defined=True)
+    with slowly():
+        said, _ = steps_of(runners[1], tokens, STEPS, happens)
+    for one, other in zip(said, wanted, strict=True):
+        near(one, other)
+    assert nothing_is_held(runners[1])
+
+
+def test_requests_that_join_in_turns() -> None:
+    answers = []
+    for slow in (False, True):
+        runner = host_runner(tiny("llama").cuda(), KINDS[2], host_arrivals="late", max_tokens=16384)
+        draws = np.random.default_rng(1)
+        prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]
+        sequences = [decoding(runner, one, 60) for one in done]
+        with torch.inference_mode(), slowly() if slow else nullcontext():
+            for turn in range(70):
+                batch = [s for s in sequences[: 1 + turn] if not s.done and draws.random() < 0.9]
+                if batch:
+                    runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
+        answers.append([sequence.tokens for sequence in sequences])
+        runner._decoder.forget()
+        for one in done:
+            one.release()
+        assert nothing_is_held(runner)
+    assert answers[0] == answers[1]
+
+
+def test_who_is_cancelled_while_pages_are_on_their_way_spoils_nobodys() -> None:
+    model, kinds, prompt = tiny("llama").cuda(), [top_k(6, 4)], random_tokens(110, 2)
+    ample = host_runner(model, kinds, host_arrivals="late")
+    alone = ample.generate(prompt, "full", **ASK).tokens
+    runner = host_runner(model, kinds, host_arrivals="late", max_tokens=160)
+    engine = runner.engine()
+    with slowly() as begun:
+        first = engine.submit(random_tokens(120, 1), "full", **ASK)
+        while not begun:
+            engine.must_step()
+        engine.cancel(first)
+        second = engine.submit(prompt, "full", **ASK)
+        engine.run()
+    assert first.outcome == "cancelled"
+    assert second.result().tokens == alone
+    assert nothing_is_held(runner)

@@ -1,0 +1,238 @@
+"""Rankings that take effect late: their definition, and pages that come over as late as may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode_batches import decoding
+from kvweave.runner import Runner
+from kvweave.runner.decode.chosen_tables import ChosenTables
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.page_budget import PageBudget
+from ranked_pages import best_pages, page_score, stored_tokens
+
+Scores = Callable[[], list[float]]
+
+
+class LateBudget:
+    """Which pages each head of one budget reads, by its rank, step by step of one request.
+
+    `home`: how many first pages lie in the host's memory, of a budget that is not ranked at every
+    step: those that are spilled before the second ranking and behind each one from then on.
+    `slots`: the page that each slot of a head holds.
+    """
+
+    def __init__(self, budget: PageBudget, page: int) -> None:
+        self.budget, self.page = budget, page
+        self.room = budget.pages + -(-budget.pages // 8)
+        self.position = self.count = self.listed = self.home = 0
+        self.ranked: int | None = None
+        self.now = "all"
+        self.slots: dict[int, list[int | None]] = {}
+        self.lists: dict[int, list[int]] = {}
+        self.there: dict[int, list[int]] = {}
+        self.chosen: dict[int, list[int]] = {}
+        self.missed = 0
+
+    def happens(self, what: str) -> None:
+        """What happens to the request between two steps, after which it is ranked anew.
+
+        Its table is "moved", it "leaves" the batch, which forgets what its slots hold, or all of
+        its pages are brought "back".
+        """
+        self._end()
+        self.ranked, self.now = None, "all"
+        if what != "moved":
+            self.slots = {}
+        if what == "back":
+            self.home = 0
+
+    def begin(self, position: int) -> None:
+        """The step of the token at a position."""
+        if position == self.position:
+            return
+        self._end()
+        self.now = {"ranks late": "reads what is there"}.get(self.now, "goes on")
+        self.position, self.count = position, position // self.page + 1
+        if self.count <= self.budget.pages:
+            self.now = "all"
+        elif self.ranked is None or position - self.ranked >= self.budget.every:
+            if self.ranked is not None and self.home > 0:
+                self.now = "ranks late"
+                return
+            self.now, self.ranked, self.listed = "ranks", position, self.count
+
+    def reads(self, rank: int, scores: Scores) -> list[int]:
+        """The pages that a head reads in this step."""
+        if self.now == "all":
+            return list(range(self.count))
+        if self.now == "ranks":
+            self.lists[rank] = best_pages(scores(), self.budget.pages)
+            self._recycle(rank, self.lists[rank])
+        if self.now == "ranks late":
+            self.chosen[rank] = best_pages(scores(), self.budget.pages)
+        read = self.there if self.now == "reads what is there" else self.lists
+        return [*read[rank], *range(self.listed, self.count)]
+
+    def _end(self) -> None:
+        """Behind a step: brings what it ranked, or spills before a ranking that is exact then."""
+        full, ranked = self.position // self.page, self.ranked
+        if self.now == "ranks late":
+            self._bring()
+        elif ranked is not None and not self.home and self.budget.every > 1:
+            soon = self.position + 1 - ranked >= self.budget.every
+            if soon and full > self.room:
+                self.home, self.slots, self.ranked = full, {}, None
+
+    def _bring(self) -> None:
+        before, self.home = self.home, max(self.home, self.position // self.page)
+        self.ranked, self.listed = self.position, self.count
+        for rank, chosen in self.chosen.items():
+            held = self._held(rank)
+            self.there[rank] = [page for page in chosen if page in held or page >= before]
+            self.missed += len(chosen) - len(self.there[rank])
+            self._recycle(rank, chosen)
+            self.lists[rank] = chosen
+
+    def _held(self, rank: int) -> list[int | None]:
+        return self.slots.setdefault(rank, [None] * self.room)
+
+    def _recycle(self, rank: int, chosen: list[int]) -> None:
+        held = self._held(rank)
+        for page in chosen:
+            if page < self.home and page not in held:
+                free = next(n for n, other in enumerate(held) if other not in chosen)
+                held[free] = page
+
+
+class LateDefinition:
+    """What a lone request reads by `LateBudget`, of a runner whose pages all lie on the device."""
+
+    def __init__(self, runner: Runner, sequence: Decoding) -> None:
+        self.runner, self.sequence = runner, sequence
+        self.page = int(runner.cache.shape.page_tokens)
+        heads = runner._decoder.heads
+        self.budgets = {b.group: LateBudget(b, self.page) for b in heads.budgets}
+
+    @property
+    def missed(self) -> int:
+        """Pages that were on their way in some step, of all heads."""
+        return sum(budget.missed for budget in self.budgets.values())
+
+    def read(self, tables: Any, layer: int, q: torch.Tensor) -> tuple[Any, Any]:
+        """As `ChosenTables.read`, by the definition."""
+        heads, request = self.runner._decoder.heads, self.sequence.request
+        reach = self.runner._decoder.reads.of(()).chosen[layer]
+        assert reach is not None
+        of_kv = q[0].double().view(heads.spec.kv_heads, -1, q.shape[-1])
+        added, offsets = [], tables.offsets.clone()
+        end = len(tables.entries)
+        for budget, some, ranks in heads.ranked(layer):
+            table = request.entries(budget.group)
+            defined = self.budgets[budget.group]
+            defined.begin(request.length - 1)
+            for head, rank in zip(some, ranks, strict=True):
+
+                def scores(head: int = head, rank: int = rank, table: Any = table) -> list[float]:
+                    keys = [stored_tokens(self.runner, e, rank)[0] for e in table.tolist()]
+                    return [page_score(of_kv[head], some) for some in keys]
+
+                read = table[defined.reads(rank, scores)]
+                at = int(np.asarray(reach.heads)[head, 0])
+                offsets[at], offsets[at + 1] = end, end + len(read)
+                added.append(torch.from_numpy(read))
+                end += len(read)
+        every = torch.cat((tables.entries, *(a.to(tables.entries.device) for a in added)))
+        if tables.entries.is_cuda:
+            return every, offsets
+        return every.numpy(), offsets.numpy()
+
+
+def steps_of(
+    runner: Runner,
+    tokens: Any,
+    steps: int,
+    happens: Mapping[int, str] | None = None,
+    *,
+    defined: bool = False,
+) -> tuple[list[torch.Tensor], int]:
+    """Logits of decode steps behind a prompt, and how many pages were missed: see `LateDefinition`.
+
+    Before steps of these numbers something `happens`: see `LateBudget`. That a table is moved a
+    runner does by itself. By a runner's own steps, or what they read as `defined`: then missed
+    pages are counted.
+    """
+    seen: list[torch.Tensor] = []
+
+    def choose(batch: Any, logits: torch.Tensor, _greedy: bool) -> Any:
+        seen.append(logits[0].clone())
+        return np.array([s.choose(row) for s, row in zip(batch, logits, strict=True)])
+
+    with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
+        sequence = decoding(runner, done, steps + 1)
+        definition = LateDefinition(runner, sequence)
+        budgets = definition.budgets.values()
+        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+            if defined:
+                patch.setattr(ChosenTables, "read", lambda *given: definition.read(*given))
+            for step in range(steps):
+                if what := (happens or {}).get(step):
+                    if what == "leaves":
+                        runner._decoder.forget(sequence.request)
+                    elif what == "back":
+                        done.kv.bring_back()
+                    for budget in budgets:
+                        budget.happens(what)
+                runner._decoder.step([sequence], choose=choose)
+        runner._decoder.forget(sequence.request)
+    return seen, definition.missed
+
+
+class LateArrivals:
+    """Pages that are brought late, as late as a stream of a GPU may bring them.
+
+    That is when somebody waits for them, or for later ones.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], Any]] = []
+        self.made = 0
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        fetch = HostPool.fetch_late
+
+        def later(pool: HostPool, *given: Any) -> Any:
+            number = self.made + len(self.waiting)
+            self.waiting.append(lambda: fetch(pool, *given))
+            return self._arrival(number), {}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostPool, "fetch_late", later)
+            yield
+
+    def bring(self, count: int) -> None:
+        """Brings the first so many of all, and has the current stream wait for them."""
+        while self.made < count and self.waiting:
+            self.made += 1
+            arrival, _ = self.waiting.pop(0)()
+            arrival.wait()
+
+    def _arrival(self, number: int) -> Arrival:
+        late = self
+
+        class Late(Arrival):
+            def is_there(self) -> bool:
+                return late.made > number
+
+            def wait(self) -> None:
+                late.bring(number + 1)
+
+        return Late()
