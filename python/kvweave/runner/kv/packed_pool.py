@@ -109,13 +109,15 @@ class PackedPool:
             known["own_bases_most"] = most
         return known
 
-    def pack(self, packs: Int32) -> None:
-        """Packs exact pages, rows as `ops.pack_pages` takes them, in the shared basis."""
+    def pack(self, packs: Int32, basis: int | None = None) -> None:
+        """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis."""
         bases = self.bases
         if bases is not None:
-            if bases.wants_moments:
-                bases.add(*on_host(self.exact, packs, self.block_pages))
-            bases.assign(packs[:, 0], bases.shared)
+            if basis is None:
+                if bases.wants_moments:
+                    bases.add(*on_host(self.exact, packs, self.block_pages))
+                basis = bases.shared
+            bases.assign(packs[:, 0], basis)
         (table,) = send(self.spec.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
 

@@ -15,6 +15,7 @@ import torch
 from kvweave.cache import KvRequest
 from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import RopeTable
+from kvweave.payload.packed import PageFormat
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.pool_bases import BlockBases, basis_shape, needs_steps
@@ -73,16 +74,11 @@ class PackedForm:
 
     def provenance(self, namespace: str, regime: int) -> Provenance:
         """That of the pool's format, whose every size is in the layout."""
-        shape, of = self.cache.shape, self.pool.pages.format
-        sizes = [VERSION, of.kind, of.page_tokens, of.scales]
-        if of.kind == "top-r":
-            sizes += [of.kept, of.group, of.channels, of.numbers]
-        if of.token_bytes is not None:
-            sizes += [of.token_bytes]
+        shape, of = self.cache.shape, PageFormat.of(self.pool.pages.format)
         return Provenance(
             self.cache.fingerprint,
             dtype=shape.dtype,
-            layout="/".join(("packed", *map(str, sizes))),
+            layout=f"packed/{VERSION}/{of.name}",
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
