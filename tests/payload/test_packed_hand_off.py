@@ -171,6 +171,9 @@ def test_documents_are_handed_over_as_they_lie(
     # Those of the document that comes twice come once.
     assert packed.blocks <= 9
     with resumed(there, payload) as done:
+        # Tokens aside lie in the slots that they had: a GPU may sum in their order.
+        rows = payload.parts["packed.aside_entries"].numpy()
+        assert np.array_equal(done.kv.packed.exact_entries(64)[:, 1:], rows[:, 1:])
         assert same(said_by(there, done), wanted)
         longer = random_tokens(9, 4)
         behind = there.extend(done, longer.tolist())
@@ -203,9 +206,7 @@ def test_exact_pages_may_be_of_another_size(model: Any, sizes: tuple[int, int]) 
     for prompt, policy in ((random_tokens(500, 1), "full"), (parts, "naive")):
         payload, wanted, _ = handed_over(here, prompt, policy)
         with resumed(there, payload) as done:
-            seen = said_by(there, done)
-        apart = max(float((a - b).abs().max()) for a, b in zip(seen, wanted, strict=True))
-        assert apart < 1e-4
+            assert same(said_by(there, done), wanted)
     assert nothing_is_held(there)
 
 
