@@ -60,6 +60,9 @@ class PackedPrefix:
     basis: int | None = None
     """The basis that its pages are packed in, by its number in the pool; None: the shared one."""
 
+    _exact: int | None = None
+    """The first token that was computed over a part of what is packed; None: no token was."""
+
     def __init__(
         self,
         pool: PackedPool,
@@ -211,10 +214,18 @@ class PackedPrefix:
         else:
             pool.unpack(packs, pool.exact)
 
+    def read_in_part(self, position: int) -> None:
+        """Says that the token at a position was computed over a part of what is packed.
+
+        What was decoded with a choice of pages is not what a prefill would have computed.
+        """
+        self._exact = position if self._exact is None else min(self._exact, position)
+
     def commit(self) -> None:
-        """Lets later prompts find what is packed."""
-        if self.tokens:
-            self.request.commit(self.tokens, self.tokens)
+        """Lets later prompts find what is packed, up to what was computed over a part of it."""
+        exact = self.tokens if self._exact is None else min(self._exact, self.tokens)
+        if whole := exact // PAGE_TOKENS * PAGE_TOKENS:
+            self.request.commit(whole, whole)
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of packed blocks that this request alone pays for, and of those that it shares.

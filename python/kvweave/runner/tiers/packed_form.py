@@ -120,6 +120,7 @@ class PackedForm:
             self.put_bases(blocks, document.bases)
             pages = document.parts[_PAGES].to(self.arena.device)
             self.arena.index_copy_(0, self._index(blocks), pages.flatten(0, 1))
+            self.pool.bound(blocks, len(tokens))
             request.commit(len(tokens), len(tokens))
         except BaseException:
             request.release()
