@@ -22,6 +22,7 @@ from kvweave.runner.hand_off import take_over
 from kvweave.runner.prefill.prefilled import Prefill
 from packed_decoding import nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
+from ranked_pages import FULL, WINDOW, kinds_map, top_k
 from versions import needs_cuda
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 16384, "num_hidden_layers": 2}
@@ -238,6 +239,30 @@ def said_by_all(runner: Runner, some: list[Prefill]) -> list[torch.Tensor]:
             runner._decoder.step(batch, choose=choose)
     runner._decoder.forget()
     return seen
+
+
+@pytest.mark.parametrize("kinds", [[top_k(4, 3)], [top_k(5, 16, score="mean"), WINDOW, top_k(6)]])
+@pytest.mark.parametrize("name", ["int4", "half-int4"])
+def test_heads_choose_there_what_they_choose_here(model: Any, name: str, kinds: Any) -> None:
+    """By the bounds of exact keys that come along."""
+    packing, _ = random_packing(name, 4, 64)
+    plain = Runner(model, max_tokens=64, check=False, progress=False)
+    maps = [kinds_map(plain.spec, of) for of in (kinds, kinds, [FULL], [top_k(7, 3)])]
+    here, there, *others = (runner_of(model, packing, heads=of, max_tokens=16384) for of in maps)
+    docs = documents([300, 40, 129])
+    insert_all(here, docs)
+    parts = [fresh(70, 1), docs[0], fresh(5, 2), docs[1], docs[2], docs[0], fresh(50, 3)]
+    for prompt, policy in ((random_tokens(900, 1), "full"), (parts, "naive")):
+        payload, wanted, _ = handed_over(here, prompt, policy)
+        choosing = 4 if len(kinds) == 1 else 3
+        assert payload.parts["packed.bounds"].shape[1:] == (choosing, 3, 64)
+        with resumed(there, payload) as done:
+            assert same(said_by(there, done), wanted)
+        for other in others:
+            with pytest.raises(InvalidArgument, match="payload head map"):
+                other.resume(payload)
+            assert nothing_is_held(other)
+    assert nothing_is_held(there)
 
 
 # ---- what travels ---------------------------------------------------------------------------

@@ -88,6 +88,15 @@ def test_bytes_that_were_spoiled(payload: KvPayload, data: st.DataObject) -> Non
         ("sights", [[0, 5], [0, 0]], "sight: expected no sink without a window"),
         ("sights", [[-1, 0], [0, 0]], "sight: expected an integer"),
         ("sights", "all", "sights: expected a list"),
+        ("choices", [[4, 1]], "choice: expected pages, steps and a score"),
+        ("choices", [[0, 1, "mean"]], "choice pages"),
+        ("choices", [[4, 2**40, "mean"]], "choice steps"),
+        ("choices", [[4, 1, "best"]], "choice score: expected one of min-max, mean, got best"),
+        ("choices", [[4, 1, ["mean"]]], "choice score"),
+        ("chooses", [-1], "chooses: expected 2 heads"),
+        ("chooses", [-1, 0], "chooses: expected an integer from -1 to -1"),
+        ("chooses", [-1, "0"], "chooses"),
+        ("chooses", None, "chooses: expected a list"),
         ("tokens", 333, "packed tokens: expected 320 or 334, got 333"),
         ("tokens", 320, "each position of \\[64, 320\\) once"),
         ("tokens", True, "packed tokens"),
@@ -137,6 +146,16 @@ def test_formats_that_cannot_be(payload: KvPayload, field: str, value: Any, says
     header = json.loads(json.dumps(payload.header.to_json()))
     header["packed"]["format"][field] = value
     refused(resealed(payload, header), says)
+
+
+def test_heads_that_choose_have_bounds(payload: KvPayload) -> None:
+    header = json.loads(json.dumps(payload.header.to_json()))
+    header["packed"] |= {"choices": [[4, 1, "mean"]], "chooses": [-1, 0]}
+    refused(
+        resealed(payload, header), "part packed.bounds: expected F32 \\[4, 1, 3, 64\\], got none"
+    )
+    header["packed"]["chooses"] = [0, -1]
+    refused(resealed(payload, header), "chooses: expected an integer from -1 to -1")
 
 
 def test_schemas_say_whether_there_are_packed_tokens(payload: KvPayload) -> None:

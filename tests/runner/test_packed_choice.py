@@ -12,13 +12,14 @@ import torch
 from decode_batches import decoding
 from document_decoding import documents, fresh, insert_all
 from families import random_tokens, tiny
-from kvweave import Store, Unsupported
+from kvweave import Store
 from kvweave.runner import Runner
-from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED_CHOICE
+from kvweave.runner.tiers.choice import Speeds
 from packed_choosing import ChoosingDecoding, expect_packed_choice
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from page_meaning import Meaning, random_packing
 from ranked_pages import FULL, kinds_map, logits_of_steps, top_k
+from tiered_runners import FAST, SLOW, Stated
 from versions import needs_cuda
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
@@ -207,6 +208,32 @@ def test_bounds_come_with_documents_from_a_store(model: Any, tmp_path: Path) -> 
     torch.testing.assert_close(*pools, atol=0.02, rtol=0)
 
 
+def test_bounds_come_with_documents_from_the_hosts_memory(model: Any) -> None:
+    """As they were, of exact keys; they count there as well."""
+    given = {"max_tokens": 2048, "document_bytes": 8 << 20}
+    runner, _ = runner_of(model, "int4", [top_k(4)], **given)
+    runner.tiers.measured = Stated(Speeds(host=FAST, disk=FAST, compute=SLOW))
+    document = documents([300])[0]
+    runner.insert(document.tokens, "manual")
+    runner.flush()
+
+    def bounds(source: str) -> torch.Tensor:
+        with runner.prefill([fresh(70, 1), document, fresh(5, 2)], "naive") as done:
+            assert done.report.documents[1].source == source
+            blocks = np.unique(done.kv.packed.entries()[:, 0])
+            return runner.packed.bounds[(blocks[:, None] + np.arange(4)).reshape(-1)]
+
+    wanted = bounds("device")
+    runner.packed.cache.delete("manual")
+    for seed in (1, 2):
+        runner.packed.cache.admit(random_tokens(2000, seed), reuse="none").release()
+    runner.packed.bounds.fill_(7.0)
+    assert torch.equal(bounds("host"), wanted)
+    other, _ = runner_of(model, "int4", [FULL], **given)
+    sizes = [each.tiers.host.stats()["block_bytes"] for each in (runner, other)]
+    assert sizes[0] - sizes[1] == 4 * 3 * 64 * 4
+
+
 def test_bounds_are_within_the_bytes_of_the_arena(model: Any) -> None:
     given = {"arena_bytes": 8 << 20, "max_tokens": None}
     sizes = []
@@ -217,32 +244,6 @@ def test_bounds_are_within_the_bytes_of_the_arena(model: Any) -> None:
         sizes.append(len(runner.packed.pages.data))
     assert runner.packed.bounds.nbytes == sizes[1] * 3 * 64 * 4
     assert sizes[1] < sizes[0]
-
-
-# ---- what is refused ------------------------------------------------------------------------
-
-
-def test_what_does_not_go_with_it_is_refused_by_name(model: Any) -> None:
-    runner, _ = runner_of(model, "int4", [top_k(4)])
-    other, _ = runner_of(model, "int4", [FULL])
-    tokens = random_tokens(300, 1)
-    with other.prefill(tokens, "full") as done:
-        payload = other.export(done)
-
-    def export() -> None:
-        with runner.prefill(tokens, "full") as done:
-            runner.export(done)
-
-    asked: dict[str, Any] = {
-        "payloads": [export, lambda: runner.resume(payload)],
-        "document_bytes": [lambda: runner_of(model, "int4", [top_k(4)], document_bytes=1 << 20)],
-    }
-    assert asked.keys() == NOT_BESIDE_PACKED_CHOICE.keys()
-    for what, calls in asked.items():
-        for call in calls:
-            with pytest.raises(Unsupported, match=f"^{what}: .* beside top_k heads over packed"):
-                call()
-    assert nothing_is_held(runner)
 
 
 @needs_cuda

@@ -22,6 +22,7 @@ from kvweave.payload.header_fields import (
     expect_count,
     fields_of,
     is_text,
+    list_of,
     pairs_of,
 )
 
@@ -29,12 +30,17 @@ VERSION = 1
 """Of how packed parts are laid out, bytes of pages among them."""
 
 PAGES, ENTRIES, WHICH, BASES = "packed.pages", "packed.entries", "packed.which", "packed.bases"
-ASIDE, ASIDE_ENTRIES = "packed.aside", "packed.aside_entries"
+ASIDE, ASIDE_ENTRIES, BOUNDS = "packed.aside", "packed.aside_entries", "packed.bounds"
+
+SCORES = ("min-max", "mean")
 
 _MOST_SIZE = 2**16
 
 PartKind = tuple[str, tuple[int, ...]]
 """A part's dtype, as a header names it, and its shape."""
+
+Choice = tuple[int, int, str]
+"""How heads choose packed pages: how many, every how many steps anew, and by which score."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +104,19 @@ class PackedHeader:
     """What lies packed of a request, between its sink and its newest tokens.
 
     `sights`: window and sink of each (layer, KV head), layer by layer, (0, 0) where it reads all:
-    packed pages of these alone travel. `tokens`: up to where positions lie packed or aside; what
-    is behind is in exact pages until its page is full. `blocks` packed blocks are listed by
-    `entries` rows, and are packed in `bases` bases; `basis` is which of these the request's next
-    pages are packed in, 0 for the axes, None for whatever the receiver packs in. `aside_tokens`
-    exact ones are listed by `aside_entries` rows.
+    packed pages of these alone travel. `choices`: how heads choose pages, and `chooses` which of
+    these each of them does, −1 where it reads all. `tokens`: up to where positions lie packed or
+    aside; what is behind is in exact pages until its page is full. `blocks` packed blocks are
+    listed by `entries` rows, and packed in `bases` bases; `basis` is which of these the request's
+    next pages are packed in, 0 for the axes, None for whatever the receiver packs in.
+    `aside_tokens` exact ones are listed by `aside_entries` rows.
     """
 
     version: int
     format: PageFormat
     sights: tuple[tuple[int, int], ...]
+    choices: tuple[Choice, ...]
+    chooses: tuple[int, ...]
     tokens: int
     blocks: int
     entries: int
@@ -129,6 +138,7 @@ class PackedHeader:
             for number in sight:
                 expect_count("sight", number, 0, MOST_TOKENS)
             expect(sight[0] > 0 or sight[1] == 0, "sight", "no sink without a window", sight)
+        self._check_choices(pairs)
         whole = tokens // of.page_tokens * of.page_tokens
         right = type(self.tokens) is int and self.tokens in (whole, tokens)
         expect(right, "packed tokens", f"{whole} or {tokens}", self.tokens)
@@ -140,6 +150,21 @@ class PackedHeader:
         if self.basis is not None:
             expect(of.basis_rows is not None, "packed basis", "none of this format", self.basis)
             expect_count("packed basis", self.basis, _least_basis(of), self.bases)
+
+    def _check_choices(self, pairs: int) -> None:
+        for pages, every, score in self.choices:
+            expect_count("choice pages", pages, 1, MOST_TOKENS)
+            expect_count("choice steps", every, 1, MOST_TOKENS)
+            expect(score in SCORES, "choice score", f"one of {', '.join(SCORES)}", score)
+        expect(len(self.chooses) == pairs, "chooses", f"{pairs} heads", len(self.chooses))
+        for number, (window, _) in zip(self.chooses, self.sights, strict=True):
+            most = len(self.choices) - 1 if window == 0 else -1
+            expect_count("chooses", number, -1, most)
+
+    @property
+    def bounded(self) -> npt.NDArray[np.int64]:
+        """Which pages of a block have bounds, as their heads choose among them: their ranks."""
+        return np.flatnonzero(np.asarray(self.chooses) >= 0)
 
     @property
     def sent(self) -> npt.NDArray[np.int64]:
@@ -155,6 +180,8 @@ class PackedHeader:
             ASIDE: (dtype, (pairs, 2, self.aside_tokens, head_dim)),
             ASIDE_ENTRIES: ("i32", (self.aside_entries, 5)),
         }
+        if len(self.bounded):
+            kinds[BOUNDS] = ("f32", (self.blocks, len(self.bounded), 3, head_dim))
         if of.basis_rows is not None:
             kinds[WHICH] = ("i32", (self.blocks,))
             kinds[BASES] = ("f32", (self.bases, pairs, 2, of.basis_rows, head_dim))
@@ -169,8 +196,13 @@ class PackedHeader:
         """
         fields = fields_of(data, "packed header", set(PackedHeader.__dataclass_fields__))
         format = PageFormat(**fields_of(fields["format"], "format", set(_FORMAT_FIELDS)))
-        sights = pairs_of("sights", fields["sights"])
-        return PackedHeader(**{**fields, "format": format, "sights": sights})
+        read: dict[str, Any] = {"format": format, "sights": pairs_of("sights", fields["sights"])}
+        choices = [list_of("choice", choice) for choice in list_of("choices", fields["choices"])]
+        for choice in choices:
+            expect(len(choice) == 3, "choice", "pages, steps and a score", choice)
+        read["choices"] = tuple(map(tuple, choices))
+        read["chooses"] = tuple(list_of("chooses", fields["chooses"]))
+        return PackedHeader(**{**fields, **read})
 
     def to_json(self) -> dict[str, Any]:
         """The header as plain data."""
@@ -184,8 +216,10 @@ class PackedTokens:
     "packed.pages" u8 [blocks, pages of one, bytes]: the pages of heads that read all. Entries i32
     [N, 5] are those of ops, in order of position, over the numbers of these blocks. "packed.which"
     i32 [blocks] is the basis of each block, from 1 on, 0 for the axes, and "packed.bases" f32 [k,
-    L · G, 2, rows, D] are they; of formats in a basis alone. "packed.aside" [L · G, 2, n, D]: K and
-    V of exact tokens, in order of their entries, whose numbers of blocks count exact ones.
+    L · G, 2, rows, D] are they; of formats in a basis alone. "packed.bounds" f32 [blocks, n, 3, D]
+    has the least, greatest and mean key of each page that heads choose among. "packed.aside"
+    [L · G, 2, n, D]: K and V of exact tokens, in order of their entries, whose numbers of blocks
+    count exact ones.
     """
 
     header: PackedHeader

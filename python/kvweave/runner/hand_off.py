@@ -11,7 +11,6 @@ from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
 from kvweave.payload.transfer import import_exact
-from kvweave.runner.kv.beside_packed import refuse_beside_choice
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.resumed_pages import ResumedPages, expect_packed_alike
 from kvweave.runner.kv.reused_tokens import ReusedTokens
@@ -29,8 +28,7 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
     """The KV of a prefilled prompt and its last logits; the prompt stays as it is.
 
     # Errors
-    `InvalidArgument` for a prompt that was released, or that tokens were appended to;
-    `Unsupported` where heads choose packed pages.
+    `InvalidArgument` for a prompt that was released, or that tokens were appended to.
     """
     if done.request.length != done.report.tokens:
         raise InvalidArgument(
@@ -38,8 +36,6 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
             f"got {done.request.length}"
         )
     packed, tokens = done.kv.packed, done.report.tokens
-    if packed is not None:
-        refuse_beside_choice(packed.pool.heads, "payloads")
     return export_kv(
         prefiller.cache,
         prefiller.pages,
@@ -59,8 +55,7 @@ def take_over(
 
     # Errors
     As `import_kv`; `InvalidArgument` as well for ids or logits of another vocabulary, keys rotated
-    by other frequencies, a payload without logits, or packed pages of another format or head map;
-    `Unsupported` where heads choose packed pages.
+    by other frequencies, a payload without logits, or packed pages of another format or head map.
     """
     start = time.perf_counter()
     header, spec = payload.header, prefiller.spec
@@ -105,7 +100,6 @@ def _admitted(
     known = cache, prefiller.pages, payload
     if pool is None:
         return import_kv(*known, namespace=namespace, reserve_tokens=reserve_tokens), None
-    refuse_beside_choice(pool.heads, "payloads")
     header = expect_packed_alike(pool, payload.header.packed)
     request = import_exact(*known, namespace, reserve_tokens)
     try:

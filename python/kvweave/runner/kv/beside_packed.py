@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvweave.runner.kv.beside import refuse
-from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 
 NOT_BESIDE_PACKED = {
@@ -16,12 +15,6 @@ NOT_BESIDE_PACKED = {
     "remote": "what another machine keeps of documents are exact pages",
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""
-
-NOT_BESIDE_PACKED_CHOICE = {
-    "payloads": "bounds by which packed pages are chosen are not handed over",
-    "document_bytes": "documents that come back from there have no bounds",
-}
-"""By the call or argument that asks for it: why packed pages do not serve it that heads choose."""
 
 
 def check_kv_dtype(kv_dtype: object, **asked: object) -> Packing | None:
@@ -46,14 +39,3 @@ def refuse_beside_packed(packed: object, what: str, got: object = "one") -> None
     """
     if packed is not None:
         refuse(NOT_BESIDE_PACKED, "kv_dtype", "packed pages", what, got)
-
-
-def refuse_beside_choice(heads: PackedHeads, what: str, got: object = "one") -> None:
-    """Raises for something that is asked for of a runner whose heads choose packed pages.
-
-    # Errors
-    `Unsupported` naming both.
-    """
-    if heads.budgets:
-        named = "top_k heads over packed pages"
-        refuse(NOT_BESIDE_PACKED_CHOICE, "top_k heads beside kv_dtype", named, what, got)

@@ -11,6 +11,7 @@ from kvweave.payload.packed import (
     ASIDE,
     ASIDE_ENTRIES,
     BASES,
+    BOUNDS,
     ENTRIES,
     PAGES,
     WHICH,
@@ -21,7 +22,7 @@ from kvweave.payload.pages import Places, scatter
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import BlockBases
-from kvweave.runner.kv.sent_pages import pages_of, ranks
+from kvweave.runner.kv.sent_pages import choices_of, choosing_ranks, pages_of, ranks
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.kv.token_places import entries_at, places_of
 
@@ -36,8 +37,13 @@ def expect_packed_alike(pool: PackedPool, header: PackedHeader | None) -> Packed
     got = "exact pages alone" if header is None else header.format.name
     if header is None or got != expected:
         raise InvalidArgument(f"payload format: expected {expected}, got {got}")
-    if not np.array_equal(np.asarray(header.sights), pool.heads.sights.reshape(-1, 2)):
-        raise InvalidArgument("payload head map: expected windows as they are here, got others")
+    heads = pool.heads
+    alike = np.array_equal(heads.sights.reshape(-1, 2), np.asarray(header.sights))
+    alike &= np.array_equal(heads.budget_of.reshape(-1), np.asarray(header.chooses))
+    if not alike or header.choices != choices_of(pool):
+        raise InvalidArgument(
+            "payload head map: expected heads that read as they do here, got others"
+        )
     return header
 
 
@@ -104,6 +110,10 @@ class ResumedPages(PackedPrefix):
         sent, others = (ranks(pool, reads_all=all_) for all_ in (True, False))
         data.index_copy_(0, pages_of(pool, taken, sent), parts[PAGES].to(data.device).flatten(0, 1))
         data.index_fill_(0, pages_of(pool, taken, others), 0)
+        if len(bounded := choosing_ranks(pool)):
+            assert pool.bounds is not None
+            index = pages_of(pool, taken, bounded)
+            pool.bounds.index_copy_(0, index, parts[BOUNDS].to(data.device).flatten(0, 1))
         entries: Int32 = parts[ENTRIES].cpu().numpy().copy()
         entries[:, 0] = taken[entries[:, 0]]
         return entries

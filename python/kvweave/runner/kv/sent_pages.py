@@ -10,10 +10,12 @@ from kvweave.payload.packed import (
     ASIDE,
     ASIDE_ENTRIES,
     BASES,
+    BOUNDS,
     ENTRIES,
     PAGES,
     VERSION,
     WHICH,
+    Choice,
     PackedHeader,
     PackedTokens,
     PageFormat,
@@ -38,6 +40,10 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
         ASIDE: _exact(pool, aside, tokens),
         ASIDE_ENTRIES: torch.from_numpy(_numbered(aside)[1]),
     }
+    if len(bounded := choosing_ranks(pool)):
+        assert pool.bounds is not None
+        bounds = pool.bounds.index_select(0, pages_of(pool, blocks, bounded))
+        parts[BOUNDS] = bounds.view(len(blocks), len(bounded), *bounds.shape[1:])
     bases, basis = 0, None
     if pool.bases is not None:
         known, basis = pool.bases.of_text(blocks)
@@ -50,6 +56,8 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
         version=VERSION,
         format=PageFormat.of(pool.pages.format),
         sights=tuple((window, sink) for window, sink in pool.heads.sights.reshape(-1, 2).tolist()),
+        choices=choices_of(pool),
+        chooses=tuple(pool.heads.budget_of.reshape(-1).tolist()),
         tokens=max(int(ends.max(initial=0)), tokens // PAGE_TOKENS * PAGE_TOKENS),
         blocks=len(blocks),
         entries=len(entries),
@@ -64,6 +72,16 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
 def ranks(pool: PackedPool, *, reads_all: bool) -> npt.NDArray[np.int64]:
     """Of a block's pages those of heads that read all, or those of heads with windows."""
     return np.flatnonzero((pool.heads.sights.reshape(-1, 2)[:, 0] == 0) == reads_all)
+
+
+def choosing_ranks(pool: PackedPool) -> npt.NDArray[np.int64]:
+    """Of a block's pages those of heads that choose among them."""
+    return np.flatnonzero(pool.heads.budget_of.reshape(-1) >= 0)
+
+
+def choices_of(pool: PackedPool) -> tuple[Choice, ...]:
+    """How the heads of a pool choose pages, as a payload says it."""
+    return tuple((each.pages, each.every, each.score) for each in pool.heads.budgets)
 
 
 def pages_of(pool: PackedPool, blocks: Int32, some: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from kvweave.policies.policy_profile import heads_digest
 from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.beside_packed import refuse_beside_choice, refuse_beside_packed
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
@@ -62,8 +62,6 @@ def make_tiers(
     if store is not None:
         disk = DiskTier(_opened(store), form)
     if document_bytes is not None:
-        if decoder.heads.packed is not None:
-            refuse_beside_choice(decoder.heads.packed.heads, "document_bytes")
         whole("document_bytes", document_bytes, 1)
         host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
     if remote is not None:

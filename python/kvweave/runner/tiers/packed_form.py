@@ -64,8 +64,9 @@ class PackedForm:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all heads of all layers, scales and bitmaps among them."""
-        return self.pool.block_bytes // PAGE_TOKENS
+        """Bytes of a token in all heads of all layers, scales, bitmaps and bounds among them."""
+        bounds = 0 if self.pool.bounds is None else self.pool.bounds[0].nbytes
+        return (self.pool.block_bytes + bounds * self.pool.block_pages) // PAGE_TOKENS
 
     @property
     def basis_bytes(self) -> int:
@@ -183,6 +184,17 @@ class PackedForm:
         if self.pool.bases is not None:
             assert bases is not None
             self.pool.bases.put(blocks, bases)
+
+    def bounds(self, blocks: Int32) -> torch.Tensor | None:
+        """Those of all pages of blocks."""
+        bounds = self.pool.bounds
+        return None if bounds is None else bounds.index_select(0, self._index(blocks)).cpu()
+
+    def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
+        """Says which bounds all pages of blocks have."""
+        if self.pool.bounds is not None:
+            assert bounds is not None
+            self.pool.bounds.index_copy_(0, self._index(blocks), bounds.to(self.arena.device))
 
     def _index(self, blocks: Int32) -> torch.Tensor:
         """The pages of blocks, block by block."""
