@@ -43,7 +43,7 @@ def test_it_has_all_that_there_is(payload: KvPayload) -> None:
     assert payload.header.to_json()["schema"] == 2
     assert (packed.blocks, packed.entries, packed.bases, packed.basis) == (4, 4, 1, 1)
     assert packed.aside_tokens == 334 - 64 - 180
-    names = ["aside", "aside_entries", "bases", "entries", "pages", "which"]
+    names = ["aside", "aside_entries", "bases", "bounds", "entries", "pages", "which"]
     assert [f"packed.{name}" for name in names] == sorted(n for n in payload.parts if "packed" in n)
     again = KvPayload.from_bytes(payload.to_bytes())
     assert again.header == payload.header
@@ -94,14 +94,16 @@ def test_bytes_that_were_spoiled(payload: KvPayload, data: st.DataObject) -> Non
         ("choices", [[4, 1, "best"]], "choice score: expected one of min-max, mean, got best"),
         ("choices", [[4, 1, ["mean"]]], "choice score"),
         ("chooses", [-1], "chooses: expected 2 heads"),
-        ("chooses", [-1, 0], "chooses: expected an integer from -1 to -1"),
+        ("chooses", [0, -1], "chooses: expected an integer from -1 to -1"),
+        ("chooses", [-1, 1], "chooses: expected an integer from -1 to 0"),
+        ("chooses", [-1, -1], "part packed.bounds: expected none"),
         ("chooses", [-1, "0"], "chooses"),
         ("chooses", None, "chooses: expected a list"),
         ("tokens", 333, "packed tokens: expected 320 or 334, got 333"),
         ("tokens", 320, "each position of \\[64, 320\\) once"),
         ("tokens", True, "packed tokens"),
         ("blocks", 5, "packed blocks: expected an integer from 0 to 4"),
-        ("blocks", 3, "part packed.pages"),
+        ("blocks", 3, "part packed.bounds"),
         ("blocks", -1, "packed blocks"),
         ("entries", 10**9, "packed entries: expected an integer from 0 to 334"),
         ("entries", 2.0, "packed entries"),
@@ -149,13 +151,10 @@ def test_formats_that_cannot_be(payload: KvPayload, field: str, value: Any, says
 
 
 def test_heads_that_choose_have_bounds(payload: KvPayload) -> None:
-    header = json.loads(json.dumps(payload.header.to_json()))
-    header["packed"] |= {"choices": [[4, 1, "mean"]], "chooses": [-1, 0]}
-    refused(
-        resealed(payload, header), "part packed.bounds: expected F32 \\[4, 1, 3, 64\\], got none"
-    )
-    header["packed"]["chooses"] = [0, -1]
-    refused(resealed(payload, header), "chooses: expected an integer from -1 to -1")
+    bounds = payload.parts["packed.bounds"]
+    assert bounds.shape == (4, 1, 3, 64)
+    for wrong in (None, bounds[1:].contiguous(), bounds.double()):
+        refused(resealed(payload, **{"packed.bounds": wrong}), "part packed.bounds: expected F32")
 
 
 def test_schemas_say_whether_there_are_packed_tokens(payload: KvPayload) -> None:
@@ -219,8 +218,11 @@ def test_bytes_of_pages_may_be_anything(sample: Sample) -> None:
     """As in a pool: whatever they are, they are read as numbers, or as none."""
     runner, payload = sample
     pages = payload.parts["packed.pages"]
-    for fill in (0, 0x7F, 0xFF):
-        spoiled = resealed(payload, **{"packed.pages": torch.full_like(pages, fill)})
+    bounds = payload.parts["packed.bounds"]
+    for fill, bound in ((0, torch.nan), (0x7F, torch.inf), (0xFF, -1e38)):
+        parts = {"packed.pages": torch.full_like(pages, fill)}
+        parts["packed.bounds"] = torch.full_like(bounds, bound)
+        spoiled = resealed(payload, **parts)
         answer = runner.resume(KvPayload.from_bytes(spoiled), max_new_tokens=3, stop=())
         assert len(answer.tokens) == 3
     assert nothing_is_held(runner)
