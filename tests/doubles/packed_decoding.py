@@ -82,11 +82,17 @@ class PackedDecoding:
             meant = self.meaning(module.layer_idx, text)
             keys[0, :, packed], values[0, :, packed] = (x[:, packed] for x in meant)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-        row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
-        hidden = unseen(row, at, self.sights, module.layer_idx, group).to(query.device)
+        hidden = self._hidden(module.layer_idx, query[0], key[0], rows, total).to(query.device)
         logits = query.double() @ keys.transpose(2, 3) * named["scaling"]
         logits = logits.masked_fill(hidden, -torch.inf)
         return (logits.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    def _hidden(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, rows: int, total: int
+    ) -> torch.Tensor:
+        """Which of all tokens the newest rows do not see: bool [R, T], or by query heads."""
+        row, at = torch.arange(total - rows, total)[:, None], torch.arange(total)
+        return unseen(row, at, self.sights, layer, len(query) // len(key))
 
 
 def unseen(row: torch.Tensor, at: torch.Tensor, sights: Any, layer: int, group: int) -> Any:

@@ -120,10 +120,15 @@ def sealed(text: str) -> dict[str, str]:
 def resealed(payload: KvPayload, header: Any = None, **parts: torch.Tensor | None) -> bytes:
     """Bytes with right checksums whose header or parts were changed: no accident made them."""
     kept = {name: part for name, part in {**payload.parts, **parts}.items() if part is not None}
-    sums = {n: zlib.crc32(p.contiguous().view(torch.uint8).numpy().data) for n, p in kept.items()}
     fields = payload.header.to_json() if header is None else header
-    whole = {**fields, "crc32": sums} if isinstance(fields, dict) else fields
+    whole = {**fields, "crc32": checksums_of(kept)} if isinstance(fields, dict) else fields
     return save(kept, sealed(json.dumps(whole)))
+
+
+def checksums_of(parts: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Those that a header says of its parts."""
+    bytes_of = {name: part.contiguous().view(torch.uint8) for name, part in parts.items()}
+    return {name: zlib.crc32(data.numpy().data) for name, data in bytes_of.items()}
 
 
 def sample() -> KvPayload:

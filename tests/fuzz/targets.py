@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
 
 from kvweave import HeadClassMap, KvCache, KvShape, Provenance, Store
 from kvweave.adapters.vllm.segments.markers import parse
 from kvweave.adapters.vllm.server import marks
 from kvweave.payload import KvPayload, export_kv
 from kvweave.policies.policy_profile import PolicyProfile
+from packed_decoding import nothing_is_held
+from packed_payloads import packed_sample
+from payloads import checksums_of, sealed
 from policy_profiles import profile
 
 HEADS = """{"schema_version": 1, "model_fingerprint": "m", "layers": 2, "kv_heads": 2, "heads": [
@@ -70,6 +74,36 @@ def payload(_: Path) -> Target:
         pages.fill_(0.5)
         sent = export_kv(cache, pages, request, logits=torch.arange(8.0))
     return Target("payload", [sent.to_bytes()], KvPayload.from_bytes)
+
+
+def packed_payload(_: Path) -> Target:
+    """The numbers and the header of a payload with packed pages, under checksums that are right.
+
+    What is taken is decoded from.
+    """
+    runner, sent = packed_sample()
+    names = ("packed.entries", "packed.aside_entries", "packed.which")
+    numbers = b"".join(sent.parts[name].numpy().tobytes() for name in names)
+    document = numbers + json.dumps(sent.header.to_json()).encode()
+
+    def read(data: bytes) -> object:
+        parts, at = dict(sent.parts), 0
+        for name in names:
+            size = sent.parts[name].nbytes
+            held = bytearray(data[at : at + size].ljust(size, b"\0"))
+            parts[name] = torch.frombuffer(held, dtype=torch.int32).view(sent.parts[name].shape)
+            at += size
+        header = data[at:].decode("utf-8", "replace")
+        given = _json(header)
+        if isinstance(given, dict):
+            header = json.dumps({**given, "crc32": checksums_of(parts)})
+        try:
+            payload = KvPayload.from_bytes(save(parts, sealed(header)))
+            return runner.resume(payload, max_new_tokens=2, stop=())
+        finally:
+            assert nothing_is_held(runner)
+
+    return Target("packed payload", [document], read)
 
 
 def policy_profile(_: Path) -> Target:
@@ -132,6 +166,7 @@ def _json(text: str) -> Any:
 TARGETS = {
     "head_map": head_map,
     "payload": payload,
+    "packed_payload": packed_payload,
     "profile": policy_profile,
     "shard": shard,
     "marks": marks_of_a_request,

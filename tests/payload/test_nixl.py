@@ -29,9 +29,9 @@ PREFILLS = """
 import sys
 sys.path[:0] = sys.argv[3:]
 from families import tiny
-from test_nixl import PROMPT, SECRET, runner_of
+from test_nixl import KINDS, PROMPT, SECRET, runner_of
 from kvweave.adapters.nixl import KvSender
-runner = runner_of(int(sys.argv[1]))
+runner = runner_of(*KINDS[int(sys.argv[1])])
 with KvSender(SECRET) as sender, runner.prefill(PROMPT, "full") as done:
     payload = runner.export(done)
     with sender.offer(payload, valid_s=600.0) as offer:
@@ -43,23 +43,28 @@ with KvSender(SECRET) as sender, runner.prefill(PROMPT, "full") as done:
 """
 
 
-def runner_of(local: int) -> Runner:
+KINDS: list[tuple[int, str | None]] = [(0, None), (1, None), (1, "int4"), (0, "half-int4")]
+"""Heads of each layer that keep a window, and what full pages are packed in."""
+
+
+def runner_of(local: int, kv_dtype: str | None = None) -> Runner:
     """A runner in which `local` heads of each layer keep a window."""
-    model = tiny("llama")
+    model = tiny("llama", head_dim=64)
     plain = Runner(model, max_tokens=64, check=False, progress=False)
     heads = None
     if local:
         heads = local_heads(plain.cache.shape, local, 4, 24, model=plain.spec.fingerprint)
-    return Runner(model, heads=heads, max_tokens=512, check=False, progress=False)
+    sizes = {"kv_dtype": kv_dtype, "max_tokens": 512 if kv_dtype is None else 16384}
+    return Runner(model, heads=heads, check=False, progress=False, **sizes)
 
 
 class Prefilling:
     """The other process, with an offer."""
 
-    def __init__(self, local: int, folder: Path) -> None:
+    def __init__(self, kind: int, folder: Path) -> None:
         file = folder / "ticket"
         paths = [str(_ROOT / "tests" / part) for part in ("doubles", "payload")]
-        arguments = [sys.executable, "-c", PREFILLS, str(local), str(file), *paths]
+        arguments = [sys.executable, "-c", PREFILLS, str(kind), str(file), *paths]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(arguments, text=True, **pipes)
         said = ""
@@ -74,28 +79,29 @@ class Prefilling:
         return self.process.communicate("\n", timeout=120)[0].splitlines()[-1]
 
 
-@pytest.mark.parametrize("local", [0, 1])
+@pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_one_process_prefills_and_another_decodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    runner = runner_of(local)
-    other = Prefilling(local, tmp_path)
+    runner = runner_of(*KINDS[kind])
+    other = Prefilling(kind, tmp_path)
     with KvReceiver(SECRET, timeout_s=120.0) as receiver:
         payload = receiver.take(other.ticket)
         assert other.end() == "taken"
         with pytest.raises(CorruptPayload, match="taken before"):
             receiver.take(other.ticket)
     answer = runner.resume(payload, max_new_tokens=12, stop=())
-    assert (
-        answer.tokens
-        == runner_of(local).generate(PROMPT, "full", max_new_tokens=12, stop=()).tokens
-    )
+    alone = runner_of(*KINDS[kind])
+    assert answer.tokens == alone.generate(PROMPT, "full", max_new_tokens=12, stop=()).tokens
     # What came is what the head classes leave to be seen.
-    held = sum(part.nbytes for name, part in payload.parts.items() if "group" in name)
-    assert held == other.total
-    assert (other.total < other.dense) == bool(local)
+    held = {name: p.nbytes for name, p in payload.parts.items() if name not in ("tokens", "logits")}
+    assert sum(held.values()) == other.total
+    local, kv_dtype = KINDS[kind]
+    assert ("packed.pages" in held) == (kv_dtype is not None)
+    if kv_dtype is None:
+        assert (other.total < other.dense) == bool(local)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh, insert_all
 from families import random_tokens, tiny
 from head_maps import class_map
-from kvweave import Unsupported
+from kvweave import CorruptHeadMap, Unsupported
 from kvweave.errors import KvweaveError
 from kvweave.runner import Runner
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
@@ -119,9 +119,12 @@ def test_windows_beyond_what_is_kept_are_refused(model: Any, sights: Any, said: 
 
 def test_maps_that_do_not_go_are_refused(model: Any) -> None:
     plain = Runner(model, max_tokens=64, check=False, progress=False)
-    choosing = kinds_map(plain.spec, [top_k(4), top_k(4)])
-    with pytest.raises(Unsupported, match="heads: expected full and window heads beside packed"):
-        packed_runner(model, heads=choosing)
+    estimating = kinds_map(plain.spec, [top_k(4, estimate=True), top_k(4)])
+    with pytest.raises(Unsupported, match="heads: expected top_k heads without estimate beside"):
+        packed_runner(model, heads=estimating)
+    narrow = kinds_map(plain.spec, [top_k(2), top_k(4)])
+    with pytest.raises(CorruptHeadMap, match="top_k.pages of more than 2 beside packed pages"):
+        packed_runner(model, heads=narrow)
     other = class_map(SIGHTS, "another model")
     with pytest.raises(KvweaveError, match="model"):
         packed_runner(model, heads=other)

@@ -334,26 +334,18 @@ def test_who_outgrows_the_packed_pool_gives_way_and_goes_on(model: Any) -> None:
 def refusals(runner: Runner, model: Any, name: str) -> dict[str, Any]:
     """Of everything that does not go with packed pages: what asks for it."""
     tokens = random_tokens(100, 1)
-    dense = runner_of(model)
     stated = profile(fingerprint=runner.spec.fingerprint)
-    with dense.prefill(tokens, "full") as done:
-        payload = dense.export(done)
 
     def turn_with_a_document() -> None:
         with runner.conversation("naive") as conversation:
             conversation.ask(tokens, max_new_tokens=2)
             conversation.ask([Segment(tokens=tokens.tolist())])
 
-    def export() -> None:
-        with runner.prefill(tokens) as done:
-            runner.export(done)
-
     return {
         "profile": [lambda: packed_runner(model, kv_dtype=name, profile=stated)],
         "canary": [
             lambda: packed_runner(model, kv_dtype=name, canary=Canary(share=1.0, bound=1.0))
         ],
-        "payloads": [export, lambda: runner.resume(payload)],
         "healing": [lambda: runner.generate(tokens, healing=Healing())],
         "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],

@@ -26,7 +26,8 @@ class ArrivingPayload:
 
     def __init__(self, shard: Shard) -> None:
         header = header_of(shard)
-        shapes, dtype = header.part_shapes(), TORCH_DTYPES[header.dtype]
+        shapes = {name: shape for name, (_, shape) in header.part_kinds().items()}
+        dtype = TORCH_DTYPES[header.dtype]
         self.layers = 0
         self._shard = shard
         self._memory = {name: memory_for(shard, name, of, dtype) for name, of in shapes.items()}

@@ -6,7 +6,6 @@ bytes of unknown origin: sizes that follow from it can be trusted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -14,9 +13,21 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvweave.errors import CorruptPayload
+from kvweave.payload.header_fields import (
+    MOST_TOKENS,
+    brief,
+    expect,
+    expect_count,
+    fields_of,
+    is_text,
+    list_of,
+    pairs_of,
+)
+from kvweave.payload.packed import PackedHeader, PartKind
 
-SCHEMA = 1
+SCHEMA, PACKED_SCHEMA = 1, 2
+"""Of headers without packed tokens, and of those that have some."""
+
 KINDS = ("full", "window", "top_k")
 DTYPES = ("f32", "bf16", "f16")
 ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
@@ -24,7 +35,6 @@ ITEM_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 Span: TypeAlias = tuple[int, int]
 """Positions [begin, end) of the request."""
 
-_MOST_TOKENS = 2**31 - 1
 _MOST_HEADS = 2**20
 _MOST_GROUPS = 64
 
@@ -61,6 +71,7 @@ class PayloadHeader:
     at its position in the request. `tokens` is T. `head_groups` [L · G] is the group of each
     (layer, KV head), layer by layer; the heads of a group follow each other in this order.
     `promoted` are the (layer, KV head) pairs of window groups whose every token is carried besides.
+    `packed`: what lies packed beside one window group of all heads, where anything does.
 
     # Errors
     `CorruptPayload` naming the field that cannot be.
@@ -78,47 +89,53 @@ class PayloadHeader:
     groups: tuple[GroupSpans, ...]
     head_groups: tuple[int, ...]
     promoted: tuple[tuple[int, int], ...] = ()
+    packed: PackedHeader | None = None
 
     def __post_init__(self) -> None:
         for name in ("fingerprint", "namespace"):
-            _expect(_is_text(getattr(self, name)), name, "a string", getattr(self, name))
+            expect(is_text(getattr(self, name)), name, "a string", getattr(self, name))
         for name, most in (
             ("layers", _MOST_HEADS),
             ("kv_heads", _MOST_HEADS),
             ("head_dim", 2**16),
             ("page_tokens", 2**16),
-            ("tokens", _MOST_TOKENS),
+            ("tokens", MOST_TOKENS),
         ):
-            _expect_count(name, getattr(self, name), 1, most)
-        _expect_count("regime", self.regime, 0, 2**64 - 1)
-        _expect(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", self.dtype)
+            expect_count(name, getattr(self, name), 1, most)
+        expect_count("regime", self.regime, 0, 2**64 - 1)
+        expect(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}", self.dtype)
         self._check_groups()
         self._check_promoted()
+        if self.packed is not None:
+            kinds = [group.kind for group in self.groups]
+            expect(kinds == ["window"], "groups", "one window group beside packed pages", kinds)
+            expect(not self.promoted, "promoted", "none beside packed pages", "some")
+            self.packed.check(self.layers * self.kv_heads, self.head_dim, self.tokens)
 
     def _check_groups(self) -> None:
         count = len(self.groups)
-        _expect(1 <= count <= _MOST_GROUPS, "groups", f"1 to {_MOST_GROUPS} groups", count)
+        expect(1 <= count <= _MOST_GROUPS, "groups", f"1 to {_MOST_GROUPS} groups", count)
         pairs = self.layers * self.kv_heads
         named = self.head_groups
-        _expect(len(named) == pairs, "head_groups", f"{pairs} groups of heads", len(named))
+        expect(len(named) == pairs, "head_groups", f"{pairs} groups of heads", len(named))
         for index in named:
-            _expect_count("head_groups", index, 0, count - 1)
-        _expect(len(set(named)) == count, "head_groups", "a head of every group", "one without")
+            expect_count("head_groups", index, 0, count - 1)
+        expect(len(set(named)) == count, "head_groups", "a head of every group", "one without")
         for group in self.groups:
             _check_group(group, self.tokens)
 
     def _check_promoted(self) -> None:
-        _expect(
+        expect(
             list(self.promoted) == sorted(set(self.promoted)),
             "promoted",
             "sorted heads, each once",
-            _brief(self.promoted),
+            brief(self.promoted),
         )
         for layer, head in self.promoted:
-            _expect_count("promoted layer", layer, 0, self.layers - 1)
-            _expect_count("promoted head", head, 0, self.kv_heads - 1)
+            expect_count("promoted layer", layer, 0, self.layers - 1)
+            expect_count("promoted head", head, 0, self.kv_heads - 1)
             group = self.groups[self.head_groups[layer * self.kv_heads + head]]
-            _expect(group.kind == "window", "promoted", "a head of a window group", (layer, head))
+            expect(group.kind == "window", "promoted", "a head of a window group", (layer, head))
 
     @property
     def dense_bytes(self) -> int:
@@ -131,19 +148,29 @@ class PayloadHeader:
         found = (place for place, own in enumerate(self.head_groups) if own == group)
         return [divmod(place, self.kv_heads) for place in found]
 
-    def part_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parts that hold K and V, and their shapes: heads, K and V, positions, D."""
+    def part_kinds(self) -> dict[str, PartKind]:
+        """The parts that hold K and V: dtypes and shapes, heads, K and V, positions, D.
+
+        What says where packed tokens lie is among them.
+        """
         pairs = np.bincount(self.head_groups, minlength=len(self.groups)).tolist()
-        shapes = {
-            group_part(index): (pairs[index], 2, group.tokens, self.head_dim)
+        kinds: dict[str, PartKind] = {
+            group_part(index): (self.dtype, (pairs[index], 2, group.tokens, self.head_dim))
             for index, group in enumerate(self.groups)
         }
         whole = (1, 2, self.tokens, self.head_dim)
-        return {**shapes, **{promoted_part(*place): whole for place in self.promoted}}
+        kinds |= {promoted_part(*place): (self.dtype, whole) for place in self.promoted}
+        if self.packed is not None:
+            heads = self.layers * self.kv_heads
+            kinds |= self.packed.part_kinds(heads, self.head_dim, self.dtype)
+        return kinds
 
     def to_json(self) -> dict[str, Any]:
-        """The header as plain data."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """The header as plain data: of a request without packed tokens as it ever was."""
+        fields = asdict(self)
+        if self.packed is None:
+            del fields["packed"]
+        return {"schema": SCHEMA if self.packed is None else PACKED_SCHEMA, **fields}
 
     @staticmethod
     def from_json(data: Any) -> PayloadHeader:
@@ -152,18 +179,24 @@ class PayloadHeader:
         # Errors
         `CorruptPayload` for another schema, a field that is missing, unknown or of another type.
         """
-        fields = _fields(data, "header", {"schema", *PayloadHeader.__dataclass_fields__})
-        schema = fields.pop("schema")
-        _expect(type(schema) is int and schema == SCHEMA, "schema", str(SCHEMA), _brief(schema))
+        expect(isinstance(data, dict), "header", "a mapping", type(data).__name__)
+        schema = data.get("schema")
+        known = type(schema) is int and schema in (SCHEMA, PACKED_SCHEMA)
+        expect(known, "schema", f"{SCHEMA} or {PACKED_SCHEMA}", brief(schema))
+        names = {"schema", *PayloadHeader.__dataclass_fields__}
+        fields = fields_of(data, "header", names if schema == PACKED_SCHEMA else names - {"packed"})
+        del fields["schema"]
         groups = []
-        for entry in _list("groups", fields["groups"]):
-            group = _fields(entry, "group", set(GroupSpans.__dataclass_fields__))
-            groups.append(GroupSpans(**{**group, "spans": _pairs("spans", group["spans"])}))
-        read = {
+        for entry in list_of("groups", fields["groups"]):
+            group = fields_of(entry, "group", set(GroupSpans.__dataclass_fields__))
+            groups.append(GroupSpans(**{**group, "spans": pairs_of("spans", group["spans"])}))
+        read: dict[str, Any] = {
             "groups": tuple(groups),
-            "head_groups": tuple(_list("head_groups", fields["head_groups"])),
-            "promoted": _pairs("promoted", fields["promoted"]),
+            "head_groups": tuple(list_of("head_groups", fields["head_groups"])),
+            "promoted": pairs_of("promoted", fields["promoted"]),
         }
+        if schema == PACKED_SCHEMA:
+            read["packed"] = PackedHeader.from_json(fields["packed"])
         return PayloadHeader(**{**fields, **read})
 
 
@@ -183,76 +216,20 @@ def promoted_part(layer: int, head: int) -> str:
     return f"promoted.{layer}.{head}"
 
 
-def parsed(text: str) -> Any:
-    """Data of a JSON text.
-
-    # Errors
-    `CorruptPayload` for text that is none, or nested too deep.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptPayload(f"payload header: expected JSON, got {error}") from error
-
-
 def _check_group(group: GroupSpans, tokens: int) -> None:
-    _expect(group.kind in KINDS, "group kind", f"one of {', '.join(KINDS)}", group.kind)
-    _expect_count("sink", group.sink, 0, _MOST_TOKENS)
-    _expect_count("recent", group.recent, 0, _MOST_TOKENS)
+    expect(group.kind in KINDS, "group kind", f"one of {', '.join(KINDS)}", group.kind)
+    expect_count("sink", group.sink, 0, MOST_TOKENS)
+    expect_count("recent", group.recent, 0, MOST_TOKENS)
     if group.kind == "window":
-        _expect(group.recent >= 1, "recent", "at least 1 in a window group", group.recent)
+        expect(group.recent >= 1, "recent", "at least 1 in a window group", group.recent)
     else:
-        _expect(group.sink == group.recent == 0, "sink and recent", "0 of each", "others")
+        expect(group.sink == group.recent == 0, "sink and recent", "0 of each", "others")
     before = -1
     for begin, end in group.spans:
-        _expect_count("span begin", begin, 0, tokens)
-        _expect_count("span end", end, begin + 1, tokens)
-        _expect(begin > before, "spans", "sorted spans with gaps between them", (begin, end))
+        expect_count("span begin", begin, 0, tokens)
+        expect_count("span end", end, begin + 1, tokens)
+        expect(begin > before, "spans", "sorted spans with gaps between them", (begin, end))
         before = end
     for begin, end in group.visible(tokens):
         held = any(b <= begin and end <= e for b, e in group.spans)
-        _expect(held, f"spans of a {group.kind} group", f"[{begin}, {end}) among them", "others")
-
-
-def _expect(holds: bool, what: str, expected: str, got: object) -> None:
-    if not holds:
-        text = f"payload {what}: expected {expected}, got {_brief(got)}"
-        raise CorruptPayload(text, expected=expected, got=_brief(got))
-
-
-def _expect_count(what: str, value: object, least: int, most: int) -> None:
-    right = type(value) is int and least <= value <= most
-    _expect(right, what, f"an integer from {least} to {most}", value)
-
-
-def _fields(data: Any, what: str, names: set[str]) -> dict[str, Any]:
-    _expect(isinstance(data, dict), what, "a mapping", type(data).__name__)
-    wrong = names ^ data.keys()
-    _expect(not wrong, what, f"the fields {', '.join(sorted(names))}", f"another: {_brief(wrong)}")
-    return dict(data)
-
-
-def _list(what: str, data: Any) -> list[Any]:
-    _expect(isinstance(data, list), what, "a list", type(data).__name__)
-    return list(data)
-
-
-def _pairs(what: str, data: Any) -> tuple[tuple[int, int], ...]:
-    pairs = _list(what, data)
-    for pair in pairs:
-        right = isinstance(pair, list) and len(pair) == 2 and {type(x) for x in pair} == {int}
-        _expect(right, what, "pairs of integers", pair)
-    return tuple((first, second) for first, second in pairs)
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a string of characters, none of them half of one."""
-    return type(value) is str and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _brief(value: object) -> str:
-    """A value of unknown origin in a few characters: a number may have thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        expect(held, f"spans of a {group.kind} group", f"[{begin}, {end}) among them", "others")

@@ -60,7 +60,7 @@ def gather(pages: torch.Tensor, places: Places, heads: int) -> torch.Tensor:
     """K and V [heads, 2, n, D] of the pages at some places, keys as they are stored."""
     flat = pages.view(-1, pages.shape[3])
     found = flat.index_select(0, places.rows(heads, pages))
-    return found.view(heads, 2, len(places.positions), -1)
+    return found.view(heads, 2, len(places.positions), pages.shape[3])
 
 
 def scatter(pages: torch.Tensor, places: Places, part: torch.Tensor) -> None:

@@ -21,14 +21,17 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save, save_file
 
 from kvweave.errors import CorruptPayload, InvalidArgument
-from kvweave.payload.header import PayloadHeader, parsed
+from kvweave.payload.header import PayloadHeader
+from kvweave.payload.header_fields import parsed
+from kvweave.payload.packed import check_packed
 
 TOKENS, LOGITS = "tokens", "logits"
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+PART_DTYPES = {**TORCH_DTYPES, "u8": torch.uint8, "i32": torch.int32}
 
 _BYTES: tuple[type, ...] = (bytes, bytearray, memoryview)
 _METADATA, _CHECKSUMS = "kvweave.payload", "crc32"
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
+_NAMES = {dtype: name.upper() for name, dtype in PART_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,12 @@ class KvPayload:
     """The KV of one request, as much of each head as the tokens that follow can see.
 
     `parts`: `tokens` i32 [T]; `group.<i>` [heads, 2, n, D], keys and values of the n positions in
-    the header's spans of group i; `promoted.<layer>.<head>` [1, 2, T, D]; and `logits` f32 [V] of
-    the last token where they were exported. Tensors of any device.
+    the header's spans of group i; `promoted.<layer>.<head>` [1, 2, T, D]; `packed.…` as
+    `PackedTokens` has them, of a request with packed pages; and `logits` f32 [V] of the last token
+    where they were exported. Tensors of any device.
 
     # Errors
-    `CorruptPayload` for parts that are not what the header says.
+    `CorruptPayload` for parts that are not what the header says, or packed tokens that lie nowhere.
     """
 
     header: PayloadHeader
@@ -66,6 +70,11 @@ class KvPayload:
             for name, part in self.parts.items()
         }
         _expect_parts(self.header, found)
+        header = self.header
+        if header.packed is not None:
+            sink = header.groups[0].sink
+            known = self.parts, header.head_dim, header.page_tokens, sink
+            check_packed(header.packed, *known)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -78,8 +87,8 @@ class KvPayload:
         return self.parts.get(LOGITS)
 
     def sizes(self) -> PayloadSizes:
-        """Bytes of K and V, by part and beside a dense payload."""
-        held = {name: self.parts[name] for name in self.header.part_shapes()}
+        """Bytes of K and V, by part and beside a dense payload; of what they lie packed in too."""
+        held = {name: self.parts[name] for name in self.header.part_kinds()}
         parts = {name: part.numel() * part.element_size() for name, part in held.items()}
         return PayloadSizes(parts, sum(parts.values()), self.header.dense_bytes)
 
@@ -157,8 +166,7 @@ def _described(data: bytes) -> tuple[PayloadHeader, Any]:
 
 
 def _expect_parts(header: PayloadHeader, found: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    kind = _NAMES[TORCH_DTYPES[header.dtype]]
-    wanted = {name: (kind, shape) for name, shape in header.part_shapes().items()}
+    wanted = {name: (kind.upper(), shape) for name, (kind, shape) in header.part_kinds().items()}
     wanted[TOKENS] = ("I32", (header.tokens,))
     if LOGITS in found:
         wanted[LOGITS] = ("F32", (found[LOGITS][1] + (0,))[:1])

@@ -13,8 +13,9 @@ import torch
 
 from kvweave.cache import KvCache, KvShape
 from kvweave.errors import CorruptPayload, CorruptShard
-from kvweave.payload.header import PayloadHeader, parsed
-from kvweave.payload.payload import TOKENS, TORCH_DTYPES, KvPayload
+from kvweave.payload.header import PayloadHeader
+from kvweave.payload.header_fields import parsed
+from kvweave.payload.payload import PART_DTYPES, TOKENS, KvPayload
 from kvweave.remote import RemoteShard, RemoteStore
 from kvweave.store import Provenance, Shard, Store
 
@@ -93,8 +94,8 @@ def read_payload(shard: Shard | RemoteShard) -> KvPayload:
     """
     header = header_of(shard)
     parts = {TOKENS: tokens_of(shard)}
-    for name, shape in header.part_shapes().items():
-        parts[name] = part_of(shard, name, shape, TORCH_DTYPES[header.dtype])
+    for name, (dtype, shape) in header.part_kinds().items():
+        parts[name] = part_of(shard, name, shape, PART_DTYPES[dtype])
     return payload_of(header, parts)
 
 
@@ -110,6 +111,8 @@ def header_of(shard: Shard | RemoteShard) -> PayloadHeader:
         raise CorruptShard(f"shard {error}") from error
     if provenance_of(header, shard.provenance.heads) != shard.provenance:
         raise CorruptShard("shard payload: expected one of the shard's model, got another")
+    if header.packed is not None:
+        raise CorruptShard("shard payload: expected exact pages alone, got packed ones")
     return header
 
 

@@ -19,6 +19,7 @@ from kvweave.payload.header import (
     positions_of,
     promoted_part,
 )
+from kvweave.payload.packed import PackedTokens
 from kvweave.payload.pages import Int32, Places, gather, scatter, turn
 from kvweave.payload.payload import LOGITS, TOKENS, TORCH_DTYPES, KvPayload
 
@@ -31,6 +32,7 @@ def export_kv(
     rope: RopeTable | None = None,
     logits: torch.Tensor | None = None,
     whole: bool = False,
+    packed: PackedTokens | None = None,
 ) -> KvPayload:
     """The KV of a request whose rows are all computed; the request stays as it is.
 
@@ -38,7 +40,8 @@ def export_kv(
     heads and promoted ones give every token, window heads what they still hold of the blocks that
     the next token sees, or, with `whole`, everything that they hold. Keys leave at their final
     rotation: those that a request reads where another rotated them ("share") are rotated on the
-    way, which takes `rope`. `logits` f32 [V] of the last token go along where they are given.
+    way, which takes `rope`. `logits` f32 [V] of the last token go along where they are given, and
+    so do `packed` tokens, of a request whose exact pages are windows alone.
 
     # Errors
     `InvalidArgument` for pages that are not the cache's, keys to rotate without `rope`, or a
@@ -70,6 +73,7 @@ def export_kv(
         groups=tuple(groups),
         head_groups=_head_groups(cache),
         promoted=tuple(sorted(request.promoted)),
+        packed=None if packed is None else packed.header,
     )
     names = [group_part(index) for index in range(count)]
     names += [promoted_part(*place) for place in request.promoted]
@@ -80,6 +84,8 @@ def export_kv(
             if rope is None:
                 raise InvalidArgument("rope: expected the table of a request in share, got none")
             turn(parts[name], places.deltas, of_page, rope, shape)
+    if packed is not None:
+        parts |= packed.parts
     if logits is not None:
         parts[LOGITS] = logits.detach().reshape(-1).float().clone()
     return KvPayload(header, parts)
@@ -101,9 +107,25 @@ def import_kv(
     so it refuses to be committed for other prompts, and its window heads to be promoted.
 
     # Errors
-    `InvalidArgument` for a payload of another model or map, `NamespaceConflict` for one of another
-    namespace, `PoolFull` when it does not fit, `Unsupported` for an fp8 cache. After any error
-    nothing is held.
+    `InvalidArgument` for a payload of another model or map, or with packed tokens,
+    `NamespaceConflict` for one of another namespace, `PoolFull` when it does not fit, `Unsupported`
+    for an fp8 cache. After any error nothing is held.
+    """
+    _expect_all_exact(payload.header)
+    return import_exact(cache, pages, payload, namespace, reserve_tokens)
+
+
+def import_exact(
+    cache: KvCache,
+    pages: torch.Tensor,
+    payload: KvPayload,
+    namespace: str | None = None,
+    reserve_tokens: int = 0,
+) -> KvRequest:
+    """As `import_kv`; of a payload with packed tokens all that lies in exact pages of a request.
+
+    # Errors
+    As `import_kv`.
     """
     _expect_pages(cache, pages)
     _expect_alike(cache, payload.header, namespace)
@@ -176,6 +198,7 @@ class ComingKv:
     ) -> None:
         _expect_pages(cache, pages)
         header = payload.header
+        _expect_all_exact(header)
         _expect_alike(cache, header, namespace)
         all_of_it = ((0, header.tokens),)
         if header.promoted or any(group.spans != all_of_it for group in header.groups):
@@ -260,6 +283,12 @@ def _expect_pages(cache: KvCache, pages: torch.Tensor) -> None:
     got = (tuple(pages.shape), pages.dtype)
     if got != expected or not pages.is_contiguous():
         raise InvalidArgument(f"pages: expected the cache's own {expected}, got a tensor {got}")
+
+
+def _expect_all_exact(header: PayloadHeader) -> None:
+    if header.packed is not None:
+        got = header.packed.format.name
+        raise InvalidArgument(f"payload format: expected exact pages alone, got {got} beside them")
 
 
 def _expect_alike(cache: KvCache, header: PayloadHeader, namespace: str | None) -> None:

@@ -6,12 +6,15 @@ import time
 
 import torch
 
+from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
+from kvweave.payload.transfer import import_exact
 from kvweave.runner.kv.request_kv import RequestKv
+from kvweave.runner.kv.resumed_pages import ResumedPages, expect_packed_alike
 from kvweave.runner.kv.reused_tokens import ReusedTokens
+from kvweave.runner.kv.sent_pages import packed_tokens
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prefill.prefilled import Prefill
@@ -25,21 +28,21 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
     """The KV of a prefilled prompt and its last logits; the prompt stays as it is.
 
     # Errors
-    `InvalidArgument` for a prompt that was released, or that tokens were appended to;
-    `Unsupported` beside packed pages.
+    `InvalidArgument` for a prompt that was released, or that tokens were appended to.
     """
-    refuse_beside_packed(prefiller.packed, "payloads")
     if done.request.length != done.report.tokens:
         raise InvalidArgument(
             f"prefill: expected the {done.report.tokens} tokens of the prompt, "
             f"got {done.request.length}"
         )
+    packed, tokens = done.kv.packed, done.report.tokens
     return export_kv(
         prefiller.cache,
         prefiller.pages,
         done.request,
         rope=done.positions.rope,
         logits=done.logits[-1],
+        packed=None if packed is None else packed_tokens(packed, tokens),
     )
 
 
@@ -52,9 +55,8 @@ def take_over(
 
     # Errors
     As `import_kv`; `InvalidArgument` as well for ids or logits of another vocabulary, keys rotated
-    by other frequencies, or a payload without logits.
+    by other frequencies, a payload without logits, or packed pages of another format or head map.
     """
-    refuse_beside_packed(prefiller.packed, "payloads")
     start = time.perf_counter()
     header, spec = payload.header, prefiller.spec
     token_array(payload.tokens.cpu().numpy(), spec.vocabulary)
@@ -68,14 +70,11 @@ def take_over(
         got = "none" if payload.logits is None else payload.logits.numel()
         raise InvalidArgument(f"payload logits: expected {spec.vocabulary} of them, got {got}")
     logits = payload.logits.to(spec.device)[None]
-    request = import_kv(
-        prefiller.cache,
-        prefiller.pages,
-        payload,
-        namespace=namespace,
-        reserve_tokens=reserve_tokens,
-    )
+    request, packed = _admitted(prefiller, payload, namespace, reserve_tokens)
     own, shared = request.kv_bytes()
+    if packed is not None:
+        in_packed = packed.kv_bytes()
+        own, shared = own + in_packed[0], shared + in_packed[1]
     report = Report(
         policy="payload",
         plan=request.plan,
@@ -88,6 +87,23 @@ def take_over(
         kv_bytes=own,
         shared_kv_bytes=shared,
     )
-    kv = RequestKv(prefiller.heads, prefiller.pages, request, positions)
+    kv = RequestKv(prefiller.heads, prefiller.pages, request, positions, packed=packed)
     lookup = Lookup(request.namespace, remember=False)
     return Prefill(kv, logits, report, lookup, 0, ReusedTokens.of(()))
+
+
+def _admitted(
+    prefiller: Prefiller, payload: KvPayload, namespace: str | None, reserve_tokens: int
+) -> tuple[KvRequest, ResumedPages | None]:
+    """The request of a payload, and its packed tokens where there are packed pages."""
+    pool, cache = prefiller.packed, prefiller.cache
+    known = cache, prefiller.pages, payload
+    if pool is None:
+        return import_kv(*known, namespace=namespace, reserve_tokens=reserve_tokens), None
+    header = expect_packed_alike(pool, payload.header.packed)
+    request = import_exact(*known, namespace, reserve_tokens)
+    try:
+        return request, ResumedPages(pool, cache, payload, header, reserve_tokens)
+    except BaseException:
+        request.release()
+        raise

@@ -21,8 +21,8 @@ import torch
 
 from kvweave.errors import CorruptPayload
 from kvweave.payload import PayloadHeader
-from kvweave.payload.header import parsed
-from kvweave.payload.payload import LOGITS, TOKENS, TORCH_DTYPES
+from kvweave.payload.header_fields import parsed
+from kvweave.payload.payload import LOGITS, PART_DTYPES, TOKENS
 
 _SCHEMA = 1
 _DIGEST = 32
@@ -97,8 +97,8 @@ class Ticket:
         # Errors
         `CorruptPayload`.
         """
-        dtype = TORCH_DTYPES[self.header.dtype]
-        wanted = {name: (dtype, shape) for name, shape in self.header.part_shapes().items()}
+        kinds = self.header.part_kinds().items()
+        wanted = {name: (PART_DTYPES[dtype], shape) for name, (dtype, shape) in kinds}
         wanted[TOKENS] = (torch.int32, (self.header.tokens,))
         if LOGITS in self.places:
             wanted[LOGITS] = (torch.float32, (self.places[LOGITS].size // 4,))

@@ -32,7 +32,8 @@ class Decoder:
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
-    copies pages itself, from when it does so on, are launched one kernel at a time.
+    copies pages itself, from when it does so on, and those in which heads choose among packed
+    pages, are launched one kernel at a time.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.
@@ -53,6 +54,8 @@ class Decoder:
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
         waits = any(pool.waits for pool in heads.host.values())
+        # What heads choose of packed pages is said anew by the host.
+        waits |= heads.packed is not None and bool(heads.packed.heads.budgets)
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs

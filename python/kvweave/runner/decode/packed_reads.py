@@ -8,7 +8,7 @@ a step changes no entry: those of a request change when a page of it has been pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,25 @@ from kvweave import ops
 from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.packed_choice import ChosenPacked, Listed, PackedChoice
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States, merged_states
 from kvweave.runner.kv.tables import Int32, send
 
-Listed = tuple[torch.Tensor, torch.Tensor]
-"""Entries i32 [N, 5] of B requests and their offsets i32 [B + 1]."""
-
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What B requests read at positions i32 [B]: packed tokens, and exact ones beside documents."""
+    """What B requests read at positions i32 [B]: packed tokens, and exact ones beside documents.
+
+    `chosen`: what heads choose of the former, where any do.
+    """
 
     pool: PackedPool
     positions: torch.Tensor
     packed: Listed
     aside: Listed | None
+    chosen: ChosenPacked | None = None
 
     def merged(
         self,
@@ -49,13 +51,21 @@ class PackedStep:
         called = q, self.positions
         entries, offsets = self.packed
         known: dict[str, Any] = {"entry_offsets": offsets, "workspace": workspace}
-        kv = self.pool.read(layer, of, rope)
-        states = [exact, ops.attend_packed(*called, entries, kv, **known)]
+        states, heads = [exact], self.pool.heads
+        if self.chosen is not None and heads.chooses(layer):
+            states += [self.chosen.states(layer, called, self.packed, rope, workspace)]
+            reach = heads.unranked(layer)
+            reads = reach is not None
+        else:
+            reach, reads = heads.others(layer), True
+        if reads:
+            kv = self.pool.read(layer, of, rope, reach)
+            states += [ops.attend_packed(*called, entries, kv, **known)]
         if self.aside is not None:
             entries, known["entry_offsets"] = self.aside
-            heads, reach = self.pool.spec.kv_heads, self.pool.heads.others(layer)
-            kept = self.pool.exact
-            own = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
+            kept, count = self.pool.exact, self.pool.spec.kv_heads
+            reach = heads.others(layer)
+            own = ops.PagedKv(kept, layer, count, of.scale, rope, None, of.softcap, reach)
             states += [ops.attend_decode(*called, entries, own, **known)]
         return merged_states(*states)
 
@@ -146,6 +156,14 @@ class PackedReads:
         self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
         # Entries of the batch, packed and aside, and whether they lie in the room.
         self._listed, self._is_listed = (0, 0), False
+        # Packed entries of each of the batch.
+        self._counts = np.zeros(0, np.int64)
+        self._choice = PackedChoice(pool) if pool.heads.budgets else None
+
+    def forget(self, sequence: Decoding) -> None:
+        """Lets go of what the heads of a request have chosen."""
+        if self._choice is not None:
+            self._choice.forget(sequence)
 
     def seat(self, batch: Sequence[Decoding]) -> None:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
@@ -179,10 +197,13 @@ class PackedReads:
         """Whether any row at positions i32 [B] reads anything packed."""
         return bool(len(positions)) and int(positions.max()) - RECENT_TOKENS >= SINK_TOKENS
 
-    def step(self, positions: Table) -> PackedStep:
-        """What the batch's rows at positions i32 [B] read."""
+    def step(self, positions: Table, at: Int32) -> PackedStep:
+        """What the batch's rows at positions i32 [B] read, which on the host are `at`."""
         room = self.room(len(self._batch))
-        return room.step(positions, self._listed)
+        step = room.step(positions, self._listed)
+        if self._choice is None:
+            return step
+        return replace(step, chosen=self._choice.step(self._batch, at, self._counts))
 
     def room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
@@ -200,6 +221,7 @@ class PackedReads:
         room.packed.write(packed)
         if room.aside is not None:
             room.aside.write(aside)
+        self._counts = np.array([len(entries) for entries in packed], np.int64)
         self._listed, self._is_listed = counts, True
         return room
 

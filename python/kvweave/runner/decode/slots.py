@@ -189,6 +189,8 @@ class DecodeSlots:
         self.rows.leave(row)
         if self.chosen is not None:
             self.chosen.forget(row)
+        if self.packed is not None:
+            self.packed.forget(sequence)
         self._drawing.discard(sequence)
         sequence.timings.decode_s += self._spent - self._spent_before.pop(sequence)
         self.batch, self._requests, self._said = [], [], None

@@ -62,7 +62,7 @@ class DecodeTables:
             chosen.begin(table, plans, step.chosen.widths)
         packed = None
         if slots.packed is not None and slots.packed.are_read(made.positions):
-            packed = slots.packed.step(positions)
+            packed = slots.packed.step(positions, made.positions)
         known = ids, positions, places, entries, splits, turns, slots.reach
         return DecodeTables(*known, chosen, packed)
 

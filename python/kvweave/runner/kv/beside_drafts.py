@@ -10,7 +10,7 @@ from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.model.rope import Rotary
 
 NOT_BESIDE_DRAFTS = {
-    "kv_dtype": "no head chooses among packed pages",
+    "kv_dtype": "a round is verified over exact pages alone",
     "host_bytes": "a verification reads all pages on the device",
     "healing": "what it watches are steps of one token",
     "model": "frequencies of RoPE that change with the length differ between the rows of a round",

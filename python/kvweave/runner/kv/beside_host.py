@@ -7,7 +7,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_HOST = {
-    "kv_dtype": "no head chooses among packed pages",
+    "kv_dtype": "packed pages stay on the device",
     "mode": "segments that are read where they lie keep their pages on the device",
     "healing": "what it looks at and writes again are all pages of an answer, every few tokens",
 }

@@ -8,7 +8,6 @@ from kvweave.runner.kv.packing import Packing
 NOT_BESIDE_PACKED = {
     "profile": "what a profile states was measured over exact pages",
     "canary": "full answers are computed over packed pages as well, so it has no yardstick",
-    "payloads": "what is handed over has exact pages of all tokens",
     "healing": "tokens that are packed are not written again",
     "later documents": "a turn goes on in a fork, and what is found for it lies packed elsewhere",
     "pin": "it would hold exact pages alone",

@@ -21,8 +21,6 @@ from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import (
     PackedPrefix,
     States,
-    before,
-    merged_states,
     packs_of,
     unpacked,
 )
@@ -191,11 +189,7 @@ class PackedDocuments(PackedPrefix):
 
     def entries(self) -> Int32:
         """All packed tokens that are not aside, of the prompt and then what was decoded."""
-        first = PAGE_TOKENS * (self._prompt // PAGE_TOKENS + np.arange(len(self._blocks)))
-        rows = np.zeros((len(self._blocks), 5), np.int32)
-        rows[:, 3] = np.maximum(first, self._prompt)
-        rows[:, 0], rows[:, 1], rows[:, 2] = self._blocks, rows[:, 3] - first, PAGE_TOKENS
-        return np.concatenate((self._entries()[0], rows))
+        return np.concatenate((self._entries()[0], self._behind(self._prompt)))
 
     def exact_entries(self, first: int = 0) -> Int32:
         """The tokens aside, of an entry's position on: entries i32 [N, 5]."""
@@ -214,27 +208,6 @@ class PackedDocuments(PackedPrefix):
             one, other = (_listed(among, places) for among, places in parts)
             self._listed = one, other
         return self._listed
-
-    def merged(
-        self,
-        layer: int,
-        of: LayerSpec,
-        rope: ops.RopeTable,
-        rows: tuple[torch.Tensor, Table],
-        gap_end: int,
-        exact: States,
-    ) -> States:
-        """As for a prefix, of rows that follow a prompt: what lies aside is read as well."""
-        aside = before(self.exact_entries(SINK_TOKENS), gap_end)
-        if len(aside):
-            packed, heads = self.pool.heads, self.pool.spec.kv_heads
-            ends = packed.offsets(np.asarray([0, len(aside)], np.int32))
-            entries, offsets = send(self.pool.spec.device, aside, ends)
-            kept, reach = self.pool.exact, packed.others(layer)
-            kv = ops.PagedKv(kept, layer, heads, of.scale, rope, None, of.softcap, reach)
-            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
-            exact = merged_states(exact, states)
-        return super().merged(layer, of, rope, rows, gap_end, exact)
 
     def merged_packed(
         self,

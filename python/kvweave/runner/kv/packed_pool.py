@@ -61,6 +61,12 @@ ExactPool = tuple[KvCache, torch.Tensor]
 
 _DEVICE_DIMS = (64, 128)
 
+_BOUND_BYTES = 12
+"""Of bounds a channel: the least, the greatest and the mean key, in f32."""
+
+_BOUNDED_BLOCKS = 16
+"""Packed blocks that are unpacked at once, of all layers, for their bounds."""
+
 
 @dataclass(frozen=True)
 class PackedPool:
@@ -68,7 +74,8 @@ class PackedPool:
 
     A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `exact`: the pages
     [pages, 2, P, D] that they are packed from. `bases`: in which, of a format that has any.
-    `heads`: which read what of them.
+    `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
+    of exact keys, where any of them choose pages.
     """
 
     spec: ModelSpec
@@ -78,6 +85,7 @@ class PackedPool:
     exact: torch.Tensor
     bases: PoolBases | None
     heads: PackedHeads
+    bounds: torch.Tensor | None = None
 
     @property
     def block_pages(self) -> int:
@@ -91,8 +99,9 @@ class PackedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, and of the bases that there is room for."""
-        return self.pages.data.nbytes + (0 if self.bases is None else self.bases.nbytes)
+        """Bytes of all of them, of the bases that there is room for, and of bounds."""
+        parts = (self.pages.data, self.bases, self.bounds)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
@@ -109,15 +118,39 @@ class PackedPool:
             known["own_bases_most"] = most
         return known
 
-    def pack(self, packs: Int32) -> None:
-        """Packs exact pages, rows as `ops.pack_pages` takes them, in the shared basis."""
+    def pack(self, packs: Int32, basis: int | None = None) -> None:
+        """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis."""
         bases = self.bases
         if bases is not None:
-            if bases.wants_moments:
-                bases.add(*on_host(self.exact, packs, self.block_pages))
-            bases.assign(packs[:, 0], bases.shared)
+            if basis is None:
+                if bases.wants_moments:
+                    bases.add(*on_host(self.exact, packs, self.block_pages))
+                basis = bases.shared
+            bases.assign(packs[:, 0], basis)
         (table,) = send(self.spec.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
+        self._bound(self.exact, table)
+
+    def bound(self, blocks: Int32, tokens: int) -> None:
+        """Bounds of the blocks [N] of a text that came packed: of the keys that they stand for."""
+        if self.bounds is None:
+            return
+        for first in range(0, len(blocks), _BOUNDED_BLOCKS):
+            some = blocks[first : first + _BOUNDED_BLOCKS]
+            size = self.block_pages
+            exact = size * np.arange(1, len(some) + 1, dtype=np.int32)
+            held = np.clip(tokens - PAGE_TOKENS * (first + np.arange(len(some))), 0, PAGE_TOKENS)
+            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, self.spec.head_dim)
+            pages = torch.zeros(shape, dtype=self.exact.dtype, device=self.spec.device)
+            packs = np.column_stack((some, held, exact)).astype(np.int32)
+            self.unpack(packs, pages)
+            (table,) = send(self.spec.device, packs)
+            self._bound(pages, table)
+
+    def _bound(self, exact: torch.Tensor, packs: ops.Table) -> None:
+        if self.bounds is not None:
+            known = {"pages": self.block_pages, "page_tokens": PAGE_TOKENS}
+            ops.bound_packed(exact, self.bounds, packs, **known)
 
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:
         """Writes what blocks stand for into exact pages, all layers and KV heads."""
@@ -165,9 +198,11 @@ class PackedPool:
         """Bytes of a token of one layer in exact pages."""
         return 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
 
-    def read(self, layer: int, of: LayerSpec, rope: ops.RopeTable) -> ops.PackedKv:
-        """One layer's packed KV as rows read it."""
-        heads, reach = self.spec.kv_heads, self.heads.others(layer)
+    def read(
+        self, layer: int, of: LayerSpec, rope: ops.RopeTable, reach: ops.Reach | None
+    ) -> ops.PackedKv:
+        """One layer's packed KV as rows read it by a reach."""
+        heads = self.spec.kv_heads
         return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap, reach)
 
 
@@ -238,8 +273,8 @@ class PoolSizes:
     """How large the two pools of a model are, by the tokens that they have room for.
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page, and `basis_bytes` of a basis. `chunk_tokens`: rows of a prompt that are computed at
-    once.
+    packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
+    of a prompt that are computed at once.
     """
 
     exact: KvShape
@@ -323,32 +358,36 @@ def make_packed_pool(
     one = basis_bytes(of, per_block)
     if packing.basis is not None and not one:
         raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.format!r}, got one")
+    exact_shape = KvShape(*geometry, page_tokens, dtype)
+    reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
+    page_bytes = of.page_bytes + (_BOUND_BYTES * spec.head_dim if reads.budgets else 0)
     sizes = PoolSizes(
-        KvShape(*geometry, page_tokens, dtype),
+        exact_shape,
         KvShape(*geometry, PAGE_TOKENS, dtype),
         exact_windows(spec),
-        of.page_bytes,
+        page_bytes,
         one,
         chunk_tokens or CHUNK_TOKENS,
     )
-    reads = PackedHeads(sizes.exact, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
     cache = KvCache(sizes.packed, blocks=sizes.packed_blocks(tokens), memory=False, **settings)
     count = sizes.packed_pages(tokens)
-    wanted = f"{count * of.page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"
+    wanted = f"{count * page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"
 
     @needs_memory("packed pages", wanted)
-    def made() -> ops.PackedPages:
-        bases = None
+    def made() -> tuple[ops.PackedPages, torch.Tensor | None]:
+        bases = bounds = None
         if one:
             shape = basis_shape(of, per_block)
             bases = torch.zeros((sizes.bases(tokens), *shape), device=spec.device)
-        return ops.PackedPages.zeros(count, of, spec.device, bases=bases)
+        if reads.budgets:
+            bounds = torch.zeros((count, 3, spec.head_dim), device=spec.device)
+        return ops.PackedPages.zeros(count, of, spec.device, bases=bases), bounds
 
-    pages = made()
+    pages, bounds = made()
     bases = None
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, reads)
+    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, reads, bounds)

@@ -57,6 +57,12 @@ class PackedPrefix:
     `PoolFull` when prompt and reserve do not fit; nothing is held then.
     """
 
+    basis: int | None = None
+    """The basis that its pages are packed in, by its number in the pool; None: the shared one."""
+
+    _exact: int | None = None
+    """The first token that was computed over a part of what is packed; None: no token was."""
+
     def __init__(
         self,
         pool: PackedPool,
@@ -154,9 +160,13 @@ class PackedPrefix:
 
     def _append(self, request: KvRequest, end: int) -> None:
         """Makes room for the tokens before an end, in blocks that nobody else writes."""
+        self._grow(request.tokens[:end])
+
+    def _grow(self, tokens: Rows) -> None:
+        """As `_append`, for a text of these tokens."""
         known = self.request.length
-        if end > known:
-            self.request.append(request.tokens[known:end])
+        if len(tokens) > known:
+            self.request.append(tokens[known:])
             # A page is written whole: what a shared block in progress had is not copied first.
             self.request.take_copies()
             self.request.finish_copies()
@@ -198,16 +208,24 @@ class PackedPrefix:
         exact[: len(at)] = entries[at, 0]
         packs = packs_of(blocks, exact.reshape(len(pages), -1), tokens)
         if pack:
-            pool.pack(packs)
+            pool.pack(packs, self.basis)
             if self.copy is not None:
                 self.copy.add(pool.exact, packs)
         else:
             pool.unpack(packs, pool.exact)
 
+    def read_in_part(self, position: int) -> None:
+        """Says that the token at a position was computed over a part of what is packed.
+
+        What was decoded with a choice of pages is not what a prefill would have computed.
+        """
+        self._exact = position if self._exact is None else min(self._exact, position)
+
     def commit(self) -> None:
-        """Lets later prompts find what is packed."""
-        if self.tokens:
-            self.request.commit(self.tokens, self.tokens)
+        """Lets later prompts find what is packed, up to what was computed over a part of it."""
+        exact = self.tokens if self._exact is None else min(self._exact, self.tokens)
+        if whole := exact // PAGE_TOKENS * PAGE_TOKENS:
+            self.request.commit(whole, whole)
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of packed blocks that this request alone pays for, and of those that it shares.
@@ -244,6 +262,17 @@ class PackedPrefix:
         """What lies in exact pages beside the windows, from a position on: of a prefix nothing."""
         return np.zeros((0, 5), np.int32)
 
+    def _behind(self, prompt: int) -> Int32:
+        """Entries i32 [N, 5] of `_blocks`, which are of pages that end behind so many tokens.
+
+        They begin behind these, and behind the sink.
+        """
+        first = PAGE_TOKENS * (prompt // PAGE_TOKENS + np.arange(len(self._blocks)))
+        rows = np.zeros((len(self._blocks), 5), np.int32)
+        rows[:, 3] = np.maximum(first, max(prompt, SINK_TOKENS))
+        rows[:, 0], rows[:, 1], rows[:, 2] = self._blocks, rows[:, 3] - first, PAGE_TOKENS
+        return rows[rows[:, 1] < rows[:, 2]]
+
     def end_of_gap(self, request: KvRequest) -> int:
         """Where exact pages begin again behind the sink: what lies between is read packed."""
         starts = request.entries()[:, 3]
@@ -264,9 +293,18 @@ class PackedPrefix:
         `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`,
         where packed tokens end. Those of this layer are unpacked into scratch, `SCRATCH_TOKENS` at
         once: each chunk of a prompt reads all before it so, and unpacking costs what a copy does.
-        Heads with windows have all that they see in exact pages.
+        What lies in exact pages beside the windows is read there. Heads with windows have all that
+        they see in windows.
         """
         heads = self.pool.heads
+        aside = before(self.exact_entries(SINK_TOKENS), gap_end)
+        if len(aside):
+            ends = heads.offsets(np.asarray([0, len(aside)], np.int32))
+            entries, offsets = send(self.pool.spec.device, aside, ends)
+            kept, reach, count = self.pool.exact, heads.others(layer), self.pool.spec.kv_heads
+            kv = ops.PagedKv(kept, layer, count, of.scale, rope, None, of.softcap, reach)
+            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            exact = merged_states(exact, states)
         read = heads.others(layer), heads.tables
         return self.read_packed(layer, of, rope, rows, gap_end, exact, read)
 

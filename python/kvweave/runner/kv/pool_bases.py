@@ -127,7 +127,7 @@ class PoolBases:
     def add(self, cache: torch.Tensor, packs: Int32) -> None:
         """Takes note of exact pages on the host that are to be packed, until they are enough."""
         assert self._moments is not None
-        begun = self._moments.tokens > 0
+        begun = self._begun
         self._moments.add(cache, packs)
         if self._moments.tokens >= SHARED_TOKENS:
             self._share(torch.from_numpy(self._moments.basis()))
@@ -155,6 +155,10 @@ class PoolBases:
         pages = (blocks[:, None].astype(np.int64) + np.arange(self.pages)).reshape(-1)
         self._of[pages] = number
         self.bases.of[torch.from_numpy(pages)] = number
+
+    def forget(self, blocks: Int32) -> None:
+        """Says that blocks [N] are packed in no basis of their own."""
+        self.assign(blocks, UNROTATED)
 
     def own_bytes(self, blocks: Int32) -> int:
         """Bytes of the bases of their own that blocks are packed in."""
@@ -188,9 +192,29 @@ class PoolBases:
 
     def of_blocks(self, blocks: Int32) -> BlockBases:
         """What blocks [N] are packed in."""
-        numbers = self.numbers(blocks)
+        return self._away(self.numbers(blocks))
+
+    def of_text(self, blocks: Int32) -> tuple[BlockBases, int | None]:
+        """The same, with the basis that text is packed in now: its number as `which` has them.
+
+        None where there is none yet, as nothing has been packed by which it could be made.
+        """
+        bases = self._away(np.append(self.numbers(blocks), np.int32(self.shared)))
+        named = int(bases.which[-1])
+        if self.shared == UNROTATED and self._known_to_all is None and not self._begun:
+            # What is there are no steps of any tokens.
+            return self.of_blocks(blocks), None
+        return BlockBases(bases.which[:-1], bases.bases), named
+
+    @property
+    def _begun(self) -> bool:
+        """Whether any tokens have been packed while the shared basis is to be made."""
+        return self._moments is not None and self._moments.tokens > 0
+
+    def _away(self, numbers: npt.NDArray[np.int32]) -> BlockBases:
+        """Bases by their numbers [N], away from the pool."""
         used = [n for n in np.unique(numbers).tolist() if n != self._known_to_all]
-        which = np.zeros(len(blocks), np.int32)
+        which = np.zeros(len(numbers), np.int32)
         others = numbers != self._known_to_all
         which[others] = 1 + np.searchsorted(used, numbers[others])
         return BlockBases(which, tuple(self.on_host(n) for n in used))
@@ -201,7 +225,7 @@ class PoolBases:
         # Errors
         `PoolFull` where there is no room for one of them.
         """
-        self.assign(blocks, UNROTATED)
+        self.forget(blocks)
         for index, basis in enumerate(given.bases, 1):
             number = self._find(basis)
             if number is None:

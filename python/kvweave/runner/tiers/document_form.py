@@ -105,6 +105,12 @@ class DocumentForm(Protocol):
         `PoolFull` where there is no room for one.
         """
 
+    def bounds(self, blocks: Int32) -> torch.Tensor | None:
+        """By what heads choose the pages of blocks [N], on the host; None where none choose."""
+
+    def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
+        """Says by what heads choose the pages of blocks [N]."""
+
 
 class ExactForm:
     """Documents in exact pages [pages, 2, P, D]; `heads` names the head map, "" for none."""
@@ -152,4 +158,10 @@ class ExactForm:
         """None."""
 
     def put_bases(self, blocks: Int32, bases: BlockBases | None) -> None:
+        """Nothing."""
+
+    def bounds(self, blocks: Int32) -> None:
+        """None: bounds of exact pages are of the requests that read them."""
+
+    def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
         """Nothing."""

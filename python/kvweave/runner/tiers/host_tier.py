@@ -87,6 +87,7 @@ class HostTier:
         self._form, self._block_bytes = form, block_bytes
         # By the first block of a document here: the bases of all of its blocks.
         self._bases: dict[int, BlockBases | None] = {}
+        self._bounds: dict[int, torch.Tensor | None] = {}
         self.cache = KvCache(
             shape,
             blocks=size // block_bytes,
@@ -124,7 +125,9 @@ class HostTier:
                 self._carry(request, blocks, "spill")
                 for block in blocks.tolist():
                     self._bases.pop(block, None)
+                    self._bounds.pop(block, None)
                 self._bases[int(blocks[0])] = self._form.bases(blocks_of(request))
+                self._bounds[int(blocks[0])] = self._form.bounds(blocks_of(request))
                 home.commit(document.length, document.length)
         except PoolFull:
             return False
@@ -178,6 +181,7 @@ class HostTier:
                 # It would be copied to the request's own block; it is read where it lies.
                 blocks = np.append(blocks, home.take_copies(0)[0, 0])
             self._form.put_bases(blocks_of(request), self._bases[int(blocks[0])])
+            self._form.put_bounds(blocks_of(request), self._bounds[int(blocks[0])])
             carry(blocks)
         return True
 

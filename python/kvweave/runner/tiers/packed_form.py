@@ -15,6 +15,7 @@ import torch
 from kvweave.cache import KvRequest
 from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import RopeTable
+from kvweave.payload.packed import PageFormat
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.pool_bases import BlockBases, basis_shape, needs_steps
@@ -63,8 +64,9 @@ class PackedForm:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in all heads of all layers, scales and bitmaps among them."""
-        return self.pool.block_bytes // PAGE_TOKENS
+        """Bytes of a token in all heads of all layers, scales, bitmaps and bounds among them."""
+        bounds = 0 if self.pool.bounds is None else self.pool.bounds[0].nbytes
+        return (self.pool.block_bytes + bounds * self.pool.block_pages) // PAGE_TOKENS
 
     @property
     def basis_bytes(self) -> int:
@@ -73,16 +75,11 @@ class PackedForm:
 
     def provenance(self, namespace: str, regime: int) -> Provenance:
         """That of the pool's format, whose every size is in the layout."""
-        shape, of = self.cache.shape, self.pool.pages.format
-        sizes = [VERSION, of.kind, of.page_tokens, of.scales]
-        if of.kind == "top-r":
-            sizes += [of.kept, of.group, of.channels, of.numbers]
-        if of.token_bytes is not None:
-            sizes += [of.token_bytes]
+        shape, of = self.cache.shape, PageFormat.of(self.pool.pages.format)
         return Provenance(
             self.cache.fingerprint,
             dtype=shape.dtype,
-            layout="/".join(("packed", *map(str, sizes))),
+            layout=f"packed/{VERSION}/{of.name}",
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
@@ -124,6 +121,7 @@ class PackedForm:
             self.put_bases(blocks, document.bases)
             pages = document.parts[_PAGES].to(self.arena.device)
             self.arena.index_copy_(0, self._index(blocks), pages.flatten(0, 1))
+            self.pool.bound(blocks, len(tokens))
             request.commit(len(tokens), len(tokens))
         except BaseException:
             request.release()
@@ -186,6 +184,17 @@ class PackedForm:
         if self.pool.bases is not None:
             assert bases is not None
             self.pool.bases.put(blocks, bases)
+
+    def bounds(self, blocks: Int32) -> torch.Tensor | None:
+        """Those of all pages of blocks."""
+        bounds = self.pool.bounds
+        return None if bounds is None else bounds.index_select(0, self._index(blocks)).cpu()
+
+    def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
+        """Says which bounds all pages of blocks have."""
+        if self.pool.bounds is not None:
+            assert bounds is not None
+            self.pool.bounds.index_copy_(0, self._index(blocks), bounds.to(self.arena.device))
 
     def _index(self, blocks: Int32) -> torch.Tensor:
         """The pages of blocks, block by block."""

@@ -1,0 +1,248 @@
+"""Which packed pages the top-K heads of a batch read (MosaicKV, section 5.1).
+
+A head that chooses reads the packed pages that its query scores highest by their bounds, beside all
+that lies in exact pages. The two newest are always read: what decode steps read exactly reaches
+into them. What was chosen stays until the next ranking; pages that are packed since are read
+besides. Requests are ranked at their first step and every so many from then on, as over exact
+pages. What is chosen are numbers in a request's list of packed entries, which only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.always_read import RECENT_PAGES
+from kvweave.ops import Reach, RopeTable, Workspace
+from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.packed_prefix import States
+from kvweave.runner.kv.page_budget import PageBudget
+from kvweave.runner.kv.tables import Int32, send, send_index
+
+Listed = tuple[torch.Tensor, torch.Tensor]
+"""Entries i32 [N, 5] of B requests and offsets of their tables."""
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """Requests that one budget ranks in a step.
+
+    `batch` i64 [n]: their numbers in it. `rows` i64 [n]: of what is chosen. `offsets` i32 [2n + 1]:
+    two tables a request, of which the first are its packed entries, `width` at most.
+    """
+
+    batch: torch.Tensor
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    width: int
+
+
+@dataclass(frozen=True)
+class ChosenPacked:
+    """What the heads of B requests choose of packed pages in a step: see `PackedChoice`.
+
+    `rows` i64 [B] of what they have chosen. `rankings` by budget, None where nobody is due.
+    """
+
+    of: PackedChoice
+    rows: torch.Tensor
+    rankings: tuple[_Ranking | None, ...]
+
+    def states(
+        self,
+        layer: int,
+        called: tuple[torch.Tensor, torch.Tensor],
+        listed: Listed,
+        rope: RopeTable,
+        workspace: Workspace | None,
+    ) -> States:
+        """Attention and lse of `called`, queries [B, H, D] and positions, over what was chosen.
+
+        Heads that are to choose anew do so by these queries; others than these see nothing here.
+        """
+        choice, pool = self.of, self.of.pool
+        (q, positions), (entries, offsets) = called, listed
+        for budget, ranking in zip(pool.heads.budgets, self.rankings, strict=True):
+            if ranking is not None:
+                choice.rank(layer, budget, ranking, q, entries, rope)
+        pages, selected = (
+            table[:, layer].index_select(0, self.rows) for table in (choice.chosen, choice.selected)
+        )
+        own, ends = ops.gather_entries(
+            pages, selected, entries, entry_offsets=offsets, reach=choice.listing
+        )
+        kv = pool.read(layer, pool.spec.layers[layer], rope, choice.reading[layer])
+        return ops.attend_packed(q, positions, own, kv, entry_offsets=ends, workspace=workspace)
+
+
+class PackedChoice:
+    """What the top-K heads of requests that decode together have chosen of their packed entries.
+
+    `chosen` i32 [R, L, G, W], of which the first `selected` i32 [R, L, G] count: none of a head
+    that does not choose. Of each row and budget `_ranked` i64 is the position of the newest token
+    when it was ranked, −1 for never, `_listed` i64 the entries then, and `_told` i64 those of which
+    `chosen` has been told.
+    """
+
+    def __init__(self, pool: PackedPool) -> None:
+        self.pool = pool
+        heads, spec = pool.heads, pool.spec
+        shape, device = heads.budget_of.shape, spec.device
+        self._masks = [
+            torch.from_numpy(heads.budget_of == number).to(device)
+            for number in range(len(heads.budgets))
+        ]
+        # Pages that are packed between two rankings.
+        self._since = [-(-budget.every // PAGE_TOKENS) for budget in heads.budgets]
+        pairs = zip(heads.budgets, self._since, strict=True)
+        self._width = max(budget.pages + since for budget, since in pairs)
+        self.chosen = torch.zeros((0, *shape, self._width), dtype=torch.int32, device=device)
+        self.selected = torch.zeros((0, *shape), dtype=torch.int32, device=device)
+        self._ranked = np.zeros((0, len(heads.budgets)), np.int64)
+        self._listed = np.zeros((0, len(heads.budgets)), np.int64)
+        self._told = np.zeros((0, len(heads.budgets)), np.int64)
+        self._rows: dict[Decoding, int] = {}
+        count = spec.kv_heads
+        every = np.arange(count, dtype=np.int32)
+        self.listing = Reach(2, np.zeros((count, 4), np.int32))
+        self._scoring, self.reading = [], []
+        for layer in range(len(spec.layers)):
+            rows = np.zeros((count, 4), np.int32)
+            rows[:, 1] = layer * count + every
+            self._scoring.append(Reach(2, rows))
+            tables = rows.copy()
+            tables[:, 0] = 2 * every
+            self.reading.append(Reach(2 * count, tables))
+
+    def forget(self, sequence: Decoding) -> None:
+        """Lets go of what a request has chosen."""
+        self._rows.pop(sequence, None)
+
+    def step(self, batch: Sequence[Decoding], positions: Int32, counts: Int64) -> ChosenPacked:
+        """What a step says of its requests, whose newest tokens are at positions i32 [B].
+
+        `counts` [B]: packed entries of each, which lie one behind the other.
+        """
+        rows = np.array([self._row(sequence) for sequence in batch], np.int64)
+        ends = np.cumsum(counts)
+        rankings = [
+            self._step(number, budget, rows, positions, counts, ends)
+            for number, budget in enumerate(self.pool.heads.budgets)
+        ]
+        for number, sequence in enumerate(batch):
+            if any(counts[number] > budget.pages for budget in self.pool.heads.budgets):
+                assert sequence.packed is not None
+                sequence.packed.read_in_part(int(positions[number]))
+        return ChosenPacked(self, self._sent(rows), tuple(rankings))
+
+    def _step(
+        self,
+        number: int,
+        budget: PageBudget,
+        rows: Int64,
+        positions: Int32,
+        counts: Int64,
+        ends: Int64,
+    ) -> _Ranking | None:
+        """What is ranked by a budget; of other requests what was packed since is read besides."""
+        ranked, listed = self._ranked[rows, number], self._listed[rows, number]
+        many, age, since = counts > budget.pages, positions - ranked, counts - listed
+        kept = many & (ranked >= 0) & (age >= 0) & (age < budget.every)
+        kept &= (since >= 0) & (since <= self._since[number]) & (listed >= budget.pages)
+        due = np.flatnonzero(many & ~kept)
+        more = self._told[rows, number] != counts
+        for at in np.flatnonzero(kept & more).tolist():
+            chosen = budget.pages + int(since[at])
+            self._read_besides(number, int(rows[at]), budget.pages, int(listed[at]), chosen)
+        for at in np.flatnonzero(~many & more).tolist():
+            self._read_besides(number, int(rows[at]), 0, 0, int(counts[at]))
+        self._ranked[rows[~many], number], self._told[rows, number] = -1, counts
+        if not len(due):
+            return None
+        self._ranked[rows[due], number] = positions[due]
+        self._listed[rows[due], number] = counts[due]
+        for row in rows[due].tolist():
+            self.selected[row].masked_fill_(self._masks[number], budget.pages)
+        spans = np.zeros(2 * len(due) + 1, np.int32)
+        spans[:-1] = np.stack((ends[due] - counts[due], ends[due]), 1).reshape(-1)
+        (offsets,) = send(self.pool.spec.device, spans)
+        width = int(counts[due].max())
+        known = self._sent(due), self._sent(rows[due]), torch.as_tensor(offsets)
+        return _Ranking(*known, width)
+
+    def _read_besides(self, number: int, row: int, at: int, first: int, selected: int) -> None:
+        """Has heads of a budget read the entries from `first` on behind `at` others."""
+        mask, chosen = self._masks[number], self.chosen[row]
+        step = torch.arange(selected - at, dtype=torch.int32, device=chosen.device)
+        some = chosen[:, :, at:selected]
+        some.copy_(torch.where(mask[:, :, None], first + step, some))
+        self.selected[row].masked_fill_(mask, selected)
+
+    def rank(
+        self,
+        layer: int,
+        budget: PageBudget,
+        ranking: _Ranking,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        rope: RopeTable,
+    ) -> None:
+        """Has the heads of a layer that have a budget choose by queries q [B, H, D]."""
+        pool = self.pool
+        heads = pool.heads.choosing(layer, budget)
+        if not len(heads):
+            return
+        assert pool.bounds is not None
+        of_layer, count = pool.spec.layers[layer], pool.spec.kv_heads
+        pages = ops.BoundedPages(
+            pool.bounds,
+            PAGE_TOKENS,
+            layer,
+            count,
+            of_layer.scale,
+            rope,
+            of_layer.softcap,
+            self._scoring[layer],
+            budget.score,
+        )
+        asking, ends = q.index_select(0, ranking.batch), ranking.offsets
+        scores, counts = ops.score_pages(
+            asking, entries, pages, entry_offsets=ends, width=ranking.width
+        )
+        budgets = torch.full_like(counts, budget.pages).flatten()
+        best, _ = ops.select_pages(
+            scores.flatten(0, 1), counts.flatten(), budgets, recent=RECENT_PAGES, most=budget.pages
+        )
+        some = self._sent(heads)
+        best = best.view(len(asking), count, -1).index_select(1, some)
+        self.chosen[ranking.rows[:, None], layer, some[None], : budget.pages] = best
+
+    def _row(self, sequence: Decoding) -> int:
+        """The row of a request; one that comes anew has chosen nothing."""
+        if sequence in self._rows:
+            return self._rows[sequence]
+        taken = set(self._rows.values())
+        row = next(number for number in range(len(taken) + 1) if number not in taken)
+        if row >= len(self.chosen):
+            more = max(1, len(self.chosen))
+            self.chosen, self.selected = (
+                torch.cat((table, table.new_zeros((more, *table.shape[1:]))))
+                for table in (self.chosen, self.selected)
+            )
+            room = np.zeros((more, self._ranked.shape[1]), np.int64)
+            known = self._ranked, self._listed, self._told
+            self._ranked, self._listed, self._told = (
+                np.concatenate((table, room)) for table in known
+            )
+        self._ranked[row] = self._told[row] = -1
+        self._rows[sequence] = row
+        return row
+
+    def _sent(self, index: Int64) -> torch.Tensor:
+        return send_index(self.pool.spec.device, index).long()
