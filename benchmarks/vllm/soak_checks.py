@@ -124,8 +124,8 @@ def counted() -> Counter[str]:
 def metric_complaints(ended: Counter[str]) -> list[str]:
     """Where metrics do not say what happened. `ended`: sequences by how they ended; engine idle.
 
-    An offline `LLM` of vLLM 0.26 drops what a step says in which nobody got a token, as docs/vllm.md
-    says: there only vLLM's own counts are looked at.
+    An offline `LLM` of vLLM 0.26 drops what a step says in which nobody got a token, as
+    docs/vllm.md says: there only vLLM's own counts are looked at.
     """
     import vllm
     from vllm.distributed.kv_transfer import get_kv_transfer_group
