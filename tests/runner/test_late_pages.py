@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decode_batches import decoding
 from families import random_tokens, tiny
@@ -44,6 +46,45 @@ def test_it_is_the_definition(name: str, kinds: Any, length: int) -> None:
     assert same(said, wanted)
     assert missed > 0 or length == 3
     assert spills(host) == len(host.host)
+    assert nothing_is_held(host)
+
+
+def happening(length: int, steps: int, page: int, leaves: set[int]) -> dict[int, str]:
+    """Before which steps a lone request leaves, or its table outgrows its room.
+
+    That is a power of two from 16 on, for one entry more than it has when it joins or moves.
+    """
+    found, room = dict[int, str](), 0
+    for step in range(steps):
+        entries = (length + step) // page + 1
+        if step in leaves:
+            found[step], room = "leaves", 0
+        elif entries > room and step:
+            found[step] = "moved"
+        if entries > room:
+            room = max(16, 1 << entries.bit_length())
+    return found
+
+
+@settings(max_examples=15)
+@given(
+    length=st.integers(1, 160),
+    pages=st.integers(4, 12),
+    every=st.integers(2, 17),
+    page=st.integers(2, 6),
+    leaves=st.sets(st.integers(1, 44), max_size=3),
+)
+def test_it_is_the_definition_of_any_budget(
+    length: int, pages: int, every: int, page: int, leaves: set[int]
+) -> None:
+    model, kinds = tiny("llama", num_hidden_layers=2), [top_k(pages, every)]
+    resident, host = both(model, kinds, host_arrivals="late", page_tokens=page)
+    tokens, late = random_tokens(length, 3), LateArrivals()
+    happens = happening(length, 45, page, leaves)
+    wanted, _ = steps_of(resident, tokens, 45, happens, defined=True)
+    with late.at_work():
+        said, _ = steps_of(host, tokens, 45, happens)
+    assert same(said, wanted)
     assert nothing_is_held(host)
 
 
