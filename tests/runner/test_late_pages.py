@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,21 @@ def test_fp8_copies_are_the_same_however_late_they_come(llama: Any) -> None:
     assert same(said[1], wanted[1])
     exact = host_runner(llama, MIXED, host_arrivals="late")
     assert not same(logits_of_steps(exact, tokens, STEPS)[1], wanted[1])
+
+
+def test_keys_that_are_nan_are_read_however_late_they_come() -> None:
+    broken, tokens = tiny("llama"), random_tokens(120, 4)
+    broken.get_input_embeddings().weight.data[7] = torch.nan
+    tokens[tokens == 7] = 8
+    tokens[33] = 7
+    found = []
+    for late in (LateArrivals(), None):
+        runner = host_runner(broken, KINDS[0], host_arrivals="late")
+        with nullcontext() if late is None else late.at_work():
+            found.append(steps_of(runner, tokens, STEPS)[0])
+        assert nothing_is_held(runner)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
 
 
 # ---- batches --------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ SIDES = 2
 """Lists of a request for each head."""
 
 _STEADY, _RANKED, _PARTLY, _READ = range(4)
-"""What the next step of a row is behind: nothing late, its ranking, what was brought being begun,
-or a step that read what was there."""
+"""Of a row: nothing is late; the step under way ranks; the next step reads what is there, or this
+one does and the next all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,10 @@ class LateRoom:
 
 
 class LatePages:
-    """How far rankings of one budget's requests have come, by row.
+    """How far late rankings of one budget's requests have come, by row.
 
-    `side` i64 [R]: which of its lists a row reads.
+    `side` i64 [R]: which of its lists a row reads. Each step begins with `join`, says with `begin`
+    who is ranked late in it, and has what they chose brought by `bring` while it is computed.
     """
 
     def __init__(self, slots: HostSlots) -> None:
@@ -88,7 +89,7 @@ class LatePages:
         self._listed = np.append(self._listed, none)
 
     def forget(self, rows: Int32 | int) -> None:
-        """Lets go of rankings that have not taken effect; what is read then is ranked anew."""
+        """Lets go of rankings that have not taken effect: the rows are ranked anew, or nobody's."""
         self._at[rows] = _STEADY
 
     def steady(self, rows: Int32) -> bool:
