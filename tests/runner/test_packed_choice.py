@@ -29,7 +29,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "every step": [top_k(4)],
     "some": [top_k(5, 16), FULL],
     "by means": [top_k(4, 3, score="mean"), top_k(6, 16)],
-    "over many pages": [top_k(4, 100), NARROW, FULL],
+    "over many pages": [top_k(4, 300), NARROW, FULL],
 }
 
 

@@ -10,12 +10,16 @@ come can see of each head: full heads whole, window heads their sink and window 
 """
 
 from kvweave.payload.header import GroupSpans, PayloadHeader
+from kvweave.payload.packed import PackedHeader, PackedTokens, PageFormat
 from kvweave.payload.payload import KvPayload, PayloadSizes
 from kvweave.payload.transfer import export_kv, freeze_kv, import_kv
 
 __all__ = [
     "GroupSpans",
     "KvPayload",
+    "PackedHeader",
+    "PackedTokens",
+    "PageFormat",
     "PayloadHeader",
     "PayloadSizes",
     "export_kv",
