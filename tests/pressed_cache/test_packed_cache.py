@@ -159,6 +159,19 @@ def test_as_many_pages_as_there_are_change_no_bit(model, name) -> None:
     assert torch.equal(*said)
 
 
+def test_generate_goes_on_behind_a_packed_prompt(model) -> None:
+    """Greedy answers of transformers' own generate are the likeliest tokens of the definition."""
+    packing, meaning = random_packing("int8", LAYERS * HEADS, DIM)
+    ids = ids_of(8)[:, :CONTEXT]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with PressedCache(model, max_tokens=512, kv_dtype=packing) as cache:
+        said = model.generate(ids, **by_name(model, cache), **options)
+        assert cache.lengths[0] == [CONTEXT + 5] * HEADS
+    definition = PressedDecoding(model, CONTEXT, 1, nothing, meaning)
+    likeliest = definition.logits(said[:, :-1]).argmax(-1)
+    assert torch.equal(likeliest, said[0, CONTEXT + 1 :])
+
+
 def test_a_short_context_stays_exact(model) -> None:
     """A head with less than the sink, the newest tokens and a page has nothing packed."""
     ids = ids_of(6)[:, :260]

@@ -18,7 +18,7 @@ from kvweave.adapters.kvpress.paged_layers import AttendingCache
 from kvweave.adapters.kvpress.pressed_cache import MASK
 from kvweave.adapters.kvpress.pressed_layer import PressedLayer
 from kvweave.adapters.transformers.kv_geometry import KvGeometry, kv_geometry
-from kvweave.errors import Unsupported
+from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.runner.kv.packing import Packing
 
 
@@ -64,8 +64,11 @@ class PagedPress(BasePress):
 
     @compression_ratio.setter
     def compression_ratio(self, ratio: float) -> None:
-        inner: Any = self.press
-        inner.compression_ratio = ratio
+        if self.press is not None:
+            inner: Any = self.press
+            inner.compression_ratio = ratio
+        elif ratio:
+            raise InvalidArgument(f"compression_ratio: expected 0 without a press, got {ratio}")
 
     @property
     def bytes(self) -> int:
