@@ -18,6 +18,7 @@ from kvweave import InvalidArgument, Unsupported  # noqa: E402
 from kvweave.adapters.kvpress import PressedCache  # noqa: E402
 from kvweave.adapters.kvpress.head_map_press import HeadMapPress  # noqa: E402
 from kvweave.adapters.kvpress.paged_press import PagedPress  # noqa: E402
+from page_meaning import random_packing  # noqa: E402
 
 CONTEXT = (
     "The harbour was built in 1871. Its wall is repaired every spring. " * 8
@@ -128,8 +129,20 @@ def test_a_paged_press_alone_says_what_its_press_says(pipe: Any, name: str | Non
     assert press.bytes < press.arena_bytes
 
 
-@pytest.mark.parametrize("name", [None, "knorm", "adakv"])
-@pytest.mark.parametrize("settings", [{"kv_dtype": "int4"}, {"top_k_pages": 12}])
+GIVEN = random_packing("half-int4", 90, 64)[0]
+"""A basis for each head of each layer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (None, {"kv_dtype": "int4"}),
+        ("adakv", {"kv_dtype": "int4"}),
+        (None, {"kv_dtype": GIVEN, "top_k_pages": 4}),
+        ("knorm", {"top_k_pages": 12}),
+        ("adakv", {"top_k_pages": 12}),
+    ],
+)
 def test_a_paged_press_is_a_cache_of_the_same_form(
     pipe: Any, name: str | None, settings: dict[str, Any]
 ) -> None:

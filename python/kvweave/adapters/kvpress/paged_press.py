@@ -72,7 +72,10 @@ class PagedPress(BasePress):
 
     @property
     def bytes(self) -> int:
-        """Bytes of pages, bases and bounds that the allocators held of the latest context."""
+        """Bytes that the allocators held of the latest context: pages, and what packed ones need.
+
+        Bounds of exact pages come with the first step that ranks these, and are not among them.
+        """
         return sum(kept.held for kept in self._kept.values())
 
     @property
@@ -113,7 +116,7 @@ class PagedPress(BasePress):
 
     def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Moves a layer whose context has been prefilled into pages."""
-        cache, number = kwargs["past_key_values"], int(module.layer_idx)
+        cache, number = kwargs.get("past_key_values"), int(module.layer_idx)
         if type(cache) is not DynamicCache:
             raise Unsupported(f"cache: expected a DynamicCache, got a {type(cache).__name__}")
         layer = cache.layers[number]

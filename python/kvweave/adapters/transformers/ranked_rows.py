@@ -32,6 +32,7 @@ class RankedEntries:
 
     `entries` i32 [N, 5] and `offsets` i32 [B + 1] as `attend_decode` takes them; `bounded` are the
     same entries with the row of their bounds in place of a block. `width`: the most of a row.
+    Pages have `page_tokens` slots, and a head reads `most` of a row's.
     """
 
     entries: ops.Table
