@@ -14,9 +14,11 @@ import torch
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (make test-kvpress)")
 
-from kvweave import InvalidArgument  # noqa: E402
+from kvweave import InvalidArgument, Unsupported  # noqa: E402
 from kvweave.adapters.kvpress import PressedCache  # noqa: E402
 from kvweave.adapters.kvpress.head_map_press import HeadMapPress  # noqa: E402
+from kvweave.adapters.kvpress.paged_press import PagedPress  # noqa: E402
+from page_meaning import random_packing  # noqa: E402
 
 CONTEXT = (
     "The harbour was built in 1871. Its wall is repaired every spring. " * 8
@@ -110,3 +112,94 @@ def test_several_questions_over_one_context(pipe: Any) -> None:
         said = pipe(CONTEXT, press=kvpress.KnormPress(0.3), cache=cache, **asked)["answers"]
         assert said == wanted
         cache.kv.check()
+
+
+LONG = CONTEXT * 3
+
+
+@pytest.mark.parametrize("name", [None, "snapkv", "adakv"])
+def test_a_paged_press_alone_says_what_its_press_says(pipe: Any, name: str | None) -> None:
+    """Without packing and with all pages read it is the press, and the bytes are fewer."""
+    inner = PRESSES[name]() if name else None
+    wanted = answer(pipe, inner)
+    press = PagedPress(PRESSES[name]() if name else None)
+    assert answer(pipe, press) == wanted
+    assert pipe.model.config._attn_implementation == "sdpa"
+    assert press.bytes / press.dense_bytes < (0.58 if name else 1.05)
+    assert press.bytes < press.arena_bytes
+
+
+GIVEN = random_packing("half-int4", 90, 64)[0]
+"""A basis for each head of each layer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        (None, {"kv_dtype": "int4"}),
+        ("adakv", {"kv_dtype": "int4"}),
+        (None, {"kv_dtype": GIVEN, "top_k_pages": 4}),
+        ("knorm", {"top_k_pages": 12}),
+        ("adakv", {"top_k_pages": 12}),
+    ],
+)
+def test_a_paged_press_is_a_cache_of_the_same_form(
+    pipe: Any, name: str | None, settings: dict[str, Any]
+) -> None:
+    """What a press leaves in the pipeline's own cache is what a `PressedCache` holds."""
+    asked = {"question": QUESTION, "max_new_tokens": 12}
+    inner = PRESSES[name]() if name else None
+    with PressedCache(pipe.model, max_tokens=2048, **settings) as cache:
+        wanted = pipe(LONG, press=inner, cache=cache, **asked)["answer"]
+        lengths, held, dense = cache.lengths, cache.bytes, cache.dense_bytes
+        held -= sum(layer.pages.bound_bytes for layer in cache.layers)
+    press = PagedPress(PRESSES[name]() if name else None, **settings)
+    assert pipe(LONG, press=press, **asked)["answer"] == wanted
+    assert press.lengths == lengths
+    assert (press.bytes, press.dense_bytes) == (held, dense)
+
+
+def test_int4_takes_a_fraction_and_finds_the_code(pipe: Any) -> None:
+    press = PagedPress(kv_dtype="int4")
+    said = pipe(LONG, question=QUESTION, press=press, max_new_tokens=12)["answer"]
+    assert "4417" in said
+    tokens = press.lengths[0][0]
+    packed = (tokens - 192) // 64
+    exact = -(-(tokens - 64 * packed) // 16)
+    heads = sum(map(len, press.lengths))
+    size = pipe.model.dtype.itemsize
+    assert press.bytes == heads * (packed * 4608 + exact * 16 * 2 * 64 * size)
+
+
+def test_it_is_a_press_under_generate(pipe: Any) -> None:
+    """`with press(model)` around a generate of one's own; the model's attention comes back."""
+    ids = pipe.tokenizer(CONTEXT + QUESTION, return_tensors="pt").input_ids
+    options = {"max_new_tokens": 8, "do_sample": False}
+    wanted = pipe.model.generate(ids, **options)
+    press = PagedPress()
+    with press(pipe.model):
+        assert torch.equal(pipe.model.generate(ids, **options), wanted)
+    assert press.dense_bytes > 0
+    assert pipe.model.config._attn_implementation == "sdpa"
+    assert torch.equal(pipe.model.generate(ids, **options), wanted)
+    assert not pipe.model.model._forward_pre_hooks
+
+
+def test_a_head_map_goes_with_it(pipe: Any) -> None:
+    press = HeadMapPress(windows(pipe, 64))
+    wanted = answer(pipe, press)
+    paged = PagedPress(HeadMapPress(windows(pipe, 64)))
+    assert answer(pipe, paged) == wanted
+    assert set(np.asarray(paged.lengths).reshape(-1)[::2]) == {68}
+
+
+def test_what_a_paged_press_is_not_for_is_refused(pipe: Any) -> None:
+    with pytest.raises(Unsupported, match="acts while the context is prefilled"):
+        PagedPress(kvpress.DecodingPress(kvpress.KnormPress()))
+    with pytest.raises(InvalidArgument, match="kv_dtype"), PagedPress(kv_dtype="x")(pipe.model):
+        pass
+    with (
+        PressedCache(pipe.model, max_tokens=2048) as cache,
+        pytest.raises(Unsupported, match="expected a DynamicCache, got a PressedCache"),
+    ):
+        answer(pipe, PagedPress(), cache)

@@ -5,8 +5,7 @@ The presses here are hooks as kvpress sets them; kvpress itself is in `test_kvpr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,28 +15,9 @@ import kvweave
 from cache_names import by_name
 from families import random_tokens, tiny
 from kvweave.adapters.kvpress import PressedCache
+from press_hooks import Dropped, hooked, masking
 
 CONTEXT, QUESTION = 70, 9
-Dropped = Callable[[int], torch.Tensor]
-"""Of a layer the tokens that each KV head is not to keep, bool [G, T]."""
-
-
-@contextmanager
-def hooked(model: Any, press: Callable[[Any, Any], None], cache: Any) -> Iterator[None]:
-    """While entered, a press is given each layer's module and its layer of the cache."""
-
-    def hook(module: Any, _given: Any, _named: Any, _out: Any) -> None:
-        press(module, cache.layers[module.layer_idx])
-
-    hooks = [
-        layer.self_attn.register_forward_hook(hook, with_kwargs=True)
-        for layer in model.model.layers
-    ]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
 
 
 @torch.inference_mode()
@@ -70,16 +50,6 @@ def uniform(layer: int) -> torch.Tensor:
     """As many tokens of each head, not the same ones."""
     scores = torch.rand(2, CONTEXT, generator=torch.Generator().manual_seed(layer))
     return scores < scores.sort(-1).values[:, 40:41]
-
-
-def masking(dropped: Dropped) -> Callable[[Any, Any], None]:
-    """As AdaKV and DuoAttention do it."""
-
-    def press(module: Any, _layer: Any) -> None:
-        index = torch.nonzero(dropped(module.layer_idx)[None], as_tuple=True)
-        module.masked_key_indices = index
-
-    return press
 
 
 def gathering(dropped: Dropped) -> Callable[[Any, Any], None]:
@@ -151,6 +121,19 @@ def test_what_is_dropped_is_not_seen_and_not_there(model, press, dropped) -> Non
     assert model.config._attn_implementation == before
     attentions = [layer.self_attn for layer in model.model.layers]
     assert all(getattr(one, "masked_key_indices", None) is None for one in attentions)
+
+
+def test_the_last_layers_answer_is_taken_back_as_well(model) -> None:
+    """Lengths that are asked for once the context is there are those of what masks have left."""
+    with PressedCache(model, max_tokens=256) as cache:
+        with hooked(model, masking(ragged), cache), torch.inference_mode():
+            model.model(ids_of(1)[:, :CONTEXT], **by_name(model.model, cache))
+        lengths = [cache.get_seq_length(layer) for layer in range(len(cache))]
+        assert lengths == [int((~ragged(layer)).sum(-1).max()) for layer in range(4)]
+        asked(model, cache, ids_of(1))
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        assert [cache.get_seq_length(layer) for layer in range(len(cache))] == lengths
 
 
 def test_without_a_press_it_is_the_models_own(model) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from kvpress import BasePress
 
-from kvweave.adapters.kvpress.pressed_cache import _MASK
+from kvweave.adapters.kvpress.pressed_cache import MASK
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument, Unsupported
 
@@ -61,5 +61,5 @@ class HeadMapPress(BasePress):
         for (layer, head), (sink, recent) in self._windows.items():
             if layer == module.layer_idx:
                 dropped[:, head, sink : max(sink, keys.shape[2] - recent)] = True
-        setattr(module, _MASK, torch.nonzero(dropped, as_tuple=True))
+        setattr(module, MASK, torch.nonzero(dropped, as_tuple=True))
         return keys, values

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from kvweave import ops
+from kvweave.adapters.kvpress.head_pools import HeadPools
 from kvweave.adapters.transformers.live_rows import LiveRows
-from kvweave.adapters.transformers.page_pool import PagePool
 from kvweave.adapters.transformers.paged_step import Attends, PagedStep, Vectors
+from kvweave.adapters.transformers.ranked_rows import RankedRows
 from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send
@@ -21,17 +22,26 @@ class HeadPages:
 
     A head is a row of a batch whose model has one layer and one KV head, so that each has a table
     of its own. An answer is a fork of all rows: `back_to` the context gives back what it wrote.
+    `pools`: where heads that keep so many tokens each have their pages. Packed are all of a head's
+    tokens but the first and the newest; these and the answer are exact, side by side.
     """
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
-        self._context = LiveRows(pool)
+    def __init__(self, pools: Callable[[Sequence[int]], HeadPools]) -> None:
+        self._pools = pools
+        self._of: HeadPools | None = None
+        self._context: LiveRows | None = None
         self._answer: LiveRows | None = None
+        self._ranked: RankedRows | None = None
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each head."""
-        return (self._answer or self._context).lengths
+        return self._with_packed(self._answer or self._context)
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of bounds by which decode steps choose exact pages."""
+        return 0 if self._ranked is None else self._ranked.nbytes
 
     def keep(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Keeps keys and values [n, D] of each head, in place of all before.
@@ -40,13 +50,28 @@ class HeadPages:
         `PoolFull` when they do not fit; nothing is kept then.
         """
         self.release()
-        heads = self._context
+        pools = self._of = self._pools([len(one) for one in keys])
+        self._context = LiveRows(pools.exact)
+        try:
+            if pools.packed is not None:
+                keys, values = pools.packed.keep(keys, values)
+            elif pools.top_k_pages is not None:
+                self._ranked = RankedRows(pools.exact, pools.top_k_pages)
+            self._write(self._context, keys, values)
+        except BaseException:
+            self.release()
+            raise
+
+    def _write(
+        self, heads: LiveRows, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> None:
+        """Writes keys and values [n, D] of each head into exact pages."""
         written = heads.begin(
             [_named(head, len(k)) for head, k in enumerate(keys)], [()] * len(keys)
         )
         slots = [row.request.slots(at) for row, at in zip(heads.rows, written, strict=True)]
         new = (torch.cat(list(vectors))[:, None].contiguous() for vectors in (keys, values))
-        pages = self._pool.pages
+        pages = heads.pool.pages
         ops.write_pages(pages, 0, *new, *send(pages.device, np.concatenate(slots)))
 
     def extend(self, vectors: Vectors, how: Attends) -> torch.Tensor:
@@ -57,20 +82,26 @@ class HeadPages:
         # Errors
         `PoolFull` when they do not fit; then the answer so far is given back.
         """
+        assert self._of is not None
+        assert self._context is not None
         query, key, value = (x[0] for x in vectors)
         heads, count, size = key.shape
         if self._answer is None:
-            self._answer = LiveRows(self._pool)
+            self._answer = LiveRows(self._of.exact)
             self._answer.rows = [row.fork() for row in self._context.rows]
         answer = self._answer
         try:
             written = answer.append([_named(head, count) for head in range(heads)])
-            step = PagedStep(answer, written, [count] * heads, count)
+            step = PagedStep(answer, written, [count] * heads, count, self._ranked)
             grouped = query.view(heads, -1, count, size)
-            out = step.attend(0, (grouped, key[:, None], value[:, None]), how)
+            states = step.states(0, (grouped, key[:, None], value[:, None]), how)
+            if self._of.packed is not None:
+                rows = grouped.transpose(1, 2).flatten(0, 1)
+                states = self._of.packed.merged(rows, how, states)
         except BaseException:
             self._drop_answer()
             raise
+        out = states[0].view(heads, count, -1, size)
         return out.transpose(0, 1).reshape(1, count, len(query), size)
 
     def back_to(self, length: int) -> None:
@@ -81,17 +112,30 @@ class HeadPages:
         """
         if length == max(self.lengths):
             return
-        if length != max(self._context.lengths):
+        context = max(self._with_packed(self._context))
+        if length != context:
             raise Unsupported(
-                f"kept tokens: expected the {max(self._context.lengths)} of the context, "
-                f"got a cut to {length}"
+                f"kept tokens: expected the {context} of the context, got a cut to {length}"
             )
         self._drop_answer()
 
     def release(self) -> None:
         """Gives all pages back."""
         self._drop_answer()
-        self._context.release()
+        if self._context is not None:
+            self._context.release()
+        if self._of is not None and self._of.packed is not None:
+            self._of.packed.release()
+        self._context, self._of, self._ranked = None, None, None
+
+    def _with_packed(self, exact: LiveRows | None) -> list[int]:
+        """Tokens of each head, exact and packed."""
+        if exact is None:
+            return []
+        packed = self._of.packed if self._of is not None else None
+        if packed is None:
+            return exact.lengths
+        return [one + other for one, other in zip(exact.lengths, packed.lengths, strict=True)]
 
     def _drop_answer(self) -> None:
         answer, self._answer = self._answer, None

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Cache
 
-from kvweave import ops
 from kvweave.adapters.kvpress.head_pages import HeadPages
-from kvweave.adapters.kvpress.pressed_layer import PressedLayer
+from kvweave.adapters.kvpress.head_pools import HeadPools, KeptForm
+from kvweave.adapters.kvpress.packed_heads import PackedHeads
+from kvweave.adapters.kvpress.pressed_layer import PressedLayer, expect_plain
 from kvweave.adapters.transformers.attention import NAME, STEP, register
 from kvweave.adapters.transformers.cache_argument import given_cache
-from kvweave.adapters.transformers.kv_geometry import KvGeometry, kv_geometry
-from kvweave.adapters.transformers.page_pool import PagePool
+from kvweave.adapters.transformers.kv_geometry import kv_geometry
 from kvweave.adapters.transformers.paged_step import Attends, Vectors
 from kvweave.arguments import whole
 from kvweave.cache import KvCache
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
-from kvweave.policies import policy_of
-from kvweave.runner.kv.pages import make_cache_of
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.layer import dense_attention
 from kvweave.runner.model.layer_forms import attention_of
 
-_MASK = "masked_key_indices"
+MASK = "masked_key_indices"
 """Where presses leave what a head shall not see, on its attention module."""
 
 
@@ -46,42 +44,82 @@ class PressedCache(Cache, Closing):
     `max_tokens`: tokens of a head that there is room for in each layer. While it is open the model
     attends by `attn_implementation="kvweave"`; one cache is open for a model at a time.
 
+    `kv_dtype`, a name of `ops.packed_format` or a `Packing`: of each head all but the first 64 and
+    the newest 128 to 191 kept tokens lie packed. A format in a basis has one for each head of each
+    layer, made of its own packed tokens where none is given; top-r pages of less than eight times
+    the bytes of these have none. Questions and answers stay
+    exact, in room for `answer_tokens` beside. `top_k_pages`, at least 3: so many pages of a head
+    are read where one row attends, the first, the newest two and those that its query scores
+    highest; of packed pages where there are any, and then all that is exact besides.
+
     # Errors
     `Unsupported` for a model with sliding windows, what `PagedCache` refuses of a model, a batch
-    of several rows, presses that change keys while an answer is decoded; `InvalidArgument` for
-    padding; `PoolFull` for what does not fit.
+    of several rows, presses that change keys while an answer is decoded, a format that the kernels
+    do not read; `InvalidArgument` for padding and settings that are none; `PoolFull` for what does
+    not fit.
     """
 
     @needs_memory("cache")
-    def __init__(self, model: Any, *, max_tokens: int = 8192, page_tokens: int = 16) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int = 8192,
+        page_tokens: int = 16,
+        kv_dtype: str | Packing | None = None,
+        top_k_pages: int | None = None,
+        answer_tokens: int = 512,
+    ) -> None:
         super().__init__(layers=[])
         geometry = kv_geometry(model)
-        if any(window is not None for window in geometry.windows):
-            raise Unsupported("model: expected full attention in every layer, got sliding windows")
+        form = KeptForm.of(
+            geometry,
+            page_tokens=page_tokens,
+            kv_dtype=kv_dtype,
+            top_k_pages=top_k_pages,
+            answer_tokens=0 if kv_dtype is None else answer_tokens,
+        )
         self._geometry, self._model, self._context = geometry, model, 0
-        pages = -(-whole("max_tokens", max_tokens, 1) // whole("page_tokens", page_tokens, 1)) + 1
-        self._pool = _pool(geometry, page_tokens, pages * geometry.layers * geometry.kv_heads + 1)
-        self.layers = [PressedLayer(HeadPages(self._pool)) for _ in range(geometry.layers)]
+        tokens, heads = whole("max_tokens", max_tokens, 1), geometry.layers * geometry.kv_heads
+        self._exact = form.exact_pool(geometry, [form.most_exact(tokens)] * heads)
+        self._packed = form.packed_pool(geometry, [tokens] * heads, 0)
+
+        def pages(layer: int) -> HeadPages:
+            pool, packed = self._packed, None
+            if pool is not None:
+                packed = PackedHeads(pool, layer * geometry.kv_heads)
+            return HeadPages(lambda _: HeadPools(self._exact, packed, top_k_pages))
+
+        self.layers = [PressedLayer(pages(layer)) for layer in range(geometry.layers)]
         self._modules = [attention_of(layer) for layer in model.get_decoder().layers]
         register()
         self._before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
-        self._hook = model.get_decoder().register_forward_pre_hook(
-            self._before_forward, with_kwargs=True
+        decoder = model.get_decoder()
+        self._hooks = (
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, with_kwargs=True),
         )
 
     # ---- what is there --------------------------------------------------------------------
 
     @property
     def kv(self) -> KvCache:
-        """The allocator of the pages: `stats()`, `check()`."""
-        return self._pool.cache
+        """The allocator of exact pages: `stats()`, `check()`."""
+        return self._exact.cache
+
+    @property
+    def packed(self) -> KvCache | None:
+        """The allocator of packed pages; None without any."""
+        return None if self._packed is None else self._packed.cache
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages that are held, and of tensors that have not moved there yet."""
+        """Bytes of the pages that are held, exact and packed, of bases, and of bounds."""
         self._settle(len(self.layers))
-        return int(self.kv.stats()["held"]) * self.kv.block_bytes
+        bounds = sum(layer.pages.bound_bytes for layer in self.layers)
+        packed = 0 if self._packed is None else self._packed.held_bytes
+        return int(self.kv.stats()["held"]) * self.kv.block_bytes + packed + bounds
 
     @property
     def dense_bytes(self) -> int:
@@ -108,8 +146,7 @@ class PressedCache(Cache, Closing):
         self._settle(layer_idx)
         if layer_idx == 0 and not self._is_begun:
             self._context = key_states.shape[2]
-        self.layers[layer_idx].update(key_states, value_states)
-        return key_states, value_states
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the head of a layer that has most."""
@@ -117,7 +154,7 @@ class PressedCache(Cache, Closing):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """Those of the new rows alone: no mask is made of the others."""
-        return (query_length if isinstance(query_length, int) else len(query_length)), 0
+        return self.layers[layer_idx].get_mask_sizes(query_length)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """−1: a head may be as long as there is room."""
@@ -136,7 +173,8 @@ class PressedCache(Cache, Closing):
     def close(self) -> None:
         """Gives everything back, and the model its own attention; safe to call twice."""
         self.reset()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._model.config._attn_implementation == NAME != self._before:
             self._model.set_attn_implementation(self._before)
 
@@ -144,8 +182,7 @@ class PressedCache(Cache, Closing):
 
     def attend(self, layer: int, vectors: Vectors, how: Attends) -> torch.Tensor:
         """Attention of a layer's new rows, whose keys and values `update` has: [1, n, H, D]."""
-        if how.window is not None or how.softcap is not None or how.sinks is not None:
-            raise Unsupported("attention: expected no window, soft cap or sinks, got one of them")
+        expect_plain(how)
         one = self.layers[layer]
         if not one.is_open:
             return one.pages.extend(vectors, how)
@@ -159,10 +196,10 @@ class PressedCache(Cache, Closing):
     def _settle(self, end: int) -> None:
         for layer, module in zip(self.layers[:end], self._modules[:end], strict=True):
             if layer.is_open:
-                layer.settle(getattr(module, _MASK, None))
+                layer.settle(getattr(module, MASK, None))
                 # kvpress would hide these tokens from attention by keys of its own otherwise.
-                if getattr(module, _MASK, None) is not None:
-                    setattr(module, _MASK, None)
+                if getattr(module, MASK, None) is not None:
+                    setattr(module, MASK, None)
 
     def _before_forward(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,21 +212,9 @@ class PressedCache(Cache, Closing):
             raise InvalidArgument("attention_mask: expected no padding, got some")
         return args, {**kwargs, "attention_mask": None, STEP: self}
 
-
-def _pool(geometry: KvGeometry, page_tokens: int, blocks: int) -> PagePool:
-    """Pages of one head each, whichever layer it is of."""
-    one = KvGeometry(
-        layers=1,
-        kv_heads=1,
-        head_dim=geometry.head_dim,
-        vocabulary=geometry.kv_heads,
-        dtype=geometry.dtype,
-        device=geometry.device,
-        windows=(None,),
-    )
-    shape = one.shape(page_tokens)
-    cache, pages = make_cache_of(shape, one.dtype, one.device, blocks=blocks)
-    space = ops.Workspace(one.device) if one.device.type == "cuda" else None
-    # Keys stay where they are: nothing turns them.
-    rope = ops.RopeTable(np.zeros((1, 1), np.float32), "half")
-    return PagePool(one, cache, pages, rope, policy_of("full"), False, space)
+    def _after_forward(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        # The last layer has no next one that begins: its length, too, is now of what is kept.
+        if given_cache(kwargs) is self:
+            self._settle(len(self.layers))

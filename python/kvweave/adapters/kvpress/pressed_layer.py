@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin
 
 from kvweave.adapters.kvpress.head_pages import HeadPages
+from kvweave.adapters.transformers.paged_step import Attends
 from kvweave.errors import InvalidArgument, Unsupported
 
 
@@ -34,7 +36,13 @@ class KeptTokens:
         )
 
 
-class PressedLayer:
+def expect_plain(how: Attends) -> None:
+    """Refuses attention with a window, a soft cap or sinks: `Unsupported`."""
+    if how.window is not None or how.softcap is not None or how.sinks is not None:
+        raise Unsupported("attention: expected no window, soft cap or sinks, got one of them")
+
+
+class PressedLayer(CacheLayerMixin):
     """Keys and values [1, G, T, D] of a context, which a press replaces; then pages of them.
 
     `settle` moves them: until the next layer begins they are tensors, as the press wants them.
@@ -72,12 +80,32 @@ class PressedLayer:
     def values(self, given: Any) -> None:
         self._replace(1, given)
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes a context's keys and values; those of an answer go to its pages at once."""
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes a context's keys and values; those of an answer go to pages when it attends.
+
+        Returns them as they are: whoever attends over pages needs no others.
+        """
         if keys.shape[0] != 1:
             raise Unsupported(f"batch: expected one row, got {keys.shape[0]}")
         if not self._is_settled:
             self._whole = [keys, values]
+        return keys, values
+
+    def lazy_initialization(self, *args: Any) -> None:
+        """Nothing: pages are there when tokens are kept."""
+
+    def get_max_length(self) -> int:
+        """−1: a head may be as long as there is room."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+    """Its name before transformers 5.24."""
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        """Those of the new rows alone, of which there are so many, or which have these places."""
+        return (query if isinstance(query, int) else len(query)), 0
 
     def settle(self, dropped: tuple[torch.Tensor, ...] | None) -> None:
         """Writes what is kept into pages, and lets go of the tensors.
@@ -109,6 +137,22 @@ class PressedLayer:
         """Tokens of the head that has most."""
         whole = self._whole[0]
         return whole.shape[2] if whole is not None else max(self.pages.lengths, default=0)
+
+    def reorder_cache(self, *args: Any) -> None:
+        """For beams, which are several rows: `Unsupported`."""
+        raise Unsupported("rows: expected one row that goes on, got beams")
+
+    def batch_repeat_interleave(self, *args: Any) -> None:
+        """For several rows of one text: `Unsupported`."""
+        raise Unsupported("rows: expected one row that goes on, got several")
+
+    def batch_select_indices(self, *args: Any) -> None:
+        """For some of several rows: `Unsupported`."""
+        raise Unsupported("rows: expected one row that goes on, got a choice of them")
+
+    def reset(self) -> None:
+        """Gives everything back."""
+        self.release()
 
     def release(self) -> None:
         """Gives everything back."""

@@ -86,14 +86,19 @@ class LiveRows:
             raise
         return chosen
 
-    def append(self, tokens: Sequence[Rows]) -> list[Rows]:
+    def append(self, tokens: Sequence[Rows], *, exact: bool = True) -> list[Rows]:
         """Appends tokens to each row: their positions, all of which are to be computed.
+
+        Where they are not `exact`, as they read few pages, no later prompt takes them for a prefix.
 
         # Errors
         `PoolFull` when they do not fit; no row is live then.
         """
         try:
             self._part()
+            for row in self.rows:
+                if not exact and row.exact is None:
+                    row.exact = row.request.length
             requests = [row.request for row in self.rows]
             if all(len(new) == 1 for new in tokens):
                 self.pool.cache.append_step(requests, np.concatenate(tokens))

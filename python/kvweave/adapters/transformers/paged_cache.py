@@ -24,6 +24,7 @@ from kvweave.adapters.transformers.live_rows import LiveRows
 from kvweave.adapters.transformers.moved_keys import MovedKeys
 from kvweave.adapters.transformers.page_pool import Marks, PagePool
 from kvweave.adapters.transformers.paged_step import PagedStep
+from kvweave.adapters.transformers.ranked_rows import FEWEST_PAGES, RankedRows
 from kvweave.arguments import flag, shown, whole, word
 from kvweave.cache import KvCache, ReusePlan
 from kvweave.closing import Closing
@@ -53,7 +54,9 @@ class PagedCache(Cache, Closing):
     prompt is computed from where it differs from what any earlier one had, and what `mark` names is
     reused at any position, by the `policy` (one that computes the same rows in all layers: full,
     prefix, naive, random, epic). With `discover` text that nobody marked is too. Without marks and
-    `discover` answers are those of the model's own attention, but for rounding.
+    `discover` answers are those of the model's own attention, but for rounding. With
+    `top_k_pages` each KV head of a layer without a window reads so many pages in a decode step, at
+    least 3: the first, the newest two, and of the others those that its query scores highest.
 
     While it is open the model attends by `attn_implementation="kvweave"`, and by what it had before
     once the cache is closed; one cache is open for a model at a time, used by one thread. The
@@ -78,15 +81,19 @@ class PagedCache(Cache, Closing):
         policy: str | Policy = "epic",
         discover: bool = False,
         eviction: str = "lru",
+        top_k_pages: int | None = None,
         check: bool = True,
     ) -> None:
         super().__init__(layers=[])
+        if top_k_pages is not None:
+            whole("top_k_pages", top_k_pages, FEWEST_PAGES)
         self._geometry = kv_geometry(model)
         self._policy = _one_pass(policy)
         self._arguments = list(inspect.signature(model.forward).parameters)
         self._taken_as = cache_argument(model.forward)
         self._marks: dict[bytes, Marks] = {}
         self._step: PagedStep | None = None
+        self._ranked: RankedRows | None = None
         self._hooks: list[Any] = []
         self._model = model
         blocks = _blocks(max_tokens, arena_bytes, page_tokens)
@@ -110,6 +117,8 @@ class PagedCache(Cache, Closing):
                 expect_rounding(model, proof.ids[0], logits, _check_copy)
             self._attach()
             self._live = LiveRows(pool(blocks, arena_bytes))
+            if top_k_pages is not None:
+                self._ranked = RankedRows(self._live.pool, top_k_pages)
             if discover:
                 self._keys.expect()
         except BaseException:
@@ -203,6 +212,11 @@ class PagedCache(Cache, Closing):
     def plans(self) -> list[ReusePlan]:
         """What was reused of the latest prompts, one a row, from where, and why not the rest."""
         return self._live.plans
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes of bounds, by which decode steps choose pages, beside those of the pages."""
+        return 0 if self._ranked is None else self._ranked.nbytes
 
     def __repr__(self) -> str:
         used = self.kv.stats()
@@ -325,14 +339,17 @@ class PagedCache(Cache, Closing):
         for tokens in rows.tokens:
             token_array(tokens, self._geometry.vocabulary)
         wanted = [min(rows.wanted, len(tokens)) for tokens in rows.tokens]
+        ranked = None
         if rows.begins(self._live.lengths):
             marks = [self._marks.get(tokens.tobytes(), ()) for tokens in rows.tokens]
             written = self._live.begin(rows.tokens, marks)
         else:
-            written = self._live.append(rows.tokens)
+            # A prompt's own rows read all, also where all but one of them were there before.
+            ranked = self._ranked
+            written = self._live.append(rows.tokens, exact=ranked is None)
         columns = rows.columns if rows.wanted == rows.columns else 0
         try:
-            return PagedStep(self._live, written, wanted, columns)
+            return PagedStep(self._live, written, wanted, columns, ranked)
         except BaseException:
             self._live.release()
             raise

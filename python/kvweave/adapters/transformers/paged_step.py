@@ -15,12 +15,14 @@ import torch
 
 from kvweave import ops
 from kvweave.adapters.transformers.live_rows import LiveRows
+from kvweave.adapters.transformers.ranked_rows import RankedRows
 from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send, send_index
 from kvweave.runner.model.sinks import beside_sinks
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+States = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,17 @@ class PagedStep:
     `ids` and `positions` i64 [B, n] are what the model is given. `written` are the positions of
     each row whose K, V go into pages; of the last `wanted` positions of each row the outputs are
     wanted too, where KV is there already. n is the most that a row computes, or `columns` where all
-    are wanted, so that the outputs have the caller's shape.
+    are wanted, so that the outputs have the caller's shape. With `ranked`, a step of one token a
+    row reads of each layer without a window those pages that its queries rank first.
     """
 
     def __init__(
-        self, live: LiveRows, written: Sequence[Rows], wanted: Sequence[int], columns: int
+        self,
+        live: LiveRows,
+        written: Sequence[Rows],
+        wanted: Sequence[int],
+        columns: int,
+        ranked: RankedRows | None = None,
     ) -> None:
         self.pool = live.pool
         device = self.pool.geometry.device
@@ -78,9 +86,25 @@ class PagedStep:
         self.ids, self.positions = (torch.as_tensor(table).long() for table in sent[:2])
         self._places, self._slots, self._entries, self._row_ends, self._entry_ends = sent[2:]
         self._real, self._written = (_index(device, kept) for kept in (is_real, is_written))
+        self._ranked = None
+        if ranked is not None and self._is_decode:
+            placed = self._entries, self._entry_ends
+            self._ranked = ranked.rank(live.rows, entries, placed)
 
     def attend(self, layer: int, vectors: Vectors, how: Attends) -> torch.Tensor:
         """Writes K, V of a layer and attends: q [B, H, n, D], k, v [B, G, n, D] → [B, n, H, D].
+
+        # Errors
+        As `states`.
+        """
+        out = beside_sinks(self.states(layer, vectors, how), how.sinks)
+        if self._real is not None:
+            none = out.new_zeros((self.rows * self.columns, *out.shape[1:]))
+            out = none.index_copy_(0, self._real, out)
+        return out.view(self.rows, self.columns, *out.shape[1:])
+
+    def states(self, layer: int, vectors: Vectors, how: Attends) -> States:
+        """Writes K, V of a layer: attention [R, H, D] of its R real rows and log-sum-exp [R, H].
 
         # Errors
         `Unsupported` for keys or values of another size than the pages', or of a layer too many;
@@ -108,19 +132,15 @@ class PagedStep:
             how.window,
             how.softcap,
         )
-        read = _some(q, self._real), self._places, self._entries, kv
-        ends, space = self._entry_ends, self.pool.workspace
+        queries, ends, space = _some(q, self._real), self._entry_ends, self.pool.workspace
+        read = queries, self._places, self._entries, kv
         if self._is_decode:
-            states = ops.attend_decode(*read, entry_offsets=ends, workspace=space)
-        else:
-            rows = self._row_ends
-            states = ops.attend_prefill(
-                *read, row_offsets=rows, entry_offsets=ends, workspace=space
-            )
-        out = beside_sinks(states, how.sinks)
-        if self._real is not None:
-            out = torch.zeros_like(q).index_copy_(0, self._real, out)
-        return out.view(self.rows, self.columns, *out.shape[1:])
+            if self._ranked is not None and how.window is None:
+                entries, ends, chosen = self._ranked.of(queries, kv)
+                read = queries, self._places, entries, chosen
+            return ops.attend_decode(*read, entry_offsets=ends, workspace=space)
+        rows = self._row_ends
+        return ops.attend_prefill(*read, row_offsets=rows, entry_offsets=ends, workspace=space)
 
 
 def _index(device: torch.device, kept: np.ndarray) -> torch.Tensor | None:

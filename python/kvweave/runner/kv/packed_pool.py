@@ -243,16 +243,27 @@ def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.Packed
             f"kv_dtype: expected a model without sliding windows beside {named!r}, "
             f"got one in layer {sliding[0]}"
         )
-    if spec.device.type == "cuda":
-        if spec.dtype == torch.float32:
-            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside {named!r} on {spec.device}")
-        if spec.head_dim not in _DEVICE_DIMS:
+    return format_on(packing, spec.head_dim, spec.dtype, spec.device)
+
+
+def format_on(
+    packing: Packing, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> ops.PackedFormat:
+    """What a packed page of heads of so many channels is, for rows of a dtype on a device.
+
+    # Errors
+    `Unsupported` for what the kernels do not read.
+    """
+    named = packing.format
+    if device.type == "cuda":
+        if dtype == torch.float32:
+            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside {named!r} on {device}")
+        if head_dim not in _DEVICE_DIMS:
             raise Unsupported(
                 f"kv_dtype: expected a head dim of {' or '.join(map(str, _DEVICE_DIMS))} beside "
-                f"{named!r} on {spec.device}, got {spec.head_dim}"
+                f"{named!r} on {device}, got {head_dim}"
             )
-    scales = "f16" if spec.dtype == torch.float16 else "bf16"
-    return packing.pages(spec.head_dim, PAGE_TOKENS, scales)
+    return packing.pages(head_dim, PAGE_TOKENS, "f16" if dtype == torch.float16 else "bf16")
 
 
 def exact_windows(spec: ModelSpec) -> HeadClassMap:

@@ -1,0 +1,202 @@
+"""What the KV heads of one layer have in packed pages: all but their first and newest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.adapters.transformers.paged_step import Attends, States
+from kvweave.adapters.transformers.ranked_rows import RankedEntries
+from kvweave.cache import KvCache, KvRequest
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS
+from kvweave.runner.kv.packed_prefix import merged_states, packs_of
+from kvweave.runner.kv.tables import Int32, send
+
+Vectors = Sequence[torch.Tensor]
+"""Keys or values [n, D] of each head."""
+
+
+UNPACKED_TOKENS = SINK_TOKENS + RECENT_TOKENS + PAGE_TOKENS - 1
+"""The most tokens of a head of which none is packed."""
+
+
+def packed_count(tokens: int) -> int:
+    """How many of a head's tokens are packed: whole pages between the sink and the newest."""
+    return max(0, tokens - SINK_TOKENS - RECENT_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class PackedHeadPool:
+    """Packed pages of one head each, whichever layer it is of; `cache` counts them.
+
+    `bounds` f32 [pages, 3, D] of their keys, where decode steps read `most` pages of a head. Of a
+    format in a basis, `pages.bases` has one for each head of each layer, or one for all; `fits`:
+    whether they are made of what is packed.
+    """
+
+    cache: KvCache
+    pages: ops.PackedPages
+    bounds: torch.Tensor | None
+    most: int
+    fits: bool
+    rope: ops.RopeTable
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pages that are held and of their bounds; of all bases while any is held."""
+        held, bases = int(self.cache.stats()["held"]), self.pages.bases
+        page = self.pages.format.page_bytes
+        if self.bounds is not None:
+            page += self.bounds[0].nbytes
+        return held * page + (bases.data.nbytes if held and bases is not None else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that there is room for."""
+        bases, bounds = self.pages.bases, self.bounds
+        parts = self.pages.data, bounds, None if bases is None else bases.data
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+class PackedHeads:
+    """The packed tokens of G heads, of which the first has the basis of this number.
+
+    A head is a request of the pool, as in `HeadPages`; one without packed tokens has none.
+    """
+
+    def __init__(self, pool: PackedHeadPool, first_basis: int) -> None:
+        self._pool, self._first_basis = pool, first_basis
+        self._requests: list[KvRequest | None] = []
+        self._entries: Int32 = np.zeros((0, 5), np.int32)
+        self._ends: Int32 = np.zeros(1, np.int32)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each head that are packed."""
+        return [0 if request is None else request.length for request in self._requests]
+
+    def keep(self, keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
+        """Packs what of each head is to be, in place of all before, and returns the rest.
+
+        # Errors
+        `PoolFull` when it does not fit; nothing is packed then.
+        """
+        self.release()
+        counts = [packed_count(len(one)) for one in keys]
+        try:
+            for head, count in enumerate(counts):
+                self._requests.append(self._admitted(head, count) if count else None)
+            self._list()
+            if len(self._entries):
+                self._pack(_middle(keys, counts), _middle(values, counts))
+        except BaseException:
+            self.release()
+            raise
+        return _others(keys, counts), _others(values, counts)
+
+    def merged(self, q: torch.Tensor, how: Attends, exact: States) -> States:
+        """Attention of rows [G · n, H / G, D], head by head, over packed tokens and `exact`."""
+        if not len(self._entries):
+            return exact
+        rows = q.contiguous()
+        one_each = len(rows) == len(self._requests)
+        return merged_states(exact, self._step(rows, how) if one_each else self._many(rows, how))
+
+    def release(self) -> None:
+        """Gives all pages back."""
+        requests, self._requests = self._requests, []
+        for request in requests:
+            if request is not None:
+                request.release()
+        self._list()
+
+    def _admitted(self, head: int, count: int) -> KvRequest:
+        request = self._pool.cache.admit(np.full(count, head, np.int32), reuse="none")
+        request.take_copies()
+        request.finish_copies()
+        return request
+
+    def _list(self) -> None:
+        none: Int32 = np.zeros((0, 5), np.int32)
+        parts = [none if request is None else request.entries() for request in self._requests]
+        self._entries = np.concatenate([none, *parts])
+        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+    def _pack(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Packs tokens [N, P, D] of all pages, head by head."""
+        pool, blocks = self._pool, self._entries[:, 0]
+        # Behind the null block.
+        exact = torch.nn.functional.pad(torch.stack((keys, values), 1), (0, 0, 0, 0, 0, 0, 1, 0))
+        packs = packs_of(blocks, np.arange(1, 1 + len(blocks), dtype=np.int32)[:, None])
+        if pool.pages.bases is not None:
+            self._choose_bases(pool.pages.bases, exact, packs)
+        (table,) = send(exact.device, packs)
+        ops.pack_pages(exact, pool.pages, table, pages=1)
+        if pool.bounds is not None:
+            ops.bound_packed(exact, pool.bounds, packs, pages=1, page_tokens=PAGE_TOKENS)
+
+    def _choose_bases(self, bases: ops.PackedBases, exact: torch.Tensor, packs: Int32) -> None:
+        """Says which basis each head's pages are packed in, making it of them where none is."""
+        here = exact.cpu() if self._pool.fits else exact
+        for head, (first, end) in enumerate(zip(self._ends, self._ends[1:], strict=False)):
+            if first == end:
+                continue
+            own = packs[first:end]
+            number = self._first_basis + head if len(bases.data) > 1 else 0
+            bases.of[torch.from_numpy(own[:, 0]).long()] = number
+            if self._pool.fits:
+                moments = ops.Moments(self._pool.pages.format, 1)
+                moments.add(here, own)
+                bases.data[number] = torch.from_numpy(moments.basis()).to(bases.data.device)
+
+    def _step(self, q: torch.Tensor, how: Attends) -> States:
+        """One row of each head over packed pages as they are, those that it ranks first."""
+        pool = self._pool
+        behind = np.full(len(q), int(self._entries[:, 3].max()) + PAGE_TOKENS, np.int32)
+        positions, entries, ends = send(q.device, behind, self._entries, self._ends)
+        kv = ops.PackedKv(pool.pages, 0, 1, how.scale, pool.rope)
+        width = int(np.diff(self._ends).max())
+        if pool.bounds is not None and width > pool.most:
+            ranked = RankedEntries(
+                entries, entries, ends, pool.bounds, width, PAGE_TOKENS, pool.most
+            )
+            entries, ends, kv = ranked.of(q, kv)
+        return ops.attend_packed(q, positions, entries, kv, entry_offsets=ends)
+
+    def _many(self, q: torch.Tensor, how: Attends) -> States:
+        """Some rows of each head over what the pages stand for, unpacked for these rows alone."""
+        pool, count, rows = self._pool, len(self._entries), len(q) // len(self._requests)
+        shape = (1 + count, 2, PAGE_TOKENS, q.shape[2])
+        exact = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        places = np.arange(1, 1 + count, dtype=np.int32)
+        listed = self._entries.copy()
+        listed[:, 0] = places
+        behind = np.full(len(q), int(listed[:, 3].max()) + PAGE_TOKENS, np.int32)
+        packs = packs_of(self._entries[:, 0], places[:, None])
+        each = rows * np.arange(len(self._ends), dtype=np.int32)
+        positions, table, entries, ends, row_ends = send(
+            q.device, behind, packs, listed, self._ends, each
+        )
+        ops.unpack_pages(pool.pages, exact, table, pages=1)
+        kv = ops.PagedKv(exact, 0, 1, how.scale, pool.rope)
+        return ops.attend_prefill(
+            q, positions, entries, kv, row_offsets=row_ends, entry_offsets=ends
+        )
+
+
+def _middle(x: Vectors, counts: Sequence[int]) -> torch.Tensor:
+    """Of each head the tokens that are packed: [N, P, D]."""
+    parts = [one[SINK_TOKENS : SINK_TOKENS + count] for one, count in zip(x, counts, strict=True)]
+    return torch.cat(parts).view(-1, PAGE_TOKENS, x[0].shape[-1])
+
+
+def _others(x: Vectors, counts: Sequence[int]) -> Vectors:
+    """Of each head the tokens that stay exact."""
+    return [
+        torch.cat((one[:SINK_TOKENS], one[SINK_TOKENS + count :])) if count else one
+        for one, count in zip(x, counts, strict=True)
+    ]
