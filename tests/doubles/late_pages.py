@@ -45,8 +45,10 @@ class LateBudget:
         """What happens to the request between two steps, after which it is ranked anew.
 
         Its table is "moved", it "leaves" the batch, which forgets what its slots hold, or all of
-        its pages are brought "back".
+        its pages are brought "back", which changes nothing while none is away.
         """
+        if what == "back" and not self.home:
+            return
         self._end()
         self.ranked, self.now = None, "all"
         if what != "moved":

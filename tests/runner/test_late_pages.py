@@ -123,7 +123,9 @@ def test_who_sits_a_step_out_is_ranked_anew(llama: Any, kinds: Any, rests: tuple
     assert nothing_is_held(host)
 
 
-@pytest.mark.parametrize("backs", [(11,), (12,), (13,), (16, 27), tuple(range(9, 48, 10))])
+@pytest.mark.parametrize(
+    "backs", [(11,), (12,), (13,), (3, 11, 12), (16, 27), tuple(range(9, 48, 10))]
+)
 def test_who_is_brought_back_is_ranked_anew(llama: Any, backs: tuple[int, ...]) -> None:
     """Its ranking, whose pages were on their way, is nobody's then."""
     resident, host = both(llama, KINDS[0], host_arrivals="late")
