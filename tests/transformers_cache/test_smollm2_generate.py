@@ -89,15 +89,18 @@ def test_stop_strings_and_streams(sdpa: Any) -> None:
 
 @needs_both_names  # The page has the name of now.
 def test_the_documents_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first has under ten lines; all three go on in one session."""
-    assert len(EXAMPLES) == 3
+    """The first has under ten lines; all go on in one session."""
+    assert len(EXAMPLES) == 5
     assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) < 10
     names: dict[str, Any] = {}
-    for example in EXAMPLES:
+    for example in EXAMPLES[:3]:
         exec(compile(example, "docs/transformers.md", "exec"), names)
         if "talk" not in names:
             assert names["cache"].plans[0].reused_prefix > 100
     plan = names["cache"].plans[0]
     assert plan.reused_segment > plan.tokens / 2
     assert "by segment" in capsys.readouterr().out
-    names["cache"].close()
+    for example in EXAMPLES[3:]:
+        exec(compile(example, "docs/transformers.md", "exec"), names)
+    assert names["said"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert not names["model"].model._forward_pre_hooks
