@@ -116,7 +116,8 @@ class PagedPress(BasePress):
 
     def forward_hook(self, module: Any, input: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Moves a layer whose context has been prefilled into pages."""
-        cache, number = kwargs.get("past_key_values"), int(module.layer_idx)
+        cache: Any = kwargs.get("past_key_values")
+        number = int(module.layer_idx)
         if type(cache) is not DynamicCache:
             raise Unsupported(f"cache: expected a DynamicCache, got a {type(cache).__name__}")
         layer = cache.layers[number]
