@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "packed_decode": packed_decode.run,
     "packed_step": packed_step.run,
     "top_k_step": top_k_step.run,
+    "top_k_step_half": top_k_step.run_half,
     "speculation": speculation.run,
 }
 ON_A_GPU = {
@@ -70,6 +71,7 @@ ON_A_GPU = {
     "page_choice",
     "page_moves",
     "top_k_step",
+    "top_k_step_half",
     "ttft_cuda",
     "ttft_heads",
 }

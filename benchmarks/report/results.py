@@ -79,7 +79,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",
     ),
     "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
-    "top_k_step_half": ("make bench CASE=top_k_step",),
 }
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a page has room for.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from decode_batches import decoding
+from decode_batches import said_in_turns
 from families import random_tokens, tiny
 from host_faults import ALWAYS, Faults, answered
 from host_memory import AMPLE, both, host_runner, nothing_is_held, spills
@@ -62,19 +61,7 @@ def test_it_says_what_all_pages_on_the_device_say(
 def test_requests_that_join_in_turns(kinds: Any, copies: str) -> None:
     answers = []
     for runner in both(tiny("llama").cuda(), kinds, host_copies=copies, max_tokens=16384):
-        draws = np.random.default_rng(1)
-        prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
-        done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]
-        sequences = [decoding(runner, one, 60) for one in done]
-        with torch.inference_mode():
-            for turn in range(70):
-                batch = [s for s in sequences[: 1 + turn] if not s.done and draws.random() < 0.9]
-                if batch:
-                    runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
-        answers.append([sequence.tokens for sequence in sequences])
-        runner._decoder.forget()
-        for one in done:
-            one.release()
+        answers.append(said_in_turns(runner))
         assert nothing_is_held(runner)
     assert answers[0] == answers[1]
 

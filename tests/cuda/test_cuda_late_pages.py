@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from decode_batches import decoding
+from decode_batches import said_in_turns
 from families import random_tokens, tiny
 from head_maps import near
 from host_faults import ASK
@@ -134,19 +133,8 @@ def test_requests_that_join_in_turns() -> None:
     answers = []
     for slow in (False, True):
         runner = host_runner(tiny("llama").cuda(), KINDS[2], host_arrivals="late", max_tokens=16384)
-        draws = np.random.default_rng(1)
-        prompts = [random_tokens(int(draws.integers(10, 300)), seed) for seed in range(12)]
-        done = [runner.prefill(p, "full", remember=False, reserve_tokens=60) for p in prompts]
-        sequences = [decoding(runner, one, 60) for one in done]
-        with torch.inference_mode(), slowly() if slow else nullcontext():
-            for turn in range(70):
-                batch = [s for s in sequences[: 1 + turn] if not s.done and draws.random() < 0.9]
-                if batch:
-                    runner._decoder.step([batch[i] for i in draws.permutation(len(batch))])
-        answers.append([sequence.tokens for sequence in sequences])
-        runner._decoder.forget()
-        for one in done:
-            one.release()
+        with slowly() if slow else nullcontext():
+            answers.append(said_in_turns(runner))
         assert nothing_is_held(runner)
     assert answers[0] == answers[1]
 

@@ -7,10 +7,12 @@ import zlib
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import save
 
-from kvweave import KvCache, KvShape
+from kvweave import CorruptPayload, KvCache, KvShape
 from kvweave.payload import KvPayload, export_kv
 from local_heads import local_heads
 
@@ -143,3 +145,27 @@ def sample() -> KvPayload:
 
 def receiver_of(payload: KvPayload, **more: Any) -> KvCache:
     return cache_of(fingerprint=payload.header.fingerprint, **more)
+
+
+def refused(data: bytes, says: str | None = None) -> None:
+    """Bytes that are taken for no payload."""
+    with pytest.raises(CorruptPayload, match=says):
+        KvPayload.from_bytes(data)
+
+
+def spoiled_bytes_are_refused(payload: KvPayload, data: st.DataObject) -> None:
+    """Nothing but what was sent is ever taken for it, wherever its bytes are spoiled."""
+    sent = payload.to_bytes()
+    spoiled = bytearray(sent)
+    header = int.from_bytes(sent[:8], "little") + 8
+    most = st.one_of(st.integers(0, header - 1), st.integers(0, len(sent) - 1))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at, length = data.draw(most), data.draw(st.integers(0, 9))
+        spoiled[at : at + length] = data.draw(st.binary(max_size=9))
+    try:
+        taken = KvPayload.from_bytes(bytes(spoiled))
+    except CorruptPayload:
+        return
+    assert taken.header == payload.header
+    assert taken.parts.keys() == payload.parts.keys()
+    assert all(torch.equal(taken.parts[name], part) for name, part in payload.parts.items())

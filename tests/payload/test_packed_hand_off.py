@@ -355,19 +355,10 @@ def test_what_finds_no_room_takes_nothing(model: Any) -> None:
         runner.generate(random_tokens(200, 1), max_new_tokens=2)
 
 
-def near_while_alike(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    """Logits that half precision tells apart a little, up to where that turns a token."""
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0.05 * float(other.abs().max()))
-        if one.argmax() != other.argmax():
-            break
-
-
 @needs_cuda
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "int8"])
 @pytest.mark.parametrize("sights", [None, SIGHTS])
 def test_between_gpus_and_hosts(name: str, sights: Any) -> None:
-    """Bit for bit; a window's pages lie in fewer entries there, so its sums are of other parts."""
     model = tiny("llama", **SIZES).bfloat16().to("cuda")
     packing, _ = random_packing(name, 4, 64)
     here, there = (runner_of(model, packing, sights, max_tokens=16384) for _ in range(2))
@@ -382,9 +373,5 @@ def test_between_gpus_and_hosts(name: str, sights: Any) -> None:
         assert payload.parts["packed.pages"].is_cuda
         for sent in (payload, KvPayload.from_bytes(payload.to_bytes())):
             with resumed(there, sent) as done:
-                got = said_by(there, done)
-            if sights is None:
-                assert same(got, wanted)
-            else:
-                near_while_alike(got, wanted)
+                assert same(said_by(there, done), wanted)
     assert nothing_is_held(there)

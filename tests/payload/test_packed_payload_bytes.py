@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import random_tokens
-from kvweave import CorruptPayload, KvweaveError
+from kvweave import KvweaveError
 from kvweave.payload import KvPayload
 from kvweave.runner import Runner
 from packed_decoding import nothing_is_held
 from packed_payloads import packed_sample
-from payloads import resealed
+from payloads import refused, resealed, spoiled_bytes_are_refused
 
 Sample = tuple[Runner, KvPayload]
 
@@ -30,11 +30,6 @@ def sample() -> Sample:
 @pytest.fixture(scope="module")
 def payload(sample: Sample) -> KvPayload:
     return sample[1]
-
-
-def refused(data: bytes, says: str | None = None) -> None:
-    with pytest.raises(CorruptPayload, match=says):
-        KvPayload.from_bytes(data)
 
 
 def test_it_has_all_that_there_is(payload: KvPayload) -> None:
@@ -61,19 +56,7 @@ def test_bytes_that_are_cut_or_go_on(payload: KvPayload) -> None:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_bytes_that_were_spoiled(payload: KvPayload, data: st.DataObject) -> None:
-    sent = payload.to_bytes()
-    spoiled = bytearray(sent)
-    header = int.from_bytes(sent[:8], "little") + 8
-    most = st.one_of(st.integers(0, header - 1), st.integers(0, len(sent) - 1))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at, length = data.draw(most), data.draw(st.integers(0, 9))
-        spoiled[at : at + length] = data.draw(st.binary(max_size=9))
-    try:
-        taken = KvPayload.from_bytes(bytes(spoiled))
-    except CorruptPayload:
-        return
-    assert taken.header == payload.header
-    assert all(torch.equal(taken.parts[name], part) for name, part in payload.parts.items())
+    spoiled_bytes_are_refused(payload, data)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,22 @@ from safetensors.torch import save
 
 from kvweave import CorruptPayload, InvalidArgument, PoolFull
 from kvweave.payload import KvPayload, import_kv
-from payloads import L, nothing_held, pages_of, receiver_of, resealed, sample, sealed
+from payloads import (
+    L,
+    nothing_held,
+    pages_of,
+    receiver_of,
+    refused,
+    resealed,
+    sample,
+    sealed,
+    spoiled_bytes_are_refused,
+)
 
 
 @pytest.fixture(scope="module")
 def payload() -> KvPayload:
     return sample()
-
-
-def refused(data: bytes, says: str | None = None) -> None:
-    with pytest.raises(CorruptPayload, match=says):
-        KvPayload.from_bytes(data)
 
 
 def test_bytes_that_are_cut_or_go_on(payload: KvPayload) -> None:
@@ -41,21 +46,7 @@ def test_bytes_that_are_cut_or_go_on(payload: KvPayload) -> None:
 @settings(max_examples=250)
 @given(data=st.data())
 def test_bytes_that_were_spoiled(payload: KvPayload, data: st.DataObject) -> None:
-    """Nothing but what was sent is ever taken for it."""
-    sent = payload.to_bytes()
-    spoiled = bytearray(sent)
-    header = int.from_bytes(sent[:8], "little") + 8
-    most = st.one_of(st.integers(0, header - 1), st.integers(0, len(sent) - 1))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at, length = data.draw(most), data.draw(st.integers(0, 9))
-        spoiled[at : at + length] = data.draw(st.binary(max_size=9))
-    try:
-        taken = KvPayload.from_bytes(bytes(spoiled))
-    except CorruptPayload:
-        return
-    assert taken.header == payload.header
-    assert taken.parts.keys() == payload.parts.keys()
-    assert all(torch.equal(taken.parts[name], part) for name, part in payload.parts.items())
+    spoiled_bytes_are_refused(payload, data)
 
 
 HUGE = 10**4000

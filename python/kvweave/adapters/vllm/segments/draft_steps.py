@@ -94,12 +94,12 @@ class _Room:
             tables = entries[: drafts * pages].view(drafts, pages, 5)
             tables[:, :-1] = given.rows
             tables[:, -1] = torch.tensor(own, dtype=torch.int32).to(entries.device)
-            ends.copy_(torch.arange(0, drafts * pages + 1, pages, dtype=torch.int32))
+            torch.arange(0, drafts * pages + 1, pages, out=ends)
             listed.append(Entries(entries if entries.is_cuda else tables.flatten(0, 1), ends))
         self.last.copy_(prompt.last.expand_as(self.last))
         self.first.copy_(prompt.firsts)
         self.at.fill_(prompt.length)
-        self.slot.copy_(torch.tensor(begins))
+        torch.arange(begins.start, begins.stop, begins.step, out=self.slot)
         return listed
 
     def of_draft(self, number: int, prompt: DraftedPrompt) -> Asked:
@@ -107,11 +107,11 @@ class _Room:
         begin = number * prompt.count
         queries = [queries[begin : begin + prompt.count] for queries in self.queries]
         listed = []
-        for entries, given in zip(self.entries, prompt.entries, strict=True):
+        for entries, ends, given in zip(self.entries, self.ends, prompt.entries, strict=True):
             pages = len(given.rows) + 1
             rows = entries[number * pages : (number + 1) * pages]
-            ends = torch.tensor([0, pages], dtype=torch.int32).to(rows.device)
-            listed.append(Entries(rows, ends))
+            # All tables are as long, so each ends by itself where the first one does.
+            listed.append(Entries(rows, ends[:2]))
         return queries, listed
 
 
