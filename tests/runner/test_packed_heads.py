@@ -18,6 +18,7 @@ from kvweave.runner import Runner
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from page_meaning import Meaning, random_packing
 from ranked_pages import kinds_map, logits_of_steps, top_k
+from versions import needs_cuda
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
 SIGHTS = np.array([[[100, 20], [0, 0]], [[0, 0], [0, 0]]], np.int32)
@@ -128,3 +129,24 @@ def test_maps_that_do_not_go_are_refused(model: Any) -> None:
     other = class_map(SIGHTS, "another model")
     with pytest.raises(KvweaveError, match="model"):
         packed_runner(model, heads=other)
+
+
+@pytest.mark.parametrize("sights", [SIGHTS, MIXED])
+def test_what_heads_read_is_made_once(model: Any, sights: Any) -> None:
+    """Graphs of decode steps go on reading the copies that a reach has on the device."""
+    heads = runner_of(model, "int4", sights)[0].packed.heads
+    for of in (heads.windows, heads.others, heads.unranked):
+        assert all(of(layer) is of(layer) for layer in range(2))
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_requests_are_answered_by_graphs_as_the_first(kind: str) -> None:
+    model = tiny("llama", **SIZES).bfloat16().to("cuda")
+    runner, _ = runner_of(model, kind, MIXED)
+    first = logits_of_steps(runner, random_tokens(500, 1), 20)
+    for seed in (2, 1, 3, 1):
+        again = logits_of_steps(runner, random_tokens(500, seed), 20)
+        if seed == 1:
+            assert again[0] == first[0]
+            assert apart(again[1], first[1]) == 0.0

@@ -8,6 +8,7 @@ use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
 use crate::operands::{blocks_of, bytes_of, names_of};
+use crate::rounds::parts_of;
 
 /// (Request, KV head, 8 query heads) triples of one launch of `attend_decode.cu`: its `kMaxItems`.
 const MAX_ITEMS: usize = 1024;
@@ -266,7 +267,7 @@ fn hopper_prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan>
     if !(is_hopper(device) && pages && plain) {
         return None;
     }
-    let grid = prefill_grid(call, device, tile, HOPPER_PAIRS)?;
+    let grid = prefill_grid(call, tile, HOPPER_PAIRS, device.processors as usize)?;
     let names = names_of(call.dtype, call.kv.dtype);
     let kernel = format!("attend_prefill_sm90_{names}_{}", geometry.head_dim);
     let kernel = if is_tall(geometry) { kernel + "_tall" } else { kernel };
@@ -280,31 +281,45 @@ fn prefill(call: &AttendLaunch<'_>, device: &Description) -> Option<Plan> {
     if geometry.page_tokens > 64 {
         return None;
     }
-    let grid = prefill_grid(call, device, tile, PREFILL_PAIRS)?;
+    let at_once = if geometry.head_dim > 128 { 1 } else { 2 } * device.processors as usize;
+    let grid = prefill_grid(call, tile, PREFILL_PAIRS, at_once)?;
     let names = names_of(call.dtype, call.kv.dtype);
     let kernel = format!("attend_prefill_{names}_{}", geometry.head_dim);
     Some(Plan::Prefill(PrefillPlan { kernel, grid, hopper: false }))
 }
 
 /// One thread block for each tile of pairs and KV head, as if every request began a tile of its
-/// own; with few of them the keys are split until the device is full.
+/// own; with few of them the keys are split until rounds of `at_once` thread blocks are full.
 fn prefill_grid(
     call: &AttendLaunch<'_>,
-    device: &Description,
     tile: &Tile,
     pairs: usize,
+    at_once: usize,
 ) -> Option<Grid> {
     let geometry = &call.kv.geometry;
-    let tiles = call.rows * call.group() / pairs + call.requests;
-    let blocks = tiles * geometry.kv_heads;
+    let all = call.rows * call.group();
+    let tiles = if call.requests == 1 { all.div_ceil(pairs) } else { all / pairs + call.requests };
     let keys = call.kv.entries.len / 5 * geometry.page_tokens / call.requests.max(1);
-    let wanted = (device.processors as usize / blocks.max(1)).max(1);
-    let splits = wanted.min(keys.div_ceil(KEYS_A_SPLIT)).clamp(1, MAX_SPLITS);
+    let seen = call.kv.window.map_or(keys, |window| keys.min(window as usize));
+    let most = seen.div_ceil(KEYS_A_SPLIT).clamp(1, MAX_SPLITS);
+    let splits = if call.kv.reach.is_some() {
+        // Where heads see different windows, those of most tiles are worth no split.
+        (at_once / (tiles * geometry.kv_heads).max(1)).clamp(1, most)
+    } else {
+        splits_of(tiles * geometry.kv_heads, at_once, most)
+    };
     (tiles <= MAX_ROWS_OF_BLOCKS).then_some(Grid {
         blocks: [geometry.kv_heads as u32, tiles as u32, splits as u32],
         threads: tile.threads,
         shared_bytes: tile.shared_bytes,
     })
+}
+
+/// Parts of the keys for so many tiles, `at_once` of which run at the same time. Tiles that all begin
+/// at once are split even so: they last as long as the one that sees most.
+fn splits_of(tiles: usize, at_once: usize, most: usize) -> usize {
+    let splits = parts_of(tiles, at_once, most);
+    if splits == 1 && tiles <= at_once { most.min(2) } else { splits }
 }
 
 #[cfg(test)]
@@ -323,6 +338,17 @@ mod tests {
     fn same(tiles: &[Tile], lines: &[[u32; 3]]) {
         let tiles = tiles.iter().map(|t| [t.head_dim as u32, t.threads, t.shared_bytes]);
         assert_eq!(tiles.collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn tiles_of_prefill_are_split_until_rounds_are_full() {
+        // Of 132 processors: few tiles, a round and a bit, one full round, two, and many.
+        for (tiles, splits) in [(17, 7), (32, 4), (65, 2), (136, 7), (132, 2), (257, 1), (1056, 1)]
+        {
+            assert_eq!(splits_of(tiles, 132, 32), splits, "{tiles} tiles");
+        }
+        assert_eq!(splits_of(136, 132, 1), 1);
+        assert_eq!(splits_of(1, 132, 32), 32);
     }
 
     #[test]

@@ -32,6 +32,7 @@ mod params;
 mod per_device;
 mod recycle_pages;
 mod rotate_rows;
+mod rounds;
 mod score_pages;
 mod score_tokens;
 mod select_pages;

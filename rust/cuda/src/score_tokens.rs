@@ -11,6 +11,7 @@ use crate::operands::{
 };
 use crate::paged::DeviceKv;
 use crate::params::ScoreParams;
+use crate::rounds::parts_of;
 
 /// Head dims of the tensor-core kernels.
 const TILED_DIMS: [usize; 5] = [64, 80, 96, 128, 256];
@@ -235,7 +236,7 @@ impl Plan {
             vectors,
             rows_held,
             keys_held,
-            splits: splits_of(vectors.div_ceil(items) * kv_heads, at_once, most),
+            splits: parts_of(vectors.div_ceil(items) * kv_heads, at_once, most),
             padded_keys: keys.next_multiple_of(HELD[0]),
             mass_parts: if kind == Kind::Hopper { 2 * vectors.div_ceil(HOPPER_HELD) } else { 1 },
         }
@@ -299,16 +300,6 @@ impl Plan {
         };
         Ok([pass("rows", first, splits)?, pass("keys", second, second_splits)?])
     }
-}
-
-/// The fewest parts that keep nine tenths of the device busy, or those that keep most of it.
-fn splits_of(blocks: usize, at_once: usize, most: usize) -> usize {
-    let busy = |splits: usize| {
-        let all = blocks * splits;
-        1000 * all / all.next_multiple_of(at_once).max(1)
-    };
-    let enough = (1..=most).find(|&splits| busy(splits) >= 900);
-    enough.unwrap_or_else(|| (1..=most).rev().max_by_key(|&splits| busy(splits)).unwrap_or(1))
 }
 
 /// How a call is carried out.
@@ -459,13 +450,5 @@ mod tests {
         assert_eq!(plan(256, 8, 4096).keys_held, 64);
         let tiny = plan(4, 1, 1);
         assert_eq!((tiny.splits, tiny.padded_keys), (1, 256));
-    }
-
-    #[test]
-    fn parts_fill_whole_rounds() {
-        assert_eq!(splits_of(264, 264, 64), 1);
-        assert_eq!(splits_of(128, 264, 64), 2);
-        assert_eq!(splits_of(1, 264, 8), 8);
-        assert_eq!(splits_of(0, 264, 8), 1);
     }
 }

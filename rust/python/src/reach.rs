@@ -18,7 +18,8 @@ use crate::scalars::Number;
 /// `tables` R ≥ 1 entry tables of a request; `heads` i32 [G, 4], a row `table, rank, window, sink`
 /// a KV head: which of the tables; its page in a block, from the block's first on; the latest keys
 /// that a row sees, 0 for all; the keys at the start of the sequence that it sees besides. Shapes
-/// are checked here, the rest by the op that is given it.
+/// are checked here, the rest by the op that is given it. On CUDA an op reads a copy that lives as
+/// long as this: whoever captures a call in a graph keeps it for as long as the graph is replayed.
 #[pyclass(frozen, module = "kvweave._native")]
 pub struct Reach {
     tables: usize,

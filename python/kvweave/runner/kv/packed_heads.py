@@ -70,23 +70,49 @@ class PackedHeads:
 
     def windows(self, layer: int) -> Reach | None:
         """The reach over one table of rows that read windows by position; None where all do."""
-        return Reach(1, self._rows(layer)) if len(self.local(layer)) else None
+        return self._windows[layer]
 
     def others(self, layer: int) -> Reach | None:
         """The reach over `tables` of what heads without windows read; None for one table."""
-        if self.tables == 1:
-            return None
-        rows = self._rows(layer)
-        rows[:, 0], rows[:, 2:] = rows[:, 2] > 0, 0
-        return Reach(2, rows)
+        return self._others[layer]
 
     def unranked(self, layer: int) -> Reach | None:
         """As `others`, of heads that do not choose; None where none of these reads any."""
-        chooses = self.budget_of[layer] >= 0
-        if (chooses | (self.sights[layer, :, 0] > 0)).all():
-            return None
+        return self._unranked[layer]
+
+    # Made once: a captured step reads their copies on the device whenever it is replayed.
+
+    @cached_property
+    def _windows(self) -> list[Reach | None]:
+        return [
+            Reach(1, self._rows(layer)) if len(self.local(layer)) else None
+            for layer in range(len(self.sights))
+        ]
+
+    @cached_property
+    def _others(self) -> list[Reach | None]:
+        if self.tables == 1:
+            return [None] * len(self.sights)
+        return [self._reading(layer, self._has_window(layer)) for layer in range(len(self.sights))]
+
+    @cached_property
+    def _unranked(self) -> list[Reach | None]:
+        left_out = [
+            (self.budget_of[layer] >= 0) | self._has_window(layer)
+            for layer in range(len(self.sights))
+        ]
+        return [
+            None if left.all() else self._reading(layer, left)
+            for layer, left in enumerate(left_out)
+        ]
+
+    def _has_window(self, layer: int) -> npt.NDArray[np.bool_]:
+        return self.sights[layer, :, 0] > 0
+
+    def _reading(self, layer: int, left_out: npt.NDArray[np.bool_]) -> Reach:
+        """The reach over two tables, the second of which is empty: some heads' of a layer."""
         rows = self._rows(layer)
-        rows[:, 0], rows[:, 2:] = (rows[:, 2] > 0) | chooses, 0
+        rows[:, 0], rows[:, 2:] = left_out, 0
         return Reach(2, rows)
 
     def chooses(self, layer: int) -> bool:
