@@ -11,14 +11,20 @@ not tell that, the first figure would mean nothing.
 
 In the tiers the texts are marked documents: A has frozen them, they lie in the host's memory and in
 a store, and their blocks on the device are given up before B asks.
+
+Trials are spread over processes, one for two cores, each with a runner of its own.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -49,6 +55,13 @@ class Trials:
         right, of = int((guessed == self.cached[half:]).sum()), len(self.seconds) - half
         return right / of, *interval(right, of)
 
+    @staticmethod
+    def of_parts(parts: list[Trials]) -> Trials:
+        """Those of several runners, mixed."""
+        mixed = np.random.default_rng(7).permutation(sum(len(part.seconds) for part in parts))
+        seconds, cached = ([getattr(p, name) for p in parts] for name in ("seconds", "cached"))
+        return Trials(np.concatenate(seconds)[mixed], np.concatenate(cached)[mixed])
+
 
 def threshold(seconds: Floats, cached: npt.NDArray[np.bool_]) -> tuple[float, bool]:
     """The cut that tells most of the trials apart, and whether what is faster was cached."""
@@ -72,15 +85,35 @@ def interval(right: int, of: int) -> tuple[float, float]:
 def run(quick: bool) -> list[Row]:
     trials = QUICK_TRIALS if quick else TRIALS
     controls = QUICK_TRIALS if quick else CONTROLS
-    model = random_model("tiny Llama", "cpu", torch.float32)
+    processes = 1 if quick else max(1, len(os.sched_getaffinity(0)) // 2)
     rows = []
     for where in ("device", "tiers"):
-        with tempfile.TemporaryDirectory() as folder:
-            asked = Asked(model, where, folder)
-            rows.append(row(f"{where}: what another has cached", asked.trials(trials, "a")))
-            rows.append(row(f"{where}: what he has cached himself", asked.trials(controls, "b")))
-            asked.runner.close()
+        others = measured(where, "a", trials, processes)
+        rows.append(row(f"{where}: what another has cached", others))
+        own = measured(where, "b", controls, processes)
+        rows.append(row(f"{where}: what he has cached himself", own))
     return rows
+
+
+def measured(where: str, owner: str, count: int, processes: int) -> Trials:
+    """Trials in which the texts were cached by `owner`, over so many processes."""
+    part = partial(measured_here, where, owner, -(-count // processes))
+    if processes == 1:
+        return part(0)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return Trials.of_parts(list(pool.map(part, range(processes))))
+
+
+def measured_here(where: str, owner: str, count: int, seed: int) -> Trials:
+    """So many of them, with one runner."""
+    torch.set_num_threads(1)
+    model = random_model("tiny Llama", "cpu", torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Asked(model, where, folder, seed)
+        try:
+            return asked.trials(count, owner)
+        finally:
+            asked.runner.close()
 
 
 def row(name: str, trials: Trials) -> Row:
@@ -93,11 +126,11 @@ def row(name: str, trials: Trials) -> Row:
 class Asked:
     """A runner through which A computes and B asks."""
 
-    def __init__(self, model: Any, where: str, folder: str) -> None:
+    def __init__(self, model: Any, where: str, folder: str, seed: int) -> None:
         beyond = {"store": folder, "document_bytes": 1 << 24} if where == "tiers" else {}
         self.where = where
         self.runner = Runner(model, max_tokens=4096, check=False, progress=False, **beyond)
-        self.random = np.random.default_rng(7)
+        self.random = np.random.default_rng(seed)
 
     def trials(self, count: int, owner: str) -> Trials:
         """Trials in which the texts were cached by `owner`."""
