@@ -100,13 +100,13 @@ def measured(where: str, owner: str, count: int, processes: int) -> Trials:
     part = partial(measured_here, where, owner, -(-count // processes))
     if processes == 1:
         return part(0)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), **alone) as pool:
         return Trials.of_parts(list(pool.map(part, range(processes))))
 
 
 def measured_here(where: str, owner: str, count: int, seed: int) -> Trials:
     """So many of them, with one runner."""
-    torch.set_num_threads(1)
     model = random_model("tiny Llama", "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         asked = Asked(model, where, folder, seed)

@@ -51,14 +51,18 @@ def busy() -> str:
 
 def append(case: str, rows: list[Row], folder: Path = RECORDS) -> Path:
     """Adds one run of this machine, measured now; returns the file."""
-    run = {
+    return keep(here(case, rows), folder)
+
+
+def here(case: str, rows: list[Row]) -> dict[str, Any]:
+    """A run of this machine, measured now."""
+    return {
         "case": case,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": machine(),
         "rows": [asdict(row) for row in rows],
     }
-    return keep(run, folder)
 
 
 def of_device(case: str, rows: list[Row]) -> dict[str, Any]:

@@ -315,8 +315,8 @@ fn prefill_grid(
     })
 }
 
-/// Parts of the keys for so many tiles, `at_once` of which run at the same time. Tiles that all begin
-/// at once are split even so: they last as long as the one that sees most.
+/// Parts of the keys for so many tiles, `at_once` of which run at the same time. Tiles that all
+/// begin at once are split even so: they last as long as the one that sees most.
 fn splits_of(tiles: usize, at_once: usize, most: usize) -> usize {
     let splits = parts_of(tiles, at_once, most);
     if splits == 1 && tiles <= at_once { most.min(2) } else { splits }

@@ -1,7 +1,7 @@
 //! How many parts work is cut into, so that the rounds in which a device takes it are full.
 
-/// The fewest parts that keep nine tenths of the device busy, or those that keep most of it:
-/// `blocks` thread blocks a part, `at_once` of which run at the same time, and at most `most` parts.
+/// The fewest parts, of `most` at most, that keep nine tenths of a device busy, or those that keep
+/// most of it busy. A part has `blocks` thread blocks, `at_once` of which run at the same time.
 pub(crate) fn parts_of(blocks: usize, at_once: usize, most: usize) -> usize {
     let busy = |parts: usize| {
         let all = blocks * parts;

@@ -20,6 +20,7 @@ mod order;
 mod pins;
 mod quotas;
 mod reclaim;
+mod release;
 mod s3_fifo;
 mod slab;
 mod states;

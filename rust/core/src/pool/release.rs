@@ -1,0 +1,80 @@
+//! Blocks that holders give back: the last one frees a block or has it cached.
+
+use crate::ids::BlockId;
+
+use super::blocks::Pool;
+use super::states::{Block, BlockState};
+
+impl Pool {
+    /// Removes a holder of each block. The last one frees the block, or caches it if it is
+    /// indexed: last block first, so that a tail is evicted before its prefix.
+    pub fn release(&mut self, blocks: &[BlockId]) {
+        self.release_from(blocks, 0);
+    }
+
+    /// The same of a holder that is an owner of each block.
+    pub(super) fn release_owned(&mut self, blocks: &[BlockId]) {
+        self.release_from(blocks, 1);
+    }
+
+    #[inline]
+    fn release_from(&mut self, blocks: &[BlockId], owners: u32) {
+        let mut left = blocks.len();
+        while left > 0 {
+            let kept = self.free_last(&blocks[..left], owners);
+            if kept == left {
+                self.release_last(blocks[left - 1], owners);
+            }
+            left = kept.min(left - 1);
+        }
+    }
+
+    /// Frees the blocks at the end of a row whose only holder goes and that nobody could find, as
+    /// far as they are of one slab, whose books then change once; returns how many are left.
+    #[inline]
+    fn free_last(&mut self, blocks: &[BlockId], owners: u32) -> usize {
+        let Block { slab, group, .. } = self.blocks[blocks[blocks.len() - 1].index()];
+        let mut left = blocks.len();
+        for &block in blocks.iter().rev() {
+            let entry = &mut self.blocks[block.index()];
+            if entry.state != BlockState::Held(1) || entry.indexed || entry.slab != slab {
+                break;
+            }
+            entry.state = BlockState::Free;
+            entry.owners -= owners;
+            left -= 1;
+        }
+        let freed = &blocks[left..];
+        let pool = &mut self.groups[group.index()];
+        pool.held -= freed.len();
+        pool.free += freed.len();
+        self.slabs[usize::from(slab)].free.extend(freed.iter().rev());
+        if self.freed.is_some() {
+            freed.iter().for_each(|&block| self.note_freed(block));
+        }
+        left
+    }
+
+    /// Removes a holder of a block that others hold too, or that is cached from now on.
+    fn release_last(&mut self, block: BlockId, owners: u32) {
+        let entry = &mut self.blocks[block.index()];
+        entry.owners -= owners;
+        match entry.state {
+            BlockState::Held(1) => {
+                entry.state = BlockState::Cached;
+                self.order.enter(entry.group, block);
+                let pool = &mut self.groups[entry.group.index()];
+                pool.held -= 1;
+                pool.cached += 1;
+                self.slabs[usize::from(entry.slab)].cached += 1;
+            }
+            BlockState::Held(n) => {
+                entry.state = BlockState::Held(n - 1);
+                if entry.pinned {
+                    self.pins.note_readers(block, self.references(block));
+                }
+            }
+            _ => debug_assert!(false, "released a block that nobody holds"),
+        }
+    }
+}
