@@ -10,8 +10,9 @@ import torch
 from kvweave import ops
 from kvweave.adapters.kvpress.head_pools import HeadPools
 from kvweave.adapters.transformers.live_rows import LiveRows
-from kvweave.adapters.transformers.paged_step import Attends, PagedStep, Vectors
+from kvweave.adapters.transformers.paged_step import Attends, PagedStep
 from kvweave.adapters.transformers.ranked_rows import RankedRows
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send

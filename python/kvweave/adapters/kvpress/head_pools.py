@@ -21,12 +21,18 @@ from kvweave.adapters.transformers.ranked_rows import FEWEST_PAGES
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.device_memory import needs_memory
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import Unsupported
 from kvweave.policies import policy_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, format_on
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
-from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes, basis_shape, needs_steps
+from kvweave.runner.kv.pool_bases import (
+    OWN_SHARE,
+    basis_bytes,
+    basis_shape,
+    check_basis,
+    needs_steps,
+)
 from kvweave.runner.model.model_spec import KV_DTYPES
 
 
@@ -79,26 +85,10 @@ class KeptForm:
         if top_k_pages is not None:
             whole("top_k_pages", top_k_pages, FEWEST_PAGES)
         form = KeptForm(page_tokens, Packing.of(kv_dtype), top_k_pages, answer_tokens)
-        form._check_basis(geometry)
+        if form.packing is not None:
+            of = format_on(form.packing, geometry.head_dim, geometry.dtype, geometry.device)
+            check_basis(form.packing, of, geometry.layers * geometry.kv_heads)
         return form
-
-    def _check_basis(self, geometry: KvGeometry) -> None:
-        if self.packing is None:
-            return
-        of = format_on(self.packing, geometry.head_dim, geometry.dtype, geometry.device)
-        given, shape = self.packing.basis, basis_shape(of, geometry.layers * geometry.kv_heads)
-        if given is None:
-            return
-        if not shape:
-            raise InvalidArgument(
-                f"basis: expected None beside kv_dtype={self.packing.format!r}, got one"
-            )
-        if tuple(given.shape) != shape or not bool(given.isfinite().all()):
-            raise InvalidArgument(
-                f"basis: expected finite numbers [{', '.join(map(str, shape))}], "
-                f"got {given.dtype} {list(given.shape)}"
-            )
-        of.check_bases(given[None].float().cpu().contiguous())
 
     def packed(self, tokens: int) -> int:
         """How many of a head's tokens are packed."""

@@ -14,7 +14,8 @@ from kvweave.adapters.kvpress.pressed_layer import PressedLayer, expect_plain
 from kvweave.adapters.transformers.attention import NAME, STEP, register
 from kvweave.adapters.transformers.cache_argument import given_cache
 from kvweave.adapters.transformers.kv_geometry import kv_geometry
-from kvweave.adapters.transformers.paged_step import Attends, Vectors
+from kvweave.adapters.transformers.paged_step import Attends
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.arguments import whole
 from kvweave.cache import KvCache
 from kvweave.closing import Closing
