@@ -13,6 +13,7 @@ from kvweave.adapters.kvpress.packed_heads import (
     UNPACKED_TOKENS,
     PackedHeadPool,
     PackedHeads,
+    PoolBounds,
     packed_count,
 )
 from kvweave.adapters.transformers.kv_geometry import KvGeometry
@@ -40,7 +41,8 @@ from kvweave.runner.model.model_spec import KV_DTYPES
 class HeadPools:
     """Where the heads of one layer keep their tokens: exact pages, and packed ones if there are.
 
-    `top_k_pages`: how many pages a head reads in a decode step, None for all.
+    `top_k_pages`: how many pages a head reads in a decode step, None for all, where nobody says it
+    of that head.
     """
 
     exact: PagePool
@@ -123,8 +125,8 @@ class KeptForm:
         fits = given is None and (texts or needs_steps(of))
 
         @needs_memory("packed pages", f"{pages * of.page_bytes} bytes on {geometry.device}")
-        def made() -> tuple[ops.PackedPages, torch.Tensor | None]:
-            bases = bounds = None
+        def made() -> ops.PackedPages:
+            bases = None
             if one:
                 own = len(counts) if fits or given is not None else 1
                 bases = torch.zeros((own, *one), device=geometry.device)
@@ -133,13 +135,14 @@ class KeptForm:
                     bases[:, 0] = given[first : first + own].to(geometry.device)
                 elif not fits:
                     bases[:, :, :, 1:] = torch.eye(of.head_dim)[: of.channels].to(geometry.device)
-            if self.top_k_pages is not None:
-                bounds = torch.zeros((pages, 3, geometry.head_dim), device=geometry.device)
-            return ops.PackedPages.zeros(pages, of, geometry.device, bases=bases), bounds
+            return ops.PackedPages.zeros(pages, of, geometry.device, bases=bases)
 
-        packed, bounds = made()
-        most = self.top_k_pages or 0
-        return PackedHeadPool(cache, packed, bounds, most, fits, _unturned())
+        packed = made()
+        bounds = PoolBounds(packed)
+        if self.top_k_pages is not None:
+            # Room for them is asked for now, not when a context comes.
+            bounds.values()
+        return PackedHeadPool(cache, packed, bounds, fits, _unturned())
 
 
 def _exact_pool(geometry: KvGeometry, page_tokens: int, blocks: int) -> PagePool:

@@ -18,7 +18,7 @@ from kvweave import ops
 from kvweave.adapters.transformers.live_rows import LiveRow, LiveRows
 from kvweave.adapters.transformers.packed_layers import LayeredPool
 from kvweave.adapters.transformers.paged_step import Attends, States
-from kvweave.adapters.transformers.ranked_rows import RankedEntries
+from kvweave.adapters.transformers.ranked_rows import RankedEntries, RowReads
 from kvweave.adapters.transformers.step_rows import RowVectors, StepRows, Vectors
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS
@@ -108,7 +108,8 @@ class _Single:
         packed = ops.PackedKv(self._packed.pages, 0, heads, *known)
         most, bounds = self._packed.most, self._packed.bounds
         if bounds is not None and self._width > most:
-            ranked = RankedEntries(entries, entries, ends, bounds, self._width, PAGE_TOKENS, most)
+            reads = RowReads.alike(len(q), most)
+            ranked = RankedEntries(entries, entries, ends, bounds, self._width, PAGE_TOKENS, reads)
             entries, ends, packed = ranked.of(q, packed)
         behind = ops.attend_packed(
             q, self._places, entries, packed, entry_offsets=ends, workspace=space
