@@ -105,6 +105,7 @@ def test_bytes_are_those_of_both_allocators(model, dropped) -> None:
         assert cache.kv.stats()["held"] == exact.sum()
         assert cache.bytes == packed.sum() * page + exact.sum() * 2 * 16 * DIM * 4
         assert cache.dense_bytes == CONTEXT * LAYERS * HEADS * 2 * DIM * 4
+        assert repr(cache).startswith(f"PressedCache(context={CONTEXT}, blocks held={exact.sum()},")
 
 
 @pytest.mark.parametrize("name", ["half-int4", "planes-3"])

@@ -27,6 +27,7 @@ from kvweave.cache import KvCache
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.layer import dense_attention
 from kvweave.runner.model.layer_forms import attention_of
@@ -140,6 +141,9 @@ class PressedCache(Cache, Closing):
         """Tokens of each head of each layer."""
         self._settle(len(self.layers))
         return [layer.pages.lengths for layer in self.layers]
+
+    def __repr__(self) -> str:
+        return f"PressedCache(context={self._context}, {block_counts(self.kv, self.packed)})"
 
     # ---- transformers' cache --------------------------------------------------------------
 

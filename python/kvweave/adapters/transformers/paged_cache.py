@@ -32,6 +32,7 @@ from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy
+from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.rounding import expect_rounding
 from kvweave.runner.prompt import Prompt, PromptTokenizer, token_array
@@ -247,10 +248,8 @@ class PagedCache(Cache, Closing):
         return 0 if self._ranked is None else self._ranked.nbytes
 
     def __repr__(self) -> str:
-        caches = {"": self.kv} if self.packed is None else {"": self.kv, "packed ": self.packed}
-        blocks = [f"{name}blocks {_counts(cache)}" for name, cache in caches.items()]
         rows = f"rows={len(self.lengths)}, tokens={sum(self.lengths)}"
-        return f"PagedCache({rows}, {', '.join(blocks)})"
+        return f"PagedCache({rows}, {block_counts(self.kv, self.packed)})"
 
     # ---- transformers' cache --------------------------------------------------------------
 
@@ -410,12 +409,6 @@ class PagedCache(Cache, Closing):
 def _check_copy(exact: Any) -> None:
     """Refuses a model whose copy in float32 differs over pages from its own attention."""
     PagedCache(exact, max_tokens=1).close()
-
-
-def _counts(cache: KvCache) -> str:
-    used = cache.stats()
-    free = used["free"] + used["claimable"]
-    return f"held={used['held']}, cached={used['cached']}, free={free}"
 
 
 def _holds_tensors(value: Any) -> bool:
