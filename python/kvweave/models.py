@@ -284,9 +284,10 @@ def _where(name: str) -> _Where:
 
 def _hub_out_of_reach() -> str | None:
     """The host of the hub, where nothing listens there; its client would try for half a minute."""
-    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    known = hub.hostname is None or hub.scheme in getproxies()
-    if known or os.environ.get("HF_HUB_OFFLINE"):
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or hub.hostname is None or hub.scheme in getproxies():
         return None
     try:
         address = hub.hostname, hub.port or (443 if hub.scheme == "https" else 80)

@@ -15,9 +15,7 @@ import torch
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (make test-kvpress)")
 
 from kvweave import HeadClassMap, InvalidArgument, Unsupported  # noqa: E402
-from kvweave.adapters.kvpress import PressedCache  # noqa: E402
-from kvweave.adapters.kvpress.head_map_press import HeadMapPress  # noqa: E402
-from kvweave.adapters.kvpress.paged_press import PagedPress  # noqa: E402
+from kvweave.adapters.kvpress import HeadMapPress, PagedPress, PressedCache  # noqa: E402
 from page_meaning import random_packing  # noqa: E402
 
 CONTEXT = (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from kvweave import DeviceUnavailable, InvalidArgument, models
 from kvweave.models import GgufPart, ModelUnavailable, PackagedModel
@@ -117,13 +118,13 @@ def test_without_a_network_a_name_of_a_hub_says_what_to_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once, where nothing answers: the hub's own client would ask again and again."""
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         # Bound and not listening: whoever connects is refused.
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
         for load in (models.load, models.load_tokenizer):
             with pytest.raises(ModelUnavailable) as refused:
                 load("nobody/nothing")
