@@ -37,7 +37,7 @@ def presses() -> dict[str, tuple[Any, float]]:
     """By name what is compared, and the compression ratio that the script sets."""
     from kvpress import AdaKVPress, SnapKVPress
 
-    from kvweave.adapters.kvpress.paged_press import PagedPress
+    from kvweave.adapters.kvpress import PagedPress
 
     return {
         "no press": (None, 0.0),

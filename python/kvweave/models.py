@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from kvweave.errors import DeviceUnavailable, InvalidArgument, KvweaveError
 
@@ -31,6 +34,7 @@ _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 22
 _COMPLETE = "complete"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_SECONDS = 5.0
 
 
 class ModelUnavailable(KvweaveError):
@@ -134,7 +138,7 @@ def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTok
 
     if name not in PACKAGED:
         where = _where(name)
-        return _had(name, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
+        return _had(where, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
     model = PACKAGED[name]
     root = cache_dir or user_cache_dir()
     copy = root / f"{model.sha256[:16]}-tokenizer"
@@ -249,17 +253,21 @@ def _load_named(
 
     place, where = _device(device), _where(name)
     read = partial(AutoModelForCausalLM.from_pretrained, where.name, dtype=dtype or "auto")
-    model = _had(name, partial(read, **where.how))
+    model = _had(where, partial(read, **where.how))
     _placed(model, place)
     return model, load_tokenizer(name)
 
 
 @dataclass(frozen=True)
 class _Where:
-    """What transformers is asked for, and how: a folder without a look at any hub."""
+    """What transformers is asked for, and how: a folder without a look at any hub.
+
+    `lacks`: the hub that cannot be reached; what was fetched from there before will do.
+    """
 
     name: str
     how: dict[str, Any]
+    lacks: str | None = None
 
 
 def _where(name: str) -> _Where:
@@ -270,19 +278,38 @@ def _where(name: str) -> _Where:
             f"model: expected one of {', '.join(PACKAGED)}, a folder with config.json, or "
             f"owner/name of a hub, got {name!r}"
         )
-    return _Where(name, {})
+    hub = _hub_out_of_reach()
+    return _Where(name, {} if hub is None else {"local_files_only": True}, hub)
 
 
-def _had(name: str, read: Callable[[], Any]) -> Any:
+def _hub_out_of_reach() -> str | None:
+    """The host of the hub, where nothing listens there; its client would try for half a minute."""
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or hub.hostname is None or hub.scheme in getproxies():
+        return None
+    try:
+        address = hub.hostname, hub.port or (443 if hub.scheme == "https" else 80)
+        socket.create_connection(address, timeout=_HUB_SECONDS).close()
+    except OSError:
+        return hub.hostname
+    return None
+
+
+def _had(where: _Where, read: Callable[[], Any]) -> Any:
     """What a hub, or what is kept of it, gives."""
     try:
         return read()
     except (OSError, ValueError) as error:
         # What transformers says is long, and its first sentence says what is the matter.
-        said = str(error).strip().split("\n", 1)[0][:300]
+        said = str(error).strip().split("\n", 1)[0][:300].rstrip(".")
+        if where.lacks is not None and isinstance(error, OSError):
+            said = f"no connection to {where.lacks}, and nothing that was fetched before"
+        fetch = f"run where there is a network: hf download {where.name}, or "
         raise ModelUnavailable(
-            f"model {name}: expected files of a decoder that transformers can read, got: {said}; "
-            "fetch it where there is a network, or name a folder that has it"
+            f"model {where.name}: expected files of a decoder that transformers can read, "
+            f"got: {said}; {'' if Path(where.name).is_dir() else fetch}name a folder that has them"
         ) from error
 
 

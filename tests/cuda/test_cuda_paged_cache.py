@@ -59,3 +59,30 @@ def test_generate_says_the_same_in_f32() -> None:
     with kvweave.PagedCache(model, max_tokens=1024) as cache:
         ours = said(model, ids, cache=cache)
         assert (ours, said(model, ids, cache=cache, **options)) == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_dtype", ["int8", "half-int4", "planes-3"])
+def test_packed_pages_are_near_exact_ones(kv_dtype: str, dtype: torch.dtype) -> None:
+    """A prompt, one that goes on behind its packed pages, and steps of a batch."""
+    model = there("llama", dtype)
+    ids, other = (prompt_ids(count, count).cuda() for count in (700, 90))
+    near = {"int8": 0.1, "half-int4": 0.6, "planes-3": 0.6}[kv_dtype]
+    made = []
+    for form in (None, kv_dtype):
+        with kvweave.PagedCache(model, max_tokens=4096, kv_dtype=form) as cache:
+            known, logits = by_name(model, cache), []
+            for count in (640, 690):
+                cache.reset()
+                logits += [model(ids[:, :count], **known, logits_to_keep=1).logits[0]]
+            parts = ids[:, 690:700].split([7, 1, 1, 1], 1)
+            logits += [model(part, **known).logits[0] for part in parts]
+            batch = {n: t.cuda() for n, t in padded(ids.cpu(), other.cpu()).items()}
+            cache.reset()
+            logits += [model(**batch, **known, logits_to_keep=1).logits[:, -1]]
+            made.append(torch.cat(logits).float())
+            if cache.packed is not None:
+                assert cache.plans[0].reused_prefix == 640
+                assert cache.bytes < 0.7 * cache.dense_bytes
+                cache.packed.check()
+    assert 0 < float((made[1] - made[0]).abs().max() / made[0].abs().max()) < near

@@ -127,6 +127,35 @@ def resealed(payload: KvPayload, header: Any = None, **parts: torch.Tensor | Non
     return save(kept, sealed(json.dumps(whole)))
 
 
+class PayloadFile:
+    """A payload's bytes, written again and again with other numbers in some parts.
+
+    What stays is neither laid out nor summed a second time.
+    """
+
+    def __init__(self, sent: KvPayload) -> None:
+        whole = sent.to_bytes()
+        end = 8 + int.from_bytes(whole[:8], "little")
+        fields = json.loads(whole[8:end])
+        del fields["__metadata__"]
+        self._spans = {name: field["data_offsets"] for name, field in fields.items()}
+        self._fields, self._data = json.dumps(fields), bytearray(whole[end:])
+        self.sums = checksums_of(dict(sent.parts))
+
+    def write(self, name: str, numbers: bytes) -> None:
+        """Gives a part other bytes, as many as it has, and says their checksum."""
+        first, end = self._spans[name]
+        assert len(numbers) == end - first
+        self._data[first:end] = numbers
+        self.sums[name] = zlib.crc32(numbers)
+
+    def sealed(self, header: str) -> bytes:
+        """The file under a header, whose checksum is right."""
+        metadata = json.dumps({"__metadata__": sealed(header)})
+        text = f"{metadata[:-1]}, {self._fields[1:]}".encode()
+        return b"".join((len(text).to_bytes(8, "little"), text, self._data))
+
+
 def checksums_of(parts: dict[str, torch.Tensor]) -> dict[str, int]:
     """Those that a header says of its parts."""
     bytes_of = {name: part.contiguous().view(torch.uint8) for name, part in parts.items()}

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from kvweave.adapters.kvpress.pressed_layer import READS
+from kvweave.adapters.transformers.ranked_rows import PageRead
+
 Dropped = Callable[[int], torch.Tensor]
 """Of a layer the tokens that each KV head is not to keep, bool [G, T]."""
 
@@ -28,6 +31,17 @@ def hooked(model: Any, press: Callable[[Any, Any], None], cache: Any) -> Iterato
     finally:
         for one in hooks:
             one.remove()
+
+
+def reading(reads: Callable[[int, int], tuple[int, str] | None]) -> Callable[[Any, Any], None]:
+    """As a press by a head map says what heads read, by layer and KV head, where it is asked."""
+
+    def press(module: Any, _layer: Any) -> None:
+        for head in range(module.config.num_key_value_heads):
+            if (read := reads(module.layer_idx, head)) is not None:
+                getattr(module, READS)[head] = PageRead(read[0], read[1] == "mean")
+
+    return press
 
 
 def masking(dropped: Dropped) -> Callable[[Any, Any], None]:

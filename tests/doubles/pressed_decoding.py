@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ class PressedDecoding:
     a head kept of the context all but the first 64 and the newest 128, in whole pages of 64, are
     what `meaning` makes of them. Rows behind the question are single ones: of pages of `page`
     tokens that a head has (packed ones with a `meaning`) each reads `most`, the first one, the
-    newest two and the best by the bounds of exact keys, and what is not packed besides.
+    newest two and the best by the bounds of exact keys, and what is not packed besides. `reads`:
+    instead, by layer and KV head, how many and by what score; None for all.
     """
 
     model: Any
@@ -34,6 +36,7 @@ class PressedDecoding:
     meaning: Meaning | None = None
     most: int | None = None
     page: int = 16
+    reads: Callable[[int, int], tuple[int, str] | None] | None = None
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -65,11 +68,18 @@ class PressedDecoding:
                 else:
                     k, v = (x[head] for x in meant)
                     seen = torch.cat((kept[head], torch.arange(self.context, row + 1)))
-                    if row >= self.context + self.question and self.most is not None:
-                        seen = self._read(q, key[0, head], seen, packed[head])
+                    read = self._reads(module.layer_idx, head)
+                    if row >= self.context + self.question and read is not None:
+                        seen = self._read(q, key[0, head], seen, packed[head], read)
                 weights = (q @ k[seen].mT * named["scaling"]).softmax(-1)
                 out[0, own, row] = weights @ v[seen]
         return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    def _reads(self, layer: int, head: int) -> tuple[int, str] | None:
+        """How many pages a head reads, and by what score; None for all."""
+        if self.reads is not None:
+            return self.reads(layer, head)
+        return None if self.most is None else (self.most, "min-max")
 
     def _packed(self, kept: torch.Tensor) -> torch.Tensor:
         """Which of the tokens that a head kept are packed."""
@@ -95,13 +105,15 @@ class PressedDecoding:
                 x[head, some] = text[head, : len(some)]
         return key, value
 
-    def _read(self, q: Any, key: Any, seen: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    def _read(
+        self, q: Any, key: Any, seen: torch.Tensor, packed: torch.Tensor, read: tuple[int, str]
+    ) -> torch.Tensor:
         """Of the tokens that a single row sees those that it reads."""
-        assert self.most is not None
+        most, score = read
         ranked = packed if self.meaning is not None else seen
         pages = ranked.split(PAGE if self.meaning is not None else self.page)
-        if len(pages) <= self.most:
+        if len(pages) <= most:
             return seen
-        best = best_pages([page_score(q, key[page]) for page in pages], self.most)
-        read = torch.cat([pages[page] for page in best])
-        return torch.cat((seen[~torch.isin(seen, ranked)], read))
+        best = best_pages([page_score(q, key[page], score) for page in pages], most)
+        chosen = torch.cat([pages[page] for page in best])
+        return torch.cat((seen[~torch.isin(seen, ranked)], chosen))

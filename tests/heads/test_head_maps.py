@@ -1,6 +1,7 @@
 """Head maps around a profile: shares, bounds, DuoAttention's patterns, pictures, commands."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,9 @@ def test_the_terminal_shows_classes_and_scores() -> None:
     rows = [line for line in lines if "head " in line and "KV" not in line]
     assert len(rows) == 4
     assert ["\x1b[32m" in row for row in rows] == [False, True, True, True]
+    # Where there are no colours shapes say it, and the legend what they mean.
+    assert [bool(re.search("[◔◑◕●]", row)) for row in rows] == [False, True, True, True]
+    assert re.search("● .*reads everything.* █ sink and window", lines[-1])
 
 
 @pytest.mark.parametrize(

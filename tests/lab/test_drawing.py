@@ -46,6 +46,11 @@ def printed(plan: dict[str, object], rows: list[int] | None = None, width: int =
 def test_the_terminal_tells_outcomes_shifts_and_reasons() -> None:
     text = printed(PLAN, ROWS)
     assert "400 tokens: 48 reused by prefix, 224 by segment, 128 recomputed (68% reused)" in text
+    spans = [
+        {"start": 0, "end": 999, "kind": "prefix"},
+        {"start": 999, "end": 1000, "kind": "recompute", "reason": "last-token"},
+    ]
+    assert "1 recomputed (99% reused)" in printed({"tokens": 1000, "spans": spans})
     assert "−130" in text
     assert "handbook" in text
     for reason in ("fresh", "misaligned-start", "not-cached", "last-token"):

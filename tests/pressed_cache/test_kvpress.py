@@ -14,10 +14,8 @@ import torch
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (make test-kvpress)")
 
-from kvweave import InvalidArgument, Unsupported  # noqa: E402
-from kvweave.adapters.kvpress import PressedCache  # noqa: E402
-from kvweave.adapters.kvpress.head_map_press import HeadMapPress  # noqa: E402
-from kvweave.adapters.kvpress.paged_press import PagedPress  # noqa: E402
+from kvweave import HeadClassMap, InvalidArgument, Unsupported  # noqa: E402
+from kvweave.adapters.kvpress import HeadMapPress, PagedPress, PressedCache  # noqa: E402
 from page_meaning import random_packing  # noqa: E402
 
 CONTEXT = (
@@ -44,6 +42,9 @@ def pipe(smollm2: Any) -> Any:
     model.set_attn_implementation(before)
 
 
+FULL = {"kind": "full"}
+
+
 def answer(pipe: Any, press: Any, cache: Any = None) -> str:
     asked = {"question": QUESTION, "press": press, "max_new_tokens": 12}
     return pipe(CONTEXT, **asked, cache=cache)["answer"]
@@ -67,25 +68,34 @@ def windows(pipe: Any, recent: int) -> Any:
 
 
 def head_map_of(classes: np.ndarray) -> Any:
-    from kvweave import HeadClassMap
+    def kind(layer: int, head: int) -> dict[str, Any]:
+        window, sink = classes[layer, head].tolist()
+        return {"kind": "window", "sink": sink, "recent": window} if window else FULL
 
-    layers, heads = classes.shape[:2]
+    return map_of_kinds(*classes.shape[:2], kind)
+
+
+def map_of_kinds(layers: int, heads: int, kind: Any) -> Any:
+    """A map of a model whose heads have the class of `kind(layer, head)`."""
     entries = [
         {
             "layer": layer,
             "head": head,
-            "class": {"kind": "window", "sink": int(sink), "recent": int(window)}
-            if window
-            else {"kind": "full"},
-            "reach": "local" if window else "global",
+            "class": kind(layer, head),
+            "reach": "local" if kind(layer, head)["kind"] == "window" else "global",
             "stability": "stable",
         }
         for layer in range(layers)
         for head in range(heads)
-        for window, sink in [classes[layer, head]]
     ]
     known = {"schema_version": 1, "model_fingerprint": "any", "layers": layers, "kv_heads": heads}
     return HeadClassMap.from_json(json.dumps({**known, "heads": entries}))
+
+
+def choosing(pages: int, **more: Any) -> Any:
+    """A map of SmolLM2 of which two heads in three choose pages, and the others read all."""
+    top_k = {"kind": "top_k", "pages": pages, "rerank_every": 4, **more}
+    return map_of_kinds(30, 3, lambda _layer, head: FULL if head == 1 else top_k)
 
 
 def test_a_head_map_is_a_press(pipe: Any) -> None:
@@ -96,6 +106,8 @@ def test_a_head_map_is_a_press(pipe: Any) -> None:
         assert answer(pipe, press, cache) == wanted
         lengths = np.asarray(cache.lengths).reshape(-1)
         assert set(lengths[::2]) == {68}
+        kept = lengths.sum() / (len(lengths) * lengths.max())
+        assert press.compression_ratio == pytest.approx(1 - kept)
         assert cache.bytes < 0.75 * cache.dense_bytes
 
 
@@ -191,6 +203,43 @@ def test_a_head_map_goes_with_it(pipe: Any) -> None:
     paged = PagedPress(HeadMapPress(windows(pipe, 64)))
     assert answer(pipe, paged) == wanted
     assert set(np.asarray(paged.lengths).reshape(-1)[::2]) == {68}
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int4"}])
+def test_heads_of_a_map_read_the_pages_that_it_says(pipe: Any, settings: dict[str, Any]) -> None:
+    """Of all heads alike it is the cache's own number; of some neither that nor all."""
+    asked = {"question": QUESTION, "max_new_tokens": 24}
+    every = map_of_kinds(30, 3, lambda *_at: {"kind": "top_k", "pages": 4, "rerank_every": 1})
+    said = {}
+    for name, press, number in (
+        ("all pages", None, None),
+        ("few", None, 4),
+        ("few by a map", HeadMapPress(every), None),
+        ("some by a map", HeadMapPress(choosing(4)), None),
+        ("some by means", HeadMapPress(choosing(4, score="mean")), None),
+    ):
+        with PressedCache(pipe.model, max_tokens=2048, top_k_pages=number, **settings) as cache:
+            said[name] = pipe(LONG, press=press, cache=cache, **asked)["answer"]
+    assert said["few by a map"] == said["few"]
+    assert "4417" in said["all pages"]
+    assert all(said.values())
+    paged = PagedPress(HeadMapPress(choosing(4)), **settings)
+    assert pipe(LONG, press=paged, **asked)["answer"] == said["some by a map"]
+    composed = kvpress.ComposedPress([kvpress.KnormPress(0.1), HeadMapPress(choosing(4))])
+    assert pipe(LONG, press=PagedPress(composed, **settings), **asked)["answer"]
+
+
+def test_heads_that_choose_want_pages_to_choose_from(pipe: Any) -> None:
+    """Beside kvpress' own cache, and for a class that pages here do not serve."""
+    with pytest.raises(Unsupported, match=r"expected a PressedCache, or a PagedPress .* DynamicC"):
+        answer(pipe, HeadMapPress(choosing(8)))
+    with pytest.raises(InvalidArgument, match="compression_ratio: expected 0 beside a map"):
+        PagedPress(HeadMapPress(choosing(8))).compression_ratio = 0.5
+    few, means = HeadMapPress(choosing(2)), HeadMapPress(choosing(8, estimate=True))
+    with pytest.raises(InvalidArgument, match="top_k.pages of at least 3"), few(pipe.model):
+        pass
+    with pytest.raises(Unsupported, match=r"without estimate.*kvweave\.Runner"), means(pipe.model):
+        pass
 
 
 def test_what_a_paged_press_is_not_for_is_refused(pipe: Any) -> None:

@@ -12,9 +12,10 @@ from cache_names import by_name
 from families import random_tokens, tiny
 from kvweave import ops
 from kvweave.adapters.kvpress import PressedCache
+from kvweave.adapters.kvpress.pressed_layer import READS
 from kvweave.runner import Packing
 from page_meaning import PAGE, random_packing
-from press_hooks import hooked, masking
+from press_hooks import hooked, masking, reading
 from pressed_decoding import RECENT, SINK, PressedDecoding
 
 CONTEXT, QUESTION, ANSWER = 480, 7, 5
@@ -104,6 +105,7 @@ def test_bytes_are_those_of_both_allocators(model, dropped) -> None:
         assert cache.kv.stats()["held"] == exact.sum()
         assert cache.bytes == packed.sum() * page + exact.sum() * 2 * 16 * DIM * 4
         assert cache.dense_bytes == CONTEXT * LAYERS * HEADS * 2 * DIM * 4
+        assert repr(cache).startswith(f"PressedCache(context={CONTEXT}, blocks held={exact.sum()},")
 
 
 @pytest.mark.parametrize("name", ["half-int4", "planes-3"])
@@ -147,6 +149,40 @@ def test_few_pages_are_the_definition(model, name, most, dropped) -> None:
             taken_back(cache, lengths)
     if name is None or dropped is nothing:
         assert (dense - ours).abs().max() > 10 * (wanted - ours).abs().max()
+
+
+def unlike(layer: int, head: int) -> tuple[int, str] | None:
+    """Of every third head three pages by their bounds, of every third four by their means."""
+    return [(3, "min-max"), None, (4, "mean")][(layer * HEADS + head) % 3]
+
+
+@pytest.mark.parametrize("others", [None, 6])
+@pytest.mark.parametrize("name", [None, "int4", "planes-3"])
+def test_each_head_reads_as_many_pages_as_a_press_says(model, name, others) -> None:
+    """By its own score; heads of which it says nothing read as the cache says."""
+    packing, meaning = (None, None)
+    if name is not None:
+        packing, meaning = random_packing(name, LAYERS * HEADS, DIM)
+    ids = ids_of(9)
+
+    def reads(layer: int, head: int) -> tuple[int, str] | None:
+        return unlike(layer, head) or (others and (others, "min-max"))
+
+    wanted = PressedDecoding(model, CONTEXT, QUESTION, nothing, meaning, reads=reads).logits(ids)
+    dense = PressedDecoding(model, CONTEXT, QUESTION, nothing, meaning).logits(ids)
+    with PressedCache(model, max_tokens=512, kv_dtype=packing, top_k_pages=others) as cache:
+        with hooked(model, reading(unlike), cache), torch.inference_mode():
+            model.model(ids[:, :CONTEXT], **by_name(model.model, cache))
+        ours = asked(model, cache, ids)
+        torch.testing.assert_close(ours, wanted, rtol=5e-4, atol=5e-4)
+        assert (dense - ours).abs().max() > 10 * (wanted - ours).abs().max()
+        assert not any(hasattr(layer.self_attn, READS) for layer in model.model.layers)
+        # The next context has no press: all heads read as the cache says.
+        cache.reset()
+        kept_by(model, cache, ids, nothing)
+        plain = asked(model, cache, ids)
+    most = PressedDecoding(model, CONTEXT, QUESTION, nothing, meaning, others).logits(ids)
+    torch.testing.assert_close(plain, most, rtol=5e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("name", [None, "int4", "planes-3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache
 import kvweave
 from cache_names import by_name
 from families import random_tokens, tiny
+from kvweave.adapters import kvpress
 from kvweave.adapters.kvpress.head_pages import HeadPages
 from kvweave.adapters.kvpress.head_pools import HeadPools, KeptForm
 from kvweave.adapters.kvpress.paged_layers import AttendingCache
@@ -47,6 +49,19 @@ def in_pages(model: Any, ids: torch.Tensor, layers: int = 4) -> DynamicCache:
 def go_on(model: Any, cache: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
     places = torch.arange(60, 60 + ids.shape[1])[None]
     return model(ids, position_ids=places, **by_name(model, cache), **more).logits[0]
+
+
+@pytest.mark.parametrize("name", ["HeadMapPress", "PagedPress"])
+def test_presses_say_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no kvpress; names that there are not are no attributes."""
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    for module in ("head_map_press", "paged_press"):
+        monkeypatch.delitem(sys.modules, f"kvweave.adapters.kvpress.{module}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"run: pip install 'kvweave\[kvpress\]'"):
+        getattr(kvpress, name)
+    assert name in kvpress.__all__
+    with pytest.raises(AttributeError, match="no attribute 'press'"):
+        getattr(kvpress, "press")  # noqa: B009
 
 
 def test_a_cache_goes_on_in_its_pages(model) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from kvweave import DeviceUnavailable, InvalidArgument, models
 from kvweave.models import GgufPart, ModelUnavailable, PackagedModel
@@ -111,6 +112,31 @@ def test_an_unknown_model_names_the_known_ones() -> None:
         models.load("gpt-17")
     with pytest.raises(ModelUnavailable, match="smollm2, qwen-coder"):
         models.load_tokenizer("gpt-17")
+
+
+def test_without_a_network_a_name_of_a_hub_says_what_to_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, where nothing answers: the hub's own client would ask again and again."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        # Bound and not listening: whoever connects is refused.
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        for load in (models.load, models.load_tokenizer):
+            with pytest.raises(ModelUnavailable) as refused:
+                load("nobody/nothing")
+            assert "got: no connection to 127.0.0.1, and nothing" in str(refused.value)
+            assert "hf download nobody/nothing" in str(refused.value)
+    assert "Retry" not in caplog.text
+
+
+def test_a_folder_that_cannot_be_read_names_no_hub(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelUnavailable, match="got: .*; name a folder that has them"):
+        models.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("device", ["gpu", "", "meta", "cudas"])

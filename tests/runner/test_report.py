@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvweave
+from families import random_tokens, tiny
 from kvweave.cache import KvCache, KvShape, ReusePlan
 
 WAYS: list[Callable[[Any], Any]] = [
@@ -75,3 +76,21 @@ def test_every_plan_of_a_cache_is_read_again() -> None:
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(kvweave.InvalidArgument, match="plan: expected"):
         ReusePlan.from_json(text)
+
+
+def test_what_is_at_work_says_what_it_is() -> None:
+    """In a line of a notebook: the model and its blocks, what a prompt and a talk hold."""
+    runner = kvweave.Runner(tiny("llama"), max_tokens=256, progress=False, check=False)
+    before = "Runner(4 layers, 2 KV heads, torch.float32, cpu; blocks held=0, cached=0, free=17)"
+    assert repr(runner) == before
+    with runner.prefill(random_tokens(20, 1), "full") as done:
+        assert repr(done) == "Prefill(20 tokens, exact_tokens=20)"
+        assert "blocks held=2," in repr(runner)
+    assert repr(done) == "Prefill(released, exact_tokens=20)"
+    with runner.conversation("full") as talk:
+        talk.ask(random_tokens(9, 2), max_new_tokens=2)
+        assert repr(talk) == "Conversation(full, turns=1, tokens=11)"
+    assert repr(talk) == "Conversation(full, turns=1, closed)"
+    packed = kvweave.Runner(tiny("llama"), max_tokens=256, check=False, kv_dtype="int4")
+    assert "; blocks held=0, cached=0, free=" in repr(packed)
+    assert repr(packed).endswith("packed blocks held=0, cached=0, free=5)")

@@ -87,6 +87,20 @@ def test_stop_strings_and_streams(sdpa: Any) -> None:
     assert heard.tokens == [*theirs[0], -1]
 
 
+def test_packed_pages_say_what_exact_ones_say(sdpa: Any) -> None:
+    """INT8 in under half the bytes; the second question goes on behind the first one's pages."""
+    model, tokenizer = sdpa
+    prompts = [tokenizer(6 * MANUAL + question, return_tensors="pt") for question in QUESTIONS]
+    made = []
+    for kv_dtype in (None, "int8"):
+        with kvweave.PagedCache(model, max_tokens=2048, kv_dtype=kv_dtype) as cache:
+            made.append([said(model, dict(prompt), cache=cache) for prompt in prompts])
+            if kv_dtype is not None:
+                assert cache.plans[0].reused_prefix > 600
+                assert cache.bytes < 0.55 * cache.dense_bytes
+    assert made[0] == made[1]
+
+
 @needs_both_names  # The page has the name of now.
 def test_the_documents_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The first has under ten lines; all go on in one session."""

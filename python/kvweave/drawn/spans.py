@@ -65,12 +65,12 @@ class DrawnPlan:
 
     @property
     def headline(self) -> str:
-        """One sentence: how many tokens, and what becomes of them."""
+        """One sentence: how many tokens, and what becomes of them; 100 % is never short of all."""
         reused = self.count("prefix", "segment")
         return (
             f"{self.tokens:,} tokens: {self.count('prefix'):,} reused by prefix, "
             f"{self.count('segment'):,} by segment, {self.count('fresh', 'miss'):,} recomputed "
-            f"({reused / self.tokens:.0%} reused)"
+            f"({100 * reused // max(self.tokens, 1)}% reused)"
         )
 
 

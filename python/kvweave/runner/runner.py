@@ -33,6 +33,7 @@ from kvweave.runner.knowledge_base import KnowledgeBase
 from kvweave.runner.kv.beside_drafts import check_drafting, check_speculate
 from kvweave.runner.kv.beside_host import check_host
 from kvweave.runner.kv.beside_packed import check_kv_dtype
+from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.host_pool import make_host_pools
 from kvweave.runner.kv.packing import Packing
@@ -53,6 +54,7 @@ from kvweave.runner.prompt import Prompt, PromptTokenizer, Segment, TokenizedPro
 from kvweave.runner.report import Generation, StreamedToken
 from kvweave.runner.retention import Retention
 from kvweave.runner.serve.server import Server
+from kvweave.runner.settings import check_settings
 from kvweave.runner.tiers.make import form_of, make_tiers
 from kvweave.store import Store
 
@@ -122,7 +124,7 @@ class Runner(KnowledgeBase, Retention):
     ) -> None:
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
-        _check(page_tokens, chunk_tokens, mode, heads)
+        check_settings(page_tokens, chunk_tokens, mode, heads)
         over = (host_bytes, host_copies, host_dtype, host_arrivals)
         check_host(*over, kv_dtype, mode)
         zeroes = flag("zero_on_free", zero_on_free) or None
@@ -183,6 +185,11 @@ class Runner(KnowledgeBase, Retention):
         place = device or ("cuda" if usable else "cpu")
         model, tokenizer = models.load(name, dtype, device=place)
         return cls(model, tokenizer, **settings)
+
+    def __repr__(self) -> str:
+        spec, packed = self.spec, None if self.packed is None else self.packed.cache
+        model = f"{len(spec.layers)} layers, {spec.kv_heads} KV heads, {spec.dtype}, {spec.device}"
+        return f"Runner({model}; {block_counts(self.cache, packed)})"
 
     @property
     def canary(self) -> CanaryWatch | None:
@@ -487,14 +494,3 @@ class Runner(KnowledgeBase, Retention):
         lookup = Lookup(namespace, discover, remember, late=True)
         chosen, seen = self._lossy.policy_of(policy), flag("watched", watched)
         return Conversation(self._answering, chosen, lookup, healing, seen)
-
-
-def _check(page_tokens: int, chunk_tokens: int | None, mode: str, heads: object) -> None:
-    """Raises `InvalidArgument` for what no runner can be asked for."""
-    whole("page_tokens", page_tokens)
-    if chunk_tokens is not None:
-        whole("chunk_tokens", chunk_tokens, 1)
-    if mode not in ("materialise", "share"):
-        raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
-    if heads is not None and not isinstance(heads, HeadClassMap):
-        raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")

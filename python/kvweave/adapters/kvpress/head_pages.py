@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,9 @@ import torch
 from kvweave import ops
 from kvweave.adapters.kvpress.head_pools import HeadPools
 from kvweave.adapters.transformers.live_rows import LiveRows
-from kvweave.adapters.transformers.paged_step import Attends, PagedStep, Vectors
-from kvweave.adapters.transformers.ranked_rows import RankedRows
+from kvweave.adapters.transformers.paged_step import Attends, PagedStep
+from kvweave.adapters.transformers.ranked_rows import PageRead, RankedRows, RowReads
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.errors import Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.tables import send
@@ -43,8 +44,16 @@ class HeadPages:
         """Bytes of bounds by which decode steps choose exact pages."""
         return 0 if self._ranked is None else self._ranked.nbytes
 
-    def keep(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def keep(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        reads: Mapping[int, PageRead] | None = None,
+    ) -> None:
         """Keeps keys and values [n, D] of each head, in place of all before.
+
+        `reads`: what some heads, by their numbers, read in a decode step; the others do as the
+        pools say.
 
         # Errors
         `PoolFull` when they do not fit; nothing is kept then.
@@ -53,10 +62,11 @@ class HeadPages:
         pools = self._of = self._pools([len(one) for one in keys])
         self._context = LiveRows(pools.exact)
         try:
+            each = _row_reads(len(keys), pools.top_k_pages, reads or {})
             if pools.packed is not None:
-                keys, values = pools.packed.keep(keys, values)
-            elif pools.top_k_pages is not None:
-                self._ranked = RankedRows(pools.exact, pools.top_k_pages)
+                keys, values = pools.packed.keep(keys, values, each)
+            elif each is not None:
+                self._ranked = RankedRows(pools.exact, each)
             self._write(self._context, keys, values)
         except BaseException:
             self.release()
@@ -141,6 +151,13 @@ class HeadPages:
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.release()
+
+
+def _row_reads(heads: int, pages: int | None, reads: Mapping[int, PageRead]) -> RowReads | None:
+    """What each head reads; None where each reads all."""
+    others = None if pages is None else PageRead(pages)
+    rows = tuple(reads.get(head, others) for head in range(heads))
+    return None if all(row is None for row in rows) else RowReads(rows)
 
 
 def _named(head: int, count: int) -> Rows:

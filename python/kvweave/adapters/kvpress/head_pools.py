@@ -13,6 +13,7 @@ from kvweave.adapters.kvpress.packed_heads import (
     UNPACKED_TOKENS,
     PackedHeadPool,
     PackedHeads,
+    PoolBounds,
     packed_count,
 )
 from kvweave.adapters.transformers.kv_geometry import KvGeometry
@@ -21,12 +22,18 @@ from kvweave.adapters.transformers.ranked_rows import FEWEST_PAGES
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.device_memory import needs_memory
-from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.errors import Unsupported
 from kvweave.policies import policy_of
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, format_on
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
-from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes, basis_shape, needs_steps
+from kvweave.runner.kv.pool_bases import (
+    OWN_SHARE,
+    basis_bytes,
+    basis_shape,
+    check_basis,
+    needs_steps,
+)
 from kvweave.runner.model.model_spec import KV_DTYPES
 
 
@@ -34,7 +41,8 @@ from kvweave.runner.model.model_spec import KV_DTYPES
 class HeadPools:
     """Where the heads of one layer keep their tokens: exact pages, and packed ones if there are.
 
-    `top_k_pages`: how many pages a head reads in a decode step, None for all.
+    `top_k_pages`: how many pages a head reads in a decode step, None for all, where nobody says it
+    of that head.
     """
 
     exact: PagePool
@@ -79,26 +87,10 @@ class KeptForm:
         if top_k_pages is not None:
             whole("top_k_pages", top_k_pages, FEWEST_PAGES)
         form = KeptForm(page_tokens, Packing.of(kv_dtype), top_k_pages, answer_tokens)
-        form._check_basis(geometry)
+        if form.packing is not None:
+            of = format_on(form.packing, geometry.head_dim, geometry.dtype, geometry.device)
+            check_basis(form.packing, of, geometry.layers * geometry.kv_heads)
         return form
-
-    def _check_basis(self, geometry: KvGeometry) -> None:
-        if self.packing is None:
-            return
-        of = format_on(self.packing, geometry.head_dim, geometry.dtype, geometry.device)
-        given, shape = self.packing.basis, basis_shape(of, geometry.layers * geometry.kv_heads)
-        if given is None:
-            return
-        if not shape:
-            raise InvalidArgument(
-                f"basis: expected None beside kv_dtype={self.packing.format!r}, got one"
-            )
-        if tuple(given.shape) != shape or not bool(given.isfinite().all()):
-            raise InvalidArgument(
-                f"basis: expected finite numbers [{', '.join(map(str, shape))}], "
-                f"got {given.dtype} {list(given.shape)}"
-            )
-        of.check_bases(given[None].float().cpu().contiguous())
 
     def packed(self, tokens: int) -> int:
         """How many of a head's tokens are packed."""
@@ -133,8 +125,8 @@ class KeptForm:
         fits = given is None and (texts or needs_steps(of))
 
         @needs_memory("packed pages", f"{pages * of.page_bytes} bytes on {geometry.device}")
-        def made() -> tuple[ops.PackedPages, torch.Tensor | None]:
-            bases = bounds = None
+        def made() -> ops.PackedPages:
+            bases = None
             if one:
                 own = len(counts) if fits or given is not None else 1
                 bases = torch.zeros((own, *one), device=geometry.device)
@@ -143,13 +135,14 @@ class KeptForm:
                     bases[:, 0] = given[first : first + own].to(geometry.device)
                 elif not fits:
                     bases[:, :, :, 1:] = torch.eye(of.head_dim)[: of.channels].to(geometry.device)
-            if self.top_k_pages is not None:
-                bounds = torch.zeros((pages, 3, geometry.head_dim), device=geometry.device)
-            return ops.PackedPages.zeros(pages, of, geometry.device, bases=bases), bounds
+            return ops.PackedPages.zeros(pages, of, geometry.device, bases=bases)
 
-        packed, bounds = made()
-        most = self.top_k_pages or 0
-        return PackedHeadPool(cache, packed, bounds, most, fits, _unturned())
+        packed = made()
+        bounds = PoolBounds(packed)
+        if self.top_k_pages is not None:
+            # Room for them is asked for now, not when a context comes.
+            bounds.values()
+        return PackedHeadPool(cache, packed, bounds, fits, _unturned())
 
 
 def _exact_pool(geometry: KvGeometry, page_tokens: int, blocks: int) -> PagePool:

@@ -10,8 +10,9 @@ import torch
 
 from kvweave import ops
 from kvweave.adapters.transformers.paged_step import Attends, States
-from kvweave.adapters.transformers.ranked_rows import RankedEntries
+from kvweave.adapters.transformers.ranked_rows import RankedEntries, RowReads
 from kvweave.cache import KvCache, KvRequest
+from kvweave.device_memory import needs_memory
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import merged_states, packs_of
 from kvweave.runner.kv.tables import Int32, send
@@ -29,19 +30,44 @@ def packed_count(tokens: int) -> int:
     return max(0, tokens - SINK_TOKENS - RECENT_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
 
 
+class PoolBounds:
+    """Bounds f32 [pages, 3, D] of a pool's packed keys, which there are from their first use on."""
+
+    def __init__(self, pages: ops.PackedPages) -> None:
+        self._pages = pages
+        self._values: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """Those of all pages, which are made where there are none.
+
+        # Errors
+        `OutOfMemory` where there is no room for them.
+        """
+        if self._values is None:
+            data, size = self._pages.data, self._pages.format.head_dim
+            wanted = f"{len(data) * 3 * size * 4} bytes on {data.device}"
+            zeros = needs_memory("bounds of packed pages", wanted)(torch.zeros)
+            self._values = zeros((len(data), 3, size), device=data.device)
+        return self._values
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of those of a page, 0 while there are none."""
+        return 0 if self._values is None else self._values[0].nbytes
+
+
 @dataclass(frozen=True)
 class PackedHeadPool:
     """Packed pages of one head each, whichever layer it is of; `cache` counts them.
 
-    `bounds` f32 [pages, 3, D] of their keys, where decode steps read `most` pages of a head. Of a
-    format in a basis, `pages.bases` has one for each head of each layer, or one for all; `fits`:
-    whether they are made of what is packed.
+    `bounds` of their keys, where any head reads few pages in decode steps. Of a format in a basis,
+    `pages.bases` has one for each head of each layer, or one for all; `fits`: whether they are made
+    of what is packed.
     """
 
     cache: KvCache
     pages: ops.PackedPages
-    bounds: torch.Tensor | None
-    most: int
+    bounds: PoolBounds
     fits: bool
     rope: ops.RopeTable
 
@@ -49,17 +75,15 @@ class PackedHeadPool:
     def held_bytes(self) -> int:
         """Bytes of the pages that are held and of their bounds; of all bases while any is held."""
         held, bases = int(self.cache.stats()["held"]), self.pages.bases
-        page = self.pages.format.page_bytes
-        if self.bounds is not None:
-            page += self.bounds[0].nbytes
+        page = self.pages.format.page_bytes + self.bounds.page_bytes
         return held * page + (bases.data.nbytes if held and bases is not None else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that there is room for."""
-        bases, bounds = self.pages.bases, self.bounds
-        parts = self.pages.data, bounds, None if bases is None else bases.data
-        return sum(part.nbytes for part in parts if part is not None)
+        bases = self.pages.bases
+        known = self.pages.data.nbytes + len(self.pages.data) * self.bounds.page_bytes
+        return known + (0 if bases is None else bases.data.nbytes)
 
 
 class PackedHeads:
@@ -71,6 +95,7 @@ class PackedHeads:
     def __init__(self, pool: PackedHeadPool, first_basis: int) -> None:
         self._pool, self._first_basis = pool, first_basis
         self._requests: list[KvRequest | None] = []
+        self._reads: RowReads | None = None
         self._entries: Int32 = np.zeros((0, 5), np.int32)
         self._ends: Int32 = np.zeros(1, np.int32)
 
@@ -79,13 +104,18 @@ class PackedHeads:
         """Tokens of each head that are packed."""
         return [0 if request is None else request.length for request in self._requests]
 
-    def keep(self, keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
+    def keep(
+        self, keys: Vectors, values: Vectors, reads: RowReads | None = None
+    ) -> tuple[Vectors, Vectors]:
         """Packs what of each head is to be, in place of all before, and returns the rest.
+
+        `reads`: of how many packed pages a decode step reads of each head, None for all.
 
         # Errors
         `PoolFull` when it does not fit; nothing is packed then.
         """
         self.release()
+        self._reads = reads
         counts = [packed_count(len(one)) for one in keys]
         try:
             for head, count in enumerate(counts):
@@ -136,8 +166,8 @@ class PackedHeads:
             self._choose_bases(pool.pages.bases, exact, packs)
         (table,) = send(exact.device, packs)
         ops.pack_pages(exact, pool.pages, table, pages=1)
-        if pool.bounds is not None:
-            ops.bound_packed(exact, pool.bounds, packs, pages=1, page_tokens=PAGE_TOKENS)
+        if self._reads is not None:
+            ops.bound_packed(exact, pool.bounds.values(), packs, pages=1, page_tokens=PAGE_TOKENS)
 
     def _choose_bases(self, bases: ops.PackedBases, exact: torch.Tensor, packs: Int32) -> None:
         """Says which basis each head's pages are packed in, making it of them where none is."""
@@ -159,11 +189,10 @@ class PackedHeads:
         behind = np.full(len(q), int(self._entries[:, 3].max()) + PAGE_TOKENS, np.int32)
         positions, entries, ends = send(q.device, behind, self._entries, self._ends)
         kv = ops.PackedKv(pool.pages, 0, 1, how.scale, pool.rope)
-        width = int(np.diff(self._ends).max())
-        if pool.bounds is not None and width > pool.most:
-            ranked = RankedEntries(
-                entries, entries, ends, pool.bounds, width, PAGE_TOKENS, pool.most
-            )
+        counts, reads = np.diff(self._ends).tolist(), self._reads
+        if reads is not None and reads.leave_out(counts):
+            bounds, width = pool.bounds.values(), max(counts)
+            ranked = RankedEntries(entries, entries, ends, bounds, width, PAGE_TOKENS, reads)
             entries, ends, kv = ranked.of(q, kv)
         return ops.attend_packed(q, positions, entries, kv, entry_offsets=ends)
 

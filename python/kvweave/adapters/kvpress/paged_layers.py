@@ -11,7 +11,8 @@ import torch
 from kvweave.adapters.kvpress.pressed_layer import PressedLayer, expect_plain
 from kvweave.adapters.transformers.attention import NAME, STEP, register
 from kvweave.adapters.transformers.cache_argument import given_cache
-from kvweave.adapters.transformers.paged_step import Attends, Vectors
+from kvweave.adapters.transformers.paged_step import Attends
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.errors import InvalidArgument, Unsupported
 
 

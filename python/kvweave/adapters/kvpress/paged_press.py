@@ -16,10 +16,11 @@ from kvweave.adapters.kvpress.head_pools import HeadPools, KeptForm
 from kvweave.adapters.kvpress.packed_heads import PackedHeads
 from kvweave.adapters.kvpress.paged_layers import AttendingCache
 from kvweave.adapters.kvpress.pressed_cache import MASK
-from kvweave.adapters.kvpress.pressed_layer import PressedLayer
+from kvweave.adapters.kvpress.pressed_layer import READS, PressedLayer, ask_reads, forget_reads
 from kvweave.adapters.transformers.kv_geometry import KvGeometry, kv_geometry
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.runner.kv.packing import Packing
+from kvweave.runner.model.layer_forms import attention_of
 
 
 @dataclass
@@ -109,6 +110,7 @@ class PagedPress(BasePress):
         """While entered, contexts that the model prefills move into pages."""
         # Hooks run in the order in which they are set: the inner press first.
         with (
+            _reads_are_asked(model),
             self.press(model) if self.press is not None else nullcontext(),
             super().__call__(model),
         ):
@@ -134,12 +136,24 @@ class PagedPress(BasePress):
         pools = _LayerPools(self._geometry, self._form, number)
         moved = PressedLayer(HeadPages(pools))
         moved.update(layer.keys, layer.values)
-        moved.settle(getattr(module, MASK, None))
+        moved.settle(getattr(module, MASK, None), getattr(module, READS, None))
         setattr(module, MASK, None)
+        ask_reads([module])
         geometry = self._geometry
         dense = context * geometry.kv_heads * 2 * geometry.head_dim * geometry.dtype.itemsize
         self._kept[number] = _Kept(*pools.taken(), dense, moved.pages.lengths)
         return moved
+
+
+@contextmanager
+def _reads_are_asked(model: Any) -> Iterator[None]:
+    """While entered, presses may say what heads read of the pages that layers move into."""
+    modules = [attention_of(layer) for layer in model.get_decoder().layers]
+    ask_reads(modules)
+    try:
+        yield
+    finally:
+        forget_reads(modules)
 
 
 @dataclass(frozen=True)

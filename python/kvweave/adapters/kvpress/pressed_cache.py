@@ -10,16 +10,24 @@ from transformers import Cache
 from kvweave.adapters.kvpress.head_pages import HeadPages
 from kvweave.adapters.kvpress.head_pools import HeadPools, KeptForm
 from kvweave.adapters.kvpress.packed_heads import PackedHeads
-from kvweave.adapters.kvpress.pressed_layer import PressedLayer, expect_plain
+from kvweave.adapters.kvpress.pressed_layer import (
+    READS,
+    PressedLayer,
+    ask_reads,
+    expect_plain,
+    forget_reads,
+)
 from kvweave.adapters.transformers.attention import NAME, STEP, register
 from kvweave.adapters.transformers.cache_argument import given_cache
 from kvweave.adapters.transformers.kv_geometry import kv_geometry
-from kvweave.adapters.transformers.paged_step import Attends, Vectors
+from kvweave.adapters.transformers.paged_step import Attends
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.arguments import whole
 from kvweave.cache import KvCache
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.layer import dense_attention
 from kvweave.runner.model.layer_forms import attention_of
@@ -134,6 +142,9 @@ class PressedCache(Cache, Closing):
         self._settle(len(self.layers))
         return [layer.pages.lengths for layer in self.layers]
 
+    def __repr__(self) -> str:
+        return f"PressedCache(context={self._context}, {block_counts(self.kv, self.packed)})"
+
     # ---- transformers' cache --------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -175,6 +186,7 @@ class PressedCache(Cache, Closing):
         self.reset()
         for hook in self._hooks:
             hook.remove()
+        forget_reads(self._modules)
         if self._model.config._attn_implementation == NAME != self._before:
             self._model.set_attn_implementation(self._before)
 
@@ -196,7 +208,7 @@ class PressedCache(Cache, Closing):
     def _settle(self, end: int) -> None:
         for layer, module in zip(self.layers[:end], self._modules[:end], strict=True):
             if layer.is_open:
-                layer.settle(getattr(module, MASK, None))
+                layer.settle(getattr(module, MASK, None), getattr(module, READS, None))
                 # kvpress would hide these tokens from attention by keys of its own otherwise.
                 if getattr(module, MASK, None) is not None:
                     setattr(module, MASK, None)
@@ -207,6 +219,7 @@ class PressedCache(Cache, Closing):
         if given_cache(kwargs) is not self:
             return None
         self._settle(len(self.layers))
+        ask_reads(self._modules)
         mask = kwargs.get("attention_mask")
         if mask is not None and not bool((mask != 0).all()):
             raise InvalidArgument("attention_mask: expected no padding, got some")
@@ -218,3 +231,4 @@ class PressedCache(Cache, Closing):
         # The last layer has no next one that begins: its length, too, is now of what is kept.
         if given_cache(kwargs) is self:
             self._settle(len(self.layers))
+            forget_reads(self._modules)

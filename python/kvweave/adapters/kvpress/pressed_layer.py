@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,25 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvweave.adapters.kvpress.head_pages import HeadPages
 from kvweave.adapters.transformers.paged_step import Attends
+from kvweave.adapters.transformers.ranked_rows import PageRead
 from kvweave.errors import InvalidArgument, Unsupported
+
+READS = "kvweave_page_reads"
+"""Where a press leaves, on its attention module, what heads read in a decode step: `PageRead` by
+their numbers. Whoever moves the layer into pages puts an empty dict there before."""
+
+
+def ask_reads(modules: Iterable[torch.nn.Module]) -> None:
+    """Says that presses may name what heads of these attention modules read."""
+    for module in modules:
+        setattr(module, READS, {})
+
+
+def forget_reads(modules: Iterable[torch.nn.Module]) -> None:
+    """Says that nobody would read what presses name any more."""
+    for module in modules:
+        if hasattr(module, READS):
+            delattr(module, READS)
 
 
 @dataclass(frozen=True)
@@ -107,10 +126,15 @@ class PressedLayer(CacheLayerMixin):
         """Those of the new rows alone, of which there are so many, or which have these places."""
         return (query if isinstance(query, int) else len(query)), 0
 
-    def settle(self, dropped: tuple[torch.Tensor, ...] | None) -> None:
+    def settle(
+        self,
+        dropped: tuple[torch.Tensor, ...] | None,
+        reads: Mapping[int, PageRead] | None = None,
+    ) -> None:
         """Writes what is kept into pages, and lets go of the tensors.
 
         `dropped`: rows, heads and tokens that a press masks (AdaKV, DuoAttention) are not kept.
+        `reads`: of some heads, by their numbers, what they read in a decode step.
 
         # Errors
         `InvalidArgument` for a head that would keep nothing, `PoolFull`; the tensors stay then.
@@ -130,7 +154,8 @@ class PressedLayer(CacheLayerMixin):
         if not all(counts):
             raise InvalidArgument("press: expected a token of every head to be kept, got none")
         each = ([x[0, head][kept[0, head]] for head in range(len(counts))] for x in (keys, values))
-        self.pages.keep(*each)
+        keys_of, values_of = each
+        self.pages.keep(keys_of, values_of, reads)
         self._whole, self._is_settled = [None, None], True
 
     def get_seq_length(self) -> int:

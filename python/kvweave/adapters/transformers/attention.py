@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from transformers import AttentionInterface
 
-from kvweave.adapters.transformers.paged_step import Attends, Vectors
+from kvweave.adapters.transformers.paged_step import Attends
+from kvweave.adapters.transformers.step_rows import Vectors
 from kvweave.errors import Unsupported
 
 NAME = "kvweave"

@@ -10,11 +10,14 @@ import torch
 
 from kvweave import ops
 from kvweave.adapters.transformers.kv_geometry import KvGeometry
+from kvweave.adapters.transformers.packed_layers import LayeredPool
 from kvweave.cache import KvCache, KvRequest, ReusePlan
 from kvweave.errors import Unsupported
 from kvweave.plan import PromptView, Rows
 from kvweave.plan_walk import PlanWalk
 from kvweave.policies import Policy
+from kvweave.runner.kv.packed_pool import SINK_TOKENS
+from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.prefill.chunks import collected
 
 Marks = Sequence[tuple[int, int, str]]
@@ -22,11 +25,21 @@ Marks = Sequence[tuple[int, int, str]]
 
 
 @dataclass(frozen=True)
+class Admitted:
+    """A prompt's request, the positions that are to be computed, and what it has packed, if any."""
+
+    request: KvRequest
+    rows: Rows
+    packed: PackedPrefix | None = None
+
+
+@dataclass(frozen=True)
 class PagePool:
     """A cache of a model's KV, all its pages [pages, 2, P, D], and how keys are turned there.
 
     `rope` has zeros for a model whose keys are never moved. `workspace`: on a GPU, what its
-    attention keeps between calls.
+    attention keeps between calls. `packed`: what full pages are packed into; the cache keeps the
+    first and the newest tokens then, and no prompt has segments.
     """
 
     geometry: KvGeometry
@@ -36,13 +49,16 @@ class PagePool:
     policy: Policy
     discover: bool
     workspace: ops.Workspace | None
+    packed: LayeredPool | None = None
 
-    def admit(self, tokens: Rows, marks: Marks) -> tuple[KvRequest, Rows]:
+    def admit(self, tokens: Rows, marks: Marks) -> Admitted:
         """A prompt's request, its copies carried out, and the positions that are to be computed.
 
         # Errors
         `PoolFull` when it does not fit; nothing is held then.
         """
+        if self.packed is not None:
+            return self._admit_packed(self.packed, tokens)
         segments = self.policy.reuse == "segments"
         request = self.cache.admit(
             tokens,
@@ -52,9 +68,36 @@ class PagePool:
         )
         try:
             self.copy(request)
-            return request, self.chosen(request.plan)
+            return Admitted(request, self.chosen(request.plan))
         except BaseException:
             request.release()
+            raise
+
+    def _admit_packed(self, pool: LayeredPool, tokens: Rows) -> Admitted:
+        """The same of a prompt that goes on behind what is found packed of it.
+
+        Its request is as when all is computed: it has room for the first and the newest tokens.
+        """
+        reuse, length = "none" if self.policy.reuse == "none" else "prefix", len(tokens)
+        packed = PackedPrefix(pool, tokens, namespace="", reuse=reuse, regime=0)
+        try:
+            request = self.cache.admit(tokens, reuse=reuse, chunk_tokens=1)
+        except BaseException:
+            packed.release()
+            raise
+        try:
+            self.copy(request)
+            start = packed.reused(request.plan.reused_prefix)
+            if start > SINK_TOKENS:
+                request.advance(start, start)
+                self.copy(request)
+                packed.unpack_newest(request)
+            request.advance(length, length)
+            self.copy(request)
+            return Admitted(request, np.arange(start, length, dtype=np.int32), packed)
+        except BaseException:
+            request.release()
+            packed.release()
             raise
 
     def chosen(self, plan: ReusePlan) -> Rows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,22 +16,24 @@ from kvweave.adapters.transformers.cache_argument import (
     cache_argument,
     given_cache,
 )
+from kvweave.adapters.transformers.cache_pools import CacheForm
 from kvweave.adapters.transformers.equality import Proof
 from kvweave.adapters.transformers.forward_rows import ForwardRows
 from kvweave.adapters.transformers.kv_geometry import kv_geometry
 from kvweave.adapters.transformers.live_rows import LiveRows
 from kvweave.adapters.transformers.moved_keys import MovedKeys
-from kvweave.adapters.transformers.page_pool import Marks, PagePool
+from kvweave.adapters.transformers.packed_step import PackedStep
+from kvweave.adapters.transformers.page_pool import Marks
 from kvweave.adapters.transformers.paged_step import PagedStep
-from kvweave.adapters.transformers.ranked_rows import FEWEST_PAGES, RankedRows
-from kvweave.arguments import flag, shown, whole, word
+from kvweave.adapters.transformers.ranked_rows import RankedRows
+from kvweave.arguments import shown, whole, word
 from kvweave.cache import KvCache, ReusePlan
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
-from kvweave.ops import Workspace
-from kvweave.policies import Policy, policy_of
-from kvweave.runner.kv.pages import make_cache_of
+from kvweave.policies import Policy
+from kvweave.runner.kv.block_counts import block_counts
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.rounding import expect_rounding
 from kvweave.runner.prompt import Prompt, PromptTokenizer, token_array
 
@@ -58,6 +59,13 @@ class PagedCache(Cache, Closing):
     `top_k_pages` each KV head of a layer without a window reads so many pages in a decode step, at
     least 3: the first, the newest two, and of the others those that its query scores highest.
 
+    `kv_dtype`, a name of `ops.packed_format` or a `Packing`: of each row the first 64 tokens and
+    the newest 128 stay exact, and the full pages of 64 between them are packed, layer by layer as
+    a forward goes. There are exact tokens of `max_rows` rows then, and prompts are found
+    in whole packed pages. A basis is made of the first 512 tokens that are packed, where none is
+    given. `top_k_pages` are packed pages then, and all that is exact is read besides. Segments are
+    for caches of exact pages.
+
     While it is open the model attends by `attn_implementation="kvweave"`, and by what it had before
     once the cache is closed; one cache is open for a model at a time, used by one thread. The
     weights must stay as they are. `max_tokens` (32768) or `arena_bytes` sizes the arena; `eviction`
@@ -81,70 +89,56 @@ class PagedCache(Cache, Closing):
         policy: str | Policy = "epic",
         discover: bool = False,
         eviction: str = "lru",
+        kv_dtype: str | Packing | None = None,
+        max_rows: int = 4,
         top_k_pages: int | None = None,
         check: bool = True,
     ) -> None:
         super().__init__(layers=[])
-        if top_k_pages is not None:
-            whole("top_k_pages", top_k_pages, FEWEST_PAGES)
-        self._geometry = kv_geometry(model)
-        self._policy = _one_pass(policy)
+        self._geometry = geometry = kv_geometry(model)
+        self._form = form = CacheForm.of(
+            geometry,
+            page_tokens=page_tokens,
+            policy=policy,
+            discover=discover,
+            eviction=eviction,
+            kv_dtype=kv_dtype,
+            top_k_pages=top_k_pages,
+            max_rows=max_rows,
+        )
         self._arguments = list(inspect.signature(model.forward).parameters)
         self._taken_as = cache_argument(model.forward)
         self._marks: dict[bytes, Marks] = {}
-        self._step: PagedStep | None = None
+        self._step: PagedStep | PackedStep | None = None
         self._ranked: RankedRows | None = None
         self._hooks: list[Any] = []
         self._model = model
-        blocks = _blocks(max_tokens, arena_bytes, page_tokens)
-        pool = partial(
-            self._pool, flag("discover", discover), page_tokens, word("eviction", eviction)
-        )
         register()
         self._before = model.config._attn_implementation
         try:
             own = "eager" if self._before == NAME else self._before
             self._attend_by(own)
-            self._keys = MovedKeys.of(model, self._geometry.layers, check)
+            self._keys = MovedKeys.of(model, geometry.layers, check)
             if check:
-                proof = Proof.of(model, self._geometry)
+                proof = Proof.of(model, geometry)
                 self._attach()
-                self._live = LiveRows(pool(proof.blocks(page_tokens), None))
+                small = form.exact_pool(geometry, self._keys.rope, proof.blocks(page_tokens))
+                self._live = LiveRows(small)
                 logits = proof.sent(model, self), proof.logits
                 self._live.release()
                 self._detach()
                 self._attend_by(own)
                 expect_rounding(model, proof.ids[0], logits, _check_copy)
             self._attach()
-            self._live = LiveRows(pool(blocks, arena_bytes))
-            if top_k_pages is not None:
-                self._ranked = RankedRows(self._live.pool, top_k_pages)
+            pool = form.pool(geometry, self._keys.rope, max_tokens, arena_bytes)
+            self._live = LiveRows(pool)
+            if top_k_pages is not None and pool.packed is None:
+                self._ranked = RankedRows(pool, top_k_pages)
             if discover:
                 self._keys.expect()
         except BaseException:
             self._detach()
             raise
-
-    def _pool(
-        self,
-        discover: bool,
-        page_tokens: int,
-        eviction: str,
-        blocks: int | None,
-        arena_bytes: int | None,
-    ) -> PagePool:
-        geometry = self._geometry
-        cache, pages = make_cache_of(
-            geometry.shape(page_tokens),
-            geometry.dtype,
-            geometry.device,
-            blocks=blocks,
-            arena_bytes=arena_bytes,
-            eviction=eviction,
-        )
-        space = Workspace(geometry.device) if geometry.device.type == "cuda" else None
-        rope, policy = self._keys.rope, self._policy
-        return PagePool(geometry, cache, pages, rope, policy, discover, space)
 
     def _attend_by(self, implementation: str) -> None:
         if self._model.config._attn_implementation != implementation:
@@ -188,6 +182,7 @@ class PagedCache(Cache, Closing):
         `InvalidArgument` for ids or spans that are none; `Unsupported` for a model whose keys
         nothing here can move, saying why.
         """
+        self._form.expect_exact("segments")
         self._keys.expect()
         ids = token_array(_listed(tokens), self._geometry.vocabulary)
         spans = tuple(_span(segment, len(ids)) for segment in segments)
@@ -200,8 +195,35 @@ class PagedCache(Cache, Closing):
 
     @property
     def kv(self) -> KvCache:
-        """The cache itself: `stats()`, `advise`, `check()`."""
+        """The cache itself, of exact pages where others are packed: `stats()`, `check()`."""
         return self._live.pool.cache
+
+    @property
+    def packed(self) -> KvCache | None:
+        """The allocator of packed pages; None without any."""
+        packed = self._live.pool.packed
+        return None if packed is None else packed.cache
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages that the rows hold, exact and packed, of bases, and of bounds."""
+        pool = self._live.pool
+        held = int(self.kv.stats()["held"]) * self.kv.block_bytes + self._exact_bounds
+        return held + (0 if pool.packed is None else pool.packed.held_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all that there is room for."""
+        pool = self._live.pool
+        packed = 0 if pool.packed is None else pool.packed.nbytes
+        return pool.pages.nbytes + packed + self._exact_bounds
+
+    @property
+    def dense_bytes(self) -> int:
+        """What the rows would take as tensors, each with all of its tokens."""
+        geometry = self._geometry
+        heads, size = geometry.layers * geometry.kv_heads, geometry.dtype.itemsize
+        return sum(self.lengths) * heads * 2 * geometry.head_dim * size
 
     @property
     def lengths(self) -> list[int]:
@@ -216,14 +238,18 @@ class PagedCache(Cache, Closing):
     @property
     def bound_bytes(self) -> int:
         """Bytes of bounds, by which decode steps choose pages, beside those of the pages."""
+        packed = self._live.pool.packed
+        if packed is not None and packed.bounds is not None:
+            return packed.bounds.nbytes
+        return self._exact_bounds
+
+    @property
+    def _exact_bounds(self) -> int:
         return 0 if self._ranked is None else self._ranked.nbytes
 
     def __repr__(self) -> str:
-        used = self.kv.stats()
-        return (
-            f"PagedCache(rows={len(self.lengths)}, tokens={sum(self.lengths)}, "
-            f"blocks held={used['held']}, cached={used['cached']}, free={used['free']})"
-        )
+        rows = f"rows={len(self.lengths)}, tokens={sum(self.lengths)}"
+        return f"PagedCache({rows}, {block_counts(self.kv, self.packed)})"
 
     # ---- transformers' cache --------------------------------------------------------------
 
@@ -335,23 +361,25 @@ class PagedCache(Cache, Closing):
         }
         return (), {**given, **changed}
 
-    def _begun(self, rows: ForwardRows) -> PagedStep:
+    def _begun(self, rows: ForwardRows) -> PagedStep | PackedStep:
         for tokens in rows.tokens:
             token_array(tokens, self._geometry.vocabulary)
         wanted = [min(rows.wanted, len(tokens)) for tokens in rows.tokens]
-        ranked = None
-        if rows.begins(self._live.lengths):
+        live, ranked, begins = self._live, None, rows.begins(self._live.lengths)
+        if begins:
             marks = [self._marks.get(tokens.tobytes(), ()) for tokens in rows.tokens]
-            written = self._live.begin(rows.tokens, marks)
+            written = live.begin(rows.tokens, marks)
         else:
             # A prompt's own rows read all, also where all but one of them were there before.
             ranked = self._ranked
-            written = self._live.append(rows.tokens, exact=ranked is None)
+            written = live.append(rows.tokens, exact=self._form.top_k_pages is None)
         columns = rows.columns if rows.wanted == rows.columns else 0
         try:
-            return PagedStep(self._live, written, wanted, columns, ranked)
+            if (packed := live.pool.packed) is not None:
+                return PackedStep(live, packed, written, wanted, columns, not begins)
+            return PagedStep(live, written, wanted, columns, ranked)
         except BaseException:
-            self._live.release()
+            live.release()
             raise
 
     def _after_forward(
@@ -359,6 +387,8 @@ class PagedCache(Cache, Closing):
     ) -> None:
         if self._step is None or kwargs.get(STEP) is not self._step:
             return
+        if isinstance(self._step, PackedStep):
+            self._step.done()
         self._live.done()
         self._step = None
 
@@ -379,29 +409,6 @@ class PagedCache(Cache, Closing):
 def _check_copy(exact: Any) -> None:
     """Refuses a model whose copy in float32 differs over pages from its own attention."""
     PagedCache(exact, max_tokens=1).close()
-
-
-def _one_pass(policy: str | Policy) -> Policy:
-    """A policy that a model's own forward can carry out: one pass, the same rows in all layers."""
-    chosen = policy_of(policy)
-    if chosen.measures or chosen.passes != 1:
-        raise Unsupported(
-            f"policy: expected one of a single pass that measures nothing (full, prefix, naive, "
-            f"random, epic), got {chosen.name}; kvweave.Runner has all of them"
-        )
-    return chosen
-
-
-def _blocks(max_tokens: int | None, arena_bytes: int | None, page_tokens: int) -> int | None:
-    """How many blocks an arena of `max_tokens` has; None where its bytes are given."""
-    whole("page_tokens", page_tokens, 1)
-    if arena_bytes is not None:
-        if max_tokens is not None:
-            raise InvalidArgument("arena: expected arena_bytes or max_tokens, got both")
-        whole("arena_bytes", arena_bytes)
-        return None
-    tokens = 32768 if max_tokens is None else whole("max_tokens", max_tokens, 1)
-    return -(-tokens // page_tokens) + 1
 
 
 def _holds_tensors(value: Any) -> bool:

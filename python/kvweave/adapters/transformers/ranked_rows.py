@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,12 +27,59 @@ FEWEST_PAGES = SINK_PAGES + RECENT_PAGES
 
 
 @dataclass(frozen=True)
+class PageRead:
+    """How many pages a row reads in a decode step, and whether by their mean keys or by bounds."""
+
+    pages: int
+    by_mean: bool = False
+
+
+@dataclass(frozen=True)
+class RowReads:
+    """What each of B rows reads in a decode step; None for all of its pages."""
+
+    rows: tuple[PageRead | None, ...]
+
+    @staticmethod
+    def alike(rows: int, pages: int) -> RowReads:
+        """So many pages of each row, by their bounds."""
+        return RowReads((PageRead(pages),) * rows)
+
+    @property
+    def any_by_mean(self) -> bool:
+        """Whether any row goes by mean keys."""
+        return any(row is not None and row.by_mean for row in self.rows)
+
+    def leave_out(self, counts: Sequence[int]) -> bool:
+        """Whether any of rows with so many pages reads fewer."""
+        pairs = zip(self.rows, counts, strict=True)
+        return any(row is not None and count > row.pages for row, count in pairs)
+
+    def budgets(self, width: int) -> Int32:
+        """Pages that each row reads of up to `width`: i32 [B]."""
+        most = [width if row is None else min(row.pages, width) for row in self.rows]
+        return np.asarray(most, np.int32)
+
+    def score(
+        self, queries: torch.Tensor, bounded: ops.Table, pages: ops.BoundedPages, **known: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`ops.score_pages`, of each row by what it goes by."""
+        scores, counts = ops.score_pages(queries, bounded, pages, **known)
+        if self.any_by_mean:
+            means, _ = ops.score_pages(queries, bounded, replace(pages, score="mean"), **known)
+            by_mean = [row is not None and row.by_mean for row in self.rows]
+            which = torch.tensor(by_mean, device=scores.device)
+            scores = torch.where(which.view(-1, *[1] * (scores.ndim - 1)), means, scores)
+        return scores, counts
+
+
+@dataclass(frozen=True)
 class RankedEntries:
     """What one decode step chooses from: entries of B rows, and bounds of their pages.
 
     `entries` i32 [N, 5] and `offsets` i32 [B + 1] as `attend_decode` takes them; `bounded` are the
     same entries with the row of their bounds in place of a block. `width`: the most of a row.
-    Pages have `page_tokens` slots, and a head reads `most` of a row's.
+    Pages have `page_tokens` slots, and each head of a row reads what `reads` says.
     """
 
     entries: ops.Table
@@ -41,7 +88,7 @@ class RankedEntries:
     bounds: torch.Tensor
     width: int
     page_tokens: int
-    most: int
+    reads: RowReads
 
     def of(self, q: torch.Tensor, kv: Kv) -> tuple[ops.Table, ops.Table, Kv]:
         """Entries, offsets and pages by which a step reads what q [B, H, D] ranks first.
@@ -52,19 +99,21 @@ class RankedEntries:
         pages = ops.BoundedPages(
             self.bounds, self.page_tokens, kv.layer, heads, kv.scale, kv.rope, kv.softcap
         )
-        scores, counts = ops.score_pages(
+        scores, counts = self.reads.score(
             q, self.bounded, pages, entry_offsets=self.offsets, width=self.width
         )
-        (budgets,) = send(q.device, np.full(rows * heads, self.most, np.int32))
+        each = self.reads.budgets(self.width)
+        most = int(each.max())
+        (budgets,) = send(q.device, np.repeat(each, heads))
         chosen, selected = ops.select_pages(
             scores.flatten(0, 1),
             counts.flatten(),
             budgets,
             sink=SINK_PAGES,
             recent=RECENT_PAGES,
-            most=self.most,
+            most=most,
         )
-        listed = chosen.view(rows, heads, self.most), selected.view(rows, heads)
+        listed = chosen.view(rows, heads, most), selected.view(rows, heads)
         own, ends = ops.gather_entries(*listed, self.entries, entry_offsets=self.offsets)
         tables = [(2 * head, kv.layer * heads + head, 0, 0) for head in range(heads)]
         reach = ops.Reach(2 * heads, np.asarray(tables, np.int32))
@@ -74,16 +123,19 @@ class RankedEntries:
 class RankedRows:
     """Bounds of the pages of live rows, kept while these are decoded.
 
-    `most`: pages that a head reads in a decode step, the first one and the newest two among them.
+    `reads`: what each row reads in a decode step, the first page and the newest two among it; or a
+    number for all rows, however many there are.
     An entry's bounds are of exactly the slots that it lists, so who else holds the same block
     changes nothing. They are computed when its row is first ranked: no entry but a row's last one
     changes from then on, and that one is always read.
     """
 
-    def __init__(self, pool: PagePool, most: int) -> None:
-        self._pool, self._most = pool, most
+    def __init__(self, pool: PagePool, reads: int | RowReads) -> None:
+        self._pool, self._reads = pool, reads
         geometry = pool.geometry
-        budget = PageBudget(0, most, 1, geometry.layers * geometry.kv_heads)
+        by_mean = isinstance(reads, RowReads) and reads.any_by_mean
+        score: Literal["mean", "min-max"] = "mean" if by_mean else "min-max"
+        budget = PageBudget(0, 0, 1, geometry.layers * geometry.kv_heads, score)
         self._bounds = KeptBounds(budget, pool.pages)
         # Of each row that was ranked its entries but the last one, and where their bounds lie.
         self._known: dict[int, tuple[LiveRow, Int32, Int64]] = {}
@@ -100,14 +152,19 @@ class RankedRows:
 
         `placed`: the entries of all, one behind the other, and their offsets, where the ops are.
         """
-        width = max(map(len, entries))
-        if width <= self._most:
+        reads = self._reads
+        if not isinstance(reads, RowReads):
+            reads = RowReads.alike(len(rows), reads)
+        counts = [len(listed) for listed in entries]
+        if not reads.leave_out(counts):
             return None
+        width = max(counts)
         self._forget_others(rows)
         bounded = np.concatenate(entries).copy()
         bounded[:, 0], first = 0, 0
-        for row, listed in zip(rows, entries, strict=True):
-            places = self._places(row, listed[:-1])
+        for row, listed, read in zip(rows, entries, reads.rows, strict=True):
+            # What reads all needs no bounds.
+            places = self._places(row, listed[: 0 if read is None else -1])
             # The last page has any bounds: it is read whatever it scores.
             bounded[first : first + len(places), 0] = places * self._bounds.heads
             first += len(listed)
@@ -115,7 +172,7 @@ class RankedRows:
         values = self._bounds.values.flatten(0, 1)
         (sent,) = send(device, bounded)
         page_tokens = self._pool.cache.shape.page_tokens
-        return RankedEntries(placed[0], sent, placed[1], values, width, page_tokens, self._most)
+        return RankedEntries(placed[0], sent, placed[1], values, width, page_tokens, reads)
 
     def _places(self, row: LiveRow, listed: Int32) -> Int64:
         """Where the bounds of a row's entries lie; those that are new are computed."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHADES = " ░▒▓█"
+_ROUND_SHADES = " ◔◑◕●"
 _MARGIN = 10
 """Characters before the first layer in a terminal."""
 _CELL = 0.24
@@ -64,7 +65,8 @@ def save_heads(path: Path, head_map: Mapping[str, Any], title: str = "Head class
 def draw_heads(head_map: Mapping[str, Any], width: int = 140) -> RenderableType:
     """A map as something rich prints: a column a layer, a row a KV head, darker for a higher score.
 
-    Heads that read everything are green, the others grey. Layers that `width` characters have no
+    Heads that read everything are round and green, the others square and grey, so that they are
+    told apart where there are no colours. Layers that `width` characters have no
     room for stand below the others.
 
     Raises InvalidArgument for data that is no head map.
@@ -79,14 +81,15 @@ def draw_heads(head_map: Mapping[str, Any], width: int = 140) -> RenderableType:
         for head in range(score.shape[1]):
             text.append(f"  head {head:<3}", style="dim")
             for layer in band:
-                shade = _SHADES[min(4, 1 + int(4 * score[layer, head] / most))]
                 is_global = drawn.is_global[layer, head]
+                shades = _ROUND_SHADES if is_global else _SHADES
+                shade = shades[min(4, 1 + int(4 * score[layer, head] / most))]
                 text.append(shade, style="green" if is_global else "bright_black")
             text.append("\n")
         ruler = "".join(f"{layer:<10}" for layer in band[::10])
         text.append(f"  layer   {ruler.rstrip()}", style="dim")
         text.append("\n" * (band.stop < layers))
-    legend = Text().append(f"█ {drawn.does} everything", style="green")
+    legend = Text().append(f"● {drawn.does} everything", style="green")
     legend.append("   █ sink and window", style="bright_black")
     return Group(Text(drawn.headline, style="bold"), text, legend)
 

@@ -62,6 +62,10 @@ class Conversation(Closing):
         live = self._live
         return 0 if live is None else live.request.length + len(live.pending)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"tokens={self.tokens}"
+        return f"Conversation({self._policy.name}, turns={len(self.reports)}, {state})"
+
     def ask(
         self,
         parts: Prompt,

@@ -77,7 +77,7 @@ class ChosenPacked:
         own, ends = ops.gather_entries(
             pages, selected, entries, entry_offsets=offsets, reach=choice.listing
         )
-        kv = pool.read(layer, pool.spec.layers[layer], rope, choice.reading[layer])
+        kv = pool.read(layer, pool.layers[layer], rope, choice.reading[layer])
         return ops.attend_packed(q, positions, own, kv, entry_offsets=ends, workspace=workspace)
 
 
@@ -92,8 +92,8 @@ class PackedChoice:
 
     def __init__(self, pool: PackedPool) -> None:
         self.pool = pool
-        heads, spec = pool.heads, pool.spec
-        shape, device = heads.budget_of.shape, spec.device
+        heads = pool.heads
+        shape, device = heads.budget_of.shape, pool.device
         self._masks = [
             torch.from_numpy(heads.budget_of == number).to(device)
             for number in range(len(heads.budgets))
@@ -108,11 +108,11 @@ class PackedChoice:
         self._listed = np.zeros((0, len(heads.budgets)), np.int64)
         self._told = np.zeros((0, len(heads.budgets)), np.int64)
         self._rows: dict[Decoding, int] = {}
-        count = spec.kv_heads
+        count = pool.kv_heads
         every = np.arange(count, dtype=np.int32)
         self.listing = Reach(2, np.zeros((count, 4), np.int32))
         self._scoring, self.reading = [], []
-        for layer in range(len(spec.layers)):
+        for layer in range(pool.cache.shape.layers):
             rows = np.zeros((count, 4), np.int32)
             rows[:, 1] = layer * count + every
             self._scoring.append(Reach(2, rows))
@@ -171,7 +171,7 @@ class PackedChoice:
             self.selected[row].masked_fill_(self._masks[number], budget.pages)
         spans = np.zeros(2 * len(due) + 1, np.int32)
         spans[:-1] = np.stack((ends[due] - counts[due], ends[due]), 1).reshape(-1)
-        (offsets,) = send(self.pool.spec.device, spans)
+        (offsets,) = send(self.pool.device, spans)
         width = int(counts[due].max())
         known = self._sent(due), self._sent(rows[due]), torch.as_tensor(offsets)
         return _Ranking(*known, width)
@@ -199,7 +199,7 @@ class PackedChoice:
         if not len(heads):
             return
         assert pool.bounds is not None
-        of_layer, count = pool.spec.layers[layer], pool.spec.kv_heads
+        of_layer, count = pool.layers[layer], pool.kv_heads
         pages = ops.BoundedPages(
             pool.bounds,
             PAGE_TOKENS,
@@ -245,4 +245,4 @@ class PackedChoice:
         return row
 
     def _sent(self, index: Int64) -> torch.Tensor:
-        return send_index(self.pool.spec.device, index).long()
+        return send_index(self.pool.device, index).long()

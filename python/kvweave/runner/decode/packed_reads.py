@@ -47,7 +47,7 @@ class PackedStep:
         workspace: Workspace | None,
     ) -> States:
         """Attention and lse of queries q [B, H, D] over all; `exact` is that over exact pages."""
-        of = self.pool.spec.layers[layer]
+        of = self.pool.layers[layer]
         called = q, self.positions
         entries, offsets = self.packed
         known: dict[str, Any] = {"entry_offsets": offsets, "workspace": workspace}
@@ -63,7 +63,7 @@ class PackedStep:
             states += [ops.attend_packed(*called, entries, kv, **known)]
         if self.aside is not None:
             entries, known["entry_offsets"] = self.aside
-            kept, count = self.pool.exact, self.pool.spec.kv_heads
+            kept, count = self.pool.exact, self.pool.kv_heads
             reach = heads.others(layer)
             own = ops.PagedKv(kept, layer, count, of.scale, rope, None, of.softcap, reach)
             states += [ops.attend_decode(*called, entries, own, **known)]
@@ -86,7 +86,7 @@ class EntryRoom:
     def of(entries: int, requests: int, pool: PackedPool) -> EntryRoom:
         """Room for so many entries of so many requests, or somewhat more."""
         n, m = (1 << max(0, number - 1).bit_length() for number in (entries, requests))
-        device, heads = pool.spec.device, pool.heads
+        device, heads = pool.device, pool.heads
         made = torch.zeros((n, 5), dtype=torch.int32, device=device)
         offsets = torch.zeros(m * heads.tables + 1, dtype=torch.int32, device=device)
         return EntryRoom(made, offsets, heads)

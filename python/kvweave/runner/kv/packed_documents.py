@@ -26,7 +26,14 @@ from kvweave.runner.kv.packed_prefix import (
 )
 from kvweave.runner.kv.reused_tokens import Spans
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.kv.token_places import Places, copies_between, entries_at, no_places, places_of
+from kvweave.runner.kv.token_places import (
+    Places,
+    copies_between,
+    entries_at,
+    no_places,
+    pages_at,
+    places_of,
+)
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.prompt import TokenizedPrompt
 
@@ -137,12 +144,12 @@ class PackedDocuments(PackedPrefix):
             among = (which >= first) & (which < first + len(some))
             source = places[among]
             source[:, 0] = exact[which[among] - first]
-            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.spec.head_dim)
+            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.head_dim)
             pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
             copies = copies_between(source, slots[among])
             pool.unpack(packs_of(some, exact[:, None]), pages)
-            (moved,) = send(pool.spec.device, copies)
-            heads = pool.spec.kv_heads
+            (moved,) = send(pool.device, copies)
+            heads = pool.kv_heads
             ops.copy_rerotate(pool.exact, moved, rope, kv_heads=heads, source=pages)
 
     def settle(self, request: KvRequest, rope: ops.RopeTable) -> None:
@@ -155,8 +162,8 @@ class PackedDocuments(PackedPrefix):
         own = kept[exact]
         copies = copies_between(self.aside[own], slots[own, :2])
         if len(copies):
-            (moved,) = send(self.pool.spec.device, copies)
-            heads = self.pool.spec.kv_heads
+            (moved,) = send(self.pool.device, copies)
+            heads = self.pool.kv_heads
             ops.copy_rerotate(self.pool.exact, moved, rope, kv_heads=heads)
 
     # ---- packed tokens --------------------------------------------------------------------
@@ -171,7 +178,7 @@ class PackedDocuments(PackedPrefix):
     def scratch_bytes(self, tokens: int) -> int:
         """The most of what is unpacked at once: a layer that is looked at, or pages of all."""
         pages = len(np.unique(self.places[self.places[:, 0] >= 0, 0]))
-        brought = min(pages, BROUGHT_PAGES) * PAGE_TOKENS * len(self.pool.spec.layers)
+        brought = min(pages, BROUGHT_PAGES) * PAGE_TOKENS * self.pool.cache.shape.layers
         return max(tokens, brought) * self.pool.token_bytes
 
     def kv_bytes(self) -> tuple[int, int]:
@@ -231,7 +238,7 @@ class PackedDocuments(PackedPrefix):
 
         `request`: the prompt's, or a fork that has decoded on in exact `pages`.
         """
-        packed, heads = self._entries()[0], self.pool.spec.kv_heads
+        packed, heads = self._entries()[0], self.pool.kv_heads
         said = places_of(request.entries(), request.length)[self._prompt :]
         exact = np.concatenate((self.aside, said))
         positions = np.flatnonzero(exact[:, 0] >= 0).astype(np.int32)
@@ -242,7 +249,7 @@ class PackedDocuments(PackedPrefix):
         to = no_places(len(positions))
         to[:, 0] = len(made) - heads * (more + layer) + heads * (at // PAGE_TOKENS)
         to[:, 1] = at % PAGE_TOKENS
-        there, here = (_at(pages, layer, heads, places) for places in (exact[positions], to))
+        there, here = (pages_at(pages, layer, heads, places) for places in (exact[positions], to))
         for side in (0, 1):
             made[here[0], side, here[1]] = pages[there[0], side, there[1]]
         entries = np.concatenate((listed, entries_at(positions, to)))
@@ -266,17 +273,6 @@ class DraftedDocuments(PackedPrefix):
     def exact_entries(self, first: int) -> Int32:
         """The prompt's."""
         return self._documents.exact_entries(first)
-
-
-def _at(
-    pages: torch.Tensor, layer: int, heads: int, places: Places
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The page [n, G] and the slot [n, 1] of a layer's keys and values at places [n, 3]."""
-    block, slot, _ = places.T
-    page = (block + layer * heads)[:, None] + np.arange(heads, dtype=np.int32)
-    sent = send(pages.device, page, slot[:, None].copy())
-    at, of = (torch.as_tensor(table).long() for table in sent)
-    return at, of
 
 
 def spans_of(plan: ReusePlan) -> Spans:

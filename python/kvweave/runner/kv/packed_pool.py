@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvweave.runner.kv.pool_bases import (
     PoolBases,
     basis_bytes,
     basis_shape,
+    check_basis,
 )
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.model.layer_spec import LayerSpec
@@ -61,7 +62,7 @@ ExactPool = tuple[KvCache, torch.Tensor]
 
 _DEVICE_DIMS = (64, 128)
 
-_BOUND_BYTES = 12
+BOUND_BYTES = 12
 """Of bounds a channel: the least, the greatest and the mean key, in f32."""
 
 _BOUNDED_BLOCKS = 16
@@ -72,13 +73,14 @@ _BOUNDED_BLOCKS = 16
 class PackedPool:
     """The packed blocks of one runner: `cache` counts them, `pages` are they.
 
-    A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `exact`: the pages
-    [pages, 2, P, D] that they are packed from. `bases`: in which, of a format that has any.
+    A block has the pages of all layers and KV heads for `PAGE_TOKENS` tokens. `layers`: how a
+    decode step of the runner attends in each. `exact`: the pages [pages, 2, P, D] that they are
+    packed from. `bases`: in which, of a format that has any.
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
     of exact keys, where any of them choose pages.
     """
 
-    spec: ModelSpec
+    layers: Sequence[LayerSpec]
     packing: Packing
     cache: KvCache
     pages: ops.PackedPages
@@ -88,9 +90,29 @@ class PackedPool:
     bounds: torch.Tensor | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self.pages.data.device
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a layer."""
+        return self.cache.shape.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key."""
+        return self.cache.shape.head_dim
+
+    @property
     def block_pages(self) -> int:
         """Pages of a block: ranked by layer, then KV head."""
-        return len(self.spec.layers) * self.spec.kv_heads
+        return self.cache.shape.layers * self.kv_heads
+
+    @property
+    def converted_pages(self) -> int:
+        """Pages of a block that are packed and unpacked at once: all of them."""
+        return self.block_pages
 
     @property
     def block_bytes(self) -> int:
@@ -127,7 +149,7 @@ class PackedPool:
                     bases.add(*on_host(self.exact, packs, self.block_pages))
                 basis = bases.shared
             bases.assign(packs[:, 0], basis)
-        (table,) = send(self.spec.device, packs)
+        (table,) = send(self.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
         self._bound(self.exact, table)
 
@@ -140,21 +162,21 @@ class PackedPool:
             size = self.block_pages
             exact = size * np.arange(1, len(some) + 1, dtype=np.int32)
             held = np.clip(tokens - PAGE_TOKENS * (first + np.arange(len(some))), 0, PAGE_TOKENS)
-            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, self.spec.head_dim)
-            pages = torch.zeros(shape, dtype=self.exact.dtype, device=self.spec.device)
+            shape = (size * (len(some) + 1), 2, PAGE_TOKENS, self.head_dim)
+            pages = torch.zeros(shape, dtype=self.exact.dtype, device=self.device)
             packs = np.column_stack((some, held, exact)).astype(np.int32)
             self.unpack(packs, pages)
-            (table,) = send(self.spec.device, packs)
+            (table,) = send(self.device, packs)
             self._bound(pages, table)
 
     def _bound(self, exact: torch.Tensor, packs: ops.Table) -> None:
         if self.bounds is not None:
-            known = {"pages": self.block_pages, "page_tokens": PAGE_TOKENS}
+            known = {"pages": self.converted_pages, "page_tokens": PAGE_TOKENS}
             ops.bound_packed(exact, self.bounds, packs, **known)
 
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:
         """Writes what blocks stand for into exact pages, all layers and KV heads."""
-        (table,) = send(self.spec.device, packs)
+        (table,) = send(self.device, packs)
         ops.unpack_pages(self.pages, into, table, pages=self.block_pages)
 
     def of_layer(self, layer: int, blocks: Int32) -> tuple[ops.PackedPages, Int32]:
@@ -163,7 +185,7 @@ class PackedPool:
         What has a basis is known to it by its rank among the pages of a whole block, so those pages
         are copied, beside as much of their bases as is this layer's.
         """
-        heads, bases = self.spec.kv_heads, self.bases
+        heads, bases = self.kv_heads, self.bases
         first: Int32 = blocks + np.int32(layer * heads)
         if bases is None:
             return self.pages, first
@@ -173,7 +195,7 @@ class PackedPool:
         # Behind a null block of one page.
         pages = np.zeros(len(of), np.int32)
         pages[1:] = (first[:, None] + np.arange(heads, dtype=np.int32)).reshape(-1)
-        index, used = send(self.spec.device, pages, numbers)
+        index, used = send(self.device, pages, numbers)
         at, some = (torch.as_tensor(table) for table in (index, used))
         data = bases.bases.data[:, layer * heads : (layer + 1) * heads].index_select(0, some)
         known = ops.PackedBases(data, torch.from_numpy(of).to(bases.bases.of.device))
@@ -196,13 +218,13 @@ class PackedPool:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token of one layer in exact pages."""
-        return 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.dtype.itemsize
+        return 2 * self.kv_heads * self.head_dim * self.exact.dtype.itemsize
 
     def read(
         self, layer: int, of: LayerSpec, rope: ops.RopeTable, reach: ops.Reach | None
     ) -> ops.PackedKv:
         """One layer's packed KV as rows read it by a reach."""
-        heads = self.spec.kv_heads
+        heads = self.kv_heads
         return ops.PackedKv(self.pages, layer, heads, of.scale, rope, None, of.softcap, reach)
 
 
@@ -231,19 +253,28 @@ def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.Packed
     `InvalidArgument` for exact pages that do not make up a packed one; `Unsupported` for layers
     with a sliding window, and for what the kernels do not read.
     """
+    check_pages(page_tokens, [layer.window for layer in spec.layers], packing)
+    return format_on(packing, spec.head_dim, spec.dtype, spec.device)
+
+
+def check_pages(page_tokens: int, windows: Sequence[int | None], packing: Packing) -> None:
+    """Refuses exact pages, and `windows` of a model's layers, that nothing is packed from.
+
+    # Errors
+    As `format_of`.
+    """
     named = packing.format
     if page_tokens < 1 or PAGE_TOKENS % page_tokens:
         raise InvalidArgument(
             f"page_tokens: expected a divisor of {PAGE_TOKENS} beside kv_dtype={named!r}, "
             f"got {page_tokens}"
         )
-    sliding = [at for at, layer in enumerate(spec.layers) if layer.window is not None]
+    sliding = [at for at, window in enumerate(windows) if window is not None]
     if sliding:
         raise Unsupported(
             f"kv_dtype: expected a model without sliding windows beside {named!r}, "
             f"got one in layer {sliding[0]}"
         )
-    return format_on(packing, spec.head_dim, spec.dtype, spec.device)
 
 
 def format_on(
@@ -266,16 +297,16 @@ def format_on(
     return packing.pages(head_dim, PAGE_TOKENS, "f16" if dtype == torch.float16 else "bf16")
 
 
-def exact_windows(spec: ModelSpec) -> HeadClassMap:
+def exact_windows(layers: int, kv_heads: int, fingerprint: str = "any") -> HeadClassMap:
     """The one class of all heads in the exact pool: sink and newest tokens."""
     window = {"kind": "window", "sink": SINK_TOKENS, "recent": RECENT_TOKENS}
     heads = [
         {"layer": layer, "head": head, "class": window, "reach": "local", "stability": "stable"}
-        for layer in range(len(spec.layers))
-        for head in range(spec.kv_heads)
+        for layer in range(layers)
+        for head in range(kv_heads)
     ]
-    known = {"model_fingerprint": spec.fingerprint, "kv_heads": spec.kv_heads}
-    sizes = {"schema_version": 1, "layers": len(spec.layers), "heads": heads}
+    known = {"model_fingerprint": fingerprint, "kv_heads": kv_heads}
+    sizes = {"schema_version": 1, "layers": layers, "heads": heads}
     return HeadClassMap.from_json(json.dumps({**known, **sizes}))
 
 
@@ -285,7 +316,7 @@ class PoolSizes:
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
     packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
-    of a prompt that are computed at once.
+    of a prompt that are computed at once. `has_own`: whether documents may have bases of their own.
     """
 
     exact: KvShape
@@ -294,6 +325,7 @@ class PoolSizes:
     page_bytes: int
     basis_bytes: int
     chunk_tokens: int
+    has_own: bool = True
 
     def exact_blocks(self, tokens: int) -> int:
         """Blocks of the exact pool beside packed pages of so many tokens.
@@ -316,6 +348,8 @@ class PoolSizes:
         """Bases: those of no document, and of as many documents as may have their own at once."""
         if not self.basis_bytes:
             return 0
+        if not self.has_own:
+            return FIRST_OWN
         packed = self.packed_pages(tokens) * self.page_bytes
         return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
 
@@ -367,15 +401,14 @@ def make_packed_pool(
     geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
     per_block = len(spec.layers) * spec.kv_heads
     one = basis_bytes(of, per_block)
-    if packing.basis is not None and not one:
-        raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.format!r}, got one")
+    check_basis(packing, of, per_block)
     exact_shape = KvShape(*geometry, page_tokens, dtype)
     reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
-    page_bytes = of.page_bytes + (_BOUND_BYTES * spec.head_dim if reads.budgets else 0)
+    page_bytes = of.page_bytes + (BOUND_BYTES * spec.head_dim if reads.budgets else 0)
     sizes = PoolSizes(
         exact_shape,
         KvShape(*geometry, PAGE_TOKENS, dtype),
-        exact_windows(spec),
+        exact_windows(len(spec.layers), spec.kv_heads, spec.fingerprint),
         page_bytes,
         one,
         chunk_tokens or CHUNK_TOKENS,
@@ -401,4 +434,4 @@ def make_packed_pool(
     bases = None
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    return exact, PackedPool(spec, packing, cache, pages, exact[1], bases, reads, bounds)
+    return exact, PackedPool(spec.layers, packing, cache, pages, exact[1], bases, reads, bounds)

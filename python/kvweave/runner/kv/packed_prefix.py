@@ -8,6 +8,7 @@ requests that begin alike share them, and nobody writes one a second time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
+from kvweave.errors import PoolFull
 from kvweave.ops import Table
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import (
@@ -28,7 +30,7 @@ from kvweave.runner.kv.packed_pool import (
 )
 from kvweave.runner.kv.pool_bases import needs_steps
 from kvweave.runner.kv.tables import Int32, send
-from kvweave.runner.model.layer_spec import LayerSpec
+from kvweave.runner.model.layer_spec import LayerSpec, Scores
 
 States = tuple[torch.Tensor, torch.Tensor]
 """Attention over some of the keys: out [R, H, D], and its log-sum-exp f32 [R, H]."""
@@ -117,14 +119,27 @@ class PackedPrefix:
         # Errors
         `PoolFull` without room; nothing has changed then.
         """
+        pages, blocks = self.claim(request, done)
+        self._convert(True, request, pages, blocks)
+        self.filled(blocks)
+
+    def claim(self, request: KvRequest, done: int) -> tuple[npt.NDArray[np.int64], Int32]:
+        """The pages that are full once `done` tokens have their KV, and blocks for them [N].
+
+        # Errors
+        `PoolFull` without room; nothing has changed then.
+        """
         if done < self.full_at:
-            return
+            return np.zeros(0, np.int64), np.zeros(0, np.int32)
         end = done // PAGE_TOKENS * PAGE_TOKENS
         self._append(request, end)
-        new = np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS)
-        blocks = self._own_blocks(new)
-        self._convert(True, request, new, blocks)
-        self._blocks, self.tokens = np.concatenate((self._blocks, blocks)), end
+        pages = np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS)
+        return pages, self._own_blocks(pages)
+
+    def filled(self, blocks: Int32) -> None:
+        """Says that claimed blocks have been packed."""
+        self._blocks = np.concatenate((self._blocks, blocks))
+        self.tokens += PAGE_TOKENS * len(blocks)
 
     def take_queries(self, layer: int, q: torch.Tensor) -> None:
         """Takes note of some of the queries [R, H, D] of a prompt's rows.
@@ -137,7 +152,7 @@ class PackedPrefix:
         takers = [taker for taker in (shared, self.copy) if taker is not None]
         if takers:
             some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
-            heads = self.pool.spec.kv_heads
+            heads = self.pool.kv_heads
             for taker in takers:
                 taker.add_queries(some, layer * heads, heads)
 
@@ -221,6 +236,17 @@ class PackedPrefix:
         """
         self._exact = position if self._exact is None else min(self._exact, position)
 
+    def commit_text(self, request: KvRequest, computed: int) -> None:
+        """Lets later prompts find the packed pages of a request's text, and its sink.
+
+        Pages that find no room are left out.
+        """
+        with suppress(PoolFull):
+            self.pack(request, computed)
+        self.commit()
+        if computed >= SINK_TOKENS:
+            request.commit(SINK_TOKENS, SINK_TOKENS)
+
     def commit(self) -> None:
         """Lets later prompts find what is packed, up to what was computed over a part of it."""
         exact = self.tokens if self._exact is None else min(self._exact, self.tokens)
@@ -300,8 +326,8 @@ class PackedPrefix:
         aside = before(self.exact_entries(SINK_TOKENS), gap_end)
         if len(aside):
             ends = heads.offsets(np.asarray([0, len(aside)], np.int32))
-            entries, offsets = send(self.pool.spec.device, aside, ends)
-            kept, reach, count = self.pool.exact, heads.others(layer), self.pool.spec.kv_heads
+            entries, offsets = send(self.pool.device, aside, ends)
+            kept, reach, count = self.pool.exact, heads.others(layer), self.pool.kv_heads
             kv = ops.PagedKv(kept, layer, count, of.scale, rope, None, of.softcap, reach)
             states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
             exact = merged_states(exact, states)
@@ -311,7 +337,7 @@ class PackedPrefix:
     def read_packed(
         self,
         layer: int,
-        of: LayerSpec,
+        of: Scores,
         rope: ops.RopeTable,
         rows: tuple[torch.Tensor, Table],
         gap_end: int,
@@ -325,7 +351,7 @@ class PackedPrefix:
             ends = np.full(tables + 1, len(listed), np.int32)
             ends[0] = 0
             entries, offsets = send(pages.device, listed, ends)
-            heads = self.pool.spec.kv_heads
+            heads = self.pool.kv_heads
             kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap, reach)
             states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
             exact = merged_states(exact, states)
@@ -361,11 +387,11 @@ def unpacked(
     Pages of the layers before have room, which nobody touches: a layer turns keys by frequencies
     of its own, and is known by where its pages lie. Behind the blocks is room for so many `more`.
     """
-    heads, device = pool.spec.kv_heads, pool.spec.device
+    heads, device = pool.kv_heads, pool.device
     blocks, which = np.unique(entries[:, 0], return_inverse=True)
     # Behind a null block of one page a head.
     exact = heads * np.arange(1, len(blocks) + 1, dtype=np.int32)
-    shape = (heads * (len(blocks) + 1 + more + layer), 2, PAGE_TOKENS, pool.spec.head_dim)
+    shape = (heads * (len(blocks) + 1 + more + layer), 2, PAGE_TOKENS, pool.head_dim)
     pages = torch.empty(shape, dtype=pool.exact.dtype, device=device)
     listed = entries.copy()
     listed[:, 0] = exact[which]

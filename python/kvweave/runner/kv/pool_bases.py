@@ -20,6 +20,7 @@ import torch
 
 from kvweave import ops
 from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.tables import Int32
 
 UNROTATED = 0
@@ -55,6 +56,26 @@ def needs_steps(of: ops.PackedFormat) -> bool:
     return of.kind == "planes"
 
 
+def check_basis(packing: Packing, of: ops.PackedFormat, pages: int) -> None:
+    """Refuses a given basis that is none of blocks of so many pages of a format.
+
+    # Errors
+    `InvalidArgument` for one beside a format without any, of another shape, that is not finite, or
+    has bits that are no planes or too many for a page.
+    """
+    given, wanted = packing.basis, basis_shape(of, pages)
+    if given is None:
+        return
+    if not wanted:
+        raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.format!r}, got one")
+    if tuple(given.shape) != wanted or not bool(given.isfinite().all()):
+        raise InvalidArgument(
+            f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "
+            f"got {given.dtype} {list(given.shape)}"
+        )
+    of.check_bases(given[None].float().cpu().contiguous())
+
+
 @dataclass(frozen=True)
 class BlockBases:
     """The bases that blocks [N] are packed in, away from any pool.
@@ -71,11 +92,7 @@ class BlockBases:
 class PoolBases:
     """The bases of the blocks of one pool, each of so many `pages`.
 
-    `shared`: that of all text that has none of its own, as `Packing.basis`.
-
-    # Errors
-    `InvalidArgument` for a shared basis that is not one of the format and pages, or not finite, or
-    has bits that are no planes or too many for a page.
+    `shared`: that of all text that has none of its own, as `check_basis` takes it.
     """
 
     def __init__(
@@ -100,13 +117,6 @@ class PoolBases:
         if shared is None:
             self._moments = ops.Moments(of, pages)
             return
-        wanted = tuple(bases.data.shape[1:])
-        if tuple(shared.shape) != wanted or not bool(shared.isfinite().all()):
-            raise InvalidArgument(
-                f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "
-                f"got {shared.dtype} {list(shared.shape)}"
-            )
-        of.check_bases(shared[None].float().cpu().contiguous())
         self._share(shared)
 
     @property

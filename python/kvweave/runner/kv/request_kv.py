@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from kvweave.ops import Reach
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads, LayerHeads
 from kvweave.runner.kv.host_pages import HostPages
-from kvweave.runner.kv.packed_pool import SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix, States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
 from kvweave.runner.model.rope import PositionTable
@@ -232,11 +230,7 @@ class RequestKv:
         if self.packed is None:
             self.request.commit(computed, exact)
             return
-        with suppress(PoolFull):
-            self.packed.pack(self.request, computed)
-        self.packed.commit()
-        if computed >= SINK_TOKENS:
-            self.request.commit(SINK_TOKENS, SINK_TOKENS)
+        self.packed.commit_text(self.request, computed)
 
     @property
     def is_spilled(self) -> bool:

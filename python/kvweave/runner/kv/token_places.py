@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvweave.plan import Rows
-from kvweave.runner.kv.tables import Int32
+from kvweave.runner.kv.tables import Int32, send
 
 Places = Int32
 """Of each token its block, slot and delta, i32 [T, 3]; block −1 where it lies nowhere."""
@@ -49,6 +50,17 @@ def copies_between(source: Places, to: Int32) -> Int32:
     first, last = _runs((block, delta, into), (slot, at))
     columns = block[first], slot[first], into[first], at[first], last - first + 1, delta[first]
     return np.stack(columns, 1).astype(np.int32)
+
+
+def pages_at(
+    pages: torch.Tensor, layer: int, heads: int, places: Places
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The page [n, G] and the slot [n, 1] of a layer's keys and values at places [n, 3]."""
+    block, slot, _ = places.T
+    page = (block + layer * heads)[:, None] + np.arange(heads, dtype=np.int32)
+    sent = send(pages.device, page, slot[:, None].copy())
+    at, of = (torch.as_tensor(table).long() for table in sent)
+    return at, of
 
 
 def _runs(

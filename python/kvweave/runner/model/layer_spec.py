@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,18 @@ class NormOverHeads:
 def unchanged(states: torch.Tensor) -> torch.Tensor:
     """Where a layer has no norm before attention or feed-forward (OLMo 2, EXAONE 4)."""
     return states
+
+
+class Scores(Protocol):
+    """How a layer scores keys: q · k times `scale`, s as softcap · tanh(s / softcap) with one."""
+
+    @property
+    def scale(self) -> float:
+        """What q · k is multiplied by."""
+
+    @property
+    def softcap(self) -> float | None:
+        """The bound of a score; None without one."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ class Prefill(Ending):
         self.reused = reused
         self.pending: list[int] = []
 
+    def __repr__(self) -> str:
+        state = "released" if self.request.released else f"{self.request.length} tokens"
+        return f"Prefill({state}, exact_tokens={self.exact_tokens})"
+
     @property
     def request(self) -> KvRequest:
         """The live request: tokens, blocks, plan."""

@@ -51,7 +51,7 @@ class FinalPacking:
         count = len(tokens)
         blocks = -(-count // PAGE_TOKENS)
         report = PackingReport(count, self.pool.packing.format)
-        size = blocks * PAGE_TOKENS * self.pool.token_bytes * len(self.pool.spec.layers)
+        size = blocks * PAGE_TOKENS * self.pool.token_bytes * self.pool.cache.shape.layers
         if OWN_SHARE * self.bases.basis_bytes > blocks * self.pool.block_bytes:
             report.why = "too short for a basis of its own"
         elif self.pool.cache.match_prefix(tokens, namespace, regime=regime) >= count - PAGE_TOKENS:
