@@ -85,6 +85,7 @@ class KvShape:
     def __new__(
         cls, layers: int, kv_heads: int, head_dim: int, page_tokens: int = 16, dtype: Any = None
     ) -> KvShape: ...
+    def __hash__(self) -> int: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -227,7 +228,19 @@ class KvRequest:
 
 @final
 class FrozenSegment:
-    """A knowledge-base entry."""
+    """A knowledge-base entry, as it was when it was asked for."""
+
+    def __new__(
+        cls,
+        name: str,
+        namespace: str,
+        tokens: int,
+        blocks: int,
+        resident_blocks: int,
+        references: int,
+    ) -> FrozenSegment: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
 
     name: str
     namespace: str

@@ -78,6 +78,20 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         ReusePlan.from_json(text)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "deepcopy"])
+def test_shapes_and_entries_are_plain_data(way: Callable[[Any], Any]) -> None:
+    cache = KvCache(KvShape(2, 1, 8, 16, "bf16"), blocks=8)
+    with cache.admit(np.arange(32, dtype=np.int32), namespace="somebody") as request:
+        request.commit(32, 32)
+        request.freeze("a text", 0, 32)
+    for given in (cache.shape, *cache.frozen("somebody")):
+        again = way(given)
+        assert again == given
+        assert hash(again) == hash(given)
+        assert repr(again) == repr(given)
+    assert way(cache.shape) != KvShape(2, 1, 8, 16, "f32")
+
+
 def test_what_is_at_work_says_what_it_is() -> None:
     """In a line of a notebook: the model and its blocks, what a prompt and a talk hold."""
     runner = kvweave.Runner(tiny("llama"), max_tokens=256, progress=False, check=False)

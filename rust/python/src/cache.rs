@@ -38,8 +38,12 @@ impl KvCache {
     }
 }
 
-/// A knowledge-base entry.
-#[pyclass(frozen, get_all, module = "kvweave._native")]
+/// What of an entry its pickle holds, in the order of its fields.
+type EntryFields = (String, String, usize, usize, usize, u64);
+
+/// A knowledge-base entry, as it was when it was asked for.
+#[pyclass(frozen, get_all, eq, hash, module = "kvweave._native")]
+#[derive(PartialEq, Eq, Hash)]
 pub struct FrozenSegment {
     name: String,
     namespace: String,
@@ -51,6 +55,25 @@ pub struct FrozenSegment {
 
 #[pymethods]
 impl FrozenSegment {
+    #[new]
+    fn new(
+        name: String,
+        namespace: String,
+        tokens: usize,
+        blocks: usize,
+        resident_blocks: usize,
+        references: u64,
+    ) -> Self {
+        Self { name, namespace, tokens, blocks, resident_blocks, references }
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, EntryFields) {
+        let (name, namespace) = (self.name.clone(), self.namespace.clone());
+        let counts = (self.tokens, self.blocks, self.resident_blocks);
+        let fields = (name, namespace, counts.0, counts.1, counts.2, self.references);
+        (py.get_type::<Self>().into_any(), fields)
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "FrozenSegment(name={:?}, namespace={:?}, tokens={}, blocks={}, resident_blocks={})",

@@ -1,5 +1,7 @@
 //! `KvShape` and `HeadClassMap` as Python sees them.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use kvweave_core::{self as core, CacheConfig, GroupId, HeadClass};
 use pyo3::prelude::*;
 
@@ -8,6 +10,9 @@ use crate::drawn::drawn;
 use crate::dtype::{kv_dtype, kv_dtype_name};
 use crate::failure::{Failure, call_core};
 use crate::scalars::{Number, Text};
+
+/// What a shape is made of: layers, KV heads, head dim, tokens of a page and dtype.
+type Sizes = (u32, u32, u32, u32, &'static str);
 
 /// The KV geometry of a model: L layers of G KV heads of D elements, pages of P tokens, a dtype.
 #[pyclass(frozen, module = "kvweave._native")]
@@ -97,6 +102,19 @@ impl KvShape {
     ) -> PyResult<u64> {
         let heads = heads.map(|map| &map.get().0);
         call_core(py, || pages_for_blocks(&self.0, heads, blocks))
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, Sizes) {
+        let sizes = (self.layers(), self.kv_heads(), self.head_dim(), self.page_tokens());
+        let (layers, kv_heads, head_dim, page_tokens) = sizes;
+        let given = (layers, kv_heads, head_dim, page_tokens, self.dtype());
+        (py.get_type::<Self>().into_any(), given)
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.0.hash(&mut hasher);
+        hasher.finish()
     }
 
     fn __repr__(&self) -> String {
