@@ -209,6 +209,8 @@ class Engine(Submissions):
                     plan = self._plan()
                 with torch.inference_mode():
                     self._carry_out(plan)
+                if not self._live:
+                    self._tell_ends()
             finally:
                 self._in_step = False
                 self._let_leaving_go()
@@ -246,6 +248,12 @@ class Engine(Submissions):
         answered, finished = self._answered, self._finished
         self._answered, self._finished = [], []
         return self._scheduler.plan(self._clock(), answered=answered, finished=finished)
+
+    def _tell_ends(self) -> None:
+        """Tells the scheduler of those who have finished, where no plan may come that is told."""
+        finished, self._finished = self._finished, []
+        for number in finished:
+            self._scheduler.finish(number)
 
     def _carry_out(self, plan: StepPlan) -> None:
         for number, why in plan.refused:
