@@ -209,8 +209,6 @@ class Engine(Submissions):
                     plan = self._plan()
                 with torch.inference_mode():
                     self._carry_out(plan)
-                if not self._live:
-                    self._tell_ends()
             finally:
                 self._in_step = False
                 self._let_leaving_go()
@@ -492,3 +490,5 @@ class Engine(Submissions):
             leaving, self._leaving = self._leaving, []
         for live in leaving:
             self._part(live)
+        if not self._live:
+            self._tell_ends()
