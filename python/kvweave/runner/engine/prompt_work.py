@@ -82,6 +82,9 @@ class PromptWork:
                 self._chunk,
                 reserve_tokens=max(0, live.room - len(prompt.tokens)),
                 expected=live.expected,
+                # What a store gave has been read by now; what lies in the host's memory may be
+                # copied while its first chunk is computed.
+                at_once=True,
             )
             live.expected = None
         live.job.advance(min(to, live.job.tokens))
