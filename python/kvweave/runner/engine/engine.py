@@ -58,7 +58,8 @@ class Engine(Submissions):
 
     A request that raises ends alone; what goes wrong in a decode step and is nobody's own ends all
     that took part in it. A runner's canary looks at prompts once they are prefilled, in the same
-    step. `clock` says nanoseconds that never go back.
+    step. `clock` says nanoseconds that never go back. `alone`: all requests are of one caller, who
+    waits for all, so that a step may wait for documents that are being read.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine(Submissions):
         max_running: int | None = 256,
         order: str = "arrival",
         clock: Callable[[], int] = time.monotonic_ns,
+        alone: bool = False,
     ) -> None:
         self._answering = answering
         self._prefiller = answering.prefiller
@@ -78,7 +80,7 @@ class Engine(Submissions):
         own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
         # Whoever made the runner may have wanted shorter ones.
         chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
-        self._prompts = PromptWork(answering, chunk)
+        self._prompts = PromptWork(answering, chunk, alone=alone)
         self._scheduler = Scheduler(
             self._prefiller.cache,
             token_budget=_NO_LIMIT if token_budget is None else token_budget,
