@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +29,11 @@ class Memory:
     allocated: list[int] = field(default_factory=list)
 
     def look(self, at: float) -> None:
-        """Takes a sample, behind a collection of garbage."""
+        """Takes a sample, once garbage was collected and free memory was given back."""
         import torch
 
         gc.collect()
+        give_free_back()
         with open("/proc/self/statm") as statm:
             pages = int(statm.read().split()[1])
         self.seconds.append(at)
@@ -78,10 +80,21 @@ class _Mallinfo2(ctypes.Structure):
 
 def allocated_bytes() -> int:
     """Bytes that the C library has given out and not got back; 0 where it is not glibc."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
+    mallinfo2 = _of_glibc("mallinfo2")
+    if mallinfo2 is None:
         return 0
     mallinfo2.restype = _Mallinfo2
     found = mallinfo2()
     return int(found.uordblks + found.hblkhd)
+
+
+def give_free_back() -> None:
+    """Has glibc give to the system what it keeps of freed memory: each thread's heap keeps some."""
+    trim = _of_glibc("malloc_trim")
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of glibc; None where it is another library."""
+    return getattr(ctypes.CDLL(None), name, None)
