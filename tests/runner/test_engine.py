@@ -333,6 +333,33 @@ def test_cancelled_in_the_midst_of_a_step(model: Any) -> None:
     assert (engine.live, held(runner)) == (0, 0)
 
 
+def test_cancelled_while_a_step_looks_up_who_decodes(
+    model: Any, alone: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned for the others is carried out: nobody else would ever go on with them."""
+    runner, prompts = runner_of(model), [random_tokens(20 + n, n) for n in range(3)]
+    engine = small(runner)
+    requests = [engine.submit(prompt, "full", max_new_tokens=12, stop=()) for prompt in prompts]
+    while len(requests[2].tokens) < 3:
+        engine.step()
+    equal = np.array_equal
+
+    def interrupted(one: Any, other: Any) -> bool:
+        found = equal(one, other)
+        engine.cancel(requests[1])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array_equal", interrupted)
+        engine.step()
+    engine.run()
+    assert requests[1].outcome == "cancelled"
+    for at in (0, 2):
+        wanted = alone.generate(prompts[at], "full", max_new_tokens=12, stop=()).tokens
+        assert requests[at].result().tokens == wanted
+    assert held(runner) == 0
+
+
 def test_many_threads_submit_and_cancel(model: Any, alone: Runner) -> None:
     runner = runner_of(model, 24)
     engine = small(runner)

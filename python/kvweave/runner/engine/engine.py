@@ -265,16 +265,16 @@ class Engine(Submissions):
         for number, first, count, last in plan.prefill.tolist():
             if (live := self._live.get(number)) and not live.handle.ended:
                 self._prefill(live, first + count, bool(last))
-        groups = self._groups.of(plan.decode, self._live)
-        if [live for live in self._groups.given if not self._is_there(live)]:
-            groups = self._groups.of(plan.decode, self._live)
-        for group in groups:
+        found = self._groups.of(plan.decode, self._live)
+        if [live for live in found.given if not self._is_there(live)]:
+            found = self._groups.of(plan.decode, self._live)
+        for group in found.groups:
             self._decode(group)
-        if not groups:
+        if not found.groups:
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
             self._prefiller.clock.wait()
-        self._prompts.end_step(waits=not groups)
+        self._prompts.end_step(waits=not found.groups)
 
     # ---- prompts --------------------------------------------------------------------------
 
