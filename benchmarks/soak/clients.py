@@ -89,8 +89,14 @@ class Clients:
         """Has no further request asked."""
         self._stopped.set()
 
-    def join(self) -> None:
-        """Returns when all have ended, behind `stop`."""
+    def join(self, most_s: float = MOST_S) -> None:
+        """Returns when all have ended, behind `stop`; who waits for ever is complained of."""
+        end = time.monotonic() + most_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self.tally.complain(f"requests without an end: {self.server.metrics()}")
+            self.server.close()
         for thread in self._threads:
             thread.join()
 

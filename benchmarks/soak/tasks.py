@@ -27,8 +27,12 @@ class Tasks:
         """Has no further request asked."""
         self._stopped = True
 
-    async def join(self) -> None:
-        """Returns when all have ended, behind `stop`."""
+    async def join(self, most_s: float = MOST_S) -> None:
+        """Returns when all have ended, behind `stop`; who waits for ever is complained of."""
+        _, left = await asyncio.wait(self._tasks, timeout=most_s)
+        if left:
+            self.tally.complain(f"requests without an end: {self.served.metrics()}")
+            await self.served.close()
         await asyncio.gather(*self._tasks)
 
     async def _ask_on(self) -> None:

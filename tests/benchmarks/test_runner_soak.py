@@ -5,8 +5,10 @@ A longer one: SOAK_SECONDS=600 pytest tests/benchmarks/test_runner_soak.py.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks.soak.asked import Asked, Author, document
+from benchmarks.soak.clients import Clients, Drawn
 from benchmarks.soak.left import Open, emptied, left_behind, live_objects
 from benchmarks.soak.memory import MIB, Memory, allocated_bytes
 from benchmarks.soak.probes import Probes
@@ -25,7 +28,9 @@ from benchmarks.soak.rows import rows_of
 from benchmarks.soak.run import Soak
 from benchmarks.soak.served import ENGINE, KINDS, Served, tiny_llama
 from benchmarks.soak.tally import MOST_COMPLAINTS, Tally, wrongs
-from kvweave import Segment
+from benchmarks.soak.tasks import Tasks
+from kvweave import InvalidArgument, Segment
+from kvweave.errors import Cancelled
 from kvweave.remote import RemoteStore
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "6"))
@@ -152,6 +157,96 @@ def test_other_answers_than_the_first_are_seen(served: Served) -> None:
     probes.first[0] = [*probes.first[0][:-1], 501]
     probes.ask(served.runner, drops=False)
     assert len(tally.complaints) == 2
+
+
+class SilentServer:
+    """Takes requests and answers none, until it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self.asked = threading.Event()
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        if self.closed.is_set():
+            raise InvalidArgument("server: expected an open one, got one that was closed")
+        self.asked.set()
+        return SilentRequest(self)
+
+    def metrics(self) -> dict[str, int]:
+        return {"decoding": 1}
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class SilentRequest:
+    """A request of such a server, whichever way it is waited for."""
+
+    outcome, tokens = "cancelled", ()
+
+    def __init__(self, server: SilentServer) -> None:
+        self._server = server
+
+    def __iter__(self) -> Iterator[Any]:
+        self.result()
+        yield from ()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._server.closed.wait()
+        raise Cancelled("closed")
+
+    def cancel(self) -> bool:
+        return True
+
+    def take(self) -> list[Any]:
+        return []
+
+
+def test_requests_without_an_end_are_seen() -> None:
+    tally, server = Tally(), SilentServer()
+    asking: Any = server
+    clients = Clients(asking, Drawn(Author(0), 0), tally, 3)
+    assert server.asked.wait(10)
+    clients.stop()
+    clients.join(0.2)
+    assert tally.complaints == ["requests without an end: {'decoding': 1}"]
+    served = SilentRunner()
+    asyncio.run(asked_without_an_end(served, tally))
+    assert tally.complaints[1:] == ["requests without an end: {'decoding': 2}"]
+
+
+class SilentRunner:
+    """The same for tasks of a loop."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def generate(self, *_: Any, **__: Any) -> Any:
+        await self.closed.wait()
+        raise Cancelled("closed")
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await self.generate()
+        yield None
+
+    def metrics(self) -> dict[str, int]:
+        return {"decoding": 2}
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+async def asked_without_an_end(served: Any, tally: Tally) -> None:
+    tasks = Tasks(served, Drawn(Author(0), 0), tally, 6)
+    await asyncio.sleep(0)
+    tasks.stop()
+    await tasks.join(1.5)
 
 
 def test_bytes_that_the_c_library_gives_out_are_counted() -> None:
