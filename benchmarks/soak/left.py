@@ -54,6 +54,9 @@ def left_behind(served: Served) -> Iterator[str]:
     assert tiers is not None
     assert tiers.host is not None
     assert tiers.disk is not None
+    # Who was cancelled gives back what is just being read once that has ended.
+    for reads in tiers.reads.values():
+        reads.worker.wait()
     stats, found = runner.cache.stats(), tiers.stats()
     yield from _held("the device", runner.cache)
     yield from _held("the host", tiers.host.cache)

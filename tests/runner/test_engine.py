@@ -277,6 +277,18 @@ def test_others_take_the_room_in_mid_step(model: Any, alone: Runner) -> None:
     assert held(runner) == 0
 
 
+def test_who_comes_while_others_are_looked_at_is_not_among_them(model: Any) -> None:
+    """As happens where a step finds no room, and another thread submits."""
+    engine, seen = small(runner_of(model)), []
+    for number in range(2):
+        engine.submit(random_tokens(9, number), max_new_tokens=2)
+    for live in engine._all_live():
+        seen.append(live.handle.number)
+        engine.submit(random_tokens(9, 5), max_new_tokens=2)
+    assert (seen, engine.live) == ([0, 1], 4)
+    engine.run()
+
+
 @dataclass
 class Meddling(Planned):
     """Every row in every layer, and something else in the midst of its prefill."""

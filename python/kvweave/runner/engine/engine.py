@@ -169,6 +169,11 @@ class Engine(Submissions):
         self._prefiller.computing.soon(self._let_leaving_go)
         return True
 
+    def _all_live(self) -> list[LiveRequest]:
+        """Requests that have not ended; others may come and go while somebody looks at them."""
+        with self._lock:
+            return list(self._live.values())
+
     @property
     def live(self) -> int:
         """Requests that have not ended."""
@@ -237,9 +242,7 @@ class Engine(Submissions):
 
     def close(self, error: BaseException | None = None) -> None:
         """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
-        with self._lock:
-            left = list(self._live.values())
-        for live in left:
+        for live in self._all_live():
             if live.handle.end("failed" if error else "cancelled", error):
                 self._leave(live)
         self._prefiller.computing.soon(self._let_leaving_go)
@@ -435,7 +438,7 @@ class Engine(Submissions):
         Where nobody else of the engine computes anything there is nobody to wait for.
         """
         self._let_go(live)
-        if not self._room.anybody_besides([live], self._live.values()):
+        if not self._room.anybody_besides([live], self._all_live()):
             self._fail(live, error)
             return
         self._scheduler.not_done(live.handle.number, no_room=True)
@@ -443,7 +446,7 @@ class Engine(Submissions):
 
     def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
         """A step found no room for one of these: it is planned again, and room is made."""
-        if len(lives) == 1 and not self._room.anybody_besides(lives, self._live.values()):
+        if len(lives) == 1 and not self._room.anybody_besides(lives, self._all_live()):
             self._fail(lives[0], error)
             return
         for place, live in enumerate(lives):
