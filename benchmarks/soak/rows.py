@@ -37,17 +37,23 @@ _HOUR = 3600.0
 
 
 def rows_of(
-    memory: Memory, seconds: float, loads: Sequence[tuple[str, Tally, Probes, dict[str, int]]]
+    memory: Memory,
+    seconds: float,
+    loads: Sequence[tuple[str, Tally, Probes, dict[str, int]]],
+    complaints: int,
 ) -> list[Row]:
-    """Rows of a soak of so many seconds.
+    """Rows of a soak of so many seconds, with so many complaints in all.
 
     `loads`: of each runner its name, what happened, its questions, and what else was counted.
     """
-    rows = [Row("hours", seconds / _HOUR, "h", None, {})]
+    rows = [
+        Row("hours", seconds / _HOUR, "h", None, {}),
+        Row("complaints", complaints, "", None, {}),
+    ]
     for name, tally, probes, looked in loads:
         rows += [Row(f"{name}: {what}", n, "", None, {}) for what, n in counts_of(tally).items()]
         rows += [Row(f"{name}: {what}", n, "", None, {}) for what, n in looked.items()]
-        beside = {"ties": probes.ties, "complaints": len(tally.complaints)}
+        beside: dict[str, float] = {"ties": probes.ties}
         what = f"{name}: answers that were compared with quiet ones"
         rows.append(Row(what, probes.compared, "", None, beside))
     for what, samples in (

@@ -255,8 +255,8 @@ def main(words: list[str] | None = None) -> int:
             logs.close()
     complaints = [*soak.complaints, *logs.errors]
     complaints += [one for load in soak.loads for one in load.tally.complaints]
-    rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads])
-    show(CASE, rows, given.record and not complaints)
+    rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], len(complaints))
+    show(CASE, rows, given.record)
     print("\n".join(complaints) or "nothing to complain of", flush=True)
     return int(bool(complaints))
 

@@ -62,8 +62,9 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
     assert not complaints, "\n".join(complaints)
     assert all(load.tally.counts["finished"] > 5 for load in soak.loads)
     assert all(load.probes.compared > 20 for load in soak.loads)
-    rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads])
+    rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], 3)
     assert len({row.name for row in rows}) == len(rows)
+    assert [row.value for row in rows if row.name == "complaints"] == [3]
     assert torch.get_num_threads() == threads
 
 
