@@ -54,6 +54,7 @@ TITLES = {
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
     "top_k_step_half": "The same with half as many requests, on a card of 80 GB; copies in fp8 too",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
+    "runner_soak": "A mixed load on served runners for an hour: nothing held in quiet, flat memory",
     "zeroing": "Zeroing of what is freed: the same requests with it and without",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
@@ -66,6 +67,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
+    "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
     "cuda_ops": ("kvweave bench ops",),
     "counters": ("python -m benchmarks.device.counters",),
     "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
@@ -97,6 +99,7 @@ COLUMNS = {
 }
 VALUE = {
     "replay": "lru",
+    "runner_soak": "found",
     "quality": "KL to full",
     "heads_quality": "KL to full",
     "head_memory": "with the map",

@@ -26,9 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.soak.asked import DOCUMENTS, Asked, Author, document
+from benchmarks.soak.log_watch import LogWatch
+from benchmarks.soak.memory import MIB, Memory
 from benchmarks.vllm.device import has_gpu, prepare
 from benchmarks.vllm.found import lines, say
-from benchmarks.vllm.soak_checks import MIB, LogWatch, Memory, left_behind, metric_complaints
+from benchmarks.vllm.soak_checks import left_behind, metric_complaints
 from benchmarks.vllm.soak_compare import Comparison
 from benchmarks.vllm.soak_engine import (
     REQUESTS,
@@ -39,7 +42,6 @@ from benchmarks.vllm.soak_engine import (
     sampling,
     written,
 )
-from benchmarks.vllm.soak_requests import DOCUMENTS, Asked, Author, document
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import PoolFull
 

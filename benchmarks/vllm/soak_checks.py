@@ -1,21 +1,12 @@
-"""What a soak holds an engine to: nothing left when idle, flat memory, true metrics, quiet logs."""
+"""What a soak holds an engine of vLLM to: nothing left when idle, and true metrics."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from kvweave.adapters.vllm.versions import is_known
 
-MIB = 1 << 20
-MOST_GROWTH = 8 * MIB
-"""Memory that a process may seem to gain over the second half: allocators give back in pieces."""
 RIGHT_COUNTS = ("0.33",)
 
 
@@ -41,71 +32,6 @@ def left_behind(llm: Any) -> list[str]:
         found[f"guarded requests of {name}"] = len(manager._exact)
     worker.store.cache.check()
     return [f"{count} {what}" for what, count in found.items() if count]
-
-
-@dataclass
-class Memory:
-    """Memory of this process, of the GPU and in objects, each time that the engine was idle."""
-
-    seconds: list[float] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)
-    device: list[int] = field(default_factory=list)
-    objects: list[int] = field(default_factory=list)
-
-    def look(self, at: float) -> None:
-        """Takes a sample, behind a collection of garbage."""
-        import torch
-
-        gc.collect()
-        with open("/proc/self/statm") as statm:
-            pages = int(statm.read().split()[1])
-        self.seconds.append(at)
-        self.resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
-        self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
-        self.objects.append(len(gc.get_objects()))
-
-    def growth(self, samples: list[int]) -> float:
-        """What a line through the second half of samples rises by."""
-        half = len(samples) // 2
-        if len(samples) - half < 3:
-            return 0.0
-        seconds = np.array(self.seconds[half:])
-        slope = float(np.polyfit(seconds, np.array(samples[half:], float), 1)[0])
-        return slope * float(seconds[-1] - seconds[0])
-
-    def complaints(self) -> list[str]:
-        """Where memory is not flat."""
-        grown = {"resident": self.growth(self.resident), "device": self.growth(self.device)}
-        return [
-            f"{what} memory grew by {size / MIB:.1f} MiB over the second half"
-            for what, size in grown.items()
-            if size > MOST_GROWTH
-        ]
-
-
-class LogWatch(logging.Handler):
-    """Errors, and whatever has a traceback, in the logs of vLLM and kvweave.
-
-    Made once vLLM is imported, which takes away handlers that were there before.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.errors: list[str] = []
-        for name in ("vllm", "kvweave", ""):
-            logging.getLogger(name).addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps what is an error."""
-        text = record.getMessage()
-        if record.levelno >= logging.ERROR or record.exc_info or "Traceback" in text:
-            self.errors.append(f"{record.name}: {text}")
-
-    def close(self) -> None:
-        """Hears no more."""
-        for name in ("vllm", "kvweave", ""):
-            logging.getLogger(name).removeHandler(self)
-        super().close()
 
 
 def counted() -> Counter[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from benchmarks.vllm.soak_requests import EXACT
+from benchmarks.soak.asked import EXACT
 
 TOLERANCE = 2e-3
 MOST_TIES, MOST_CHOSEN = 0.01, 0.01

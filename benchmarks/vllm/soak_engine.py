@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.soak.asked import VOCABULARY, Asked
+from benchmarks.soak.words import word_tokenizer
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
 from benchmarks.vllm.model import write_heads
-from benchmarks.vllm.soak_requests import VOCABULARY, Asked
 from kvweave.adapters.vllm.serving import engine_options
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -42,16 +43,12 @@ STORE_BYTES, FROZEN, KEPT_BYTES = 20 << 20, 0.25, 24 << 20
 def written(folder: Path) -> Path:
     """A checkpoint of the shape with a tokenizer of its own, and a map with uneven layers."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     model = folder / "model"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(model)
+    word_tokenizer(VOCABULARY).save_pretrained(model)
     layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
     write_heads(model, layers, kv_heads, lambda layer, head: head < WHOLE[layer], **WINDOW)
     return model

@@ -102,6 +102,13 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(CASES) == timed | host | on_gpu
 
 
+def test_prompts_are_looked_up_beside_others_and_by_many_at_once() -> None:
+    one, *many = block_manager.lookups_beside(20_000, quick=True)
+    assert "beside 0.0164 M blocks" in one.name
+    assert len(many) == len(block_manager.THREADS)
+    assert all(row.value > 0 for row in (one, *many))
+
+
 @pytest.mark.parametrize("hash_name", list(block_manager.LIMIT_MS))
 def test_lookup_case_runs(hash_name: str) -> None:
     row = block_manager.lookup(hash_name, quick=True)

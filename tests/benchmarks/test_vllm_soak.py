@@ -6,9 +6,10 @@ import copy
 import logging
 from typing import Any
 
-from benchmarks.vllm.soak_checks import MIB, LogWatch, Memory
+from benchmarks.soak.asked import EXACT, Author, document
+from benchmarks.soak.log_watch import LogWatch
+from benchmarks.soak.memory import MIB, Memory
 from benchmarks.vllm.soak_compare import TOLERANCE, Comparison
-from benchmarks.vllm.soak_requests import EXACT, Author, document
 
 OUTCOME: dict[str, Any] = {"tokens": 90, "cached": 0, "found": {"frozen": 60}, "reused": 60}
 OUTCOME |= {"missed": {"fresh": 29, "last-token": 1}, "recomputed": 7}

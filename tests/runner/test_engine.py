@@ -277,6 +277,18 @@ def test_others_take_the_room_in_mid_step(model: Any, alone: Runner) -> None:
     assert held(runner) == 0
 
 
+def test_who_comes_while_others_are_looked_at_is_not_among_them(model: Any) -> None:
+    """As happens where a step finds no room, and another thread submits."""
+    engine, seen = small(runner_of(model)), []
+    for number in range(2):
+        engine.submit(random_tokens(9, number), max_new_tokens=2)
+    for live in engine._all_live():
+        seen.append(live.handle.number)
+        engine.submit(random_tokens(9, 5), max_new_tokens=2)
+    assert (seen, engine.live) == ([0, 1], 4)
+    engine.run()
+
+
 @dataclass
 class Meddling(Planned):
     """Every row in every layer, and something else in the midst of its prefill."""
@@ -331,6 +343,33 @@ def test_cancelled_in_the_midst_of_a_step(model: Any) -> None:
     assert [one.outcome for one in requests] == ["cancelled", "cancelled"]
     assert [len(one.tokens) for one in requests] == [1, 0]
     assert (engine.live, held(runner)) == (0, 0)
+
+
+def test_cancelled_while_a_step_looks_up_who_decodes(
+    model: Any, alone: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned for the others is carried out: nobody else would ever go on with them."""
+    runner, prompts = runner_of(model), [random_tokens(20 + n, n) for n in range(3)]
+    engine = small(runner)
+    requests = [engine.submit(prompt, "full", max_new_tokens=12, stop=()) for prompt in prompts]
+    while len(requests[2].tokens) < 3:
+        engine.step()
+    equal = np.array_equal
+
+    def interrupted(one: Any, other: Any) -> bool:
+        found = equal(one, other)
+        engine.cancel(requests[1])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array_equal", interrupted)
+        engine.step()
+    engine.run()
+    assert requests[1].outcome == "cancelled"
+    for at in (0, 2):
+        wanted = alone.generate(prompts[at], "full", max_new_tokens=12, stop=()).tokens
+        assert requests[at].result().tokens == wanted
+    assert held(runner) == 0
 
 
 def test_many_threads_submit_and_cancel(model: Any, alone: Runner) -> None:

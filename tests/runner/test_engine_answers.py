@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -59,6 +59,32 @@ def test_what_was_prefilled_is_decoded_among_others(
             again = engine.submit_prefilled(first, max_new_tokens=2)
             engine.run()
             assert again.result().tokens == wanted[10:]
+    assert held(runner) == 0
+
+
+def test_several_answers_share_the_prompt_that_was_prefilled_once(
+    model: Any, alone: Runner
+) -> None:
+    """In an arena that would not hold the prompt twice; a branch of an answer shares that too."""
+    runner, prompt = runner_of(model, 12), random_tokens(100, 7)
+    some = [Sampling(0.9, seed=seed) for seed in range(3)]
+    how: dict[str, Any] = {"max_new_tokens": 9, "stop": ()}
+    with runner.prefill(prompt, "full", remember=False) as done, ExitStack() as stack:
+        forks = [stack.enter_context(done.fork()) for _ in some]
+        engine = small(runner)
+        requests = [
+            engine.submit_prefilled(fork, sampling=sampling, **how)
+            for fork, sampling in zip(forks, some, strict=True)
+        ]
+        engine.run()
+        for request, sampling in zip(requests, some, strict=True):
+            wanted = alone.generate(prompt, "full", sampling=sampling, remember=False, **how)
+            assert request.result().tokens == wanted.tokens
+        branch = stack.enter_context(forks[0].fork())
+        gone_on = [engine.submit_prefilled(one, **how) for one in (forks[0], branch)]
+        engine.run()
+        assert gone_on[0].result().tokens == gone_on[1].result().tokens
+    assert len({tuple(request.tokens) for request in requests}) == len(some)
     assert held(runner) == 0
 
 

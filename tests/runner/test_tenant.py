@@ -19,6 +19,8 @@ from kvweave import (
     Tenant,
     UnknownSegment,
 )
+from kvweave.runner import EngineRequest, ServedRequest
+from kvweave.runner.serve.held_back import HeldBack
 
 LETTER = random_tokens(90, 5).tolist()
 HOW: dict[str, Any] = {"max_new_tokens": 4, "stop": ()}
@@ -108,6 +110,17 @@ def test_tokens_come_at_multiples_of_the_quantum(served: tuple[Runner, Server]) 
     begun = time.monotonic()
     request.result()
     assert time.monotonic() - begun > quantum / 2
+
+
+def test_who_sees_a_token_before_anybody_tells_of_it_is_held_back_too(
+    served: tuple[Runner, Server],
+) -> None:
+    begun, quantum = time.monotonic(), 0.2
+    asked = EngineRequest(0)
+    held = HeldBack(ServedRequest(served[0].engine(), asked), quantum, lambda _: None)
+    asked.add(7)
+    assert next(iter(held)).token == 7
+    assert time.monotonic() - begun >= quantum
 
 
 def test_who_is_refused_or_cancelled_is_told_so(served: tuple[Runner, Server]) -> None:

@@ -84,6 +84,25 @@ def test_who_is_given_blocks_finds_nothing_in_them(zeroes: bool) -> None:
     runner.cache.check()
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_a_step_decodes_stays_in_the_blocks_that_it_was_given(windows: bool) -> None:
+    """Blocks that a step of decoding takes from what is cached, or was freed in the same step."""
+    model = tiny("llama", max_position_embeddings=1024)
+    plain = Runner(model, max_tokens=64, check=False, progress=False)
+    heads = head_map(plain.spec, classes_of(model)) if windows else None
+    prompts = [random_tokens(60 + 7 * n, 40 + n).tolist() for n in range(8)]
+    said = []
+    for zeroes in (False, True):
+        how: dict[str, Any] = {"max_tokens": 512, "check": False, "progress": False}
+        runner = Runner(model, zero_on_free=zeroes, heads=heads, **how)
+        engine = runner.engine(token_budget=160, chunk_tokens=96, max_running=8)
+        asked = [engine.submit(p, "full", max_new_tokens=40, stop=()) for p in prompts]
+        engine.run()
+        said.append([request.result().tokens for request in asked])
+        runner.cache.check()
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_namespace_that_is_forgotten_leaves_nothing(zeroes: bool) -> None:
     runner, secret = runner_of(zeroes), secret_rows()

@@ -128,6 +128,65 @@ def test_the_prefill_begins_before_all_has_come(
     assert torch.equal(again[0], logits)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_begins_before_all_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Its caller waits for nobody else: an engine that others use would have it wait before."""
+    model = tiny("llama")
+    plain = tiered(model)
+    for text in (LETTER, MANUAL):
+        plain.insert(text, f"{len(text)}")
+    wanted = answer(plain, LETTER, MANUAL).tokens
+    runner = tiered(model, store=stored(tmp_path, model))
+    steps, began = Stepwise(monkeypatch, wrong=3), []
+
+    def watch(*_: Any) -> None:
+        began.append(list(steps.seen))
+        steps.go_on.set()
+
+    hook = runner._prefiller.executor.spec.layers[1].out.register_forward_hook(watch)
+    if streams:
+        told = runner.stream(
+            prompt_of(LETTER, MANUAL), "naive", max_new_tokens=8, stop=(), remember=False
+        )
+        said = [token.token for token in told]
+    else:
+        said = answer(runner, LETTER, MANUAL).tokens
+    hook.remove()
+    assert began[0].count(3) == 0
+    assert said == wanted
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("layer", [1, LAYERS])
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answer_whose_documents_do_not_come_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int, fails: bool
+) -> None:
+    """They fail in the middle, or are late; several prompts of one call, one after the other."""
+    model = tiny("llama")
+    runner = tiered(model, store=stored(tmp_path, model))
+    prompts = [prompt_of(LETTER), prompt_of(MANUAL)]
+    how: dict[str, Any] = {"max_new_tokens": 8, "stop": (), "remember": False}
+    plain = tiered(model)
+    plain.insert(MANUAL, "manual")
+    wanted = [done.tokens for done in plain.generate_batch(prompts, "naive", **how)]
+    runner.tiers.patience_s = 10.0 if fails else 0.3
+    error = OSError("no more of it") if fails else None
+    steps = Stepwise(monkeypatch, wrong=layer, error=error)
+    with pytest.warns(StoreDegraded, match="no more of it" if fails else "did not answer"):
+        said = runner.generate_batch(prompts, "naive", **how)
+    steps.go_on.set()
+    assert sources_of(said[0].report) == ["computed"]
+    if fails:
+        assert sources_of(said[1].report) == ["disk"]
+        assert [done.tokens for done in said] == wanted
+    else:
+        assert said[0].tokens == wanted[0]
+    assert nothing_is_held(runner)
+
+
 @pytest.mark.parametrize("layer", range(1, LAYERS + 1))
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_what_does_not_come_is_computed_and_the_others_are_not(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from families import random_tokens, tiny
-from kvweave import Runner
+from kvweave import Runner, StoreFull
 from kvweave.flops import TextSizes, product_flops
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.choice import Speeds, choose
 from kvweave.runner.tiers.measured import Measured
+from kvweave.runner.tiers.trouble import Trouble
 from kvweave.runner.tiers.worker import Job, Worker
+from kvweave.runner.tiers.writes import Writes
 
 KNOWN = Speeds(host=1e9, disk=1e8, compute=1e12)
 
@@ -149,6 +154,47 @@ def test_the_most_urgent_job_goes_first_and_what_raises_stops_no_other() -> None
     worker.submit(Noted(4, done))
     assert done[5:] == ["4: a worker: expected one that is open, got a closed one"]
     worker.close(finish=True)
+
+
+class Given:
+    """A document of a part."""
+
+    def __init__(self) -> None:
+        self.parts = {"kv": np.zeros(1000, np.uint8)}
+
+
+class TakingTier:
+    """Takes what it is given, or has no room."""
+
+    source, called, trouble, is_resting = "disk", "a tier", "", False
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+
+    def read(self, document: Any, left: Any) -> None:
+        raise AssertionError("nothing is read")
+
+    def write(self, payload: Any, name: str | None) -> None:
+        if self.is_full:
+            raise StoreFull(f"{name}: expected room for {payload.parts['kv'].nbytes} bytes")
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_nothing_of_a_document_stays_with_who_wrote_it(is_full: bool) -> None:
+    given: Any = Given()
+    writes = Writes(TakingTier(is_full=is_full), 1 << 20, Trouble(), patient=True)
+    kept = weakref.ref(given.parts["kv"])
+    writes.write(given, "letter")
+    del given
+    end = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert kept() is None
+    if is_full:
+        with pytest.raises(StoreFull, match="letter: expected room for 1000 bytes"):
+            writes.flush()
+    writes.flush()
+    writes.close(None)
 
 
 def test_who_waits_is_told_when_a_worker_closes_without_them() -> None:

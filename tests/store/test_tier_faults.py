@@ -14,6 +14,8 @@ import pytest
 
 from families import random_tokens, tiny
 from kvweave import Cancelled, Runner, Store, StoreDegraded, StoreFull
+from kvweave.runner.tiers.disk_tier import DiskTier
+from kvweave.runner.tiers.document import Document
 from tiered_runners import FIRST, answer, evict, prompt_of, sources, tiered
 
 LETTER, MANUAL = random_tokens(90, 5).tolist(), random_tokens(70, 8).tolist()
@@ -144,6 +146,33 @@ def test_a_full_store_says_so_and_the_document_stays_here(tmp_path: Path, limit:
     assert answer(runner, LETTER).tokens == answer(plain, LETTER).tokens
     assert sources(answer(runner, LETTER)) == ["device"]
     assert Store(tmp_path).documents() == []
+
+
+def test_a_shard_that_goes_before_it_is_named_is_not_kept_and_said_so(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that nobody has named yet goes where others want its room."""
+    runner, has = tiered(tiny("llama"), store=stored), DiskTier.has
+    store = runner.tiers.disk.store
+
+    def gone_behind(tier: DiskTier, document: Document) -> bool:
+        there = has(tier, document)
+        for namespace, name, _ in store.documents():
+            store.forget(name, namespace)
+        for shard in store.list():
+            store.delete(shard.name)
+        return there
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "has", gone_behind)
+        runner.insert(LETTER, "another")
+        with warned("until it is named"), pytest.raises(StoreFull, match="until it is named"):
+            runner.flush()
+    assert sources(answer(runner, LETTER)) == ["device"]
+    # Whoever inserts it again has it kept.
+    runner.insert(LETTER, "another")
+    runner.flush()
+    assert [name for _, name, _ in store.documents()].count("another") == 1
 
 
 def test_a_reader_that_dies_is_replaced(stored: Path) -> None:

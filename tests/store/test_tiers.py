@@ -307,6 +307,22 @@ def test_what_is_no_tier_is_refused() -> None:
         tiered(model).restore()
 
 
+def test_a_folder_names_its_shards_as_the_runner_names_its_blocks(tmp_path: Path) -> None:
+    model = tiny("llama")
+    hostile, tame = tmp_path / "hostile", tmp_path / "tame"
+    runner = tiered(model, store=hostile, hash="sha256")
+    runner.insert(LETTER, "letter")
+    runner.close()
+    assert [len(path.stem) for path in (hostile / "shards").iterdir()] == [64]
+    tiered(model, store=tame).close()
+    assert (Store(hostile).hash, Store(tame).hash) == ("sha256", "xxh3-128")
+    # A better name does no harm; a worse one is no name for hostile tenants.
+    assert sources(answer(tiered(model, store=hostile), LETTER)) == ["disk"]
+    with pytest.raises(InvalidArgument, match="hash: expected xxh3-128"):
+        tiered(model, store=tame, hash="sha256")
+    assert tiered(model, store=Store(tame), hash="sha256").tiers.disk.store.hash == "xxh3-128"
+
+
 @needs_cuda
 @pytest.mark.parametrize("mode", ["materialise", "share"])
 def test_on_a_gpu(tmp_path: Path, mode: str) -> None:

@@ -73,7 +73,7 @@ CLAIMS = (
     Claim(
         "§8, LMCache",
         "8 to 15 times faster by caches beyond one engine",
-        "not measured beside LMCache; nothing here is shared between hosts",
+        "not measured beside LMCache; hosts share documents by a remote store (docs/tiers.md)",
     ),
     Claim(
         "§9, continuous batching",
@@ -88,6 +88,7 @@ CLAIMS = (
     Claim(
         "§10, timing",
         "a faster answer tells one user what another has asked",
-        "not measured; across namespaces there are no hits, so nothing to tell",
+        "not measured in a run that was kept; across namespaces there are no hits, so nothing to "
+        "tell, and `python -m benchmarks.run isolation` holds a classifier of times to that",
     ),
 )

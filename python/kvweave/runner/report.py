@@ -49,7 +49,8 @@ class PassReport:
 class DocumentSource:
     """Where the KV of a marked document at tokens [start, end) came from, and why from there.
 
-    `source`: "device", "host" (its memory), "disk" (a store), or "computed" with the prompt.
+    `source`: "device", "host" (its memory), "disk" (a store), "remote" (one on another machine), or
+    "computed" with the prompt.
     """
 
     start: int

@@ -147,8 +147,8 @@ class Retention:
         """Brings a text's marked documents from the tiers to the device before they are asked for.
 
         It waits for its reads. Returns where each came from: "device" where it was there, "host",
-        "disk", or "computed" for one that no tier has, that has no room, or that takes less time to
-        compute. For the thread that computes: of a served runner `server.call`.
+        "disk", "remote", or "computed" for one that no tier has, that has no room, or that takes
+        less time to compute. For the thread that computes: of a served runner `server.call`.
 
         # Errors
         As `Runner.generate` for texts; `AlreadyStepping` while another thread computes.

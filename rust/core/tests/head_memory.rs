@@ -197,6 +197,38 @@ fn a_prompt_in_chunks_goes_on_in_a_full_arena() {
 }
 
 #[test]
+fn a_block_that_chunks_kept_from_others_is_anybodys_once_it_is_free() {
+    let cache = small(60);
+    let tokens = text(1000, 320);
+    let admission = Admission { chunk_tokens: 32, reuse: Reuse::None, ..Admission::new(&tokens) };
+    // Of the second the cache has everything already: its blocks are entered nowhere.
+    for _ in 0..2 {
+        let mut request = cache.admit(&admission).unwrap();
+        prefill(&mut request, 32, true);
+        cache.check().unwrap();
+        drop(request);
+        cache.check().unwrap();
+    }
+    let mut others = Vec::new();
+    loop {
+        let other = text(50_000 + 100 * others.len() as u32, 40);
+        let Ok(mut request) = cache.admit(&Admission::new(&other)) else { break };
+        settle(&mut request);
+        request.commit(40, 40).unwrap();
+        others.push(request);
+    }
+    assert!(others.len() > 10, "{}", others.len());
+    for (number, mut request) in (0..).zip(others) {
+        if number < 6 {
+            request.freeze(&format!("book {number}"), 0..40).unwrap();
+        }
+        drop(request);
+        assert_eq!(cache.lookup_prefix(&text(50_000 + 100 * number, 41), ""), 40);
+    }
+    cache.check().unwrap();
+}
+
+#[test]
 fn a_slab_that_a_window_has_left_serves_full_heads() {
     let shape = KvShape::new(2, 4, 8, 16, KvDtype::F32).unwrap();
     let cache = cache_of(shape, 64, 8, 4, 32);

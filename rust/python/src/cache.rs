@@ -29,7 +29,8 @@ pub struct KvCache {
     shape: Py<KvShape>,
     /// None for a cache without memory.
     arena: Option<Py<PyAny>>,
-    freed: Arc<FreedPages>,
+    /// For all that takes blocks of the cache.
+    pub freed: Arc<FreedPages>,
 }
 
 impl KvCache {

@@ -1,6 +1,6 @@
 //! `DecodeRows`: what decode steps must know of the requests that take part.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::{self as core, StepHead, StepRows};
 use numpy::{PyArray1, PyArray2, PyArray3, PyArrayMethods};
@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use crate::arguments::{Table, count, raised};
 use crate::cache::KvCache;
 use crate::failure::{Failure, call_core};
+use crate::freed::FreedPages;
 use crate::request::{KvRequest, saturating_u32, with_all};
 use crate::rows::rows as table;
 use crate::scalars::Number;
@@ -22,11 +23,14 @@ use crate::tokens::Tokens;
 /// there are such that the head's page is `block + rank`, its rank in its group, whoever has
 /// promoted it.
 #[pyclass(frozen, module = "kvweave._native")]
-pub struct DecodeRows(Mutex<core::DecodeRows>);
+pub struct DecodeRows {
+    rows: Mutex<core::DecodeRows>,
+    freed: Arc<FreedPages>,
+}
 
 impl DecodeRows {
     fn lock(&self) -> MutexGuard<'_, core::DecodeRows> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -76,7 +80,8 @@ impl DecodeStep {
 impl DecodeRows {
     #[new]
     fn new(cache: &Bound<'_, KvCache>) -> Self {
-        Self(Mutex::new(cache.get().cache.decode_rows()))
+        let cache = cache.get();
+        Self { rows: Mutex::new(cache.cache.decode_rows()), freed: cache.freed.clone() }
     }
 
     /// T: tables of a request in a step.
@@ -157,6 +162,7 @@ impl DecodeRows {
                 Ok((step, [rows.tables(), rows.entries(), rows.lanes()]))
             })
         })?;
+        self.freed.zero(py)?;
         DecodeStep::new(py, step, sizes)
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from typing import Any
 
 from kvweave.runner.answers.answering import Answering, Ask
 from kvweave.runner.engine.engine import Engine
@@ -52,7 +53,8 @@ class Calls:
             request.result()
 
     def _engine(self) -> Engine:
-        return Engine(self._answering, token_budget=None, chunk_tokens=None, max_running=None)
+        unbounded: dict[str, Any] = dict.fromkeys(("token_budget", "chunk_tokens", "max_running"))
+        return Engine(self._answering, alone=True, **unbounded)
 
 
 def _finish(engine: Engine, request: EngineRequest, among: Sequence[EngineRequest]) -> None:

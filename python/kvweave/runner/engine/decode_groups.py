@@ -55,33 +55,44 @@ class DecodeGroup:
         ]
 
 
+class Grouped:
+    """The requests of a plan in groups that share a step, once these are found.
+
+    `given` are those of them whose prompts are their callers'.
+    """
+
+    def __init__(self, numbers: Int64) -> None:
+        self.numbers = numbers
+        self.groups: Sequence[DecodeGroup] = ()
+        self.given: Sequence[LiveRequest] = ()
+
+
 class DecodeGroups:
     """The groups of a plan: those of the plan before as long as it names the same requests."""
 
     def __init__(self) -> None:
-        self._numbers: Int64 | None = None
-        self._groups: Sequence[DecodeGroup] = ()
-        self.given: Sequence[LiveRequest] = ()
+        self._last: Grouped | None = None
 
-    def of(self, numbers: Int64, known: Mapping[int, LiveRequest]) -> Sequence[DecodeGroup]:
+    def of(self, numbers: Int64, known: Mapping[int, LiveRequest]) -> Grouped:
         """The requests of these numbers that go on, by what can share a step.
 
-        `given` are those of them whose prompts are their callers'.
+        Whoever leaves meanwhile is in it still: what was planned for all others is carried out.
         """
-        if self._numbers is not None and np.array_equal(numbers, self._numbers):
-            return self._groups
+        last = self._last
+        if last is not None and np.array_equal(numbers, last.numbers):
+            return last
         # First, so that whoever forgets meanwhile is heard.
-        self._numbers = numbers
+        found = self._last = Grouped(numbers)
         named = map(known.get, numbers.tolist())
         lives = [live for live in named if live is not None and not live.handle.ended]
         answering = {live.answering.sequence: live for live in lives}
-        self.given = [live for live in lives if live.given]
-        self._groups = [
+        found.given = [live for live in lives if live.given]
+        found.groups = [
             DecodeGroup(some, [answering[sequence] for sequence in some])
             for some in by_regime(list(answering))
         ]
-        return self._groups
+        return found
 
     def forget(self) -> None:
         """Lets go of all, as somebody has left. From any thread."""
-        self._numbers, self._groups, self.given = None, (), ()
+        self._last = None

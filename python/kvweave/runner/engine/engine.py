@@ -58,7 +58,8 @@ class Engine(Submissions):
 
     A request that raises ends alone; what goes wrong in a decode step and is nobody's own ends all
     that took part in it. A runner's canary looks at prompts once they are prefilled, in the same
-    step. `clock` says nanoseconds that never go back.
+    step. `clock` says nanoseconds that never go back. `alone`: all requests are of one caller, who
+    waits for all, so that a step may wait for documents that are being read.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine(Submissions):
         max_running: int | None = 256,
         order: str = "arrival",
         clock: Callable[[], int] = time.monotonic_ns,
+        alone: bool = False,
     ) -> None:
         self._answering = answering
         self._prefiller = answering.prefiller
@@ -78,7 +80,7 @@ class Engine(Submissions):
         own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
         # Whoever made the runner may have wanted shorter ones.
         chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
-        self._prompts = PromptWork(answering, chunk)
+        self._prompts = PromptWork(answering, chunk, alone=alone)
         self._scheduler = Scheduler(
             self._prefiller.cache,
             token_budget=_NO_LIMIT if token_budget is None else token_budget,
@@ -167,6 +169,11 @@ class Engine(Submissions):
         self._prefiller.computing.soon(self._let_leaving_go)
         return True
 
+    def _all_live(self) -> list[LiveRequest]:
+        """Requests that have not ended; others may come and go while somebody looks at them."""
+        with self._lock:
+            return list(self._live.values())
+
     @property
     def live(self) -> int:
         """Requests that have not ended."""
@@ -235,9 +242,7 @@ class Engine(Submissions):
 
     def close(self, error: BaseException | None = None) -> None:
         """Cancels whatever has not ended, or has it fail. From any thread; safe to call twice."""
-        with self._lock:
-            left = list(self._live.values())
-        for live in left:
+        for live in self._all_live():
             if live.handle.end("failed" if error else "cancelled", error):
                 self._leave(live)
         self._prefiller.computing.soon(self._let_leaving_go)
@@ -246,6 +251,12 @@ class Engine(Submissions):
         answered, finished = self._answered, self._finished
         self._answered, self._finished = [], []
         return self._scheduler.plan(self._clock(), answered=answered, finished=finished)
+
+    def _tell_ends(self) -> None:
+        """Tells the scheduler of those who have finished, where no plan may come that is told."""
+        finished, self._finished = self._finished, []
+        for number in finished:
+            self._scheduler.finish(number)
 
     def _carry_out(self, plan: StepPlan) -> None:
         for number, why in plan.refused:
@@ -257,16 +268,16 @@ class Engine(Submissions):
         for number, first, count, last in plan.prefill.tolist():
             if (live := self._live.get(number)) and not live.handle.ended:
                 self._prefill(live, first + count, bool(last))
-        groups = self._groups.of(plan.decode, self._live)
-        if [live for live in self._groups.given if not self._is_there(live)]:
-            groups = self._groups.of(plan.decode, self._live)
-        for group in groups:
+        found = self._groups.of(plan.decode, self._live)
+        if [live for live in found.given if not self._is_there(live)]:
+            found = self._groups.of(plan.decode, self._live)
+        for group in found.groups:
             self._decode(group)
-        if not groups:
+        if not found.groups:
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
             self._prefiller.clock.wait()
-        self._prompts.end_step(waits=not groups)
+        self._prompts.end_step(waits=not found.groups)
 
     # ---- prompts --------------------------------------------------------------------------
 
@@ -427,7 +438,7 @@ class Engine(Submissions):
         Where nobody else of the engine computes anything there is nobody to wait for.
         """
         self._let_go(live)
-        if not self._room.anybody_besides([live], self._live.values()):
+        if not self._room.anybody_besides([live], self._all_live()):
             self._fail(live, error)
             return
         self._scheduler.not_done(live.handle.number, no_room=True)
@@ -435,7 +446,7 @@ class Engine(Submissions):
 
     def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
         """A step found no room for one of these: it is planned again, and room is made."""
-        if len(lives) == 1 and not self._room.anybody_besides(lives, self._live.values()):
+        if len(lives) == 1 and not self._room.anybody_besides(lives, self._all_live()):
             self._fail(lives[0], error)
             return
         for place, live in enumerate(lives):
@@ -484,3 +495,5 @@ class Engine(Submissions):
             leaving, self._leaving = self._leaving, []
         for live in leaving:
             self._part(live)
+        if not self._live:
+            self._tell_ends()

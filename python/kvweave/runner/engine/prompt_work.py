@@ -18,11 +18,16 @@ _MOMENT_S = 0.01
 
 
 class PromptWork:
-    """Prefills prompts of live requests, in spans of at most `chunk_tokens` (0: at once)."""
+    """Prefills prompts of live requests, in spans of at most `chunk_tokens` (0: at once).
 
-    def __init__(self, answering: Answering, chunk_tokens: int) -> None:
+    `alone`: they are of one caller, who waits for all: documents may be read while their prompt is
+    computed, which waits for them layer by layer.
+    """
+
+    def __init__(self, answering: Answering, chunk_tokens: int, *, alone: bool = False) -> None:
         self._answering = answering
         self._chunk = chunk_tokens
+        self._alone = alone
         # Documents that a prompt of the step waits for, and whether it computed anything.
         self._awaited: Expected | None = None
         self._computed = False
@@ -39,7 +44,9 @@ class PromptWork:
         if live.expected is None:
             how = live.ask.policy, live.ask.lookup, NEEDED, 0
             live.expected = self._answering.prefiller.expect(live.prompt, *how)
-        if live.expected is None or live.expected.is_ready:
+        if live.expected is None:
+            return True
+        if live.expected.is_begun if self._alone else live.expected.is_ready:
             return True
         self._awaited = live.expected
         return False
@@ -82,6 +89,9 @@ class PromptWork:
                 self._chunk,
                 reserve_tokens=max(0, live.room - len(prompt.tokens)),
                 expected=live.expected,
+                # What lies in the host's memory is copied while the first chunk is computed. What
+                # a store gives has been read by now, or its caller waits for it alone.
+                at_once=True,
             )
             live.expected = None
         live.job.advance(min(to, live.job.tokens))

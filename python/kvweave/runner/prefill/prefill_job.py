@@ -46,8 +46,9 @@ class PrefillJob:
     `logits_from`, `reserve_tokens`: as for `Runner.prefill`. `keep`: all KV stays with the request,
     also what lies behind the windows of its heads; it is computed at once then. `expected`: what
     its documents are to come from, if that was decided before. `copy` is given the pages that are
-    packed. `at_once`: nobody else computes before `advance`, so that KV of its documents may come
-    while that computes; where some does not come it begins anew, without them.
+    packed. `at_once`: nobody else computes before the first `advance`, so that KV of its documents
+    may come while that computes, and has come when it returns; where some does not come it begins
+    anew, without them.
 
     # Errors
     `PoolFull` when the prompt does not fit; whatever its policy raises.
@@ -186,7 +187,7 @@ class PrefillJob:
         """
         if to > self.tokens:
             raise InvalidArgument(f"prefill: expected a position up to {self.tokens}, got {to}")
-        if to <= self.computed:
+        if to <= self.computed and self._brought.arrivals is None:
             return
         try:
             with self._context.spec.current():
@@ -223,6 +224,8 @@ class PrefillJob:
         self._begin(again)
 
     def _advance(self, to: int) -> None:
+        if to <= self.computed:
+            return
         prefix, executor = self._view.prefix, self._context.executor
         if self._run is None:
             at_once = to == self.tokens and to - prefix <= self._chunk

@@ -77,17 +77,19 @@ class HeldBack:
         return self._request.cancel()
 
     def _note(self) -> None:
-        """Notes when tokens came, and the end."""
+        """Notes when tokens came, and the end; by whoever sees them first."""
         now = time.monotonic()
         with self._lock:
             self._times += [now] * (len(self._request.tokens) - len(self._times))
-            if self._request.outcome is not None:
+            if self._end is None and self._request.outcome is not None:
                 self._end = now
 
     def _wait_for(self, place: int | None) -> None:
         """Waits until the token of that place may be seen; without one, until the end may be."""
         if self._quantum is None:
             return
+        # Who waits for a token may see it before the listener is told of it.
+        self._note()
         with self._lock:
             first = self._times[0] if self._times else self._end or self._begun
             came = self._end if place is None else self._times[place]

@@ -39,6 +39,11 @@ class Expected:
         return self._is_done()
 
     @property
+    def is_begun(self) -> bool:
+        """The same of what arrives layer by layer, which need only have been opened."""
+        return self._is_done(begun=True)
+
+    @property
     def is_read(self) -> bool:
         """Whether nothing more is being read, for who does not wait."""
         return all(load.ended for load in self._loads)

@@ -53,14 +53,15 @@ def make_tiers(
     # Errors
     `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
     store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
-    a folder that cannot be used.
+    a folder that cannot be used; `InvalidArgument` too for a folder whose shards are named by a
+    hash that is not safe from tenants, where the runner's is.
     """
     if store is None and document_bytes is None and remote is None:
         return None
     form = form_of(decoder, heads)
     disk, host, far = None, None, None
     if store is not None:
-        disk = DiskTier(_opened(store), form)
+        disk = DiskTier(_opened(store, hash), form)
     if document_bytes is not None:
         whole("document_bytes", document_bytes, 1)
         host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
@@ -76,9 +77,13 @@ def make_tiers(
     return tiers
 
 
-def _opened(store: object) -> Store:
+def _opened(store: object, hash: str) -> Store:
+    """A store as it is, or a folder's, in which shards are named as a cache names its blocks.
+
+    Names by xxh3-128 are good enough for whoever has no hostile tenants; a folder may have better.
+    """
     if isinstance(store, Store):
         return store
     if not isinstance(store, (str, PathLike)):
         raise InvalidArgument(f"store: expected a Store or a folder, got {shown(store)}")
-    return Store(store)
+    return Store(store, hash=hash if hash == "sha256" else None)

@@ -129,12 +129,9 @@ class Worker:
     def _work(self) -> None:
         try:
             while (job := self._next()) is not None:
-                try:
-                    job.run()
-                except Exception as error:
-                    job.end(error)
-                else:
-                    job.end(None)
+                self._do(job)
+                # A job may have much in hand: it is not kept until the next one comes.
+                del job
         except BaseException as error:
             self._died(error)
         finally:
@@ -143,6 +140,15 @@ class Worker:
                 if self._thread is threading.current_thread():
                     self._thread = None
                 self.changed.notify_all()
+
+    @staticmethod
+    def _do(job: Job) -> None:
+        try:
+            job.run()
+        except Exception as error:
+            job.end(error)
+        else:
+            job.end(None)
 
     def _died(self, error: BaseException) -> None:
         """Tells all that wait, and who was at it, that nobody will do it."""

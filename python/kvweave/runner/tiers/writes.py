@@ -106,6 +106,7 @@ class Writes:
             self._worker.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        self._failed = self._failed or error
+        # Its traceback would keep the document until somebody asks.
+        self._failed = self._failed or error.with_traceback(None)
         kind, where = f"{self._to.trouble}unwritten", self._to.called
         self._trouble.note(kind, f"a document is not kept in {where}: {error}")

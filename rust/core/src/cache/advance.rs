@@ -353,8 +353,8 @@ impl Holding {
         self.passed = self.passed.max(change.passed.last().map_or(0, |b| b + 1));
         self.lost |= !change.passed.is_empty();
         let mut gone = change.private;
-        gone.iter().for_each(|&block| state.index.withhold(block, false));
         gone.extend(&change.again);
+        gone.iter().for_each(|&block| state.index.withhold(block, false));
         if !gone.is_empty() {
             self.private.part_with(&gone);
         }

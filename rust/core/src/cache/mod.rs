@@ -46,7 +46,7 @@ use crate::error::{Error, ErrorKind};
 use crate::heads::HeadGroups;
 use crate::pool::{Pool, Store};
 
-use books::Common;
+use books::{Common, State};
 use config::block_groups;
 
 /// A cache of KV blocks over one arena. Clones are handles of the same cache.
@@ -245,7 +245,16 @@ impl KvCache {
         let stored = self.0.store.lock();
         stored.pool.check()?;
         stored.index.check()?;
+        check_withheld(&stored)?;
         freeze::check(&stored)
+    }
+}
+
+/// What is kept from others is somebody's.
+fn check_withheld(state: &State) -> Result<(), Error> {
+    match state.index.withheld().find(|&block| state.pool.references(block) == 0) {
+        Some(block) => Err(Error::inconsistent("withheld block", "a held one", block.index())),
+        None => Ok(()),
     }
 }
 

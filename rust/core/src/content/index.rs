@@ -150,6 +150,11 @@ impl Index {
         }
     }
 
+    /// Blocks that are kept from others.
+    pub(crate) fn withheld(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.places.withheld()
+    }
+
     /// Gives the node of the same exact prefix, if another row stands for it, the blocks that it
     /// has lost: a window group's may go before the others.
     pub(crate) fn fill(

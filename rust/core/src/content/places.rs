@@ -76,6 +76,12 @@ impl Places {
         self.withheld.get(block.index()).is_some_and(|&withheld| withheld)
     }
 
+    /// Blocks that nobody else may hold yet.
+    pub(super) fn withheld(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let withheld = self.withheld.iter().enumerate().filter(|(_, withheld)| **withheld);
+        withheld.map(|(number, _)| BlockId::new(number as u32))
+    }
+
     pub(super) fn withhold(&mut self, block: BlockId, withheld: bool) {
         self.withheld[block.index()] = withheld;
     }
