@@ -16,6 +16,7 @@ use crate::dlpack::borrow;
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::freed::FreedPages;
+use crate::frozen_segment::FrozenSegment;
 use crate::request::{KvRequest, group_id, saturating_u32, with_all};
 use crate::rows::{Rows, rows};
 use crate::scalars::{Number, Regime, Text};
@@ -36,58 +37,6 @@ pub struct KvCache {
 impl KvCache {
     pub fn core(&self) -> &core::KvCache {
         &self.cache
-    }
-}
-
-/// What of an entry its pickle holds, in the order of its fields.
-type EntryFields = (String, String, usize, usize, usize, u64);
-
-/// A knowledge-base entry, as it was when it was asked for.
-#[pyclass(frozen, get_all, eq, hash, module = "kvweave._native")]
-#[derive(PartialEq, Eq, Hash)]
-pub struct FrozenSegment {
-    name: String,
-    namespace: String,
-    tokens: usize,
-    blocks: usize,
-    resident_blocks: usize,
-    references: u64,
-}
-
-#[pymethods]
-impl FrozenSegment {
-    #[new]
-    fn new(
-        name: String,
-        namespace: String,
-        tokens: usize,
-        blocks: usize,
-        resident_blocks: usize,
-        references: u64,
-    ) -> Self {
-        Self { name, namespace, tokens, blocks, resident_blocks, references }
-    }
-
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, EntryFields) {
-        let (name, namespace) = (self.name.clone(), self.namespace.clone());
-        let counts = (self.tokens, self.blocks, self.resident_blocks);
-        let fields = (name, namespace, counts.0, counts.1, counts.2, self.references);
-        (py.get_type::<Self>().into_any(), fields)
-    }
-
-    fn __repr__(&self) -> String {
-        format!(
-            "FrozenSegment(name={:?}, namespace={:?}, tokens={}, blocks={}, resident_blocks={})",
-            self.name, self.namespace, self.tokens, self.blocks, self.resident_blocks
-        )
-    }
-}
-
-impl From<core::FrozenSegment> for FrozenSegment {
-    fn from(segment: core::FrozenSegment) -> Self {
-        let core::FrozenSegment { name, namespace, tokens, blocks, resident_blocks, references } =
-            segment;
-        Self { name, namespace, tokens, blocks, resident_blocks, references }
     }
 }
 

@@ -10,6 +10,7 @@ mod drawn;
 mod dtype;
 mod failure;
 mod freed;
+mod frozen_segment;
 mod ops;
 mod packed;
 mod plan;
@@ -39,9 +40,11 @@ mod _native {
     #[pymodule_export]
     use super::arena::Arena;
     #[pymodule_export]
-    use super::cache::{FrozenSegment, KvCache};
+    use super::cache::KvCache;
     #[pymodule_export]
     use super::decode_rows::{DecodeRows, DecodeStep};
+    #[pymodule_export]
+    use super::frozen_segment::FrozenSegment;
     #[pymodule_export]
     use super::ops::cpu::attend_decode::attend_decode;
     #[pymodule_export]
