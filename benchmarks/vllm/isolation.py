@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.cases.isolation import CONTROLS, Trials, row
 from benchmarks.report import record
+from benchmarks.soak.asked import VOCABULARY
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
 from benchmarks.vllm.soak_engine import ARCHITECTURE, written
-from benchmarks.vllm.soak_requests import VOCABULARY
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row, expect
 
