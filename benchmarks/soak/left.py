@@ -86,13 +86,11 @@ def left_behind(served: Served) -> Iterator[str]:
         yield f"troubles of the tiers: {troubles}"
 
 
-def live_objects() -> Iterator[str]:
-    """Objects of requests and servers that have ended."""
+def live_objects() -> Counter[str]:
+    """Objects of requests and servers in this process, by kind."""
     gc.collect()
     kinds = [type(one) for one in gc.get_objects()]
-    ours = [kind for kind in kinds if kind.__name__ in LIVE and _is_ours(kind)]
-    alive = Counter(kind.__name__ for kind in ours)
-    yield from (f"{alive[name]} × {name}" for name in sorted(LIVE) if alive[name])
+    return Counter(kind.__name__ for kind in kinds if kind.__name__ in LIVE and _is_ours(kind))
 
 
 def _is_ours(kind: type) -> bool:

@@ -174,6 +174,8 @@ class Soak:
     """All loads in turns, for so many seconds, or twice as long until everything has happened."""
 
     def __init__(self, folder: Path, remote: RemoteStore, seed: int) -> None:
+        # What the process holds already is no business of the loads.
+        self.alive = live_objects()
         model = tiny_llama()
         self.loads = [
             LoadedRunner(Served(kind, model, folder, remote), seed + number)
@@ -217,7 +219,8 @@ class Soak:
     def look(self) -> None:
         """What the process holds, while nobody computes."""
         self.memory.look(self.past)
-        self.complaints += [f"at {self.past:.0f} s: {one} alive" for one in live_objects()]
+        alive = live_objects() - self.alive
+        self.complaints += [f"at {self.past:.0f} s: {n} × {of} alive" for of, n in alive.items()]
         now = Open.now()
         if self.open is None and len(self.memory.seconds) >= WARM_TURNS:
             self.open = now
