@@ -21,11 +21,13 @@ impl Pool {
     fn release_from(&mut self, blocks: &[BlockId], owners: u32) {
         let mut left = blocks.len();
         while left > 0 {
-            let kept = self.free_last(&blocks[..left], owners);
-            if kept == left {
-                self.release_last(blocks[left - 1], owners);
+            let entry = &self.blocks[blocks[left - 1].index()];
+            if entry.state == BlockState::Held(1) && !entry.indexed {
+                left = self.free_last(&blocks[..left], owners);
+            } else {
+                left -= 1;
+                self.release_last(blocks[left], owners);
             }
-            left = kept.min(left - 1);
         }
     }
 
@@ -56,6 +58,7 @@ impl Pool {
     }
 
     /// Removes a holder of a block that others hold too, or that is cached from now on.
+    #[inline]
     fn release_last(&mut self, block: BlockId, owners: u32) {
         let entry = &mut self.blocks[block.index()];
         entry.owners -= owners;
