@@ -19,22 +19,33 @@ impl Pool {
 
     #[inline]
     fn release_from(&mut self, blocks: &[BlockId], owners: u32) {
+        match blocks {
+            [block] => self.release_one(*block, owners),
+            _ => self.release_row(blocks, owners),
+        }
+    }
+
+    fn release_row(&mut self, blocks: &[BlockId], owners: u32) {
         let mut left = blocks.len();
         while left > 0 {
-            let entry = &self.blocks[blocks[left - 1].index()];
-            if entry.state == BlockState::Held(1) && !entry.indexed {
-                left = self.free_last(&blocks[..left], owners);
+            if self.is_freed_by_its_release(blocks[left - 1]) {
+                left = self.free_run(&blocks[..left], owners);
             } else {
                 left -= 1;
-                self.release_last(blocks[left], owners);
+                self.release_one(blocks[left], owners);
             }
         }
     }
 
+    /// Whether a block has one holder and nobody could find it.
+    fn is_freed_by_its_release(&self, block: BlockId) -> bool {
+        let entry = &self.blocks[block.index()];
+        entry.state == BlockState::Held(1) && !entry.indexed
+    }
+
     /// Frees the blocks at the end of a row whose only holder goes and that nobody could find, as
     /// far as they are of one slab, whose books then change once; returns how many are left.
-    #[inline]
-    fn free_last(&mut self, blocks: &[BlockId], owners: u32) -> usize {
+    fn free_run(&mut self, blocks: &[BlockId], owners: u32) -> usize {
         let Block { slab, group, .. } = self.blocks[blocks[blocks.len() - 1].index()];
         let mut left = blocks.len();
         for &block in blocks.iter().rev() {
@@ -51,25 +62,33 @@ impl Pool {
         pool.held -= freed.len();
         pool.free += freed.len();
         self.slabs[usize::from(slab)].free.extend(freed.iter().rev());
-        if self.freed.is_some() {
-            freed.iter().for_each(|&block| self.note_freed(block));
+        if let Some(pages) = &mut self.freed {
+            let count = pool.pages as usize;
+            freed.iter().for_each(|b| pages.note(self.pages[b.index()] as usize, count));
         }
         left
     }
 
-    /// Removes a holder of a block that others hold too, or that is cached from now on.
     #[inline]
-    fn release_last(&mut self, block: BlockId, owners: u32) {
+    fn release_one(&mut self, block: BlockId, owners: u32) {
         let entry = &mut self.blocks[block.index()];
         entry.owners -= owners;
         match entry.state {
             BlockState::Held(1) => {
-                entry.state = BlockState::Cached;
-                self.order.enter(entry.group, block);
                 let pool = &mut self.groups[entry.group.index()];
+                let slab = &mut self.slabs[usize::from(entry.slab)];
                 pool.held -= 1;
-                pool.cached += 1;
-                self.slabs[usize::from(entry.slab)].cached += 1;
+                if entry.indexed {
+                    entry.state = BlockState::Cached;
+                    self.order.enter(entry.group, block);
+                    pool.cached += 1;
+                    slab.cached += 1;
+                } else {
+                    entry.state = BlockState::Free;
+                    slab.free.push(block);
+                    pool.free += 1;
+                    self.note_freed(block);
+                }
             }
             BlockState::Held(n) => {
                 entry.state = BlockState::Held(n - 1);
