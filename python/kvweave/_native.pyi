@@ -126,6 +126,19 @@ class HeadClassMap:
 class HeadGroup:
     """The heads of one class, whose blocks come and go together."""
 
+    def __new__(
+        cls,
+        kind: str,
+        sink: int,
+        recent: int,
+        pages: int,
+        read: int,
+        rerank_every: int,
+        score: str,
+        estimate: bool,
+    ) -> HeadGroup: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
     kind: str
     sink: int
     recent: int

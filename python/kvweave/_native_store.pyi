@@ -107,6 +107,20 @@ class ShardHead:
 class StoredShard:
     """One line of what a store holds. Where the file says nothing, `error` says why."""
 
+    def __new__(
+        cls,
+        name: str,
+        provenance: Provenance | None,
+        tokens: int | None,
+        expires: int | None,
+        cost: int | None,
+        file_bytes: int,
+        used: int,
+        documents: int,
+        error: str | None,
+    ) -> StoredShard: ...
+    def __eq__(self, other: object, /) -> bool: ...
+
     name: str
     provenance: Provenance | None
     tokens: int | None

@@ -6,14 +6,15 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvweave
-from families import random_tokens, tiny
-from kvweave.cache import KvCache, KvShape, ReusePlan
+from kvweave.cache import HeadClassMap, KvCache, KvShape, ReusePlan
+from kvweave.ops import PackedFormat
 
 WAYS: list[Callable[[Any], Any]] = [
     lambda given: pickle.loads(pickle.dumps(given)),
@@ -84,7 +85,7 @@ def test_shapes_and_entries_are_plain_data(way: Callable[[Any], Any]) -> None:
     with cache.admit(np.arange(32, dtype=np.int32), namespace="somebody") as request:
         request.commit(32, 32)
         request.freeze("a text", 0, 32)
-    for given in (cache.shape, *cache.frozen("somebody")):
+    for given in (cache.shape, *cache.frozen("somebody"), *cache.groups):
         again = way(given)
         assert again == given
         assert hash(again) == hash(given)
@@ -92,19 +93,54 @@ def test_shapes_and_entries_are_plain_data(way: Callable[[Any], Any]) -> None:
     assert way(cache.shape) != KvShape(2, 1, 8, 16, "f32")
 
 
-def test_what_is_at_work_says_what_it_is() -> None:
-    """In a line of a notebook: the model and its blocks, what a prompt and a talk hold."""
-    runner = kvweave.Runner(tiny("llama"), max_tokens=256, progress=False, check=False)
-    before = "Runner(4 layers, 2 KV heads, torch.float32, cpu; blocks held=0, cached=0, free=17)"
-    assert repr(runner) == before
-    with runner.prefill(random_tokens(20, 1), "full") as done:
-        assert repr(done) == "Prefill(20 tokens, exact_tokens=20)"
-        assert "blocks held=2," in repr(runner)
-    assert repr(done) == "Prefill(released, exact_tokens=20)"
-    with runner.conversation("full") as talk:
-        talk.ask(random_tokens(9, 2), max_new_tokens=2)
-        assert repr(talk) == "Conversation(full, turns=1, tokens=11)"
-    assert repr(talk) == "Conversation(full, turns=1, closed)"
-    packed = kvweave.Runner(tiny("llama"), max_tokens=256, check=False, kv_dtype="int4")
-    assert "; blocks held=0, cached=0, free=" in repr(packed)
-    assert repr(packed).endswith("packed blocks held=0, cached=0, free=5)")
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "deepcopy"])
+def test_head_maps_and_their_groups_are_plain_data(way: Callable[[Any], Any]) -> None:
+    """Of all three classes of heads."""
+    shape = KvShape(1, 3, 8)
+    told = json.loads(HeadClassMap.full(shape, "some model").to_json())
+    told["heads"][1]["class"] = {"kind": "window", "sink": 16, "recent": 48}
+    told["heads"][2]["class"] = {"kind": "top_k", "pages": 3, "rerank_every": 2}
+    heads = HeadClassMap.from_json(json.dumps(told))
+    assert way(heads) == heads
+    assert repr(way(heads)) == repr(heads)
+    groups = KvCache(shape, blocks=9, heads=heads).groups
+    assert [group.kind for group in groups] == ["full", "window", "top_k"]
+    assert way(groups) == groups
+    assert len({*groups, *way(groups)}) == 3
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "deepcopy"])
+def test_formats_of_pages_are_plain_data(way: Callable[[Any], Any]) -> None:
+    formats = [
+        PackedFormat("int4", 64),
+        PackedFormat("int8", 32, 16, "f16"),
+        PackedFormat("top-r", 64, kept=16, group=2, channels=48, numbers="int4"),
+        PackedFormat("planes", 64, token_bytes=48),
+    ]
+    for given in formats:
+        assert way(given) == given
+        assert hash(way(given)) == hash(given)
+    assert len({*formats, *way(formats)}) == 4
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "deepcopy"])
+def test_what_a_store_lists_is_plain_data(way: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A whole shard, and a file that says nothing."""
+    store = kvweave.Store(tmp_path)
+    how = {"layers": 2, "kv_heads": 1, "head_dim": 8, "namespace": "a tenant"}
+    provenance = kvweave.Provenance("model", dtype="f32", layout="rows", regime=3, **how)
+    tokens = np.arange(5, dtype=np.uint32)
+    store.put(provenance, tokens, {"kv": b"bytes"})
+    assert way(provenance) == provenance
+    assert way(provenance).shard_name(tokens) == provenance.shard_name(tokens)
+    (line,) = store.list()
+    assert way(line) == line
+    assert way(line).provenance == provenance
+    kept = f'tokens=5, namespace="a tenant", file_bytes={line.file_bytes}, documents=0'
+    assert repr(line) == f'StoredShard("{line.name}", {kept})'
+    (file,) = (path for path in tmp_path.rglob(f"*{line.name}*") if path.is_file())
+    file.write_bytes(b"nothing")
+    (spoiled,) = kvweave.Store(tmp_path).list()
+    assert spoiled.error
+    assert way(spoiled) == spoiled
+    assert f"error={json.dumps(spoiled.error)}" in repr(spoiled)

@@ -115,6 +115,10 @@ class RemoteStore:
         self._lock = threading.Lock()
         self._refused: set[str] = set()
 
+    def __repr__(self) -> str:
+        """Without its options, which may hold keys of the service."""
+        return f"RemoteStore({self.scheme!r}, sealed={self._secret is not None})"
+
     @staticmethod
     def from_file(path: str | PathLike[str]) -> RemoteStore:
         """The store that a JSON file describes: `scheme`, `options`, `secret` in hexadecimal.

@@ -80,6 +80,10 @@ class Workflow(Closing):
         # Documents of agents that may come next.
         self._ahead: dict[str, Ahead] = {}
 
+    def __repr__(self) -> str:
+        steps = (f"{name}={steps}" for name, steps in self.steps().items())
+        return f"Workflow({', '.join(steps)})"
+
     # ---- what happens ---------------------------------------------------------------------
 
     @contextmanager

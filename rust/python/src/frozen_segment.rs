@@ -32,11 +32,10 @@ impl FrozenSegment {
         Self { name, namespace, tokens, blocks, resident_blocks, references }
     }
 
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, EntryFields) {
-        let (name, namespace) = (self.name.clone(), self.namespace.clone());
-        let counts = (self.tokens, self.blocks, self.resident_blocks);
-        let fields = (name, namespace, counts.0, counts.1, counts.2, self.references);
-        (py.get_type::<Self>().into_any(), fields)
+    /// What pickles keep of it.
+    fn __getnewargs__(&self) -> EntryFields {
+        let Self { name, namespace, tokens, blocks, resident_blocks, references } = self;
+        (name.clone(), namespace.clone(), *tokens, *blocks, *resident_blocks, *references)
     }
 
     fn __repr__(&self) -> String {

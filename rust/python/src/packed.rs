@@ -2,6 +2,7 @@
 
 use kvweave_core::ops::{self, Bases, TopR};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arguments::{Table, count, raised};
 use crate::choices::{Kept, packed_kind, scale_dtype};
@@ -159,6 +160,22 @@ impl PackedFormat {
         };
         let bases = raised(py, checks())?;
         call_core(py, || bases.validate(&self.format, 0))
+    }
+
+    /// What pickles keep of it.
+    fn __getnewargs_ex__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<((&'static str, usize, usize, &'static str), Bound<'py, PyDict>)> {
+        let named = PyDict::new(py);
+        if let Some(TopR { kept, group, channels, numbers }) = self.top_r() {
+            named.set_item("kept", kept)?;
+            named.set_item("group", group)?;
+            named.set_item("channels", channels)?;
+            named.set_item("numbers", numbers.name())?;
+        }
+        named.set_item("token_bytes", self.token_bytes())?;
+        Ok(((self.kind(), self.head_dim(), self.page_tokens(), self.scales()), named))
     }
 
     fn __repr__(&self) -> String {

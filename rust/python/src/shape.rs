@@ -104,11 +104,9 @@ impl KvShape {
         call_core(py, || pages_for_blocks(&self.0, heads, blocks))
     }
 
-    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyAny>, Sizes) {
-        let sizes = (self.layers(), self.kv_heads(), self.head_dim(), self.page_tokens());
-        let (layers, kv_heads, head_dim, page_tokens) = sizes;
-        let given = (layers, kv_heads, head_dim, page_tokens, self.dtype());
-        (py.get_type::<Self>().into_any(), given)
+    /// What pickles keep of it.
+    fn __getnewargs__(&self) -> Sizes {
+        (self.layers(), self.kv_heads(), self.head_dim(), self.page_tokens(), self.dtype())
     }
 
     fn __hash__(&self) -> u64 {
@@ -175,6 +173,10 @@ impl HeadClassMap {
         &self.0.model_fingerprint
     }
 
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        Ok((py.get_type::<Self>().getattr("from_json")?, (self.to_json(py)?,)))
+    }
+
     fn __repr__(&self) -> String {
         format!(
             "HeadClassMap(layers={}, kv_heads={}, model_fingerprint={:?})",
@@ -197,10 +199,14 @@ pub fn pages_for_blocks(
     Ok(config.sized_for(count("blocks", blocks)? as u64)?.arena_pages)
 }
 
+/// What a group of heads is made of, in the order of its fields.
+type GroupFields = (String, u32, u32, u32, u32, u32, String, bool);
+
 /// The heads of one class, whose blocks come and go together.
-#[pyclass(frozen, get_all, module = "kvweave._native")]
+#[pyclass(frozen, get_all, eq, hash, module = "kvweave._native")]
+#[derive(PartialEq, Eq, Hash)]
 pub struct HeadGroup {
-    kind: &'static str,
+    kind: String,
     /// Tokens at the start that are kept; 0 unless the kind is "window".
     sink: u32,
     /// Latest tokens that are kept; 0 unless the kind is "window".
@@ -212,7 +218,7 @@ pub struct HeadGroup {
     /// Steps between two rankings of pages; 0 unless the kind is "top_k".
     rerank_every: u32,
     /// What pages are ranked by; "" unless the kind is "top_k".
-    score: &'static str,
+    score: String,
     /// Whether pages that are not read are estimated by their means.
     estimate: bool,
 }
@@ -222,23 +228,25 @@ impl HeadGroup {
     pub fn all(groups: &core::HeadGroups) -> Vec<Self> {
         let group = |(group, &pages): (usize, &u32)| {
             let full = Self {
-                kind: "full",
+                kind: "full".to_owned(),
                 sink: 0,
                 recent: 0,
                 pages,
                 read: 0,
                 rerank_every: 0,
-                score: "",
+                score: String::new(),
                 estimate: false,
             };
             match groups.class(GroupId(group as u8)) {
                 HeadClass::Full => full,
-                HeadClass::Window { sink, recent } => Self { kind: "window", sink, recent, ..full },
+                HeadClass::Window { sink, recent } => {
+                    Self { kind: "window".to_owned(), sink, recent, ..full }
+                }
                 HeadClass::TopK { pages: read, rerank_every, score, estimate } => Self {
-                    kind: "top_k",
+                    kind: "top_k".to_owned(),
                     read,
                     rerank_every,
-                    score: score.name(),
+                    score: score.name().to_owned(),
                     estimate,
                     ..full
                 },
@@ -250,6 +258,28 @@ impl HeadGroup {
 
 #[pymethods]
 impl HeadGroup {
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "a field each")]
+    fn new(
+        kind: String,
+        sink: u32,
+        recent: u32,
+        pages: u32,
+        read: u32,
+        rerank_every: u32,
+        score: String,
+        estimate: bool,
+    ) -> Self {
+        Self { kind, sink, recent, pages, read, rerank_every, score, estimate }
+    }
+
+    /// What pickles keep of it.
+    fn __getnewargs__(&self) -> GroupFields {
+        let Self { kind, sink, recent, pages, read, rerank_every, score, estimate } = self;
+        let (kind, score) = (kind.clone(), score.clone());
+        (kind, *sink, *recent, *pages, *read, *rerank_every, score, *estimate)
+    }
+
     fn __repr__(&self) -> String {
         let Self { kind, sink, recent, pages, read, rerank_every, score, estimate } = self;
         let kept = format!("kind={kind:?}, sink={sink}, recent={recent}, pages={pages}");

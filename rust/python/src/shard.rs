@@ -126,6 +126,20 @@ impl Provenance {
         })
     }
 
+    /// What pickles keep of it.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((&str,), Bound<'py, PyDict>)> {
+        let named = PyDict::new(py);
+        named.set_item("dtype", self.dtype())?;
+        named.set_item("layout", self.layout())?;
+        named.set_item("layers", self.layers())?;
+        named.set_item("kv_heads", self.kv_heads())?;
+        named.set_item("head_dim", self.head_dim())?;
+        named.set_item("namespace", self.namespace())?;
+        named.set_item("regime", self.regime())?;
+        named.set_item("heads", self.heads())?;
+        Ok(((self.model(),), named))
+    }
+
     fn __repr__(&self) -> String {
         let Self(store::Provenance { namespace, model, dtype, .. }) = self;
         format!("Provenance(model={model:?}, dtype={:?}, namespace={namespace:?})", dtype.name())

@@ -20,7 +20,8 @@ use crate::store_order::CostAware;
 use crate::tokens::Tokens;
 
 /// One line of what a store holds.
-#[pyclass(frozen, get_all, module = "kvweave._native")]
+#[pyclass(frozen, get_all, eq, module = "kvweave._native")]
+#[derive(Clone, PartialEq)]
 pub struct StoredShard {
     name: String,
     provenance: Option<Provenance>,
@@ -49,6 +50,59 @@ impl From<Listed> for StoredShard {
             documents,
             error,
         }
+    }
+}
+
+/// What a line of a store is made of, in the order of its fields.
+type LineFields = (
+    String,
+    Option<Provenance>,
+    Option<u64>,
+    Option<u64>,
+    Option<u64>,
+    u64,
+    u64,
+    usize,
+    Option<String>,
+);
+
+#[pymethods]
+impl StoredShard {
+    #[new]
+    #[pyo3(signature = (name, provenance, tokens, expires, cost, file_bytes, used, documents, error))]
+    #[expect(clippy::too_many_arguments, reason = "a field each")]
+    fn new(
+        name: String,
+        provenance: Option<Bound<'_, Provenance>>,
+        tokens: Option<u64>,
+        expires: Option<u64>,
+        cost: Option<u64>,
+        file_bytes: u64,
+        used: u64,
+        documents: usize,
+        error: Option<String>,
+    ) -> Self {
+        let provenance = provenance.map(|provenance| provenance.get().clone());
+        Self { name, provenance, tokens, expires, cost, file_bytes, used, documents, error }
+    }
+
+    /// What pickles keep of it.
+    fn __getnewargs__(&self) -> LineFields {
+        let Self { name, provenance, tokens, expires, cost, file_bytes, used, documents, error } =
+            self.clone();
+        (name, provenance, tokens, expires, cost, file_bytes, used, documents, error)
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { name, file_bytes, documents, .. } = self;
+        let said = match (&self.error, &self.provenance) {
+            (Some(error), _) => format!("error={error:?}"),
+            (None, of) => {
+                let namespace = of.as_ref().map_or("", |of| &of.0.namespace);
+                format!("tokens={}, namespace={namespace:?}", self.tokens.unwrap_or(0))
+            }
+        };
+        format!("StoredShard({name:?}, {said}, file_bytes={file_bytes}, documents={documents})")
     }
 }
 
@@ -152,6 +206,10 @@ impl Store {
     #[getter]
     fn hash(&self) -> &'static str {
         self.0.naming().name()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Store({:?}, hash={:?})", self.0.root(), self.hash())
     }
 
     #[pyo3(signature = (namespace=Text(""), *, bytes=None))]

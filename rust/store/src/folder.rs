@@ -56,6 +56,11 @@ impl Folder {
         Ok(folder)
     }
 
+    /// Where it lies.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     pub fn shards(&self) -> PathBuf {
         self.root.join("shards")
     }

@@ -120,6 +120,12 @@ impl Store {
         self.naming
     }
 
+    /// The folder that it is.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        self.folder.root()
+    }
+
     /// Sets or takes away the quota of a namespace. What it holds beyond goes when it next puts.
     ///
     /// # Errors

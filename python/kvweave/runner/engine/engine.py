@@ -104,6 +104,9 @@ class Engine(Submissions):
         self._answered: list[int] = []
         self._finished: list[int] = []
 
+    def __repr__(self) -> str:
+        return f"Engine(live={self.live})"
+
     # ---- from any thread ------------------------------------------------------------------
 
     def enter(
@@ -189,14 +192,10 @@ class Engine(Submissions):
 
     def metrics_text(self) -> str:
         """What the cache, the tiers and the scheduler count, in the text format of Prometheus."""
+        cache = metrics_of_cache(self._prefiller.cache.stats())
         tiers = self._prefiller.tiers
-        return text_of(
-            (
-                *metrics_of_cache(self._prefiller.cache.stats()),
-                *(() if tiers is None else metrics_of_tiers(tiers.stats())),
-                *metrics_of_queue(self.metrics()),
-            )
-        )
+        stored = () if tiers is None else metrics_of_tiers(tiers.stats())
+        return text_of((*cache, *stored, *metrics_of_queue(self.metrics())))
 
     # ---- one thread -----------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class EngineRequest:
         self._listener: Callable[[], None] | None = None
         self._tells_tokens = False
 
+    def __repr__(self) -> str:
+        state = self.outcome or "live"
+        return f"EngineRequest({self.number}, {state}, tokens={len(self.tokens)})"
+
     @property
     def ended(self) -> bool:
         """Whether it has finished, failed or been cancelled."""

@@ -49,6 +49,9 @@ class AsyncRunner:
         )
         self._wakes: _Wakes | None = None
 
+    def __repr__(self) -> str:
+        return f"AsyncRunner({self._server!r})"
+
     async def generate(
         self, prompt: Prompt, policy: str | Policy | None = None, **how: Unpack[Submission]
     ) -> Generation:

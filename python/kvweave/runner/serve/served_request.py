@@ -21,6 +21,10 @@ class ServedRequest(Ending):
         self._engine = engine
         self._request = request
 
+    def __repr__(self) -> str:
+        number, said = self._request.number, len(self.tokens)
+        return f"ServedRequest({number}, {self.state}, tokens={said})"
+
     @property
     def outcome(self) -> Outcome | None:
         """How it ended: "finished", "cancelled" or "failed"; None while it goes on."""

@@ -57,6 +57,9 @@ class Server(Closing):
         if isinstance(self._error, AlreadyStepping):
             raise self._error
 
+    def __repr__(self) -> str:
+        return f"Server({'closed' if self._closing else f'live={self.live}'})"
+
     def submit(
         self, prompt: Prompt, policy: str | Policy | None = None, **how: Unpack[Submission]
     ) -> ServedRequest:

@@ -59,6 +59,9 @@ class Tenant:
         self._lock = threading.Lock()
         self._counts = {"requests": 0, "prompt_tokens": 0, "reused_tokens": 0, "answer_tokens": 0}
 
+    def __repr__(self) -> str:
+        return f"Tenant({self.namespace!r}, requests={self.stats()['requests']})"
+
     # ---- answers --------------------------------------------------------------------------
 
     def submit(
