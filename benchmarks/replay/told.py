@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.replay.belady import next_uses
-from benchmarks.replay.traces import Trace
+from benchmarks.replay.traces import Trace, owners
 from kvweave.cache import KvCache, KvRequest
 
 AHEAD = 128
@@ -37,14 +37,14 @@ class Teller:
     def __init__(self, told: Told, trace: Trace) -> None:
         self._told = told
         self._turns = trace.turns
-        owners = _owners(trace)
+        owned = owners(trace)
         # Where the blocks of each turn begin that its session alone names, and behind them those
         # that nobody names again.
         self._own, self._end, self._steps = [], [], []
         after = next_uses([turn.blocks for turn in trace.turns])
         for at, turn in enumerate(trace.turns):
             blocks = turn.blocks.tolist()
-            mine = (place for place, block in enumerate(blocks) if owners[block] == turn.session)
+            mine = (place for place, block in enumerate(blocks) if owned[block] == turn.session)
             own = next(mine, len(blocks))
             self._own.append(own)
             live = after[at] < len(trace.turns)
@@ -87,13 +87,3 @@ class Teller:
 def _level(steps: int) -> int:
     """The priority of what is needed in so many steps: the power of two that they reach."""
     return 1 + len(_STEPS) - steps.bit_length() if 1 <= steps <= AHEAD else 0
-
-
-def _owners(trace: Trace) -> dict[int, int]:
-    """The session that alone names each block; -1 of what several do."""
-    owners: dict[int, int] = {}
-    for turn in trace.turns:
-        for block in turn.blocks.tolist():
-            if owners.setdefault(block, turn.session) != turn.session:
-                owners[block] = -1
-    return owners

@@ -55,6 +55,16 @@ class Trace:
         return sum(len(turn.blocks) for turn in self.turns)
 
 
+def owners(trace: Trace) -> dict[int, int]:
+    """The session that alone names each block; -1 of what several do."""
+    owners: dict[int, int] = {}
+    for turn in trace.turns:
+        for block in turn.blocks.tolist():
+            if owners.setdefault(block, turn.session) != turn.session:
+                owners[block] = -1
+    return owners
+
+
 def opened(path: Path) -> TextIO:
     """A file of text, also one that gzip packed."""
     if path.suffix == ".gz":

@@ -50,6 +50,7 @@ TITLES = {
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
     "replay": "Share of blocks of real prompts that a cache finds with room for a share of them",
+    "replay_segments": "The same with documents laid over the prompts: prefixes, and segments too",
     "workflow": "Agents in a ring: whose texts are kept where some of them have room",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
     "top_k_step_half": "The same with half as many requests, on a card of 80 GB; copies in fp8 too",
@@ -67,6 +68,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
+    "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
     "cuda_ops": ("kvweave bench ops",),
     "counters": ("python -m benchmarks.device.counters",),
@@ -99,6 +101,7 @@ COLUMNS = {
 }
 VALUE = {
     "replay": "lru",
+    "replay_segments": "prefixes alone",
     "runner_soak": "found",
     "quality": "KL to full",
     "heads_quality": "KL to full",

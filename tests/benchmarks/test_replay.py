@@ -18,29 +18,10 @@ from benchmarks.replay.belady import found_by_belady
 from benchmarks.replay.flops import flops_of_prefix
 from benchmarks.replay.through_cache import found_in_cache
 from benchmarks.replay.told import Told
-from benchmarks.replay.traces import Blocks, Trace, Turn, agents, mooncake, sessions_of
+from benchmarks.replay.traces import Blocks, agents, mooncake, sessions_of
+from made_traces import FORKS, mooncake_lines, prompts_of, trace_of
 
 ORDERS = ("lru", "cost-aware", "s3-fifo", "lfu")
-
-
-def prompts_of(forks: Sequence[tuple[int, int, int]]) -> list[Blocks]:
-    """Prompts with chained numbers: each has so many blocks of an earlier one, and some more."""
-    prompts: list[Blocks] = []
-    fresh = 0
-    for before, shared, more in forks:
-        own = np.arange(fresh, fresh + more, dtype=np.int32)
-        fresh += more
-        head = prompts[before % len(prompts)][:shared] if prompts else own[:0]
-        prompts.append(np.concatenate((head, own)))
-    return prompts
-
-
-def trace_of(prompts: Sequence[Blocks]) -> Trace:
-    turns = [
-        Turn(float(at), session, blocks, 512 * len(blocks))
-        for at, (blocks, session) in enumerate(zip(prompts, sessions_of(prompts), strict=True))
-    ]
-    return Trace("made", turns)
 
 
 def found_by_definition(prompts: Sequence[Blocks], room: int) -> list[int]:
@@ -57,11 +38,6 @@ def found_by_definition(prompts: Sequence[Blocks], room: int) -> list[int]:
         kept = {block for block in kept | set(blocks.tolist()) if block in needed}
         kept = set(sorted(kept, key=lambda block: needed[block])[:room])
     return found
-
-
-FORKS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(1, 5)), min_size=2, max_size=30
-)
 
 
 @given(FORKS, st.integers(0, 40))
@@ -130,14 +106,6 @@ def test_flops_are_those_of_each_row() -> None:
     weights = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     rows = [2 * 32 * weights + 4 * 32 * 32 * 128 * (at + 1) for at in range(5)]
     assert [flops_of_prefix(n) for n in (0, 1, 5)] == [0, rows[0], sum(rows)]
-
-
-def mooncake_lines(prompts: Sequence[Sequence[int]]) -> str:
-    lines = [
-        {"timestamp": 1000 * at, "input_length": 512 * len(p) - 7, "hash_ids": list(p)}
-        for at, p in enumerate(prompts)
-    ]
-    return "\n".join(json.dumps(line) for line in lines) + "\n"
 
 
 def session_line(requests: list[dict[str, Any]]) -> str:

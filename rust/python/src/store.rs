@@ -69,7 +69,9 @@ type LineFields = (
 #[pymethods]
 impl StoredShard {
     #[new]
-    #[pyo3(signature = (name, provenance, tokens, expires, cost, file_bytes, used, documents, error))]
+    #[pyo3(signature = (
+        name, provenance, tokens, expires, cost, file_bytes, used, documents, error
+    ))]
     #[expect(clippy::too_many_arguments, reason = "a field each")]
     fn new(
         name: String,
