@@ -46,6 +46,7 @@ from kvweave._native_ops import unpack_pages as unpack_pages
 from kvweave._native_ops import unpack_pages_cuda as unpack_pages_cuda
 from kvweave._native_ops import write_pages as write_pages
 from kvweave._native_ops import write_pages_cuda as write_pages_cuda
+from kvweave._native_store import CostOrder as CostOrder
 from kvweave._native_store import Provenance as Provenance
 from kvweave._native_store import Shard as Shard
 from kvweave._native_store import ShardHead as ShardHead

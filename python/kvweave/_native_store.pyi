@@ -11,6 +11,28 @@ _Array: TypeAlias = Any
 """Anything with `__dlpack__` or of numpy: checked at run time."""
 
 @final
+class CostOrder:
+    """Things in the cost-aware order, by their names; for whoever keeps them elsewhere.
+
+    What costs little and was used once goes first. `cost` is of any unit that is the same for all,
+    such as FLOPs for a byte; what 32 bits do not hold counts as the most that they do. `again`: it
+    was there before and had to go, which counts as a use. `note_gone`: it had to go for others;
+    `withdraw`: it went for itself, and says nothing of them. Of two things that with the smaller
+    `rank` (its worth, and the turn in which it came there) goes first. From any thread.
+
+    Errors: `InvalidArgument` for a name that is not there, or is there already, and a cost below 0.
+    """
+
+    def __new__(cls) -> CostOrder: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, name: bytes, /) -> bool: ...
+    def enter(self, name: bytes, cost: int, *, again: bool = False) -> None: ...
+    def note_used(self, name: bytes) -> None: ...
+    def note_gone(self, name: bytes) -> None: ...
+    def withdraw(self, name: bytes) -> None: ...
+    def rank(self, name: bytes) -> tuple[int, int]: ...
+
+@final
 class Provenance:
     """Everything but the tokens that K and V depend on: see `kvweave.store`.
 

@@ -4,6 +4,7 @@ mod arena;
 mod arguments;
 mod cache;
 mod choices;
+mod cost_order;
 mod decode_rows;
 mod dlpack;
 mod drawn;
@@ -41,6 +42,8 @@ mod _native {
     use super::arena::Arena;
     #[pymodule_export]
     use super::cache::KvCache;
+    #[pymodule_export]
+    use super::cost_order::CostOrder;
     #[pymodule_export]
     use super::decode_rows::{DecodeRows, DecodeStep};
     #[pymodule_export]

@@ -12,7 +12,7 @@ from kvweave.adapters.vllm.composition import NOT_BESIDE, PAGES, SEGMENTS
 from kvweave.adapters.vllm.model_names import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
-from kvweave.adapters.vllm.store_tier.settings import TierSettings
+from kvweave.adapters.vllm.store_tier.settings import HOST_EVICTIONS, TierSettings
 from kvweave.errors import InvalidArgument
 
 PACKAGE = __package__
@@ -58,21 +58,32 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
 
 
 def offloading_options(
-    folder: str, host_bytes: int, *, chunk_tokens: int | None = None, **settings: Any
+    folder: str,
+    host_bytes: int,
+    *,
+    chunk_tokens: int | None = None,
+    host_eviction: str = "lru",
+    **settings: Any,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for vLLM's own offloading with our store as its tier on disk.
 
     vLLM keeps KV in `host_bytes` of the host's memory, and behind that in a store in `folder`, in
-    chunks of `chunk_tokens` (None: vLLM's blocks). `settings` are those of `TierSettings`:
-    `capacity_bytes`, `quota_bytes` of each `cache_salt`, `ttl_s`, …
+    chunks of `chunk_tokens` (None: vLLM's blocks). What leaves the host's memory first says
+    `host_eviction`: vLLM's own "lru" or "arc", or "cost-aware", as our caches do by that name.
+    `settings` are those of `TierSettings`: `capacity_bytes`, `quota_bytes` of each `cache_salt`, …
 
     Errors: `InvalidArgument` for a setting that is not known or of another kind.
     """
     TierSettings.of({"folder": folder, **settings})
     whole = type(host_bytes) is int and host_bytes >= 1
     require("host_bytes", whole, "bytes, at least 1", repr(host_bytes), InvalidArgument)
+    known = isinstance(host_eviction, str) and host_eviction in HOST_EVICTIONS
+    expected = f"one of {', '.join(HOST_EVICTIONS)}"
+    require("host_eviction", known, expected, repr(host_eviction), InvalidArgument)
     tier = {"type": "StoreTier", "module_path": f"{PACKAGE}.store_tier.tier", "folder": folder}
     extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": host_bytes}
+    if host_eviction != "lru":
+        extra |= HOST_EVICTIONS[host_eviction]
     if chunk_tokens is not None:
         extra["block_size"] = chunk_tokens
     extra["secondary_tiers"] = [{**tier, **settings}]

@@ -30,6 +30,15 @@ impl CostOrder {
 
     /// Something that is there from now on, and costs so much to have again: its number.
     pub fn enter(&mut self, cost: u32) -> u32 {
+        self.enter_as(cost, false)
+    }
+
+    /// The same of something that was there before and had to go, which counts as a use.
+    pub fn enter_again(&mut self, cost: u32) -> u32 {
+        self.enter_as(cost, true)
+    }
+
+    fn enter_as(&mut self, cost: u32, again: bool) -> u32 {
         let number = self.free.pop().unwrap_or_else(|| {
             let first = self.numbers;
             self.numbers *= 2;
@@ -39,6 +48,9 @@ impl CostOrder {
         });
         let block = BlockId::new(number);
         self.order.advise(GROUP, block, Advice { cost: cost.max(1), ..Advice::default() });
+        if again {
+            self.order.recall(block);
+        }
         self.order.enter(GROUP, block);
         number
     }
@@ -51,17 +63,24 @@ impl CostOrder {
 
     /// It is gone, for others as a rule: its number is nobody's.
     pub fn note_gone(&mut self, number: u32) {
+        self.order.give_up(GROUP, BlockId::new(number));
+        self.withdraw(number);
+    }
+
+    /// It is gone, and not for others: that says nothing of what is there. Its number is nobody's.
+    pub fn withdraw(&mut self, number: u32) {
         let block = BlockId::new(number);
-        self.order.give_up(GROUP, block);
         self.order.leave(GROUP, block);
         self.order.forget(block);
         self.free.push(number);
     }
 
-    /// Where it stands: of two things that with the smaller rank goes first.
+    /// Where it stands, its worth and the turn in which it came there: of two things that with the
+    /// smaller rank goes first.
     #[must_use]
-    pub fn rank(&self, number: u32) -> impl Ord + Copy + use<> {
-        self.order.rank(BlockId::new(number))
+    pub fn rank(&self, number: u32) -> (u64, u64) {
+        let (_, worth, turn) = self.order.rank(BlockId::new(number));
+        (worth, turn)
     }
 }
 
@@ -85,6 +104,25 @@ mod tests {
         let next = order.enter(1);
         assert_eq!(next, cheap, "its number is given out again");
         assert_eq!(in_order(&order, vec![dear, next, read, late]), [late, next, read, dear]);
+    }
+
+    #[test]
+    fn what_had_to_go_and_comes_again_was_used_twice() {
+        let mut order = CostOrder::new().unwrap();
+        let [once, again] = [order.enter(5), order.enter_again(5)];
+        assert_eq!([order.rank(once).0, order.rank(again).0], [5, 10]);
+    }
+
+    #[test]
+    fn what_is_withdrawn_lifts_nothing_that_comes_later() {
+        let mut order = CostOrder::new().unwrap();
+        let [withdrawn, given_up] = [order.enter(7), order.enter(3)];
+        order.withdraw(withdrawn);
+        let first = order.enter(1);
+        order.note_gone(given_up);
+        let second = order.enter(1);
+        assert_eq!([order.rank(first).0, order.rank(second).0], [1, 4]);
+        assert_eq!(first, withdrawn, "its number is given out again");
     }
 
     #[test]

@@ -13,6 +13,15 @@ from kvweave.store import Provenance
 
 WHERE = "secondary_tiers"
 CHOICES = {"eviction": ("lru", "cost-aware"), "admission": ("all", "second-sight")}
+HOST_EVICTIONS: Mapping[str, Mapping[str, str]] = {
+    "lru": {"eviction_policy": "lru"},
+    "arc": {"eviction_policy": "arc"},
+    "cost-aware": {
+        "eviction_policy": "CostAware",
+        "cache_policy_module_path": f"{__package__}.cost_policy",
+    },
+}
+"""What vLLM is told of the order in which chunks leave the host's memory."""
 OF = "of"
 """The entry's field that the connector fills: what chunks are of."""
 
@@ -101,3 +110,15 @@ class ChunkOrigin:
             head_dim=self.head_dim,
             namespace=namespace,
         )
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """What chunks of a request cost: the tier says so with the request, for whoever ranks them."""
+
+    origin: ChunkOrigin
+    chunk_bytes: int
+
+    def density(self, end: int | None) -> int:
+        """FLOPs for each byte of the chunk that ends before position `end`; 1 where it is less."""
+        return max(1, self.origin.cost(end) // max(1, self.chunk_bytes))

@@ -34,7 +34,13 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.store_tier.metrics import TierCounts, metric_definitions
-from kvweave.adapters.vllm.store_tier.settings import OF, WHERE, ChunkOrigin, TierSettings
+from kvweave.adapters.vllm.store_tier.settings import (
+    OF,
+    WHERE,
+    ChunkCost,
+    ChunkOrigin,
+    TierSettings,
+)
 from kvweave.adapters.vllm.store_tier.sights import Sights
 from kvweave.errors import InvalidArgument, KvweaveError
 from kvweave.store import Provenance, Store
@@ -83,6 +89,7 @@ class StoreTier(SecondaryTierManager):
         expected = "kv_connector KvweaveOffloading, which says what chunks are of"
         require(WHERE, origin is not None, expected, "another connector", InvalidArgument)
         self.settings, self.origin = TierSettings.of(given), ChunkOrigin(**origin)
+        self._cost = ChunkCost(self.origin, self.block_size_bytes)
         # Names in SHA-256, as vLLM's own: a tenant chooses what is hashed.
         self.store = Store(
             self.settings.folder,
@@ -108,8 +115,9 @@ class StoreTier(SecondaryTierManager):
         self._expected[request_id] = namespace
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Chunks are offloaded as they come."""
+        """Chunks are offloaded as they come; what they cost is for the host memory's policy too."""
         req_context.set_state(_Owner(self._expected.pop(req_context.req_id, "")))
+        req_context.set_state(self._cost)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
