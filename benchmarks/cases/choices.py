@@ -2,8 +2,9 @@
 
 Documents of SmolLM2 lie in a remote store alone, a folder whose reads are slowed by a wait, so many
 bytes a second: what loads a document as fast as computing one of `MIDDLE` tokens does, and a
-multiple of it. At each of these speeds a runner that has measured nothing is asked for documents of
-all lengths, in an order that is drawn, and chooses as it always does. What is right was measured
+multiple of it. At each of these speeds a runner is asked for documents of all lengths, in an order
+that is drawn, and chooses as it always does: one of each length by which it learns, as it had
+measured nothing, and then those that count. What is right was measured
 before: for each length the time to the first token when every document is loaded, and when it is
 computed, the median of some. `lost`: what wrong choices took longer, of the time of right ones.
 """
@@ -31,8 +32,8 @@ MIDDLE = 256
 TIMES = (0.5, 0.8, 1.25, 2.0)
 """Speeds of loading, of that at which a document of `MIDDLE` tokens takes as long to compute."""
 FRESH = 32
-ASKED, TRIED = 6, 3
-"""Documents of each length that a runner chooses for, and prefills that say what is right."""
+ASKED, TRIED = 5, 3
+"""Documents of each length whose choices count, and prefills that say what is right."""
 LEAST_RIGHT = 0.95
 
 
@@ -84,12 +85,14 @@ class Documents:
                 self.runner.flush()
                 self.runner.delete("one", "library")
 
-    def ask(self, text: list[int]) -> Took:
-        """A prompt over a document that is nowhere but in the store."""
+    def ask(self, text: list[int] | None) -> Took:
+        """A prompt over a document that is nowhere but in the store, or over none."""
         evict(self.runner.cache)
-        marked = kvweave.Segment(tokens=text, namespace="library")
         question = kvweave.Segment(tokens=self._drawn(FRESH))
-        with self.runner.prefill([marked, question], "naive", remember=False) as done:
+        parts = [question]
+        if text is not None:
+            parts.insert(0, kvweave.Segment(tokens=text, namespace="library"))
+        with self.runner.prefill(parts, "naive", remember=False) as done:
             return Took(done.report.ttft_s, done.report.documents[0].source)
 
     def prefer(self, source: str) -> None:
@@ -150,7 +153,7 @@ def run(quick: bool) -> list[Row]:
     lengths = (64, MIDDLE) if quick else LENGTHS
     asked, tried, times = (2, 1, (0.5, 2.0)) if quick else (ASKED, TRIED, TIMES)
     with tempfile.TemporaryDirectory() as folder:
-        documents = Documents(load_smollm2()[0], Path(folder), lengths, asked)
+        documents = Documents(load_smollm2()[0], Path(folder), lengths, asked + 1)
         try:
             return rows_of(documents, tried, times)
         finally:
@@ -163,7 +166,9 @@ def rows_of(
     """A row a speed, and one of all."""
     computed = {n: documents.seconds("computed", n, tried) for n in documents.texts}
     size = middle * documents.runner.cache.shape.token_bytes
-    even = size / computed[middle]
+    documents.prefer("computed")
+    alone = float(np.median([documents.ask(None).seconds for _ in range(tried)]))
+    even = size / (computed[middle] - alone)
     found = {}
     for faster in times:
         documents.store.bytes_per_s = faster * even
@@ -178,9 +183,11 @@ def rows_of(
 
 
 def chosen_by(documents: Documents) -> list[tuple[int, str]]:
-    """What a runner chooses for all documents, having measured nothing before the first."""
+    """What a runner chooses for all documents but the first of each length, of which it learns."""
     documents.choose_anew()
-    every = [(n, text) for n, texts in documents.texts.items() for text in texts]
+    for first, *_ in documents.texts.values():
+        documents.ask(first)
+    every = [(n, text) for n, texts in documents.texts.items() for text in texts[1:]]
     order = np.random.default_rng(1).permutation(len(every))
     return [(every[at][0], documents.ask(every[at][1]).source) for at in order]
 

@@ -23,7 +23,7 @@ def test_a_choice_is_right_where_its_way_is_faster() -> None:
 
 
 def test_documents_come_no_faster_than_the_store_is(tmp_path: Path) -> None:
-    documents = Documents(tiny("llama"), tmp_path, (64, 96), 2)
+    documents = Documents(tiny("llama"), tmp_path, (64, 96), 3)
     try:
         documents.store.bytes_per_s = 96 * documents.runner.cache.shape.token_bytes / 0.3
         documents.prefer("remote")
