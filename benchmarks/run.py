@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks.cases import (
     attention,
     block_manager,
+    choices,
     copy_rerotate,
     decode_host,
     engine_load,
@@ -51,6 +52,7 @@ CASES: dict[str, Case] = {
     "attention": attention.run,
     "store": store.run,
     "tiers": tiers.run,
+    "choices": choices.run,
     "workflow": workflow.run,
     "isolation": isolation.run,
     "zeroing": zeroing.run,

@@ -21,11 +21,12 @@ import torch
 
 import kvweave
 from benchmarks.device.models import random_model
+from kvweave.cache import KvCache
 from kvweave.errors import PoolFull
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise, turns
 from kvweave.models import load_smollm2
-from kvweave.runner.tiers.choice import Speeds
+from kvweave.runner.tiers.choice import TIERS, Speeds
 from kvweave.runner.tiers.measured import Measured
 
 DOCUMENTS = 4
@@ -36,19 +37,30 @@ BEFORE = ", all before the prefill"
 WHOLE = ("host" + BEFORE, "disk" + BEFORE)
 
 
-class _Preferred(Measured):
+class Preferred(Measured):
     """Speeds by which one source is always the fastest, whatever is measured."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
         self._source = source
 
-    @property
-    def speeds(self) -> Speeds:
+    def speeds_for(self, size: int, flops: int) -> Speeds:
         # What lies nowhere is computed; it would be looked for in a store that is faster.
-        fast = {name: EVER if name == self._source else 1 / EVER for name in ("host", "disk")}
+        host, disk, remote = (EVER if name == self._source else 1 / EVER for name in TIERS)
         compute = EVER if self._source in ("computed", "device") else 1.0
-        return Speeds(host=fast["host"], disk=fast["disk"], compute=compute)
+        return Speeds(host=host, disk=disk, remote=remote, compute=compute)
+
+
+def evict(cache: KvCache) -> None:
+    """Has all blocks taken that nobody holds, and given back empty."""
+    length = cache.stats()["total"]
+    while length:
+        tokens = np.zeros(length * cache.shape.page_tokens, np.int32)
+        try:
+            cache.admit(tokens, reuse="none").release()
+            return
+        except PoolFull:
+            length -= 1
 
 
 class Bench:
@@ -76,26 +88,15 @@ class Bench:
             self.runner.cache.delete(f"{number}", document.namespace)
         self.bytes = DOCUMENTS * each * self.runner.cache.shape.token_bytes
 
-    def evict(self) -> None:
-        """Has all blocks taken that nobody holds, and given back empty."""
-        cache, length = self.runner.cache, self.runner.cache.stats()["total"]
-        while length:
-            tokens = np.zeros(length * cache.shape.page_tokens, np.int32)
-            try:
-                cache.admit(tokens, reuse="none").release()
-                return
-            except PoolFull:
-                length -= 1
-
     def prefill(self, how: str | None) -> tuple[kvweave.Report, torch.Tensor]:
         """The report and the last logits of the prompt, its documents coming from one source."""
         assert self.runner.tiers is not None
         self.runner.tiers.overlaps = how not in WHOLE
         source = None if how is None else how.removesuffix(BEFORE)
         if source != "device":
-            self.evict()
+            evict(self.runner.cache)
         if source is not None:
-            self.runner.tiers.measured = _Preferred(source)
+            self.runner.tiers.measured = Preferred(source)
         with self.runner.prefill(self.parts, "naive", remember=False, watched=False) as done:
             found = [one.source for one in done.report.documents[1:-1]]
             expected = found if source is None else [source] * DOCUMENTS

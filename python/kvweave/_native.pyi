@@ -306,6 +306,7 @@ class KvCache:
         reserve_tokens: int = 0,
         regime: int = 0,
         chunk_tokens: int = 0,
+        publish: bool = True,
     ) -> KvRequest: ...
     def append_step(self, requests: Sequence[KvRequest], tokens: _Array) -> None: ...
     def zero_freed_by(self, fill: Callable[[_Rows], None]) -> None: ...
@@ -326,6 +327,7 @@ class KvCache:
         tokens: _Array,
         namespace: str = "",
         *,
+        start: int = 0,
         regime: int = 0,
         priority: int = 0,
         cost: int = 1,

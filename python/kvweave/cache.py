@@ -30,6 +30,7 @@ have again and is not likely to be used again.
     cache.advise(tokens, priority=1)            # before this goes all of priority 0
     cache.advise(tokens, cost=40, until=900)    # forty times as dear, until `set_time(900)`
     cache.advise(tokens, priority=1, until=900, past="plain")   # from then on as any other
+    cache.advise(tokens, start=64, priority=1)  # of the blocks from this position on
     cache.advise(tokens, hint="done")           # nobody reads it again ("soon": somebody will)
     request.advise(400, 900, hint="done")       # of a part of what a live request holds
 

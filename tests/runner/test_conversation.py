@@ -450,3 +450,14 @@ def test_chat_templates_that_leave_out_what_is_said():
         chat_turn_parts(Template(drops="user"), ["And?"])
     with pytest.raises(kvweave.InvalidArgument, match="tokenizer with a chat template"):
         chat_turn_parts(object(), ["And?"])
+
+
+def test_what_all_turns_missed_is_said_of_the_conversation() -> None:
+    runner = Runner(tiny("llama"), max_tokens=512, check=False, progress=False)
+    with runner.conversation("full") as talk:
+        assert talk.missed == {}
+        for number in range(2):
+            talk.ask(random_tokens(20, number), max_new_tokens=2)
+        told = [report.missed for report in talk.reports]
+        assert talk.missed["last-token"] == 2
+        assert sum(talk.missed.values()) == sum(sum(one.values()) for one in told) > 20

@@ -54,6 +54,17 @@ def test_an_answer_is_plain_data(answer: Any) -> None:
     assert {"segment", "recompute"} <= set(kinds)
 
 
+def test_what_was_missed_is_counted_by_its_reason(answer: Any) -> None:
+    """By every token's own reason in the plan; what was reused has none."""
+    report = answer.report
+    reasons = [s.reason for s in report.plan.spans for _ in range(s.start, s.end)]
+    assert report.missed == {r: reasons.count(r) for r in set(reasons) if r is not None}
+    assert report.missed["last-token"] == 1
+    assert sum(report.missed.values()) == report.recomputed
+    assert report.to_dict()["missed"] == report.missed
+    assert list(report.missed.values()) == sorted(report.missed.values(), reverse=True)
+
+
 def test_every_plan_of_a_cache_is_read_again() -> None:
     """Prefixes, segments of both sources, fresh text and misses."""
     cache = KvCache(KvShape(1, 1, 8), blocks=64)

@@ -75,6 +75,36 @@ def test_a_higher_priority_stays_longer(model: Any) -> None:
     assert (cached(runner, 1), cached(runner, 2)) == (TEXT, TEXT)
 
 
+def test_ranges_of_a_text_have_priorities_of_their_own(model: Any) -> None:
+    """Its beginning outlives its end, and what was said of neither goes first."""
+    runner = runner_of(model, 3)
+    learn(runner, 0, 1, 2)
+    half = TEXT // 2
+    assert runner.retain(TEXTS[0], priority=3, tokens=(0, half)) == half
+    assert runner.retain(TEXTS[0], priority=1, tokens=(half, TEXT)) == TEXT - half
+    assert runner.retain(TEXTS[1], priority=2) == TEXT
+    learn(runner, 3)
+    assert [cached(runner, number) for number in (0, 1)] == [TEXT, TEXT]
+    assert cached(runner, 2) < TEXT
+    runner.retain(TEXTS[3], priority=2)
+    learn(runner, 4)
+    assert half <= cached(runner, 0) < TEXT
+    assert (cached(runner, 1), cached(runner, 3)) == (TEXT, TEXT)
+    assert runner.retain(TEXTS[0], tokens=(TEXT, TEXT)) == 0
+
+
+def test_of_a_marked_document_what_is_in_the_range_is_meant(model: Any) -> None:
+    runner = runner_of(model, 4)
+    learn(runner, 0, namespace="library")
+    learn(runner, 1, namespace="library")
+    head = Segment(tokens=random_tokens(16, 99))
+    prompt = [head, Segment(tokens=TEXTS[0], namespace="library")]
+    runner.retain(prompt, priority=2, tokens=(0, 16 + TEXT // 2))
+    learn(runner, 2, 3, 4, 5)
+    assert TEXT // 2 <= cached(runner, 0, "library") < TEXT
+    assert cached(runner, 1, "library") < TEXT
+
+
 def test_what_is_retained_for_a_time_is_as_any_other_then(model: Any) -> None:
     runner = runner_of(model, 3)
     learn(runner, 0)
@@ -228,6 +258,12 @@ def test_what_a_workflow_has_not_read_in_time_is_given_up(model: Any, tmp_path: 
         ({"ttl": float("nan")}, "ttl"),
         ({"ttl": float("inf")}, "ttl"),
         ({"namespace": 3}, "namespace"),
+        ({"tokens": 3}, "tokens: expected a start and an end, got 3"),
+        ({"tokens": (0, 1, 2)}, "tokens: expected a start and an end"),
+        ({"tokens": (-1, 2)}, "start of tokens: expected 0 <= "),
+        ({"tokens": (5, 4)}, "end of tokens: expected 5 <= "),
+        ({"tokens": (0, 10**6)}, "end of tokens"),
+        ({"tokens": (0.0, 2)}, "start of tokens"),
     ],
 )
 def test_what_cannot_be_retained_is_refused(model: Any, call: dict[str, Any], words: str) -> None:

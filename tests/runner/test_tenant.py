@@ -73,6 +73,72 @@ def test_a_request_says_nothing_of_whose_it_is(served: tuple[Runner, Server]) ->
     assert one.documents() == []
 
 
+def test_what_is_shared_is_read_where_it_lies_until_it_is_taken_back(
+    served: tuple[Runner, Server],
+) -> None:
+    runner, server = served
+    one, other, third = (Tenant(runner, server, name) for name in ("a", "b", "c"))
+    server.call(lambda: runner.insert(LETTER, "letter", "library"))
+    prompt = [
+        Segment(tokens=[5, 6, 7]),
+        Segment(tokens=LETTER, namespace="library"),
+        Segment(tokens=[1, 2]),
+    ]
+    one.share("library")
+    answer = one.generate(prompt, "naive", **HOW)
+    assert answer.tokens == runner_answer(prompt)
+    assert one.stats()["reused_tokens"] == 90
+    # Whom nobody has given it to does not have it, by its name or by its text alone.
+    for stranger in (other, third):
+        with pytest.raises(NamespaceConflict, match="expected '[bc]' or none, got 'library'"):
+            stranger.submit(prompt, **HOW)
+        stranger.generate([Segment(tokens=LETTER), Segment(tokens=[1])], "naive", **HOW)
+        assert stranger.stats()["reused_tokens"] == 0
+    # It is read and no more.
+    assert one.documents() == []
+    with pytest.raises(UnknownSegment):
+        one.delete("letter")
+    one.forget()
+    assert [each.name for each in runner.segments("library")] == ["letter"]
+    one.unshare("library")
+    with pytest.raises(NamespaceConflict):
+        one.submit(prompt, **HOW)
+
+
+def runner_answer(prompt: list[Segment]) -> list[int]:
+    runner = Runner(tiny("llama"), max_tokens=512, check=False, progress=False)
+    runner.insert(LETTER, "letter", "library")
+    return runner.generate(prompt, "naive", namespace="a", **HOW).tokens
+
+
+@pytest.mark.parametrize("namespace", ["", "a", 3, None])
+def test_what_cannot_be_shared_is_refused(served: tuple[Runner, Server], namespace: Any) -> None:
+    tenant = Tenant(*served, "a")
+    with pytest.raises(InvalidArgument, match="namespace"):
+        tenant.share(namespace)
+    with pytest.raises(InvalidArgument, match="namespace"):
+        tenant.unshare(namespace)
+    tenant.share("library")
+    with pytest.raises(InvalidArgument, match="expected one that is shared: 'library', got 'lib"):
+        tenant.unshare("lib")
+
+
+def test_what_one_tenant_asks_of_a_library_tells_another_nothing(
+    served: tuple[Runner, Server],
+) -> None:
+    """A text that the library's owner has not inserted is computed for each of them."""
+    runner, server = served
+    one, other = Tenant(runner, server, "a"), Tenant(runner, server, "b")
+    prompt = [Segment(tokens=LETTER, namespace="library"), Segment(tokens=[1, 2])]
+    for tenant in (one, other):
+        tenant.share("library")
+        tenant.generate(prompt, "naive", **HOW)
+        assert tenant.stats()["reused_tokens"] == 0
+        assert tenant.missed()["not-cached"] == 90
+    assert one.missed() == other.missed()
+    assert sum(one.missed().values()) == one.stats()["prompt_tokens"] == 92
+
+
 def test_that_there_is_no_room_tells_nobody_how_much_there_is(
     served: tuple[Runner, Server],
 ) -> None:

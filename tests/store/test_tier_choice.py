@@ -78,6 +78,42 @@ def test_speeds_follow_what_happens_and_a_bad_impression_does_not_last() -> None
     assert measured.speeds.disk is None
 
 
+def test_a_size_has_the_speed_of_what_was_measured_nearest_to_it() -> None:
+    """Small amounts take longer a unit; larger ones than any may be faster, until one was tried."""
+    measured = Measured()
+    assert measured.speeds_for(1, 1) == Speeds()
+    measured.note("compute", 1000, 10)
+    measured.note("disk", 1000, 10)
+    assert measured.speeds_for(1, 1) == Speeds(disk=100, compute=100)
+    assert measured.speeds_for(1500, 1500) == Speeds(disk=100, compute=100)
+    assert measured.speeds_for(10**6, 10**6) == Speeds(disk=200, compute=800)
+    measured.note("compute", 10**6, 5000)
+    assert measured.speeds_for(10**6, 10**6) == Speeds(disk=200, compute=200)
+    assert measured.speeds_for(1000, 1000) == Speeds(disk=100, compute=100)
+    # Of two that are as near the larger, and never one that was made of both.
+    assert measured.speeds_for(1000, 2**15).compute == 200
+    for _ in range(16):
+        measured.decline("disk")
+    assert measured.speeds_for(10, 10**6) == Speeds(compute=200)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e15), st.floats(1e-6, 1e3)), min_size=1), st.floats(1, 1e16)
+)
+def test_a_speed_is_between_those_that_were_measured_or_may_be(
+    noted: list[tuple[float, float]], asked: float
+) -> None:
+    measured = Measured()
+    for amount, seconds in noted:
+        measured.note("compute", amount, seconds)
+    speed = measured.speeds_for(1, int(asked)).compute
+    assert speed is not None
+    every = [amount / seconds for amount, seconds in noted]
+    assert min(every) * (1 - 1e-9) <= speed <= 8 * max(every) * (1 + 1e-9)
+    if asked <= max(amount for amount, _ in noted):
+        assert speed <= max(every) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])
 def test_flops_of_rows_are_those_of_a_prefill_but_for_logits(family: str) -> None:
     """The last layer of a prefill computes one row behind its K and V; the others all of them."""

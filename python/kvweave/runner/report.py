@@ -224,6 +224,15 @@ class Report:
             return 0.0
         return sum(self.rows_per_layer) / (len(self.rows_per_layer) * self.tokens)
 
+    @property
+    def missed(self) -> dict[str, int]:
+        """Tokens whose KV was not reused, by the plan's reason (`MissReason`); most first."""
+        counts: Counter[str] = Counter()
+        for span in self.plan.spans:
+            if span.reason is not None:
+                counts[span.reason] += span.end - span.start
+        return dict(counts.most_common())
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
         nested = ("plan", "timings", "passes", "healing", "speculation", "documents", "packing")
@@ -238,6 +247,7 @@ class Report:
             "canary": None if self.canary is None else asdict(self.canary),
             "packing": None if self.packing is None else asdict(self.packing),
             "speculation": None if self.speculation is None else asdict(self.speculation),
+            "missed": self.missed,
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,
         }

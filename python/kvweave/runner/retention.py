@@ -79,16 +79,21 @@ class Retention:
         *,
         priority: int = 1,
         ttl: float | None = None,
+        tokens: tuple[int, int] | None = None,
         namespace: str = "",
     ) -> int:
         """Has what is cached of a text kept before all of a lower priority; from any thread.
 
         All else has priority 0, which takes this back. `ttl`: the seconds for which this holds.
-        Returns the tokens of the text that are cached: nothing is said of the others.
+        `tokens` (start, end): the tokens that are meant, all unless given; of the blocks that these
+        two lie in, all are. Blocks of a range are found behind what stands before them, so that is
+        to have no lower a priority. Returns the meant tokens that are cached: nothing is said of
+        the others.
 
         # Errors
         `InvalidArgument` for a runner of another eviction than "cost-aware", a priority outside 0
-        to 255, or a time that is not above 0; as `Runner.generate` for texts.
+        to 255, a time that is not above 0, or a range that is not one of the text's; as
+        `Runner.generate` for texts.
         """
         self._expect_told()
         known: dict[str, Any] = {"priority": whole("priority", priority, 0, HIGHEST)}
@@ -98,7 +103,9 @@ class Retention:
                 raise InvalidArgument(f"ttl: expected a time above 0, got {shown(ttl)}")
             until = milliseconds() + int(min(seconds * 1e3, 2.0**62))
             known |= {"until": until, "past": "plain"}
-        return self.advise(self.prompts.tokenize(text), word("namespace", namespace), **known)
+        told = self.prompts.tokenize(text)
+        meant = _range_of(tokens, len(told.tokens))
+        return self.advise(told, word("namespace", namespace), meant, **known)
 
     def demote(self, text: Prompt, *, namespace: str = "") -> int:
         """Has what is cached of a text give way before all else; from any thread.
@@ -164,19 +171,28 @@ class Retention:
         """Begins to read a text's documents that are not on the device; from any thread."""
         return Ahead(self._prefiller, text, namespace)
 
-    def advise(self, text: TokenizedPrompt, namespace: str, **known: Any) -> int:
+    def advise(
+        self,
+        text: TokenizedPrompt,
+        namespace: str,
+        tokens: tuple[int, int] | None = None,
+        **known: Any,
+    ) -> int:
         """Says of a text what `KvCache.advise` says of tokens, to every cache of the runner.
 
-        Times (`until`) are those of `clock.milliseconds`. Returns the tokens that are cached of it.
+        `tokens` (start, end): those that are meant, all unless given. Times (`until`) are those of
+        `clock.milliseconds`. Returns the meant tokens that are cached.
         """
         known["regime"] = self.regime(len(text.tokens))
+        start, end = (0, len(text.tokens)) if tokens is None else tokens
         caches = (self.cache, *(() if self.packed is None else (self.packed.cache,)))
         found = 0
         for cache in caches:
             cache.set_time(milliseconds())
-            found = max(found, cache.advise(text.tokens, namespace, **known))
-            for start, end, whose in text.segments:
-                cache.advise(text.tokens[start:end], whose, **known)
+            found = max(found, cache.advise(text.tokens[:end], namespace, start=start, **known))
+            for first, last, whose in text.segments:
+                part = text.tokens[first : min(last, end)]
+                cache.advise(part, whose, start=max(start - first, 0), **known)
         return found
 
     def regime(self, length: int) -> int:
@@ -188,3 +204,13 @@ class Retention:
         if self.eviction != "cost-aware":
             got = shown(self.eviction)
             raise InvalidArgument(f"runner: expected eviction='cost-aware', got {got}")
+
+
+def _range_of(tokens: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
+    """A range of a text's tokens as it was given, if it is one."""
+    if tokens is None:
+        return None
+    if not isinstance(tokens, tuple) or len(tokens) != 2:
+        raise InvalidArgument(f"tokens: expected a start and an end, got {shown(tokens)}")
+    start = whole("start of tokens", tokens[0], 0, length)
+    return start, whole("end of tokens", tokens[1], start, length)

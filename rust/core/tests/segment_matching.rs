@@ -254,6 +254,28 @@ fn a_marked_segment_that_missed_is_learnt_in_its_namespace() {
 }
 
 #[test]
+fn what_a_reader_may_not_publish_is_learnt_in_his_own_namespace() {
+    let mut world = world(HashKind::Xxh3_128);
+    world.learn(&text(100, 8), "kb");
+    let mut tokens = text(5000, 4);
+    tokens.extend(text(100, 16));
+    tokens.extend(text(6000, 2));
+    let marked = [MarkedSegment { start: 4, end: 20, namespace: "kb" }];
+    let reader = Admission { namespace: "reader", publish: false, ..Admission::new(&tokens) };
+    for mode in [Mode::Materialise, Mode::Share] {
+        let mut request = world.admit(&Admission { marked: &marked, mode, ..reader });
+        assert!(request.plan().recomputed_tokens() <= 14, "what the owner has is read");
+        let mut fork = request.fork().unwrap();
+        request.commit(22, 22).unwrap();
+        fork.commit(22, 22).unwrap();
+    }
+    assert_eq!(world.cache.lookup_segment(&text(100, 16), "kb", 0), 8);
+    assert_eq!(world.cache.lookup_segment(&text(108, 8), "kb", 0), 0);
+    assert_eq!(world.cache.lookup_segment(&text(108, 8), "reader", 0), 8);
+    world.cache.check().unwrap();
+}
+
+#[test]
 fn share_mode_copies_only_the_blocks_that_are_rewritten() {
     let mut world = world(HashKind::Xxh3_128);
     world.learn(&text(100, 16), "");

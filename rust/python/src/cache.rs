@@ -158,7 +158,7 @@ impl KvCache {
     #[pyo3(signature = (
         tokens, *, namespace=Text(""), segments=None, discover=false, reuse=Text("segments"),
         mode=Text("materialise"), reserve_tokens=Number::from(0), regime=Regime::default(),
-        chunk_tokens=Number::from(0)
+        chunk_tokens=Number::from(0), publish=true
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn admit(
@@ -173,6 +173,7 @@ impl KvCache {
         reserve_tokens: Number,
         regime: Regime,
         chunk_tokens: Number,
+        publish: bool,
     ) -> PyResult<KvRequest> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
@@ -196,6 +197,7 @@ impl KvCache {
                 reserve_tokens,
                 regime: regime.0,
                 chunk_tokens,
+                publish,
             })
         })?;
         let request = KvRequest::new(request, self.freed.clone());
@@ -321,11 +323,11 @@ impl KvCache {
         call_core(py, || self.cache.set_quota(namespace.0, blocks))
     }
 
-    /// Takes note of what is known of the longest exact prefix that is cached of a text; returns
-    /// its tokens. Only a cache that evicts by "cost-aware" has a use for it.
+    /// Takes note of what is known of the longest exact prefix that is cached of a text, from a
+    /// position on; returns its tokens behind there. Only a cache that evicts by "cost-aware" has a use for it.
     #[pyo3(signature = (
-        tokens, namespace=Text(""), *, regime=Regime::default(), priority=Number::from(0),
-        cost=Number::from(1), until=None, past=Text("first"), hint=Text("none")
+        tokens, namespace=Text(""), *, start=Number::from(0), regime=Regime::default(),
+        priority=Number::from(0), cost=Number::from(1), until=None, past=Text("first"), hint=Text("none")
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn advise(
@@ -333,6 +335,7 @@ impl KvCache {
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Text<'_>,
+        start: Number,
         regime: Regime,
         priority: Number,
         cost: Number,
@@ -342,8 +345,10 @@ impl KvCache {
     ) -> PyResult<usize> {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
+        let start = raised(py, count("start", start))?;
         let advice = raised(py, advice(priority, cost, (until, past.0), hint.0))?;
-        call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, namespace.0, regime.0, advice)))
+        let scope = (namespace.0, regime.0);
+        call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, start, scope, advice)))
     }
 
     /// Says what time it is, in the unit of `advise`'s `until`; it never goes back.

@@ -127,8 +127,22 @@ def attention(
         output[first:last] = torch.einsum("hrk,khd->rhd", weights, v).to(output.dtype)
 
 
+def linear(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: bool,
+) -> None:
+    """x [R, K] times weight [N, K], as CPUs with AMX tiles are asked for it; the bias is f32."""
+    out.copy_(functional.linear(x.float(), weight.float(), bias))
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "convert_weight_packed(Tensor weight) -> Tensor": torch.clone,
+    "weight_packed_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool packed)"
+    " -> ()": linear,
     "greedy_argmax(Tensor x) -> Tensor": lambda x: x.argmax(-1),
     "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": sampled,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(functional.silu),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 import numpy as np
@@ -61,6 +62,14 @@ class Conversation(Closing):
         """Tokens so far, with those of the answers."""
         live = self._live
         return 0 if live is None else live.request.length + len(live.pending)
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Tokens of all turns whose KV was not reused, by the reason: see `Report.missed`."""
+        counts: Counter[str] = Counter()
+        for report in self.reports:
+            counts.update(report.missed)
+        return dict(counts.most_common())
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"tokens={self.tokens}"

@@ -32,6 +32,7 @@ class Submissions(ABC):
         namespace: str = "",
         discover: bool = False,
         remember: bool = True,
+        publish: bool = True,
         healing: Healing | None = None,
         priority: int = 0,
         streamed: bool = False,
@@ -42,14 +43,17 @@ class Submissions(ABC):
 
         `priority`: more is sooner. `streamed`: text is wanted token by token. `reserve`: room for
         the whole answer is taken with that of the prompt, so that it never gives way for want of
-        it. `unread`: tokens that may wait for their reader; who falls further behind is cancelled
-        (None: all of the answer may). From any thread.
+        it. `publish`: what is computed of a text that is marked in another namespace is found there
+        by later prompts; else in the prompt's own alone. `unread`: tokens that may wait for their
+        reader; who falls further behind is cancelled (None: all of the answer may). From any
+        thread.
 
         # Errors
         `InvalidArgument` as for `generate`; `PoolFull` for a prompt, with `reserve` also for an
         answer, that the empty arena could not hold. Nothing waits then.
         """
-        lookup = Lookup(namespace, discover, remember, late=healing is not None)
+        late = healing is not None
+        lookup = Lookup(namespace, discover, remember, late=late, publish=publish)
         ask = self._answering.ask(
             policy,
             lookup,

@@ -14,18 +14,21 @@ class Lookup:
 
     `namespace` of the prompt itself; `discover` matches unmarked text by content; `remember`
     lets later prompts of the namespace find this one's blocks, from its end on alone if `late`:
-    what others may find is never written again.
+    what others may find is never written again. What is computed of a text that is marked in
+    another namespace is found in that one, but without `publish` in the prompt's own.
     """
 
     namespace: str = ""
     discover: bool = False
     remember: bool = True
     late: bool = False
+    publish: bool = True
 
     def __post_init__(self) -> None:
         word("namespace", self.namespace)
         flag("discover", self.discover)
         flag("remember", self.remember)
+        flag("publish", self.publish)
 
     @property
     def at_once(self) -> bool:

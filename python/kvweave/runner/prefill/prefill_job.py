@@ -146,6 +146,7 @@ class PrefillJob:
                 reserve_tokens=reserve_tokens,
                 regime=regime,
                 chunk_tokens=chunk,
+                publish=lookup.publish,
             )
 
         try:

@@ -27,4 +27,5 @@ class Submission(HowToAnswer, total=False):
     namespace: str
     discover: bool
     remember: bool
+    publish: bool
     reserve: bool

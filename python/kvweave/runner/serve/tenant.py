@@ -8,6 +8,7 @@ is his own: his answers, his documents, his counts.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Tenant:
         self._server = server
         self._lock = threading.Lock()
         self._counts = {"requests": 0, "prompt_tokens": 0, "reused_tokens": 0, "answer_tokens": 0}
+        self._missed: Counter[str] = Counter()
+        self._shared: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Tenant({self.namespace!r}, requests={self.stats()['requests']})"
@@ -75,7 +78,7 @@ class Tenant:
     ) -> HeldBack:
         """A request that waits from now on: iterate over its tokens, or wait for its `result`.
 
-        Segments are of this namespace, whether they name it or none.
+        Segments are of this namespace, whether they name it or none, or of one that is shared.
 
         # Errors
         `NamespaceConflict` for a segment that names another; as `Server.submit` for the rest.
@@ -89,6 +92,7 @@ class Tenant:
                 sampling=sampling,
                 stop=stop,
                 namespace=self.namespace,
+                publish=False,
             )
         return HeldBack(request, self._quantum, self._count)
 
@@ -136,6 +140,43 @@ class Tenant:
         with self._lock:
             return dict(self._counts)
 
+    def missed(self) -> dict[str, int]:
+        """Of the same requests, the tokens that were not reused, by the reason: `Report.missed`."""
+        with self._lock:
+            return dict(self._missed.most_common())
+
+    # ---- for whoever serves ---------------------------------------------------------------
+
+    def share(self, namespace: str) -> None:
+        """Lets this tenant's segments name another namespace too, a library's for instance.
+
+        Its documents are read where they lie, and stay whose they are: the tenant inserts, deletes
+        and lists none of them, and what is computed of a text that it lacks is left in his own
+        namespace. Holds for requests that come from now on, until `unshare`.
+
+        # Errors
+        `InvalidArgument` for what is no name, his own namespace, or the one without a name, which
+        segments name that say nothing.
+        """
+        if word("namespace", namespace) in ("", self.namespace):
+            expected = f"a namespace with a name, other than {self.namespace!r}"
+            raise InvalidArgument(f"namespace: expected {expected}, got {shown(namespace)}")
+        with self._lock:
+            self._shared |= {namespace}
+
+    def unshare(self, namespace: str) -> None:
+        """Takes that back, for requests that come from now on.
+
+        # Errors
+        `InvalidArgument` for what is no name, or a namespace that is not shared with him.
+        """
+        with self._lock:
+            if word("namespace", namespace) not in self._shared:
+                known = ", ".join(map(repr, sorted(self._shared))) or "none"
+                got = shown(namespace)
+                raise InvalidArgument(f"namespace: expected one that is shared: {known}, got {got}")
+            self._shared -= {namespace}
+
     # ---- inside ---------------------------------------------------------------------------
 
     def _own(self, prompt: Prompt) -> Prompt:
@@ -146,6 +187,8 @@ class Tenant:
         return [self._own_part(part) if isinstance(part, Segment) else part for part in parts]
 
     def _own_part(self, part: Segment) -> Part:
+        if part.namespace in self._shared:
+            return part
         if part.namespace not in ("", self.namespace):
             raise NamespaceConflict(
                 f"segment namespace: expected {self.namespace!r} or none, "
@@ -160,6 +203,7 @@ class Tenant:
             self._counts["prompt_tokens"] += whole("tokens", report.tokens)
             self._counts["reused_tokens"] += report.reused_prefix + report.reused_segment
             self._counts["answer_tokens"] += len(done.tokens)
+            self._missed.update(report.missed)
 
 
 @contextmanager

@@ -441,7 +441,8 @@ class Tiers:
         if not there:
             return Choice("computed", "no tier has it")
         flops = self._form.flops(start, start + document.length)
-        choice = choose(there, self._size(document), flops, self.measured.speeds)
+        size = self._size(document)
+        choice = choose(there, size, flops, self.measured.speeds_for(size, flops))
         if choice.source == "computed":
             for tier in there:
                 self.measured.decline(tier)

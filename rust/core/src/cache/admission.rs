@@ -57,6 +57,9 @@ pub struct Admission<'a> {
     /// Rows that are computed at once, for window groups to have room for no more than these and
     /// what they see; 0 for the whole prompt. See [`Request::advance`].
     pub chunk_tokens: usize,
+    /// Whether what is computed of a mark is found again in the mark's namespace. If not, it is in
+    /// the prompt's own: who may read a namespace then leaves nothing there.
+    pub publish: bool,
 }
 
 impl<'a> Admission<'a> {
@@ -73,6 +76,7 @@ impl<'a> Admission<'a> {
             reserve_tokens: 0,
             regime: 0,
             chunk_tokens: 0,
+            publish: true,
         }
     }
 

@@ -89,6 +89,7 @@ pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Req
         regime: request.regime,
         scope: found.scope,
         marks: found.marks,
+        publish: request.publish,
         tokens: request.tokens.to_vec(),
         share: request.mode == Mode::Share,
         plan,

@@ -11,22 +11,33 @@ use super::request::Request;
 
 impl KvCache {
     /// Takes note of what is known of the longest exact prefix that is cached of a text, in every
-    /// head group. Returns its tokens; of the block that it ends in, all are meant.
-    pub fn advise(&self, tokens: &[u32], namespace: &str, regime: u64, advice: Advice) -> usize {
+    /// head group, from a position on. Returns its tokens behind there; of the blocks that the
+    /// position and its end lie in, all are meant.
+    pub fn advise(
+        &self,
+        tokens: &[u32],
+        start: usize,
+        (namespace, regime): (&str, u64),
+        advice: Advice,
+    ) -> usize {
         let mut stored = self.0.store.lock();
         let state = &mut *stored;
         let Some(scope) = state.index.scope(namespace, regime) else { return 0 };
         let mut found = Vec::with_capacity(tokens.len() / self.0.page_tokens() + 1);
         let PrefixMatch { partial, .. } = state.index.match_prefix(scope, tokens, &mut found);
-        let whole = found.len() * self.0.page_tokens();
+        let page = self.0.page_tokens();
+        let cached = found.len() * page + partial.map_or(0, |(_, tokens)| tokens);
         found.extend(partial.map(|(content, _)| content));
+        if start >= cached {
+            return 0;
+        }
         // The last block first: of equal ones a tail is given up before what it stands behind.
-        for content in found.into_iter().rev() {
+        for content in found.into_iter().skip(start / page).rev() {
             let row = state.index.row(content).iter().copied();
             let known: Vec<_> = row.filter(|block| block.is_some()).collect();
             state.pool.advise(&known, advice);
         }
-        whole + partial.map_or(0, |(_, tokens)| tokens)
+        cached - start
     }
 }
 

@@ -39,6 +39,7 @@ pub struct Request {
     pub(super) regime: u64,
     pub(super) scope: ScopeId,
     pub(super) marks: Vec<(Range<usize>, ScopeId)>,
+    pub(super) publish: bool,
     pub(super) tokens: Vec<u32>,
     pub(super) share: bool,
     pub(super) plan: ReusePlan,
@@ -279,9 +280,10 @@ impl Request {
         Error::new(ErrorKind::NotWritable, format!("position {at}"), expected, got)
     }
 
-    /// The namespace in which a span is found again: a mark's if it lies wholly inside.
+    /// The namespace in which a span is found again: a mark's if it lies wholly inside, and may be.
     pub(super) fn content_scope(&self, span: &Range<usize>) -> ScopeId {
-        let inside = |mark: &Range<usize>| mark.start <= span.start && span.end <= mark.end;
+        let inside =
+            |mark: &Range<usize>| self.publish && mark.start <= span.start && span.end <= mark.end;
         self.marks.iter().find(|(mark, _)| inside(mark)).map_or(self.scope, |&(_, scope)| scope)
     }
 
@@ -311,6 +313,7 @@ impl Request {
             regime: self.regime,
             scope: self.scope,
             marks: self.marks.clone(),
+            publish: self.publish,
             tokens: self.tokens.clone(),
             share: self.share,
             plan: self.plan.clone(),

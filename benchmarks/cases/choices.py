@@ -1,0 +1,199 @@
+"""How often a runner takes a document from where it comes sooner: a slow store, or computing.
+
+Documents of SmolLM2 lie in a remote store alone, a folder whose reads are slowed by a wait, so many
+bytes a second: what loads a document as fast as computing one of `MIDDLE` tokens does, and a
+multiple of it. At each of these speeds a runner is asked for documents of all lengths, in an order
+that is drawn, and chooses as it always does: one of each length by which it learns, as it had
+measured nothing, and then those that count. What is right was measured
+before: for each length the time to the first token when every document is loaded, and when it is
+computed, the median of some. `lost`: what wrong choices took longer, of the time of right ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvweave
+from benchmarks.cases.isolation import interval
+from benchmarks.cases.tiers import Preferred, evict
+from kvweave.lab.bench.rows import Row, expect
+from kvweave.models import load_smollm2
+from kvweave.remote.remote_store import RemoteShard
+from kvweave.runner.tiers.measured import Measured
+
+LENGTHS = (64, 128, 256, 512, 768)
+MIDDLE = 256
+TIMES = (0.5, 0.8, 1.25, 2.0)
+"""Speeds of loading, of that at which a document of `MIDDLE` tokens takes as long to compute."""
+FRESH = 32
+ASKED, TRIED = 5, 3
+"""Documents of each length whose choices count, and prefills that say what is right."""
+LEAST_RIGHT = 0.95
+
+
+class SlowStore(kvweave.RemoteStore):
+    """One whose documents come no faster than `bytes_per_s`; None: as fast as they do."""
+
+    bytes_per_s: float | None = None
+
+    def get(self, *asked: Any, **how: Any) -> RemoteShard | None:
+        """As `RemoteStore.get`, and a wait."""
+        begun = time.perf_counter()
+        shard = super().get(*asked, **how)
+        if shard is not None and self.bytes_per_s is not None:
+            due = begun + sum(shard.parts.values()) / self.bytes_per_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+        return shard
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds to the first token of a prompt over one document, and where that came from."""
+
+    seconds: float
+    source: str
+
+
+class Documents:
+    """Documents of some lengths in a slow store, and a runner that asks for them."""
+
+    def __init__(self, model: Any, folder: Path, lengths: tuple[int, ...], count: int) -> None:
+        self.store = SlowStore("fs", {"root": str(folder)}, timeout_s=60.0)
+        self.runner = kvweave.Runner(
+            model,
+            remote=self.store,
+            max_tokens=2 * max(lengths) + 1024,
+            frozen_share=0.9,
+            check=False,
+            progress=False,
+        )
+        assert self.runner.tiers is not None
+        # A slow store is no dead one.
+        self.runner.tiers.patience_s = 600.0
+        self._draws = np.random.default_rng(0)
+        self._words = model.config.vocab_size
+        self.texts = {n: [self._drawn(n) for _ in range(count)] for n in lengths}
+        for texts in self.texts.values():
+            for text in texts:
+                self.runner.insert(text, "one", "library")
+                self.runner.flush()
+                self.runner.delete("one", "library")
+
+    def ask(self, text: list[int] | None) -> Took:
+        """A prompt over a document that is nowhere but in the store, or over none."""
+        evict(self.runner.cache)
+        question = kvweave.Segment(tokens=self._drawn(FRESH))
+        parts = [question]
+        if text is not None:
+            parts.insert(0, kvweave.Segment(tokens=text, namespace="library"))
+        with self.runner.prefill(parts, "naive", remember=False) as done:
+            return Took(done.report.ttft_s, done.report.documents[0].source)
+
+    def prefer(self, source: str) -> None:
+        """Has every document come from one source from now on."""
+        assert self.runner.tiers is not None
+        self.runner.tiers.measured = Preferred(source)
+
+    def choose_anew(self) -> None:
+        """Has the runner choose by what it measures from now on."""
+        assert self.runner.tiers is not None
+        self.runner.tiers.measured = Measured()
+
+    def seconds(self, source: str, length: int, tried: int) -> float:
+        """The median time of documents of one length from one source."""
+        self.prefer(source)
+        took = [self.ask(text) for text in (self.texts[length] * tried)[:tried]]
+        expect({one.source for one in took} == {source}, f"expected all from {source}, got {took}")
+        return float(np.median([one.seconds for one in took]))
+
+    def _drawn(self, count: int) -> list[int]:
+        drawn: list[int] = self._draws.integers(0, self._words, count).tolist()
+        return drawn
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was chosen at one speed: lengths, where each came from, and seconds of both ways."""
+
+    chosen: list[tuple[int, str]]
+    loaded: dict[int, float]
+    computed: dict[int, float]
+
+    @property
+    def right(self) -> int:
+        """Choices of the way that is faster for the length."""
+        return sum(self._of(*one) == self._best(one[0]) for one in self.chosen)
+
+    @property
+    def lost(self) -> float:
+        """What wrong choices took beyond right ones, as a share of these."""
+        best = sum(self._best(length) for length, _ in self.chosen)
+        return sum(self._of(*one) for one in self.chosen) / best - 1
+
+    @property
+    def crossover(self) -> int | None:
+        """The least length from which on loading is faster at all that were tried."""
+        slow = [n for n in self.loaded if self.loaded[n] > self.computed[n]]
+        return min((n for n in self.loaded if n > max(slow, default=0)), default=None)
+
+    def _of(self, length: int, source: str) -> float:
+        return self.loaded[length] if source == "remote" else self.computed[length]
+
+    def _best(self, length: int) -> float:
+        return min(self.loaded[length], self.computed[length])
+
+
+def run(quick: bool) -> list[Row]:
+    lengths = (64, MIDDLE) if quick else LENGTHS
+    asked, tried, times = (2, 1, (0.5, 2.0)) if quick else (ASKED, TRIED, TIMES)
+    with tempfile.TemporaryDirectory() as folder:
+        documents = Documents(load_smollm2()[0], Path(folder), lengths, asked + 1)
+        try:
+            return rows_of(documents, tried, times)
+        finally:
+            documents.runner.close()
+
+
+def rows_of(
+    documents: Documents, tried: int, times: tuple[float, ...], middle: int = MIDDLE
+) -> list[Row]:
+    """A row a speed, and one of all."""
+    computed = {n: documents.seconds("computed", n, tried) for n in documents.texts}
+    size = middle * documents.runner.cache.shape.token_bytes
+    documents.prefer("computed")
+    alone = float(np.median([documents.ask(None).seconds for _ in range(tried)]))
+    even = size / (computed[middle] - alone)
+    found = {}
+    for faster in times:
+        documents.store.bytes_per_s = faster * even
+        loaded = {n: documents.seconds("remote", n, tried) for n in documents.texts}
+        found[faster] = Choices(chosen_by(documents), loaded, computed)
+    rows = [row(f"{faster * even / 1e6:.3g} MB/s", one) for faster, one in found.items()]
+    every = sum(len(one.chosen) for one in found.values())
+    right = sum(one.right for one in found.values())
+    low, high = interval(right, every)
+    of = {"from": low, "to": high, "choices": every, "aim": LEAST_RIGHT}
+    return [*rows, Row("SmolLM2, all speeds: the faster way", right / every, "", None, of)]
+
+
+def chosen_by(documents: Documents) -> list[tuple[int, str]]:
+    """What a runner chooses for all documents but the first of each length, of which it learns."""
+    documents.choose_anew()
+    for first, *_ in documents.texts.values():
+        documents.ask(first)
+    every = [(n, text) for n, texts in documents.texts.items() for text in texts[1:]]
+    order = np.random.default_rng(1).permutation(len(every))
+    return [(every[at][0], documents.ask(every[at][1]).source) for at in order]
+
+
+def row(speed: str, found: Choices) -> Row:
+    share, every = found.right / len(found.chosen), len(found.chosen)
+    loads = sum(source == "remote" for _, source in found.chosen) / every
+    beside = {"lost": found.lost, "loaded": loads, "loading wins from": found.crossover or "none"}
+    return Row(f"SmolLM2, a store of {speed}: the faster way", share, "", None, beside)

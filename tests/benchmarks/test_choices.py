@@ -1,0 +1,41 @@
+"""The benchmark of choices between loading and computing, on made times and a tiny model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases.choices import Choices, Documents, rows_of
+from families import tiny
+
+
+def test_a_choice_is_right_where_its_way_is_faster() -> None:
+    loaded, computed = {64: 3.0, 128: 4.0, 256: 5.0}, {64: 1.0, 128: 4.5, 256: 9.0}
+    chosen = [(64, "computed"), (128, "remote"), (256, "remote"), (256, "computed")]
+    found = Choices(chosen, loaded, computed)
+    assert found.right == 3
+    assert found.lost == pytest.approx((1 + 4 + 5 + 9) / (1 + 4 + 5 + 5) - 1)
+    assert found.crossover == 128
+    assert Choices(chosen, computed, loaded).crossover is None
+    assert Choices([], {64: 1.0}, {64: 2.0}).crossover == 64
+
+
+def test_documents_come_no_faster_than_the_store_is(tmp_path: Path) -> None:
+    documents = Documents(tiny("llama"), tmp_path, (64, 96), 3)
+    try:
+        documents.store.bytes_per_s = 96 * documents.runner.cache.shape.token_bytes / 0.3
+        documents.prefer("remote")
+        begun = time.perf_counter()
+        took = documents.ask(documents.texts[96][0])
+        assert took.source == "remote"
+        assert 0.3 <= took.seconds <= time.perf_counter() - begun
+        documents.prefer("computed")
+        assert documents.ask(documents.texts[96][0]).source == "computed"
+        rows = rows_of(documents, 1, (0.01, 100.0), middle=96)
+        assert [row.name.split(": ")[1] for row in rows] == ["the faster way"] * 3
+        assert rows[-1].of["choices"] == 8
+        assert 0 <= rows[-1].value <= 1
+    finally:
+        documents.runner.close()
