@@ -286,7 +286,5 @@ def test_an_engine_whose_host_memory_is_full_answers_the_same(checkpoint, tmp_pa
 
 @pytest.mark.parametrize("word", ["fifo", "LRU", None, 3, ["lru"]])
 def test_words_that_are_no_order_are_refused(word: Any) -> None:
-    with pytest.raises(
-        InvalidArgument, match="host_eviction: expected one of lru, arc"
-    ):
+    with pytest.raises(InvalidArgument, match="host_eviction: expected one of lru, arc"):
         offloading_options("/nowhere", 1 << 20, host_eviction=word)
