@@ -328,6 +328,7 @@ class KvCache:
         namespace: str = "",
         *,
         start: int = 0,
+        end: int | None = None,
         regime: int = 0,
         priority: int = 0,
         cost: int = 1,

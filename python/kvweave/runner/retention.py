@@ -189,10 +189,11 @@ class Retention:
         found = 0
         for cache in caches:
             cache.set_time(milliseconds())
-            found = max(found, cache.advise(text.tokens[:end], namespace, start=start, **known))
+            told = cache.advise(text.tokens, namespace, start=start, end=end, **known)
+            found = max(found, told)
             for first, last, whose in text.segments:
-                part = text.tokens[first : min(last, end)]
-                cache.advise(part, whose, start=max(start - first, 0), **known)
+                part = {"start": max(start - first, 0), "end": max(end - first, 0)}
+                cache.advise(text.tokens[first:last], whose, **part, **known)
         return found
 
     def regime(self, length: int) -> int:

@@ -159,7 +159,7 @@ proptest! {
             let advice = Advice { hint, until, past: Past::Plain, priority: 1, cost: 2 };
             for cache in &twins.caches {
                 cache.set_time(now as u64);
-                cache.advise(&tokens, 0, ("", 0), advice);
+                cache.advise(&tokens, 0..usize::MAX, ("", 0), advice);
             }
             twins.check(&texts);
             if !fits || twins.held.len() > 2 {
@@ -196,10 +196,10 @@ fn advice_is_given_of_what_is_cached_of_a_text() {
     learn(&cache, &kept[..10], None);
     learn(&cache, &other, None);
     let dear = Advice { priority: 3, ..Advice::default() };
-    assert_eq!(cache.advise(&text(900, 3), 0, ("", 0), dear), 0);
-    assert_eq!(cache.advise(&kept, 0, ("elsewhere", 0), dear), 0);
-    assert_eq!(cache.advise(&kept, 0, ("", 1), dear), 0);
-    assert_eq!(cache.advise(&kept, 0, ("", 0), dear), 10, "two blocks and a half");
+    assert_eq!(cache.advise(&text(900, 3), 0..99, ("", 0), dear), 0);
+    assert_eq!(cache.advise(&kept, 0..99, ("elsewhere", 0), dear), 0);
+    assert_eq!(cache.advise(&kept, 0..99, ("", 1), dear), 0);
+    assert_eq!(cache.advise(&kept, 0..99, ("", 0), dear), 10, "two blocks and a half");
     learn(&cache, &text(1000, 5), None);
     assert_eq!((cache.lookup_prefix(&kept, ""), cache.lookup_prefix(&other, "")), (10, 0));
     cache.check().unwrap();
@@ -211,12 +211,13 @@ fn advice_is_given_of_the_blocks_of_a_range() {
     let kept = text(100, 6);
     learn(&cache, &kept[..22], None);
     let of = |priority| Advice { priority, ..Advice::default() };
-    assert_eq!(cache.advise(&kept[..9], 0, ("", 0), of(4)), 9, "blocks 0 to 2");
-    assert_eq!(cache.advise(&kept[..14], 12, ("", 0), of(3)), 2, "block 3");
-    assert_eq!(cache.advise(&kept, 19, ("", 0), of(2)), 3, "blocks 4 and 5");
+    assert_eq!(cache.advise(&kept, 0..9, ("", 0), of(4)), 9, "blocks 0 to 2");
+    assert_eq!(cache.advise(&kept, 12..14, ("", 0), of(3)), 2, "block 3");
+    assert_eq!(cache.advise(&kept, 19..24, ("", 0), of(2)), 3, "blocks 4 and 5");
     for (start, cached) in [(21, 1), (22, 0), (24, 0), (usize::MAX, 0)] {
-        assert_eq!(cache.advise(&kept, start, ("", 0), of(2)), cached);
+        assert_eq!(cache.advise(&kept, start..usize::MAX, ("", 0), of(2)), cached);
     }
+    assert_eq!(cache.advise(&kept, 5..5, ("", 0), of(2)), 0);
     for (number, priority, left) in [(1000, 9, 22), (2000, 9, 16), (3000, 3, 8), (4000, 3, 8)] {
         learn(&cache, &text(number, 2), Some(of(priority)));
         assert_eq!(cache.lookup_prefix(&kept, ""), left, "after {number}");
@@ -225,11 +226,31 @@ fn advice_is_given_of_the_blocks_of_a_range() {
 }
 
 #[test]
+fn a_range_that_ends_where_two_texts_part_is_of_the_text_that_is_named() {
+    for kept_first in [true, false] {
+        let cache = cache(Eviction::CostAware);
+        let (kept, mut other) = (text(100, 2), text(100, 2));
+        other[6] = 900;
+        for text in if kept_first { [&kept, &other] } else { [&other, &kept] } {
+            learn(&cache, text, None);
+        }
+        let dear = Advice { priority: 3, ..Advice::default() };
+        assert_eq!(cache.advise(&kept, 0..6, ("", 0), dear), 6);
+        learn(&cache, &text(1000, 6), None);
+        assert_eq!(cache.lookup_prefix(&kept, ""), 2 * PAGE);
+        assert!(cache.lookup_prefix(&other, "") < 2 * PAGE);
+    }
+}
+
+#[test]
 fn a_text_that_was_advised_is_given_up_from_its_end() {
     let cache = cache(Eviction::CostAware);
     let kept = text(100, 6);
     learn(&cache, &kept, None);
-    assert_eq!(cache.advise(&kept, 0, ("", 0), Advice { priority: 3, ..Advice::default() }), 24);
+    assert_eq!(
+        cache.advise(&kept, 0..99, ("", 0), Advice { priority: 3, ..Advice::default() }),
+        24
+    );
     learn(&cache, &text(1000, 4), None);
     assert_eq!(cache.lookup_prefix(&kept, ""), 4 * PAGE);
     cache.check().unwrap();

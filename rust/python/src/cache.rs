@@ -323,11 +323,13 @@ impl KvCache {
         call_core(py, || self.cache.set_quota(namespace.0, blocks))
     }
 
-    /// Takes note of what is known of the longest exact prefix that is cached of a text, from a
-    /// position on; returns its tokens behind there. Only a cache that evicts by "cost-aware" has a use for it.
+    /// Takes note of what is known of a range of a text, as far as the longest exact prefix that is
+    /// cached of the text goes; returns its tokens. Only a cache that evicts by "cost-aware" has a
+    /// use for it.
     #[pyo3(signature = (
-        tokens, namespace=Text(""), *, start=Number::from(0), regime=Regime::default(),
-        priority=Number::from(0), cost=Number::from(1), until=None, past=Text("first"), hint=Text("none")
+        tokens, namespace=Text(""), *, start=Number::from(0), end=None, regime=Regime::default(),
+        priority=Number::from(0), cost=Number::from(1), until=None, past=Text("first"),
+        hint=Text("none")
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn advise(
@@ -336,6 +338,7 @@ impl KvCache {
         tokens: &Bound<'_, PyAny>,
         namespace: Text<'_>,
         start: Number,
+        end: Option<Number>,
         regime: Regime,
         priority: Number,
         cost: Number,
@@ -346,9 +349,10 @@ impl KvCache {
         let tokens = Tokens::of(tokens)?;
         let ids = raised(py, tokens.ids())?;
         let start = raised(py, count("start", start))?;
+        let end = raised(py, end.map_or(Ok(ids.len()), |end| count("end", end)))?;
         let advice = raised(py, advice(priority, cost, (until, past.0), hint.0))?;
         let scope = (namespace.0, regime.0);
-        call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, start, scope, advice)))
+        call_core(py, || Ok::<_, Failure>(self.cache.advise(&ids, start..end, scope, advice)))
     }
 
     /// Says what time it is, in the unit of `advise`'s `until`; it never goes back.

@@ -150,9 +150,11 @@ class Tenant:
     def share(self, namespace: str) -> None:
         """Lets this tenant's segments name another namespace too, a library's for instance.
 
-        Its documents are read where they lie, and stay whose they are: the tenant inserts, deletes
-        and lists none of them, and what is computed of a text that it lacks is left in his own
-        namespace. Holds for requests that come from now on, until `unshare`.
+        It is for namespaces in which nobody prompts: what is cached of prompts there is found as
+        documents are, and that it is found tells of them. Its documents are read where they lie,
+        and stay whose they are: the tenant inserts, deletes and lists none of them, and what is
+        computed of a text that it lacks is left in his own namespace. Holds for requests that come
+        from now on, until `unshare`.
 
         # Errors
         `InvalidArgument` for what is no name, his own namespace, or the one without a name, which

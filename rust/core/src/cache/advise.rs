@@ -10,13 +10,13 @@ use super::KvCache;
 use super::request::Request;
 
 impl KvCache {
-    /// Takes note of what is known of the longest exact prefix that is cached of a text, in every
-    /// head group, from a position on. Returns its tokens behind there; of the blocks that the
-    /// position and its end lie in, all are meant.
+    /// Takes note of what is known of a range of a text, as far as the longest exact prefix that is
+    /// cached of the whole text goes, in every head group. Returns its tokens; of the blocks that
+    /// the range begins and ends in, all are meant.
     pub fn advise(
         &self,
         tokens: &[u32],
-        start: usize,
+        range: Range<usize>,
         (namespace, regime): (&str, u64),
         advice: Advice,
     ) -> usize {
@@ -28,16 +28,18 @@ impl KvCache {
         let page = self.0.page_tokens();
         let cached = found.len() * page + partial.map_or(0, |(_, tokens)| tokens);
         found.extend(partial.map(|(content, _)| content));
-        if start >= cached {
+        let Range { start, end } = range.start..range.end.min(cached);
+        if start >= end {
             return 0;
         }
+        found.truncate(end.div_ceil(page));
         // The last block first: of equal ones a tail is given up before what it stands behind.
         for content in found.into_iter().skip(start / page).rev() {
             let row = state.index.row(content).iter().copied();
             let known: Vec<_> = row.filter(|block| block.is_some()).collect();
             state.pool.advise(&known, advice);
         }
-        cached - start
+        end - start
     }
 }
 
