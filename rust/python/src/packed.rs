@@ -12,6 +12,9 @@ use crate::failure::{Failure, call_core};
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
+/// What a format is made of: its kind, head dim, tokens of a page and dtype of scales.
+type Sizes = (&'static str, usize, usize, &'static str);
+
 /// What a packed page is, by kind and sizes: all that its bytes need to be read.
 ///
 /// `kind` is "int4": codes from 0 to 15, with a scale and zero for each channel of a page's keys
@@ -163,10 +166,7 @@ impl PackedFormat {
     }
 
     /// What pickles keep of it.
-    fn __getnewargs_ex__<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<((&'static str, usize, usize, &'static str), Bound<'py, PyDict>)> {
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Sizes, Bound<'py, PyDict>)> {
         let named = PyDict::new(py);
         if let Some(TopR { kept, group, channels, numbers }) = self.top_r() {
             named.set_item("kept", kept)?;
