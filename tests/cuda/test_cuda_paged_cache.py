@@ -11,6 +11,7 @@ import kvweave
 from cache_names import by_name
 from families import tiny
 from generated import padded, prompt_ids, said
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -83,6 +84,9 @@ def test_packed_pages_are_near_exact_ones(kv_dtype: str, dtype: torch.dtype) -> 
             made.append(torch.cat(logits).float())
             if cache.packed is not None:
                 assert cache.plans[0].reused_prefix == 640
-                assert cache.bytes < 0.7 * cache.dense_bytes
+                # Most is packed; the bases of so small a model are larger than its pages.
+                exact = cache.kv.stats()["held"] * cache.kv.block_bytes
+                assert exact < 0.5 * cache.dense_bytes
+                assert cache.packed.stats()["held"] * PAGE_TOKENS >= 640
                 cache.packed.check()
     assert 0 < float((made[1] - made[0]).abs().max() / made[0].abs().max()) < near
