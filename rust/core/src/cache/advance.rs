@@ -164,7 +164,11 @@ impl Request {
         }
         let common = self.common.clone();
         let mut stored = common.store.lock();
-        self.slide(&common, &mut stored, self.len()..len, len)?;
+        if self.rests_until(&stored, self.len()..len) {
+            self.rest();
+        } else {
+            self.slide(&common, &mut stored, self.len()..len, len)?;
+        }
         drop(stored);
         self.tokens.extend_from_slice(tokens);
         Ok(())
