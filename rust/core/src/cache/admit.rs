@@ -20,6 +20,8 @@ use super::request::{Chain, Request};
 struct GroupNeed {
     /// Blocks of the exact prefix that rows after it see; none where they see nothing.
     prefix: Vec<BlockId>,
+    /// Those of them that are there.
+    held_prefix: Vec<BlockId>,
     donors: Vec<BlockId>,
     /// Which grid blocks after the prefix get memory now.
     grid: Vec<bool>,
@@ -32,10 +34,6 @@ struct GroupNeed {
 impl GroupNeed {
     fn placed(&self) -> usize {
         self.grid.iter().filter(|&&needed| needed).count()
-    }
-
-    fn held_prefix(&self) -> Vec<BlockId> {
-        self.prefix.iter().copied().filter(|block| block.is_some()).collect()
     }
 }
 
@@ -54,13 +52,13 @@ pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Req
     needs.resize(state.pool.group_count(), 0);
     let mut private = Vec::with_capacity(needs.iter().sum());
     for need in &group_needs {
-        state.pool.hold(&need.held_prefix());
+        state.pool.hold(&need.held_prefix);
         state.pool.hold(&need.donors);
     }
     if let Err(error) = freeze::allocate(common, state, &needs, &mut private) {
         for need in &group_needs {
             state.pool.release(&need.donors);
-            state.pool.release(&need.held_prefix());
+            state.pool.release(&need.held_prefix);
         }
         found.scopes().for_each(|scope| state.index.release_scope(scope));
         freeze::let_go(state, &grown);
@@ -124,19 +122,21 @@ fn group_needs(
     let need = |(group, window): (usize, &Option<LocalWindow>)| {
         let donors = found.donors().map(|content| of(group, content)).collect();
         let Some(window) = *window else {
-            let prefix = found.prefix.iter().map(|&content| of(group, content)).collect();
-            let grid = found.private_grid(request.mode, page, end);
-            return GroupNeed { prefix, donors, grid, until: end.div_ceil(page), spare: 0 };
+            let prefix: Vec<_> = found.prefix.iter().map(|&content| of(group, content)).collect();
+            let held_prefix = prefix.clone();
+            let (grid, until) = (found.private_grid(request.mode, page, end), end.div_ceil(page));
+            return GroupNeed { prefix, held_prefix, donors, grid, until, spare: 0 };
         };
         let block = |(b, &content): (usize, &ContentId)| {
             let seen = window.sees(found.prefix_end, &(b * page..(b + 1) * page));
             if seen { of(group, content) } else { BlockId::NONE }
         };
-        let prefix = found.prefix.iter().enumerate().map(block).collect();
+        let prefix: Vec<_> = found.prefix.iter().enumerate().map(block).collect();
+        let held_prefix = prefix.iter().copied().filter(|block| block.is_some()).collect();
         let grid = found.private_grid(request.mode, page, total);
         let until = total.div_ceil(page);
         let spare = (end.div_ceil(page) - until).min(window.blocks(page, 1));
-        let mut need = GroupNeed { prefix, donors, grid, until, spare };
+        let mut need = GroupNeed { prefix, held_prefix, donors, grid, until, spare };
         if request.chunk_tokens > 0 {
             let most = need.placed().min(window.blocks(page, request.chunk_tokens));
             let first = found.prefix_end.saturating_add(request.chunk_tokens).min(total);
@@ -169,11 +169,9 @@ fn hold(
         found.matches.pieces.iter().for_each(|piece| held.table.push_donor(source(piece)));
     }
     let page_of = |block: BlockId| if block.is_some() { state.pool.page(block) } else { 0 };
-    for &block in &need.prefix {
-        held.table.push(block, page_of(block));
-    }
+    held.table.extend(need.prefix.iter().map(|&block| (block, page_of(block))));
     held.chunk_blocks = private.len();
-    held.lost = need.prefix.iter().any(|block| !block.is_some());
+    held.lost = need.held_prefix.len() < need.prefix.len();
     let spare = private.split_off(need.placed());
     let mut blocks = private.iter();
     for (b, &needed) in (need.prefix.len()..).zip(&need.grid) {
@@ -183,7 +181,7 @@ fn hold(
         }
     }
     held.placed(need.until);
-    held.prefix = SharedBlocks::adopt(&common.store, need.held_prefix());
+    held.prefix = SharedBlocks::adopt(&common.store, need.held_prefix);
     held.donors = SharedBlocks::adopt(&common.store, need.donors);
     held.private = WritableBlocks::adopt(&common.store, private);
     held.spare = WritableBlocks::adopt(&common.store, spare);

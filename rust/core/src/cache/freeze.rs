@@ -116,14 +116,10 @@ pub(super) fn shrink(
 /// and where they are.
 pub(super) fn regrow(common: &Common, state: &mut State) -> Vec<(ContentId, DocumentBlock)> {
     let mut grown = Vec::new();
-    let low = u64::from(common.config.watermark).saturating_sub(HYSTERESIS);
-    let limit = state.pool.slab_pages_total() * low / 100;
-    loop {
-        let room = state.pool.held_pages() + common.row_pages() <= limit;
-        if !room || state.index.frozen.resident() as u64 >= frozen_limit(common, state) {
+    while let Some((place, text)) = state.index.frozen.next_waiting() {
+        if !may_regrow(common, state) {
             break;
         }
-        let Some((place, text)) = state.index.frozen.next_waiting() else { break };
         let found = state.index.find_text(text).filter(|&block| state.index.is_whole(block));
         match found {
             Some(block) if !state.index.frozen.may_come_back(place, block) => {
@@ -139,6 +135,15 @@ pub(super) fn regrow(common: &Common, state: &mut State) -> Vec<(ContentId, Docu
     }
     note_quotas(state);
     grown
+}
+
+/// Whether utilisation is low enough for another block to be pinned again, and there are not too
+/// many.
+fn may_regrow(common: &Common, state: &State) -> bool {
+    let low = u64::from(common.config.watermark).saturating_sub(HYSTERESIS);
+    let limit = state.pool.slab_pages_total() * low / 100;
+    let room = state.pool.held_pages() + common.row_pages() <= limit;
+    room && (state.index.frozen.resident() as u64) < frozen_limit(common, state)
 }
 
 /// Distinct blocks that all knowledge bases together may pin.

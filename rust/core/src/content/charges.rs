@@ -97,6 +97,9 @@ impl Charges {
 
     /// What each account that has changed may have cached beside what it pins.
     pub(super) fn take_allowed(&mut self) -> Vec<(AccountId, usize)> {
+        if self.changed.is_empty() {
+            return Vec::new();
+        }
         let changed = std::mem::take(&mut self.changed);
         changed.into_iter().map(|account| (account, self.room(account))).collect()
     }

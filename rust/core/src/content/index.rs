@@ -73,9 +73,9 @@ impl Index {
     }
 
     fn depart(&mut self, content: ContentId) {
+        let Some(departed) = &mut self.departed else { return };
         let node = self.nodes.get(content);
-        let whole = node.in_prefix && usize::from(node.prefix_len) == self.nodes.page_tokens();
-        if let Some(departed) = self.departed.as_mut().filter(|_| whole) {
+        if node.in_prefix && usize::from(node.prefix_len) == self.nodes.page_tokens() {
             departed.remember(node.digest);
         }
     }
@@ -254,15 +254,17 @@ impl Index {
                     (false, true) => false,
                     _ => exact && !self.nodes.get(old).exact,
                 };
+                let mut first = Some(old);
                 if better && !self.frozen.is_pinned(old) {
                     self.remove_content(old);
                     self.forget_if_void(old, forgotten);
+                    first = self.find_content_at(digest, entry.scope, entry.tokens);
                 } else if own.is_none() {
                     return self.follow_up(entry, old);
                 }
-                self.enter_content(row, entry, own, digest)
+                self.enter_content(row, entry, own, digest, first)
             }
-            (_, _, None) => self.enter_content(row, entry, own, digest),
+            (_, _, None) => self.enter_content(row, entry, own, digest, None),
         };
         self.follow_up(entry, stands)
     }
@@ -293,14 +295,11 @@ impl Index {
         entry: &ContentEntry<'_>,
         own: Option<ContentId>,
         digest: u64,
+        first: Option<ContentId>,
     ) -> ContentId {
-        let Some(own) = own else {
-            let content = self.write(row, entry.tokens, entry.position);
-            self.insert_content(content, entry.scope, digest, entry.exact);
-            return content;
-        };
-        self.insert_content(own, entry.scope, digest, true);
-        own
+        let content = own.unwrap_or_else(|| self.write(row, entry.tokens, entry.position));
+        self.insert_content(content, entry.scope, digest, own.is_some() || entry.exact, first);
+        content
     }
 
     /// Notes what lies in a row of blocks: its content, new or grown. Blocks that the content has
@@ -327,7 +326,9 @@ impl Index {
         tokens: &[u32],
         position: u32,
     ) -> Option<ContentId> {
-        let known = self.find_child(digest.low(), scope, parent, tokens);
+        // Below the end of a text, where most blocks are entered, there is nothing to look for.
+        let any = self.first_child(scope, parent).some();
+        let known = any.and_then(|_| self.find_child(digest.low(), scope, parent, tokens));
         if let Some(known) = known {
             if known == self.places.content(row[0]) {
                 self.places.fill(known, row);
@@ -384,7 +385,8 @@ impl Index {
     pub(crate) fn ensure_content(&mut self, content: ContentId, entry: &ContentEntry<'_>) {
         if !self.nodes.get(content).in_content {
             let digest = self.content_digest(entry.scope, entry.tokens);
-            self.insert_content(content, entry.scope, digest, entry.exact);
+            let first = self.find_content_at(digest, entry.scope, entry.tokens);
+            self.insert_content(content, entry.scope, digest, entry.exact, first);
         }
     }
 

@@ -99,6 +99,9 @@ impl Places {
 
     /// Whether a content goes on without one of its blocks.
     pub(super) fn stands_without(&self, content: ContentId, block: BlockId) -> bool {
+        if self.windows.len() == 1 {
+            return false;
+        }
         let group = self.row(content).iter().position(|&other| other == block);
         group.is_some_and(|group| group > 0 && self.windows[group].is_some())
     }
@@ -116,11 +119,11 @@ impl Places {
 
     /// Takes all blocks out of a content.
     pub(super) fn clear(&mut self, content: ContentId) {
-        for group in 0..self.windows.len() {
-            let block = std::mem::replace(&mut self.row_mut(content)[group], BlockId::NONE);
-            if block.is_some() {
-                self.contents[block.index()] = ContentId::NONE;
-            }
+        let groups = self.windows.len();
+        let row = &mut self.rows[content.index() * groups..][..groups];
+        for block in row.iter_mut().filter(|block| block.is_some()) {
+            self.contents[block.index()] = ContentId::NONE;
+            *block = BlockId::NONE;
         }
     }
 

@@ -167,7 +167,7 @@ impl Index {
         })
     }
 
-    fn first_child(&self, scope: ScopeId, parent: Parent) -> ContentId {
+    pub(super) fn first_child(&self, scope: ScopeId, parent: Parent) -> ContentId {
         match parent {
             Parent::Root => self.scopes.get(scope).first_child,
             Parent::Content(block) => self.nodes.get(block).first_child,

@@ -106,14 +106,20 @@ impl Scopes {
     }
 
     /// Removes a holder; the last one takes the namespace with it.
+    #[inline]
     pub(super) fn release(&mut self, id: ScopeId) {
         let scope = self.get_mut(id);
         scope.holders -= 1;
         if scope.holders == 0 {
-            let name = std::mem::replace(&mut scope.name, Name(String::new(), 0));
-            self.by_name.remove(&name);
-            self.free.push(id);
+            self.leave(id);
         }
+    }
+
+    #[cold]
+    fn leave(&mut self, id: ScopeId) {
+        let name = std::mem::replace(&mut self.get_mut(id).name, Name(String::new(), 0));
+        self.by_name.remove(&name);
+        self.free.push(id);
     }
 
     pub(super) fn namespace(&self, id: ScopeId) -> &str {

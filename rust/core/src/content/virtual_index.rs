@@ -49,16 +49,18 @@ impl Index {
         self.nodes.get(block).content_scope == scope && self.nodes.tokens(block) == tokens
     }
 
-    /// Enters a node by its content, behind the first of the same content where there is one.
+    /// Enters a node by its content, behind `first`, the first of the same content that stands in
+    /// the tables, where there is one.
     pub(super) fn insert_content(
         &mut self,
         block: ContentId,
         scope: ScopeId,
         digest: u64,
         exact: bool,
+        first: Option<ContentId>,
     ) {
         let tokens = self.nodes.tokens(block);
-        let first = self.find_content_at(digest, scope, tokens);
+        debug_assert_eq!(first, self.find_content_at(digest, scope, tokens));
         let domain = self.scopes.get(scope).content;
         let roll = self.hasher.roll_key(self.hasher.roll(tokens), domain);
         let node = self.nodes.get_mut(block);

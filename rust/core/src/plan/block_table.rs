@@ -61,6 +61,13 @@ impl BlockTable {
         self.pages.push(page);
     }
 
+    /// Appends grid blocks and their pages.
+    pub(crate) fn extend(&mut self, blocks: impl ExactSizeIterator<Item = (BlockId, i32)>) {
+        self.blocks.reserve(blocks.len());
+        self.pages.reserve(blocks.len());
+        blocks.for_each(|(block, page)| self.push(block, page));
+    }
+
     /// Appends absent grid blocks up to a number of all.
     pub(crate) fn grow(&mut self, len: usize) {
         self.blocks.resize(len.max(self.len()), BlockId::NONE);
@@ -92,7 +99,8 @@ impl BlockTable {
 
     /// A grid block of which no part is read from a donor.
     pub(crate) fn own(&self, b: usize) -> Option<BlockId> {
-        self.block(b).filter(|_| self.donors_in(self.span(b)).next().is_none())
+        let covered = || self.donors_in(self.span(b)).next().is_some();
+        self.block(b).filter(|_| self.donors.is_empty() || !covered())
     }
 
     pub(crate) fn page(&self, b: usize) -> i32 {

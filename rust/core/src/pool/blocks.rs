@@ -245,7 +245,7 @@ impl Pool {
         self.evictions += 1;
         self.order.give_up(self.group(block), block);
         self.unindex(block);
-        for other in forgotten.drain(..) {
+        for other in forgotten.drain(..).filter(|&other| other != block) {
             self.unindex(other);
         }
         self.forgotten = forgotten;
@@ -332,51 +332,6 @@ impl Pool {
         }
     }
 
-    /// Adds a reader to each block; a cached one leaves the order of victims.
-    pub fn hold(&mut self, blocks: &[BlockId]) {
-        for &block in blocks {
-            let entry = &mut self.blocks[block.index()];
-            entry.state = match entry.state {
-                BlockState::Held(n) => BlockState::Held(n + 1),
-                BlockState::Cached => {
-                    let pool = &mut self.groups[entry.group.index()];
-                    self.order.leave(entry.group, block);
-                    pool.cached -= 1;
-                    pool.held += 1;
-                    self.slabs[usize::from(entry.slab)].cached -= 1;
-                    BlockState::Held(1)
-                }
-                other => other,
-            };
-            debug_assert!(matches!(entry.state, BlockState::Held(_)), "held a void block");
-            if entry.pinned {
-                self.pins.note_readers(block, self.references(block));
-            }
-        }
-    }
-
-    /// Adds an owner (and reader) to each block: the copy-on-write half of a fork.
-    pub fn hold_as_owner(&mut self, blocks: &[BlockId]) {
-        self.hold(blocks);
-        for &block in blocks {
-            self.blocks[block.index()].owners += 1;
-        }
-    }
-
-    /// Ends ownership of each block, which stays held.
-    pub fn disown(&mut self, blocks: &[BlockId]) {
-        for &block in blocks {
-            self.blocks[block.index()].owners -= 1;
-        }
-    }
-
-    /// Makes this holder an owner of each block.
-    pub(super) fn own(&mut self, blocks: &[BlockId]) {
-        for &block in blocks {
-            self.blocks[block.index()].owners += 1;
-        }
-    }
-
     /// Whether a block is findable by its content.
     #[must_use]
     pub fn is_indexed(&self, block: BlockId) -> bool {
@@ -394,18 +349,19 @@ impl Pool {
     pub fn unindex(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.index()];
         entry.indexed = false;
-        if entry.state == BlockState::Cached {
-            let pool = &mut self.groups[entry.group.index()];
-            let slab = &mut self.slabs[usize::from(entry.slab)];
-            self.order.leave(entry.group, block);
-            pool.cached -= 1;
-            slab.cached -= 1;
-            entry.state = BlockState::Free;
-            slab.free.push(block);
-            pool.free += 1;
-            self.note_freed(block);
+        if entry.state != BlockState::Cached {
+            self.order.forget(block);
+            return;
         }
-        self.order.forget(block);
+        let pool = &mut self.groups[entry.group.index()];
+        let slab = &mut self.slabs[usize::from(entry.slab)];
+        self.order.leave_and_forget(entry.group, block);
+        pool.cached -= 1;
+        slab.cached -= 1;
+        entry.state = BlockState::Free;
+        slab.free.push(block);
+        pool.free += 1;
+        self.note_freed(block);
     }
 
     /// Adds a pin, which is a holder of every block of a row, and a count of its first block. That

@@ -13,6 +13,7 @@ mod check;
 mod cost_aware;
 mod cost_order;
 mod freed;
+mod hold;
 mod lfu;
 mod likelihood;
 mod lru;

@@ -59,11 +59,22 @@ impl Order {
         }
     }
 
-    #[inline]
-    pub(super) fn leave(&mut self, group: GroupId, block: BlockId) {
-        tell!(&mut self.ranking, order => order.leave(group, block));
+    /// The same of a row of blocks, of which the last enters first.
+    pub(super) fn enter_row(&mut self, group: GroupId, row: &[BlockId]) {
+        if self.quotas.is_some() {
+            row.iter().rev().for_each(|&block| self.enter(group, block));
+        } else {
+            tell!(&mut self.ranking, order => order.enter_row(group, row));
+        }
+    }
+
+    /// The blocks of a row are cached no longer.
+    pub(super) fn leave_row(&mut self, group: GroupId, row: &[BlockId]) {
+        tell!(&mut self.ranking, order => order.leave_row(group, row));
         if let Some(quotas) = &mut self.quotas {
-            quotas.leave(group, block);
+            for &block in row {
+                quotas.leave(group, block);
+            }
         }
     }
 
@@ -73,6 +84,19 @@ impl Order {
             return;
         }
         tell!(&mut self.ranking, order => order.give_up(group, block))
+    }
+
+    /// A cached block is cached no longer, and what was known of it is void.
+    #[inline]
+    pub(super) fn leave_and_forget(&mut self, group: GroupId, block: BlockId) {
+        tell!(&mut self.ranking, order => {
+            order.leave(group, block);
+            order.forget(block);
+        });
+        if let Some(quotas) = &mut self.quotas {
+            quotas.leave(group, block);
+            quotas.forget(block);
+        }
     }
 
     #[inline]

@@ -26,21 +26,57 @@ impl Pool {
     }
 
     fn release_row(&mut self, blocks: &[BlockId], owners: u32) {
-        let mut left = blocks.len();
-        while left > 0 {
-            if self.is_freed_by_its_release(blocks[left - 1]) {
-                left = self.free_run(&blocks[..left], owners);
-            } else {
-                left -= 1;
-                self.release_one(blocks[left], owners);
-            }
+        let mut row = blocks;
+        while let Some(&last) = row.last() {
+            let Block { state, indexed, .. } = self.blocks[last.index()];
+            let left = match state {
+                BlockState::Held(1) if indexed => self.cache_run(row, owners),
+                BlockState::Held(1) => self.free_run(row, owners),
+                _ => self.leave_run(row, owners),
+            };
+            row = &row[..left];
         }
     }
 
-    /// Whether a block has one holder and nobody could find it.
-    fn is_freed_by_its_release(&self, block: BlockId) -> bool {
-        let entry = &self.blocks[block.index()];
-        entry.state == BlockState::Held(1) && !entry.indexed
+    /// Has the blocks at the end of a row cached whose only holder goes and that the index names,
+    /// as far as they are of one slab, whose books then change once; returns how many are left.
+    fn cache_run(&mut self, row: &[BlockId], owners: u32) -> usize {
+        let Block { slab, group, .. } = self.blocks[row[row.len() - 1].index()];
+        let mut left = row.len();
+        for &block in row.iter().rev() {
+            let entry = &mut self.blocks[block.index()];
+            if entry.state != BlockState::Held(1) || !entry.indexed || entry.slab != slab {
+                break;
+            }
+            entry.state = BlockState::Cached;
+            entry.owners -= owners;
+            left -= 1;
+        }
+        let cached = &row[left..];
+        let pool = &mut self.groups[group.index()];
+        pool.held -= cached.len();
+        pool.cached += cached.len();
+        self.slabs[usize::from(slab)].cached += cached.len() as u32;
+        self.order.enter_row(group, cached);
+        left
+    }
+
+    /// Takes a holder from the blocks at the end of a row that others hold too; returns how many
+    /// are left.
+    fn leave_run(&mut self, row: &[BlockId], owners: u32) -> usize {
+        for (left, &block) in row.iter().enumerate().rev() {
+            let entry = &mut self.blocks[block.index()];
+            let BlockState::Held(readers @ 2..) = entry.state else {
+                debug_assert!(entry.state == BlockState::Held(1), "released a block nobody holds");
+                return left + usize::from(left + 1 < row.len());
+            };
+            entry.state = BlockState::Held(readers - 1);
+            entry.owners -= owners;
+            if entry.pinned {
+                self.pins.note_readers(block, readers - 1);
+            }
+        }
+        0
     }
 
     /// Frees the blocks at the end of a row whose only holder goes and that nobody could find, as

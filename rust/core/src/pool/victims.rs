@@ -17,6 +17,21 @@ pub(super) trait Victims {
     /// A block of a group is cached no longer: it is held again, or its content goes.
     fn leave(&mut self, group: GroupId, block: BlockId);
 
+    /// The same of a row of blocks, of which the last enters first: it goes before those that it
+    /// comes after.
+    fn enter_row(&mut self, group: GroupId, row: &[BlockId]) {
+        for &block in row.iter().rev() {
+            self.enter(group, block);
+        }
+    }
+
+    /// The blocks of a row are cached no longer.
+    fn leave_row(&mut self, group: GroupId, row: &[BlockId]) {
+        for &block in row {
+            self.leave(group, block);
+        }
+    }
+
     /// A block of a group, which is cached, is about to be given up for another.
     fn give_up(&mut self, group: GroupId, block: BlockId);
 
