@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,12 @@ def _figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value}"
 
 
+def kept(case: str, rows: list[Row], folder: Path = record.RECORDS) -> Path:
+    """Adds a run to the records of the GPU where the case runs on one, else of this machine."""
+    run = record.of_device(case, rows) if case in ON_A_GPU else record.here(case, rows)
+    return record.keep(run, folder)
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs the named cases (default: all); returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__)
@@ -120,7 +127,7 @@ def main(words: list[str] | None = None) -> int:
         rows = CASES[case](chosen.quick)
         show(case, rows, console)
         if chosen.record:
-            console.print(f"recorded in {record.append(case, rows).relative_to(record.ROOT)}")
+            console.print(f"recorded in {kept(case, rows).relative_to(record.ROOT)}")
     return 0
 
 

@@ -32,7 +32,7 @@ MIDDLE = 256
 TIMES = (0.5, 0.8, 1.25, 2.0)
 """Speeds of loading, of that at which a document of `MIDDLE` tokens takes as long to compute."""
 FRESH = 32
-ASKED, TRIED = 5, 3
+ASKED, TRIED = 5, 7
 """Documents of each length whose choices count, and prefills that say what is right."""
 LEAST_RIGHT = 0.95
 

@@ -44,7 +44,7 @@ class Preferred(Measured):
         super().__init__()
         self._source = source
 
-    def speeds_for(self, size: int, flops: int) -> Speeds:
+    def speeds_for(self, size: int, flops: int, beside: int = 0) -> Speeds:
         # What lies nowhere is computed; it would be looked for in a store that is faster.
         host, disk, remote = (EVER if name == self._source else 1 / EVER for name in TIERS)
         compute = EVER if self._source in ("computed", "device") else 1.0

@@ -28,7 +28,7 @@ class Stated(Measured):
     def speeds(self) -> Speeds:
         return self._stated
 
-    def speeds_for(self, size: int, flops: int) -> Speeds:
+    def speeds_for(self, size: int, flops: int, beside: int = 0) -> Speeds:
         return self._stated
 
 

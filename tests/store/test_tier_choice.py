@@ -72,14 +72,20 @@ def test_speeds_follow_what_happens_and_a_bad_impression_does_not_last() -> None
     assert speed is not None
     assert 990 < speed <= 1000
     for _ in range(15):
-        measured.decline("disk")
+        measured.decline("disk", 1000)
     assert measured.speeds.disk == speed
-    measured.decline("disk")
+    # What lies nearest is forgotten; by what is left, 100 bytes a second, it may be twice as fast.
+    measured.decline("disk", 1000)
+    assert measured.speeds_for(1000, 1).disk == 200
+    for _ in range(16):
+        measured.decline("disk", 1000)
     assert measured.speeds.disk is None
+    for _ in range(16):
+        measured.decline("disk", 1000)
 
 
-def test_a_size_has_the_speed_of_what_was_measured_nearest_to_it() -> None:
-    """Small amounts take longer a unit; larger ones than any may be faster, until one was tried."""
+def test_a_size_takes_what_lies_between_those_that_were_measured() -> None:
+    """Larger ones than any may be faster, until one was tried."""
     measured = Measured()
     assert measured.speeds_for(1, 1) == Speeds()
     measured.note("compute", 1000, 10)
@@ -87,31 +93,51 @@ def test_a_size_has_the_speed_of_what_was_measured_nearest_to_it() -> None:
     assert measured.speeds_for(1, 1) == Speeds(disk=100, compute=100)
     assert measured.speeds_for(1500, 1500) == Speeds(disk=100, compute=100)
     assert measured.speeds_for(10**6, 10**6) == Speeds(disk=200, compute=800)
-    measured.note("compute", 10**6, 5000)
-    assert measured.speeds_for(10**6, 10**6) == Speeds(disk=200, compute=200)
-    assert measured.speeds_for(1000, 1000) == Speeds(disk=100, compute=100)
-    # Of two that are as near the larger, and never one that was made of both.
-    assert measured.speeds_for(1000, 2**15).compute == 200
-    for _ in range(16):
-        measured.decline("disk")
-    assert measured.speeds_for(10, 10**6) == Speeds(compute=200)
+    measured.note("compute", 3000, 14)
+    # 8 s and 0.002 s a FLOP: below, between and behind what was measured.
+    for flops, seconds in ((500, 9), (1000, 10), (2000, 12), (4000, 16)):
+        assert measured.speeds_for(1, flops).compute == pytest.approx(flops / seconds)
+    # One that takes no time for itself takes its share of the least that was measured.
+    assert measured.speeds_for(1, 10).compute == pytest.approx(10 / 8.02)
+    measured.note("compute", 8000, 12)
+    assert measured.speeds_for(1, 10_000).compute == pytest.approx(10_000 / 12)
 
 
-@given(
-    st.lists(st.tuples(st.floats(1, 1e15), st.floats(1e-6, 1e3)), min_size=1), st.floats(1, 1e16)
-)
+def test_what_is_computed_anyway_is_no_reason_to_load() -> None:
+    measured = Measured()
+    measured.note("compute", 1000, 10)
+    # All that is known is 0.01 s a FLOP.
+    assert measured.speeds_for(1, 500, 400).compute == pytest.approx(100)
+    measured.note("compute", 3000, 22)
+    assert measured.speeds_for(1, 2000, 1000).compute == pytest.approx(2000 / 12)
+    assert measured.speeds_for(1, 2000, 0).compute == pytest.approx(2000 / 16)
+    # No less than half of what it takes at the fastest that was measured.
+    measured.note("compute", 5000, 9)
+    assert measured.speeds_for(1, 2000, 3000).compute == pytest.approx(2 * 5000 / 9)
+
+
+AMOUNTS = st.lists(st.tuples(st.floats(1, 1e15), st.floats(1e-6, 1e3)), min_size=1)
+
+
+@given(AMOUNTS, st.integers(1, 10**16), st.integers(0, 10**16))
 def test_a_speed_is_between_those_that_were_measured_or_may_be(
-    noted: list[tuple[float, float]], asked: float
+    noted: list[tuple[float, float]], asked: int, beside: int
 ) -> None:
     measured = Measured()
     for amount, seconds in noted:
         measured.note("compute", amount, seconds)
-    speed = measured.speeds_for(1, int(asked)).compute
-    assert speed is not None
     every = [amount / seconds for amount, seconds in noted]
-    assert min(every) * (1 - 1e-9) <= speed <= 8 * max(every) * (1 + 1e-9)
-    if asked <= max(amount for amount, _ in noted):
-        assert speed <= max(every) * (1 + 1e-9)
+    least, most = min(amount for amount, _ in noted), max(amount for amount, _ in noted)
+    speed = measured.speeds_for(1, asked).compute
+    assert speed is not None
+    # What is smaller than all that was measured may take as long as that.
+    smaller = min(1.0, asked / least)
+    assert min(every) * smaller * (1 - 1e-6) <= speed <= 8 * max(every) * (1 + 1e-6)
+    if asked <= most:
+        assert speed <= max(every) * (1 + 1e-6)
+    with_others = measured.speeds_for(1, asked, beside).compute
+    assert with_others is not None
+    assert 0 < with_others <= 16 * max(every) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])

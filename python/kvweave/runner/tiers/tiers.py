@@ -93,9 +93,10 @@ class Tiers:
         """Decides where a prompt's documents come from, and begins to read. From any thread."""
         prefix = self._cache.match_prefix(prompt.tokens, namespace, regime=regime)
         wanted = []
+        beside = self._beside(prompt, prefix)
         for start, end, whose in prompt.segments:
             document = Document(prompt.tokens[start:end], whose, regime)
-            choice = self._choice(document, start, self._is_here(document, end, prefix))
+            choice = self._choice(document, start, self._is_here(document, end, prefix), beside)
             wanted.append(Wanted(start, end, document, choice))
         return self._expected(wanted, urgency)
 
@@ -426,7 +427,18 @@ class Tiers:
         """Whether a document, or the prompt up to its end, is on the device."""
         return prefix >= end or document.is_in(self._cache)
 
-    def _choice(self, document: Document, start: int, here: bool) -> Choice:
+    def _beside(self, prompt: TokenizedPrompt, prefix: int) -> int:
+        """FLOPs of a prompt's rows behind its cached prefix that are of no document.
+
+        The last row is always computed, of which the logits are.
+        """
+        total = len(prompt.tokens)
+        ranges = [(max(start, prefix), max(end, prefix)) for start, end, _ in prompt.segments]
+        marked = sum(self._form.flops(start, end) for start, end in ranges)
+        last = self._form.flops(total - 1, total)
+        return max(self._form.flops(min(prefix, total), total) - marked, last)
+
+    def _choice(self, document: Document, start: int, here: bool, beside: int = 0) -> Choice:
         if here:
             return Choice("device", "it is on the device")
         there: list[Tier] = []
@@ -442,10 +454,10 @@ class Tiers:
             return Choice("computed", "no tier has it")
         flops = self._form.flops(start, start + document.length)
         size = self._size(document)
-        choice = choose(there, size, flops, self.measured.speeds_for(size, flops))
+        choice = choose(there, size, flops, self.measured.speeds_for(size, flops, beside))
         if choice.source == "computed":
             for tier in there:
-                self.measured.decline(tier)
+                self.measured.decline(tier, size)
         return choice
 
     def _is_on_disk(self, document: Document) -> bool:
