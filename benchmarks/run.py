@@ -99,10 +99,10 @@ def _figure(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) and value < 1000 else f"{value}"
 
 
-def kept(case: str, rows: list[Row], folder: Path = record.RECORDS) -> Path:
+def kept(case: str, rows: list[Row]) -> Path:
     """Adds a run to the records of the GPU where the case runs on one, else of this machine."""
     run = record.of_device(case, rows) if case in ON_A_GPU else record.here(case, rows)
-    return record.keep(run, folder)
+    return record.keep(run)
 
 
 def main(words: list[str] | None = None) -> int:
