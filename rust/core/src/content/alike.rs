@@ -19,7 +19,7 @@ impl Index {
     /// The nodes of a list from one of them on.
     fn alike_from(&self, first: ContentId) -> impl Iterator<Item = ContentId> + '_ {
         let next = |block: &ContentId| {
-            let next = self.nodes.get(*block).next_alike;
+            let next = self.nodes.links(*block).next_alike;
             next.is_some().then_some(next)
         };
         std::iter::successors(Some(first), next)
@@ -77,31 +77,31 @@ impl Index {
 
     /// The whole block that stands before another in its text.
     pub(super) fn before(&self, block: ContentId, scope: ScopeId) -> Option<ContentId> {
-        let before = self.neighbour(self.nodes.get(block).before, Some(scope));
+        let before = self.neighbour(self.nodes.links(block).before, Some(scope));
         before.filter(|&before| self.nodes.tokens(before).len() == self.nodes.page_tokens())
     }
 
     /// Puts a node behind the first of its content.
     pub(super) fn join_alike(&mut self, first: ContentId, block: ContentId) {
-        let next = std::mem::replace(&mut self.nodes.get_mut(first).next_alike, block);
-        let node = self.nodes.get_mut(block);
-        (node.prev_alike, node.next_alike) = (first, next);
+        let next = std::mem::replace(&mut self.nodes.links_mut(first).next_alike, block);
+        let links = self.nodes.links_mut(block);
+        (links.prev_alike, links.next_alike) = (first, next);
         if next.is_some() {
-            self.nodes.get_mut(next).prev_alike = block;
+            self.nodes.links_mut(next).prev_alike = block;
         }
     }
 
     /// Takes a node out of its list; returns the one that is first now if this one was, and there
     /// is another.
     pub(super) fn leave_alike(&mut self, block: ContentId) -> Option<ContentId> {
-        let node = self.nodes.get_mut(block);
-        let prev = std::mem::replace(&mut node.prev_alike, ContentId::NONE);
-        let next = std::mem::replace(&mut node.next_alike, ContentId::NONE);
+        let links = self.nodes.links_mut(block);
+        let prev = std::mem::replace(&mut links.prev_alike, ContentId::NONE);
+        let next = std::mem::replace(&mut links.next_alike, ContentId::NONE);
         if next.is_some() {
-            self.nodes.get_mut(next).prev_alike = prev;
+            self.nodes.links_mut(next).prev_alike = prev;
         }
         if prev.is_some() {
-            self.nodes.get_mut(prev).next_alike = next;
+            self.nodes.links_mut(prev).next_alike = next;
             return None;
         }
         next.is_some().then_some(next)

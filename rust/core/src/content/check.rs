@@ -73,9 +73,10 @@ impl Index {
                 return Err(Error::inconsistent("virtual index", content.index(), got));
             }
         } else if node.in_content {
-            let first = self.nodes.get(node.prev_alike);
-            let joined = first.in_content && first.next_alike == content;
-            if !joined || !self.is_content(node.prev_alike, node.content_scope, tokens) {
+            let first = self.nodes.links(content).prev_alike;
+            let next = self.nodes.links(first).next_alike;
+            let joined = self.nodes.get(first).in_content && next == content;
+            if !joined || !self.is_content(first, node.content_scope, tokens) {
                 return Err(Error::inconsistent("list of alike", content.index(), "others"));
             }
         }

@@ -61,7 +61,7 @@ impl Index {
         let first = out.len();
         let (mut end, mut block) = (range.end, block);
         while end > range.start {
-            let before = self.neighbour(self.nodes.get(block).before, Some(scope));
+            let before = self.neighbour(self.nodes.links(block).before, Some(scope));
             let Some(before) = before.filter(|&before| self.is_whole(before)) else { break };
             let stored = self.nodes.tokens(before);
             if stored.len() < self.nodes.page_tokens() {
@@ -103,7 +103,7 @@ impl Index {
             if slot + common < self.nodes.page_tokens() {
                 break;
             }
-            let after = self.neighbour(self.nodes.get(block).after, Some(scope));
+            let after = self.neighbour(self.nodes.links(block).after, Some(scope));
             let Some(after) = after.filter(|&after| self.is_whole(after)) else { break };
             (block, slot) = (after, 0);
         }

@@ -9,24 +9,19 @@ use crate::reserve::{filled, refused, zeroed};
 use super::hash::Digest;
 use super::ids::{ContentId, Link, Parent};
 
+/// What a walk of the prefix tree reads of a node, and what else is small: one line of the cache,
+/// so that a step of a walk costs one miss.
 #[derive(Clone, Copy)]
+#[repr(align(64))]
 pub(super) struct Node {
     /// Chained digest up to and including this block, if it stands whole in the prefix tree.
     pub(super) digest: Digest,
-    pub(super) content_key: u64,
-    pub(super) roll_key: u64,
     pub(super) parent: Parent,
     pub(super) prefix_scope: ScopeId,
     pub(super) content_scope: ScopeId,
     pub(super) first_child: ContentId,
     pub(super) next_sibling: ContentId,
     pub(super) prev_sibling: ContentId,
-    /// Other nodes of the same content, which stand in other texts. The first is in the tables.
-    pub(super) next_alike: ContentId,
-    pub(super) prev_alike: ContentId,
-    /// The blocks before and after in the donor's text.
-    pub(super) before: Link,
-    pub(super) after: Link,
     pub(super) generation: u32,
     /// Position of slot 0 at which K was rotated.
     pub(super) position: u32,
@@ -40,20 +35,16 @@ pub(super) struct Node {
     pub(super) exact: bool,
 }
 
+const _: () = assert!(size_of::<Node>() == 64, "a node fills one line of the cache");
+
 const VOID: Node = Node {
     digest: Digest::ZERO,
-    content_key: 0,
-    roll_key: 0,
     parent: Parent::Root,
     prefix_scope: ScopeId(0),
     content_scope: ScopeId(0),
     first_child: ContentId::NONE,
     next_sibling: ContentId::NONE,
     prev_sibling: ContentId::NONE,
-    next_alike: ContentId::NONE,
-    prev_alike: ContentId::NONE,
-    before: Link::NONE,
-    after: Link::NONE,
     generation: 0,
     position: 0,
     uses: 0,
@@ -64,10 +55,34 @@ const VOID: Node = Node {
     exact: false,
 };
 
+/// What leads to a node by its content, and from it to others of the same content or text. No walk
+/// of the prefix tree reads it.
+#[derive(Clone, Copy)]
+pub(super) struct Links {
+    pub(super) content_key: u64,
+    pub(super) roll_key: u64,
+    /// Other nodes of the same content, which stand in other texts. The first is in the tables.
+    pub(super) next_alike: ContentId,
+    pub(super) prev_alike: ContentId,
+    /// The blocks before and after in the donor's text.
+    pub(super) before: Link,
+    pub(super) after: Link,
+}
+
+const UNLINKED: Links = Links {
+    content_key: 0,
+    roll_key: 0,
+    next_alike: ContentId::NONE,
+    prev_alike: ContentId::NONE,
+    before: Link::NONE,
+    after: Link::NONE,
+};
+
 /// All nodes and their tokens.
 pub(super) struct Nodes {
     page_tokens: usize,
     nodes: Vec<Node>,
+    links: Vec<Links>,
     tokens: Vec<u32>,
     /// Numbers from here on were never given; those that came back are in `free`.
     fresh: u32,
@@ -83,6 +98,7 @@ impl Nodes {
             page_tokens,
             tokens: zeroed("tokens of blocks", capacity.saturating_mul(page_tokens))?,
             nodes: filled("contents of blocks", VOID, capacity)?,
+            links: filled("links of contents", UNLINKED, capacity)?,
             fresh: 0,
             free,
         })
@@ -117,6 +133,14 @@ impl Nodes {
         &mut self.nodes[content.index()]
     }
 
+    pub(super) fn links(&self, content: ContentId) -> &Links {
+        &self.links[content.index()]
+    }
+
+    pub(super) fn links_mut(&mut self, content: ContentId) -> &mut Links {
+        &mut self.links[content.index()]
+    }
+
     pub(super) fn tokens(&self, content: ContentId) -> &[u32] {
         let at = content.index() * self.page_tokens;
         &self.tokens[at..at + usize::from(self.nodes[content.index()].len)]
@@ -144,6 +168,7 @@ impl Nodes {
     pub(super) fn clear(&mut self, content: ContentId) {
         let node = self.get_mut(content);
         *node = Node { generation: node.generation.wrapping_add(1), ..VOID };
+        *self.links_mut(content) = UNLINKED;
         self.free.push(content);
     }
 

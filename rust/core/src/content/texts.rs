@@ -43,7 +43,7 @@ impl Index {
         if !self.frozen.is_looking() || !self.nodes.get(content).in_content {
             return;
         }
-        let by_content = self.nodes.get(content).content_key;
+        let by_content = self.nodes.links(content).content_key;
         let mut frozen = std::mem::take(&mut self.frozen);
         for digest in [self.text_digest(content), by_content] {
             frozen.entered(digest, |text| self.is_text(content, text));
@@ -68,6 +68,6 @@ impl Index {
     fn text_digest(&self, content: ContentId) -> u64 {
         let before = self.text_before(content);
         let chained = |before| self.hasher.chain(before, self.nodes.tokens(content)).low();
-        before.map_or(self.nodes.get(content).content_key, chained)
+        before.map_or(self.nodes.links(content).content_key, chained)
     }
 }

@@ -66,9 +66,9 @@ impl Index {
         let node = self.nodes.get_mut(block);
         node.in_content = true;
         node.content_scope = scope;
-        node.content_key = digest;
-        node.roll_key = roll;
         node.exact = exact;
+        let links = self.nodes.links_mut(block);
+        (links.content_key, links.roll_key) = (digest, roll);
         self.scopes.hold(scope);
         match first {
             Some(first) => self.join_alike(first, block),
@@ -77,17 +77,16 @@ impl Index {
     }
 
     fn enter_tables(&mut self, block: ContentId) {
-        let node = self.nodes.get(block);
-        self.content.insert(node.content_key, block);
-        if usize::from(node.len) == self.nodes.page_tokens() {
-            self.rolling.insert(node.roll_key, block);
+        let links = self.nodes.links(block);
+        self.content.insert(links.content_key, block);
+        if self.nodes.tokens(block).len() == self.nodes.page_tokens() {
+            self.rolling.insert(links.roll_key, block);
         }
     }
 
     /// Whether a node stands in the tables for those of its content.
     pub(super) fn is_first_alike(&self, block: ContentId) -> bool {
-        let node = self.nodes.get(block);
-        node.in_content && !node.prev_alike.is_some()
+        self.nodes.get(block).in_content && !self.nodes.links(block).prev_alike.is_some()
     }
 
     pub(super) fn remove_content(&mut self, block: ContentId) {
@@ -96,9 +95,10 @@ impl Index {
             return;
         }
         if self.is_first_alike(block) {
-            self.content.remove(node.content_key, block);
+            let links = *self.nodes.links(block);
+            self.content.remove(links.content_key, block);
             if usize::from(node.len) == self.nodes.page_tokens() {
-                self.rolling.remove(node.roll_key, block);
+                self.rolling.remove(links.roll_key, block);
             }
         }
         self.nodes.get_mut(block).in_content = false;
@@ -113,10 +113,10 @@ impl Index {
     pub(super) fn link_content(&mut self, before: ContentId, after: ContentId) {
         let before_link = self.nodes.link(before);
         let after_link = self.nodes.link(after);
-        if self.neighbour(self.nodes.get(after).before, None).is_none() {
-            self.nodes.get_mut(after).before = before_link;
+        if self.neighbour(self.nodes.links(after).before, None).is_none() {
+            self.nodes.links_mut(after).before = before_link;
         }
-        let replace = match self.neighbour(self.nodes.get(before).after, None) {
+        let replace = match self.neighbour(self.nodes.links(before).after, None) {
             None => true,
             Some(old) => {
                 let (old, new) = (self.nodes.tokens(old), self.nodes.tokens(after));
@@ -124,7 +124,7 @@ impl Index {
             }
         };
         if replace {
-            self.nodes.get_mut(before).after = after_link;
+            self.nodes.links_mut(before).after = after_link;
         }
     }
 
