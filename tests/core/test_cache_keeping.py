@@ -272,3 +272,39 @@ def test_no_namespace_is_above_its_quota(steps: list[tuple[str, str, int, int]])
             pinned = sum(entry.resident_blocks for entry in cache.frozen(tenant))
             assert quota["blocks"] == quotas[tenant]
             assert pinned == quota["frozen"] <= quota["blocks"]
+
+
+SAID = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 4 * P), st.integers(0, 4 * P), st.integers(0, 3)),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(said=SAID, wanted=st.integers(0, 12))
+def test_ranges_go_by_their_priority_and_of_equal_ones_tails_first(
+    said: list[tuple[int, int, int, int]], wanted: int
+) -> None:
+    """Held to a list of blocks that is sorted anew for each thing that is said."""
+    cache = cache_of(12, eviction="cost-aware")
+    texts = [text(start, 4) for start in (100, 200, 300)]
+    # (priority, when it was last said anything of): the first goes first.
+    order: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, tokens in enumerate(texts):
+        learn(cache, tokens)
+        order |= {(number, block): (0, len(order) + 3 - block) for block in range(4)}
+    turn = len(order)
+    for number, start, end, priority in said:
+        meant = cache.advise(texts[number], priority=priority, start=start, end=end)
+        assert meant == max(0, end - start)
+        blocks = range(start // P, -(-end // P)) if meant else range(0)
+        for block in reversed(blocks):
+            order[number, block] = (priority, turn)
+            turn += 1
+    if wanted:
+        learn(cache, text(1000, wanted))
+    cache.check()
+    gone = set(sorted(order, key=order.__getitem__)[:wanted])
+    for number, tokens in enumerate(texts):
+        missing = [block for block in range(4) if (number, block) in gone]
+        assert cache.match_prefix(tokens) == min(missing, default=4) * P

@@ -93,6 +93,16 @@ def test_ranges_of_a_text_have_priorities_of_their_own(model: Any) -> None:
     assert runner.retain(TEXTS[0], tokens=(TEXT, TEXT)) == 0
 
 
+def test_the_end_of_a_text_is_demoted_alone(model: Any) -> None:
+    runner = runner_of(model, 3)
+    learn(runner, 0, 1, 2)
+    half = TEXT // 2
+    assert runner.demote(TEXTS[2], tokens=(half, TEXT)) == half
+    learn(runner, 3)
+    assert [cached(runner, number) for number in (1, 2, 3)] == [TEXT, half, TEXT]
+    assert 0 < cached(runner, 0) < TEXT
+
+
 def test_of_a_marked_document_what_is_in_the_range_is_meant(model: Any) -> None:
     runner = runner_of(model, 4)
     learn(runner, 0, namespace="library")
@@ -267,8 +277,12 @@ def test_what_a_workflow_has_not_read_in_time_is_given_up(model: Any, tmp_path: 
     ],
 )
 def test_what_cannot_be_retained_is_refused(model: Any, call: dict[str, Any], words: str) -> None:
+    runner = runner_of(model, 2)
     with pytest.raises(InvalidArgument, match=words):
-        runner_of(model, 2).retain(TEXTS[0], **call)
+        runner.retain(TEXTS[0], **call)
+    if "tokens" in call:
+        with pytest.raises(InvalidArgument, match=words):
+            runner.demote(TEXTS[0], **call)
 
 
 def test_calls_that_make_no_sense_are_refused(model: Any) -> None:

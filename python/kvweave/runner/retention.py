@@ -107,17 +107,22 @@ class Retention:
         meant = _range_of(tokens, len(told.tokens))
         return self.advise(told, word("namespace", namespace), meant, **known)
 
-    def demote(self, text: Prompt, *, namespace: str = "") -> int:
+    def demote(
+        self, text: Prompt, *, tokens: tuple[int, int] | None = None, namespace: str = ""
+    ) -> int:
         """Has what is cached of a text give way before all else; from any thread.
 
-        Its documents stay in the tiers that have them. Returns the tokens that are cached of it.
+        `tokens` (start, end): the tokens that are meant, as `retain` takes them; what stands behind
+        a block that went is not found any more. Its documents stay in the tiers that have them.
+        Returns the meant tokens that are cached.
 
         # Errors
         As `retain`.
         """
         self._expect_told()
         told = self.prompts.tokenize(text)
-        return self.advise(told, word("namespace", namespace), hint="done")
+        meant = _range_of(tokens, len(told.tokens))
+        return self.advise(told, word("namespace", namespace), meant, hint="done")
 
     def forget(self, namespace: str) -> int:
         """Evicts all that is cached of a namespace, on the device and in the host's memory.
