@@ -308,3 +308,48 @@ def test_ranges_go_by_their_priority_and_of_equal_ones_tails_first(
     for number, tokens in enumerate(texts):
         missing = [block for block in range(4) if (number, block) in gone]
         assert cache.match_prefix(tokens) == min(missing, default=4) * P
+
+
+def reasons(cache: KvCache, tokens: np.ndarray, **asked: Any) -> list[tuple[int, str | None]]:
+    """The last token of each run of a prompt that is computed, and why it is."""
+    with cache.admit(tokens, **asked) as request:
+        spans = [span for span in request.plan.spans if span.kind == "recompute"]
+        return [(span.end, span.reason) for span in spans]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "cost-aware", "s3-fifo", "lfu"])
+def test_what_had_to_go_is_told_from_what_never_was(eviction: str) -> None:
+    cache = cache_of(ROOM, eviction=eviction)
+    book, other = text(100, 3), text(500, 2)
+    learn(cache, book)
+    asked = np.concatenate([book, other])
+    end = len(asked)
+    assert reasons(cache, asked) == [(end - 1, "fresh"), (end, "last-token")]
+    for start in range(1000, 1400, 100):
+        learn(cache, text(start, 4))
+    assert cache.match_prefix(book) == 0
+    evicted = (3 * P, "evicted")
+    assert reasons(cache, asked) == [evicted, (end - 1, "fresh"), (end, "last-token")]
+    assert reasons(cache, asked, discover=True)[0] == evicted
+    off = [(end - 1, "reuse-off"), (end, "last-token")]
+    assert reasons(cache, asked, reuse="none") == off
+    assert reasons(cache, asked, namespace="other")[0] == (end - 1, "fresh"), "not his own"
+    marked = np.concatenate([other[:P], book, other[P:]])
+    segment = [(P, 4 * P, "")]
+    told = [(P, "fresh"), (4 * P, "evicted"), (end - 1, "fresh"), (end, "last-token")]
+    assert reasons(cache, marked, segments=segment) == told
+    assert reasons(cache, marked, segments=segment, reuse="prefix")[1][1] == "segments-off"
+    assert reasons(cache, asked, segments=[(0, 3 * P, "")], reuse="prefix")[0] == evicted
+    learn(cache, book)
+    assert reasons(cache, asked) == [(end - 1, "fresh"), (end, "last-token")]
+
+
+def test_of_a_document_that_lost_its_end_the_end_had_to_go() -> None:
+    cache = cache_of(ROOM)
+    book = text(100, 3)
+    learn(cache, book)
+    learn(cache, text(1000, ROOM - 2))
+    assert cache.match_prefix(book) == 2 * P
+    asked = np.concatenate([text(2000, 1), book, text(3000, 1)])
+    told = [(P, "fresh"), (4 * P, "evicted"), (5 * P - 1, "fresh"), (5 * P, "last-token")]
+    assert reasons(cache, asked, segments=[(P, 4 * P, "")]) == told

@@ -165,7 +165,7 @@ impl Request {
         let tokens = &tokens[span.clone()];
         let digest = state.index.hash(self.chain.digest, tokens);
         let (scope, parent, at) = (self.scope, self.chain.parent, span.start as u32);
-        if state.index.has_departed(digest) {
+        if self.common.config.eviction.recalls() && state.index.has_departed(digest) {
             self.recall(state, b);
         }
         let node = state.index.register_prefix(row, scope, parent, digest, tokens, at);

@@ -46,6 +46,10 @@ pub(super) fn find(
     let mut found =
         Found { scope, marks, prefix, chain, whole, prefix_end, matches: Matches::default() };
     found.search(index, request, prefix_end..last);
+    if !matches!(request.reuse, Reuse::None) {
+        let gone = index.departed_after(found.chain.digest, &request.tokens[whole..last]);
+        found.matches.say_evicted(whole..whole + gone);
+    }
     found.matches.pieces.sort_unstable_by_key(|piece| piece.start);
     found.matches.misses.push((last..last + 1, MissReason::LastToken));
     found

@@ -79,10 +79,9 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let mut index = Index::new(hasher, model, pool.capacity(), page_tokens, windows.clone())?;
-        if config.eviction.recalls() {
-            index.remember_departed()?;
-        }
+        let generations = if config.eviction.recalls() { 8 } else { 1 };
+        let blocks = pool.capacity();
+        let index = Index::new(hasher, model, blocks, page_tokens, windows.clone(), generations)?;
         let store = Arc::new(Store::new(pool, index));
         let counters = stats::Tally::default();
         Ok(KvCache(Arc::new(Common { config, groups, windows, store, counters })))

@@ -14,8 +14,8 @@ use super::places::Places;
 use super::scopes::Scopes;
 use super::table::Table;
 
-/// Contents that had to go are remembered while so many times what there is room for has gone.
-const GENERATIONS: usize = 8;
+/// Of a small cache so many prefixes that had to go are remembered.
+const DEPARTED: usize = 4096;
 
 /// Prefix tree, virtual blocks, content search and frozen pool over one arena's blocks.
 pub struct Index {
@@ -27,13 +27,13 @@ pub struct Index {
     pub(super) content: Table,
     pub(super) rolling: Table,
     pub(crate) frozen: FrozenPool,
-    /// None where the order in which blocks are given up has no use for it.
-    departed: Option<Departed>,
+    pub(super) departed: Departed,
 }
 
 impl Index {
     /// An empty index for `capacity` block numbers, pages of `page_tokens`, and head groups of
-    /// which each keeps a window, or `None` for all tokens.
+    /// which each keeps a window, or `None` for all tokens. What had to go is remembered while
+    /// `generations` times what there is room for goes.
     ///
     /// # Errors
     /// `OutOfMemory` where its books find no room.
@@ -43,6 +43,7 @@ impl Index {
         capacity: usize,
         page_tokens: usize,
         windows: Vec<Option<LocalWindow>>,
+        generations: usize,
     ) -> Result<Index, Error> {
         Ok(Index {
             hasher,
@@ -53,30 +54,19 @@ impl Index {
             content: Table::new(capacity)?,
             rolling: Table::new(capacity)?,
             frozen: FrozenPool::default(),
-            departed: None,
+            departed: Departed::new(capacity.saturating_mul(generations).max(DEPARTED))?,
         })
-    }
-
-    /// Has it remember which exact prefixes had to go.
-    ///
-    /// # Errors
-    /// `OutOfMemory` where that finds no room.
-    pub(crate) fn remember_departed(&mut self) -> Result<(), Error> {
-        let many = self.nodes.capacity().saturating_mul(GENERATIONS);
-        self.departed = Some(Departed::new(many)?);
-        Ok(())
     }
 
     /// Whether a whole block of an exact prefix had to go before, as far as that is remembered.
     pub(crate) fn has_departed(&self, digest: Digest) -> bool {
-        self.departed.as_ref().is_some_and(|departed| departed.knows(digest))
+        self.departed.knows(digest)
     }
 
     fn depart(&mut self, content: ContentId) {
-        let Some(departed) = &mut self.departed else { return };
         let node = self.nodes.get(content);
         if node.in_prefix && usize::from(node.prefix_len) == self.nodes.page_tokens() {
-            departed.remember(node.digest);
+            self.departed.remember(node.digest);
         }
     }
 

@@ -13,7 +13,7 @@ use std::ops::Range;
 use super::miss::MissReason;
 use crate::ids::ScopeId;
 
-use super::ids::ContentId;
+use super::ids::{ContentId, Parent};
 use super::index::Index;
 
 /// A run of prompt tokens whose KV lies in one donor block.
@@ -51,6 +51,28 @@ pub(crate) struct Matches {
     pub(crate) misses: Vec<(Range<usize>, MissReason)>,
 }
 
+impl Matches {
+    /// Says of what was not found in a range that it had to go. More particular reasons stay.
+    pub(crate) fn say_evicted(&mut self, gone: Range<usize>) {
+        if gone.is_empty() {
+            return;
+        }
+        let split = |(range, reason): (Range<usize>, MissReason)| {
+            let start = gone.start.clamp(range.start, range.end);
+            let end = gone.end.clamp(start, range.end);
+            let inside = match reason {
+                MissReason::Fresh | MissReason::NotCached | MissReason::SegmentsOff => {
+                    MissReason::Evicted
+                }
+                other => other,
+            };
+            [(range.start..start, reason), (start..end, inside), (end..range.end, reason)]
+        };
+        let misses = std::mem::take(&mut self.misses).into_iter().flat_map(split);
+        self.misses = misses.filter(|(range, _)| !range.is_empty()).collect();
+    }
+}
+
 impl Index {
     /// Looks a marked range up and appends what lies inside `clip`.
     pub(crate) fn match_marked(
@@ -63,6 +85,7 @@ impl Index {
     ) {
         let mut collided = false;
         let mut found = self.match_own(scope, tokens, &mark);
+        let gone = self.departed_of_own(scope, tokens, &mark, found.last());
         let mut at = found.last().map_or(mark.start, |piece| piece.end);
         let aligned = self.match_aligned(scope, tokens, &mark, &found, &mut collided);
         for piece in &aligned {
@@ -87,6 +110,26 @@ impl Index {
             let reason = reason_of(at..end, &mark, collided, self.nodes.page_tokens());
             matches.misses.push((at..end, reason));
         }
+        matches.say_evicted(gone);
+    }
+
+    /// What of a segment's own encoding had to go, behind the last piece that is there.
+    fn departed_of_own(
+        &self,
+        scope: ScopeId,
+        tokens: &[u32],
+        mark: &Range<usize>,
+        last: Option<&Piece>,
+    ) -> Range<usize> {
+        let (parent, start) = match last {
+            Some(last) => (Parent::Content(last.donor), last.end),
+            None => (Parent::Root, mark.start),
+        };
+        if (start - mark.start) % self.nodes.page_tokens() != 0 {
+            return start..start;
+        }
+        let digest = self.digest_of(parent, self.root(scope));
+        start..start + self.departed_after(digest, &tokens[start..mark.end])
     }
 
     /// The longest head of a marked range that was computed with nothing before it, up to the first

@@ -13,6 +13,8 @@ pub enum MissReason {
     Fresh,
     /// No block of this namespace has this content.
     NotCached,
+    /// It was cached behind the same text and had to go, as far as that is remembered.
+    Evicted,
     /// The marked segment is shorter than a block and was not cached as a whole.
     ShorterThanBlock,
     /// The marked segment's last, incomplete block is not cached.
@@ -31,9 +33,10 @@ pub enum MissReason {
 
 impl MissReason {
     /// All reasons, in the order of [`Self::index`].
-    pub const ALL: [MissReason; 9] = [
+    pub const ALL: [MissReason; 10] = [
         MissReason::Fresh,
         MissReason::NotCached,
+        MissReason::Evicted,
         MissReason::ShorterThanBlock,
         MissReason::TailNotCached,
         MissReason::MisalignedStart,
@@ -55,6 +58,7 @@ impl MissReason {
         match self {
             MissReason::Fresh => "fresh",
             MissReason::NotCached => "not-cached",
+            MissReason::Evicted => "evicted",
             MissReason::ShorterThanBlock => "shorter-than-block",
             MissReason::TailNotCached => "tail-not-cached",
             MissReason::MisalignedStart => "misaligned-start",
@@ -71,6 +75,7 @@ impl MissReason {
         match self {
             MissReason::Fresh => "fresh text: not marked, and discovery is off",
             MissReason::NotCached => "no block of this namespace has this content",
+            MissReason::Evicted => "it was cached and had to make room",
             MissReason::ShorterThanBlock => "a segment shorter than a block, not cached as a whole",
             MissReason::TailNotCached => "the segment's incomplete last block is not cached",
             MissReason::MisalignedStart => "the donor block begins with other text",

@@ -104,10 +104,6 @@ impl Nodes {
         })
     }
 
-    pub(super) fn capacity(&self) -> usize {
-        self.nodes.len()
-    }
-
     pub(super) fn page_tokens(&self) -> usize {
         self.page_tokens
     }

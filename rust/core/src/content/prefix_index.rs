@@ -74,6 +74,17 @@ impl Index {
         (parent, self.longest_child(scope, parent, &tokens[matched..]))
     }
 
+    /// How many of the tokens that follow a text are of whole blocks that were cached behind it and
+    /// had to go, as far as that is remembered: its digest, and what follows.
+    pub(crate) fn departed_after(&self, mut digest: Digest, tokens: &[u32]) -> usize {
+        let page = self.nodes.page_tokens();
+        let departed = |tokens: &&[u32]| {
+            digest = self.hasher.chain(digest, tokens);
+            self.has_departed(digest)
+        };
+        tokens.chunks_exact(page).take_while(departed).count() * page
+    }
+
     /// How many blocks of a prefix that ends at `end` can be used: all, or as many as the longest
     /// prefix of whole blocks has of which the window groups still store what the next row sees.
     fn usable_blocks(&self, blocks: &[ContentId], end: usize) -> usize {
@@ -221,7 +232,8 @@ impl Index {
         node.next_sibling = head;
         if let Some(digest) = digest {
             node.digest = digest;
-            self.prefix.insert(digest.low(), block);
+            let Index { nodes, prefix, .. } = self;
+            prefix.insert(digest.low(), block, |block| nodes.get(block).digest.low());
         }
         self.set_first_child(scope, parent, block);
         self.scopes.hold(scope);

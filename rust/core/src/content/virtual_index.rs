@@ -7,7 +7,7 @@ use crate::ids::ScopeId;
 
 use super::ids::{ContentId, Link};
 use super::index::Index;
-use super::nodes::common_head;
+use super::nodes::{Links, common_head};
 
 impl Index {
     /// The first of the blocks with exactly these tokens in this namespace.
@@ -39,8 +39,9 @@ impl Index {
     pub(super) fn content_collides(&self, scope: ScopeId, tokens: &[u32]) -> bool {
         let digest = self.content_digest(scope, tokens);
         let foreign = |block: ContentId| {
-            let node = self.nodes.get(block);
-            node.content_scope == scope && self.nodes.tokens(block) != tokens
+            self.nodes.links(block).content_key == digest
+                && self.nodes.get(block).content_scope == scope
+                && self.nodes.tokens(block) != tokens
         };
         self.content.find(digest, foreign).is_some()
     }
@@ -77,10 +78,11 @@ impl Index {
     }
 
     fn enter_tables(&mut self, block: ContentId) {
-        let links = self.nodes.links(block);
-        self.content.insert(links.content_key, block);
-        if self.nodes.tokens(block).len() == self.nodes.page_tokens() {
-            self.rolling.insert(links.roll_key, block);
+        let Index { nodes, content, rolling, .. } = self;
+        let Links { content_key, roll_key, .. } = *nodes.links(block);
+        content.insert(content_key, block, |block| nodes.links(block).content_key);
+        if nodes.tokens(block).len() == nodes.page_tokens() {
+            rolling.insert(roll_key, block, |block| nodes.links(block).roll_key);
         }
     }
 
