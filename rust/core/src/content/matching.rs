@@ -125,7 +125,7 @@ impl Index {
             Some(last) => (Parent::Content(last.donor), last.end),
             None => (Parent::Root, mark.start),
         };
-        if (start - mark.start) % self.nodes.page_tokens() != 0 {
+        if !(start - mark.start).is_multiple_of(self.nodes.page_tokens()) {
             return start..start;
         }
         let digest = self.digest_of(parent, self.root(scope));
