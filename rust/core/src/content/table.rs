@@ -98,8 +98,9 @@ mod tests {
                 assert!(table.remove(keys[number - 7], block(number - 7)));
                 assert!(!table.remove(keys[number - 7], block(number - 7)));
             }
-            for known in number.saturating_sub(6)..=number {
-                assert_eq!(table.find(keys[known], |b| b == block(known)), Some(block(known)));
+            for known in (number.saturating_sub(6)..=number).map(block) {
+                let found = table.find(keys[known.index()], |entry| entry == known);
+                assert_eq!(found, Some(known));
             }
         }
         assert!(Table::new(usize::MAX).is_err());
