@@ -184,6 +184,7 @@ class Soak:
         self.memory, self.begun = Memory(), time.monotonic()
         self.open: Open | None = None
         self.complaints: list[str] = []
+        self.told: set[str] = set()
 
     @property
     def past(self) -> float:
@@ -228,11 +229,16 @@ class Soak:
             self.complaints += [f"at {self.past:.0f} s: {one}" for one in now.beyond(self.open)]
         turns = sum(load.turns for load in self.loads)
         done = sum(load.tally.counts["finished"] for load in self.loads)
-        wrong = sum(len(load.tally.complaints) for load in self.loads) + len(self.complaints)
+        of_loads = [one for load in self.loads for one in load.tally.complaints]
+        complaints = [*self.complaints, *of_loads]
+        for one in complaints:
+            if one not in self.told:
+                print(one, flush=True)
+        self.told.update(complaints)
         resident = self.memory.resident[-1] / 2**20
         print(
             f"{self.past:.0f} s: {turns} turns, {done} answers, {resident:.1f} MiB, "
-            f"{wrong} complaints",
+            f"{len(complaints)} complaints",
             flush=True,
         )
 
