@@ -19,6 +19,8 @@ from kvweave.runner import Runner
 LIVE = {"LiveRequest", "EngineRequest", "PrefillJob", "Prefill", "Expected", "Load", "Arrivals"}
 LIVE |= {"Brought", "Server", "AsyncRunner", "Engine", "Tenant", "HeldBack", "Pin"}
 """Objects that end with a request, or a server."""
+FEWEST = 8
+"""Looks at threads before halves are compared: in the first ones libraries still make theirs."""
 TROUBLES = {"unwritten"}
 """What a store may say: a quota is used up, which is so here."""
 
@@ -41,11 +43,25 @@ class Open:
     def beyond(self, before: Open) -> Iterator[str]:
         """What there is more of than before."""
         for name, now, was in (
-            ("threads", self.threads, before.threads),
+            ("threads of Python", len(self.known), len(before.known)),
             ("open files", self.files, before.files),
         ):
             if now > was:
                 yield f"{now} {name}, {was} before: {self.known}"
+
+
+def more_threads(counts: list[int]) -> Iterator[str]:
+    """Whether there were more threads in the second half of samples than ever in the first.
+
+    A library makes its own when it first needs them, as a runtime's pool for blocking calls does,
+    and may keep them; what a request left behind would add up.
+    """
+    half = len(counts) // 2
+    if half < FEWEST:
+        return
+    first, second = max(counts[:half]), max(counts[half:])
+    if second > first:
+        yield f"{second} threads in the second half, {first} in the first"
 
 
 def left_behind(served: Served) -> Iterator[str]:

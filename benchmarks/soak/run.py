@@ -30,7 +30,7 @@ from benchmarks.soak.asked import Author
 from benchmarks.soak.clients import Clients, Drawn
 from benchmarks.soak.far import remote_store
 from benchmarks.soak.keeper import Keeper
-from benchmarks.soak.left import Open, emptied, left_behind, live_objects
+from benchmarks.soak.left import Open, emptied, left_behind, live_objects, more_threads
 from benchmarks.soak.log_watch import LogWatch
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.probes import Probes
@@ -183,6 +183,7 @@ class Soak:
         ]
         self.memory, self.begun = Memory(), time.monotonic()
         self.open: Open | None = None
+        self.threads: list[int] = []
         self.complaints: list[str] = []
         self.told: set[str] = set()
 
@@ -216,6 +217,7 @@ class Soak:
             load.served.runner.close()
         self.complaints += [f"never happened: {what}" for what in self.never]
         self.complaints += self.memory.complaints()
+        self.complaints += more_threads(self.threads)
 
     def look(self) -> None:
         """What the process holds, while nobody computes."""
@@ -223,6 +225,8 @@ class Soak:
         alive = live_objects() - self.alive
         self.complaints += [f"at {self.past:.0f} s: {n} × {of} alive" for of, n in alive.items()]
         now = Open.now()
+        if self.open is not None:
+            self.threads.append(now.threads)
         if self.open is None and len(self.memory.seconds) >= WARM_TURNS:
             self.open = now
         if self.open is not None:

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.soak.asked import Asked, Author, document
 from benchmarks.soak.clients import Clients, Drawn
-from benchmarks.soak.left import Open, emptied, left_behind, live_objects
+from benchmarks.soak.left import Open, emptied, left_behind, live_objects, more_threads
 from benchmarks.soak.memory import MIB, Memory, allocated_bytes
 from benchmarks.soak.probes import Probes
 from benchmarks.soak.prompts import how_of, policy_of, prompt_of
@@ -140,6 +140,26 @@ def test_requests_that_live_threads_and_files_are_seen(served: Served, tmp_path:
         request = engine.submit([1, 2, 3], max_new_tokens=1)
         assert set(live_objects() - alive) >= {"EngineRequest", "Engine"}
         assert engine.cancel(request)
+
+
+def test_threads_that_a_library_makes_once_are_none_that_were_left_behind() -> None:
+    made_once = [19, 19, 22, *[22] * 15]
+    assert list(more_threads(made_once)) == list(more_threads([])) == []
+    assert list(more_threads([19, 22] * 20)) == []
+    adding_up = [19 + number // 8 for number in range(40)]
+    assert list(more_threads(adding_up)) == ["23 threads in the second half, 21 in the first"]
+    assert list(more_threads([19] * 12 + [20] * 12)) != []
+
+
+def test_a_thread_of_python_that_goes_on_is_seen() -> None:
+    before, end = Open.now(), threading.Event()
+    thread = threading.Thread(target=end.wait, name="left behind")
+    thread.start()
+    (found,) = Open.now().beyond(before)
+    end.set()
+    thread.join()
+    assert "threads of Python" in found
+    assert "left behind" in found
 
 
 def test_other_answers_than_the_first_are_seen(served: Served) -> None:
