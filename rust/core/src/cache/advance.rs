@@ -7,7 +7,6 @@ use hashbrown::HashMap;
 
 use crate::error::Error;
 use crate::ids::{BlockId, GroupId};
-use crate::tier::Place;
 
 use super::books::{Common, State};
 use super::freeze;
@@ -352,7 +351,7 @@ impl Holding {
         for &b in &change.passed {
             let page = self.table.page(b);
             self.table.take(b);
-            self.copies.give_up_into(Place::Device(page));
+            self.copies.give_up_into(page);
         }
         self.passed = self.passed.max(change.passed.last().map_or(0, |b| b + 1));
         self.lost |= !change.passed.is_empty();

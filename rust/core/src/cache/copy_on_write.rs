@@ -113,7 +113,7 @@ impl Holding {
             for run in self.stored_runs(span.start..len.min(span.end)) {
                 let (slot, count) = ((run.start - span.start) as u32, run.len() as u32);
                 let old = (self.table.page(b), slot);
-                self.copies.push(Transfer::on_device(old, (page, slot), count, 0));
+                self.copies.push(Transfer { from: old, to: (page, slot), tokens: count, delta: 0 });
             }
         }
         self.table.set(b, block, page);

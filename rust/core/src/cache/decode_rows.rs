@@ -294,7 +294,7 @@ impl Row {
 fn take_copies(number: usize, request: &mut Request, copies: &mut Vec<[i32; 8]>) {
     for held in request.holdings.iter_mut().filter(|held| !held.copies.is_empty()) {
         let group = i32::from(held.group.0);
-        for [block, slot, to, at, count, delta] in held.copies.take_device_rows() {
+        for [block, slot, to, at, count, delta] in held.copies.take_rows() {
             copies.push([number as i32, group, block, slot, to, at, count, delta]);
         }
     }

@@ -170,5 +170,5 @@ impl Holding {
 pub(super) fn copy_of(from: &DonorRange, span: &Range<usize>, page: i32) -> Transfer {
     let tokens = (from.end - from.start) as u32;
     let slot = (from.start - span.start) as u32;
-    Transfer::on_device((from.page, from.begin), (page, slot), tokens, from.delta)
+    Transfer { from: (from.page, from.begin), to: (page, slot), tokens, delta: from.delta }
 }

@@ -50,7 +50,7 @@ impl Request {
         self.holdings.push(held);
         self.promoted.push((layer, head));
         self.revision += 1;
-        Ok(copies.take_device_rows())
+        Ok(copies.take_rows())
     }
 
     fn single_pages(&self, group: GroupId, count: usize) -> Result<Vec<(BlockId, i32)>, Error> {
@@ -73,7 +73,7 @@ fn copies_into(held: &Holding, entries: &[[i32; 5]], rank: i32, page: i32) -> Tr
             let count = (end - slot).min(page - at % page);
             let to = held.table.page((at / page) as usize);
             let (from, into) = ((block + rank, slot as u32), (to, (at % page) as u32));
-            copies.push(Transfer::on_device(from, into, count as u32, delta));
+            copies.push(Transfer { from, to: into, tokens: count as u32, delta });
             (slot, at) = (slot + count, at + count);
         }
     }

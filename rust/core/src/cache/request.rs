@@ -168,7 +168,7 @@ impl Request {
     /// `[src_block, src_slot, dst_block, dst_slot, count, delta]`. Their sources stay held until
     /// [`Self::finish_copies`]. A second call returns what has come up since.
     pub fn take_copies(&mut self) -> Vec<[i32; 6]> {
-        self.holdings[0].copies.take_device_rows()
+        self.holdings[0].copies.take_rows()
     }
 
     /// The copies of one head group.
@@ -177,7 +177,7 @@ impl Request {
     /// `OutOfRange` if there is no such group.
     pub fn take_copies_of(&mut self, group: GroupId) -> Result<Vec<[i32; 6]>, Error> {
         self.check_table(group.index())?;
-        Ok(self.holdings[group.index()].copies.take_device_rows())
+        Ok(self.holdings[group.index()].copies.take_rows())
     }
 
     /// Says that all copies that were taken have been executed; lets go of their sources. In

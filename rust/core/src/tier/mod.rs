@@ -1,5 +1,5 @@
-//! What is to move between the places where KV lies: plans, and no I/O.
+//! What is to move between pages: plans, and no I/O.
 
 mod plan;
 
-pub use plan::{Place, Transfer, TransferPlan};
+pub use plan::{Transfer, TransferPlan};

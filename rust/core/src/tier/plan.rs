@@ -1,27 +1,15 @@
-//! `TransferPlan`: which slots go where. Pure code makes it, a backend of the two places carries it
-//! out.
-
-/// A page that holds KV. Today everything is planned between pages of the device; the other kinds
-/// are what plans of stores will name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// A page of the arena, by its number.
-    Device(i32),
-    /// A page in the host's memory.
-    Host(u64),
-    /// A page in a file of this machine.
-    Disk(u64),
-    /// A page that another machine has.
-    Remote(u64),
-}
+//! `TransferPlan`: which slots of the arena go where. Pure code makes it, a backend carries it out.
+//!
+//! Pages that lie elsewhere have plans of their own: those of heads in the host's memory are tables
+//! of blocks, documents of a store come as a whole.
 
 /// Consecutive slots of one page that go to another, over all pages of a head group's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
-    /// Where the tokens lie, and the first slot.
-    pub from: (Place, u32),
-    /// Where they go, and the first slot.
-    pub to: (Place, u32),
+    /// The page where the tokens lie, and the first slot.
+    pub from: (i32, u32),
+    /// The page where they go, and the first slot.
+    pub to: (i32, u32),
     /// Tokens.
     pub tokens: u32,
     /// New position − position at which the stored key was rotated.
@@ -29,21 +17,12 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// A copy inside the arena: pages and first slots of source and target.
-    #[must_use]
-    pub fn on_device(from: (i32, u32), to: (i32, u32), tokens: u32, delta: i32) -> Transfer {
-        let place = |(page, slot)| (Place::Device(page), slot);
-        Transfer { from: place(from), to: place(to), tokens, delta }
-    }
-
     /// The row `[src_page, src_slot, dst_page, dst_slot, count, delta]` of
-    /// [`CopyRerotate`](crate::ops::CopyRerotate), if both pages are the device's.
+    /// [`CopyRerotate`](crate::ops::CopyRerotate).
     #[must_use]
-    pub fn device_row(&self) -> Option<[i32; 6]> {
-        let ((Place::Device(from), begin), (Place::Device(to), at)) = (self.from, self.to) else {
-            return None;
-        };
-        Some([from, begin as i32, to, at as i32, self.tokens as i32, self.delta])
+    pub fn row(&self) -> [i32; 6] {
+        let ((from, begin), (to, at)) = (self.from, self.to);
+        [from, begin as i32, to, at as i32, self.tokens as i32, self.delta]
     }
 }
 
@@ -83,23 +62,14 @@ impl TransferPlan {
         &self.transfers
     }
 
-    /// Gives up what would go to a place that nobody reads any more.
-    pub fn give_up_into(&mut self, place: Place) {
-        self.transfers.retain(|transfer| transfer.to.0 != place);
+    /// Gives up what would go to a page that nobody reads any more.
+    pub fn give_up_into(&mut self, page: i32) {
+        self.transfers.retain(|transfer| transfer.to.0 != page);
     }
 
-    /// Takes those out that stay on the device, as rows of a copy table. The others are for whoever
-    /// has their places.
-    pub fn take_device_rows(&mut self) -> Vec<[i32; 6]> {
-        let mut rows = Vec::with_capacity(self.len());
-        self.transfers.retain(|transfer| match transfer.device_row() {
-            Some(row) => {
-                rows.push(row);
-                false
-            }
-            None => true,
-        });
-        rows
+    /// Takes all of them out, as rows of a copy table.
+    pub fn take_rows(&mut self) -> Vec<[i32; 6]> {
+        self.transfers.drain(..).map(|transfer| transfer.row()).collect()
     }
 }
 
@@ -108,27 +78,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stays_on_the_device_is_taken_as_rows_and_the_rest_stays() {
-        let mut plan = TransferPlan::with_capacity(3);
-        assert!(plan.is_empty() && plan.take_device_rows().is_empty());
-        plan.push(Transfer::on_device((7, 1), (9, 3), 12, -4));
-        let fetched =
-            Transfer { from: (Place::Host(7), 0), to: (Place::Device(9), 0), tokens: 3, delta: 0 };
-        plan.push(fetched);
-        plan.push(Transfer::on_device((7, 0), (8, 0), 1, 0));
-        assert_eq!(plan.take_device_rows(), [[7, 1, 9, 3, 12, -4], [7, 0, 8, 0, 1, 0]]);
-        assert_eq!(plan.transfers(), [fetched]);
+    fn what_is_planned_is_taken_once_as_rows() {
+        let mut plan = TransferPlan::with_capacity(2);
+        assert!(plan.is_empty() && plan.take_rows().is_empty());
+        plan.push(Transfer { from: (7, 1), to: (9, 3), tokens: 12, delta: -4 });
+        plan.push(Transfer { from: (7, 0), to: (8, 0), tokens: 1, delta: 0 });
+        assert_eq!(plan.take_rows(), [[7, 1, 9, 3, 12, -4], [7, 0, 8, 0, 1, 0]]);
+        assert!(plan.is_empty());
     }
 
     #[test]
-    fn what_is_given_up_is_of_that_place_alone() {
+    fn what_is_given_up_goes_to_that_page_alone() {
         let mut plan = TransferPlan::default();
-        plan.push(Transfer::on_device((1, 0), (9, 0), 4, 0));
-        plan.push(Transfer::on_device((9, 0), (2, 0), 4, 0));
-        plan.push(Transfer { to: (Place::Host(9), 0), ..plan.transfers()[0] });
-        plan.give_up_into(Place::Device(9));
-        assert_eq!(plan.len(), 2);
-        assert_eq!(plan.take_device_rows(), [[9, 0, 2, 0, 4, 0]]);
-        assert_eq!(plan.transfers()[0].to.0, Place::Host(9));
+        plan.push(Transfer { from: (1, 0), to: (9, 0), tokens: 4, delta: 0 });
+        plan.push(Transfer { from: (9, 0), to: (2, 0), tokens: 4, delta: 0 });
+        plan.give_up_into(9);
+        assert_eq!(plan.take_rows(), [[9, 0, 2, 0, 4, 0]]);
     }
 }
