@@ -199,6 +199,11 @@ class Soak:
         seen |= {f"from {one}" for load in self.loads for one in load.tally.sources}
         return [what for what in EVENTS if what not in seen]
 
+    @property
+    def all_complaints(self) -> list[str]:
+        """Its own, and those of the loads."""
+        return [*self.complaints, *(one for load in self.loads for one in load.tally.complaints)]
+
     def run(self, seconds: float, loaded_s: float) -> None:
         """Turns until it is time; then what is held is given up, and threads end."""
         while self.past < seconds or (self.never and self.past < 2 * seconds):
@@ -227,14 +232,12 @@ class Soak:
         now = Open.now()
         if self.open is not None:
             self.threads.append(now.threads)
-        if self.open is None and len(self.memory.seconds) >= WARM_TURNS:
-            self.open = now
-        if self.open is not None:
             self.complaints += [f"at {self.past:.0f} s: {one}" for one in now.beyond(self.open)]
+        elif len(self.memory.seconds) >= WARM_TURNS:
+            self.open = now
         turns = sum(load.turns for load in self.loads)
         done = sum(load.tally.counts["finished"] for load in self.loads)
-        of_loads = [one for load in self.loads for one in load.tally.complaints]
-        complaints = [*self.complaints, *of_loads]
+        complaints = self.all_complaints
         for one in complaints:
             if one not in self.told:
                 print(one, flush=True)
@@ -266,8 +269,7 @@ def main(words: list[str] | None = None) -> int:
             soak.run(given.seconds, given.turn)
         finally:
             logs.close()
-    complaints = [*soak.complaints, *logs.errors]
-    complaints += [one for load in soak.loads for one in load.tally.complaints]
+    complaints = [*soak.all_complaints, *logs.errors]
     rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], len(complaints))
     show(CASE, rows, given.record)
     print("\n".join(complaints) or "nothing to complain of", flush=True)

@@ -48,7 +48,7 @@ pub(super) fn find(
     found.search(index, request, prefix_end..last);
     if !matches!(request.reuse, Reuse::None) {
         let gone = index.departed_after(found.chain.digest, &request.tokens[whole..last]);
-        found.matches.say_evicted(whole..whole + gone);
+        found.matches.say_evicted(0, whole..whole + gone);
     }
     found.matches.pieces.sort_unstable_by_key(|piece| piece.start);
     found.matches.misses.push((last..last + 1, MissReason::LastToken));

@@ -49,6 +49,10 @@ use crate::pool::{Pool, Store};
 use books::{Common, State};
 use config::block_groups;
 
+/// An order that makes use of it is told which prefixes had to go while so many times what there is
+/// room for has gone; once is enough to say it in a plan.
+const RECALLED: usize = 8;
+
 /// A cache of KV blocks over one arena. Clones are handles of the same cache.
 #[derive(Clone)]
 pub struct KvCache(Arc<Common>);
@@ -79,7 +83,7 @@ impl KvCache {
         let page_tokens = shape.page_tokens() as usize;
         let hasher = BlockHasher::new(config.hash, seed, page_tokens);
         let model = config.heads.as_ref().map_or("", |map| map.model_fingerprint.as_str());
-        let generations = if config.eviction.recalls() { 8 } else { 1 };
+        let generations = if config.eviction.recalls() { RECALLED } else { 1 };
         let blocks = pool.capacity();
         let index = Index::new(hasher, model, blocks, page_tokens, windows.clone(), generations)?;
         let store = Arc::new(Store::new(pool, index));

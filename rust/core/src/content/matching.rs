@@ -52,8 +52,9 @@ pub(crate) struct Matches {
 }
 
 impl Matches {
-    /// Says of what was not found in a range that it had to go. More particular reasons stay.
-    pub(crate) fn say_evicted(&mut self, gone: Range<usize>) {
+    /// Says of what was not found in a range that it had to go, in the misses from number `first`
+    /// on. More particular reasons stay.
+    pub(crate) fn say_evicted(&mut self, first: usize, gone: Range<usize>) {
         if gone.is_empty() {
             return;
         }
@@ -68,8 +69,8 @@ impl Matches {
             };
             [(range.start..start, reason), (start..end, inside), (end..range.end, reason)]
         };
-        let misses = std::mem::take(&mut self.misses).into_iter().flat_map(split);
-        self.misses = misses.filter(|(range, _)| !range.is_empty()).collect();
+        let misses = self.misses.split_off(first).into_iter().flat_map(split);
+        self.misses.extend(misses.filter(|(range, _)| !range.is_empty()));
     }
 }
 
@@ -96,6 +97,7 @@ impl Index {
         self.fill_gap(scope, tokens, at..mark.end, None, &mut found);
         self.say_whose(scope, tokens, mark.start, &mut found);
 
+        let first = matches.misses.len();
         let mut at = mark.start.max(clip.start);
         let end = mark.end.min(clip.end);
         for piece in found.iter().filter_map(|piece| piece.clip(clip)) {
@@ -110,7 +112,7 @@ impl Index {
             let reason = reason_of(at..end, &mark, collided, self.nodes.page_tokens());
             matches.misses.push((at..end, reason));
         }
-        matches.say_evicted(gone);
+        matches.say_evicted(first, gone);
     }
 
     /// What of a segment's own encoding had to go, behind the last piece that is there.

@@ -56,12 +56,6 @@ impl TransferPlan {
         self.transfers.is_empty()
     }
 
-    /// What is planned.
-    #[must_use]
-    pub fn transfers(&self) -> &[Transfer] {
-        &self.transfers
-    }
-
     /// Gives up what would go to a page that nobody reads any more.
     pub fn give_up_into(&mut self, page: i32) {
         self.transfers.retain(|transfer| transfer.to.0 != page);
