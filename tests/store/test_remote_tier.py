@@ -22,7 +22,7 @@ from kvweave import (
     StoreUnavailable,
 )
 from kvweave.runner.tiers.choice import Speeds, choose
-from remote_servers import LyingS3, redis_server, s3_server
+from remote_servers import SERVICES, LyingS3, redis_server, service_of
 from tiered_runners import FAST, SLOW, Stated, answer, evict, prompt_of, sources, tiered
 
 pytest.importorskip("opendal", reason="the extra kvweave[remote] is not installed")
@@ -36,18 +36,11 @@ def remote_runner(remote: RemoteStore, local: int = 0, **more: Any) -> Any:
     return runner
 
 
-@pytest.fixture(params=["fs", "redis", "s3"])
+@pytest.fixture(params=SERVICES)
 def service(request: Any, tmp_path: Path) -> Iterator[Callable[..., RemoteStore]]:
-    if request.param == "fs":
-        root = str(tmp_path / "remote")
-        yield lambda **more: RemoteStore("fs", {"root": root}, **more)
-    elif request.param == "redis":
-        (tmp_path / "redis").mkdir()
-        with redis_server(tmp_path / "redis") as server:
-            yield server.store
-    else:
-        with s3_server() as options:
-            yield lambda **more: RemoteStore("s3", options, **more)
+    (tmp_path / "remote").mkdir()
+    with service_of(request.param, tmp_path / "remote") as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("local", [0, 1])

@@ -1,4 +1,4 @@
-"""`RemoteStore`: shards behind a service of OpenDAL, of which nothing is believed.
+"""`RemoteStore`: shards behind a service on another machine, of which nothing is believed.
 
 An object is a shard's file, named by the SHA-256 of the tokens and all that their KV depends on.
 Its size is held against a bound before anything is read, its head before any part, its token ids
@@ -24,7 +24,9 @@ import numpy.typing as npt
 from kvweave._native import ShardHead
 from kvweave.arguments import real, shown, whole, word
 from kvweave.errors import CorruptShard, ForeignShard, InvalidArgument, UnknownShard
-from kvweave.remote.objects import Objects, Stream
+from kvweave.remote.mooncake_objects import MooncakeObjects
+from kvweave.remote.objects import Objects, Stream, read_bytes, read_into
+from kvweave.remote.opendal_objects import OpendalObjects
 from kvweave.remote.seal import SEAL_BYTES, Seal, check_secret
 from kvweave.store import Provenance
 
@@ -79,7 +81,9 @@ class StoredObject:
 
 
 class RemoteStore:
-    """Shards by OpenDAL: `scheme` names a service ("fs", "s3", "redis", …), `options` are its own.
+    """Shards on other machines: `scheme` names a service, `options` are its own.
+
+    "mooncake" is a Mooncake Store; "fs", "s3", "redis" and other names are services of OpenDAL.
 
     `timeout_s`: a call that waits longer for a byte fails. `secret`, 16 to 64 bytes: objects are
     sealed with it, and one that was sealed otherwise is refused; without it, whoever can write to
@@ -87,8 +91,8 @@ class RemoteStore:
     thread.
 
     # Errors
-    `InvalidArgument` for options that cannot be; `StoreUnavailable` without OpenDAL, and of every
-    method where the service does not answer, or refuses.
+    `InvalidArgument` for options that cannot be; `StoreUnavailable` without the package that
+    speaks to the service, and of every method where the service does not answer, or refuses.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class RemoteStore:
             given.setdefault("atomic_write_dir", str(Path(given["root"]) / "writing"))
         self._most = whole("most_bytes", most_bytes, 1)
         self._secret = secret
-        self._objects = Objects(self.scheme, given, real("timeout_s", timeout_s))
+        self._objects = _objects(self.scheme, given, real("timeout_s", timeout_s))
         self._lock = threading.Lock()
         self._refused: set[str] = set()
 
@@ -157,7 +161,9 @@ class RemoteStore:
         if self._is_there(name, head):
             return name, False
         ids = np.ascontiguousarray(tokens).astype("<u4").tobytes()
-        self._objects.write(_path(name), self._pieces(head, {TOKENS: ids, **parts}))
+        seal = Seal(self._secret)
+        pieces = _sealed_pieces(head, {TOKENS: ids, **parts}, seal)
+        self._objects.write(_path(name), head.file_bytes + seal.size, pieces)
         with self._lock:
             self._refused.discard(name)
         return name, True
@@ -213,7 +219,7 @@ class RemoteStore:
         """What is there, by name; of one namespace, or all. For whoever serves tenants.
 
         # Errors
-        `StoreUnavailable` of a service that cannot list, as Redis.
+        `StoreUnavailable` of a service that cannot list, as Redis and Mooncake.
         """
         names = [name for name in self._objects.names(_FOLDER) if _NAME.fullmatch(name)]
         found = [self._line(name) for name in names]
@@ -267,9 +273,9 @@ class RemoteStore:
             expected = f"{_ALIGNED} to {most} bytes"
             raise CorruptShard(f"remote shard: expected {expected}, got {size}")
         with self._objects.reading(_path(name)) as stream:
-            begin = stream.read(_ALIGNED)
+            begin = read_bytes(stream, _ALIGNED)
             length = ShardHead.length(begin, size - sealed)
-            begin += stream.read(length - len(begin))
+            begin += read_bytes(stream, length - len(begin))
             yield ShardHead.parse(begin, size - sealed), stream
 
     def _read(
@@ -289,24 +295,15 @@ class RemoteStore:
             for at in range(0, held, _CHUNK):
                 if left():
                     return None
-                stream.read_into(room[at : at + _CHUNK].data)
+                read_into(stream, room[at : at + _CHUNK].data)
             head.check(part, room)
             seal.add(room.data)
             memory[part] = room[:size]
             if part == TOKENS and not _are_asked(memory[part], tokens):
                 raise _other_tokens()
         if seal.size:
-            seal.expect(stream.read(seal.size))
+            seal.expect(read_bytes(stream, seal.size))
         return RemoteShard(name, head, memory)
-
-    def _pieces(self, head: ShardHead, parts: Mapping[str, Any]) -> Iterator[bytes]:
-        """An object's bytes in order, the seal behind them."""
-        seal = Seal(self._secret)
-        for piece in _file_pieces(head, parts):
-            seal.add(piece)
-            yield piece
-        if seal.size:
-            yield seal.made()
 
     def _is_there(self, name: str, head: ShardHead) -> bool:
         """Whether an object that says the very same of itself lies there and was not refused."""
@@ -329,6 +326,22 @@ class RemoteStore:
         if head is None:
             return None
         return StoredObject(name, head.provenance, head.tokens, head.expires, size, None)
+
+
+def _objects(scheme: str, options: Mapping[str, str], timeout_s: float) -> Objects:
+    """Who carries bytes to and from a service of that name."""
+    if scheme == "mooncake":
+        return MooncakeObjects(options, timeout_s)
+    return OpendalObjects(scheme, options, timeout_s)
+
+
+def _sealed_pieces(head: ShardHead, parts: Mapping[str, Any], seal: Seal) -> Iterator[bytes]:
+    """An object's bytes in order, the seal behind them."""
+    for piece in _file_pieces(head, parts):
+        seal.add(piece)
+        yield piece
+    if seal.size:
+        yield seal.made()
 
 
 def _file_pieces(head: ShardHead, parts: Mapping[str, Any]) -> Iterator[bytes]:
