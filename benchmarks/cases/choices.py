@@ -7,6 +7,8 @@ that is drawn, and chooses as it always does: one of each length by which it lea
 measured nothing, and then those that count. What is right was measured
 before: for each length the time to the first token when every document is loaded, and when it is
 computed, the median of some. `lost`: what wrong choices took longer, of the time of right ones.
+`apart`: of the choices between ways that are `APART` apart or more, those that are right, and how
+many there were. What is nearer than that is not told apart by medians of so few prefills.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ MIDDLE = 256
 TIMES = (0.5, 0.8, 1.25, 2.0)
 """Speeds of loading, of that at which a document of `MIDDLE` tokens takes as long to compute."""
 FRESH = 32
-ASKED, TRIED = 5, 7
+ASKED, TRIED = 10, 11
 """Documents of each length whose choices count, and prefills that say what is right."""
 LEAST_RIGHT = 0.95
+APART = 0.05
+"""Of the faster way's time."""
 
 
 class SlowStore(kvweave.RemoteStore):
@@ -126,9 +130,17 @@ class Choices:
     computed: dict[int, float]
 
     @property
-    def right(self) -> int:
-        """Choices of the way that is faster for the length."""
-        return sum(self._of(*one) == self._best(one[0]) for one in self.chosen)
+    def right(self) -> list[bool]:
+        """Of each choice, whether it is the way that is faster for the length."""
+        return [self._of(*one) == self._best(one[0]) for one in self.chosen]
+
+    @property
+    def apart(self) -> list[bool]:
+        """Of each choice between ways that are clearly apart, whether it is the faster one."""
+        far = [
+            abs(self.loaded[n] - self.computed[n]) >= APART * self._best(n) for n, _ in self.chosen
+        ]
+        return [right for right, told in zip(self.right, far, strict=True) if told]
 
     @property
     def lost(self) -> float:
@@ -141,6 +153,9 @@ class Choices:
         """The least length from which on loading is faster at all that were tried."""
         slow = [n for n in self.loaded if self.loaded[n] > self.computed[n]]
         return min((n for n in self.loaded if n > max(slow, default=0)), default=None)
+
+    def _is_apart(self, length: int) -> bool:
+        return abs(self.loaded[length] - self.computed[length]) >= APART * self._best(length)
 
     def _of(self, length: int, source: str) -> float:
         return self.loaded[length] if source == "remote" else self.computed[length]
@@ -175,11 +190,21 @@ def rows_of(
         loaded = {n: documents.seconds("remote", n, tried) for n in documents.texts}
         found[faster] = Choices(chosen_by(documents), loaded, computed)
     rows = [row(f"{faster * even / 1e6:.3g} MB/s", one) for faster, one in found.items()]
-    every = sum(len(one.chosen) for one in found.values())
-    right = sum(one.right for one in found.values())
-    low, high = interval(right, every)
-    of = {"from": low, "to": high, "choices": every, "aim": LEAST_RIGHT}
-    return [*rows, Row("SmolLM2, all speeds: the faster way", right / every, "", None, of)]
+    all_of = [right for one in found.values() for right in one.right]
+    apart = [right for one in found.values() for right in one.apart]
+    of = {"apart": share(apart), "choices apart": len(apart), **_between(apart)}
+    beside = {**of, "choices": len(all_of), "aim": LEAST_RIGHT}
+    return [*rows, Row("SmolLM2, all speeds: the faster way", share(all_of), "", None, beside)]
+
+
+def share(right: list[bool]) -> float:
+    """How many of some are right; all of none."""
+    return sum(right) / len(right) if right else 1.0
+
+
+def _between(right: list[bool]) -> dict[str, float]:
+    low, high = interval(sum(right), len(right)) if right else (0.0, 1.0)
+    return {"from": low, "to": high}
 
 
 def chosen_by(documents: Documents) -> list[tuple[int, str]]:
@@ -193,7 +218,8 @@ def chosen_by(documents: Documents) -> list[tuple[int, str]]:
 
 
 def row(speed: str, found: Choices) -> Row:
-    share, every = found.right / len(found.chosen), len(found.chosen)
-    loads = sum(source == "remote" for _, source in found.chosen) / every
-    beside = {"lost": found.lost, "loaded": loads, "loading wins from": found.crossover or "none"}
-    return Row(f"SmolLM2, a store of {speed}: the faster way", share, "", None, beside)
+    loads = sum(source == "remote" for _, source in found.chosen) / len(found.chosen)
+    beside = {"apart": share(found.apart), "choices apart": len(found.apart), "lost": found.lost}
+    beside |= {"loaded": loads, "loading wins from": found.crossover or "none"}
+    of = share(found.right)
+    return Row(f"SmolLM2, a store of {speed}: the faster way", of, "", None, beside)

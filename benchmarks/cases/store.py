@@ -1,8 +1,9 @@
 """The store on disk: reading shards beside plain direct reads of the same files, and opening it.
 
 A store of real shards is read in turns by `Store.get` (head, token ids and checksums compared) and
-by plain reads past the page cache, of the same blocks by as many threads, in the same process. The
-files lie in the folder that `KVWEAVE_BENCH_DISK` names, else where temporary files do.
+by plain reads past the page cache, of the same blocks by as many threads, in the same process; fio
+reads the same files, and foyer as many values of its own, each in a process of its own. The files
+lie in the folder that `KVWEAVE_BENCH_DISK` names, else where temporary files do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.cases.store_peers import fio_seconds, foyer_seconds
 from kvweave import Provenance, Store
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import compare
@@ -75,13 +77,20 @@ def reading(folder: Path, quick: bool) -> list[Row]:
         get()
         expect(bool((held == kv).all()), "get: expected the bytes that were put")
         timed = compare({"get": get, "plain": plain}, rounds=3 if quick else 12, warm_up=1)
+    rounds = 1 if quick else 5
+    fio = fio_seconds(files, CHUNK, THREADS, rounds)
+    foyer = None if quick else foyer_seconds(folder / "foyer", count, size, THREADS, rounds)
     gigabytes = count * size / 1e9
     ours, theirs = (gigabytes / timed[name].median_s for name in ("get", "plain"))
     written = size / 1e9 / writes.median_s
-    beside = {"of plain": ours / theirs, "limit": LEAST_SHARE, "path": ", ".join(sorted(paths))}
+    peers = {"fio, direct reads of the same files": fio, "foyer, as many values": foyer}
+    speeds = {name: gigabytes / seconds for name, seconds in peers.items() if seconds is not None}
+    shares = {f"of {name.split(',')[0]}": ours / speed for name, speed in speeds.items()}
+    beside = {"of plain": ours / theirs, **shares, "limit": LEAST_SHARE}
     return [
-        Row("get, checked", ours, "GB/s", None, beside),
+        Row("get, checked", ours, "GB/s", None, {**beside, "path": ", ".join(sorted(paths))}),
         Row("plain direct reads of the same files", theirs, "GB/s", None, {}),
+        *(Row(name, speed, "GB/s", None, {}) for name, speed in speeds.items()),
         Row("put, synced", written, "GB/s", None, {}),
     ]
 

@@ -15,7 +15,9 @@ def test_a_choice_is_right_where_its_way_is_faster() -> None:
     loaded, computed = {64: 3.0, 128: 4.0, 256: 5.0}, {64: 1.0, 128: 4.5, 256: 9.0}
     chosen = [(64, "computed"), (128, "remote"), (256, "remote"), (256, "computed")]
     found = Choices(chosen, loaded, computed)
-    assert found.right == 3
+    assert found.right == [True, True, True, False]
+    # What lies within 5 % of the faster way is not told apart.
+    assert Choices(chosen, {**loaded, 128: 4.4}, computed).apart == [True, True, False]
     assert found.lost == pytest.approx((1 + 4 + 5 + 9) / (1 + 4 + 5 + 5) - 1)
     assert found.crossover == 128
     assert Choices(chosen, computed, loaded).crossover is None
@@ -37,5 +39,6 @@ def test_documents_come_no_faster_than_the_store_is(tmp_path: Path) -> None:
         assert [row.name.split(": ")[1] for row in rows] == ["the faster way"] * 3
         assert rows[-1].of["choices"] == 8
         assert 0 <= rows[-1].value <= 1
+        assert 0 <= rows[-1].of["from"] <= rows[-1].of["apart"] <= rows[-1].of["to"] <= 1
     finally:
         documents.runner.close()
