@@ -5,8 +5,8 @@ select in turns one of two sets of pages, so that each call finds the same share
 the same by torch's own calls, and its floor: reading and writing its tables once, and a launch.
 Every call is a graph of its own; the L2 cache holds nothing of it.
 
-`move_pages` for pages of 2 to 64 KiB between the device and pinned memory, both ways, on one, two
-and four processors' worth of thread blocks. Beside it one copy of as many bytes by the copy engine,
+`move_pages` for pages of 2 to 256 KiB between the device and pinned memory, both ways, on one, two
+and four processors' worth of thread blocks, and large ones by the copy engine. Beside it one copy of as many bytes by the copy engine,
 which is the ceiling, and a copy for each page. The same pages as fp8 in pinned memory, half the
 bytes, which are rounded and widened on the way. Then attention of a decode step in 16 layers, alone
 and while pages are fetched on another stream.
@@ -41,7 +41,9 @@ RECYCLED = (
 KIB = 1 << 10
 MOVED = 256 << 20
 """Bytes that a call moves."""
-PAGES = (2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 64 * KIB)
+PAGES = (2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
+LARGE = 64 * KIB
+"""Pages that the copy engine is asked to carry."""
 FEW = (16, 256)
 """Pages of calls that are short."""
 SEPARATE = 2048
@@ -122,22 +124,33 @@ class Moving:
     home: ops.RowPages
     moves: torch.Tensor
     count: torch.Tensor
+    # The tables where the copy engine wants them: on the host.
+    table: torch.Tensor
+    steps: torch.Tensor
+    counted: torch.Tensor
 
     @classmethod
     def of(cls, pages: int, size: int) -> Moving:
         generator = torch.Generator().manual_seed(size)
         order = torch.randperm(pages, generator=generator)
-        moves = torch.stack((0 * order, order, torch.arange(pages)), 1).int().cuda()
-        table = torch.arange(pages, dtype=torch.int32, device="cuda").view(1, -1)
+        steps = torch.stack((0 * order, order, torch.arange(pages)), 1).int()
+        numbers = torch.arange(pages, dtype=torch.int32).view(1, -1)
+        moves, table = steps.cuda(), numbers.cuda()
         home = torch.empty(pages, size, dtype=torch.uint8, pin_memory=True)
         home.view(torch.int32).random_(generator=generator)
         slots = torch.zeros(pages, size, dtype=torch.uint8, device="cuda")
-        count = torch.tensor([pages], dtype=torch.int32, device="cuda")
-        return cls(ops.RowPages(slots, table), ops.RowPages(home, table), moves, count)
+        counted = torch.tensor([pages], dtype=torch.int32)
+        sides = ops.RowPages(slots, table), ops.RowPages(home, table)
+        return cls(*sides, moves, counted.cuda(), numbers, steps, counted)
 
     def carry(self, way: Any, processors: int) -> None:
         sides = (self.moves, self.count, self.slots, self.home)
         ops.move_pages(*sides, way=way, processors=processors)
+
+    def carry_by_engine(self, way: Any) -> None:
+        """The same by the copy engine, page by page."""
+        sides = (ops.RowPages(side.data, self.table) for side in (self.slots, self.home))
+        ops.move_pages(self.steps, self.counted, *sides, way=way, processors=0)
 
     def copy(self, way: str) -> None:
         """All bytes at once, in the order that they have."""
@@ -161,6 +174,9 @@ class Moving:
         self.carry("spill", 2)
         torch.cuda.synchronize()
         expect(torch.equal(home, kept), "spill: expected the bytes that were fetched")
+        slots.zero_()
+        self.carry_by_engine("fetch")
+        expect(torch.equal(slots.cpu(), home[order]), "copies: expected the bytes of home")
 
     def _arenas(self) -> tuple[torch.Tensor, torch.Tensor]:
         slots, home = self.slots.data, self.home.data
@@ -216,6 +232,8 @@ def _moved(pages: int, size: int, clock: DeviceClock, effort: Effort) -> list[Ro
             **{f"{n}": replayed(partial(case.carry, way, n)) for n in (1, 2, 4)},
             "one copy": partial(case.copy, way),
         }
+        if size >= LARGE:
+            calls["copy engine"] = partial(case.carry_by_engine, way)
         if pages <= SEPARATE:
             calls["a copy a page"] = partial(case.copy_pages, way)
         timed = clock.time(calls, effort)
@@ -226,8 +244,9 @@ def _moved(pages: int, size: int, clock: DeviceClock, effort: Effort) -> list[Ro
             **{f"{n} processors GB/s": rates[f"{n}"] for n in (1, 4)},
             "one copy GB/s": rates["one copy"],
         }
-        if "a copy a page" in rates:
-            beside["a copy a page GB/s"] = rates["a copy a page"]
+        for name in ("copy engine", "a copy a page"):
+            if name in rates:
+                beside[f"{name} GB/s"] = rates[name]
         title = f"{way} {pages} pages of {size / KIB:g} KiB"
         found.append(Row(title, rates["2"], "GB/s", None, beside))
     return found
@@ -272,7 +291,7 @@ def _beside(rounds: int) -> list[Row]:
     Beside one copy of as many bytes by the copy engine it takes what the memory alone costs.
     """
     layer = Layer.of(40, 10_240, 64)
-    case = Moving.of(4 * MOVED // (8 * KIB), 8 * KIB)
+    case, large = (Moving.of(4 * MOVED // size, size) for size in (8 * KIB, 256 * KIB))
 
     def decode() -> None:
         for _ in range(DECODED):
@@ -282,6 +301,7 @@ def _beside(rounds: int) -> list[Row]:
     found = []
     fetches: dict[str, Callable[[], Any]] = {
         **{f"a fetch on {n} processors": partial(case.carry, "fetch", n) for n in (1, 2, 4)},
+        "pages of 256 KiB by the copy engine": partial(large.carry_by_engine, "fetch"),
         "one copy by the copy engine": partial(case.copy, "fetch"),
     }
     for name, fetch in fetches.items():

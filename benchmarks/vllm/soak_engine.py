@@ -89,6 +89,8 @@ def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
         segment_bytes=STORE_BYTES * (8 if quiet else 1),
         frozen_share=0.9 if quiet else FROZEN,
         store=str(kept),
+        # Answers must be those of the quiet engine, which computes or reads the same.
+        store_reads="always",
         store_bytes=KEPT_BYTES * (64 if quiet else 1),
     )
     limits: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4}

@@ -198,6 +198,13 @@ def move_pages(
     way: str,
     reference: bool,
 ) -> None: ...
+def copy_pages_cuda(
+    moves: tuple[_Array, _Array],
+    slots: tuple[_Array, _Array, int],
+    home: tuple[_Array, _Array, int],
+    way: str,
+    stream: int,
+) -> None: ...
 def move_pages_cuda(
     moves: tuple[_TablePair, _TablePair],
     slots: tuple[_Array, _TablePair, int],

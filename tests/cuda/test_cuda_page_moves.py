@@ -169,6 +169,62 @@ def test_pinned_pages_are_carried_to_the_byte(way, size, processors, generator) 
         assert torch.equal(home, wanted["home"])
 
 
+@pytest.mark.parametrize("way", ["fetch", "spill"])
+@pytest.mark.parametrize("size", [1, 24, 4096, 65_552])
+@pytest.mark.parametrize("where", ["pinned", "device"])
+def test_the_copy_engine_carries_what_processors_do(way, size, where, generator) -> None:
+    """Blocks of 4 pages: neighbours, some at even distances, and some anywhere."""
+    blocks = [3, 4, 5, 7, 9, 11, 20, 1]
+    first = torch.tensor([blocks, blocks[::-1]]).int() * 4
+    last = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 12], [8, 13, 15, 17, 19, 21, 22, 23]]).int() * 4
+    first[1] += 120
+    steps = [(row * 4 + head, n, n) for row in range(2) for n in range(8) for head in range(4)]
+    moves = torch.tensor(steps).int()
+    slots, home = arena_of(220, size, generator).cuda(), arena_of(130, size, generator)
+    home = home.pin_memory() if where == "pinned" else home.cuda()
+    for count in (0, 1, 31, len(moves)):
+        wanted = {"slots": slots.cpu(), "home": home.cpu().clone()}
+        counted = torch.tensor([count]).int()
+        sides = [
+            ops.RowPages(wanted[name], of, 4) for name, of in (("slots", first), ("home", last))
+        ]
+        ops.move_pages(moves, counted, *sides, way=way, backend="reference")
+        sides = [ops.RowPages(slots, first, 4), ops.RowPages(home, last, 4)]
+        ops.move_pages(moves, counted, *sides, way=way, processors=0)
+        torch.cuda.synchronize()
+        assert torch.equal(slots.cpu(), wanted["slots"])
+        assert torch.equal(home.cpu(), wanted["home"])
+
+
+def test_what_the_copy_engine_cannot_carry_is_refused(generator) -> None:
+    slots, home = arena_of(4, 64, generator).cuda(), arena_of(4, 64, generator)
+    table, moves = torch.arange(4).int().view(1, 4), torch.tensor([[0, 1, 2], [0, 3, 2]]).int()
+    before = slots.cpu()
+
+    def carry(data, count=1, moves=moves, table=table, slots=slots) -> None:
+        sides = ops.RowPages(slots, table), ops.RowPages(data, table)
+        counted = torch.tensor([count]).int()
+        ops.move_pages(moves, counted, *sides, way="fetch", processors=0)
+
+    with pytest.raises(InvalidArgument, match="expected pages on a CUDA device or in pinned"):
+        carry(home)
+    home = home.pin_memory()
+    with pytest.raises(InvalidArgument, match="no page to be written twice"):
+        carry(home, count=2)
+    with pytest.raises(InvalidArgument, match="count: expected from 0 to the 2 moves"):
+        carry(home, count=3)
+    with pytest.raises(InvalidArgument, match="moves: expected a row, a page and a slot"):
+        carry(home, moves=moves + 2)
+    with pytest.raises(InvalidArgument, match="moves"):
+        carry(home, moves=moves.cuda())
+    with pytest.raises(InvalidArgument, match="slots: expected memory of its own"):
+        carry(slots)
+    with pytest.raises(InvalidArgument, match="home: expected pages of 64 bytes"):
+        carry(torch.zeros(4, 32).byte().pin_memory())
+    torch.cuda.synchronize()
+    assert torch.equal(slots.cpu(), before)
+
+
 def test_moves_that_point_nowhere_are_skipped(generator) -> None:
     slots, home = arena_of(4, 4096, generator).cuda(), arena_of(6, 4096, generator).pin_memory()
     of_slots = torch.tensor([[0, 1, -1], [4, HUGE, 3]]).int().cuda()
@@ -203,8 +259,8 @@ def test_memory_that_the_device_cannot_reach_is_refused(generator) -> None:
         carry(slots, home)
     carry(slots, home.pin_memory())
     assert torch.equal(slots[2].cpu(), home[1])
-    with pytest.raises(InvalidArgument, match="processors: expected at least 1"):
-        carry(slots, slots.clone(), processors=0)
+    with pytest.raises(InvalidArgument, match="processors"):
+        carry(slots, slots.clone(), processors=-1)
     with pytest.raises(InvalidArgument, match="slots: expected memory of its own"):
         carry(slots, slots)
     with pytest.raises(Unsupported, match="bytes of a page: expected a multiple of 16, got 24"):

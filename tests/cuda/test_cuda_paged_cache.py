@@ -18,6 +18,8 @@ pytestmark = needs_cuda
 
 NEAR = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 """Largest difference of a logit, as a share of the largest."""
+BASES = {"int8": 0, "half-int4": 2, "planes-3": 4}
+"""Bases that a runner of each format has: of keys and values, a set for all and one of its own."""
 
 
 def there(family: str, dtype: torch.dtype) -> Any:
@@ -85,8 +87,10 @@ def test_packed_pages_are_near_exact_ones(kv_dtype: str, dtype: torch.dtype) -> 
             if cache.packed is not None:
                 assert cache.plans[0].reused_prefix == 640
                 # Most is packed; the bases of so small a model are larger than its pages.
-                exact = cache.kv.stats()["held"] * cache.kv.block_bytes
+                held, exact = cache.packed.stats(), cache.kv.stats()["held"] * cache.kv.block_bytes
                 assert exact < 0.5 * cache.dense_bytes
-                assert cache.packed.stats()["held"] * PAGE_TOKENS >= 640
+                assert held["held"] * PAGE_TOKENS >= 640
+                bases = BASES[kv_dtype] * held["basis_bytes"]
+                assert cache.bytes == exact + held["held"] * held["block_bytes"] + bases
                 cache.packed.check()
     assert 0 < float((made[1] - made[0]).abs().max() / made[0].abs().max()) < near

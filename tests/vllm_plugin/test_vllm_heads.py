@@ -210,6 +210,7 @@ BAD: dict[str, list[Any]] = {
     "store": [3, ""],
     "store_bytes": [0, True],
     "store_quota_bytes": [0.5],
+    "store_reads": ["slower", True],
     "frozen_share": [-0.1, 1.1, True, "1", None],
 }
 

@@ -76,6 +76,10 @@ def move_pages(
     and begin on such boundaries, else `Unsupported`. Tables are checked where all four come from
     the host. On the device a move that points outside a table or an arena is skipped, and a count
     beyond M is M.
+
+    With 0 `processors` the device's copy engine carries the pages, and no processor takes part: for
+    moves that the host knows, of pages of 64 KiB and more, or of pages that follow each other on
+    both sides. Tables are then read on the host before this returns, and pages may be of any size.
     """
     for name, side in (("slots", slots), ("home", home)):
         if not isinstance(side, RowPages):
@@ -100,6 +104,9 @@ def move_pages(
         return
     if device is None:
         _native.move_pages((moves, count), of_slots, of_home, way, reference)
+        return
+    if processors == 0:
+        _native.copy_pages_cuda((moves, count), of_slots, of_home, way, stream_of(device))
         return
     tables = on_device(
         device, moves=moves, count=count, slot_blocks=slots.blocks, home_blocks=home.blocks

@@ -367,6 +367,59 @@ pub(crate) unsafe fn launch<P: Copy>(
     })
 }
 
+/// Rows of bytes that a copy engine carries, at even distances on both sides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CopiedRows {
+    pub(crate) source: u64,
+    pub(crate) target: u64,
+    /// Bytes of a row.
+    pub(crate) width: usize,
+    pub(crate) rows: usize,
+    /// Bytes from one row to the next, at least `width`.
+    pub(crate) source_pitch: usize,
+    pub(crate) target_pitch: usize,
+}
+
+/// Puts copies on a stream, one behind the other.
+///
+/// # Safety
+/// All rows lie in memory of the context's device, or in pinned memory of the host, that stays
+/// valid until the stream has passed. `stream` belongs to `context`.
+pub(crate) unsafe fn copy_rows(
+    context: &Context,
+    copies: impl Iterator<Item = CopiedRows>,
+    stream: u64,
+) -> Result<(), CudaError> {
+    let stream = stream as sys::CUstream;
+    context.enter(|| {
+        for rows in copies {
+            let copy = sys::CUDA_MEMCPY2D_st {
+                srcXInBytes: 0,
+                srcY: 0,
+                srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+                srcHost: ptr::null(),
+                srcDevice: rows.source,
+                srcArray: ptr::null_mut(),
+                srcPitch: rows.source_pitch,
+                dstXInBytes: 0,
+                dstY: 0,
+                dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+                dstHost: ptr::null_mut(),
+                dstDevice: rows.target,
+                dstArray: ptr::null_mut(),
+                dstPitch: rows.target_pitch,
+                WidthInBytes: rows.width,
+                Height: rows.rows,
+            };
+            // SAFETY: the driver reads the description before it returns; the rest is the caller's.
+            unsafe { sys::cuMemcpy2DAsync_v2(&raw const copy, stream) }
+                .result()
+                .map_err(named("cuMemcpy2DAsync"))?;
+        }
+        Ok(())
+    })
+}
+
 /// The words of a `CUtensorMap`: see [`crate::TensorMap::tiled`],
 /// which checked that the axes belong together.
 pub(crate) fn encode_tiled(tensor: &Tiled<'_>) -> Result<[u64; 16], CudaError> {

@@ -103,7 +103,7 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::move_fp8_pages::move_fp8_pages_cuda;
     #[pymodule_export]
-    use super::ops::cuda::move_pages::move_pages_cuda;
+    use super::ops::cuda::move_pages::{copy_pages_cuda, move_pages_cuda};
     #[pymodule_export]
     use super::ops::cuda::pack_pages::{pack_pages_cuda, unpack_pages_cuda};
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from families import tiny
 from kvweave.adapters.vllm.segments import worker
+from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import PoolFull, UnknownSegment
 from kvweave.store import Store
@@ -47,8 +49,12 @@ def refuse_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
 def restarted(
     model: Path, folder: Path, arena: int = 1 << 24, **changes: Any
 ) -> Iterator[tuple[Any, Any, KnowledgeBase]]:
-    """An engine whose documents are kept in a folder, its counts and its knowledge base."""
-    with segments(model, settings(arena=arena, store=str(folder), **changes)) as (llm, counts):
+    """An engine whose documents are kept in a folder, its counts and its knowledge base.
+
+    All of a prompt's documents are read, whatever computing these few tokens would take.
+    """
+    kept = {"store": str(folder), "store_reads": "always", **changes}
+    with segments(model, settings(arena=arena, **kept)) as (llm, counts):
         yield llm, counts, KnowledgeBase(llm.collective_rpc)
 
 
@@ -106,6 +112,35 @@ def test_a_text_that_a_chat_trimmed_is_its_documents(checkpoint, tmp_path: Path)
         assert base.store()["brought_documents"] == 1
         # Blocks that are whole in both are found.
         assert counts.total.hits["frozen"] >= 96
+
+
+def test_a_document_that_is_computed_sooner_is_not_read(
+    checkpoint, tmp_path: Path, monkeypatch
+) -> None:
+    """Of a folder that takes a second a document one is read, by which that is known."""
+    model = checkpoint("llama")
+    first_run(model, tmp_path)
+    monkeypatch.setattr(KeptDocuments, "_read", slowly(KeptDocuments._read))
+    with restarted(model, tmp_path, store_reads="faster") as (llm, counts, base):
+        ask(llm, Marked([text(20, 1), DOCUMENT, text(15, 2)]), namespace="acme", policy="naive")
+        found = base.store()
+        assert (found["brought_documents"], found["brought_declined"]) == (1, 0)
+        # The second one is computed with its prompt, and found by the next.
+        for seed in (3, 5):
+            counts.anew()
+            given = Marked([text(20, seed), OTHER, text(15, 4)])
+            ask(llm, given, namespace="acme", policy="naive")
+            found = base.store()
+            assert (found["brought_documents"], found["brought_declined"]) == (1, 1)
+        assert counts.total.hits == {"request": len(OTHER)}
+
+
+def slowly(read: Any) -> Any:
+    def waiting(*asked: Any) -> Any:
+        time.sleep(1.0)
+        return read(*asked)
+
+    return waiting
 
 
 def test_what_is_spoiled_is_computed(checkpoint, tmp_path: Path) -> None:

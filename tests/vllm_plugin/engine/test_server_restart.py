@@ -24,7 +24,7 @@ def test_a_restarted_server_answers_from_its_documents(tmp_path: Path) -> None:
     """The first marked chat of their tenant; another tenant's is computed."""
     tiny("llama", **SIZES).save_pretrained(tmp_path / "model")
     TOKENS.save_pretrained(tmp_path / "model")
-    choice = settings(store=str(tmp_path / "store"))
+    choice = settings(store=str(tmp_path / "store"), store_reads="always")
     options = [
         *("--hf-overrides", json.dumps(choice["hf_overrides"])),
         *("--additional-config", json.dumps(choice["additional_config"])),

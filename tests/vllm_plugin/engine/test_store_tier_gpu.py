@@ -48,7 +48,10 @@ def test_a_restarted_engine_has_its_documents(checkpoint, tmp_path: Path) -> Non
     """Read from disk into pages on the GPU."""
     model, said = checkpoint("llama"), []
     for start in range(2):
-        with segments(model, settings(store=str(tmp_path)), **MEMORY) as (llm, counts):
+        with segments(model, settings(store=str(tmp_path), store_reads="always"), **MEMORY) as (
+            llm,
+            counts,
+        ):
             base = KnowledgeBase(llm.collective_rpc)
             for name, tokens in (("a", DOCUMENT), ("b", OTHER)):
                 if start == 0:

@@ -76,7 +76,12 @@ def main() -> None:
         mapped = Mapped(folder, UNEVEN)
         choice = mapped.settings()
         # A rank has half of each layer's heads: a block of the store is 32 KiB.
-        ours = {"store": str(folder / "kept"), "segment_bytes": 42 << 15, "frozen_share": 0.2}
+        ours = {
+            "store": str(folder / "kept"),
+            "store_reads": "always",
+            "segment_bytes": 42 << 15,
+            "frozen_share": 0.2,
+        }
         choice["additional_config"]["kvweave"] |= ours
         with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
             for policy in ("sparsex", "foresight"):

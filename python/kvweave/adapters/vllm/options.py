@@ -23,10 +23,14 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "store": (str, "a path"),
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
+    "store_reads": (str, "faster or always"),
     "virtual_pages": ({"1": True, "true": True, "0": False, "false": False}.__getitem__, "1 or 0"),
 }
 """The options; how the text of a variable is read, and what is expected."""
-BESIDE = {"store": "segment_bytes", "store_bytes": "store", "store_quota_bytes": "store"}
+BESIDE = {
+    "store": "segment_bytes",
+    **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads"), "store"),
+}
 """Options that say nothing without another one."""
 VARIABLES = {name: f"KVWEAVE_{name.upper()}" for name in TEXTS}
 
@@ -41,6 +45,7 @@ class Options:
 
     `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
     `store_bytes` there, of which a namespace may have `store_quota_bytes`. None: no bound.
+    `store_reads`: documents are read where that is "faster" than computing them, or "always".
     """
 
     heads: Path | None = None
@@ -51,6 +56,7 @@ class Options:
     store: Path | None = field(default=None, repr=False)
     store_bytes: int | None = field(default=None, repr=False)
     store_quota_bytes: int | None = field(default=None, repr=False)
+    store_reads: str = field(default="faster", repr=False)
 
     def digest(self) -> str:
         """What a graph that was compiled under these options may depend on, the map's text too."""
@@ -85,6 +91,8 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     share = given.get("frozen_share", 0.5)
     in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
     _require(where["frozen_share"], in_range, "a share in 0..1", share)
+    reads = given.get("store_reads", "faster")
+    _require(where["store_reads"], reads in ("faster", "always"), "faster or always", reads)
     virtual = given.get("virtual_pages", False)
     _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
     paths = {name: Path(given[name]) for name in ("heads", "store") if given.get(name) is not None}

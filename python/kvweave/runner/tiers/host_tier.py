@@ -17,13 +17,13 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
-from kvweave.ops import RowPages
 from kvweave.runner.clock import Clock
 from kvweave.runner.kv.host_pages import blocks_of
-from kvweave.runner.kv.host_pool import Arrival, Aside, Way, carry_pages
+from kvweave.runner.kv.host_pool import Arrival, Aside, Way
 from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32
+from kvweave.runner.tiers.block_pages import carry_blocks
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
 
@@ -202,23 +202,12 @@ class HostTier:
                 of_page = at_home // self.cache.shape.kv_heads
                 some = (layers[0] <= of_page) & (of_page < layers[1])
                 on_device, at_home = on_device[some], at_home[some]
-                if not len(on_device):
-                    continue
-            here = blocks_of(request, group)
-            rows = np.arange(len(on_device), dtype=np.int32)
-            pages = np.arange(len(home), dtype=np.int32)
-            moves = np.empty((len(rows) * len(pages), 3), np.int32)
-            moves[:, 0] = np.repeat(rows, len(pages))
-            moves[:, 1] = moves[:, 2] = np.tile(pages, len(rows))
-            tables = (
-                moves,
-                np.asarray([len(moves)], np.int32),
-                np.ascontiguousarray(on_device[:, None] + here),
-                np.ascontiguousarray(at_home[:, None] + home),
+            carry_blocks(
+                (self._arena, on_device, blocks_of(request, group)),
+                (self.pages, at_home, home),
+                way,
+                pinned=self.pinned,
             )
-            sent = send(self._arena.device, *tables)
-            slots, at = RowPages(self._arena, sent[2]), RowPages(self.pages, sent[3])
-            carry_pages(sent[0], sent[1], slots, at, way, pinned=self.pinned)
 
 
 def _ranks_of(cache: KvCache, group: int) -> tuple[Int32, Int32]:

@@ -30,6 +30,7 @@ mod pack_pages;
 mod packed_format;
 mod page_bounds;
 mod page_scale;
+mod page_spans;
 mod planes;
 mod queries;
 mod reach;
@@ -69,6 +70,7 @@ pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
 pub use packed_format::{PackedFormat, PackedKind};
 pub use page_bounds::{PageBounds, validate_bounds};
 pub use page_scale::PageScale;
+pub use page_spans::{PageSpan, page_spans};
 pub use planes::{
     CHANNELS_TOGETHER, PLANE_BITS, PlaneWidths, PlanesPage, PlanesSide, largest_code, plane_code,
     plane_steps,

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import ReduceOp, all_reduce
 from vllm.distributed import get_tp_group
 
+from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
 from kvweave.cache import KvRequest
 from kvweave.errors import KvweaveError, PoolFull, UnknownSegment
@@ -43,7 +44,8 @@ Spans = Sequence[tuple[int, int]]
 class KeptDocuments:
     """The documents of one rank: a `Store` below `folder`, and the segments' store before it.
 
-    `model` names the weights and their configuration (`model_identity`).
+    `model` names the weights and their configuration (`model_identity`). `weighing` says which
+    documents are worth reading.
 
     Errors: `StoreUnavailable` and others of `Store` for a folder that cannot be one.
     """
@@ -53,11 +55,12 @@ class KeptDocuments:
         segments: SegmentStore,
         folder: Path,
         model: str,
+        weighing: DocumentWeighing,
         capacity_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
         group = get_tp_group()
-        self._segments, self._model = segments, model
+        self._segments, self._model, self.weighing = segments, model, weighing
         self._heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
         # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
         self.store = Store(
@@ -138,8 +141,10 @@ class KeptDocuments:
             # The last token of a prompt is computed in any case.
             if admitted.reused[start : min(end, admitted.tokens - 1)].all():
                 self._used(namespace, tokens)
-            else:
-                brought += self._bring_text(namespace, tokens)
+                continue
+            here = ~admitted.reused
+            others = int(here.sum() - here[start:end].sum())
+            brought += self._bring_text(namespace, tokens, start, others)
         return brought > 0
 
     # ---- what there is -------------------------------------------------------------------------
@@ -152,26 +157,38 @@ class KeptDocuments:
         return [(*each, len(self._texts.get(each, ()))) for each in own]
 
     def counts(self) -> dict[str, int]:
-        """Documents and bytes in the folder, and how many came from there, and their tokens."""
+        """Documents and bytes in the folder, and how many came from there, and their tokens.
+
+        `brought_declined`: how often computing one was faster than reading it.
+        """
         held, documents = self.store.held()[0], len(self.store.documents())
-        found = {name: self._brought[name] for name in ("documents", "tokens", "refused")}
+        names = ("documents", "tokens", "refused", "declined")
+        found = {name: self._brought[name] for name in names}
         brought = {f"brought_{name}": count for name, count in found.items()}
         return {"kept_documents": documents, "kept_bytes": held, **brought}
 
     # ---- inside --------------------------------------------------------------------------------
 
-    def _bring_text(self, namespace: str, tokens: Ids) -> bool:
-        """Freezes the document that a marked text begins like, if the folder alone has it."""
+    def _bring_text(self, namespace: str, tokens: Ids, start: int, others: int) -> bool:
+        """Freezes the document that a marked text begins like, if the folder alone has it.
+
+        It is at `start` in a prompt of which `others` tokens are computed anyway.
+        """
         self._refresh()
         texts = {name: ids for (space, name), ids in self._texts.items() if space == namespace}
         name = _agreed(_most_alike(texts, tokens))
         if name is None or self._is_whole((namespace, name)):
             return False
         document = texts[name]
-        found = self._read(namespace, document)
-        if not _all_of(found is not None) or found is None:
+        size, end = len(document) * self._segments.cache.shape.token_bytes, start + len(document)
+        if not _all_of(self.weighing.is_worth_reading(size, start, end, others)):
+            self._brought["declined"] += 1
             return False
-        return self._bring(found[0], (namespace, name), document)
+        with self.weighing.reading(size):
+            found = self._read(namespace, document)
+            if not _all_of(found is not None) or found is None:
+                return False
+            return self._bring(found[0], (namespace, name), document)
 
     def _refresh(self) -> None:
         """Reads the texts of documents that came since, whoever wrote them."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvweave.adapters.vllm.segments.document_weighing import StepWork
 from kvweave.adapters.vllm.segments.markers import Markers
 
 
@@ -34,7 +35,11 @@ class Chunk:
 
 @dataclass
 class SegmentMessage(KVConnectorMetadata):
-    """Chunks of this step, and requests of which nothing more will come."""
+    """Chunks of this step, and requests of which nothing more will come.
+
+    `work`: what all requests of the step come to, marked or not.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)

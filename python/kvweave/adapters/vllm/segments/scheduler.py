@@ -85,13 +85,16 @@ class MarkedRequests:
             if name in self._marked:
                 message.ended.append(name)
                 self._marked[name].tokens = 0
+        counts = scheduled.num_scheduled_tokens
         for new in scheduled.scheduled_new_reqs:
+            message.work.add(new.num_computed_tokens, counts[new.req_id])
             self._chunk(
                 message, scheduled, new.req_id, new.num_computed_tokens, new.block_ids[self.group]
             )
         cached = scheduled.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, start, new_blocks in rows:
+            message.work.add(start, counts[name])
             marked = self._marked.get(name)
             if marked is None:
                 continue

@@ -21,6 +21,7 @@ from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk import ChunkWalk
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
 from kvweave.adapters.vllm.segments.document_encoding import encode_document
+from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.events import are_published
 from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
@@ -30,7 +31,9 @@ from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentS
 from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, UnknownSegment, Unsupported
+from kvweave.flops import TextSizes
 from kvweave.policies import Full
+from kvweave.runner.clock import Clock
 
 
 class SegmentWorker:
@@ -93,6 +96,8 @@ class SegmentWorker:
             if chunk.request_id in self._admitted:
                 self.stats.prompt_tokens += chunk.end - chunk.start
                 self._chunks.append(chunk)
+        if self.kept is not None:
+            self.kept.weighing.begin(message.work, self.stats.rows_spared)
 
     def step(self) -> Step | None:
         """What the forward of this step has to do; None where nothing is reused.
@@ -148,6 +153,8 @@ class SegmentWorker:
         A replayed graph runs no code of the model's: what it computed is not known to lie where,
         so the requests are let go of, and the rest of their prompts is computed.
         """
+        if self.kept is not None:
+            self.kept.weighing.end(self.stats.rows_spared)
         chunks, batch = self._chunks, self._batch
         self._chunks, self._batch = [], None
         for chunk in chunks:
@@ -303,7 +310,14 @@ def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
         return None
     sizes = options.store_bytes, options.store_quota_bytes
     model = named_under(model_identity(config), options)
-    return KeptDocuments(store, options.store, model, *sizes)
+    return KeptDocuments(store, options.store, model, _weighing_of(config, store), *sizes)
+
+
+def _weighing_of(config: VllmConfig, store: SegmentStore) -> DocumentWeighing:
+    shape, model = store.cache.shape, config.model_config
+    sizes = TextSizes.of_config(model.hf_text_config, shape.kv_heads, shape.head_dim)
+    always = options_of(config.additional_config).store_reads == "always"
+    return DocumentWeighing(sizes, shape.layers, Clock(store.pages.device), always=always)
 
 
 class SegmentWorkerConnector(IdleConnector):

@@ -51,7 +51,7 @@ pub fn move_pages(
 }
 
 /// Moves, their count, and the blocks of rows on both sides.
-pub(super) struct Steps<'py> {
+pub struct Steps<'py> {
     moves: Table<'py>,
     count: Table<'py>,
     slots: (Table<'py>, Number),
@@ -60,7 +60,7 @@ pub(super) struct Steps<'py> {
 
 impl<'py> Steps<'py> {
     /// `slots` and `home`: blocks and their ranks.
-    pub(super) fn of(
+    pub fn of(
         moves: &(Any<'py>, Any<'py>),
         slots: (&Any<'py>, Number),
         home: (&Any<'py>, Number),
@@ -74,7 +74,7 @@ impl<'py> Steps<'py> {
     }
 
     /// Refuses to have one of the tables written.
-    pub(super) fn expect_apart(&self, what: &str, written: &TensorRef) -> Result<(), Failure> {
+    pub fn expect_apart(&self, what: &str, written: &TensorRef) -> Result<(), Failure> {
         let tables = [
             (&self.moves, "moves"),
             (&self.count, "count"),
@@ -87,7 +87,7 @@ impl<'py> Steps<'py> {
     }
 
     /// What is moved where, between arenas of so many pages.
-    pub(super) fn moves(&self, slots: usize, home: usize, way: Way) -> Result<Moves<'_>, Failure> {
+    pub fn moves(&self, slots: usize, home: usize, way: Way) -> Result<Moves<'_>, Failure> {
         Ok(Moves {
             moves: self.moves.rows("moves")?,
             count: self.count.list("count")?,

@@ -1,7 +1,7 @@
 //! `move_pages` on CUDA.
 
-use kvweave_core::ops::{Moves, RowPages, Way};
-use kvweave_cuda::{DeviceRowPages, DeviceTensor, MovePagesLaunch};
+use kvweave_core::ops::{Moves, RowPages, Way, page_spans};
+use kvweave_cuda::{CopiedArena, CopyPagesLaunch, DeviceRowPages, DeviceTensor, MovePagesLaunch};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair};
@@ -10,6 +10,7 @@ use crate::arguments::{count, raised};
 use crate::choices::way_of_pages;
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::{Failure, call_core};
+use crate::ops::cpu::move_pages::Steps as HostSteps;
 use crate::ops::row_pages::{equal_pages, pages_of_arena};
 use crate::scalars::Number;
 use crate::tensor::{Device, TensorRef};
@@ -63,6 +64,59 @@ pub fn move_pages_cuda(
         // host or is the caller's promise.
         unsafe { backend(ordinal)?.move_pages(&launch) }.map_err(Failure::from)
     })
+}
+
+/// As `move_pages_cuda` with all tables on the host, carried by the device's copy engine.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+#[pyo3(signature = (moves, slots, home, way, stream))]
+pub fn copy_pages_cuda(
+    py: Python<'_>,
+    moves: (Any<'_>, Any<'_>),
+    slots: (Any<'_>, Any<'_>, Number),
+    home: (Any<'_>, Any<'_>, Number),
+    way: &str,
+    stream: u64,
+) -> PyResult<()> {
+    let steps = HostSteps::of(&moves, (&slots.1, slots.2), (&home.1, home.2))?;
+    let arenas = (borrow("slots", &slots.0)?, borrow("home", &home.0)?);
+    let checks = || {
+        let way = way_of_pages(way)?;
+        let (of_slots, of_home) = (&arenas.0.tensor, &arenas.1.tensor);
+        let place = Place::of_numbers("slots", of_slots)?;
+        if of_home.device != Device::Cpu {
+            of_home.expect_device("home", place.device)?;
+        }
+        let (slot_pages, slot_bytes) = pages_of_arena("slots", of_slots)?;
+        let (home_pages, home_bytes) = pages_of_arena("home", of_home)?;
+        let page_bytes = equal_pages(slot_bytes, home_bytes)?;
+        let (source, target) = match way {
+            Way::Fetch => (("home", of_home), ("slots", of_slots)),
+            Way::Spill => (("slots", of_slots), ("home", of_home)),
+        };
+        target.1.expect_writable(target.0)?;
+        target.1.expect_apart(target.0, source.1, source.0)?;
+        steps.expect_apart(target.0, target.1)?;
+        let sides = [source, target].map(|(name, arena)| copied(name, arena));
+        let [source, target] = sides;
+        let moves = steps.moves(slot_pages, home_pages, way)?;
+        Ok((place.ordinal, source?, target?, page_bytes, moves))
+    };
+    let (ordinal, source, target, page_bytes, moves) = raised(py, checks())?;
+    call_core(py, || {
+        moves.validate()?;
+        let spans = page_spans(moves.iter());
+        let launch = CopyPagesLaunch { source, target, spans: &spans, page_bytes, stream };
+        // SAFETY: every tensor was read from a live owner, which torch keeps until the stream has
+        // passed; the moves were checked against both arenas, so their spans lie within them.
+        unsafe { backend(ordinal)?.copy_pages(&launch) }.map_err(Failure::from)
+    })
+}
+
+fn copied(what: &str, arena: &TensorRef) -> Result<CopiedArena, Failure> {
+    let (pages, bytes) = pages_of_arena(what, arena)?;
+    let data = DeviceTensor { address: arena.ptr as u64, len: pages * bytes };
+    Ok(CopiedArena { data, on_host: arena.device == Device::Cpu })
 }
 
 /// Moves and their count.

@@ -1,0 +1,132 @@
+"""Whether a document of a knowledge base is read or computed, by a clock that is set by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvweave.adapters.vllm.segments import document_weighing
+from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing, StepWork
+from kvweave.flops import TextSizes, attention_flops, product_flops, visible_pairs
+from kvweave.runner.clock import Clock, Mark
+
+SIZES = TextSizes(weights=1000, width=8)
+LAYERS, DOCUMENT = 4, 10_000
+
+
+class Time(Clock):
+    """A clock whose marks say `now`, and are reached where `reached` says so."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now, self.reached = 0.0, True
+
+    def mark(self) -> Mark:
+        return self.now
+
+    def is_reached(self, mark: Mark) -> bool:
+        return self.reached
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(document_weighing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def read(weighing: DocumentWeighing, clock: Time, seconds: float) -> None:
+    with weighing.reading(DOCUMENT):
+        clock.now += seconds
+
+
+def compute(
+    weighing: DocumentWeighing, clock: Time, seconds: float, rows: int = 100, spared: int = 0
+) -> None:
+    work = StepWork()
+    work.add(0, rows)
+    weighing.begin(work, 5)
+    clock.now += seconds
+    weighing.end(5 + spared)
+
+
+def is_read(weighing: DocumentWeighing, *, others: int = 0) -> bool:
+    return weighing.is_worth_reading(DOCUMENT, 0, 100, others)
+
+
+def test_what_takes_less_is_done(clock: Time) -> None:
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=False)
+    assert is_read(weighing)
+    read(weighing, clock, 2.0)
+    # Nothing was computed yet, or nothing of which the device is done.
+    assert is_read(weighing)
+    clock.reached = False
+    compute(weighing, clock, 1.0)
+    assert is_read(weighing)
+    clock.reached = True
+    assert not is_read(weighing)
+    compute(weighing, clock, 9.0)
+    compute(weighing, clock, 9.0)
+    assert is_read(weighing)
+
+
+def test_rows_that_are_computed_anyway_are_no_reason_to_read(clock: Time) -> None:
+    """A forward of 100 rows takes 3 s and one of 200 rows 4: reading has to beat the second."""
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=False)
+    compute(weighing, clock, 3.0, 100)
+    compute(weighing, clock, 4.0, 200)
+    read(weighing, clock, 2.0)
+    assert is_read(weighing)
+    assert not is_read(weighing, others=100)
+
+
+def test_a_folder_that_was_too_slow_is_tried_again(clock: Time) -> None:
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=False)
+    read(weighing, clock, 9.0)
+    compute(weighing, clock, 1.0)
+    tried = [is_read(weighing) for _ in range(17)]
+    assert tried == [False] * 16 + [True]
+
+
+def test_a_reading_that_fails_says_nothing(clock: Time) -> None:
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=False)
+    compute(weighing, clock, 1.0)
+
+    def fail() -> None:
+        with weighing.reading(DOCUMENT):
+            clock.now += 9.0
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert is_read(weighing)
+
+
+def test_all_is_read_where_that_was_asked_for(clock: Time) -> None:
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=True)
+    read(weighing, clock, 9.0)
+    compute(weighing, clock, 0.1)
+    assert is_read(weighing)
+
+
+def test_decode_says_nothing_and_spared_rows_do_not_count(clock: Time) -> None:
+    weighing = DocumentWeighing(SIZES, LAYERS, clock, always=False)
+    read(weighing, clock, 2.0)
+    compute(weighing, clock, 1e-6, rows=8)
+    assert is_read(weighing)
+    # Half of the rows were spared in all layers: for all of them it takes twice as long.
+    compute(weighing, clock, 1.5, spared=50 * LAYERS)
+    assert is_read(weighing)
+    # A step in which all were says nothing of computing.
+    compute(weighing, clock, 1e-6, spared=100 * LAYERS)
+    assert is_read(weighing)
+
+
+def test_work_counts_what_rows_see() -> None:
+    work = StepWork()
+    work.add(0, 7)
+    work.add(40, 5)
+    wanted = sum(range(1, 8)) + sum(range(41, 46))
+    assert (work.rows, work.pairs) == (12, wanted)
+    rows = torch.arange(40, 45).numpy()
+    assert SIZES.flops(40, 45) == product_flops(5, 1000) + attention_flops(visible_pairs(rows), 8)
