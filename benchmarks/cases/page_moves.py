@@ -6,10 +6,10 @@ the same by torch's own calls, and its floor: reading and writing its tables onc
 Every call is a graph of its own; the L2 cache holds nothing of it.
 
 `move_pages` for pages of 2 to 256 KiB between the device and pinned memory, both ways, on one, two
-and four processors' worth of thread blocks, and large ones by the copy engine. Beside it one copy of as many bytes by the copy engine,
-which is the ceiling, and a copy for each page. The same pages as fp8 in pinned memory, half the
-bytes, which are rounded and widened on the way. Then attention of a decode step in 16 layers, alone
-and while pages are fetched on another stream.
+and four processors' worth of thread blocks, and large ones by the copy engine. Beside it one copy
+of as many bytes by that engine, which is the ceiling, and a copy for each page. The same pages as
+fp8 in pinned memory, half the bytes, which are rounded and widened on the way. Then attention of a
+decode step in 16 layers, alone and while pages are fetched on another stream.
 """
 
 from __future__ import annotations

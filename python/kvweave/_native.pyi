@@ -16,8 +16,8 @@ from kvweave._native_ops import attend_packed as attend_packed
 from kvweave._native_ops import attend_packed_cuda as attend_packed_cuda
 from kvweave._native_ops import attend_prefill as attend_prefill
 from kvweave._native_ops import attend_prefill_cuda as attend_prefill_cuda
-from kvweave._native_ops import copy_rerotate as copy_rerotate
 from kvweave._native_ops import copy_pages_cuda as copy_pages_cuda
+from kvweave._native_ops import copy_rerotate as copy_rerotate
 from kvweave._native_ops import copy_rerotate_cuda as copy_rerotate_cuda
 from kvweave._native_ops import estimate_pages as estimate_pages
 from kvweave._native_ops import estimate_pages_cuda as estimate_pages_cuda
