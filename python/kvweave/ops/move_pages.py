@@ -78,8 +78,9 @@ def move_pages(
     beyond M is M.
 
     With 0 `processors` the device's copy engine carries the pages, and no processor takes part: for
-    moves that the host knows, of pages of 64 KiB and more, or of pages that follow each other on
-    both sides. Tables are then read on the host before this returns, and pages may be of any size.
+    moves that the host knows, of pages of a MiB and more, or of as many that follow each other on
+    both sides, as each run of pages takes the driver some µs. Tables are then read on the host
+    before this returns, and pages may be of any size.
     """
     for name, side in (("slots", slots), ("home", home)):
         if not isinstance(side, RowPages):

@@ -15,8 +15,9 @@ from kvweave.runner.kv.tables import Int32, send
 Side: TypeAlias = tuple[torch.Tensor, Int32, Int32]
 """An arena [pages, …], the pages [R] of some heads in a block, the first pages [N] of blocks."""
 
-COPIED_BYTES = 64 << 10
-"""From pieces of so many bytes on a copy engine is as fast as the link, and no processor works."""
+COPIED_BYTES = 1 << 20
+"""From pieces of so many bytes on a copy engine is faster. The driver takes the host 3 µs for each:
+of smaller ones a prompt is late by more than its copies gain."""
 
 
 def carry_blocks(on_device: Side, at_home: Side, way: Way, *, pinned: bool) -> None:
