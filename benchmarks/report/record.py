@@ -46,7 +46,8 @@ def machine() -> dict[str, Any]:
 def busy() -> str:
     """Why this machine is no place to measure now; empty when it is quiet."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    return f"expected a quiet machine, got load {load:.1f} on {cores} cores" if load > 0.5 else ""
+    most = max(0.5, cores / 16)
+    return f"expected a quiet machine, got load {load:.1f} on {cores} cores" if load > most else ""
 
 
 def append(case: str, rows: list[Row], folder: Path = RECORDS) -> Path:
