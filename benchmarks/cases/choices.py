@@ -5,8 +5,9 @@ bytes a second: what loads a document as fast as computing one of `MIDDLE` token
 multiple of it. At each of these speeds a runner is asked for documents of all lengths, in an order
 that is drawn, and chooses as it always does: one of each length by which it learns, as it had
 measured nothing, and then those that count. What is right was measured
-before: for each length the time to the first token when every document is loaded, and when it is
-computed, the median of some. `lost`: what wrong choices took longer, of the time of right ones.
+before, at the same speed and in turns: for each length the time to the first token when documents
+are loaded, and when they are computed, the median of some. `lost`: what wrong choices took longer,
+of the time of right ones.
 `apart`: of the choices between ways that are `APART` apart or more, those that are right, and how
 many there were. What is nearer than that is not told apart by medians of so few prefills.
 """
@@ -109,12 +110,16 @@ class Documents:
         assert self.runner.tiers is not None
         self.runner.tiers.measured = Measured()
 
-    def seconds(self, source: str, length: int, tried: int) -> float:
-        """The median time of documents of one length from one source."""
-        self.prefer(source)
-        took = [self.ask(text) for text in (self.texts[length] * tried)[:tried]]
-        expect({one.source for one in took} == {source}, f"expected all from {source}, got {took}")
-        return float(np.median([one.seconds for one in took]))
+    def seconds(self, length: int, tried: int) -> dict[str, float]:
+        """The median times of documents of one length, loaded and computed in turns."""
+        took: dict[str, list[float]] = {"remote": [], "computed": []}
+        for text in (self.texts[length] * tried)[:tried]:
+            for source, seconds in took.items():
+                self.prefer(source)
+                one = self.ask(text)
+                expect(one.source == source, f"expected it from {source}, got {one}")
+                seconds.append(one.seconds)
+        return {source: float(np.median(seconds)) for source, seconds in took.items()}
 
     def _drawn(self, count: int) -> list[int]:
         drawn: list[int] = self._draws.integers(0, self._words, count).tolist()
@@ -179,15 +184,18 @@ def rows_of(
     documents: Documents, tried: int, times: tuple[float, ...], middle: int = MIDDLE
 ) -> list[Row]:
     """A row a speed, and one of all."""
-    computed = {n: documents.seconds("computed", n, tried) for n in documents.texts}
     size = middle * documents.runner.cache.shape.token_bytes
+    of_middle = documents.seconds(middle, tried)["computed"]
     documents.prefer("computed")
     alone = float(np.median([documents.ask(None).seconds for _ in range(tried)]))
-    even = size / (computed[middle] - alone)
+    even = size / (of_middle - alone)
     found = {}
     for faster in times:
         documents.store.bytes_per_s = faster * even
-        loaded = {n: documents.seconds("remote", n, tried) for n in documents.texts}
+        both = {n: documents.seconds(n, tried) for n in documents.texts}
+        loaded, computed = (
+            {n: of[way] for n, of in both.items()} for way in ("remote", "computed")
+        )
         found[faster] = Choices(chosen_by(documents), loaded, computed)
     rows = [row(f"{faster * even / 1e6:.3g} MB/s", one) for faster, one in found.items()]
     all_of = [right for one in found.values() for right in one.right]

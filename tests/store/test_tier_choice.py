@@ -77,11 +77,28 @@ def test_speeds_follow_what_happens_and_a_bad_impression_does_not_last() -> None
     # What lies nearest is forgotten; by what is left, 100 bytes a second, it may be twice as fast.
     measured.decline("disk", 1000)
     assert measured.speeds_for(1000, 1).disk == 200
-    for _ in range(16):
+    for _ in range(32):
         measured.decline("disk", 1000)
     assert measured.speeds.disk is None
+    for _ in range(64):
+        measured.decline("disk", 1000)
+
+
+def test_a_tier_that_stays_too_slow_is_tried_ever_more_seldom() -> None:
+    measured, tried = Measured(), []
+    measured.note("disk", 1000, 1.0)
+    for asked in range(16 + 32 + 64):
+        if measured.speeds_for(1000, 10).disk is None:
+            tried.append(asked)
+            measured.note("disk", 1000, 1.0)
+        measured.decline("disk", 1000)
+    assert tried == [16, 48]
+    # Where it was worth reading from again for a while, it is tried as soon as at first.
+    for _ in range(8):
+        measured.note("disk", 1000, 0.1)
     for _ in range(16):
         measured.decline("disk", 1000)
+    assert measured.speeds_for(1000, 10).disk is None
 
 
 def test_a_size_takes_what_lies_between_those_that_were_measured() -> None:

@@ -10,8 +10,11 @@ from kvweave.runner.tiers.durations import Durations
 
 What = Literal["host", "disk", "remote", "compute"]
 
-_MOST_DECLINED = 16
-"""Times that computing was faster than a tier, after which the tier is tried again."""
+_LEAST_DECLINED, _MOST_DECLINED = 16, 1024
+"""Times that computing was faster than a tier, after which the tier is tried again: the least at
+first, twice as many each time that it was too slow again, at most the most."""
+_IN_A_ROW = 8
+"""Times that a tier is read from in a row, after which it is tried again as soon as at first."""
 
 _MAYBE: dict[What, float] = {"compute": 8.0, "host": 2.0, "disk": 2.0, "remote": 2.0}
 """How much faster a larger amount may be a unit than the largest that was measured."""
@@ -22,13 +25,15 @@ class Measured:
 
     A tier that nobody reads from is measured by nobody. What was measured of it nearest to what is
     asked for is forgotten once it was too slow so many times, so that a bad first impression does
-    not last.
+    not last; more seldom the more often that has not changed it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._durations = {what: Durations(maybe) for what, maybe in _MAYBE.items()}
         self._declined: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._read: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._patience: dict[Tier, int] = dict.fromkeys(TIERS, _LEAST_DECLINED)
 
     def note(self, what: What, amount: float, seconds: float) -> None:
         """Takes note of bytes or FLOPs that took so many seconds; of nothing, if either is 0."""
@@ -38,12 +43,18 @@ class Measured:
             self._durations[what].note(amount, seconds)
             if what != "compute":
                 self._declined[what] = 0
+                self._read[what] += 1
+                if self._read[what] == _IN_A_ROW:
+                    self._patience[what] = _LEAST_DECLINED
 
     def decline(self, tier: Tier, size: int) -> None:
         """Takes note that computing was faster than to load so many bytes from a tier."""
         with self._lock:
             self._declined[tier] += 1
-            if self._declined[tier] >= _MOST_DECLINED and self._durations[tier]:
+            self._read[tier] = 0
+            patience = self._patience[tier]
+            if self._declined[tier] >= patience and self._durations[tier]:
+                self._patience[tier] = min(2 * patience, _MOST_DECLINED)
                 self._declined[tier] = 0
                 self._durations[tier].forget_near(size)
 
