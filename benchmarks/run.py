@@ -78,6 +78,8 @@ ON_A_GPU = {
     "ttft_cuda",
     "ttft_heads",
 }
+# Cases that run on a GPU where there is one.
+ON_A_GPU_IF_ANY = {"packed_step", "speculation", "tiers"}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 
@@ -101,8 +103,8 @@ def _figure(value: Any) -> str:
 
 def kept(case: str, rows: list[Row]) -> Path:
     """Adds a run to the records of the GPU where the case runs on one, else of this machine."""
-    run = record.of_device(case, rows) if case in ON_A_GPU else record.here(case, rows)
-    return record.keep(run)
+    on_a_gpu = case in ON_A_GPU or (case in ON_A_GPU_IF_ANY and torch.cuda.is_available())
+    return record.keep((record.of_device if on_a_gpu else record.here)(case, rows))
 
 
 def main(words: list[str] | None = None) -> int:
