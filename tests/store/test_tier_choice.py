@@ -94,7 +94,7 @@ def test_a_tier_that_stays_too_slow_is_tried_ever_more_seldom() -> None:
         measured.decline("disk", 1000)
     assert tried == [16, 48]
     # Where it was worth reading from again for a while, it is tried as soon as at first.
-    for _ in range(8):
+    for _ in range(32):
         measured.note("disk", 1000, 0.1)
     for _ in range(16):
         measured.decline("disk", 1000)

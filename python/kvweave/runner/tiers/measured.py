@@ -13,7 +13,7 @@ What = Literal["host", "disk", "remote", "compute"]
 _LEAST_DECLINED, _MOST_DECLINED = 16, 1024
 """Times that computing was faster than a tier, after which the tier is tried again: the least at
 first, twice as many each time that it was too slow again, at most the most."""
-_IN_A_ROW = 8
+_IN_A_ROW = 32
 """Times that a tier is read from in a row, after which it is tried again as soon as at first."""
 
 _MAYBE: dict[What, float] = {"compute": 8.0, "host": 2.0, "disk": 2.0, "remote": 2.0}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvweave.flops import TextSizes, attention_flops, product_flops
@@ -46,15 +43,13 @@ class DocumentWeighing:
 
     # ---- what things take ------------------------------------------------------------------
 
-    @contextmanager
-    def reading(self, size: int) -> Iterator[None]:
-        """Times the reading of so many bytes, unless it fails."""
-        begun = time.perf_counter()
-        yield
-        self._measured.note("disk", size, time.perf_counter() - begun)
+    def was_read(self, size: int, seconds: float) -> None:
+        """A document of so many bytes was read, and written to the pages, in so many seconds."""
+        self._measured.note("disk", size, seconds)
 
     def begin(self, work: StepWork, spared: int) -> None:
         """A forward begins; `spared`: (row, layer) pairs that none computed so far."""
+        self._note_steps()
         self._begun = None
         if not self._always and work.rows >= LEAST_ROWS:
             self._begun = self._clock.mark(), work, spared

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -184,11 +185,14 @@ class KeptDocuments:
         if not _all_of(self.weighing.is_worth_reading(size, start, end, others)):
             self._brought["declined"] += 1
             return False
-        with self.weighing.reading(size):
-            found = self._read(namespace, document)
-            if not _all_of(found is not None) or found is None:
-                return False
-            return self._bring(found[0], (namespace, name), document)
+        begun = time.perf_counter()
+        found = self._read(namespace, document)
+        if not _all_of(found is not None) or found is None:
+            return False
+        brought = self._bring(found[0], (namespace, name), document)
+        if brought:
+            self.weighing.was_read(size, time.perf_counter() - begun)
+        return brought
 
     def _refresh(self) -> None:
         """Reads the texts of documents that came since, whoever wrote them."""
