@@ -27,6 +27,7 @@ from kvweave.lab.bench.timing import compare
 THREADS = 4
 CHUNK = 1 << 20
 TOKENS = 2048
+PEER_ROUNDS = 5
 # What the design asks for: the store's share of the plain reads' speed, and milliseconds.
 LEAST_SHARE = 0.8
 LIMIT_MS_PER_1000 = 10.0
@@ -77,14 +78,10 @@ def reading(folder: Path, quick: bool) -> list[Row]:
         get()
         expect(bool((held == kv).all()), "get: expected the bytes that were put")
         timed = compare({"get": get, "plain": plain}, rounds=3 if quick else 12, warm_up=1)
-    rounds = 1 if quick else 5
-    fio = fio_seconds(files, CHUNK, THREADS, rounds)
-    foyer = None if quick else foyer_seconds(folder / "foyer", count, size, THREADS, rounds)
     gigabytes = count * size / 1e9
     ours, theirs = (gigabytes / timed[name].median_s for name in ("get", "plain"))
     written = size / 1e9 / writes.median_s
-    peers = {"fio, direct reads of the same files": fio, "foyer, as many values": foyer}
-    speeds = {name: gigabytes / seconds for name, seconds in peers.items() if seconds is not None}
+    speeds = {} if quick else peers_of(folder, files, size)
     shares = {f"of {name.split(',')[0]}": ours / speed for name, speed in speeds.items()}
     beside = {"of plain": ours / theirs, **shares, "limit": LEAST_SHARE}
     return [
@@ -93,6 +90,18 @@ def reading(folder: Path, quick: bool) -> list[Row]:
         *(Row(name, speed, "GB/s", None, {}) for name, speed in speeds.items()),
         Row("put, synced", written, "GB/s", None, {}),
     ]
+
+
+def peers_of(folder: Path, files: list[Path], size: int) -> dict[str, float]:
+    """GB/s of others that are here: the same files, or as many values of as many bytes."""
+    found = {
+        "fio, direct reads of the same files": fio_seconds(files, CHUNK, THREADS, PEER_ROUNDS),
+        "foyer, as many values": foyer_seconds(
+            folder / "foyer", len(files), size, THREADS, PEER_ROUNDS
+        ),
+    }
+    gigabytes = len(files) * size / 1e9
+    return {name: gigabytes / seconds for name, seconds in found.items() if seconds is not None}
 
 
 def opening(folder: Path, count: int, quick: bool) -> Row:

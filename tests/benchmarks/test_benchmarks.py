@@ -21,7 +21,6 @@ from benchmarks.cases import (
     host_load,
     rotate_rows,
     speculation,
-    store,
     tiers,
     top_k_step,
     ttft_cuda,
@@ -188,14 +187,6 @@ def test_host_load_case_sets_the_host_beside_the_device() -> None:
     assert rows[8].of["× all"] == rows[2].value / rows[8].value
     assert whole.of["KV held"] > 0.99 > over.of["KV held"]
     assert over.of["decoding at once"] >= 1
-
-
-def test_store_case_reads_what_was_put_and_opens_it_again() -> None:
-    rows = store.run(quick=True)
-    assert [row.unit for row in rows] == ["GB/s"] * 3 + ["ms"]
-    assert all(row.value > 0 for row in rows)
-    assert rows[0].of["of plain"] == rows[0].value / rows[1].value
-    assert rows[0].of["path"] in ("direct", "refused")
 
 
 def test_tiers_case_brings_documents_from_where_it_says(tmp_path: Path) -> None:

@@ -77,18 +77,11 @@ def move_pages(
     the host. On the device a move that points outside a table or an arena is skipped, and a count
     beyond M is M.
 
-    With 0 `processors` the device's copy engine carries the pages, and no processor takes part: for
-    moves that the host knows, of pages of a MiB and more, or of as many that follow each other on
-    both sides, as each run of pages takes the driver some µs. Tables are then read on the host
-    before this returns, and pages may be of any size.
+    With 0 `processors` the device's copy engine carries the pages: for moves that the host knows
+    and pages that follow each other on both sides, a MiB and more, as each run takes the driver
+    some µs. Tables are then read on the host at once, and pages may be of any size.
     """
-    for name, side in (("slots", slots), ("home", home)):
-        if not isinstance(side, RowPages):
-            raise invalid(name, "RowPages", type(side).__name__)
-        if isinstance(side.data, torch.Tensor):
-            expect_tensors(**{name: side.data})
-    if slots.scales is not None:
-        raise invalid("scales", "those of home alone", "some of slots")
+    _expect_sides(slots, home)
     device, reference = cuda_device("slots", slots.data, backend), backend == "reference"
     of_slots, of_home = ((side.data, side.blocks, side.ranks) for side in (slots, home))
     if home.scales is not None:
@@ -120,3 +113,14 @@ def move_pages(
         processors,
         stream_of(device),
     )
+
+
+def _expect_sides(slots: RowPages, home: RowPages) -> None:
+    """Refuses what is not pages, and scales where slots lie."""
+    for name, side in (("slots", slots), ("home", home)):
+        if not isinstance(side, RowPages):
+            raise invalid(name, "RowPages", type(side).__name__)
+        if isinstance(side.data, torch.Tensor):
+            expect_tensors(**{name: side.data})
+    if slots.scales is not None:
+        raise invalid("scales", "those of home alone", "some of slots")
