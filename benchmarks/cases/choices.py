@@ -142,10 +142,8 @@ class Choices:
     @property
     def apart(self) -> list[bool]:
         """Of each choice between ways that are clearly apart, whether it is the faster one."""
-        far = [
-            abs(self.loaded[n] - self.computed[n]) >= APART * self._best(n) for n, _ in self.chosen
-        ]
-        return [right for right, told in zip(self.right, far, strict=True) if told]
+        pairs = zip(self.right, self.chosen, strict=True)
+        return [right for right, (length, _) in pairs if self._is_apart(length)]
 
     @property
     def lost(self) -> float:

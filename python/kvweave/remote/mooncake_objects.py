@@ -103,12 +103,11 @@ class MooncakeObjects:
         return None if size == _ABSENT else _accepted("shard to be looked for", size)
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[_Stream]:
+    def reading(self, path: str, size: int) -> Iterator[_Stream]:
         """As `Objects.reading`."""
-        size = self.size(path)
         room = self._room()
         try:
-            yield _Stream(self, path, size or 0, room)
+            yield _Stream(self, path, size, room)
         finally:
             # An overdue read may still write there; until it has ended, nobody reads at all.
             with self._lock:

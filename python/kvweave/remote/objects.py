@@ -28,8 +28,8 @@ class Objects(Protocol):
     def size(self, path: str) -> int | None:
         """Bytes of an object, as the service says; None where there is none."""
 
-    def reading(self, path: str) -> AbstractContextManager[Stream]:
-        """An object's bytes, from its begin on, as they are asked for."""
+    def reading(self, path: str, size: int) -> AbstractContextManager[Stream]:
+        """An object's bytes, from its begin on, as they are asked for; it has said its `size`."""
 
     def write(self, path: str, size: int, pieces: Iterable[bytes]) -> None:
         """Writes an object of `size` bytes; what was there is replaced when all of it has come."""

@@ -65,8 +65,8 @@ class OpendalObjects:
                 return None
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[_Stream]:
-        """As `Objects.reading`."""
+    def reading(self, path: str, size: int) -> Iterator[_Stream]:
+        """As `Objects.reading`; where it ends the service says."""
         with self._answering("to be read"):
             file = self._operator.open(path, "rb")
             try:

@@ -272,7 +272,7 @@ class RemoteStore:
         if not _ALIGNED + sealed <= size <= most + sealed:
             expected = f"{_ALIGNED} to {most} bytes"
             raise CorruptShard(f"remote shard: expected {expected}, got {size}")
-        with self._objects.reading(_path(name)) as stream:
+        with self._objects.reading(_path(name), size) as stream:
             begin = read_bytes(stream, _ALIGNED)
             length = ShardHead.length(begin, size - sealed)
             begin += read_bytes(stream, length - len(begin))

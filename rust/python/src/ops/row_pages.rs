@@ -1,5 +1,7 @@
 //! What `move_pages` takes of an arena from Python, wherever it lies.
 
+use kvweave_core::ops::Way;
+
 use crate::dtype::DType;
 use crate::failure::Failure;
 use crate::tensor::TensorRef;
@@ -14,6 +16,31 @@ pub fn pages_of_arena(what: &str, arena: &TensorRef) -> Result<(usize, usize), F
     match size {
         Some(bytes) if bytes > 0 => Ok((pages, bytes)),
         _ => Err(Failure::invalid(what, "pages of at least a byte", format!("{of_page:?}"))),
+    }
+}
+
+/// Two arenas of pages of as many bytes: which is read, which is written, and their names.
+pub struct PageArenas<'a> {
+    pub slot_pages: usize,
+    pub home_pages: usize,
+    pub page_bytes: usize,
+    pub source: (&'static str, &'a TensorRef),
+    pub target: (&'static str, &'a TensorRef),
+}
+
+impl<'a> PageArenas<'a> {
+    /// Refuses arenas of unlike pages, and ones that lie in each other.
+    pub fn of(slots: &'a TensorRef, home: &'a TensorRef, way: Way) -> Result<Self, Failure> {
+        let (slot_pages, slot_bytes) = pages_of_arena("slots", slots)?;
+        let (home_pages, home_bytes) = pages_of_arena("home", home)?;
+        let page_bytes = equal_pages(slot_bytes, home_bytes)?;
+        let (slots, home) = (("slots", slots), ("home", home));
+        let (source, target) = match way {
+            Way::Fetch => (home, slots),
+            Way::Spill => (slots, home),
+        };
+        target.1.expect_apart(target.0, source.1, source.0)?;
+        Ok(Self { slot_pages, home_pages, page_bytes, source, target })
     }
 }
 

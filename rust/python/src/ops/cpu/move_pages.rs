@@ -8,7 +8,7 @@ use crate::arguments::{Table, count, raised};
 use crate::choices::way_of_pages;
 use crate::dlpack::borrow;
 use crate::failure::Failure;
-use crate::ops::row_pages::{equal_pages, pages_of_arena};
+use crate::ops::row_pages::PageArenas;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
@@ -30,17 +30,10 @@ pub fn move_pages(
     let arenas = (borrow("slots", &slots.0)?, borrow("home", &home.0)?);
     let params = || {
         let way = way_of_pages(way)?;
-        let (of_slots, of_home) = (&arenas.0.tensor, &arenas.1.tensor);
-        let (slot_pages, slot_bytes) = pages_of_arena("slots", of_slots)?;
-        let (home_pages, home_bytes) = pages_of_arena("home", of_home)?;
-        let page_bytes = equal_pages(slot_bytes, home_bytes)?;
-        let (source, target) = match way {
-            Way::Fetch => (("home", of_home), ("slots", of_slots)),
-            Way::Spill => (("slots", of_slots), ("home", of_home)),
-        };
-        target.1.expect_apart(target.0, source.1, source.0)?;
+        let sides = PageArenas::of(&arenas.0.tensor, &arenas.1.tensor, way)?;
+        let PageArenas { page_bytes, source, target, .. } = sides;
         steps.expect_apart(target.0, target.1)?;
-        let moves = steps.moves(slot_pages, home_pages, way)?;
+        let moves = steps.moves(sides.slot_pages, sides.home_pages, way)?;
         // SAFETY: what is written lies apart from all that is read; others are excluded as
         // `arguments` says.
         let (source, target) =

@@ -11,7 +11,7 @@ use crate::choices::way_of_pages;
 use crate::dlpack::{Borrowed, borrow};
 use crate::failure::{Failure, call_core};
 use crate::ops::cpu::move_pages::Steps as HostSteps;
-use crate::ops::row_pages::{equal_pages, pages_of_arena};
+use crate::ops::row_pages::{PageArenas, equal_pages, pages_of_arena};
 use crate::scalars::Number;
 use crate::tensor::{Device, TensorRef};
 
@@ -87,20 +87,12 @@ pub fn copy_pages_cuda(
         if of_home.device != Device::Cpu {
             of_home.expect_device("home", place.device)?;
         }
-        let (slot_pages, slot_bytes) = pages_of_arena("slots", of_slots)?;
-        let (home_pages, home_bytes) = pages_of_arena("home", of_home)?;
-        let page_bytes = equal_pages(slot_bytes, home_bytes)?;
-        let (source, target) = match way {
-            Way::Fetch => (("home", of_home), ("slots", of_slots)),
-            Way::Spill => (("slots", of_slots), ("home", of_home)),
-        };
+        let sides = PageArenas::of(of_slots, of_home, way)?;
+        let PageArenas { page_bytes, source, target, .. } = sides;
         target.1.expect_writable(target.0)?;
-        target.1.expect_apart(target.0, source.1, source.0)?;
         steps.expect_apart(target.0, target.1)?;
-        let sides = [source, target].map(|(name, arena)| copied(name, arena));
-        let [source, target] = sides;
-        let moves = steps.moves(slot_pages, home_pages, way)?;
-        Ok((place.ordinal, source?, target?, page_bytes, moves))
+        let moves = steps.moves(sides.slot_pages, sides.home_pages, way)?;
+        Ok((place.ordinal, copied(source)?, copied(target)?, page_bytes, moves))
     };
     let (ordinal, source, target, page_bytes, moves) = raised(py, checks())?;
     call_core(py, || {
@@ -113,7 +105,7 @@ pub fn copy_pages_cuda(
     })
 }
 
-fn copied(what: &str, arena: &TensorRef) -> Result<CopiedArena, Failure> {
+fn copied((what, arena): (&str, &TensorRef)) -> Result<CopiedArena, Failure> {
     let (pages, bytes) = pages_of_arena(what, arena)?;
     let data = DeviceTensor { address: arena.ptr as u64, len: pages * bytes };
     Ok(CopiedArena { data, on_host: arena.device == Device::Cpu })
