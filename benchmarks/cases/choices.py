@@ -4,10 +4,11 @@ Documents of SmolLM2 lie in a remote store alone, a folder whose reads are slowe
 bytes a second: what loads a document as fast as computing one of `MIDDLE` tokens does, and a
 multiple of it. At each of these speeds a runner is asked for documents of all lengths, in an order
 that is drawn, and chooses as it always does: one of each length by which it learns, as it had
-measured nothing, and then those that count. What is right was measured
-before, at the same speed and in turns: for each length the time to the first token when documents
-are loaded, and when they are computed, the median of some. `lost`: what wrong choices took longer,
-of the time of right ones.
+measured nothing, and then those that count. Behind each choice the other way is timed with the same
+document, of which the runner learns nothing. Right is the way that is faster by the medians of a
+length's documents, whose both ways were so taken at the same moments: a machine's prefills of the
+same text differ by tens of percent within minutes. `lost`: what wrong choices took longer, of the
+time of right ones.
 `apart`: of the choices between ways that are `APART` apart or more, those that are right, and how
 many there were. What is nearer than that is not told apart by medians of so few prefills.
 """
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ TIMES = (0.5, 0.8, 1.25, 2.0)
 """Speeds of loading, of that at which a document of `MIDDLE` tokens takes as long to compute."""
 FRESH = 32
 ASKED, TRIED = 10, 11
-"""Documents of each length whose choices count, and prefills that say what is right."""
+"""Documents of each length whose choices count, and prefills that say how fast a store is even."""
 LEAST_RIGHT = 0.95
 APART = 0.05
 """Of the faster way's time."""
@@ -100,30 +103,36 @@ class Documents:
         with self.runner.prefill(parts, "naive", remember=False) as done:
             return Took(done.report.ttft_s, done.report.documents[0].source)
 
-    def prefer(self, source: str) -> None:
-        """Has every document come from one source from now on."""
-        assert self.runner.tiers is not None
-        self.runner.tiers.measured = Preferred(source)
+    @contextmanager
+    def measured_by(self, measured: Measured) -> Iterator[None]:
+        """Has the runner choose by what was measured, and learn by that alone, until it is left."""
+        tiers = self.runner.tiers
+        assert tiers is not None
+        before, tiers.measured = tiers.measured, measured
+        try:
+            yield
+        finally:
+            tiers.measured = before
 
-    def choose_anew(self) -> None:
-        """Has the runner choose by what it measures from now on."""
-        assert self.runner.tiers is not None
-        self.runner.tiers.measured = Measured()
-
-    def seconds(self, length: int, tried: int) -> dict[str, float]:
-        """The median times of documents of one length, loaded and computed in turns."""
-        took: dict[str, list[float]] = {"remote": [], "computed": []}
-        for text in (self.texts[length] * tried)[:tried]:
-            for source, seconds in took.items():
-                self.prefer(source)
-                one = self.ask(text)
-                expect(one.source == source, f"expected it from {source}, got {one}")
-                seconds.append(one.seconds)
-        return {source: float(np.median(seconds)) for source, seconds in took.items()}
+    def ask_for(self, text: list[int] | None, source: str) -> float:
+        """Seconds of a prompt whose document comes from one source; the runner learns nothing."""
+        with self.measured_by(Preferred(source)):
+            took = self.ask(text)
+        expect(text is None or took.source == source, f"expected it from {source}, got {took}")
+        return took.seconds
 
     def _drawn(self, count: int) -> list[int]:
         drawn: list[int] = self._draws.integers(0, self._words, count).tolist()
         return drawn
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A document of a length that came from where the runner chose, and seconds of either way."""
+
+    length: int
+    chosen: str
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,17 @@ class Choices:
     chosen: list[tuple[int, str]]
     loaded: dict[int, float]
     computed: dict[int, float]
+
+    @staticmethod
+    def of(asked: list[Asked]) -> Choices:
+        """Those of documents; both ways take the medians of a length's."""
+
+        def median(length: int, way: str) -> float:
+            return float(np.median([one.seconds[way] for one in asked if one.length == length]))
+
+        lengths = sorted({one.length for one in asked})
+        loaded, computed = ({n: median(n, way) for n in lengths} for way in ("remote", "computed"))
+        return Choices([(one.length, one.chosen) for one in asked], loaded, computed)
 
     @property
     def right(self) -> list[bool]:
@@ -183,18 +203,16 @@ def rows_of(
 ) -> list[Row]:
     """A row a speed, and one of all."""
     size = middle * documents.runner.cache.shape.token_bytes
-    of_middle = documents.seconds(middle, tried)["computed"]
-    documents.prefer("computed")
-    alone = float(np.median([documents.ask(None).seconds for _ in range(tried)]))
-    even = size / (of_middle - alone)
+    text = documents.texts[middle][0]
+    with_it, alone = (
+        float(np.median([documents.ask_for(one, "computed") for _ in range(tried)]))
+        for one in (text, None)
+    )
+    even = size / (with_it - alone)
     found = {}
     for faster in times:
         documents.store.bytes_per_s = faster * even
-        both = {n: documents.seconds(n, tried) for n in documents.texts}
-        loaded, computed = (
-            {n: of[way] for n, of in both.items()} for way in ("remote", "computed")
-        )
-        found[faster] = Choices(chosen_by(documents), loaded, computed)
+        found[faster] = Choices.of(asked_of(documents))
     rows = [row(f"{faster * even / 1e6:.3g} MB/s", one) for faster, one in found.items()]
     all_of = [right for one in found.values() for right in one.right]
     apart = [right for one in found.values() for right in one.apart]
@@ -213,14 +231,21 @@ def _between(right: list[bool]) -> dict[str, float]:
     return {"from": low, "to": high}
 
 
-def chosen_by(documents: Documents) -> list[tuple[int, str]]:
+def asked_of(documents: Documents) -> list[Asked]:
     """What a runner chooses for all documents but the first of each length, of which it learns."""
-    documents.choose_anew()
-    for first, *_ in documents.texts.values():
-        documents.ask(first)
-    every = [(n, text) for n, texts in documents.texts.items() for text in texts[1:]]
-    order = np.random.default_rng(1).permutation(len(every))
-    return [(every[at][0], documents.ask(every[at][1]).source) for at in order]
+    with documents.measured_by(Measured()):
+        for first, *_ in documents.texts.values():
+            documents.ask(first)
+        every = [(n, text) for n, texts in documents.texts.items() for text in texts[1:]]
+        order = np.random.default_rng(1).permutation(len(every))
+        return [_asked(documents, *every[at]) for at in order]
+
+
+def _asked(documents: Documents, length: int, text: list[int]) -> Asked:
+    took = documents.ask(text)
+    other = "computed" if took.source == "remote" else "remote"
+    seconds = {took.source: took.seconds, other: documents.ask_for(text, other)}
+    return Asked(length, took.source, seconds)
 
 
 def row(speed: str, found: Choices) -> Row:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.choices import Choices, Documents, rows_of
+from benchmarks.cases.choices import Asked, Choices, Documents, rows_of
 from families import tiny
 
 
@@ -24,17 +24,29 @@ def test_a_choice_is_right_where_its_way_is_faster() -> None:
     assert Choices([], {64: 1.0}, {64: 2.0}).crossover == 64
 
 
+def test_both_ways_of_a_length_take_the_medians_of_its_documents() -> None:
+    asked = [Asked(64, "remote", {"remote": s, "computed": 4.0 - s}) for s in (1.0, 1.5, 3.0)]
+    asked.append(Asked(128, "computed", {"remote": 9.0, "computed": 8.0}))
+    found = Choices.of(asked)
+    assert (found.loaded, found.computed) == ({64: 1.5, 128: 9.0}, {64: 2.5, 128: 8.0})
+    assert found.right == [True] * 4
+    assert found.lost == 0
+
+
 def test_documents_come_no_faster_than_the_store_is(tmp_path: Path) -> None:
     documents = Documents(tiny("llama"), tmp_path, (64, 96), 3)
     try:
         documents.store.bytes_per_s = 96 * documents.runner.cache.shape.token_bytes / 0.3
-        documents.prefer("remote")
+        text, tiers = documents.texts[96][0], documents.runner.tiers
+        assert tiers is not None
+        before, known = tiers.measured, tiers.measured.speeds
         begun = time.perf_counter()
-        took = documents.ask(documents.texts[96][0])
-        assert took.source == "remote"
-        assert 0.3 <= took.seconds <= time.perf_counter() - begun
-        documents.prefer("computed")
-        assert documents.ask(documents.texts[96][0]).source == "computed"
+        took = documents.ask_for(text, "remote")
+        assert 0.3 <= took <= time.perf_counter() - begun
+        assert documents.ask_for(text, "computed") > 0
+        # Whoever asks so has the runner learn nothing.
+        assert tiers.measured is before
+        assert tiers.measured.speeds == known
         rows = rows_of(documents, 1, (0.01, 100.0), middle=96)
         assert [row.name.split(": ")[1] for row in rows] == ["the faster way"] * 3
         assert rows[-1].of["choices"] == 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -46,13 +46,27 @@ def failing(to: str) -> Iterator[None]:
 
 @contextmanager
 def registered(agent: Any, parts: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Lets an agent touch tensors u8 [n] of the host, until it is left."""
+    """Lets an agent touch tensors u8 [n], all of the host or all of a device, until it is left."""
     with failing("memory to be registered"):
         held = agent.register_memory(list(parts), backends=[BACKEND])
     try:
         yield
     finally:
         agent.deregister_memory(held, backends=[BACKEND])
+
+
+def by_device(parts: Mapping[str, torch.Tensor]) -> dict[int | None, dict[str, torch.Tensor]]:
+    """Parts that have any bytes, by the CUDA device on which they lie; None: on the host."""
+    found: dict[int | None, dict[str, torch.Tensor]] = {}
+    for name, part in parts.items():
+        if part.numel():
+            found.setdefault(device_of(part), {})[name] = part
+    return found
+
+
+def device_of(part: torch.Tensor) -> int | None:
+    """The CUDA device on which a part lies; None: on the host."""
+    return part.get_device() if part.is_cuda else None
 
 
 def as_bytes(part: torch.Tensor) -> torch.Tensor:

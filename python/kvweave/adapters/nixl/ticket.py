@@ -1,7 +1,7 @@
 """`Ticket`: what a sender tells a receiver, signed with the secret that both know.
 
 A ticket is JSON behind its HMAC-SHA-256. It has the payload's header, NIXL's own description of the
-sender, and of each part where it lies, its bytes, and a keyed BLAKE2b of them. So who does not know
+sender, and of each part where it lies, its bytes, and a keyed digest of them. So who does not know
 the secret can have no peer connected to, no address read, and no KV believed. It is signed and not
 encrypted: whoever sees a ticket may read the KV while it is offered.
 """
@@ -9,34 +9,39 @@ encrypted: whoever sees a ticket may read the KV while it is offered.
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
+from kvweave.adapters.nixl.part_digest import key_for
 from kvweave.errors import CorruptPayload
 from kvweave.payload import PayloadHeader
 from kvweave.payload.header_fields import parsed
 from kvweave.payload.payload import LOGITS, PART_DTYPES, TOKENS
 
-_SCHEMA = 1
+_SCHEMA = 2
 _DIGEST = 32
 _MOST = 1 << 22
 _MOST_ADDRESS = 2**64
+_MOST_DEVICES = 1 << 16
 
 
 @dataclass(frozen=True)
 class PartPlace:
-    """A part where the sender has it: address, bytes, and their keyed digest in hexadecimal."""
+    """A part where the sender has it: address, bytes, and their keyed digest in hexadecimal.
+
+    `device`: the sender's CUDA device on which it lies; None: in the host's memory.
+    """
 
     address: int
     size: int
     digest: str
+    device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Ticket:
             "peer": base64.b64encode(self.peer).decode(),
             "until": self.until,
             "header": self.header.to_json(),
-            "places": {n: [p.address, p.size, p.digest] for n, p in self.places.items()},
+            "places": {name: list(astuple(place)) for name, place in self.places.items()},
         }
         text = json.dumps(said, separators=(",", ":")).encode()
         return _signature(secret, text) + text
@@ -117,27 +122,16 @@ def bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return size
 
 
-def digest_of(secret: bytes, name: str, part: torch.Tensor) -> str:
-    """The keyed digest of a part u8 [n] of a name."""
-    made = hashlib.blake2b(key=_key(secret, b"part"), digest_size=_DIGEST)
-    made.update(len(name).to_bytes(8, "little") + name.encode())
-    made.update(part.numpy().data)
-    return made.hexdigest()
-
-
 def _place(said: Any) -> PartPlace:
-    address, size, digest = said
+    address, size, digest, device = said
     if type(address) is not int or not 0 <= address < _MOST_ADDRESS:
         raise CorruptPayload("ticket address: expected one, got something else")
     if type(size) is not int or not 0 <= size < _MOST_ADDRESS:
         raise CorruptPayload("ticket size: expected one, got something else")
-    return PartPlace(address, size, str(digest))
+    if device is not None and (type(device) is not int or not 0 <= device < _MOST_DEVICES):
+        raise CorruptPayload("ticket device: expected one or none, got something else")
+    return PartPlace(address, size, str(digest), device)
 
 
 def _signature(secret: bytes, text: bytes) -> bytes:
-    return hmac.digest(_key(secret, b"ticket"), text, "sha256")
-
-
-def _key(secret: bytes, use: bytes) -> bytes:
-    """A key of its own for each use of the secret."""
-    return hashlib.blake2b(use, key=secret, digest_size=_DIGEST).digest()
+    return hmac.digest(key_for(secret, b"ticket"), text, "sha256")

@@ -21,7 +21,7 @@ impl KvCache {
         let group =
             |(&pages, &window): (&u32, &_)| LedgerGroup { block_pages: pages as usize, window };
         let groups: Vec<LedgerGroup> = pages.map(group).collect();
-        let total = common.store.lock().pool.slab_pages_total();
+        let total = common.store.read().pool.slab_pages_total();
         let total = usize::try_from(total).unwrap_or(usize::MAX);
         BlockLedger::new(total, common.page_tokens(), chunk_tokens, &groups)
     }
@@ -30,7 +30,7 @@ impl KvCache {
     /// nobody.
     #[must_use]
     pub fn available_pages(&self) -> usize {
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let idle = stored.pool.idle_count() as u64 * self.0.row_pages();
         let held = stored.pool.held_pages().saturating_sub(idle);
         usize::try_from(stored.pool.slab_pages_total() - held).unwrap_or(usize::MAX)

@@ -146,7 +146,7 @@ impl KvCache {
     #[must_use]
     pub fn lookup_prefix_in(&self, tokens: &[u32], namespace: &str, regime: u64) -> usize {
         let mut blocks = Vec::with_capacity(tokens.len() / self.0.page_tokens());
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
         let found = stored.index.match_prefix(scope, tokens, &mut blocks);
         blocks.len() * self.0.page_tokens() + found.partial.map_or(0, |(_, tokens)| tokens)
@@ -158,7 +158,7 @@ impl KvCache {
         if tokens.is_empty() {
             return 0;
         }
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
         let (whole, mut found) = (0..tokens.len(), Matches::default());
         stored.index.match_marked(scope, tokens, whole.clone(), &whole, &mut found);
@@ -169,7 +169,7 @@ impl KvCache {
     /// namespace that was never used: nothing can be cached there.
     #[must_use]
     pub fn prefix_digests(&self, tokens: &[u32], namespace: &str, regime: u64) -> Vec<Digest> {
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let Some(scope) = stored.index.scope(namespace, regime) else { return Vec::new() };
         stored.index.digests(stored.index.root(scope), tokens)
     }
@@ -183,7 +183,7 @@ impl KvCache {
         namespace: &str,
         regime: u64,
     ) -> usize {
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let Some(scope) = stored.index.scope(namespace, regime) else { return 0 };
         stored.index.match_digests(scope, digests, tokens)
     }
@@ -191,7 +191,7 @@ impl KvCache {
     /// Knowledge-base entries of one namespace, or of all.
     #[must_use]
     pub fn frozen(&self, namespace: Option<&str>) -> Vec<FrozenSegment> {
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         stored.index.frozen.list(namespace, |block| stored.index.uses(block))
     }
 
@@ -200,7 +200,7 @@ impl KvCache {
     /// # Errors
     /// `UnknownSegment` if the namespace has no entry of this name.
     pub fn frozen_segment(&self, name: &str, namespace: &str) -> Result<FrozenSegment, Error> {
-        let stored = self.0.store.lock();
+        let stored = self.0.store.read();
         let found = stored.index.frozen.find(namespace, name, |block| stored.index.uses(block));
         found.ok_or_else(|| unknown_segment(name, namespace))
     }
@@ -237,7 +237,7 @@ impl KvCache {
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let counters = self.0.counters.get();
-        stats::collect(&self.0.store.lock(), self.0.groups.len(), counters)
+        stats::collect(&self.0.store.read(), self.0.groups.len(), counters)
     }
 
     /// Law 1 and the agreement of all indexes.
@@ -264,4 +264,30 @@ fn check_withheld(state: &State) -> Result<(), Error> {
 fn unknown_segment(name: &str, namespace: &str) -> Error {
     let expected = format!("a frozen segment of namespace {namespace:?}");
     Error::new(ErrorKind::UnknownSegment, "segment", expected, name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CacheConfig, Dtype, KvShape};
+
+    #[test]
+    fn look_ups_do_not_wait_for_each_other() {
+        let shape = KvShape::new(1, 1, 8, 4, Dtype::F32).unwrap();
+        let cache = KvCache::new(CacheConfig::new(shape, 8)).unwrap();
+        // Whoever reads while this is held has shared the lock.
+        let reading = cache.0.store.read();
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                assert_eq!(cache.lookup_prefix(&[1; 8], ""), 0);
+                assert_eq!(cache.lookup_segment(&[1; 8], "", 0), 0);
+                assert_eq!(cache.lookup_digests(&[], &[1; 8], "", 0), 0);
+                assert!(cache.prefix_digests(&[1; 8], "", 0).is_empty());
+                assert!(cache.frozen(None).is_empty());
+                assert_eq!(cache.stats().total, 8);
+                assert!(cache.available_pages() > 0);
+            });
+        });
+        drop(reading);
+    }
 }

@@ -1,18 +1,17 @@
 //! The one lock.
 //!
-//! It protects the states of all blocks, the free lists of all groups and
-//! the order of their victims, the slab
-//! owners, and whatever index names the blocks: content can only be found while it is there, so
-//! the two change together. There is no second lock, hence no lock order. It is taken once a bulk
-//! call, never a block.
+//! It protects the states of all blocks, the free lists of all groups and the order of their
+//! victims, the slab owners, and whatever index names the blocks: content can only be found while
+//! it is there, so the two change together. There is no second lock, hence no lock order. It is
+//! taken once a bulk call, never a block. Look-ups, which change nothing, share it.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::blocks::Pool;
 
 /// A pool and the index over its blocks, behind the one lock.
 pub struct Store<I> {
-    stored: Mutex<Stored<I>>,
+    stored: RwLock<Stored<I>>,
 }
 
 /// What the lock protects.
@@ -27,14 +26,20 @@ impl<I> Store<I> {
     /// Puts a pool and its index behind the lock.
     #[must_use]
     pub fn new(pool: Pool, index: I) -> Store<I> {
-        Store { stored: Mutex::new(Stored { pool, index }) }
+        Store { stored: RwLock::new(Stored { pool, index }) }
     }
 
-    /// Takes the lock.
+    /// Takes the lock, alone.
     ///
     /// A panic elsewhere must not turn every later drop into an abort, so a poisoned lock is
     /// taken over; `check` says whether the books still balance.
-    pub fn lock(&self) -> MutexGuard<'_, Stored<I>> {
-        self.stored.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn lock(&self) -> RwLockWriteGuard<'_, Stored<I>> {
+        self.stored.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the lock beside others that only read. Whoever waits for it alone goes before readers
+    /// that come later.
+    pub fn read(&self) -> RwLockReadGuard<'_, Stored<I>> {
+        self.stored.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
