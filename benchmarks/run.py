@@ -19,6 +19,7 @@ from benchmarks.cases import (
     copy_rerotate,
     decode_host,
     engine_load,
+    hand_off,
     head_memory,
     host_load,
     isolation,
@@ -54,6 +55,7 @@ CASES: dict[str, Case] = {
     "store": store.run,
     "tiers": tiers.run,
     "choices": choices.run,
+    "hand_off": hand_off.run,
     "workflow": workflow.run,
     "isolation": isolation.run,
     "zeroing": zeroing.run,
@@ -79,7 +81,7 @@ ON_A_GPU = {
     "ttft_heads",
 }
 # Cases that run on a GPU where there is one.
-ON_A_GPU_IF_ANY = {"packed_step", "speculation", "tiers"}
+ON_A_GPU_IF_ANY = {"hand_off", "packed_step", "speculation", "tiers"}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

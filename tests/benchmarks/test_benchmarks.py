@@ -95,7 +95,16 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
     host = {"zeroing", "head_memory", "decode_host", "engine_load", "host_load", "speculation"}
-    host |= {"choices", "isolation", "packed_step", "scheduler", "store", "tiers", "workflow"}
+    host |= {
+        "choices",
+        "hand_off",
+        "isolation",
+        "packed_step",
+        "scheduler",
+        "store",
+        "tiers",
+        "workflow",
+    }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "ttft_heads"}
     on_gpu |= {"top_k_step", "top_k_step_half"}
     assert set(CASES) == timed | host | on_gpu

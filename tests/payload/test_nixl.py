@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from families import random_tokens, tiny
-from kvweave import CorruptPayload, InvalidArgument, Runner, TransferFailed
+from kvweave import CorruptPayload, InvalidArgument, Runner, TransferFailed, Unsupported
 from kvweave.adapters.nixl import KvReceiver, KvSender
 from kvweave.adapters.nixl.ticket import Ticket
 from kvweave.payload import KvPayload
 from local_heads import local_heads
+from versions import needs_cuda
 
 pytest.importorskip("nixl_cu13", reason="the extra kvweave[nixl] is not installed")
 
@@ -27,14 +28,15 @@ _ROOT = Path(__file__).parents[2]
 
 PREFILLS = """
 import sys
-sys.path[:0] = sys.argv[3:]
+sys.path[:0] = sys.argv[5:]
 from families import tiny
 from test_nixl import KINDS, PROMPT, SECRET, runner_of
 from kvweave.adapters.nixl import KvSender
-runner = runner_of(*KINDS[int(sys.argv[1])])
+on_device = sys.argv[4] == "True"
+runner = runner_of(*KINDS[int(sys.argv[1])], device=sys.argv[3])
 with KvSender(SECRET) as sender, runner.prefill(PROMPT, "full") as done:
     payload = runner.export(done)
-    with sender.offer(payload, valid_s=600.0) as offer:
+    with sender.offer(payload, valid_s=600.0, on_device=on_device) as offer:
         with open(sys.argv[2], "wb") as file:
             file.write(offer.ticket)
         print("offered", payload.sizes().total, payload.sizes().dense, flush=True)
@@ -47,9 +49,12 @@ KINDS: list[tuple[int, str | None]] = [(0, None), (1, None), (1, "int4"), (0, "h
 """Heads of each layer that keep a window, and what full pages are packed in."""
 
 
-def runner_of(local: int, kv_dtype: str | None = None) -> Runner:
-    """A runner in which `local` heads of each layer keep a window."""
+def runner_of(local: int, kv_dtype: str | None = None, device: str = "cpu") -> Runner:
+    """A runner in which `local` heads of each layer keep a window; in half precision on a GPU."""
     model = tiny("llama", head_dim=64)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        model = model.bfloat16().to(device)
     plain = Runner(model, max_tokens=64, check=False, progress=False)
     heads = None
     if local:
@@ -61,10 +66,13 @@ def runner_of(local: int, kv_dtype: str | None = None) -> Runner:
 class Prefilling:
     """The other process, with an offer."""
 
-    def __init__(self, kind: int, folder: Path) -> None:
+    def __init__(
+        self, kind: int, folder: Path, device: str = "cpu", on_device: bool = False
+    ) -> None:
         file = folder / "ticket"
         paths = [str(_ROOT / "tests" / part) for part in ("doubles", "payload")]
-        arguments = [sys.executable, "-c", PREFILLS, str(kind), str(file), *paths]
+        words = [str(kind), str(file), device, str(on_device), *paths]
+        arguments = [sys.executable, "-c", PREFILLS, *words]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(arguments, text=True, **pipes)
         said = ""
@@ -83,18 +91,46 @@ class Prefilling:
 def test_one_process_prefills_and_another_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    runner = runner_of(*KINDS[kind])
-    other = Prefilling(kind, tmp_path)
-    with KvReceiver(SECRET, timeout_s=120.0) as receiver:
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    payload, other = handed_over(kind, tmp_path)
+    assert not any(part.is_cuda for part in payload.parts.values())
+    expect_what_the_heads_leave(payload, other, kind)
+
+
+@needs_cuda
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_one_gpu_prefills_and_another_decodes(tmp_path: Path, kind: int, on_device: bool) -> None:
+    """On two GPUs where there are two; parts that stay on one come to the other as they lie."""
+    there = f"cuda:{torch.cuda.device_count() - 1}"
+    payload, other = handed_over(kind, tmp_path, "cuda:0", there, on_device)
+    for name, part in payload.parts.items():
+        if name.startswith(("group.", "packed.pages", "logits")):
+            assert str(part.device) == (there if on_device else "cpu"), name
+    expect_what_the_heads_leave(payload, other, kind)
+
+
+def handed_over(
+    kind: int, folder: Path, here: str = "cpu", there: str = "cpu", on_device: bool = False
+) -> tuple[KvPayload, Prefilling]:
+    """A prompt that another process prefilled, and from which a runner of ours said the same."""
+    runner = runner_of(*KINDS[kind], device=there)
+    other = Prefilling(kind, folder, here, on_device)
+    device = None if there == "cpu" else there
+    with KvReceiver(SECRET, device=device, timeout_s=120.0) as receiver:
         payload = receiver.take(other.ticket)
         assert other.end() == "taken"
         with pytest.raises(CorruptPayload, match="taken before"):
             receiver.take(other.ticket)
     answer = runner.resume(payload, max_new_tokens=12, stop=())
-    alone = runner_of(*KINDS[kind])
+    alone = runner_of(*KINDS[kind], device=there)
     assert answer.tokens == alone.generate(PROMPT, "full", max_new_tokens=12, stop=()).tokens
+    return payload, other
+
+
+def expect_what_the_heads_leave(payload: KvPayload, other: Prefilling, kind: int) -> None:
     # What came is what the head classes leave to be seen.
     held = {name: p.nbytes for name, p in payload.parts.items() if name not in ("tokens", "logits")}
     assert sum(held.values()) == other.total
@@ -131,25 +167,28 @@ def test_a_ticket_that_was_not_signed_or_was_changed_is_refused(payload: KvPaylo
 def test_a_peer_that_knows_the_secret_and_lies_is_refused(payload: KvPayload) -> None:
     with KvSender(SECRET) as sender, sender.offer(payload) as offer:
         said = json.loads(offer.ticket[32:])
+        address, size, digest, _ = said["places"]["group.0"]
         lies: list[dict[str, Any]] = [
-            {"places": {**said["places"], "group.0": [said["places"]["group.0"][0], 10**10, "x"]}},
+            {"places": {**said["places"], "group.0": [address, 10**10, "x", None]}},
             {"places": {name: p for name, p in said["places"].items() if name != "group.0"}},
-            {"places": {**said["places"], "more": [0, 4, "x"]}},
-            {"places": {**said["places"], "group.0": [-1, 4, "x"]}},
+            {"places": {**said["places"], "more": [0, 4, "x", None]}},
+            {"places": {**said["places"], "group.0": [-1, 4, "x", None]}},
+            {"places": {**said["places"], "group.0": [address, size, "x"]}},
+            {"places": {**said["places"], "group.0": [address, size, "x", -1]}},
+            {"places": {**said["places"], "group.0": [address, size, "x", True]}},
             {"header": {**said["header"], "tokens": 2**30}},
             {"header": None},
             {"until": time.time() - 1},
             {"until": "x"},
             {"peer": "*"},
-            {"schema": 2},
+            {"schema": 1},
         ]
         with KvReceiver(SECRET) as receiver:
             for lie in lies:
                 with pytest.raises(CorruptPayload):
                     receiver.take(signed({**said, **lie}))
         # Bytes that are others than those of the ticket.
-        address, size, digest = said["places"]["group.0"]
-        wrong = {**said["places"], "group.0": [address, size, digest[::-1]]}
+        wrong = {**said["places"], "group.0": [address, size, digest[::-1], None]}
         with (
             KvReceiver(SECRET) as other,
             pytest.raises(CorruptPayload, match="bytes of its ticket"),
@@ -184,6 +223,29 @@ def test_an_offer_that_nobody_takes_is_left(payload: KvPayload) -> None:
         assert not offer.wait(0.05)
         with pytest.raises(CorruptPayload, match="expired"):
             Ticket.decode(offer.ticket, SECRET)
+
+
+def test_parts_on_a_device_are_refused_where_there_is_none(payload: KvPayload) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with (
+        KvSender(SECRET) as sender,
+        KvReceiver(SECRET) as receiver,
+        sender.offer(payload, on_device=True) as offer,
+    ):
+        said = json.loads(offer.ticket[32:])
+        for place in said["places"].values():
+            place[3] = 0
+        with pytest.raises(Unsupported, match="on_device=False"):
+            receiver.take(signed(said))
+        # What lies on the host stays there, and the ticket was not used up.
+        assert torch.equal(receiver.take(offer.ticket).tokens, payload.tokens)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", 1.5, "cuda:x"])
+def test_what_is_no_device_is_refused(device: Any) -> None:
+    with pytest.raises(InvalidArgument, match="device: expected"):
+        KvReceiver(SECRET, device=device)
 
 
 @pytest.mark.parametrize("secret", [None, b"short", "a text of sixteen", bytes(65)])

@@ -234,6 +234,12 @@ IN_ENGINES: dict[tuple[str, str], str] = {
         engine.HEADS,
         "enable_prefix_caching",
     ): "test_head_split.py::test_cached_prefixes_keep_their_sink",
+    (engine.SEGMENTS, engine.PACKED): "test_segments_packed.py::"
+    "test_answers_are_near_those_of_exact_segments",
+    (engine.SEGMENTS, engine.FOLDER): "test_segments_restart.py::"
+    "test_a_restarted_engine_says_the_same",
+    (engine.FOLDER, "tensor_parallel_size"): "test_segments_ranks.py::"
+    "test_two_ranks_are_the_runner",
     (engine.TOP_K, "enable_prefix_caching"): "test_top_k.py::"
     "test_what_is_found_in_the_prefix_cache_has_its_bounds",
     (engine.PAGES, "enable_prefix_caching"): "test_virtual_pages.py::test_cached_prefixes_are_read",

@@ -16,8 +16,10 @@ from vllm.config import KVTransferConfig, VllmConfig
 from kvweave import InvalidArgument, Unsupported
 from kvweave.adapters.vllm import plugin
 from kvweave.adapters.vllm.composition import (
+    FOLDER,
     HEADS,
     NOT_BESIDE,
+    PACKED,
     PAGES,
     PARTS,
     SEGMENTS,
@@ -94,12 +96,16 @@ def config_of(checkpoint: Any, tmp_path_factory: Any) -> Callable[..., VllmConfi
             ours["heads"] = path
         if PAGES in parts:
             ours["virtual_pages"] = True
-        if SEGMENTS in parts:
+        if {SEGMENTS, PACKED, FOLDER} & set(parts):
             ours["segment_bytes"] = 1 << 20
+        if PACKED in parts:
+            ours["segment_dtype"] = "int4"
+        if FOLDER in parts:
+            ours["store"] = str(folder / "documents")
         config = copy.deepcopy(stock)
         config.additional_config = {"kvweave": ours}
-        if PAGES in parts or SEGMENTS in parts:
-            name = KvweaveSegments.__name__ if SEGMENTS in parts else PAGES_CONNECTOR
+        if PAGES in parts or "segment_bytes" in ours:
+            name = KvweaveSegments.__name__ if "segment_bytes" in ours else PAGES_CONNECTOR
             config.kv_transfer_config = connector(name)
         return config
 

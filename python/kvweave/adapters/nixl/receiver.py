@@ -108,7 +108,7 @@ class KvReceiver(TransferEnd):
         try:
             for device, some in ways:
                 self._read_from(said, peer, device, some)
-            self._agent.send_notif(peer, said.name.encode(), backend=BACKEND)
+            self._agent.send_notif(peer, said.name.encode())
         finally:
             self._agent.remove_remote_agent(peer)
 

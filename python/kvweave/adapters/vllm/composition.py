@@ -16,7 +16,9 @@ HEADS = "head classes"
 TOP_K = "top-k heads"
 PAGES = "virtual pages"
 SEGMENTS = "segments"
-PARTS = (HEADS, TOP_K, PAGES, SEGMENTS)
+PACKED = "packed segments"
+FOLDER = "documents in a folder"
+PARTS = (HEADS, TOP_K, PAGES, SEGMENTS, PACKED, FOLDER)
 
 OURS = ("KvweaveHeads", "KvweavePages", "KvweaveSegments")
 """The plugin's own connectors, which load and save none of vLLM's blocks."""
@@ -83,9 +85,25 @@ _LATENT = "pages of MLA (DeepSeek, Kimi) hold a latent vector a token, not keys 
 _LOCAL = "with chunked local attention (Llama 4) a row sees its own chunk, whatever a head keeps"
 _OTHERS = "vLLM has one connector, and one that carries blocks knows nothing of these"
 
+_PLACES = "a step's copies and measures know blocks of vLLM, not tables of places"
+_FULL = "a window lets tokens go before all of their packed page are there"
+_FORMAT = "shards of a folder are of exact pages"
+
+_OF_SEGMENTS = {
+    PAGES: _PLACES,
+    "pipeline_parallel_size": "a policy passes through all layers in one step of one worker",
+    "context parallelism": _CONTEXT,
+    "lora_config": "KV of one adapter would be found under another",
+    "speculative_config": _DRAFTS,
+    "kv_transfer_config": _OTHERS,
+    "kv_lora_rank": _LATENT,
+    "attention_chunk_size": _LOCAL,
+}
+
 NOT_BESIDE: dict[str, dict[str, str]] = {
     HEADS: {
         TOP_K: _KINDS,
+        PACKED: _FULL,
         "pipeline_parallel_size": _STAGES,
         "context parallelism": _CONTEXT,
         "quantization": _WEIGHTS,
@@ -110,7 +128,9 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
     },
     PAGES: {
         TOP_K: "bounds are of vLLM's blocks, which say nothing of places there",
-        SEGMENTS: "a step's copies and measures know blocks of vLLM, not tables of places",
+        SEGMENTS: _PLACES,
+        PACKED: _PLACES,
+        FOLDER: _PLACES,
         "pipeline_parallel_size": _STAGES,
         "context parallelism": _CONTEXT,
         "quantization": _WEIGHTS,
@@ -120,16 +140,9 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "kv_lora_rank": _LATENT,
         "attention_chunk_size": _LOCAL,
     },
-    SEGMENTS: {
-        PAGES: "a step's copies and measures know blocks of vLLM, not tables of places",
-        "pipeline_parallel_size": "a policy passes through all layers in one step of one worker",
-        "context parallelism": _CONTEXT,
-        "lora_config": "KV of one adapter would be found under another",
-        "speculative_config": _DRAFTS,
-        "kv_transfer_config": _OTHERS,
-        "kv_lora_rank": _LATENT,
-        "attention_chunk_size": _LOCAL,
-    },
+    SEGMENTS: _OF_SEGMENTS,
+    PACKED: {**_OF_SEGMENTS, HEADS: _FULL, FOLDER: _FORMAT},
+    FOLDER: {**_OF_SEGMENTS, PACKED: _FORMAT},
 }
 """By part, the parts and settings that it refuses, and why."""
 

@@ -17,7 +17,15 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kvweave.adapters.vllm.composition import HEADS, PAGES, SEGMENTS, TOP_K, check_together
+from kvweave.adapters.vllm.composition import (
+    FOLDER,
+    HEADS,
+    PACKED,
+    PAGES,
+    SEGMENTS,
+    TOP_K,
+    check_together,
+)
 from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes
 from kvweave.adapters.vllm.heads.split import in_order, split_of
 from kvweave.adapters.vllm.heads.worker import split_model
@@ -124,6 +132,8 @@ def _parts_of(options: Options, classes: list[list[HeadClass]] | None) -> list[s
         TOP_K: "top_k" in kinds,
         PAGES: options.virtual_pages,
         SEGMENTS: options.segment_bytes is not None,
+        PACKED: options.segment_dtype is not None,
+        FOLDER: options.store is not None,
     }
     return [part for part, is_used in used.items() if is_used]
 

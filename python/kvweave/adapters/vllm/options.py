@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
@@ -20,6 +20,7 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "heads": (str, "a path"),
     "segment_bytes": (int, "bytes"),
     "frozen_share": (float, "a share in 0..1"),
+    "segment_dtype": (str, "int4 or int8"),
     "store": (str, "a path"),
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
@@ -28,7 +29,7 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 """The options; how the text of a variable is read, and what is expected."""
 BESIDE = {
-    "store": "segment_bytes",
+    **dict.fromkeys(("store", "segment_dtype"), "segment_bytes"),
     **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads"), "store"),
 }
 """Options that say nothing without another one."""
@@ -40,7 +41,8 @@ class Options:
     """`heads`: the file of a head class map (`kvweave profile-heads`), or None.
 
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
-    `frozen_share` of it may be frozen by a knowledge base. `virtual_pages`: vLLM's block numbers
+    `frozen_share` of it may be frozen by a knowledge base, and `segment_dtype`, int4 or int8, is
+    what its pages are packed in; None: they are exact. `virtual_pages`: vLLM's block numbers
     are virtual pages (vLLM 0.33).
 
     `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
@@ -51,6 +53,7 @@ class Options:
     heads: Path | None = None
     segment_bytes: int | None = None
     frozen_share: float = 0.5
+    segment_dtype: Literal["int4", "int8"] | None = None
     virtual_pages: bool = False
     # No graph depends on these.
     store: Path | None = field(default=None, repr=False)
@@ -93,6 +96,8 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     _require(where["frozen_share"], in_range, "a share in 0..1", share)
     reads = given.get("store_reads", "faster")
     _require(where["store_reads"], reads in ("faster", "always"), "faster or always", reads)
+    packed = given.get("segment_dtype")
+    _require(where["segment_dtype"], packed in (None, "int4", "int8"), "int4 or int8", packed)
     virtual = given.get("virtual_pages", False)
     _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
     paths = {name: Path(given[name]) for name in ("heads", "store") if given.get(name) is not None}

@@ -65,9 +65,10 @@ def _features(config: Any, options: Options) -> Iterator[str]:
         yield "virtual pages"
     if options.segment_bytes is not None:
         size, share = options.segment_bytes / GIB, round(options.frozen_share * 100)
+        packed = "" if options.segment_dtype is None else f" packed in {options.segment_dtype}"
         yield (
-            f"segments in {size:.2f} GiB of each worker, up to {share} % for knowledge bases; "
-            "policy foresight where a request names none"
+            f"segments{packed} in {size:.2f} GiB of each worker, up to {share} % for "
+            "knowledge bases; policy foresight where a request names none"
         )
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention import Attention
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.options import Options
+from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore
 from kvweave.adapters.vllm.segments.prefix_guard import guarded
 from kvweave.adapters.vllm.segments.rotation import frequencies
 from kvweave.adapters.vllm.segments.store import Geometry, SegmentStore
@@ -63,7 +64,12 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
         frequencies(model.hf_text_config),
     )
     bytes_, share = options.segment_bytes or 0, options.frozen_share
-    store = SegmentStore(geometry, bytes_, share, named_under(str(model.model), options))
+    named = named_under(str(model.model), options)
+    if options.segment_dtype is None:
+        store = SegmentStore(geometry, bytes_, share, named)
+    else:
+        size, kind = config.cache_config.block_size, options.segment_dtype
+        store = PackedSegmentStore(geometry, bytes_, share, named, kind, size)
     for layer in layers:
         layer.store = store
     return store

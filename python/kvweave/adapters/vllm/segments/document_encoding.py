@@ -12,7 +12,7 @@ from vllm.forward_context import set_forward_context
 from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries
-from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
+from kvweave.adapters.vllm.segments.store import DocumentRoom
 from kvweave.errors import InvalidArgument
 
 
@@ -37,20 +37,17 @@ def checked_tokens(tokens: Any, vocabulary: int, longest: int) -> list[int]:
 def encode_document(
     model: Any,
     names: list[str],
-    store: SegmentStore,
-    admitted: AdmittedPrompt,
+    room: DocumentRoom,
     tokens: list[int],
     config: VllmConfig,
 ) -> None:
-    """Writes K and V of all of an admitted prompt's tokens into the store, a chunk at a time.
+    """Writes K and V of all of a document's tokens into its room, a chunk at a time.
 
     `model` is a causal language model of vLLM, `names` are its attention layers'.
     """
-    device = store.geometry.device
-    whole = np.array([0, len(admitted.request.entries())], np.int32)
-    entries = Entries(
-        *(torch.from_numpy(x).to(device) for x in (admitted.request.entries(), whole))
-    )
+    device = room.pages.device
+    whole = np.array([0, len(room.entries)], np.int32)
+    entries = Entries(*(torch.from_numpy(x).to(device) for x in (room.entries, whole)))
     workspace = ops.Workspace(device)
     step = config.scheduler_config.max_num_batched_tokens
     for start in range(0, len(tokens), step):
@@ -61,10 +58,10 @@ def encode_document(
             decode=False,
             positions=at,
             row_offsets=torch.tensor([0, len(rows)], dtype=torch.int32, device=device),
-            slots=torch.from_numpy(admitted.request.slots(rows)).to(device),
+            slots=torch.from_numpy(room.slots[rows]).to(device),
             entries=entries,
             workspace=workspace,
-            arena=store.pages,
+            arena=room.pages,
         )
         ids = torch.tensor(tokens[start : start + step], device=device)
         with set_forward_context(dict.fromkeys(names, metadata), config, slot_mapping={}):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,7 +54,8 @@ class AdmittedPrompt:
 
     `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
     another context, `fresh` i32 [F] the tokens that the store has not. `keeps`: what is computed
-    of it is stored.
+    of it is stored. `sources` i32 [C, 6], rows (block, slot, own block, own slot, count, delta):
+    what its own blocks are to have of others', and is read there until it is stored.
     """
 
     def __init__(self, request: KvRequest, policy: Policy) -> None:
@@ -60,6 +63,7 @@ class AdmittedPrompt:
         self.policy = policy
         plan = request.plan
         self.tokens = int(plan.tokens)
+        self.sources: Rows = np.zeros((0, 6), np.int32)
         self.prefix = int(plan.reused_prefix)
         self.fresh: Rows = plan.rows()
         self.segments = [(s.start, s.end) for s in plan.spans if s.kind == "segment"]
@@ -77,6 +81,34 @@ class AdmittedPrompt:
     @cached_property
     def places(self) -> Rows:
         """Block, slot and delta of every token, i32 [T, 3]; no delta where keys stay unturned."""
+        places = self._held.copy()
+        if not self.policy.delta_rope:
+            places[:, 2] = 0
+        for source, ours in self._copied:
+            block, slot, _, own_slot, _, moved = source
+            places[ours, 1] += slot - own_slot
+            places[ours, 0], places[ours, 2] = block, moved
+        return places
+
+    @property
+    def copied(self) -> Rows:
+        """Positions that its own blocks are to have of others'."""
+        found = [np.flatnonzero(ours).astype(np.int32) for _, ours in self._copied]
+        return np.concatenate([np.zeros(0, np.int32), *found])
+
+    @cached_property
+    def _copied(self) -> list[tuple[Rows, npt.NDArray[np.bool_]]]:
+        """The sources, and which tokens each has."""
+        block, at, _ = self._held.T
+        found = []
+        for source in self.sources:
+            _, _, own, first, count, _ = source
+            found.append((source, (block == own) & (first <= at) & (at < first + count)))
+        return found
+
+    @cached_property
+    def _held(self) -> Rows:
+        """Block, slot and delta of every token as its table has them, i32 [T, 3]."""
         entries = self.request.entries()
         block, begin, end, position, delta = entries.T
         places = np.zeros((self.tokens, 3), np.int32)
@@ -84,9 +116,13 @@ class AdmittedPrompt:
         at = np.repeat(position, counts) + _counted(counts)
         places[at, 0] = np.repeat(block, counts)
         places[at, 1] = np.repeat(begin, counts) + _counted(counts)
-        if self.policy.delta_rope:
-            places[at, 2] = np.repeat(delta, counts)
+        places[at, 2] = np.repeat(delta, counts)
         return places
+
+    def new(self, end: int) -> Rows:
+        """Positions before `end` that the store has not, and that were not stored yet."""
+        first, last = np.searchsorted(self.fresh, (self.stored, end))
+        return self.fresh[first:last]
 
     def release(self) -> None:
         """Lets go of all blocks; what was stored stays cached."""
@@ -95,21 +131,37 @@ class AdmittedPrompt:
 
 @dataclass(frozen=True)
 class Copies:
-    """Tokens that go from the store to vLLM's pages: `rows` i32 [C, 6] for `ops.copy_rerotate`.
+    """Tokens that go from the store to vLLM's pages, the same in all layers.
 
-    The same in all layers, seen from the first page of each. `moved`: tokens whose keys turn.
+    `pieces`, one after the other: rows i32 [C, 6] for `ops.copy_rerotate`, seen from the first page
+    of each layer; behind rows i32 [N, 3] for `ops.unpack_pages` of the packed blocks that these
+    read, or None. `moved`: tokens whose keys turn.
     """
 
-    rows: torch.Tensor
+    pieces: list[tuple[torch.Tensor | None, torch.Tensor]]
     tokens: int
     moved: int
+
+
+@dataclass(frozen=True)
+class DocumentRoom:
+    """Where a document is encoded: `pages`, and where each of its tokens lies there.
+
+    `entries` i32 [N, 5] and `slots` i32 [T, 2] as a request has them.
+    """
+
+    pages: torch.Tensor
+    entries: Rows
+    slots: Rows
 
 
 class SegmentStore:
     """The store of one rank: `arena_bytes` of pages, of which `frozen_share` may be frozen.
 
-    `regime` names the frequencies of RoPE that keys are rotated by.
+    `regime` names the frequencies of RoPE that keys are rotated by. `page_tokens`: of a block.
     """
+
+    page_tokens = PAGE_TOKENS
 
     def __init__(
         self, geometry: Geometry, arena_bytes: int, frozen_share: float, fingerprint: str
@@ -126,17 +178,20 @@ class SegmentStore:
             geometry.layers,
             geometry.kv_heads,
             geometry.head_dim,
-            PAGE_TOKENS,
+            self.page_tokens,
             NAMES[geometry.dtype],
         )
         settings: dict[str, Any] = {"frozen_share": frozen_share, "fingerprint": fingerprint}
-        if geometry.device.type == "cpu":
-            self.cache = KvCache(shape, arena_bytes=arena_bytes, **settings)
-            self.pages: torch.Tensor = from_dlpack(self.cache.arena)
-        else:
-            sizes = (arena_bytes // shape.page_bytes, 2, PAGE_TOKENS, geometry.head_dim)
-            self.pages = arena_pages(sizes, geometry.dtype, geometry.device)
-            self.cache = KvCache(shape, external=self.pages, **settings)
+        self.cache = self._allocate(shape, arena_bytes, settings)
+
+    def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
+        if self.geometry.device.type == "cpu":
+            cache = KvCache(shape, arena_bytes=arena_bytes, **settings)
+            self.pages: torch.Tensor = from_dlpack(cache.arena)
+            return cache
+        sizes = (arena_bytes // shape.page_bytes, 2, self.page_tokens, self.geometry.head_dim)
+        self.pages = arena_pages(sizes, self.geometry.dtype, self.geometry.device)
+        return KvCache(shape, external=self.pages, **settings)
 
     def admit(
         self,
@@ -161,16 +216,20 @@ class SegmentStore:
             mode="share",
             regime=self.regime,
         )
-        # What is shared only in part, as where an exact prefix ends inside a block, is copied.
-        copies = request.take_copies()
+        admitted = AdmittedPrompt(request, policy)
         try:
-            if len(copies):
-                ops.copy_rerotate(self.pages, copies, self.rope, kv_heads=self.geometry.kv_heads)
-            request.finish_copies()
+            self._take_copies(admitted)
         except BaseException:
-            request.release()
+            admitted.release()
             raise
-        return AdmittedPrompt(request, policy)
+        return admitted
+
+    def _take_copies(self, admitted: AdmittedPrompt) -> None:
+        """Copies what is shared only in part, as where an exact prefix ends inside a block."""
+        copies = admitted.request.take_copies()
+        if len(copies):
+            ops.copy_rerotate(self.pages, copies, self.rope, kv_heads=self.geometry.kv_heads)
+        admitted.request.finish_copies()
 
     def copies(
         self, admitted: AdmittedPrompt, positions: Rows, blocks: torch.Tensor, size: int
@@ -180,49 +239,82 @@ class SegmentStore:
         `blocks` i32 [N]: the number of the first head's page, of each page of the prompt.
         """
         places = admitted.places[positions]
-        rows = self._sent(_runs(positions, places, size))
-        rows[:, 2] = blocks.index_select(0, rows[:, 2])
-        return Copies(rows, len(positions), int(np.count_nonzero(places[:, 2])))
+        pieces = []
+        for packs, runs in self._pieces(runs_of(positions, places, size)):
+            rows = self._sent(runs)
+            rows[:, 2] = blocks.index_select(0, rows[:, 2])
+            pieces.append((None if packs is None else self._sent(packs), rows))
+        return Copies(pieces, len(positions), int(np.count_nonzero(places[:, 2])))
+
+    def _pieces(self, runs: Rows) -> list[tuple[Rows | None, Rows]]:
+        """Runs of tokens, as they are copied at once."""
+        return [(None, runs)]
 
     def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
         """Copies K and V of a part of a layer into its pages, keys turned on the way."""
-        ops.copy_rerotate(
-            part.pages,
-            copies.rows,
-            self.rope_of_layer,
-            kv_heads=part.kv_heads,
-            source=self.pages_of_part(layer, part),
-        )
+        source = self.pages[self._first_page(layer, part) :]
+        for _, rows in copies.pieces:
+            self._copy(part, rows, source)
+
+    def _copy(self, part: HeadPart, rows: torch.Tensor, source: torch.Tensor) -> None:
+        rope, heads = self.rope_of_layer, part.kv_heads
+        ops.copy_rerotate(part.pages, rows, rope, kv_heads=heads, source=source)
 
     def keep(
+        self,
+        admitted: AdmittedPrompt,
+        end: int,
+        layers: AttentionLayers,
+        blocks: list[torch.Tensor],
+    ) -> None:
+        """Stores K and V of tokens before `end`, which lie in vLLM's pages, for later prompts.
+
+        As in `copies`, `blocks` of each class.
+        """
+        positions = admitted.new(end)
+        if len(positions):
+            self._write(admitted, positions, layers, blocks)
+        self.commit(admitted, end)
+
+    def _write(
         self,
         admitted: AdmittedPrompt,
         positions: Rows,
         layers: AttentionLayers,
         blocks: list[torch.Tensor],
     ) -> None:
-        """Stores K and V of tokens in vLLM's pages: as `copies`, `blocks` of each class."""
         places = np.zeros((len(positions), 3), np.int32)
         places[:, :2] = admitted.request.slots(positions)
         of_class = []
         for first, part in zip(blocks, layers.classes, strict=True):
-            runs = _runs(positions, places, part.page_tokens)
+            runs = runs_of(positions, places, part.page_tokens)
             rows = self._sent(runs[:, [2, 3, 0, 1, 4, 5]])
             rows[:, 0] = first.index_select(0, rows[:, 0])
             of_class.append(rows)
         for layer, parts in enumerate(layers.layers):
             for part in parts:
                 ops.copy_rerotate(
-                    self.pages_of_part(layer, part),
+                    self.pages[self._first_page(layer, part) :],
                     of_class[part.number],
                     self.rope_of_layer,
                     kv_heads=part.kv_heads,
                     source=part.pages,
                 )
 
-    def pages_of_part(self, layer: int, part: HeadPart) -> torch.Tensor:
-        """The pages from a part's first on: a block's number is that of its page there."""
-        return self.pages[layer * self.geometry.kv_heads + part.first_head :]
+    def _first_page(self, layer: int, part: HeadPart) -> int:
+        """The part's first page of a block: from there on a block's number is its page's."""
+        return layer * self.geometry.kv_heads + part.first_head
+
+    @contextmanager
+    def encoding(self, admitted: AdmittedPrompt) -> Iterator[DocumentRoom]:
+        """Where all of an admitted prompt is written, which is stored when this is left.
+
+        Errors: `OutOfMemory` when the device has no room for what is written.
+        """
+        request = admitted.request
+        every = np.arange(admitted.tokens, dtype=np.int32)
+        yield DocumentRoom(self.pages, request.entries(), request.slots(every))
+        self.commit(admitted, admitted.tokens)
 
     def commit(self, admitted: AdmittedPrompt, computed: int) -> None:
         """Says that the KV of [0, computed) is stored; later prompts may find it."""
@@ -246,16 +338,22 @@ class SegmentStore:
         own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
         free = max(limit - int(stats["frozen"]) + sum(own), 0)
         ids = np.asarray(tokens, np.int32)
-        shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // PAGE_TOKENS
-        needed = -(-len(tokens) // PAGE_TOKENS) - shared
+        size = self.page_tokens
+        shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // size
+        needed = -(-len(tokens) // size) - shared
         if needed > free:
             expected, got = f"{needed} blocks to be available", str(free)
             text = f"frozen share of the store: expected {expected}, got {got}"
             raise PoolFull(text, expected=expected, got=got)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the arena."""
+        return self.cache.block_bytes
+
     def bytes_by_state(self) -> Counter[str]:
         """Bytes of the arena that are free, held, cached and, among the latter two, frozen."""
-        found, size = self.cache.stats(), self.cache.block_bytes
+        found, size = self.cache.stats(), self.block_bytes
         return Counter({name: found[name] * size for name in ("free", "held", "cached", "frozen")})
 
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -283,7 +381,7 @@ def _counted(counts: Rows) -> Rows:
     return counted
 
 
-def _runs(positions: Rows, places: Rows, size: int) -> Rows:
+def runs_of(positions: Rows, places: Rows, size: int) -> Rows:
     """Copies i32 [C, 6] of tokens at ascending positions, all that lie side by side as one.
 
     places i32 [n, 3]: block, slot and delta of each in the store. The target's block is the number

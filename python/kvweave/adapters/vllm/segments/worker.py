@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -164,19 +163,11 @@ class SegmentWorker:
                 self._let_go(chunk.request_id)
                 continue
             if admitted.keeps:
-                self._keep(admitted, chunk.end, batch, request)
+                blocks = [tables.blocks(request) for tables in batch.classes]
+                self.store.keep(admitted, chunk.end, self._layers(), blocks)
                 self._expect_segments(chunk)
             if chunk.end == admitted.tokens:
                 self._let_go(chunk.request_id)
-
-    def _keep(self, admitted: AdmittedPrompt, end: int, batch: Batch, request: int) -> None:
-        """Stores what was computed of a prompt up to `end`."""
-        first, last = np.searchsorted(admitted.fresh, (admitted.stored, end))
-        new = admitted.fresh[first:last]
-        if len(new):
-            blocks = [tables.blocks(request) for tables in batch.classes]
-            self.store.keep(admitted, new, self._layers(), blocks)
-        self.store.commit(admitted, end)
 
     def insert(
         self, model: Any, name: str, tokens: list[int], namespace: str, config: VllmConfig
@@ -193,8 +184,8 @@ class SegmentWorker:
         admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         try:
             names = [part.layer_name for layer in self.attention for part in layer]
-            encode_document(model, names, self.store, admitted, tokens, config)
-            self.store.commit(admitted, len(tokens))
+            with self.store.encoding(admitted) as room:
+                encode_document(model, names, room, tokens, config)
             if self.kept is None:
                 admitted.request.freeze(name, 0, len(tokens))
                 return None
@@ -317,7 +308,7 @@ def _weighing_of(config: VllmConfig, store: SegmentStore) -> DocumentWeighing:
     shape, model = store.cache.shape, config.model_config
     sizes = TextSizes.of_config(model.hf_text_config, shape.kv_heads, shape.head_dim)
     always = options_of(config.additional_config).store_reads == "always"
-    return DocumentWeighing(sizes, shape.layers, Clock(store.pages.device), always=always)
+    return DocumentWeighing(sizes, shape.layers, Clock(store.geometry.device), always=always)
 
 
 class SegmentWorkerConnector(IdleConnector):

@@ -1,0 +1,193 @@
+"""A store of segments in packed pages: several times as many tokens in the same memory.
+
+A page is packed once all its tokens lie in vLLM's own pages, from there, reused ones among them.
+So what is stored ends with a page until the prompt does, and what an exact prefix has of a page
+that another prompt goes on from is read where it lies until that page is packed anew. Tokens that
+are reused are unpacked into a few exact pages, whose keys turn on the way into vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.store import (
+    PAGE_TOKENS,
+    AdmittedPrompt,
+    Copies,
+    DocumentRoom,
+    Geometry,
+    Rows,
+    SegmentStore,
+)
+from kvweave.cache import KvCache, KvShape
+from kvweave.device_memory import arena_pages, needs_memory
+from kvweave.errors import Unsupported
+
+PackedKind = Literal["int4", "int8"]
+LEAST_TOKENS, MOST_TOKENS = 64, 256
+"""Of a packed page; the steps of a page's keys are shared by its tokens."""
+AT_ONCE = 128
+"""Packed blocks that are unpacked together."""
+
+
+class PackedSegmentStore(SegmentStore):
+    """As `SegmentStore`, its pages packed: `kind` int4 or int8, keys with a scale a channel.
+
+    `block_tokens`: of vLLM's pages, some of which make a packed one.
+
+    Errors: `Unsupported` for pages of vLLM that make none.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena_bytes: int,
+        frozen_share: float,
+        fingerprint: str,
+        kind: PackedKind,
+        block_tokens: int,
+    ) -> None:
+        self.page_tokens = -(-LEAST_TOKENS // block_tokens) * block_tokens
+        if self.page_tokens > MOST_TOKENS or self.page_tokens % PAGE_TOKENS:
+            expected = f"pages of vLLM of 16 to {MOST_TOKENS} tokens beside segment_dtype"
+            text = f"block_size: expected {expected}, got {block_tokens}"
+            raise Unsupported(text, expected=expected, got=str(block_tokens))
+        scales = "f16" if geometry.dtype == torch.float16 else "bf16"
+        self.format = ops.packed_format(kind, geometry.head_dim, self.page_tokens, scales)
+        super().__init__(geometry, arena_bytes, frozen_share, fingerprint)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a packed block."""
+        return self._block_pages * self.format.page_bytes
+
+    def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
+        geometry = self.geometry
+        self._block_pages = geometry.layers * geometry.kv_heads
+        # Exact pages that unpacked ones go through are part of what the user gives.
+        sizes = ((1 + AT_ONCE) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim)
+        self._unpacked = arena_pages(sizes, geometry.dtype, geometry.device)
+        left = arena_bytes - self._unpacked.nbytes
+        blocks = max(left // self.block_bytes, 1)
+        while blocks > 1 and shape.pages_for_blocks(blocks) * self.format.page_bytes > left:
+            blocks -= 1
+        pages = shape.pages_for_blocks(blocks)
+        data = needs_memory("arena", f"{pages * self.format.page_bytes} bytes")(torch.zeros)(
+            (pages, self.format.page_bytes), dtype=torch.uint8, device=geometry.device
+        )
+        self.packed = ops.PackedPages(data, self.format)
+        return KvCache(shape, blocks=blocks, memory=False, **settings)
+
+    def _take_copies(self, admitted: AdmittedPrompt) -> None:
+        admitted.sources = np.asarray(admitted.request.take_copies(), np.int32).reshape(-1, 6)
+
+    def _pieces(self, runs: Rows) -> list[tuple[Rows | None, Rows]]:
+        blocks, at = np.unique(runs[:, 0], return_inverse=True)
+        first = self.geometry.kv_heads
+        pieces: list[tuple[Rows | None, Rows]] = []
+        for start in range(0, len(blocks), AT_ONCE):
+            some = blocks[start : start + AT_ONCE]
+            own = (np.arange(len(some), dtype=np.int32) + 1) * first
+            packs = np.column_stack((some, np.full_like(some, self.page_tokens), own))
+            chosen = (at >= start) & (at < start + AT_ONCE)
+            rows = runs[chosen].copy()
+            rows[:, 0] = own[at[chosen] - start]
+            pieces.append((packs.astype(np.int32), rows))
+        return pieces
+
+    def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
+        """Copies K and V of a part of a layer into its pages, unpacked and keys turned."""
+        packed = self._from(self._first_page(layer, part))
+        for packs, rows in copies.pieces:
+            assert packs is not None
+            ops.unpack_pages(packed, self._unpacked, packs, pages=part.kv_heads)
+            self._copy(part, rows, self._unpacked)
+
+    def keep(
+        self,
+        admitted: AdmittedPrompt,
+        end: int,
+        layers: AttentionLayers,
+        blocks: list[torch.Tensor],
+    ) -> None:
+        """Packs the pages before `end` whose tokens all lie in vLLM's pages."""
+        if end < admitted.tokens:
+            end = end // self.page_tokens * self.page_tokens
+        if end <= admitted.stored:
+            return
+        numbers, own = self._own_blocks(admitted, end)
+        if len(own):
+            for part in layers.classes:
+                packs = self._packs(numbers, own, end, blocks[part.number], part.page_tokens)
+                for layer, parts in enumerate(layers.layers):
+                    for one in parts:
+                        if one.number == part.number:
+                            packed = self._from(self._first_page(layer, one))
+                            ops.pack_pages(one.pages, packed, packs, pages=one.kv_heads)
+        self._commit_whole(admitted, end)
+
+    @contextmanager
+    def encoding(self, admitted: AdmittedPrompt) -> Iterator[DocumentRoom]:
+        """Exact pages of all layers for the time of the encoding, which are packed behind it."""
+        geometry, pages = self.geometry, self._block_pages
+        every = np.arange(admitted.tokens, dtype=np.int32)
+        count = -(-admitted.tokens // PAGE_TOKENS)
+        first = (np.arange(count, dtype=np.int32) + 1) * np.int32(pages)
+        starts = np.arange(count, dtype=np.int32) * np.int32(PAGE_TOKENS)
+        ends = np.minimum(admitted.tokens - starts, PAGE_TOKENS)
+        nothing = np.zeros_like(first)
+        entries = np.column_stack((first, nothing, ends, starts, nothing)).astype(np.int32)
+        slots = np.column_stack((first[every // PAGE_TOKENS], every % PAGE_TOKENS))
+        sizes = ((1 + count) * pages, 2, PAGE_TOKENS, geometry.head_dim)
+        exact = arena_pages(sizes, geometry.dtype, geometry.device)
+        yield DocumentRoom(exact, entries, slots.astype(np.int32))
+        numbers, own = self._own_blocks(admitted, admitted.tokens)
+        if len(own):
+            packs = self._packs(numbers, own, admitted.tokens, self._sent(first), PAGE_TOKENS)
+            ops.pack_pages(exact, self.packed, packs, pages=pages)
+        self._commit_whole(admitted, admitted.tokens)
+
+    def _from(self, page: int) -> ops.PackedPages:
+        return ops.PackedPages(self.packed.data[page:], self.format)
+
+    def _own_blocks(self, admitted: AdmittedPrompt, end: int) -> tuple[Rows, Rows]:
+        """Of the pages before `end` that are not stored yet: numbers in the prompt, and own blocks.
+
+        Those are of tokens that the store has not, and of what they are to have of other blocks.
+        """
+        size, request = self.page_tokens, admitted.request
+        positions = admitted.new(end)
+        copied = admitted.copied
+        copied = copied[(copied >= admitted.stored) & (copied < end)]
+        every = np.concatenate((positions, copied))
+        numbers, at = np.unique(every // np.int32(size), return_index=True)
+        own: Rows = request.slots(every[at])[:, 0]
+        return numbers, own
+
+    def _packs(
+        self, numbers: Rows, own: Rows, end: int, blocks: torch.Tensor, size: int
+    ) -> torch.Tensor:
+        """Rows for `ops.pack_pages`: own blocks take pages of a prompt of `end` tokens.
+
+        `blocks` i32 [N]: the first page of each of its pages of `size` tokens.
+        """
+        each = self.page_tokens // size
+        tokens = np.minimum(end - numbers * self.page_tokens, self.page_tokens)
+        read = numbers[:, None] * each + np.arange(each)
+        read = np.minimum(read, -(-end // size) - 1)
+        head = self._sent(np.column_stack((own, tokens)).astype(np.int32))
+        read_blocks = blocks[self._sent(read.astype(np.int64))]
+        return torch.cat((head, read_blocks.to(torch.int32)), 1).contiguous()
+
+    def _commit_whole(self, admitted: AdmittedPrompt, end: int) -> None:
+        if end == admitted.tokens:
+            # All that was read elsewhere is packed here now.
+            admitted.request.finish_copies()
+        self.commit(admitted, end)

@@ -1,0 +1,293 @@
+"""Segments in packed pages: the store against its definition, and engines that have one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvweave import ops
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+from kvweave.adapters.vllm.segments.packed_store import AT_ONCE, PackedSegmentStore
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, Geometry
+from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.policies import Naive, SparseX
+from vllm_engines import Answer
+from vllm_segments import BOTH, FIRST, SECOND, SIZES, ask, segments, settings, text
+
+LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 16
+PAGE = 64
+INV_FREQ = 1e4 ** -(np.arange(DIM // 2) / (DIM // 2))
+
+
+@dataclass(frozen=True)
+class Attends:
+    """What a store asks of an attention layer."""
+
+    first_head: int = 0
+    num_kv_heads: int = HEADS
+
+
+class Engine:
+    """A store, and pages of an engine whose tokens have random keys and values."""
+
+    def __init__(self, kind: Any = "int8", arena: int = 1 << 22, size: int = SIZE) -> None:
+        geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, torch.device("cpu"), INV_FREQ)
+        self.size = size
+        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, size)
+        self.pages = [torch.zeros(200 * HEADS, 2, size, DIM) for _ in range(LAYERS)]
+        parts = [
+            HeadPart(f"{layer}", Attends(), pages, HEADS, 0, None)  # type: ignore[arg-type]
+            for layer, pages in enumerate(self.pages)
+        ]
+        self.layers = AttentionLayers([[part] for part in parts], [None] * LAYERS)
+        self._draws = np.random.default_rng(0)
+
+    def blocks(self, tokens: int) -> torch.Tensor:
+        """Pages of the engine for a prompt, in no order."""
+        count = -(-tokens // self.size)
+        found = self._draws.permutation(np.arange(1, 200))[:count] * HEADS
+        return torch.from_numpy(found.astype(np.int32))
+
+    def write(self, blocks: torch.Tensor, positions: np.ndarray) -> None:
+        """Random keys and values of some of a prompt's tokens, in all layers."""
+        at = torch.from_numpy(np.asarray(positions, np.int64))
+        page, slot = blocks.long()[at // self.size], at % self.size
+        for pages in self.pages:
+            for head in range(HEADS):
+                shape = (len(at), 2, DIM)
+                drawn = self._draws.normal(size=shape).astype(np.float32)
+                pages[page + head, :, slot] = torch.from_numpy(drawn)
+
+    def read(self, blocks: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+        """Keys and values [layers, heads, tokens, 2, D] of tokens."""
+        at = torch.from_numpy(np.asarray(positions, np.int64))
+        page, slot = blocks.long()[at // self.size], at % self.size
+        heads = [[pages[page + head, :, slot] for head in range(HEADS)] for pages in self.pages]
+        return torch.stack([torch.stack(of_layer) for of_layer in heads])
+
+    def prefill(self, tokens: list[int], chunk: int, **asked: Any) -> tuple[Any, ...]:
+        """A prompt through the engine in chunks: admitted, its blocks, what was copied."""
+        spans, policy = asked.get("spans", []), asked.get("policy", Naive())
+        admitted = self.store.admit(tokens, spans, "", policy, discover=False)
+        blocks, came = self.blocks(len(tokens)), {}
+        for start in range(0, len(tokens), chunk):
+            end = min(start + chunk, len(tokens))
+            self.write(blocks, np.arange(start, end))
+            reused = np.flatnonzero(admitted.reused[start:end]).astype(np.int32) + start
+            if len(reused):
+                copies = self.store.copies(admitted, reused, blocks, self.size)
+                for layer, (part,) in enumerate(self.layers.layers):
+                    self.store.copy(copies, layer, part)
+                came |= dict(zip(reused.tolist(), self.read(blocks, reused).unbind(2), strict=True))
+            self.store.keep(admitted, end, self.layers, [blocks])
+        return admitted, blocks, came
+
+
+def packed(values: torch.Tensor, kind: Any) -> torch.Tensor:
+    """Tokens [layers, heads, n <= 64, 2, D] of one page, packed and unpacked, by the definition."""
+    form = ops.packed_format(kind, DIM, PAGE)
+    exact = torch.zeros(2 * LAYERS * HEADS, 2, PAGE, DIM)
+    pages = values.flatten(0, 1).transpose(1, 2)
+    exact[LAYERS * HEADS :, :, : values.shape[2]] = pages
+    held = ops.PackedPages.zeros(len(exact), form)
+    packs = np.array([[LAYERS * HEADS, values.shape[2], LAYERS * HEADS]], np.int32)
+    asked: dict[str, Any] = {"pages": LAYERS * HEADS, "backend": "reference"}
+    ops.pack_pages(exact, held, packs, **asked)
+    found = torch.zeros_like(exact)
+    ops.unpack_pages(held, found, packs, **asked)
+    there = found[LAYERS * HEADS :, :, : values.shape[2]]
+    return there.transpose(1, 2).unflatten(0, (LAYERS, HEADS))
+
+
+def turned(values: torch.Tensor, delta: int) -> torch.Tensor:
+    """Keys of [..., 2, D] moved by so many positions, in f64; values as they are."""
+    angle = torch.from_numpy(delta * INV_FREQ)
+    first, second = values[..., 0, :].double().chunk(2, -1)
+    key = torch.cat(
+        (
+            first * angle.cos() - second * angle.sin(),
+            first * angle.sin() + second * angle.cos(),
+        ),
+        -1,
+    )
+    return torch.stack((key, values[..., 1, :].double()), -2)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("chunk", [7, 64, 100, 1000])
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_what_is_reused_is_what_pages_stand_for(kind: str, chunk: int, size: int) -> None:
+    """A document elsewhere, and a prefix that ends inside a page, whatever the chunks."""
+    engine = Engine(kind, size=size)
+    document = text(150, 3)
+    first = [*text(40, 1), *document, *text(21, 2)]
+    admitted, blocks, came = engine.prefill(first, chunk, spans=[(40, 190)])
+    assert not came
+    values = engine.read(blocks, np.arange(len(first)))
+    pages = [packed(values[:, :, at : at + PAGE], kind) for at in range(0, len(first), PAGE)]
+    wanted = torch.cat(pages, 2)
+    admitted.release()
+    engine.store.cache.check()
+
+    moved = [*text(77, 5), *document, *text(9, 6)]
+    admitted, _, came = engine.prefill(moved, chunk, spans=[(77, 227)])
+    assert len(came) >= 140
+    for position, found in came.items():
+        expected = turned(wanted[:, :, position - 37], 37)
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
+    admitted.release()
+
+    longer = [*first[:100], *text(80, 9)]
+    admitted, blocks, came = engine.prefill(longer, chunk)
+    # The last token of what is shared may be computed anew, no other.
+    assert len(came) >= 99
+    for position, found in came.items():
+        torch.testing.assert_close(found, wanted[:, :, position], atol=0, rtol=0)
+    admitted.release()
+
+    # The page in which the prefix ended was packed again, with what came behind it.
+    values = engine.read(blocks, np.arange(len(longer)))
+    again, _, came = engine.prefill([*longer, 1], 1000)
+    expected = torch.cat([packed(values[:, :, a : a + PAGE], kind) for a in (64, 128)], 2)
+    for position in range(64, 170):
+        torch.testing.assert_close(came[position], expected[:, :, position - 64], atol=0, rtol=0)
+    again.release()
+    engine.store.cache.check()
+    assert engine.store.cache.stats()["held"] == 0
+
+
+def test_a_prompt_that_ends_early_leaves_nothing_half_packed() -> None:
+    engine = Engine()
+    tokens = text(200, 1)
+    admitted = engine.store.admit(tokens, [], "", Naive(), discover=False)
+    blocks = engine.blocks(200)
+    engine.write(blocks, np.arange(100))
+    engine.store.keep(admitted, 100, engine.layers, [blocks])
+    assert admitted.stored == 64
+    admitted.release()
+    assert (
+        engine.store.cache.match_prefix(
+            np.asarray(tokens, np.int32), "", regime=engine.store.regime
+        )
+        == 64
+    )
+
+
+def test_more_blocks_than_are_unpacked_at_once() -> None:
+    tokens = (AT_ONCE + 3) * PAGE
+    engine = Engine(arena=1 << 25)
+    engine.pages = [torch.zeros(6000 * HEADS, 2, SIZE, DIM) for _ in range(LAYERS)]
+    parts = [HeadPart("x", Attends(), pages, HEADS, 0, None) for pages in engine.pages]  # type: ignore[arg-type]
+    engine.layers = AttentionLayers([[part] for part in parts], [None] * LAYERS)
+    engine.blocks = lambda count: (torch.arange(-(-count // SIZE)) + 1).int() * HEADS  # type: ignore[method-assign]
+    drawn = np.random.default_rng(1).integers(0, 500, tokens).tolist()
+    admitted, blocks, _ = engine.prefill(drawn, tokens)
+    values = engine.read(blocks, np.arange(tokens))
+    admitted.release()
+    admitted, _, came = engine.prefill([*drawn, 1], tokens + 1)
+    for page in (0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 2):
+        expected = packed(values[:, :, page * PAGE : (page + 1) * PAGE], "int8")
+        for slot in (0, 63):
+            assert torch.equal(came[page * PAGE + slot], expected[:, :, slot])
+    admitted.release()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_a_document_is_encoded_in_exact_pages_and_packed_behind_it(kind: str) -> None:
+    engine = Engine(kind)
+    tokens = text(150, 4)
+    admitted: AdmittedPrompt = engine.store.admit(tokens, [], "", Naive(), discover=False)
+    draws = np.random.default_rng(2)
+    with engine.store.encoding(admitted) as room:
+        assert len(room.entries) == 10
+        assert room.entries[:, 2].sum() == 150
+        drawn = torch.from_numpy(draws.normal(size=(LAYERS, HEADS, 150, 2, DIM)).astype("f4"))
+        for position, (block, slot) in enumerate(room.slots.tolist()):
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    page = block + layer * HEADS + head
+                    room.pages[page, :, slot] = drawn[layer, head, position]
+    admitted.request.freeze("one", 0, 150)
+    admitted.release()
+    asked, _, came = engine.prefill([*text(30, 1), *tokens, 1], 1000, spans=[(30, 180)])
+    wanted = torch.cat([packed(drawn[:, :, at : at + PAGE], kind) for at in range(0, 150, PAGE)], 2)
+    assert len(came) == 150
+    for position, found in came.items():
+        expected = turned(wanted[:, :, position - 30], 30)
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
+    asked.release()
+
+
+def test_bytes_are_those_of_packed_blocks() -> None:
+    arena = 1 << 24
+    for kind, least in (("int8", 1.7), ("int4", 3.0)):
+        store = Engine(kind, arena).store
+        tokens = store.cache.stats()["total"] * PAGE
+        dense = tokens * LAYERS * HEADS * 2 * DIM * 2
+        scratch = store._unpacked.nbytes
+        assert dense / (arena - scratch) > least
+        held = store.packed.data.nbytes + scratch
+        assert 0.97 * arena < held <= arena
+        assert store.bytes_by_state()["free"] == store.cache.stats()["free"] * store.block_bytes
+
+
+def test_pages_of_the_engine_make_packed_ones() -> None:
+    for size, page in ((16, 64), (32, 64), (48, 96), (64, 64), (128, 128), (256, 256)):
+        assert Engine(size=size).store.page_tokens == page
+    for size in (8, 24, 272, 512):
+        with pytest.raises(Unsupported, match="block_size: expected pages of vLLM"):
+            Engine(size=size)
+
+
+def test_a_store_that_is_too_small_takes_no_prompt() -> None:
+    engine = Engine(arena=1 << 10)
+    with pytest.raises(PoolFull):
+        engine.store.admit(text(300, 1), [], "", SparseX(), discover=False)
+
+
+def apart(one: Answer, other: Answer) -> float:
+    """Largest difference of a log-probability of the first token's candidates."""
+    both = one.logprobs[0].keys() & other.logprobs[0].keys()
+    assert both
+    return max(abs(one.logprobs[0][t] - other.logprobs[0][t]) for t in both)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_answers_are_near_those_of_exact_segments(checkpoint: Any, kind: str) -> None:
+    model = checkpoint("llama", **SIZES)
+    said: dict[str | None, list[Answer]] = {}
+    for dtype in (None, kind):
+        chosen = settings(**({} if dtype is None else {"segment_dtype": dtype}))
+        with segments(model, chosen, max_num_batched_tokens=48) as (llm, counts):
+            said[dtype] = [ask(llm, one, policy="naive") for one in (FIRST, SECOND, BOTH)]
+            base = KnowledgeBase(llm.collective_rpc)
+            base.insert("one", text(120, 33))
+            assert [entry["tokens"] for entry in base.entries()] == [120]
+        assert counts.total.hits["request"] >= 180
+        assert counts.total.reused_tokens >= 180
+    # What is computed whole is the same; what is reused differs by its codes.
+    assert apart(said[None][0], said[kind][0]) < 1e-4
+    most = {"int8": 0.02, "int4": 0.4}[kind]
+    for exact, near in zip(said[None][1:], said[kind][1:], strict=True):
+        assert 0 < apart(exact, near) < most
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"segment_dtype": "int3"}, "segment_dtype: expected int4 or int8"),
+        ({"segment_dtype": 4}, "segment_dtype: expected int4 or int8"),
+    ],
+)
+def test_what_is_no_format_is_refused(given: dict[str, Any], match: str) -> None:
+    from kvweave.adapters.vllm.options import options_of
+
+    with pytest.raises(InvalidArgument, match=match):
+        options_of({"kvweave": {"segment_bytes": 1 << 20, **given}}, {})
+    with pytest.raises(InvalidArgument, match="it beside segment_bytes"):
+        options_of({"kvweave": {"segment_dtype": "int4"}}, {})
