@@ -12,12 +12,13 @@ import torch
 from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.adapters.vllm.segments.packed_store import AT_ONCE, PackedSegmentStore
+from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, Geometry
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.policies import Naive, SparseX
+from versions import needs_cuda
 from vllm_engines import Answer
-from vllm_segments import BOTH, FIRST, SECOND, SIZES, ask, segments, settings, text
+from vllm_segments import SIZES, Marked, ask, segments, settings, text
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 16
 PAGE = 64
@@ -35,11 +36,15 @@ class Attends:
 class Engine:
     """A store, and pages of an engine whose tokens have random keys and values."""
 
-    def __init__(self, kind: Any = "int8", arena: int = 1 << 22, size: int = SIZE) -> None:
-        geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, torch.device("cpu"), INV_FREQ)
+    def __init__(
+        self, kind: Any = "int8", arena: int = 1 << 22, size: int = SIZE, device: str = "cpu"
+    ) -> None:
+        self.device = torch.device(device)
+        geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, self.device, INV_FREQ)
         self.size = size
         self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, size)
-        self.pages = [torch.zeros(200 * HEADS, 2, size, DIM) for _ in range(LAYERS)]
+        sizes = (200 * HEADS, 2, size, DIM)
+        self.pages = [torch.zeros(sizes, device=self.device) for _ in range(LAYERS)]
         parts = [
             HeadPart(f"{layer}", Attends(), pages, HEADS, 0, None)  # type: ignore[arg-type]
             for layer, pages in enumerate(self.pages)
@@ -51,24 +56,24 @@ class Engine:
         """Pages of the engine for a prompt, in no order."""
         count = -(-tokens // self.size)
         found = self._draws.permutation(np.arange(1, 200))[:count] * HEADS
-        return torch.from_numpy(found.astype(np.int32))
+        return torch.from_numpy(found.astype(np.int32)).to(self.device)
 
     def write(self, blocks: torch.Tensor, positions: np.ndarray) -> None:
         """Random keys and values of some of a prompt's tokens, in all layers."""
-        at = torch.from_numpy(np.asarray(positions, np.int64))
+        at = torch.from_numpy(np.asarray(positions, np.int64)).to(self.device)
         page, slot = blocks.long()[at // self.size], at % self.size
         for pages in self.pages:
             for head in range(HEADS):
                 shape = (len(at), 2, DIM)
                 drawn = self._draws.normal(size=shape).astype(np.float32)
-                pages[page + head, :, slot] = torch.from_numpy(drawn)
+                pages[page + head, :, slot] = torch.from_numpy(drawn).to(self.device)
 
     def read(self, blocks: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
         """Keys and values [layers, heads, tokens, 2, D] of tokens."""
-        at = torch.from_numpy(np.asarray(positions, np.int64))
+        at = torch.from_numpy(np.asarray(positions, np.int64)).to(self.device)
         page, slot = blocks.long()[at // self.size], at % self.size
         heads = [[pages[page + head, :, slot] for head in range(HEADS)] for pages in self.pages]
-        return torch.stack([torch.stack(of_layer) for of_layer in heads])
+        return torch.stack([torch.stack(of_layer) for of_layer in heads]).cpu()
 
     def prefill(self, tokens: list[int], chunk: int, **asked: Any) -> tuple[Any, ...]:
         """A prompt through the engine in chunks: admitted, its blocks, what was copied."""
@@ -121,9 +126,12 @@ def turned(values: torch.Tensor, delta: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("chunk", [7, 64, 100, 1000])
 @pytest.mark.parametrize("size", [16, 32, 64])
-def test_what_is_reused_is_what_pages_stand_for(kind: str, chunk: int, size: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_what_is_reused_is_what_pages_stand_for(
+    kind: str, chunk: int, size: int, device: str
+) -> None:
     """A document elsewhere, and a prefix that ends inside a page, whatever the chunks."""
-    engine = Engine(kind, size=size)
+    engine = Engine(kind, size=size, device=device)
     document = text(150, 3)
     first = [*text(40, 1), *document, *text(21, 2)]
     admitted, blocks, came = engine.prefill(first, chunk, spans=[(40, 190)])
@@ -179,20 +187,17 @@ def test_a_prompt_that_ends_early_leaves_nothing_half_packed() -> None:
 
 
 def test_more_blocks_than_are_unpacked_at_once() -> None:
-    tokens = (AT_ONCE + 3) * PAGE
-    engine = Engine(arena=1 << 25)
-    engine.pages = [torch.zeros(6000 * HEADS, 2, SIZE, DIM) for _ in range(LAYERS)]
-    parts = [HeadPart("x", Attends(), pages, HEADS, 0, None) for pages in engine.pages]  # type: ignore[arg-type]
-    engine.layers = AttentionLayers([[part] for part in parts], [None] * LAYERS)
-    engine.blocks = lambda count: (torch.arange(-(-count // SIZE)) + 1).int() * HEADS  # type: ignore[method-assign]
-    drawn = np.random.default_rng(1).integers(0, 500, tokens).tolist()
-    admitted, blocks, _ = engine.prefill(drawn, tokens)
-    values = engine.read(blocks, np.arange(tokens))
+    engine = Engine(arena=1 << 20)
+    assert 1 <= engine.store.at_once < 8
+    tokens = text(700, 7)
+    admitted, blocks, _ = engine.prefill(tokens, 700)
+    values = engine.read(blocks, np.arange(700))
     admitted.release()
-    admitted, _, came = engine.prefill([*drawn, 1], tokens + 1)
-    for page in (0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 2):
+    admitted, _, came = engine.prefill([*tokens, 1], 701)
+    assert len(came) == 700
+    for page in range(11):
         expected = packed(values[:, :, page * PAGE : (page + 1) * PAGE], "int8")
-        for slot in (0, 63):
+        for slot in range(expected.shape[2]):
             assert torch.equal(came[page * PAGE + slot], expected[:, :, slot])
     admitted.release()
 
@@ -232,14 +237,14 @@ def test_bytes_are_those_of_packed_blocks() -> None:
         scratch = store._unpacked.nbytes
         assert dense / (arena - scratch) > least
         held = store.packed.data.nbytes + scratch
-        assert 0.97 * arena < held <= arena
+        assert 0.9 * arena < held <= arena
         assert store.bytes_by_state()["free"] == store.cache.stats()["free"] * store.block_bytes
 
 
 def test_pages_of_the_engine_make_packed_ones() -> None:
-    for size, page in ((16, 64), (32, 64), (48, 96), (64, 64), (128, 128), (256, 256)):
+    for size, page in ((8, 64), (16, 64), (32, 64), (48, 96), (64, 64), (128, 128), (256, 256)):
         assert Engine(size=size).store.page_tokens == page
-    for size in (8, 24, 272, 512):
+    for size in (24, 272, 512):
         with pytest.raises(Unsupported, match="block_size: expected pages of vLLM"):
             Engine(size=size)
 
@@ -251,10 +256,13 @@ def test_a_store_that_is_too_small_takes_no_prompt() -> None:
 
 
 def apart(one: Answer, other: Answer) -> float:
-    """Largest difference of a log-probability of the first token's candidates."""
-    both = one.logprobs[0].keys() & other.logprobs[0].keys()
-    assert both
-    return max(abs(one.logprobs[0][t] - other.logprobs[0][t]) for t in both)
+    """How far the log-probabilities of the first token are apart."""
+    return abs(one.logprobs[0] - other.logprobs[0])
+
+
+LONG = tuple(text(150, 9))
+ASKED = [Marked([text(20, 1), LONG, text(15, 2)]), Marked([text(37, 3), LONG, text(21, 4)])]
+OF_BASE = Marked([text(9, 6), tuple(text(120, 33)), text(30, 7)])
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -264,12 +272,13 @@ def test_answers_are_near_those_of_exact_segments(checkpoint: Any, kind: str) ->
     for dtype in (None, kind):
         chosen = settings(**({} if dtype is None else {"segment_dtype": dtype}))
         with segments(model, chosen, max_num_batched_tokens=48) as (llm, counts):
-            said[dtype] = [ask(llm, one, policy="naive") for one in (FIRST, SECOND, BOTH)]
+            said[dtype] = [ask(llm, one, policy="naive") for one in ASKED]
             base = KnowledgeBase(llm.collective_rpc)
             base.insert("one", text(120, 33))
             assert [entry["tokens"] for entry in base.entries()] == [120]
-        assert counts.total.hits["request"] >= 180
-        assert counts.total.reused_tokens >= 180
+            said[dtype].append(ask(llm, OF_BASE, policy="naive"))
+        assert counts.total.hits == {"request": 150, "frozen": 120}
+        assert counts.total.reused_tokens == 270
     # What is computed whole is the same; what is reused differs by its codes.
     assert apart(said[None][0], said[kind][0]) < 1e-4
     most = {"int8": 0.02, "int4": 0.4}[kind]

@@ -33,8 +33,8 @@ from kvweave.errors import Unsupported
 PackedKind = Literal["int4", "int8"]
 LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Of a packed page; the steps of a page's keys are shared by its tokens."""
-AT_ONCE = 128
-"""Packed blocks that are unpacked together."""
+MOST_AT_ONCE, AT_ONCE_SHARE = 128, 1 / 16
+"""Packed blocks that are unpacked together, and the most of the store that they may take for it."""
 
 
 class PackedSegmentStore(SegmentStore):
@@ -56,7 +56,7 @@ class PackedSegmentStore(SegmentStore):
     ) -> None:
         self.page_tokens = -(-LEAST_TOKENS // block_tokens) * block_tokens
         if self.page_tokens > MOST_TOKENS or self.page_tokens % PAGE_TOKENS:
-            expected = f"pages of vLLM of 16 to {MOST_TOKENS} tokens beside segment_dtype"
+            expected = f"pages of vLLM that make one of {LEAST_TOKENS} to {MOST_TOKENS} tokens"
             text = f"block_size: expected {expected}, got {block_tokens}"
             raise Unsupported(text, expected=expected, got=str(block_tokens))
         scales = "f16" if geometry.dtype == torch.float16 else "bf16"
@@ -72,7 +72,9 @@ class PackedSegmentStore(SegmentStore):
         geometry = self.geometry
         self._block_pages = geometry.layers * geometry.kv_heads
         # Exact pages that unpacked ones go through are part of what the user gives.
-        sizes = ((1 + AT_ONCE) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim)
+        one = geometry.kv_heads * shape.page_bytes
+        self.at_once = max(min(int(AT_ONCE_SHARE * arena_bytes / one) - 1, MOST_AT_ONCE), 1)
+        sizes = ((1 + self.at_once) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim)
         self._unpacked = arena_pages(sizes, geometry.dtype, geometry.device)
         left = arena_bytes - self._unpacked.nbytes
         blocks = max(left // self.block_bytes, 1)
@@ -92,11 +94,11 @@ class PackedSegmentStore(SegmentStore):
         blocks, at = np.unique(runs[:, 0], return_inverse=True)
         first = self.geometry.kv_heads
         pieces: list[tuple[Rows | None, Rows]] = []
-        for start in range(0, len(blocks), AT_ONCE):
-            some = blocks[start : start + AT_ONCE]
+        for start in range(0, len(blocks), self.at_once):
+            some = blocks[start : start + self.at_once]
             own = (np.arange(len(some), dtype=np.int32) + 1) * first
             packs = np.column_stack((some, np.full_like(some, self.page_tokens), own))
-            chosen = (at >= start) & (at < start + AT_ONCE)
+            chosen = (at >= start) & (at < start + len(some))
             rows = runs[chosen].copy()
             rows[:, 0] = own[at[chosen] - start]
             pieces.append((packs.astype(np.int32), rows))
