@@ -238,6 +238,8 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     "test_answers_are_near_those_of_exact_segments",
     (engine.SEGMENTS, engine.FOLDER): "test_segments_restart.py::"
     "test_a_restarted_engine_says_the_same",
+    (engine.PACKED, engine.FOLDER): "test_segments_restart.py::"
+    "test_a_restarted_engine_says_the_same",
     (engine.FOLDER, "tensor_parallel_size"): "test_segments_ranks.py::"
     "test_two_ranks_are_the_runner",
     (engine.TOP_K, "enable_prefix_caching"): "test_top_k.py::"

@@ -14,7 +14,7 @@ from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, Hea
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, Geometry
-from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.errors import InvalidArgument, NamespaceConflict, PoolFull, Unsupported
 from kvweave.policies import Naive, SparseX
 from versions import needs_cuda
 from vllm_engines import Answer
@@ -209,18 +209,40 @@ def test_a_document_is_encoded_in_exact_pages_and_packed_behind_it(kind: str) ->
     admitted: AdmittedPrompt = engine.store.admit(tokens, [], "", Naive(), discover=False)
     draws = np.random.default_rng(2)
     with engine.store.encoding(admitted) as room:
-        assert len(room.entries) == 10
-        assert room.entries[:, 2].sum() == 150
+        assert len(room.request.entries()) == 10
         drawn = torch.from_numpy(draws.normal(size=(LAYERS, HEADS, 150, 2, DIM)).astype("f4"))
-        for position, (block, slot) in enumerate(room.slots.tolist()):
+        for position, (block, slot) in enumerate(
+            room.request.slots(np.arange(150, dtype=np.int32)).tolist()
+        ):
             for layer in range(LAYERS):
                 for head in range(HEADS):
                     page = block + layer * HEADS + head
                     room.pages[page, :, slot] = drawn[layer, head, position]
     admitted.request.freeze("one", 0, 150)
     admitted.release()
+    payload = room.payload(engine.store.rope)
+    expect_document(engine, tokens, drawn, kind)
+
+    # Another store takes what that one exported, and packs the same.
+    other = Engine(kind)
+    request = other.store.take(payload, "")
+    assert other.store.cache.stats()["held"] > 0
+    request.freeze("one", 0, 150)
+    request.release()
+    expect_document(other, tokens, drawn, kind)
+    with pytest.raises(NamespaceConflict):
+        other.store.take(payload, "another")
+    small = Engine(kind, arena=1 << 16)
+    small_free = small.store.cache.stats()["free"]
+    with pytest.raises(PoolFull):
+        small.store.take(payload, "")
+    assert small.store.cache.stats()["free"] == small_free
+
+
+def expect_document(engine: Engine, tokens: list[int], exact: torch.Tensor, kind: str) -> None:
+    """A prompt reuses a document elsewhere as what its pages stand for."""
     asked, _, came = engine.prefill([*text(30, 1), *tokens, 1], 1000, spans=[(30, 180)])
-    wanted = torch.cat([packed(drawn[:, :, at : at + PAGE], kind) for at in range(0, 150, PAGE)], 2)
+    wanted = torch.cat([packed(exact[:, :, at : at + PAGE], kind) for at in range(0, 150, PAGE)], 2)
     assert len(came) == 150
     for position, found in came.items():
         expected = turned(wanted[:, :, position - 30], 30)

@@ -73,12 +73,18 @@ def shards(folder: Path) -> list[Path]:
     return sorted((folder / PART / "shards").iterdir())
 
 
-def test_a_restarted_engine_says_the_same(checkpoint, tmp_path: Path, monkeypatch) -> None:
-    """From the folder, for the first prompt that marks a document; other tenants find nothing."""
+@pytest.mark.parametrize(("packed", "blocks"), [({}, (7, 5)), ({"segment_dtype": "int4"}, (2, 2))])
+def test_a_restarted_engine_says_the_same(
+    checkpoint, tmp_path: Path, monkeypatch, packed: dict, blocks: tuple[int, int]
+) -> None:
+    """From the folder, for the first prompt that marks a document; other tenants find nothing.
+
+    A store in packed pages packs what comes from there as it packed what it computed.
+    """
     model = checkpoint("llama")
-    said = first_run(model, tmp_path)
+    said = first_run(model, tmp_path, **packed)
     refuse_encoding(monkeypatch)
-    with restarted(model, tmp_path) as (llm, counts, base):
+    with restarted(model, tmp_path, **packed) as (llm, counts, base):
         assert base.entries("other") == []
         waiting = [(e["name"], e["tokens"], e["resident_blocks"]) for e in base.entries("acme")]
         assert waiting == [("handbook", 100, 0), ("letters/2026", 70, 0)]
@@ -86,7 +92,8 @@ def test_a_restarted_engine_says_the_same(checkpoint, tmp_path: Path, monkeypatc
         assert counts.total.reused_tokens == base.store()["brought_documents"] == 0
         same([ask(llm, BOTH, namespace="acme", policy="naive")], [said])
         assert counts.total.hits["frozen"] == len(DOCUMENT) + len(OTHER)
-        assert {(e["resident_blocks"], e["kept"]) for e in base.entries()} == {(7, True), (5, True)}
+        there = [(entry["resident_blocks"], entry["kept"]) for entry in base.entries()]
+        assert there == [(count, True) for count in blocks]
         same([ask(llm, BOTH, namespace="acme", policy="naive")], [said])
         assert base.store()["brought_documents"] == 2
         # What is inserted again is read too, under another name as well.

@@ -10,15 +10,24 @@ of 32 bits), and BLAKE2b hides the words from who sees digests.
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Sums = npt.NDArray[np.int64]
 
 _WORDS = 4096
 """Words of 4 bytes in a block."""
+_BLOCK = 4 * _WORDS
 _SUMS = 2
-_AT_ONCE = {"cpu": 64, "cuda": 4096}
-"""Blocks whose products are held at once: on a CPU in its caches, on a device in few launches."""
+_ON_DEVICE, _ON_HOST = 4096, 64
+"""Blocks whose products are held at once: few launches on a device, what caches hold on a host."""
+_THREADS = 8
+"""Of the host, at most. Not torch's own: these wait for each other at every product."""
 _DIGEST = 32
 
 
@@ -28,15 +37,14 @@ def digest_of(secret: bytes, name: str, part: torch.Tensor) -> str:
     for number in (len(name), part.numel()):
         made.update(number.to_bytes(8, "little"))
     made.update(name.encode())
-    block, weights = 4 * _WORDS, _weights(key_for(secret, b"weights"), part.device)
-    whole = part.numel() // block * block
+    whole = part.numel() // _BLOCK * _BLOCK
     # Behind the last whole block stand zeros; how many bytes there are has been said.
-    rest = part.new_zeros(block if whole < part.numel() else 0)
+    rest = part.new_zeros(_BLOCK if whole < part.numel() else 0)
     rest[: part.numel() - whole] = part[whole:]
-    some = (*part[:whole].split(_AT_ONCE[part.device.type] * block), rest)
-    sums = [_sums(blocks, weights) for blocks in some if blocks.numel()]
-    if sums:
-        made.update(torch.cat(sums).cpu().numpy().tobytes())
+    key = key_for(secret, b"weights")
+    for blocks in (part[:whole], rest):
+        if blocks.numel():
+            made.update((_on_device if part.is_cuda else _on_host)(blocks, key).tobytes())
     return made.hexdigest()
 
 
@@ -45,16 +53,33 @@ def key_for(secret: bytes, use: bytes) -> bytes:
     return hashlib.blake2b(use, key=secret, digest_size=_DIGEST).digest()
 
 
-def _sums(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The words i64 [blocks, sums] of whole blocks u8: of each sum modulo 2^64 its upper half."""
+def _on_device(blocks: torch.Tensor, key: bytes) -> Sums:
+    """The words [blocks, sums] of whole blocks u8: of each sum modulo 2^64 its upper half."""
     if blocks.data_ptr() % 4:
         blocks = blocks.clone()
-    words = blocks.view(torch.int32).view(-1, _WORDS).long()
-    return torch.stack([(words * row).sum(1) >> 32 for row in weights], 1)
+    weights = torch.from_numpy(_weights(key)).to(blocks.device)
+    words = blocks.view(torch.int32).view(-1, _WORDS)
+    some = (rows.long() for rows in words.split(_ON_DEVICE))
+    sums = [torch.stack([(rows * row).sum(1) >> 32 for row in weights], 1) for rows in some]
+    found: Sums = torch.cat(sums).cpu().numpy()
+    return found
+
+
+def _on_host(blocks: torch.Tensor, key: bytes) -> Sums:
+    """The same, by a few threads."""
+    weights, rows = _weights(key), blocks.numpy().view("<i4").reshape(-1, _WORDS)
+
+    def of(start: int) -> Sums:
+        words = rows[start : start + _ON_HOST].astype(np.int64)
+        return np.stack([(words * row).sum(1) >> 32 for row in weights], 1)
+
+    starts = range(0, len(rows), _ON_HOST)
+    with ThreadPoolExecutor(min(_THREADS, len(starts), os.cpu_count() or 1)) as threads:
+        return np.concatenate(list(threads.map(of, starts)))
 
 
 @lru_cache(maxsize=8)
-def _weights(key: bytes, device: torch.device) -> torch.Tensor:
-    """Weights i64 [sums, words] that who does not know the key cannot tell from drawn ones."""
-    drawn = bytearray(hashlib.shake_256(key).digest(8 * _SUMS * _WORDS))
-    return torch.frombuffer(drawn, dtype=torch.int64).view(_SUMS, _WORDS).to(device)
+def _weights(key: bytes) -> Sums:
+    """Weights [sums, words] that who does not know the key cannot tell from drawn ones."""
+    drawn = hashlib.shake_256(key).digest(8 * _SUMS * _WORDS)
+    return np.frombuffer(bytearray(drawn), np.int64).reshape(_SUMS, _WORDS)

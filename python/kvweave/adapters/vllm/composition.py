@@ -87,7 +87,6 @@ _OTHERS = "vLLM has one connector, and one that carries blocks knows nothing of 
 
 _PLACES = "a step's copies and measures know blocks of vLLM, not tables of places"
 _FULL = "a window lets tokens go before all of their packed page are there"
-_FORMAT = "shards of a folder are of exact pages"
 
 _OF_SEGMENTS = {
     PAGES: _PLACES,
@@ -141,8 +140,8 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "attention_chunk_size": _LOCAL,
     },
     SEGMENTS: _OF_SEGMENTS,
-    PACKED: {**_OF_SEGMENTS, HEADS: _FULL, FOLDER: _FORMAT},
-    FOLDER: {**_OF_SEGMENTS, PACKED: _FORMAT},
+    PACKED: {**_OF_SEGMENTS, HEADS: _FULL},
+    FOLDER: _OF_SEGMENTS,
 }
 """By part, the parts and settings that it refuses, and why."""
 

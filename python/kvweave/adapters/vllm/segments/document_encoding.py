@@ -45,9 +45,10 @@ def encode_document(
 
     `model` is a causal language model of vLLM, `names` are its attention layers'.
     """
-    device = room.pages.device
-    whole = np.array([0, len(room.entries)], np.int32)
-    entries = Entries(*(torch.from_numpy(x).to(device) for x in (room.entries, whole)))
+    device, request = room.pages.device, room.request
+    every = request.entries()
+    whole = np.array([0, len(every)], np.int32)
+    entries = Entries(*(torch.from_numpy(x).to(device) for x in (every, whole)))
     workspace = ops.Workspace(device)
     step = config.scheduler_config.max_num_batched_tokens
     for start in range(0, len(tokens), step):
@@ -58,7 +59,7 @@ def encode_document(
             decode=False,
             positions=at,
             row_offsets=torch.tensor([0, len(rows)], dtype=torch.int32, device=device),
-            slots=torch.from_numpy(room.slots[rows]).to(device),
+            slots=torch.from_numpy(request.slots(rows)).to(device),
             entries=entries,
             workspace=workspace,
             arena=room.pages,

@@ -27,9 +27,8 @@ from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
 from kvweave.cache import KvRequest
 from kvweave.errors import KvweaveError, PoolFull, UnknownSegment
-from kvweave.payload import KvPayload, export_kv
+from kvweave.payload import KvPayload
 from kvweave.payload.stored import provenance_here, read_payload, store_payload
-from kvweave.payload.transfer import admit_kv
 from kvweave.store import Provenance, Store
 
 _log = logging.getLogger(__name__)
@@ -101,17 +100,15 @@ class KeptDocuments:
                 if not self._unfreeze_one():
                     raise
 
-    def keep(self, request: KvRequest, name: str, tokens: Tokens) -> str | None:
+    def keep(self, payload: KvPayload, name: str, tokens: Tokens) -> str | None:
         """Writes a frozen document; when this returns None, it survives. Else why it does not."""
-        segments = self._segments
-        payload = export_kv(segments.cache, segments.pages, request, rope=segments.rope, whole=True)
         payload = KvPayload(replace(payload.header, fingerprint=self._model), payload.parts)
         shard, why = "", None
         try:
             shard = store_payload(self.store, payload, self._heads)
         except KvweaveError as error:
             why = str(error)
-        document = request.namespace, name
+        document = payload.header.namespace, name
         why = self._refused(name, why) or self._named(document, _ids(tokens), shard)
         if why is not None:
             # What had the name before is replaced all the same.
@@ -233,9 +230,8 @@ class KeptDocuments:
     @torch.inference_mode()
     def _bring(self, payload: KvPayload, document: Name, tokens: Ids) -> bool:
         """Writes a document's KV into the pages and freezes it; not where there is no room."""
-        segments = self._segments
         try:
-            with admit_kv(segments.cache, segments.pages, payload, document[0]) as request:
+            with self._segments.take(payload, document[0]) as request:
                 self.freeze(request, document[1])
         except PoolFull:
             return False

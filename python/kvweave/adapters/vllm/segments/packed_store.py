@@ -26,9 +26,12 @@ from kvweave.adapters.vllm.segments.store import (
     Rows,
     SegmentStore,
 )
-from kvweave.cache import KvCache, KvShape
+from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, needs_memory
 from kvweave.errors import Unsupported
+from kvweave.payload import KvPayload
+from kvweave.payload.transfer import admit_kv
+from kvweave.policies import Full
 
 PackedKind = Literal["int4", "int8"]
 LEAST_TOKENS, MOST_TOKENS = 64, 256
@@ -137,23 +140,47 @@ class PackedSegmentStore(SegmentStore):
 
     @contextmanager
     def encoding(self, admitted: AdmittedPrompt) -> Iterator[DocumentRoom]:
-        """Exact pages of all layers for the time of the encoding, which are packed behind it."""
-        geometry, pages = self.geometry, self._block_pages
-        every = np.arange(admitted.tokens, dtype=np.int32)
-        count = -(-admitted.tokens // PAGE_TOKENS)
-        first = (np.arange(count, dtype=np.int32) + 1) * np.int32(pages)
-        starts = np.arange(count, dtype=np.int32) * np.int32(PAGE_TOKENS)
-        ends = np.minimum(admitted.tokens - starts, PAGE_TOKENS)
-        nothing = np.zeros_like(first)
-        entries = np.column_stack((first, nothing, ends, starts, nothing)).astype(np.int32)
-        slots = np.column_stack((first[every // PAGE_TOKENS], every % PAGE_TOKENS))
-        sizes = ((1 + count) * pages, 2, PAGE_TOKENS, geometry.head_dim)
-        exact = arena_pages(sizes, geometry.dtype, geometry.device)
-        yield DocumentRoom(exact, entries, slots.astype(np.int32))
+        """Exact pages of all layers for as long as the room is there; they are packed behind it."""
+        request = admitted.request
+        cache, pages = self._exact(admitted.tokens)
+        tokens, of = np.asarray(request.tokens, np.int32), request.namespace
+        exact = cache.admit(tokens, namespace=of, reuse="none", regime=self.regime)
+        yield DocumentRoom(cache, pages, exact)
+        self._pack(admitted, pages, exact)
+
+    def take(self, payload: KvPayload, namespace: str) -> KvRequest:
+        """As `SegmentStore.take`, by way of exact pages.
+
+        Errors: as `admit_kv`, and `OutOfMemory` where the device has no room for these pages.
+        """
+        tokens = payload.tokens.tolist()
+        cache, pages = self._exact(len(tokens))
+        with admit_kv(cache, pages, payload, namespace) as exact:
+            admitted = self.admit(tokens, [], namespace, Full(), discover=False)
+            try:
+                self._pack(admitted, pages, exact)
+            except BaseException:
+                admitted.release()
+                raise
+        return admitted.request
+
+    def _exact(self, tokens: int) -> tuple[KvCache, torch.Tensor]:
+        """A cache of exact pages with room for a text, and the pages."""
+        kept = self.cache.shape
+        size = kept.layers, kept.kv_heads, kept.head_dim, PAGE_TOKENS, kept.dtype
+        shape = KvShape(*size)
+        count = shape.pages_for_blocks(-(-tokens // PAGE_TOKENS))
+        sizes = (count, 2, PAGE_TOKENS, kept.head_dim)
+        pages = arena_pages(sizes, self.geometry.dtype, self.geometry.device)
+        return KvCache(shape, external=pages, fingerprint=self.cache.fingerprint), pages
+
+    def _pack(self, admitted: AdmittedPrompt, pages: torch.Tensor, exact: KvRequest) -> None:
+        """Packs a whole text that lies in exact pages of another request, and commits it."""
         numbers, own = self._own_blocks(admitted, admitted.tokens)
         if len(own):
-            packs = self._packs(numbers, own, admitted.tokens, self._sent(first), PAGE_TOKENS)
-            ops.pack_pages(exact, self.packed, packs, pages=pages)
+            blocks = self._sent(np.ascontiguousarray(exact.entries()[:, 0]))
+            packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
+            ops.pack_pages(pages, self.packed, packs, pages=self._block_pages)
         self._commit_whole(admitted, admitted.tokens)
 
     def _from(self, page: int) -> ops.PackedPages:

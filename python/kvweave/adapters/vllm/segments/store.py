@@ -27,6 +27,8 @@ from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.payload import KvPayload, export_kv
+from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Policy
 
 PAGE_TOKENS = 16
@@ -145,14 +147,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class DocumentRoom:
-    """Where a document is encoded: `pages`, and where each of its tokens lies there.
+    """Where a document is encoded: `pages`, and in their cache a request of all its tokens."""
 
-    `entries` i32 [N, 5] and `slots` i32 [T, 2] as a request has them.
-    """
-
+    cache: KvCache
     pages: torch.Tensor
-    entries: Rows
-    slots: Rows
+    request: KvRequest
+
+    def payload(self, rope: ops.RopeTable) -> KvPayload:
+        """The document's exact KV, once it is there."""
+        return export_kv(self.cache, self.pages, self.request, rope=rope, whole=True)
 
 
 class SegmentStore:
@@ -311,10 +314,15 @@ class SegmentStore:
 
         Errors: `OutOfMemory` when the device has no room for what is written.
         """
-        request = admitted.request
-        every = np.arange(admitted.tokens, dtype=np.int32)
-        yield DocumentRoom(self.pages, request.entries(), request.slots(every))
+        yield DocumentRoom(self.cache, self.pages, admitted.request)
         self.commit(admitted, admitted.tokens)
+
+    def take(self, payload: KvPayload, namespace: str) -> KvRequest:
+        """A request of a document whose exact KV comes from elsewhere, stored as if computed here.
+
+        Errors: as `admit_kv`. Nothing is held then.
+        """
+        return admit_kv(self.cache, self.pages, payload, namespace)
 
     def commit(self, admitted: AdmittedPrompt, computed: int) -> None:
         """Says that the KV of [0, computed) is stored; later prompts may find it."""
