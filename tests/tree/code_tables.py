@@ -238,10 +238,13 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     "test_answers_are_near_those_of_exact_segments",
     (engine.SEGMENTS, engine.FOLDER): "test_segments_restart.py::"
     "test_a_restarted_engine_says_the_same",
+    (engine.PACKED, "tensor_parallel_size"): "test_two_ranks.py::"
+    "test_packed_segments_on_two_ranks_are_those_of_one",
+    (engine.PAGES, "tensor_parallel_size"): "test_two_ranks.py::"
+    "test_virtual_pages_on_two_ranks_are_one_ranks",
     (engine.PACKED, engine.FOLDER): "test_segments_restart.py::"
     "test_a_restarted_engine_says_the_same",
-    (engine.FOLDER, "tensor_parallel_size"): "test_segments_ranks.py::"
-    "test_two_ranks_are_the_runner",
+    (engine.FOLDER, "tensor_parallel_size"): "test_two_ranks.py::test_two_ranks_are_the_runner",
     (engine.TOP_K, "enable_prefix_caching"): "test_top_k.py::"
     "test_what_is_found_in_the_prefix_cache_has_its_bounds",
     (engine.PAGES, "enable_prefix_caching"): "test_virtual_pages.py::test_cached_prefixes_are_read",
@@ -250,11 +253,11 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     (
         engine.SEGMENTS,
         "tensor_parallel_size",
-    ): "test_segments_ranks.py::test_two_ranks_are_the_runner",
+    ): "test_two_ranks.py::test_two_ranks_are_the_runner",
     (
         engine.HEADS,
         "tensor_parallel_size",
-    ): "test_segments_ranks.py::test_two_ranks_are_the_runner",
+    ): "test_two_ranks.py::test_two_ranks_are_the_runner",
 }
 """By pair that goes together, the test that has an engine answer so."""
 

@@ -1,13 +1,15 @@
-"""Segments beside a head map on two ranks of tensor parallelism: a program that prints JSON lines.
+"""Parts of the plugin on two ranks of tensor parallelism: a program that prints JSON lines.
 
-The ranks have their first whole heads in different layers. Scheduler, workers and front are
-processes of their own; kvweave's Runner stands beside them.
+`mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
+and kvweave's Runner stands beside them. `packed`: segments in packed pages, `pages`: virtual pages,
+each beside an engine of one rank. Scheduler, workers and front are processes of their own.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,7 +63,44 @@ def kept_documents(llm: Any, base: Any, store: Path) -> None:
             ask(llm, Marked([tuple(text(400, seed + number))]), 1, policy="full")
 
 
-def main() -> None:
+RANKS: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+
+
+def packed(folder: Path) -> None:
+    """Documents of prompts and of a knowledge base, in INT8 pages."""
+    from families import tiny
+    from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+    from test_segments_packed import ASKED, OF_BASE
+    from vllm_engines import engine
+    from vllm_segments import SIZES, ask, settings, text
+
+    tiny("llama", **SIZES).save_pretrained(folder / "model")
+    choice = settings(segment_dtype="int8")
+    for ranks in ({}, RANKS):
+        with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
+            base = KnowledgeBase(llm.collective_rpc)
+            base.insert("one", text(120, 33))
+            answers = [ask(llm, given, policy="naive") for given in (*ASKED, OF_BASE)]
+            tokens, first = [one.tokens for one in answers], [one.logprobs[0] for one in answers]
+            say(said=tokens, first=first, hits=base.store()["request_hits"])
+
+
+def pages(folder: Path) -> None:
+    """Prompts alone and together, twice, so that the second time finds prefixes."""
+    from families import tiny
+    from test_virtual_pages import PROMPTS, virtual
+    from vllm_engines import OURS, answers, engine
+
+    tiny("llama").save_pretrained(folder / "model")
+    for choice, ranks in ((OURS, {}), (virtual(), RANKS)):
+        with engine(folder / "model", choice, **ranks) as llm:
+            for _ in range(2):
+                found = answers(llm, PROMPTS, 12)
+                first = [one.logprobs[0] for one in found]
+                say(said=[one.tokens for one in found], first=first)
+
+
+def mapped(folder: Path) -> None:
     """A document at two places, a knowledge base, markers that are malformed, and a folder."""
     from families import tiny
     from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
@@ -69,37 +108,35 @@ def main() -> None:
     from vllm_engines import engine, sampling
     from vllm_segments import FIRST, SECOND, ask, text
 
-    ranks = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
-    with TemporaryDirectory() as made:
-        folder = Path(made)
-        tiny("llama", **CHANGES).save_pretrained(folder / "model")
-        mapped = Mapped(folder, UNEVEN)
-        choice = mapped.settings()
-        # A rank has half of each layer's heads: a block of the store is 32 KiB.
-        ours = {
-            "store": str(folder / "kept"),
-            "store_reads": "always",
-            "segment_bytes": 42 << 15,
-            "frozen_share": 0.2,
-        }
-        choice["additional_config"]["kvweave"] |= ours
-        with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
-            for policy in ("sparsex", "foresight"):
-                for given in (FIRST, SECOND):
-                    wanted = mapped.beside.ask(given, policy, namespace=policy)
-                    got = ask(llm, given, policy=policy, namespace=policy)
-                    apart = abs(got.logprobs[0] - wanted.logprobs[0])
-                    say(got=got.tokens, wanted=wanted.tokens, apart=apart)
-            base = KnowledgeBase(llm.collective_rpc)
-            base.insert("handbook", text(90, 77), "acme")
-            say(store=base.store(), names=[entry["name"] for entry in base.entries()])
-            say(error=tried(lambda: base.delete("other", "acme")))
-            params = sampling(3)
-            params.extra_args = {"kvweave": {"segments": 3}}
-            say(error=tried(lambda: llm.generate([{"prompt_token_ids": [1, 2, 3]}], params)))
-            kept_documents(llm, base, folder / "kept")
+    tiny("llama", **CHANGES).save_pretrained(folder / "model")
+    beside = Mapped(folder, UNEVEN)
+    choice = beside.settings()
+    # A rank has half of each layer's heads: a block of the store is 32 KiB.
+    ours = {
+        "store": str(folder / "kept"),
+        "store_reads": "always",
+        "segment_bytes": 42 << 15,
+        "frozen_share": 0.2,
+    }
+    choice["additional_config"]["kvweave"] |= ours
+    with engine(folder / "model", choice, max_num_batched_tokens=512, **RANKS) as llm:
+        for policy in ("sparsex", "foresight"):
+            for given in (FIRST, SECOND):
+                wanted = beside.beside.ask(given, policy, namespace=policy)
+                got = ask(llm, given, policy=policy, namespace=policy)
+                apart = abs(got.logprobs[0] - wanted.logprobs[0])
+                say(got=got.tokens, wanted=wanted.tokens, apart=apart)
+        base = KnowledgeBase(llm.collective_rpc)
+        base.insert("handbook", text(90, 77), "acme")
+        say(store=base.store(), names=[entry["name"] for entry in base.entries()])
+        say(error=tried(lambda: base.delete("other", "acme")))
+        params = sampling(3)
+        params.extra_args = {"kvweave": {"segments": 3}}
+        say(error=tried(lambda: llm.generate([{"prompt_token_ids": [1, 2, 3]}], params)))
+        kept_documents(llm, base, folder / "kept")
 
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    main()
+    with TemporaryDirectory() as made:
+        {"mapped": mapped, "packed": packed, "pages": pages}[sys.argv[1]](Path(made))

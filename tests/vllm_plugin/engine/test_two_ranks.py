@@ -1,0 +1,71 @@
+"""Parts of the plugin on two ranks, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+
+import vllm_two_ranks
+from kvweave.adapters.vllm import versions
+
+
+def two_ranks(part: str) -> list[dict[str, Any]]:
+    """What the program says of a part of the plugin."""
+    script = Path(vllm_two_ranks.__file__)
+    paths = [str(script.parent), *sys.path]
+    found = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    done = subprocess.run(
+        [sys.executable, str(script), part],
+        env={**os.environ, **found, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_packed_segments_on_two_ranks_are_those_of_one() -> None:
+    """Each packs the heads that it has."""
+    one, two = two_ranks("packed")
+    assert two["said"] == one["said"]
+    assert two["first"] == pytest.approx(one["first"], abs=2e-3)
+    assert two["hits"] == one["hits"] > 0
+
+
+@pytest.mark.skipif(
+    not versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES),
+    reason="virtual pages are not for this version of vLLM",
+)
+def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
+    """Without a map, all tables are the same on both."""
+    one, again, two, found = two_ranks("pages")
+    for said in (again, two, found):
+        assert said["said"] == one["said"]
+        assert said["first"] == pytest.approx(one["first"], abs=2e-3)
+
+
+def test_two_ranks_are_the_runner() -> None:
+    """What is measured is summed over the ranks' heads, so that both choose the same rows."""
+    lines = two_ranks("mapped")
+    answers, (store, unknown, malformed, *kept) = lines[:4], lines[4:]
+    for said in answers:
+        assert said["got"] == said["wanted"]
+        assert said["apart"] < 2e-3
+    assert store["names"] == ["handbook"]
+    assert store["store"]["request_hits"] == 2 * 100
+    assert unknown["error"][0] == "UnknownSegment"
+    assert malformed["error"][0] == "InvalidArgument"
+    assert "kvweave.segments" in malformed["error"][1]
+    # What came from the folder is what was computed; then one rank cannot read its part.
+    assert [said["brought"] - kept[0]["brought"] for said in kept] == [0, 1, 1]
+    assert kept[1]["said"] == kept[0]["said"]
+    assert abs(kept[1]["first"] - kept[0]["first"]) < 1e-5
+    assert len(kept[2]["said"]) == 6
