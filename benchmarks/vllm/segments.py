@@ -1,9 +1,10 @@
 """Time to first token of a RAG prompt in vLLM, with segments reused and without, on one GPU.
 
-`python -m benchmarks.vllm.segments [stock|segments] … [--json FILE]` prints one JSON object
-a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier prompt
-had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE is a
-part of a run for `python -m benchmarks.report.record FILE…`, beside one of `benchmarks.vllm.serve`.
+`python -m benchmarks.vllm.segments [stock|segments|mapped|packed] … [--json FILE]` prints one JSON
+object a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier
+prompt had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE
+is a part of a run for `python -m benchmarks.report.record FILE…`, beside one of
+`benchmarks.vllm.serve`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "segments")
-MAPPED = "mapped"
-"""Segments beside a head map, where it is asked for."""
+MAPPED, PACKED = "mapped", "packed"
+"""Segments beside a head map, and in INT4 pages, where they are asked for."""
+EVERY = (*ENGINES, MAPPED, PACKED)
 POLICIES: dict[str, Any] = {
     "full": "full",
     "naive": "naive",
@@ -52,6 +54,7 @@ NAMES = {
     "foresight-4x2": "segments, foresight, 10 %, 4 drafts of 2",
 }
 NAMES |= {f"{MAPPED} {kind}": f"{NAMES[kind]}, one head in eight whole" for kind in POLICIES}
+NAMES |= {f"{PACKED} {kind}": f"{NAMES[kind]}, stored in INT4" for kind in POLICIES}
 """What a record calls them."""
 CASE = "vllm"
 MILLI = 1e3
@@ -91,6 +94,8 @@ def engine(name: str, model: Path, given: argparse.Namespace, heads: Path | None
     options: dict[str, Any] = {"segment_bytes": given.arena << 30}
     if name == MAPPED:
         options["heads"] = str(heads)
+    elif name == PACKED:
+        options["segment_dtype"] = "int4"
     reusing = {} if name == "stock" else engine_options(architecture, **options)
     return LLM(
         str(model),
@@ -128,7 +133,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
 
         kinds: dict[str, Any] = {"stock": None}
         if name != "stock":
-            prefix = f"{MAPPED} " if name == MAPPED else ""
+            prefix = f"{name} " if name in (MAPPED, PACKED) else ""
             kinds = {f"{prefix}{kind}": policy for kind, policy in POLICIES.items()}
             say(name, what="first", seconds=first_token({"policy": "full"}))
         for kind, policy in kinds.items():
@@ -169,9 +174,7 @@ def rows_of(found: list[dict[str, Any]], tokens: int, share: float) -> list[Row]
 def main(words: list[str]) -> int:
     """Each engine in a process of its own, so that one leaves no memory taken."""
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.segments", description=__doc__)
-    parser.add_argument(
-        "engines", nargs="*", default=list(ENGINES), help=" or ".join((*ENGINES, MAPPED))
-    )
+    parser.add_argument("engines", nargs="*", default=list(ENGINES), help=" or ".join(EVERY))
     parser.add_argument("--model", default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--tokens", type=int, default=32768)
@@ -179,11 +182,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--share", type=float, default=0.97)
     parser.add_argument("--arena", type=int, default=12, help="GiB of the store")
     parser.add_argument("--json", type=Path, help="where the run goes, after every engine")
-    parser.add_argument("--child", choices=(*ENGINES, MAPPED), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=EVERY, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
-    unknown = set(given.engines) - {*ENGINES, MAPPED}
+    unknown = set(given.engines) - set(EVERY)
     if unknown:
-        parser.error(f"engines: expected {' or '.join(ENGINES)}, got {', '.join(unknown)}")
+        parser.error(f"engines: expected {' or '.join(EVERY)}, got {', '.join(unknown)}")
     if given.child:
         measure(given.child, given)
         return 0

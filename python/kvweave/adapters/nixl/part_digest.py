@@ -59,7 +59,8 @@ def _on_device(blocks: torch.Tensor, key: bytes) -> Sums:
         blocks = blocks.clone()
     weights = torch.from_numpy(_weights(key)).to(blocks.device)
     words = blocks.view(torch.int32).view(-1, _WORDS)
-    some = (rows.long() for rows in words.split(_ON_DEVICE))
+    starts = range(0, len(words), _ON_DEVICE)
+    some = (words[start : start + _ON_DEVICE].long() for start in starts)
     sums = [torch.stack([(rows * row).sum(1) >> 32 for row in weights], 1) for rows in some]
     found: Sums = torch.cat(sums).cpu().numpy()
     return found

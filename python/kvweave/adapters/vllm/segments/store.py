@@ -96,7 +96,8 @@ class AdmittedPrompt:
     def copied(self) -> Rows:
         """Positions that its own blocks are to have of others'."""
         found = [np.flatnonzero(ours).astype(np.int32) for _, ours in self._copied]
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        every: Rows = np.concatenate([np.zeros(0, np.int32), *found])
+        return every
 
     @cached_property
     def _copied(self) -> list[tuple[Rows, npt.NDArray[np.bool_]]]:
@@ -124,7 +125,8 @@ class AdmittedPrompt:
     def new(self, end: int) -> Rows:
         """Positions before `end` that the store has not, and that were not stored yet."""
         first, last = np.searchsorted(self.fresh, (self.stored, end))
-        return self.fresh[first:last]
+        new: Rows = self.fresh[first:last]
+        return new
 
     def release(self) -> None:
         """Lets go of all blocks; what was stored stays cached."""
