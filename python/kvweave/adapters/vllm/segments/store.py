@@ -83,7 +83,7 @@ class AdmittedPrompt:
     @cached_property
     def places(self) -> Rows:
         """Block, slot and delta of every token, i32 [T, 3]; no delta where keys stay unturned."""
-        places = self._held.copy()
+        places: Rows = self._held.copy()
         if not self.policy.delta_rope:
             places[:, 2] = 0
         for source, ours in self._copied:
