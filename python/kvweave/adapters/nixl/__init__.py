@@ -10,8 +10,9 @@
     with KvReceiver(secret) as receiver:
         answer = runner.resume(receiver.take(ticket), max_new_tokens=200)
 
-The extra `kvweave[nixl]`. Between machines NIXL goes over RDMA where there is some, or TCP; GPUs of
-one host reach each other as UCX finds them. Parts lie in the host's memory on both sides.
+The extra `kvweave[nixl]`. Between machines NIXL goes over RDMA where there is some, or TCP. Parts
+go through the host's memory on both sides; offered with `on_device=True` they go from GPU to GPU,
+as UCX finds a way between the two.
 """
 
 from kvweave.adapters.nixl.receiver import KvReceiver

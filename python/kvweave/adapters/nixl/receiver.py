@@ -13,6 +13,7 @@ from kvweave.adapters.nixl.part_digest import digest_of
 from kvweave.adapters.nixl.ticket import PartPlace, Ticket, bytes_of
 from kvweave.adapters.nixl.transfer_end import TransferEnd
 from kvweave.arguments import real, shown, whole
+from kvweave.device_memory import needs_memory
 from kvweave.errors import CorruptPayload, InvalidArgument, TransferFailed, Unsupported
 from kvweave.payload import KvPayload
 
@@ -50,7 +51,7 @@ class KvReceiver(TransferEnd):
         `CorruptPayload` for a ticket that was not signed with our secret, has expired or was taken
         here before, sizes that no such payload has, or bytes that are not those of the ticket;
         `TransferFailed` where the sender is gone, or too slow; `Unsupported` for parts on a device
-        where there is none; `InvalidArgument` once it is closed.
+        where there is none; `OutOfMemory`; `InvalidArgument` once it is closed.
         """
         agent = self._agent
         said = Ticket.decode(ticket, self._secret)
@@ -59,11 +60,12 @@ class KvReceiver(TransferEnd):
         if total > self._most:
             raise CorruptPayload(f"ticket: expected at most {self._most} bytes, got {total}")
         homes = {name: self._home(place) for name, place in said.places.items()}
-        self._expect_unused(said)
+        empty = needs_memory("ticket", f"{total} bytes of memory")(torch.empty)
         parts = {
-            name: torch.empty(shape, dtype=dtype, device=homes[name])
+            name: empty(shape, dtype=dtype, device=homes[name])
             for name, (dtype, shape) in shapes.items()
         }
+        self._expect_unused(said)
         with failing("a sender to be reached"):
             name = agent.add_remote_agent(said.peer)
             peer = name.decode() if isinstance(name, bytes) else str(name)
