@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.adapters.vllm.segments.store import PAGE_TOKENS, _runs
+from kvweave.adapters.vllm.segments.store import PAGE_TOKENS, runs_of
 
 
 @given(
@@ -22,7 +22,7 @@ def test_runs_are_the_tokens(count, size, seed) -> None:
     at = first + positions + np.cumsum(rng.random(len(positions)) < 0.1)
     delta = np.cumsum(rng.random(len(positions)) < 0.1)
     places = np.column_stack((at // PAGE_TOKENS, at % PAGE_TOKENS, delta)).astype(np.int32)
-    runs = _runs(positions, places, size)
+    runs = runs_of(positions, places, size)
     assert runs.dtype == np.int32
     tokens = [
         (page * size + slot + i, block, start + i, turn)
