@@ -37,8 +37,7 @@ impl<I> Store<I> {
         self.stored.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lock beside others that only read. Whoever waits for it alone goes before readers
-    /// that come later.
+    /// Takes the lock beside others that only read.
     pub fn read(&self) -> RwLockReadGuard<'_, Stored<I>> {
         self.stored.read().unwrap_or_else(PoisonError::into_inner)
     }
