@@ -88,10 +88,9 @@ def run(quick: bool) -> list[Row]:
 
 def rows_of(problem: Problem, mapped: bool, rounds: int) -> list[Row]:
     """A row a way of the bytes."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    secret = secrets.token_bytes(32)
-    start = multiprocessing.get_context("spawn").Process
-    other = start(target=prefill_for, args=(there, problem, mapped, secret), daemon=True)
+    spawning, secret = multiprocessing.get_context("spawn"), secrets.token_bytes(32)
+    here, there = spawning.Pipe()
+    other = spawning.Process(target=prefill_for, args=(there, problem, mapped, secret), daemon=True)
     other.start()
     # So that a process that dies is heard of.
     there.close()
@@ -106,10 +105,11 @@ def rows_of(problem: Problem, mapped: bool, rounds: int) -> list[Row]:
         prefill = summarise(computed).median_s
         ways = (False,) if problem.decodes == "cpu" else (False, True)
         with KvReceiver(secret, device=problem.decodes, timeout_s=PATIENCE_S) as receiver:
-            return [
-                _row(problem, mapped, way, prefill, _handed(here, receiver, runner, way, alone, n))
-                for way, n in ((way, rounds) for way in ways)
-            ]
+            rows = []
+            for way in ways:
+                handed = _handed(here, receiver, runner, way, alone, rounds)
+                rows.append(_row(problem, mapped, way, prefill, handed))
+            return rows
     finally:
         if other.is_alive():
             here.send(None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvweave.adapters.nixl.agent import BACKEND, as_bytes, by_device, failing, registered
+from kvweave.adapters.nixl.agent import BACKEND, as_bytes, device_of, failing, registered
 from kvweave.adapters.nixl.part_digest import digest_of
 from kvweave.adapters.nixl.ticket import PartPlace, Ticket, bytes_of
 from kvweave.adapters.nixl.transfer_end import TransferEnd
@@ -101,14 +101,13 @@ class KvReceiver(TransferEnd):
 
     def _read(self, said: Ticket, peer: str, parts: dict[str, torch.Tensor]) -> None:
         """Reads all parts into u8 memory of theirs, and tells the sender."""
-        there = {name: place.device for name, place in said.places.items()}
-        ways = [
-            (device, {name: part for name, part in some.items() if there[name] == device})
-            for some in by_device(parts).values()
-            for device in sorted({there[name] for name in some}, key=str)
-        ]
+        ways: dict[tuple[int | None, int | None], dict[str, torch.Tensor]] = {}
+        for name, part in parts.items():
+            if part.numel():
+                way = device_of(part), said.places[name].device
+                ways.setdefault(way, {})[name] = part
         try:
-            for device, some in ways:
+            for (_, device), some in ways.items():
                 self._read_from(said, peer, device, some)
             self._agent.send_notif(peer, said.name.encode())
         finally:

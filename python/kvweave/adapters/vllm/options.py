@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
+PackedKind = Literal["int4", "int8"]
+"""What pages of a store of segments may be packed in."""
 TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "heads": (str, "a path"),
     "segment_bytes": (int, "bytes"),
@@ -53,7 +55,7 @@ class Options:
     heads: Path | None = None
     segment_bytes: int | None = None
     frozen_share: float = 0.5
-    segment_dtype: Literal["int4", "int8"] | None = None
+    segment_dtype: PackedKind | None = None
     virtual_pages: bool = False
     # No graph depends on these.
     store: Path | None = field(default=None, repr=False)
@@ -97,7 +99,9 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     reads = given.get("store_reads", "faster")
     _require(where["store_reads"], reads in ("faster", "always"), "faster or always", reads)
     packed = given.get("segment_dtype")
-    _require(where["segment_dtype"], packed in (None, "int4", "int8"), "int4 or int8", packed)
+    _require(
+        where["segment_dtype"], packed in (None, *get_args(PackedKind)), "int4 or int8", packed
+    )
     virtual = given.get("virtual_pages", False)
     _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
     paths = {name: Path(given[name]) for name in ("heads", "store") if given.get(name) is not None}

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvweave import ops
+from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.store import (
     PAGE_TOKENS,
@@ -33,7 +34,6 @@ from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
 
-PackedKind = Literal["int4", "int8"]
 LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Of a packed page; the steps of a page's keys are shared by its tokens."""
 MOST_AT_ONCE, AT_ONCE_SHARE = 128, 1 / 16
@@ -128,14 +128,14 @@ class PackedSegmentStore(SegmentStore):
         if end <= admitted.stored:
             return
         numbers, own = self._own_blocks(admitted, end)
-        if len(own):
-            for part in layers.classes:
-                packs = self._packs(numbers, own, end, blocks[part.number], part.page_tokens)
-                for layer, parts in enumerate(layers.layers):
-                    for one in parts:
-                        if one.number == part.number:
-                            packed = self._from(self._first_page(layer, one))
-                            ops.pack_pages(one.pages, packed, packs, pages=one.kv_heads)
+        of_class = [
+            self._packs(numbers, own, end, first, part.page_tokens)
+            for first, part in zip(blocks, layers.classes, strict=True)
+        ]
+        for layer, parts in enumerate(layers.layers if len(own) else ()):
+            for part in parts:
+                packed, packs = self._from(self._first_page(layer, part)), of_class[part.number]
+                ops.pack_pages(part.pages, packed, packs, pages=part.kv_heads)
         self._commit_whole(admitted, end)
 
     @contextmanager

@@ -28,6 +28,7 @@ from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.payload import KvPayload, export_kv
+from kvweave.payload.pages import Places
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Policy
 
@@ -112,15 +113,10 @@ class AdmittedPrompt:
     @cached_property
     def _held(self) -> Rows:
         """Block, slot and delta of every token as its table has them, i32 [T, 3]."""
-        entries = self.request.entries()
-        block, begin, end, position, delta = entries.T
-        places = np.zeros((self.tokens, 3), np.int32)
-        counts = end - begin
-        at = np.repeat(position, counts) + _counted(counts)
-        places[at, 0] = np.repeat(block, counts)
-        places[at, 1] = np.repeat(begin, counts) + _counted(counts)
-        places[at, 2] = np.repeat(delta, counts)
-        return places
+        read = Places.read_by(self.request, 0)
+        held = np.zeros((self.tokens, 3), np.int32)
+        held[read.positions] = np.column_stack((read.blocks, read.slots, read.deltas))
+        return held
 
     def new(self, end: int) -> Rows:
         """Positions before `end` that the store has not, and that were not stored yet."""
@@ -382,13 +378,6 @@ def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:
         else:
             outcome.missed[str(span.reason)] += size
     return outcome
-
-
-def _counted(counts: Rows) -> Rows:
-    """0, 1, … for each count."""
-    starts = np.cumsum(counts) - counts
-    counted: Rows = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(starts, counts)
-    return counted
 
 
 def runs_of(positions: Rows, places: Rows, size: int) -> Rows:
