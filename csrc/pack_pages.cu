@@ -5,12 +5,14 @@
 //   then for each number the code of the step nearest to it
 //
 // What makes it fast:
-// 1. One thread block a page, all pages of all rows in one launch.
-// 2. Numbers are read side by side: channels by threads, 8 of them at a time for codes; the second
-//    reading comes from the cache.
-// 3. A thread makes whole words of 8 or 4 codes, so that no two write to one.
+// 1. One thread block a side of a page, all pages of all rows in one launch: the few that a model
+//    fills in a step are enough for all processors.
+// 2. Numbers are read eight channels at a time, twice; the second reading comes from the cache.
+// 3. A thread keeps its channels, and how to divide by their steps. It multiplies by the inverse,
+//    and divides only where that might round to the neighbour.
+// 4. Codes of values pass through shared memory, where a word of eight finds its own.
 //
-// Launch: rows · pages blocks of 128 threads. A row that points outside either side is skipped.
+// Launch: 2 · rows · pages blocks of 256 threads. A row that points outside either side is skipped.
 
 #include "api.h"
 #include "pack_job.cuh"
@@ -19,9 +21,11 @@
 
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 256;
 constexpr int kMaxTokens = 256;
 constexpr int kMaxDim = 256;
+constexpr int kOfThread = 8;  // channels of a token
+constexpr int kCoded = 64;    // tokens whose codes of values are in shared memory at once
 
 // First bit of code e of a word that has codes of one token.
 template <int kBits>
@@ -29,102 +33,218 @@ __device__ __forceinline__ int shift_in_row(int e) {
   return kBits == 4 ? 4 * (e / 2) + 16 * (e % 2) : kBits * e;
 }
 
-// Words of codes token by token: of keys, and of eight bits of values too.
-template <int kBits, typename C, typename StepAt>
-__device__ void pack_rows(const PackPagesParams& p, const Job& job, const C* from, uint32_t* words,
-                          StepAt step_at) {
+// A step, and what to multiply by for a number of them.
+struct Divisor {
+  float scale, zero, inverse;
+
+  __device__ __forceinline__ Divisor() {}
+  __device__ __forceinline__ explicit Divisor(const float2& step)
+      : scale(step.x), zero(step.y), inverse(__frcp_rn(step.x)) {}
+
+  // As `code_of`. A product is less than 1e-3 from the quotient; what is no number is divided.
+  __device__ __forceinline__ uint32_t code(float x, int largest) const {
+    if (!(scale > 0)) return 0;
+    const float over = __fsub_rn(x, zero);
+    float steps = __fmul_rn(over, inverse);
+    const bool sure = fabsf(steps - floorf(steps) - 0.5f) > 1e-3f;
+    if (!sure) steps = __fdiv_rn(over, scale);
+    return nearest_code(steps, largest);
+  }
+};
+
+// How the threads of a block share the numbers of a side: each has eight channels of every so many
+// tokens. Where these do not go into the block, the last threads have none.
+struct Share {
+  int channel, token, tokens;  // the first of its channels, its first token, and how far apart
+
+  __device__ __forceinline__ explicit Share(int dim) {
+    const int parts = dim / kOfThread;
+    tokens = kThreads / parts;
+    channel = threadIdx.x % parts * kOfThread;
+    token = threadIdx.x / parts;
+    if (token == tokens) token = kMaxTokens;
+  }
+};
+
+struct Side {
+  int64_t at[kMaxTokens];  // first element of each token of the page
+  union {
+    Spread keys[kThreads * kOfThread];              // of a thread's tokens, by channels
+    Spread values[kCoded * (kMaxDim / kOfThread)];  // of a thread's channels, by tokens
+    unsigned char codes[kCoded * kMaxDim];          // of values
+  };
+  float2 steps[kMaxDim];  // of channels; of values, of so many tokens
+};
+
+// Words of eight codes of a token, where it lies among codes token by token.
+template <int kBits>
+__device__ __forceinline__ void store_row(uint32_t* words, int element, const uint32_t (&codes)[8]) {
   constexpr int kPer = 32 / kBits;
-  const int dim = p.head_dim;
-  for (int i = threadIdx.x; i < static_cast<int>(p.page_tokens) * dim / kPer; i += kThreads) {
-    const int token = i / (dim / kPer), first = i % (dim / kPer) * kPer;
-    uint32_t word = 0;
-    if (token < job.tokens) {
-      const auto numbers = load<C, kPer>(from + element_of(p, job, token) + first);
+  uint32_t made[8 / kPer] = {};
 #pragma unroll
-      for (int e = 0; e < kPer; ++e) {
-        const float2& step = step_at(token, first + e);
-        const float x = static_cast<float>(numbers.at[e]);
-        word |= code_of(x, step, largest_code(kBits)) << shift_in_row<kBits>(e);
-      }
-    }
-    words[i] = word;
+  for (int e = 0; e < 8; ++e) made[e / kPer] |= codes[e] << shift_in_row<kBits>(e % kPer);
+#pragma unroll
+  for (int w = 0; w < 8 / kPer; ++w) words[element / kPer + w] = made[w];
+}
+
+// Codes of a token's eight channels.
+template <int kBits, typename C, typename DivisorOf>
+__device__ __forceinline__ void code_eight(uint32_t (&codes)[8], const C* from,
+                                           DivisorOf divisor_of) {
+  const auto numbers = load<C, kOfThread>(from);
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) {
+    codes[e] = divisor_of(e).code(static_cast<float>(numbers.at[e]), largest_code(kBits));
   }
 }
 
-// Words of codes of four bits of values, as lanes take them.
-template <typename C>
-__device__ void pack_units(const PackPagesParams& p, const Job& job, const C* from,
-                           uint32_t* words, const float2* steps) {
-  const int dim = p.head_dim, run = value_run(dim);
-  for (int i = threadIdx.x; i < static_cast<int>(p.page_tokens) * dim / 8; i += kThreads) {
-    const int unit = i / (2 * dim), of_unit = i % (2 * dim);
-    const int with = of_unit / run % 32, tile = of_unit / (32 * run) * run + of_unit % run;
-    uint32_t word = 0;
+template <int kBits, typename C, typename S>
+__device__ void pack_keys(const PackPagesParams& p, const Job& job, Side& side, const C* from,
+                          unsigned char* page) {
+  const int dim = p.head_dim, tokens = p.page_tokens;
+  const PackedPlaces places = places_of<kBits>(tokens, dim);
+  const Share share(dim);
+  Spread own[kOfThread];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      // Nibble 2k + h + 4b: token 2t + b + 8k, channel 16j + g + 8h.
-      const int token = 16 * unit + with % 4 * 2 + e / 4 + e % 4 / 2 * 8;
-      const int channel = 16 * tile + with / 4 + e % 2 * 8;
+  for (int e = 0; e < kOfThread; ++e) own[e] = no_spread();
+#pragma unroll 4
+  for (int token = share.token; token < job.tokens; token += share.tokens) {
+    const auto numbers = load<C, kOfThread>(from + side.at[token] + share.channel);
+#pragma unroll
+    for (int e = 0; e < kOfThread; ++e) own[e].take_in(static_cast<float>(numbers.at[e]));
+  }
+  if (share.token < share.tokens) {
+#pragma unroll
+    for (int e = 0; e < kOfThread; ++e) {
+      side.keys[share.token * dim + share.channel + e] = own[e];
+    }
+  }
+  __syncthreads();
+  for (int channel = threadIdx.x; channel < dim; channel += kThreads) {
+    Spread spread = no_spread();
+    for (int row = 0; row < share.tokens; ++row) spread.take_in(side.keys[row * dim + channel]);
+    const Step<S> step = step_of<S>(spread, largest_code(kBits));
+    reinterpret_cast<S*>(page + places.key_scales)[channel] = step.scale;
+    reinterpret_cast<S*>(page + places.key_zeros)[channel] = step.zero;
+    side.steps[channel] = widen(step);
+  }
+  __syncthreads();
+  Divisor divisors[kOfThread];
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) divisors[e] = Divisor(side.steps[share.channel + e]);
+  const auto of_channel = [&](int e) { return divisors[e]; };
+#pragma unroll 4
+  for (int token = share.token; token < tokens; token += share.tokens) {
+    uint32_t codes[8] = {};
+    if (token < job.tokens) {
+      code_eight<kBits>(codes, from + side.at[token] + share.channel, of_channel);
+    }
+    store_row<kBits>(reinterpret_cast<uint32_t*>(page), token * dim + share.channel, codes);
+  }
+}
+
+// Steps of the values of tokens [first, end), each of a token; 0 where there is none.
+template <int kBits, typename C, typename S>
+__device__ void take_value_steps(const PackPagesParams& p, const Job& job, Side& side,
+                                 const C* from, S* steps, int first, int end) {
+  const int parts = p.head_dim / kOfThread, there = min(end, job.tokens);
+  const Share share(p.head_dim);
+#pragma unroll 4
+  for (int token = first + share.token; token < there; token += share.tokens) {
+    const auto numbers = load<C, kOfThread>(from + side.at[token] + share.channel);
+    Spread own = no_spread();
+#pragma unroll
+    for (int e = 0; e < kOfThread; ++e) own.take_in(static_cast<float>(numbers.at[e]));
+    side.values[(token - first) * parts + share.channel / kOfThread] = own;
+  }
+  __syncthreads();
+  for (int token = first + threadIdx.x; token < end; token += kThreads) {
+    Step<S> step = {static_cast<S>(0.0f), static_cast<S>(0.0f)};
+    if (token < there) {
+      const Spread* of_token = side.values + (token - first) * parts;
+      Spread spread = no_spread();
+      for (int part = 0; part < parts; ++part) spread.take_in(of_token[part]);
+      step = step_of<S>(spread, largest_code(kBits));
+    }
+    steps[2 * token] = step.scale;
+    steps[2 * token + 1] = step.zero;
+    side.steps[token - first] = widen(step);
+  }
+  __syncthreads();
+}
+
+// Words of codes of four bits of values, as lanes take them, of a unit's 16 tokens: `codes`
+// [16, dim].
+__device__ __forceinline__ uint32_t unit_word(const unsigned char* codes, int dim, int of_unit) {
+  const int run = value_run(dim);
+  const int with = of_unit / run % 32, tile = of_unit / (32 * run) * run + of_unit % run;
+  uint32_t word = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    // Nibble 2k + h + 4b: token 2t + b + 8k, channel 16j + g + 8h.
+    const int token = with % 4 * 2 + e / 4 + e % 4 / 2 * 8;
+    const int channel = 16 * tile + with / 4 + e % 2 * 8;
+    word |= uint32_t{codes[token * dim + channel]} << (4 * e);
+  }
+  return word;
+}
+
+template <int kBits, typename C, typename S>
+__device__ void pack_values(const PackPagesParams& p, const Job& job, Side& side, const C* from,
+                            unsigned char* page) {
+  const int dim = p.head_dim, tokens = p.page_tokens;
+  const PackedPlaces places = places_of<kBits>(tokens, dim);
+  auto* words = reinterpret_cast<uint32_t*>(page + places.value_codes);
+  auto* steps = reinterpret_cast<S*>(page + places.value_steps);
+  const Share share(dim);
+  for (int first = 0; first < tokens; first += kCoded) {
+    const int end = min(first + kCoded, tokens);
+    take_value_steps<kBits>(p, job, side, from, steps, first, end);
+    for (int token = first + share.token; token < end; token += share.tokens) {
+      uint32_t codes[8] = {};
       if (token < job.tokens) {
-        const float x = static_cast<float>(from[element_of(p, job, token) + channel]);
-        word |= code_of(x, steps[token], largest_code(4)) << (4 * e);
+        const Divisor divisor(side.steps[token - first]);
+        code_eight<kBits>(codes, from + side.at[token] + share.channel,
+                          [&](int) { return divisor; });
+      }
+      if constexpr (kBits == 4) {
+        unsigned char* to = side.codes + (token - first) * dim + share.channel;
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+          *reinterpret_cast<uint32_t*>(to + e) =
+              codes[e] | codes[e + 1] << 8 | codes[e + 2] << 16 | codes[e + 3] << 24;
+        }
+      } else {
+        store_row<kBits>(words, token * dim + share.channel, codes);
       }
     }
-    words[i] = word;
+    if constexpr (kBits == 4) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < (end - first) * dim / 8; i += kThreads) {
+        const int unit = i / (2 * dim);
+        words[first * dim / 8 + i] = unit_word(side.codes + 16 * unit * dim, dim, i % (2 * dim));
+      }
+    }
+    __syncthreads();
   }
 }
 
 template <int kBits, typename C, typename S>
 __device__ void pack_page(const PackPagesParams& p) {
-  __shared__ float2 of_keys[kMaxDim], of_values[kMaxTokens];
-  const Job job = job_of(p, blockIdx.x);
+  __shared__ Side side;
+  const Job job = job_of(p, blockIdx.x / 2);
   if (job.packed < 0) return;
-  const int dim = p.head_dim, tokens = p.page_tokens;
-  const PackedPlaces places = places_of<kBits>(tokens, dim);
-  unsigned char* page = static_cast<unsigned char*>(p.packed) + job.packed;
-  const C* keys = static_cast<const C*>(p.cache);
-  const C* values = keys + int64_t{p.source_tokens} * dim;
-
-  for (int channel = threadIdx.x; channel < dim; channel += kThreads) {
-    Spread spread = no_spread();
-    for (int token = 0; token < job.tokens; ++token) {
-      spread.take_in(static_cast<float>(keys[element_of(p, job, token) + channel]));
-    }
-    const Step<S> step = step_of<S>(spread, largest_code(kBits));
-    reinterpret_cast<S*>(page + places.key_scales)[channel] = step.scale;
-    reinterpret_cast<S*>(page + places.key_zeros)[channel] = step.zero;
-    of_keys[channel] = widen(step);
-  }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int token = warp; token < tokens; token += kThreads / 32) {
-    Step<S> step = {static_cast<S>(0.0f), static_cast<S>(0.0f)};
-    if (token < job.tokens) {
-      Spread spread = no_spread();
-      const int64_t at = element_of(p, job, token);
-      for (int i = lane; i < dim; i += 32) spread.take_in(static_cast<float>(values[at + i]));
-#pragma unroll
-      for (int apart = 16; apart > 0; apart /= 2) {
-        spread.take_in({__shfl_xor_sync(~0u, spread.least, apart),
-                        __shfl_xor_sync(~0u, spread.greatest, apart)});
-      }
-      step = step_of<S>(spread, largest_code(kBits));
-    }
-    if (lane == 0) {
-      reinterpret_cast<S*>(page + places.value_steps)[2 * token] = step.scale;
-      reinterpret_cast<S*>(page + places.value_steps)[2 * token + 1] = step.zero;
-      of_values[token] = widen(step);
-    }
+  for (int token = threadIdx.x; token < job.tokens; token += kThreads) {
+    side.at[token] = element_of(p, job, token);
   }
   __syncthreads();
-
-  const auto of_key = [&](int, int channel) -> const float2& { return of_keys[channel]; };
-  const auto of_value = [&](int token, int) -> const float2& { return of_values[token]; };
-  auto* value_codes = reinterpret_cast<uint32_t*>(page + places.value_codes);
-  pack_rows<kBits>(p, job, keys, reinterpret_cast<uint32_t*>(page), of_key);
-  if constexpr (kBits == 4) {
-    pack_units(p, job, values, value_codes, of_values);
+  unsigned char* page = static_cast<unsigned char*>(p.packed) + job.packed;
+  const C* keys = static_cast<const C*>(p.cache);
+  if (blockIdx.x % 2 == 0) {
+    pack_keys<kBits, C, S>(p, job, side, keys, page);
   } else {
-    pack_rows<kBits>(p, job, values, value_codes, of_value);
+    const C* values = keys + int64_t{p.source_tokens} * p.head_dim;
+    pack_values<kBits, C, S>(p, job, side, values, page);
   }
 }
 
@@ -149,31 +269,28 @@ __device__ __forceinline__ uint32_t code_in_unit(const uint32_t* words, int dim,
 
 template <int kBits, typename C, typename S>
 __device__ void unpack_page(const PackPagesParams& p) {
-  const Job job = job_of(p, blockIdx.x);
+  const Job job = job_of(p, blockIdx.x / 2);
   if (job.packed < 0) return;
   const int dim = p.head_dim;
+  const bool of_keys = blockIdx.x % 2 == 0;
   const PackedPlaces places = places_of<kBits>(p.page_tokens, dim);
   const unsigned char* page = static_cast<const unsigned char*>(p.packed) + job.packed;
-  const auto* of_keys = reinterpret_cast<const uint32_t*>(page);
-  const auto* of_values = reinterpret_cast<const uint32_t*>(page + places.value_codes);
-  C* keys = static_cast<C*>(p.cache);
-  C* values = keys + int64_t{p.source_tokens} * dim;
+  const auto* words = reinterpret_cast<const uint32_t*>(page + (of_keys ? 0 : places.value_codes));
+  C* to = static_cast<C*>(p.cache) + (of_keys ? 0 : int64_t{p.source_tokens} * dim);
   for (int i = threadIdx.x; i < job.tokens * dim; i += kThreads) {
     const int token = i / dim, channel = i % dim;
-    const int64_t at = element_of(p, job, token) + channel;
-    const Step<S> of_key = {reinterpret_cast<const S*>(page + places.key_scales)[channel],
-                            reinterpret_cast<const S*>(page + places.key_zeros)[channel]};
-    const uint32_t key = code_in_row<kBits>(of_keys, dim, token, channel);
-    keys[at] = static_cast<C>(number_of(key, widen(of_key)));
-
-    const S* steps = reinterpret_cast<const S*>(page + places.value_steps) + 2 * token;
-    uint32_t value;
-    if constexpr (kBits == 4) {
-      value = code_in_unit(of_values, dim, token, channel);
+    Step<S> step;
+    if (of_keys) {
+      step = {reinterpret_cast<const S*>(page + places.key_scales)[channel],
+              reinterpret_cast<const S*>(page + places.key_zeros)[channel]};
     } else {
-      value = code_in_row<kBits>(of_values, dim, token, channel);
+      const S* of_token = reinterpret_cast<const S*>(page + places.value_steps) + 2 * token;
+      step = {of_token[0], of_token[1]};
     }
-    values[at] = static_cast<C>(number_of(value, widen(Step<S>{steps[0], steps[1]})));
+    const bool in_units = kBits == 4 && !of_keys;
+    const uint32_t code = in_units ? code_in_unit(words, dim, token, channel)
+                                   : code_in_row<kBits>(words, dim, token, channel);
+    to[element_of(p, job, token) + channel] = static_cast<C>(number_of(code, widen(step)));
   }
 }
 

@@ -300,7 +300,14 @@ def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings
             "bytes of bf16 ÷ this": text.exact_bytes / count,
         }
         rows.append(_row(f"{title}: {name}", timed[name], beside))
+    return [*rows, *_packing(text, clock, effort, ceilings)]
+
+
+def _packing(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
+    """All of a text's pages of a layer, packed at once."""
+    title = f"{text.shape.name}, {text.requests} × {text.tokens} tokens"
     packing = clock.time({name: replayed(text.pack(name)) for name in text.packed}, effort)
+    rows = []
     for name, timing in packing.items():
         floor = (text.exact_bytes + text.packed_bytes(name)) / ceilings.copy
         beside = {"floor µs": floor * 1e6, "share of copying": floor / timing.median_s}

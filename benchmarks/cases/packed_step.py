@@ -5,12 +5,16 @@ are prefilled by a `Runner(kv_dtype="int4")` and by one without, one after the o
 Times are of whole steps as an engine takes them: pages packed as they fill, tokens appended, tables
 sent, the captured graph, the next tokens brought to the host. A page of a request is full at every
 64th step; requests have prompts of unlike lengths, so that pages fill at different steps.
+
+Before them a prompt of 64K tokens alone: its prefill into pages of each format beside that into
+exact ones, which computes the same and packs nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import time
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +54,9 @@ ON_GPU = (
     Load("Llama-3.1-8B", 8, 40, 10_240),
     Load("Llama-3.1-8B", 8, 1, 131_072),
 )
+PROMPT, QUICK_PROMPT = Load("Llama-3.1-8B", 8, 1, 65_536), Load("small Llama", 2, 1, 512)
+FORMATS = ("int4", "int8", "half-int4", "quarter-bf16", "planes-3")
+PREFILLS = 3
 QUICK = (Load("Llama-3.1-8B", 2, 4, 4096),)
 ON_CPU = (Load("small Llama", 2, 2, 512),)
 
@@ -57,15 +64,36 @@ ON_CPU = (Load("small Llama", 2, 2, 512),)
 def run(quick: bool) -> list[Row]:
     on_gpu = torch.cuda.is_available()
     loads = (QUICK if quick else ON_GPU) if on_gpu else ON_CPU
-    rows = []
+    device = "cuda" if on_gpu else "cpu"
+    rows = prefilled(PROMPT if on_gpu and not quick else QUICK_PROMPT, device)
     for load in loads:
-        device = "cuda" if on_gpu else "cpu"
         model = random_model(load.model, device, layers=load.layers)
         exact = stepped(model, load, None, 2 * PAGE)
         packed = stepped(model, load, "int4", 2 * PAGE)
         for row in (exact, packed):
             row.of["exact ÷ this"] = exact.value / row.value
         rows += [exact, packed]
+    return rows
+
+
+def prefilled(load: Load, device: str) -> list[Row]:
+    """What a prompt takes, over exact pages and over those of each format."""
+    model, rows = random_model(load.model, device, layers=load.layers), []
+    tokens = np.random.default_rng(load.tokens).integers(0, 4096, load.tokens).tolist()
+    for kv_dtype in (None, *FORMATS):
+        room = load.tokens + 4 * PAGE
+        runner = Runner(model, max_tokens=room, kv_dtype=kv_dtype, check=False, progress=False)
+        with closing(runner):
+            times = []
+            for _ in range(1 + PREFILLS):
+                start = time.perf_counter()
+                runner.prefill(tokens, "full", remember=False).release()
+                times.append(time.perf_counter() - start)
+        timing, what = summarise(times[1:]), kv_dtype or "exact"
+        name = f"{load.model}, {load.layers} layers, a prompt of {load.tokens}: {what}"
+        exact = rows[0].value if rows else timing.median_s * 1e3
+        beside = {"÷ exact": timing.median_s * 1e3 / exact}
+        rows.append(Row(name, timing.median_s * 1e3, "ms", timing.p95_s * 1e3, beside))
     return rows
 
 

@@ -41,7 +41,7 @@ class Places:
         position, slot = position[entry] + step, begin[entry] + step
         return Places(*(a.astype(np.int32) for a in (position, block[entry], slot, delta[entry])))
 
-    def of(self, chosen: npt.NDArray[np.bool_]) -> Places:
+    def of(self, chosen: npt.NDArray[np.bool_] | slice) -> Places:
         """Those of some positions."""
         found = (self.positions, self.blocks, self.slots, self.deltas)
         return Places(*(array[chosen] for array in found))

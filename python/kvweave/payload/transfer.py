@@ -241,12 +241,17 @@ def _write(
     """Writes what a part holds of the blocks that a table keeps.
 
     What it lacks of them no coming token sees; zeros go there, so that nothing of others stays.
+    Run by run: of a part in the host's memory `index_select` takes minutes for 1 GB where many
+    threads share it.
     """
     kept = Places.read_by(request, table)
     given = positions_of(spans)
     held = np.isin(kept.positions, given, assume_unique=True)
-    index = torch.from_numpy(np.searchsorted(given, kept.positions[held])).to(part.device)
-    scatter(pages, kept.of(held), part.index_select(2, index))
+    places, written = kept.of(held), 0
+    for begin, end in _spans(np.searchsorted(given, places.positions)):
+        run = places.of(slice(written, written + end - begin))
+        scatter(pages, run, part[:, :, begin:end])
+        written += end - begin
     if not held.all():
         heads, kv, _, dim = part.shape
         zeros = part.new_zeros(heads, kv, int((~held).sum()), dim)
@@ -262,7 +267,7 @@ def _needed(group: HeadGroup, places: Places, length: int, width: int) -> npt.ND
     return chosen
 
 
-def _spans(positions: Int32) -> tuple[Span, ...]:
+def _spans(positions: npt.NDArray[np.integer[Any]]) -> tuple[Span, ...]:
     """The runs of sorted positions."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     runs = np.split(positions, breaks)

@@ -11,11 +11,13 @@ use crate::operands::{DeviceTensor, blocks_of, long, name_of, narrow};
 use crate::params::PackPagesParams;
 
 /// `kThreads` of the kernels of INT4 and INT8 pages.
-const THREADS: u32 = 128;
+const THREADS: u32 = 256;
 /// Of the kernels of pages in a basis: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch`
 /// of `pack_tiles.cuh`.
 const IN_BASIS: Tile =
     Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
+/// Of a page, each of which has thread blocks of its own: keys and values.
+const SIDES: usize = 2;
 /// `kMaxDim` of the kernels.
 const MAX_HEAD_DIM: usize = 256;
 /// Bytes that a load of exact pages, or a page of packed ones, begins on a boundary of.
@@ -107,7 +109,7 @@ impl CudaBackend {
             }
             kind => {
                 let name = format!("pages_{}_{dtype}_{scales}", kind.name());
-                ("pack_pages", name, grid(jobs, THREADS, 0)?)
+                ("pack_pages", name, grid(jobs.saturating_mul(SIDES), THREADS, 0)?)
             }
         };
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
@@ -133,7 +135,7 @@ fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
         PackDirection::Unpack => (channels, dim),
     };
     let tiles = call.format.page_tokens().div_ceil(IN_BASIS.tokens);
-    let blocks = jobs.saturating_mul(2 * tiles);
+    let blocks = jobs.saturating_mul(SIDES * tiles);
     grid(blocks, IN_BASIS.threads, IN_BASIS.shared_bytes(products, results))
 }
 
