@@ -10,7 +10,8 @@
 // 2. Numbers are read eight channels at a time, twice; the second reading comes from the cache.
 // 3. A thread keeps its channels, and how to divide by their steps. It multiplies by the inverse,
 //    and divides only where that might round to the neighbour.
-// 4. Codes of values pass through shared memory, where a word of eight finds its own.
+// 4. Codes of values pass through shared memory, where a word of eight finds its own, or they their
+//    words. Rows are a bank further on there than channels ask for, so that those of a word differ.
 //
 // Launch: 2 · rows · pages blocks of 256 threads. A row that points outside either side is skipped.
 
@@ -26,6 +27,7 @@ constexpr int kMaxTokens = 256;
 constexpr int kMaxDim = 256;
 constexpr int kOfThread = 8;  // channels of a token
 constexpr int kCoded = 64;    // tokens whose codes of values are in shared memory at once
+constexpr int kBeside = 4;    // bytes between their rows
 
 // First bit of code e of a word that has codes of one token.
 template <int kBits>
@@ -71,14 +73,15 @@ struct Side {
   union {
     Spread keys[kThreads * kOfThread];              // of a thread's tokens, by channels
     Spread values[kCoded * (kMaxDim / kOfThread)];  // of a thread's channels, by tokens
-    unsigned char codes[kCoded * kMaxDim];          // of values
+    unsigned char codes[kCoded * (kMaxDim + kBeside)];  // of values
   };
   float2 steps[kMaxDim];  // of channels; of values, of so many tokens
 };
 
 // Words of eight codes of a token, where it lies among codes token by token.
 template <int kBits>
-__device__ __forceinline__ void store_row(uint32_t* words, int element, const uint32_t (&codes)[8]) {
+__device__ __forceinline__ void store_row(uint32_t* words, int element,
+                                          const uint32_t (&codes)[8]) {
   constexpr int kPer = 32 / kBits;
   uint32_t made[8 / kPer] = {};
 #pragma unroll
@@ -173,20 +176,16 @@ __device__ void take_value_steps(const PackPagesParams& p, const Job& job, Side&
   __syncthreads();
 }
 
-// Words of codes of four bits of values, as lanes take them, of a unit's 16 tokens: `codes`
-// [16, dim].
-__device__ __forceinline__ uint32_t unit_word(const unsigned char* codes, int dim, int of_unit) {
-  const int run = value_run(dim);
+// Where the codes of word i of values in four bits lie among rows of tokens: of its unit the token
+// and the channel of nibble 0. Nibble 2k + h + 4b: token 2t + b + 8k, channel 16j + g + 8h.
+__device__ __forceinline__ int place_in_rows(int i, int dim) {
+  const int run = value_run(dim), unit = i / (2 * dim), of_unit = i % (2 * dim);
   const int with = of_unit / run % 32, tile = of_unit / (32 * run) * run + of_unit % run;
-  uint32_t word = 0;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    // Nibble 2k + h + 4b: token 2t + b + 8k, channel 16j + g + 8h.
-    const int token = with % 4 * 2 + e / 4 + e % 4 / 2 * 8;
-    const int channel = 16 * tile + with / 4 + e % 2 * 8;
-    word |= uint32_t{codes[token * dim + channel]} << (4 * e);
-  }
-  return word;
+  return (16 * unit + with % 4 * 2) * (dim + kBeside) + 16 * tile + with / 4;
+}
+
+__device__ __forceinline__ int place_of_nibble(int e, int dim) {
+  return (e / 4 + e % 4 / 2 * 8) * (dim + kBeside) + e % 2 * 8;
 }
 
 template <int kBits, typename C, typename S>
@@ -208,7 +207,7 @@ __device__ void pack_values(const PackPagesParams& p, const Job& job, Side& side
                           [&](int) { return divisor; });
       }
       if constexpr (kBits == 4) {
-        unsigned char* to = side.codes + (token - first) * dim + share.channel;
+        unsigned char* to = side.codes + (token - first) * (dim + kBeside) + share.channel;
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
           *reinterpret_cast<uint32_t*>(to + e) =
@@ -221,12 +220,23 @@ __device__ void pack_values(const PackPagesParams& p, const Job& job, Side& side
     if constexpr (kBits == 4) {
       __syncthreads();
       for (int i = threadIdx.x; i < (end - first) * dim / 8; i += kThreads) {
-        const int unit = i / (2 * dim);
-        words[first * dim / 8 + i] = unit_word(side.codes + 16 * unit * dim, dim, i % (2 * dim));
+        const unsigned char* codes = side.codes + place_in_rows(i, dim);
+        uint32_t word = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) word |= uint32_t{codes[place_of_nibble(e, dim)]} << (4 * e);
+        words[first * dim / 8 + i] = word;
       }
     }
     __syncthreads();
   }
+}
+
+// Finds the tokens of a page; by all threads.
+__device__ __forceinline__ void find_tokens(const PackPagesParams& p, const Job& job, Side& side) {
+  for (int token = threadIdx.x; token < job.tokens; token += kThreads) {
+    side.at[token] = element_of(p, job, token);
+  }
+  __syncthreads();
 }
 
 template <int kBits, typename C, typename S>
@@ -234,10 +244,7 @@ __device__ void pack_page(const PackPagesParams& p) {
   __shared__ Side side;
   const Job job = job_of(p, blockIdx.x / 2);
   if (job.packed < 0) return;
-  for (int token = threadIdx.x; token < job.tokens; token += kThreads) {
-    side.at[token] = element_of(p, job, token);
-  }
-  __syncthreads();
+  find_tokens(p, job, side);
   unsigned char* page = static_cast<unsigned char*>(p.packed) + job.packed;
   const C* keys = static_cast<const C*>(p.cache);
   if (blockIdx.x % 2 == 0) {
@@ -248,49 +255,103 @@ __device__ void pack_page(const PackPagesParams& p) {
   }
 }
 
-// The code of a token's channel among codes token by token.
+// Codes of eight channels of a token, where it lies among codes token by token.
 template <int kBits>
-__device__ __forceinline__ uint32_t code_in_row(const uint32_t* words, int dim, int token,
-                                                int channel) {
+__device__ __forceinline__ void load_row(uint32_t (&codes)[8], const uint32_t* words, int element) {
   constexpr int kPer = 32 / kBits;
-  const uint32_t word = words[(token * dim + channel) / kPer];
-  return word >> shift_in_row<kBits>(channel % kPer) & largest_code(kBits);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    codes[e] = words[element / kPer + e / kPer] >> shift_in_row<kBits>(e % kPer) &
+               largest_code(kBits);
+  }
 }
 
-// That of a value of four bits.
-__device__ __forceinline__ uint32_t code_in_unit(const uint32_t* words, int dim, int token,
-                                                 int channel) {
-  const int run = value_run(dim);
-  const int row = token % 16, tile = channel / 16, with = channel % 8 * 4 + row % 8 / 2;
-  const int word = token / 16 * 2 * dim + (tile / run * 32 + with) * run + tile % run;
-  const int nibble = 2 * (row / 8) + channel % 16 / 8 + 4 * (row % 2);
-  return words[word] >> (4 * nibble) & largest_code(4);
+// Writes eight channels of a token, which are read again soon.
+template <typename C, typename StepAt>
+__device__ __forceinline__ void store_eight(C* to, const uint32_t (&codes)[8], StepAt step_at) {
+  Pack<C, kOfThread> numbers;
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) {
+    numbers.at[e] = static_cast<C>(number_of(codes[e], step_at(e)));
+  }
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(numbers) / 16); ++i) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(&numbers)[i];
+  }
+}
+
+template <int kBits, typename C, typename S>
+__device__ void unpack_keys(const PackPagesParams& p, const Job& job, const Side& side, C* to,
+                            const unsigned char* page) {
+  const int dim = p.head_dim;
+  const PackedPlaces places = places_of<kBits>(p.page_tokens, dim);
+  const Share share(dim);
+  const auto scales = load<S, kOfThread>(
+      reinterpret_cast<const S*>(page + places.key_scales) + share.channel);
+  const auto zeros = load<S, kOfThread>(
+      reinterpret_cast<const S*>(page + places.key_zeros) + share.channel);
+  float2 steps[kOfThread];
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) steps[e] = widen(Step<S>{scales.at[e], zeros.at[e]});
+#pragma unroll 4
+  for (int token = share.token; token < job.tokens; token += share.tokens) {
+    uint32_t codes[8];
+    load_row<kBits>(codes, reinterpret_cast<const uint32_t*>(page), token * dim + share.channel);
+    store_eight(to + side.at[token] + share.channel, codes, [&](int e) { return steps[e]; });
+  }
+}
+
+template <int kBits, typename C, typename S>
+__device__ void unpack_values(const PackPagesParams& p, const Job& job, Side& side, C* to,
+                              const unsigned char* page) {
+  const int dim = p.head_dim;
+  const PackedPlaces places = places_of<kBits>(p.page_tokens, dim);
+  const auto* words = reinterpret_cast<const uint32_t*>(page + places.value_codes);
+  const auto* steps = reinterpret_cast<const S*>(page + places.value_steps);
+  const Share share(dim);
+  for (int first = 0; first < job.tokens; first += kCoded) {
+    const int end = min(first + kCoded, static_cast<int>(p.page_tokens));
+    if constexpr (kBits == 4) {
+      for (int i = threadIdx.x; i < (end - first) * dim / 8; i += kThreads) {
+        unsigned char* codes = side.codes + place_in_rows(i, dim);
+        const uint32_t word = words[first * dim / 8 + i];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          codes[place_of_nibble(e, dim)] = static_cast<unsigned char>(word >> (4 * e) & 15);
+        }
+      }
+      __syncthreads();
+    }
+    for (int token = first + share.token; token < min(end, job.tokens); token += share.tokens) {
+      uint32_t codes[8];
+      if constexpr (kBits == 4) {
+        const unsigned char* from = side.codes + (token - first) * (dim + kBeside) + share.channel;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          codes[e] = reinterpret_cast<const uint32_t*>(from)[e / 4] >> (8 * (e % 4)) & 255;
+        }
+      } else {
+        load_row<kBits>(codes, words, token * dim + share.channel);
+      }
+      const float2 step = widen(Step<S>{steps[2 * token], steps[2 * token + 1]});
+      store_eight(to + side.at[token] + share.channel, codes, [&](int) { return step; });
+    }
+    __syncthreads();
+  }
 }
 
 template <int kBits, typename C, typename S>
 __device__ void unpack_page(const PackPagesParams& p) {
+  __shared__ Side side;
   const Job job = job_of(p, blockIdx.x / 2);
   if (job.packed < 0) return;
-  const int dim = p.head_dim;
-  const bool of_keys = blockIdx.x % 2 == 0;
-  const PackedPlaces places = places_of<kBits>(p.page_tokens, dim);
+  find_tokens(p, job, side);
   const unsigned char* page = static_cast<const unsigned char*>(p.packed) + job.packed;
-  const auto* words = reinterpret_cast<const uint32_t*>(page + (of_keys ? 0 : places.value_codes));
-  C* to = static_cast<C*>(p.cache) + (of_keys ? 0 : int64_t{p.source_tokens} * dim);
-  for (int i = threadIdx.x; i < job.tokens * dim; i += kThreads) {
-    const int token = i / dim, channel = i % dim;
-    Step<S> step;
-    if (of_keys) {
-      step = {reinterpret_cast<const S*>(page + places.key_scales)[channel],
-              reinterpret_cast<const S*>(page + places.key_zeros)[channel]};
-    } else {
-      const S* of_token = reinterpret_cast<const S*>(page + places.value_steps) + 2 * token;
-      step = {of_token[0], of_token[1]};
-    }
-    const bool in_units = kBits == 4 && !of_keys;
-    const uint32_t code = in_units ? code_in_unit(words, dim, token, channel)
-                                   : code_in_row<kBits>(words, dim, token, channel);
-    to[element_of(p, job, token) + channel] = static_cast<C>(number_of(code, widen(step)));
+  C* keys = static_cast<C*>(p.cache);
+  if (blockIdx.x % 2 == 0) {
+    unpack_keys<kBits, C, S>(p, job, side, keys, page);
+  } else {
+    unpack_values<kBits, C, S>(p, job, side, keys + int64_t{p.source_tokens} * p.head_dim, page);
   }
 }
 

@@ -9,6 +9,9 @@ interval (Wilson). 50 % is what somebody has who tells nothing.
 Beside it the same classifier on what is no secret: whether B himself has cached the text. If it did
 not tell that, the first figure would mean nothing.
 
+A tenant whose first tokens are held back to a multiple of some time is to tell neither: he asks for
+what he has cached himself, through `Tenant(quantum_s=…)`.
+
 In the tiers the texts are marked documents: A has frozen them, they lie in the host's memory and in
 a store, and their blocks on the device are given up before B asks.
 
@@ -32,11 +35,13 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.device.models import random_model
-from kvweave import PoolFull, Runner, Segment
+from kvweave import PoolFull, Runner, Segment, Tenant
 from kvweave.lab.bench.rows import Row, expect
 
 Floats = npt.NDArray[np.float64]
 TEXT, TRIALS, QUICK_TRIALS, CONTROLS = 768, 10_000, 60, 1000
+HELD, QUANTUM_S = 4000, 0.05
+"""Trials of a tenant whose tokens are held back, and to multiples of which time."""
 _Z = 1.96
 
 
@@ -92,7 +97,9 @@ def run(quick: bool) -> list[Row]:
         rows.append(row(f"{where}: what another has cached", others))
         own = measured(where, "b", controls, processes)
         rows.append(row(f"{where}: what he has cached himself", own))
-    return rows
+    held = measured("held back", "b", QUICK_TRIALS if quick else HELD, processes)
+    name = f"device: what he has cached himself, held back to multiples of {QUANTUM_S * 1e3:.0f} ms"
+    return [*rows, row(name, held)]
 
 
 def measured(where: str, owner: str, count: int, processes: int) -> Trials:
@@ -109,11 +116,12 @@ def measured_here(where: str, owner: str, count: int, seed: int) -> Trials:
     """So many of them, with one runner."""
     model = random_model("tiny Llama", "cpu", torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        asked = Asked(model, where, folder, seed)
+        kind = HeldAsked if where == "held back" else Asked
+        asked = kind(model, where, folder, seed)
         try:
             return asked.trials(count, owner)
         finally:
-            asked.runner.close()
+            asked.close()
 
 
 def row(name: str, trials: Trials) -> Row:
@@ -131,6 +139,9 @@ class Asked:
         self.where = where
         self.runner = Runner(model, max_tokens=4096, check=False, progress=False, **beyond)
         self.random = np.random.default_rng(seed)
+
+    def close(self) -> None:
+        self.runner.close()
 
     def trials(self, count: int, owner: str) -> Trials:
         """Trials in which the texts were cached by `owner`."""
@@ -185,3 +196,32 @@ class Asked:
                 return
             except PoolFull:
                 tokens -= cache.shape.page_tokens
+
+
+class HeldAsked(Asked):
+    """A runner whose server B asks as a tenant, whose tokens are held back."""
+
+    def __init__(self, model: Any, where: str, folder: str, seed: int) -> None:
+        super().__init__(model, where, folder, seed)
+        self.server = self.runner.serve()
+        self.tenant = Tenant(self.runner, self.server, "b", quantum_s=QUANTUM_S)
+
+    def close(self) -> None:
+        self.server.close()
+        super().close()
+
+    def seconds(self, cached: bool, owner: str) -> float:
+        """Seconds to B's first token of a text that he has cached, or of a new one."""
+        text, other = (self._text() for _ in range(2))
+        how: dict[str, Any] = {"max_new_tokens": 1, "stop": ()}
+        known = [*(text if cached else other), 1]
+        self.server.submit(known, "prefix", namespace=owner, **how).result()
+        before = self.tenant.stats()["reused_tokens"]
+        begun = time.perf_counter()
+        answer = self.tenant.submit([*text, 1], "prefix", **how)
+        next(iter(answer))
+        taken = time.perf_counter() - begun
+        answer.result()
+        reused = self.tenant.stats()["reused_tokens"] - before
+        expect((reused > TEXT // 2) == cached, f"expected another reuse, got {reused} tokens")
+        return taken

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from kvweave.policies.policy_profile import PolicyProfile
     from kvweave.runner import (
         AsyncRunner,
+        Beam,
         Canary,
         Conversation,
         Engine,
@@ -93,6 +94,7 @@ _LATER = {
     **dict.fromkeys(
         (
             "AsyncRunner",
+            "Beam",
             "Canary",
             "Conversation",
             "Engine",
@@ -137,6 +139,7 @@ __all__ = [
     "AlreadyStepping",
     "Arena",
     "AsyncRunner",
+    "Beam",
     "CacheBlend",
     "Canary",
     "Cancelled",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from kvweave.payload.header import (
     promoted_part,
 )
 from kvweave.payload.packed import PackedTokens
-from kvweave.payload.pages import Int32, Places, gather, scatter, turn
+from kvweave.payload.pages import Places, gather, scatter, turn
 from kvweave.payload.payload import LOGITS, TOKENS, TORCH_DTYPES, KvPayload
 
 

@@ -1,5 +1,6 @@
 """Running models on kvweave's pages: prompts, the executor, decode, and `Runner` around them."""
 
+from kvweave.runner.answers.beam_search import Beam
 from kvweave.runner.chat import chat_parts, chat_prompt, chat_turn_parts
 from kvweave.runner.conversation.conversation import Conversation
 from kvweave.runner.decode.sampling import Sampling
@@ -28,6 +29,7 @@ from kvweave.runner.workflow import Workflow
 
 __all__ = [
     "AsyncRunner",
+    "Beam",
     "Canary",
     "CanaryCheck",
     "CanaryState",

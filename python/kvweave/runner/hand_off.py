@@ -3,23 +3,75 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
+from kvweave.arguments import shown
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload, export_kv, import_kv
 from kvweave.payload.transfer import import_exact
+from kvweave.runner.answers.answering import Answering
+from kvweave.runner.answers.stop import Stops
+from kvweave.runner.decode.sampling import Sampling
+from kvweave.runner.engine.calls import Calls
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.resumed_pages import ResumedPages, expect_packed_alike
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.kv.sent_pages import packed_tokens
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
-from kvweave.runner.prefill.prefilled import Prefill
+from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prompt import token_array
-from kvweave.runner.report import Report, Timings
+from kvweave.runner.report import Generation, Report, Timings
+
+
+class HandOff:
+    """What a `Runner` does with prompts that are decoded elsewhere than they are prefilled."""
+
+    _prefiller: Prefiller
+    _answering: Answering
+    _calls: Calls
+
+    def export(self, done: Prefill) -> KvPayload:
+        """What another runner of the same model and head map needs to decode from here on.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released or has been decoded from.
+        """
+        with self._prefiller.computing:
+            return hand_over(self._prefiller, live_prefill("export", done))
+
+    def resume(
+        self,
+        payload: KvPayload,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: Stops | None = None,
+        namespace: str | None = None,
+    ) -> Generation:
+        """Decodes a prompt that another runner prefilled; its KV is not kept for later prompts.
+
+        `namespace`: whose prompt is expected (None: the payload's word is taken). The report tells
+        of the import alone.
+
+        # Errors
+        `InvalidArgument` for a payload of another model, map or vocabulary, `NamespaceConflict`
+        for one of another namespace, `PoolFull` when it does not fit; nothing is held then.
+        """
+        given: Any = payload
+        if not isinstance(given, KvPayload):
+            raise InvalidArgument(f"payload: expected a KvPayload, got {shown(given)}")
+        lookup = Lookup(payload.header.namespace, remember=False)
+        ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop)
+        with (
+            self._prefiller.computing,
+            take_over(self._prefiller, payload, namespace, max_new_tokens - 1) as done,
+        ):
+            return self._calls.answer(done, ask)
 
 
 @needs_memory("export")

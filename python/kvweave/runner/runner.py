@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from kvweave import models
-from kvweave.arguments import flag, real, several, shown, whole, word
+from kvweave.arguments import flag, real, several, whole, word
 from kvweave.cache import HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
-from kvweave.errors import InvalidArgument
-from kvweave.payload import KvPayload
 from kvweave.policies import Policy
 from kvweave.policies.policy_profile import PolicyProfile
 from kvweave.remote import RemoteStore
 from kvweave.runner.answers.answering import Answering
+from kvweave.runner.answers.beam_search import Beam, Breadth, search
 from kvweave.runner.answers.stop import Stops
 from kvweave.runner.chat import Messages, chat_prompt
 from kvweave.runner.conversation.conversation import Conversation
@@ -26,7 +25,7 @@ from kvweave.runner.decode import Decoder
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.calls import Calls
 from kvweave.runner.engine.engine import Engine
-from kvweave.runner.hand_off import hand_over, take_over
+from kvweave.runner.hand_off import HandOff
 from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
@@ -59,7 +58,7 @@ from kvweave.runner.tiers.make import form_of, make_tiers
 from kvweave.store import Store
 
 
-class Runner(KnowledgeBase, Retention):
+class Runner(KnowledgeBase, Retention, HandOff):
     """Prefill and decode through kvweave, for any transformers decoder-only model with RoPE.
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens that fit at once. `kv_dtype`: None
@@ -250,46 +249,6 @@ class Runner(KnowledgeBase, Retention):
         with self._prefiller.computing:
             return self._prefiller.extend(done, token_array(tokens, self.spec.vocabulary))
 
-    # ---- hand-off -------------------------------------------------------------------------
-
-    def export(self, done: Prefill) -> KvPayload:
-        """What another runner of the same model and head map needs to decode from here on.
-
-        # Errors
-        `InvalidArgument` for a prompt that was released or has been decoded from.
-        """
-        with self._prefiller.computing:
-            return hand_over(self._prefiller, live_prefill("export", done))
-
-    def resume(
-        self,
-        payload: KvPayload,
-        *,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        stop: Stops | None = None,
-        namespace: str | None = None,
-    ) -> Generation:
-        """Decodes a prompt that another runner prefilled; its KV is not kept for later prompts.
-
-        `namespace`: whose prompt is expected (None: the payload's word is taken). The report tells
-        of the import alone.
-
-        # Errors
-        `InvalidArgument` for a payload of another model, map or vocabulary, `NamespaceConflict`
-        for one of another namespace, `PoolFull` when it does not fit; nothing is held then.
-        """
-        given: Any = payload
-        if not isinstance(given, KvPayload):
-            raise InvalidArgument(f"payload: expected a KvPayload, got {shown(given)}")
-        lookup = Lookup(payload.header.namespace, remember=False)
-        ask = self._answering.ask("full", lookup, max_new_tokens, sampling, stop)
-        with (
-            self._prefiller.computing,
-            take_over(self._prefiller, payload, namespace, max_new_tokens - 1) as done,
-        ):
-            return self._calls.answer(done, ask)
-
     # ---- generation -----------------------------------------------------------------------
 
     def generate(
@@ -383,6 +342,30 @@ class Runner(KnowledgeBase, Retention):
         generation = self._calls.answer(done, ask)
         done.commit()
         return generation
+
+    def search(
+        self,
+        done: Prefill,
+        *,
+        beams: int = 4,
+        max_new_tokens: int = 64,
+        length_penalty: float = 1.0,
+        stop: Stops | None = None,
+    ) -> list[Beam]:
+        """The likeliest answers to a prefilled prompt by so many beams, the best first.
+
+        Beams are forks of it: it stays as it is, and its blocks are shared. They are compared by
+        the sum of their log-probabilities over their length to the power of `length_penalty`, and
+        go on until no beam can do better. `stop`: token ids, as for `generate`.
+
+        # Errors
+        `InvalidArgument` for a prompt that was released, strings in `stop`, no beams; `PoolFull`
+        where they find no room. Nothing of them is held then.
+        """
+        lookup = live_prefill("search", done).lookup
+        ask = self._answering.ask("full", lookup, max_new_tokens, None, stop)
+        with self._prefiller.computing:
+            return search(self._answering, done, ask, Breadth(beams, length_penalty))
 
     def generate_batch(
         self,

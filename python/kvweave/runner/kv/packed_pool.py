@@ -47,11 +47,11 @@ RECENT_TOKENS = 128
 """The newest tokens, the row's own among them, that a decode step reads exactly: two pages of them,
 so that a page has long been full when the first of its tokens is read packed."""
 
-CHUNK_TOKENS = 2048
-"""Rows of a prompt that are computed at once where the caller names no number: exact pages hold so
-many before they are packed."""
+CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2048, 8192
+"""Rows of a prompt that are computed at once where the caller names no number, at least and at
+most: exact pages hold so many before they are packed."""
 
-SCRATCH_TOKENS = 8192
+SCRATCH_TOKENS = 32_768
 """Packed tokens that a chunk of a prompt has unpacked at once, of one layer."""
 
 EXACT_SHARE = 16
@@ -77,7 +77,7 @@ class PackedPool:
     decode step of the runner attends in each. `exact`: the pages [pages, 2, P, D] that they are
     packed from. `bases`: in which, of a format that has any.
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
-    of exact keys, where any of them choose pages.
+    of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`.
     """
 
     layers: Sequence[LayerSpec]
@@ -88,6 +88,7 @@ class PackedPool:
     bases: PoolBases | None
     heads: PackedHeads
     bounds: torch.Tensor | None = None
+    chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def device(self) -> torch.device:
@@ -316,7 +317,8 @@ class PoolSizes:
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
     packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
-    of a prompt that are computed at once. `has_own`: whether documents may have bases of their own.
+    of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
+    may have bases of their own.
     """
 
     exact: KvShape
@@ -324,7 +326,7 @@ class PoolSizes:
     windows: HeadClassMap
     page_bytes: int
     basis_bytes: int
-    chunk_tokens: int
+    chunk_tokens: int | None
     has_own: bool = True
 
     def exact_blocks(self, tokens: int) -> int:
@@ -333,8 +335,17 @@ class PoolSizes:
         It has a share of them, and no less than a chunk of a prompt and two requests' windows take.
         """
         window = SINK_TOKENS + RECENT_TOKENS
-        least = min(tokens, self.chunk_tokens) + 2 * window + PAGE_TOKENS
+        least = min(tokens, self.chunk_tokens or CHUNK_TOKENS) + 2 * window + PAGE_TOKENS
         return self.exact.blocks_for_tokens(max(tokens // EXACT_SHARE, least)) + 1
+
+    def chunk(self, tokens: int) -> int:
+        """Rows of a prompt that are computed at once, in pools of so many tokens.
+
+        A chunk unpacks all that lies before it, so fewer of them cost less: half of the share that
+        exact pages have is theirs, and windows of other requests keep the rest.
+        """
+        share = tokens // (2 * EXACT_SHARE) // PAGE_TOKENS * PAGE_TOKENS
+        return self.chunk_tokens or min(max(CHUNK_TOKENS, share), MOST_CHUNK_TOKENS)
 
     def packed_pages(self, tokens: int) -> int:
         """Pages of the packed pool."""
@@ -411,7 +422,7 @@ def make_packed_pool(
         exact_windows(len(spec.layers), spec.kv_heads, spec.fingerprint),
         page_bytes,
         one,
-        chunk_tokens or CHUNK_TOKENS,
+        chunk_tokens,
     )
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
@@ -434,4 +445,5 @@ def make_packed_pool(
     bases = None
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    return exact, PackedPool(spec.layers, packing, cache, pages, exact[1], bases, reads, bounds)
+    known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
+    return exact, PackedPool(*known, sizes.chunk(tokens))

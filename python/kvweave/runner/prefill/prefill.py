@@ -10,7 +10,6 @@ from kvweave.errors import InvalidArgument
 from kvweave.plan import one_pass
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.packed_pool import CHUNK_TOKENS
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.prefill.lookup import Lookup
@@ -40,7 +39,7 @@ class Prefiller(PrefillContext):
         zeroes: bool | None = None,
     ) -> None:
         super().__init__(decoder, tiled, mode, tiers, bool(zeroes))
-        self.chunk_tokens = chunk_tokens or (None if self.packed is None else CHUNK_TOKENS)
+        self.chunk_tokens = self.packed.chunk_tokens if self.packed is not None else chunk_tokens
 
     def prefill(
         self,
