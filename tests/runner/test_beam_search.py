@@ -163,3 +163,20 @@ def test_what_makes_no_sense_is_refused(how: dict[str, Any], says: str) -> None:
         runner.search(done)
     with pytest.raises(InvalidArgument, match="prefilled"):
         runner.search([1, 2, 3])  # type: ignore[arg-type]
+
+
+def test_a_server_searches_between_two_steps() -> None:
+    model = tiny("llama")
+    tokens, other = random_tokens(50, 5), random_tokens(30, 6)
+    alone = runner_of(model)
+    with alone.prefill(tokens) as done:
+        wanted = alone.search(done, beams=3, max_new_tokens=SAID, stop=())
+    said = alone.generate(other, max_new_tokens=40, stop=()).tokens
+    runner = runner_of(model)
+    with runner.serve() as server:
+        beside = server.submit(other, max_new_tokens=40, stop=())
+        with server.call(lambda: runner.prefill(tokens)) as done:
+            how = {"beams": 3, "max_new_tokens": SAID, "stop": ()}
+            assert server.call(lambda: runner.search(done, **how)) == wanted
+        assert beside.result().tokens == said
+    assert held(runner) == 0
