@@ -128,7 +128,8 @@ __device__ void spread_steps(const Side& side, int row, int token, const Room& r
   }
 }
 
-template <typename C>
+// What vectors stand for, or not kTurned their steps.
+template <typename C, bool kTurned>
 __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
   const Tile tile = tile_of(p);
   if (tile.job.packed < 0 || tile.tokens == 0) return;
@@ -145,7 +146,11 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
     return (side.page[side.places.flags + row / 8] >> (row % 8) & 1) != 0;
   };
   const PlanesBasis& basis = side.basis;
-  write_vectors<C>(p, tile, room, basis.mean, basis.steps, channels, is_nan);
+  if constexpr (kTurned) {
+    write_vectors<C>(p, tile, room, basis.mean, basis.steps, channels, is_nan);
+  } else {
+    write_numbers<C>(p, tile, room, channels, is_nan);
+  }
 }
 
 }  // namespace
@@ -160,7 +165,12 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
   extern "C" __global__ void __launch_bounds__(kThreads)                     \
       unpack_planes_##NAME(const __grid_constant__ PackPagesParams params) { \
     extern __shared__ __align__(16) float shared[];                          \
-    unpack_tile<C>(params, shared);                                          \
+    unpack_tile<C, true>(params, shared);                                    \
+  }                                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads)                     \
+      spread_planes_##NAME(const __grid_constant__ PackPagesParams params) { \
+    extern __shared__ __align__(16) float shared[];                          \
+    unpack_tile<C, false>(params, shared);                                   \
   }
 
 KERNELS(f32, float)

@@ -122,6 +122,23 @@ __device__ void rotate_tile(const PackPagesParams& p, const Tile& tile, const Ro
   multiply<true>(room, directions, dim, channels);
 }
 
+// The numbers of tokens along so many directions, into exact pages: 0 behind these, NaN where
+// is_nan(token).
+template <typename C, typename IsNan>
+__device__ void write_numbers(const PackPagesParams& p, const Tile& tile, const Room& room,
+                              int channels, IsNan is_nan) {
+  const int dim = p.head_dim, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __syncthreads();
+  for (int token = warp; token < tile.tokens; token += kThreads / 32) {
+    C* to = static_cast<C*>(p.cache) + vector_at(p, tile, token);
+    const bool nan = is_nan(token);
+    for (int d = lane; d < dim; d += 32) {
+      const float x = d < channels ? room.tokens[d * kTokenPitch + token] : 0.0f;
+      to[d] = static_cast<C>(nan ? NAN : x);
+    }
+  }
+}
+
 // Whether a token's vector and its numbers in the basis are finite: by a warp, to all lanes.
 __device__ __forceinline__ bool is_finite(const float* numbers, int channels, int odd) {
   bool finite = odd == 0;

@@ -235,7 +235,8 @@ __device__ void spread_vector(const TopRParams& of, const Side& side, int row, i
   }
 }
 
-template <typename C, typename S>
+// What vectors stand for, or not kTurned their numbers.
+template <typename C, typename S, bool kTurned>
 __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
   const Tile tile = tile_of(p);
   if (tile.job.packed < 0 || tile.tokens == 0) return;
@@ -247,7 +248,12 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
   for (int token = warp; token < tile.tokens; token += kThreads / 32) {
     spread_vector<S>(p.top_r, side, tile.first + token, token, room);
   }
-  write_vectors<C>(p, tile, room, mean, mean + dim, channels, [](int) { return false; });
+  const auto is_nan = [](int) { return false; };
+  if constexpr (kTurned) {
+    write_vectors<C>(p, tile, room, mean, mean + dim, channels, is_nan);
+  } else {
+    write_numbers<C>(p, tile, room, channels, is_nan);
+  }
 }
 
 }  // namespace
@@ -262,7 +268,12 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
   extern "C" __global__ void __launch_bounds__(kThreads)                         \
       unpack_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) { \
     extern __shared__ __align__(16) float shared[];                              \
-    unpack_tile<C, S>(params, shared);                                           \
+    unpack_tile<C, S, true>(params, shared);                                     \
+  }                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads)                         \
+      spread_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) { \
+    extern __shared__ __align__(16) float shared[];                              \
+    unpack_tile<C, S, false>(params, shared);                                    \
   }
 #define EVERY(SCALES, S)                  \
   KERNELS(f32, float, SCALES, S)          \

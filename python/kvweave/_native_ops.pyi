@@ -229,6 +229,7 @@ def unpack_pages(
     packs: _Array,
     pages: int,
     bases: _Bases,
+    in_basis: bool,
     reference: bool,
 ) -> None: ...
 def pack_pages_cuda(
@@ -247,6 +248,7 @@ def unpack_pages_cuda(
     packs: _TablePair,
     pages: int,
     bases: tuple[_Array, _TablePair] | None,
+    in_basis: bool,
     stream: int,
 ) -> None: ...
 def recycle_pages(

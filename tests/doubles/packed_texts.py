@@ -113,12 +113,14 @@ def meant(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(parts), rounded(text.v, -1, of.scales)[0]
 
 
-def read_back(text: Text, version: Version) -> tuple[torch.Tensor, torch.Tensor]:
+def read_back(
+    text: Text, version: Version, *, in_basis: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """K, V f32 [T, G, D] as `unpack_pages` writes them, in pages as large as packed ones."""
     of = text.packed.format
     cache = torch.full((len(text.packed.data), 2, of.page_tokens, of.head_dim), torch.inf)
     packs = np.stack([text.packs[:, 0], text.packs[:, 1], text.packs[:, 0]], 1)
-    version.unpack_pages(text.packed, cache, packs, pages=text.pages)
+    version.unpack_pages(text.packed, cache, packs, pages=text.pages, in_basis=in_basis)
     rows = [
         cache[block : block + text.pages, :, :tokens].permute(1, 2, 0, 3)
         for block, tokens in text.packs[:, :2].tolist()

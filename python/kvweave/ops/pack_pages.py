@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvweave import _native
+from kvweave.arguments import flag
 from kvweave.device_memory import needs_memory
 from kvweave.ops.dispatch import Backend, Pages, Table, cuda_device, on_device, stream_of
 from kvweave.ops.packed_kv import PackedPages, expect_packed
@@ -39,31 +40,45 @@ def pack_pages(
     outside either side are skipped, and those whose block has no basis. Bases there are not looked
     at before the kernel does: a page whose bits are no planes, or too many, is skipped.
     """
-    _convert("pack", cache, packed, packs, pages, backend)
+    held = expect_packed(packed)
+    device = cuda_device("packed pages", held.data, backend)
+    given = (cache, held.data, held.format)
+    if device is None:
+        _native.pack_pages(*given, packs, pages, held.native_bases, backend == "reference")
+        return
+    table = on_device(device, packs=packs)["packs"]
+    _native.pack_pages_cuda(*given, table, pages, held.bases_on(device), stream_of(device))
 
 
 @needs_memory("unpack_pages")
 def unpack_pages(
-    packed: PackedPages, cache: Pages, packs: Table, *, pages: int, backend: Backend = None
+    packed: PackedPages,
+    cache: Pages,
+    packs: Table,
+    *,
+    pages: int,
+    in_basis: bool = False,
+    backend: Backend = None,
 ) -> None:
     """Writes what packed pages stand for into exact ones, each number rounded once.
 
     `packs` and `pages` as for `pack_pages`, whose way back this is. Slots behind `tokens` stay as
     they are; no exact page is written twice. Into f32 pages this is what `attend_packed` reads.
+
+    `in_basis`: of top-r pages and planes what vectors have along the directions of their basis, of
+    planes counted in steps, and 0 behind the last direction. So rows can be turned into the basis
+    instead of keys and values out of it (MosaicKV, section 5.3). A vector that is NaN is so there.
+
+    # Errors
+    `InvalidArgument` for what does not belong together, `in_basis` beside pages that have none.
     """
-    _convert("unpack", cache, packed, packs, pages, backend)
-
-
-def _convert(
-    way: str, cache: Pages, packed: PackedPages, packs: Table, pages: int, backend: Backend
-) -> None:
     held = expect_packed(packed)
     device = cuda_device("packed pages", held.data, backend)
-    given = (cache, held.data, held.format)
+    given, turned = (cache, held.data, held.format), flag("in_basis", in_basis)
     if device is None:
-        run = _native.pack_pages if way == "pack" else _native.unpack_pages
-        run(*given, packs, pages, held.native_bases, backend == "reference")
+        bases, by_definition = held.native_bases, backend == "reference"
+        _native.unpack_pages(*given, packs, pages, bases, turned, by_definition)
         return
     table = on_device(device, packs=packs)["packs"]
-    put = _native.pack_pages_cuda if way == "pack" else _native.unpack_pages_cuda
-    put(*given, table, pages, held.bases_on(device), stream_of(device))
+    there, stream = held.bases_on(device), stream_of(device)
+    _native.unpack_pages_cuda(*given, table, pages, there, turned, stream)

@@ -57,7 +57,7 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
 /// What [`UnpackPages::validate`] refuses.
 pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpError> {
     params.validate()?;
-    let UnpackPages { cache, packed, packs } = params;
+    let UnpackPages { cache, packed, packs, in_basis } = params;
     let (format, geometry) = (packs.format, packs.geometry());
     let (bytes, dim) = (format.page_bytes(), format.head_dim());
     let cache = Disjoint::new(cache);
@@ -69,8 +69,9 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
             let held = pack.tokens * dim;
             if let Some(bases) = packs.bases {
                 let at = (&format, pack.block, page);
-                unpack_in_basis(&bases, at, Side::Keys, source, &mut keys[..held]);
-                unpack_in_basis(&bases, at, Side::Values, source, &mut values[..held]);
+                let convert = if in_basis { numbers_in_basis } else { unpack_in_basis };
+                convert(&bases, at, Side::Keys, source, &mut keys[..held]);
+                convert(&bases, at, Side::Values, source, &mut values[..held]);
             } else {
                 let (page, slots) = (PackedPage::new(&format, source), 0..pack.tokens);
                 let (keys, values) = (&mut keys[..held], &mut values[..held]);
@@ -130,6 +131,22 @@ fn unpack_in_basis(
         top_r_page::unpack(&of, bases.basis(format, block, page, side), side, bytes, rows);
     } else {
         planes_page::unpack(&bases.planes(format, block, page, side), bytes, rows);
+    }
+}
+
+/// Their numbers along the directions of the basis, into rows [tokens, D].
+fn numbers_in_basis(
+    bases: &Bases<'_>,
+    (format, block, page): (&PackedFormat, usize, usize),
+    side: Side,
+    bytes: &[u8],
+    rows: &mut [f32],
+) {
+    let dim = format.head_dim();
+    if let Some(of) = format.top_r() {
+        top_r_page::numbers(&of, dim, side, bytes, rows);
+    } else {
+        planes_page::numbers(&bases.planes(format, block, page, side).place, dim, bytes, rows);
     }
 }
 

@@ -52,6 +52,18 @@ pub(crate) fn unpack(basis: &PlanesBasis<'_>, bytes: &[u8], rows: &mut [f32]) {
     }
 }
 
+/// The steps of a page's tokens along all directions on one side, into rows [tokens, D].
+pub(crate) fn numbers(place: &PlanesSide, dim: usize, bytes: &[u8], rows: &mut [f32]) {
+    let channels = place.widths().channels();
+    rows.fill(0.0);
+    for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
+        steps_of(place, [token], bytes, &mut row[..channels]);
+        if is_nan(place, token, bytes) {
+            row.fill(f32::NAN);
+        }
+    }
+}
+
 /// The numbers of steps that tokens have along their channels, into `rows`, [tokens, C]; NaN of
 /// vectors that are.
 pub(crate) fn steps_of(

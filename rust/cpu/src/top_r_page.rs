@@ -136,6 +136,15 @@ pub(crate) fn unpack(
     }
 }
 
+/// The numbers of a page's tokens along all directions on one side, into rows [tokens, D].
+pub(crate) fn numbers(page: &TopRPage, dim: usize, side: Side, bytes: &[u8], rows: &mut [f32]) {
+    let (mut kept, channels) = (Vec::new(), page.of().channels);
+    rows.fill(0.0);
+    for (token, row) in rows.chunks_exact_mut(dim).enumerate() {
+        spread(page, (side, token), bytes, &mut kept, &mut row[..channels]);
+    }
+}
+
 /// How many bits of a byte are set below each of its bits.
 const SET_BELOW: [[u8; 8]; 256] = {
     let mut table = [[0; 8]; 256];

@@ -48,6 +48,8 @@ pub enum PackDirection {
     Pack,
     /// Packed pages into exact ones.
     Unpack,
+    /// Numbers of packed pages along the directions of their bases into exact ones.
+    Spread,
 }
 
 /// Pages packed or unpacked: `kvweave_core::ops::Packs`, whose checks are the caller's where the
@@ -97,6 +99,7 @@ impl CudaBackend {
         let way = match call.direction {
             PackDirection::Pack => "pack",
             PackDirection::Unpack => "unpack",
+            PackDirection::Spread => "spread",
         };
         let (dtype, scales) = (name_of(call.dtype), call.format.scales().name());
         let (source, kernel, grid) = match call.format.kind() {
@@ -132,7 +135,7 @@ fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
     let channels = call.format.top_r().map_or(dim, |page| page.of().channels);
     let (products, results) = match call.direction {
         PackDirection::Pack => (dim, channels),
-        PackDirection::Unpack => (channels, dim),
+        PackDirection::Unpack | PackDirection::Spread => (channels, dim),
     };
     let tiles = call.format.page_tokens().div_ceil(IN_BASIS.tokens);
     let blocks = jobs.saturating_mul(SIDES * tiles);

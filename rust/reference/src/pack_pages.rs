@@ -51,14 +51,17 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
 /// What [`UnpackPages::validate`] refuses.
 pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpError> {
     params.validate()?;
-    let UnpackPages { cache, packed, packs } = params;
+    let UnpackPages { cache, packed, packs, in_basis } = params;
     let geometry = packs.geometry();
     let bytes = packs.format.page_bytes();
     for pack in packs.iter() {
         for page in 0..packs.pages {
             let source = &packed[(pack.block + page) * bytes..][..bytes];
             let at = (pack.block, page);
-            let [keys, values] = stands_for(&packs.format, packs.bases, at, source);
+            let [keys, values] = match packs.bases {
+                Some(bases) if in_basis => numbers_of(&packs.format, bases, at, source),
+                bases => stands_for(&packs.format, bases, at, source),
+            };
             for token in 0..pack.tokens {
                 let block = pack.sources[token / packs.page_tokens] as usize;
                 let first = geometry.key_offset(block, 0, page, token % packs.page_tokens);
@@ -91,6 +94,22 @@ pub(crate) fn stands_for(
     [packed_key, packed_value].map(|packed| {
         let at = |i: usize| packed(format, page, i / dim, i % dim);
         (0..tokens * dim).map(at).collect()
+    })
+}
+
+/// The numbers of a packed page along the directions of its bases: keys [P, D] and values [P, D].
+fn numbers_of(
+    format: &PackedFormat,
+    bases: Bases<'_>,
+    (block, rank): (usize, usize),
+    page: &[u8],
+) -> [Vec<f32>; 2] {
+    [Side::Keys, Side::Values].map(|side| {
+        let vector = |token| match format.top_r() {
+            Some(of) => top_r::numbers_of(&of, format.head_dim(), (side, token), page),
+            None => planes::numbers_of(bases.planes(format, block, rank, side), token, page),
+        };
+        (0..format.page_tokens()).flat_map(vector).collect()
     })
 }
 

@@ -28,18 +28,37 @@ pub(crate) fn pack_vector(basis: PlanesBasis<'_>, token: usize, x: &[f32], bytes
 /// mean last.
 pub(crate) fn unpack_vector(basis: PlanesBasis<'_>, token: usize, bytes: &[u8]) -> Vec<f32> {
     let (place, dim) = (basis.place, basis.mean.len());
-    let CodePlace { byte, shift } = place.flag(token);
-    if bytes[byte] >> shift & 1 == 1 {
-        return vec![f32::NAN; dim];
+    let steps = numbers_of(basis, token, bytes);
+    if is_nan(basis, token, bytes) {
+        return steps;
     }
     let mut x = vec![0.0f32; dim];
-    for channel in 0..place.widths().channels() {
-        let (CodePlace { byte, shift }, bits) = place.code(token, channel);
-        let code = bytes[byte] >> shift & largest_code(bits) as u8;
-        let steps = plane_steps(code, bits);
-        for (x, step) in x.iter_mut().zip(&basis.steps[channel * dim..][..dim]) {
+    for (steps, step) in
+        steps.iter().zip(basis.steps.chunks_exact(dim)).take(place.widths().channels())
+    {
+        for (x, step) in x.iter_mut().zip(step) {
             *x += steps * step;
         }
     }
     x.iter().zip(basis.mean).map(|(x, mean)| x + mean).collect()
+}
+
+/// The steps of a token's vector along all directions, [D].
+pub(crate) fn numbers_of(basis: PlanesBasis<'_>, token: usize, bytes: &[u8]) -> Vec<f32> {
+    let (place, dim) = (basis.place, basis.mean.len());
+    if is_nan(basis, token, bytes) {
+        return vec![f32::NAN; dim];
+    }
+    let mut steps = vec![0.0f32; dim];
+    for (channel, steps) in steps.iter_mut().enumerate().take(place.widths().channels()) {
+        let (CodePlace { byte, shift }, bits) = place.code(token, channel);
+        let code = bytes[byte] >> shift & largest_code(bits) as u8;
+        *steps = plane_steps(code, bits);
+    }
+    steps
+}
+
+fn is_nan(basis: PlanesBasis<'_>, token: usize, bytes: &[u8]) -> bool {
+    let CodePlace { byte, shift } = basis.place.flag(token);
+    bytes[byte] >> shift & 1 == 1
 }

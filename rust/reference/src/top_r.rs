@@ -51,21 +51,39 @@ pub(crate) fn pack_vector(
 pub(crate) fn unpack_vector(
     page: &TopRPage,
     basis: Basis<'_>,
-    (side, token): (Side, usize),
+    at: (Side, usize),
     bytes: &[u8],
 ) -> Vec<f32> {
-    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
-    let scale = page.wide_scale(&bytes[scale]);
-    let (group, dim) = (page.of().group, basis.mean.len());
+    let dim = basis.mean.len();
     let mut x = vec![0.0f32; dim];
-    for (nth, of) in page.kept_groups(&bytes[bitmap]).enumerate() {
-        for member in 0..group {
-            let c = page.number(&bytes[numbers.clone()], nth * group + member, scale);
-            let direction = &basis.directions[(of * group + member) * dim..][..dim];
-            for (x, d) in x.iter_mut().zip(direction) {
-                *x += c * d;
-            }
+    for (channel, c) in kept_of(page, at, bytes) {
+        for (x, d) in x.iter_mut().zip(&basis.directions[channel * dim..][..dim]) {
+            *x += c * d;
         }
     }
     x.iter().zip(basis.mean).map(|(x, mean)| x + mean).collect()
+}
+
+/// The numbers of a token's vector along all directions, [D].
+pub(crate) fn numbers_of(page: &TopRPage, dim: usize, at: (Side, usize), bytes: &[u8]) -> Vec<f32> {
+    let mut numbers = vec![0.0f32; dim];
+    for (channel, c) in kept_of(page, at, bytes) {
+        numbers[channel] = c;
+    }
+    numbers
+}
+
+/// The numbers that a token's vector kept, each with its channel.
+fn kept_of(page: &TopRPage, (side, token): (Side, usize), bytes: &[u8]) -> Vec<(usize, f32)> {
+    let VectorPlace { bitmap, numbers, scale } = page.place(side, token);
+    let (scale, group) = (page.wide_scale(&bytes[scale]), page.of().group);
+    let numbers = &bytes[numbers];
+    let number = |nth: usize| page.number(numbers, nth, scale);
+    page.kept_groups(&bytes[bitmap])
+        .enumerate()
+        .flat_map(|(nth, of)| {
+            (0..group).map(move |member| (nth * group + member, of * group + member))
+        })
+        .map(|(nth, channel)| (channel, number(nth)))
+        .collect()
 }

@@ -15,8 +15,9 @@ from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.packed_documents import DraftedDocuments, PackedDocuments
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS
-from kvweave.runner.kv.packed_prefix import PackedPrefix, States
+from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.request_kv import LayerLook, RequestKv
+from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, KvTable, send
 from kvweave.runner.model.rope import PositionTable
 

@@ -18,13 +18,9 @@ from kvweave.cache import KvCache, KvRequest, ReusePlan
 from kvweave.ops import Table
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
-from kvweave.runner.kv.packed_prefix import (
-    PackedPrefix,
-    States,
-    packs_of,
-    unpacked,
-)
+from kvweave.runner.kv.packed_prefix import PackedPrefix, packs_of, unpacked
 from kvweave.runner.kv.reused_tokens import Spans
+from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.token_places import (
     Places,

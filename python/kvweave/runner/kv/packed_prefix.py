@@ -29,12 +29,10 @@ from kvweave.runner.kv.packed_pool import (
     PackedPool,
 )
 from kvweave.runner.kv.pool_bases import needs_steps
+from kvweave.runner.kv.states import States, merged_states
 from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.turned_rows import LayerBasis, attend_turned
 from kvweave.runner.model.layer_spec import LayerSpec, Scores
-
-States = tuple[torch.Tensor, torch.Tensor]
-"""Attention over some of the keys: out [R, H, D], and its log-sum-exp f32 [R, H]."""
-
 
 QUERY_ROWS = 64
 """Rows of a chunk whose queries are taken note of, at most."""
@@ -346,22 +344,37 @@ class PackedPrefix:
     ) -> States:
         """As `merged`, where heads `read` by a reach, over so many tables of a request."""
         reach, tables = read
-        for part in _in_parts(before(self.entries(), gap_end)):
-            pages, listed = unpacked(self.pool, layer, part)
+        for part, number in self._parts(before(self.entries(), gap_end), of.softcap):
+            pages, listed = unpacked(self.pool, layer, part, in_basis=number is not None)
             ends = np.full(tables + 1, len(listed), np.int32)
             ends[0] = 0
             entries, offsets = send(pages.device, listed, ends)
             heads = self.pool.kv_heads
             kv = ops.PagedKv(pages, layer, heads, of.scale, rope, None, of.softcap, reach)
-            states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            if number is None:
+                states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
+            else:
+                basis = LayerBasis.of(self.pool, layer, number)
+                states = attend_turned(basis, rows, (kv, entries, offsets))
             exact = merged_states(exact, states)
         return exact
 
+    def _parts(self, entries: Int32, softcap: float | None) -> Iterator[tuple[Int32, int | None]]:
+        """Entries in parts of so many pages as are unpacked at once, each in one basis.
 
-def merged_states(*states: States) -> States:
-    """Attention over all of the keys of some parts."""
-    outs, lses = zip(*states, strict=True)
-    return ops.merge_states(torch.stack(outs), torch.stack(lses))
+        With the number of that where rows are turned into it; None where keys and values are turned
+        out of it: keys that are moved, or whose scores are capped.
+        """
+        bases = self.pool.bases
+        if bases is None or softcap is not None:
+            yield from ((part, None) for part in _in_parts(entries))
+            return
+        numbers, stays = bases.numbers(entries[:, 0]), entries[:, 4] == 0
+        kinds = np.where(stays, numbers, -1)
+        for some in np.split(entries, np.flatnonzero(np.diff(kinds)) + 1):
+            for part in _in_parts(some):
+                number = int(bases.numbers(part[:1, 0])[0])
+                yield part, None if part[0, 4] else number
 
 
 def before(entries: Int32, end: int) -> Int32:
@@ -380,12 +393,13 @@ def _in_parts(entries: Int32) -> Iterator[Int32]:
 
 
 def unpacked(
-    pool: PackedPool, layer: int, entries: Int32, more: int = 0
+    pool: PackedPool, layer: int, entries: Int32, more: int = 0, *, in_basis: bool = False
 ) -> tuple[torch.Tensor, Int32]:
     """One layer's packed pages in exact ones of their own, and what entries say of those instead.
 
     Pages of the layers before have room, which nobody touches: a layer turns keys by frequencies
     of its own, and is known by where its pages lie. Behind the blocks is room for so many `more`.
+    `in_basis`: as `ops.unpack_pages` has it.
     """
     heads, device = pool.kv_heads, pool.device
     blocks, which = np.unique(entries[:, 0], return_inverse=True)
@@ -398,7 +412,7 @@ def unpacked(
     if len(blocks):
         packed, there = pool.of_layer(layer, blocks)
         (table,) = send(device, packs_of(there, (exact + layer * heads)[:, None]))
-        ops.unpack_pages(packed, pages, table, pages=heads)
+        ops.unpack_pages(packed, pages, table, pages=heads, in_basis=in_basis)
     return pages, listed
 
 

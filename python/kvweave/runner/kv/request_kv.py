@@ -17,7 +17,8 @@ from kvweave.ops import Reach
 from kvweave.plan import Rows
 from kvweave.runner.kv.heads import HeadReads, LayerHeads
 from kvweave.runner.kv.host_pages import HostPages
-from kvweave.runner.kv.packed_prefix import PackedPrefix, States
+from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
 from kvweave.runner.model.rope import PositionTable
 

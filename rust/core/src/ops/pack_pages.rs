@@ -4,7 +4,7 @@ use super::bases::{Bases, check_given};
 use super::element::Element;
 use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
-use super::packed_format::PackedFormat;
+use super::packed_format::{PackedFormat, PackedKind};
 
 /// Packs blocks of exact pages into blocks of packed ones, each with all of its pages.
 ///
@@ -25,6 +25,9 @@ pub struct PackPages<'a, C> {
 
 /// Writes what packed pages stand for into exact ones, rounded once: those tokens that a row
 /// counts; other slots stay as they are.
+///
+/// Or their numbers `in_basis`: along each direction what a vector has of it, of planes in steps,
+/// and 0 behind the last direction. All of a vector that is NaN is so.
 #[derive(Debug)]
 pub struct UnpackPages<'a, C> {
     /// Exact pages, [pages, 2, P', D].
@@ -33,6 +36,8 @@ pub struct UnpackPages<'a, C> {
     pub packed: &'a [u8],
     /// What was packed where.
     pub packs: Packs<'a>,
+    /// Whether it is numbers along the directions of a basis that are written.
+    pub in_basis: bool,
 }
 
 /// Which blocks of a cache are, or become, which packed blocks.
@@ -156,6 +161,18 @@ impl Packs<'_> {
         self.iter().try_for_each(|pack| bases.check_block(&self.format, pack.block, last))
     }
 
+    /// Refuses to look for numbers in a basis where pages have none.
+    ///
+    /// # Errors
+    /// An [`OpError`] that names the argument.
+    pub fn expect_basis(&self) -> Result<(), OpError> {
+        let kind = self.format.kind();
+        let has = !matches!(kind, PackedKind::Int4 | PackedKind::Int8);
+        ensure(has, OpErrorKind::InvalidArgument, "in_basis", || {
+            ("pages that are packed in a basis", kind.name())
+        })
+    }
+
     /// Refuses blocks that share a page.
     fn check_apart(&self, mut blocks: Vec<i32>) -> Result<(), OpError> {
         blocks.sort_unstable();
@@ -201,6 +218,9 @@ impl<C: Element> UnpackPages<'_, C> {
     pub fn validate(&self) -> Result<(), OpError> {
         refuse_quantised::<C>()?;
         self.packs.validate(self.cache.len(), self.packed.len(), true)?;
+        if self.in_basis {
+            self.packs.expect_basis()?;
+        }
         self.packs.validate_bases(self.packed.len())
     }
 }

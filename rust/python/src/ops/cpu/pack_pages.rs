@@ -85,7 +85,7 @@ pub fn pack_pages(
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "Python's arguments")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, packed, format, packs, pages, bases, reference))]
+#[pyo3(signature = (cache, packed, format, packs, pages, bases, in_basis, reference))]
 pub fn unpack_pages(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -94,6 +94,7 @@ pub fn unpack_pages(
     packs: &Bound<'_, PyAny>,
     pages: Number,
     bases: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>)>,
+    in_basis: bool,
     reference: bool,
 ) -> PyResult<()> {
     let sides = Sides::of(cache, packed, packs, bases.as_ref())?;
@@ -106,7 +107,7 @@ pub fn unpack_pages(
                 let cache = sides.cache.tensor.slice_mut::<C>("cache")?;
                 (cache, sides.packed.tensor.bytes("packed pages")?)
             };
-            Ok(UnpackPages { cache, packed, packs })
+            Ok(UnpackPages { cache, packed, packs, in_basis })
         };
         run!(py, reference, unpack_pages, raised(py, params())?)
     })

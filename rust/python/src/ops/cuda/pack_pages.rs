@@ -37,7 +37,7 @@ pub fn pack_pages_cuda(
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "Python's arguments")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, packed, format, packs, pages, bases, stream))]
+#[pyo3(signature = (cache, packed, format, packs, pages, bases, in_basis, stream))]
 pub fn unpack_pages_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -46,10 +46,12 @@ pub fn unpack_pages_cuda(
     packs: TablePair<'_>,
     pages: Number,
     bases: GivenBases<'_>,
+    in_basis: bool,
     stream: u64,
 ) -> PyResult<()> {
     let sides = Sides { cache, packed, format, bases };
-    launch(py, PackDirection::Unpack, &sides, &packs, pages, stream)
+    let direction = if in_basis { PackDirection::Spread } else { PackDirection::Unpack };
+    launch(py, direction, &sides, &packs, pages, stream)
 }
 
 /// Exact pages, packed ones, and what these are.
@@ -91,7 +93,7 @@ fn launch<'py>(
         }
         match direction {
             PackDirection::Pack => packed.expect_writable("packed pages")?,
-            PackDirection::Unpack => cache.expect_writable("cache")?,
+            PackDirection::Unpack | PackDirection::Spread => cache.expect_writable("cache")?,
         }
         let launch = PackPagesLaunch {
             direction,
@@ -113,7 +115,10 @@ fn launch<'py>(
         let PackPagesLaunch { cache, packed, format, page_tokens, pages, .. } = launch;
         let rows = on_host.unwrap_or(&[]);
         let packs = Packs { format, page_tokens, pages, bases: None, rows };
-        packs.validate(cache.len, packed.len, direction == PackDirection::Unpack)?;
+        packs.validate(cache.len, packed.len, direction != PackDirection::Pack)?;
+        if direction == PackDirection::Spread {
+            packs.expect_basis()?;
+        }
         if let Some(bases) = checked {
             packs.iter().try_for_each(|pack| bases.check_block(&format, pack.block, pages - 1))?;
         }
