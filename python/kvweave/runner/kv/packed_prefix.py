@@ -363,10 +363,11 @@ class PackedPrefix:
         """Entries in parts of so many pages as are unpacked at once, each in one basis.
 
         With the number of that where rows are turned into it; None where keys and values are turned
-        out of it: keys that are moved, or whose scores are capped.
+        out of it: keys that are moved, or whose scores are capped, and on a GPU, where that is what
+        was measured.
         """
         bases = self.pool.bases
-        if bases is None or softcap is not None:
+        if bases is None or softcap is not None or self.pool.device.type != "cpu":
             yield from ((part, None) for part in _in_parts(entries))
             return
         numbers, stays = bases.numbers(entries[:, 0]), entries[:, 4] == 0
