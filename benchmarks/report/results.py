@@ -29,6 +29,7 @@ TITLES = {
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
     "block_manager": "Block manager, beside quoted figures of vLLM 0.33.0 (not run here)",
     "store": "A store on disk: reading with every check, and opening",
+    "isolation": "What a tenant can tell of others from the time to his first token",
     "hand_off": "A prompt that is prefilled by one process and decoded by another",
     "choices": "Documents that are taken from where they come sooner: a slow store, or computing",
     "tiers": "Time to first token of four documents: computed, and brought from each tier",

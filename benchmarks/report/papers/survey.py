@@ -7,6 +7,7 @@ LOAD = "Llama-3.1-8B, 100 of 10000 to 30000, 500 out, at once"
 RING = "SmolLM2-135M, 10 agents of 1024 tokens, room for"
 ALL_STEPS = "LRU ÷ this, all steps"
 TIER = "Llama-3.1-8B, 32768 tokens"
+OWN = "what he has cached himself"
 
 CLAIMS = (
     Claim(
@@ -90,11 +91,17 @@ CLAIMS = (
         "a faster answer tells one user what another has asked",
         "vLLM 0.26 with the plugin: a classifier of first tokens' times tells {} of what another "
         "tenant has cached of prompts and {} of documents, where guessing tells half; of what is "
-        "one's own {} and {}",
-        tuple(
-            row("vllm_isolation", f"vLLM, {kind}: what {whose}")
-            for whose in ("another has cached", "he has cached himself")
-            for kind in ("prompts", "documents")
+        "one's own {} and {}. A runner, on a CPU: of another's {}; of one's own {}, and {} where "
+        "first tokens are held back",
+        (
+            *(
+                row("vllm_isolation", f"vLLM, {kind}: {whose}")
+                for whose in ("what another has cached", OWN)
+                for kind in ("prompts", "documents")
+            ),
+            row("isolation", "device: what another has cached"),
+            row("isolation", f"device: {OWN}"),
+            row("isolation", f"device: {OWN}, held back to multiples of 50 ms"),
         ),
     ),
 )
