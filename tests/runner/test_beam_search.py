@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from families import VOCABULARY, random_tokens, tiny
+from host_memory import host_runner
 from kvweave import InvalidArgument, PoolFull
 from kvweave.runner import Runner
 from kvweave.runner.answers.beam_search import Breadth, Hypotheses
 from packed_decoding import nothing_is_held, packed_runner
+from ranked_pages import FULL, WINDOW, ranked_runner, stepping_as_on_a_gpu, top_k
 from small_engines import held, runner_of
 
 SAID = 12
@@ -179,4 +181,34 @@ def test_a_server_searches_between_two_steps() -> None:
             how = {"beams": 3, "max_new_tokens": SAID, "stop": ()}
             assert server.call(lambda: runner.search(done, **how)) == wanted
         assert beside.result().tokens == said
+    assert held(runner) == 0
+
+
+KINDS = [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: ranked_runner(model, KINDS),
+        lambda model: ranked_runner(model, KINDS, page_tokens=8, speculate=4),
+        lambda model: host_runner(model, KINDS),
+    ],
+    ids=["windows and chosen pages", "drafts", "host memory"],
+)
+def test_one_beam_is_what_is_decoded(make: Any, captured: bool) -> None:
+    """Whatever heads read, wherever it lies; and several leave nothing behind."""
+    runner = make(tiny("llama"))
+    if captured:
+        stepping_as_on_a_gpu(runner)
+    tokens = random_tokens(90, 3)
+    how: dict[str, Any] = {"max_new_tokens": 30, "stop": ()}
+    with runner.prefill(tokens, remember=False) as done:
+        wanted = runner.decode(done, **how).tokens
+    with runner.prefill(tokens, remember=False) as done:
+        assert runner.search(done, beams=1, **how)[0].tokens == wanted
+        found = runner.search(done, beams=4, **how)
+        assert found[0].score >= found[-1].score
+        assert runner.decode(done, **how).tokens == wanted
     assert held(runner) == 0
