@@ -87,6 +87,27 @@ def test_layers_have_any_number_of_global_heads(tmp_path) -> None:
     assert split.heads == (5, 5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_several_windows_the_widest_is_kept_and_each_head_sees_its_own(tmp_path, ranks) -> None:
+    early, late = {**WINDOW, "sink": 9}, {**WINDOW, "recent": 50}
+    classes = [[late, FULL, WINDOW, FULL], [FULL, early, WINDOW, FULL], [FULL] * 4]
+    split = read_split(written(tmp_path, classes), 3, 4, ranks)
+    assert split is not None
+    assert (split.sink, split.recent) == (9, 50)
+    seen = [
+        [pair for rank in range(ranks) for pair in split.own_windows(layer, rank)]
+        for layer in range(3)
+    ]
+    assert seen == [[(50, 4), (32, 4)], [(32, 9), (32, 4)], []]
+    each = 4 // ranks
+    for rank in range(ranks):
+        for layer, part in enumerate(split.parts(rank)):
+            assert len(split.own_windows(layer, rank)) == part[1].heads <= each
+    alike = read_split(written(tmp_path, [[WINDOW, FULL, FULL, WINDOW]]), 1, 4, ranks)
+    assert alike is not None
+    assert alike.own_windows(0, 0) == []
+
+
 @pytest.mark.parametrize("name", ["smollm2", "qwen-coder"])
 def test_recorded_maps_are_carried(name: str) -> None:
     """Those that `kvweave profile-heads` wrote: most of their layers have no global head."""
@@ -107,7 +128,6 @@ def test_full_heads_are_not_split(tmp_path) -> None:
 
 REFUSED = {
     "top-k": ([[TOP_K, FULL]], 1, "kinds of heads"),
-    "two windows": ([[WINDOW, FULL], [{**WINDOW, "recent": 33}, FULL]], 1, "windows"),
     "none global": ([[WINDOW, WINDOW]], 1, "at least one for each of 1, got 0 of 2 global"),
     "one local": ([[WINDOW, FULL], [FULL, FULL]], 2, "at least one for each of 2, got 3 of 4"),
     "ranks": ([[WINDOW, FULL, FULL]], 2, "a number that 2 ranks divide"),

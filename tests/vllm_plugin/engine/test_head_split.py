@@ -29,13 +29,19 @@ def written(
     layers: int = 4,
     kv_heads: int = 4,
     whole: int | Sequence[int] = 1,
+    narrower: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """A map with `whole` global heads in each layer, others from layer to layer."""
+    """A map with `whole` global heads in each layer, others from layer to layer.
+
+    `narrower`: (sink, recent) of some of the local heads, in turn with the widest.
+    """
     counts = [whole] * layers if isinstance(whole, int) else whole
+    windows = [(sink, recent), *narrower]
 
     def entry(layer: int, head: int) -> dict[str, Any]:
         full = (head - layer) % kv_heads < counts[layer]
-        kept = {"kind": "full"} if full else {"kind": "window", "sink": sink, "recent": recent}
+        first, latest = windows[(layer + 2 * head) % len(windows)]
+        kept = {"kind": "full"} if full else {"kind": "window", "sink": first, "recent": latest}
         reach = "global" if full else "local"
         named = {"class": kept, "reach": reach, "stability": "stable"}
         return {"layer": layer, "head": head, **named}
@@ -47,7 +53,7 @@ def written(
         "kv_heads": kv_heads,
         "heads": [entry(layer, head) for layer in range(layers) for head in range(kv_heads)],
     }
-    path = folder / f"map-{sink}-{recent}-{'-'.join(map(str, counts))}.json"
+    path = folder / f"map-{len(windows)}-{sink}-{recent}-{'-'.join(map(str, counts))}.json"
     path.write_text(json.dumps(made))
     return path
 
@@ -113,13 +119,20 @@ class Masked:
 
 # Layers without global heads, and with all: as `kvweave profile-heads` finds them.
 UNEVEN = (0, 1, 4, 2)
-MASKED = [*((family, 1) for family in FAMILIES), ("llama", UNEVEN)]
+SEVERAL = ((4, 10), (0, 25), (20, 3))
+"""Windows beside a wider one: none of them keeps as many first tokens and as many latest."""
+MASKED = [
+    *((family, 1, ()) for family in FAMILIES),
+    *(("llama", UNEVEN, windows) for windows in ((), SEVERAL)),
+]
 
 
-@pytest.mark.parametrize(("family", "whole"), MASKED)
-def test_local_heads_are_masked_ones(checkpoint, tmp_path, family: str, whole: Any) -> None:
-    """Chunks, mixed batches and decode steps, the window far shorter than the prompts."""
-    path = written(tmp_path, sink=20, recent=40, whole=whole)
+@pytest.mark.parametrize(("family", "whole", "narrower"), MASKED)
+def test_local_heads_are_masked_ones(
+    checkpoint, tmp_path, family: str, whole: Any, narrower: Any
+) -> None:
+    """Chunks, mixed batches and decode steps, windows far shorter than the prompts."""
+    path = written(tmp_path, sink=20, recent=40, whole=whole, narrower=narrower)
     model = checkpoint_of(checkpoint, family)
     changes = {"head_dim": 32, "initializer_range": 0.15, **SIZES}
     masked = Masked(family, {**changes, "sliding_window": None}, path)
@@ -150,9 +163,14 @@ def test_heads_that_see_everything_are_stocks(checkpoint, tmp_path, recent: int 
     same(got, wanted)
 
 
-@pytest.mark.parametrize(("sink", "whole"), [(0, 1), (20, 1), (20, (0, 1, 2, 1))])
-def test_cached_prefixes_keep_their_sink(checkpoint, tmp_path, sink: int, whole: Any) -> None:
-    path = written(tmp_path, sink=sink, recent=40, whole=whole)
+@pytest.mark.parametrize(
+    ("sink", "whole", "narrower"),
+    [(0, 1, ()), (20, 1, ()), (20, (0, 1, 2, 1), ()), (20, (0, 1, 2, 1), SEVERAL)],
+)
+def test_cached_prefixes_keep_their_sink(
+    checkpoint, tmp_path, sink: int, whole: Any, narrower: Any
+) -> None:
+    path = written(tmp_path, sink=sink, recent=40, whole=whole, narrower=narrower)
     model = checkpoint_of(checkpoint, "llama")
     ids = prompt(300, 5)["prompt_token_ids"]
     prompts = [{"prompt_token_ids": ids[:end]} for end in (300, 299, 200)]

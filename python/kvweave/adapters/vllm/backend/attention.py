@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +55,10 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.scale = float(scale)
         self.sliding_window = sliding_window
         self.span = AttentionSpan(sliding_window, sink if sliding_window is not None else 0)
-        self.window, self.reach = sliding_window, None
+        self.window: int | None = sliding_window
+        self.reach: ops.Reach | None = None
         if sliding_window is not None and sink:
-            seen = [[0, head, sliding_window, sink] for head in range(self.num_kv_heads)]
-            self.window, self.reach = None, ops.Reach(1, np.array(seen, np.int32))
+            self.see([(sliding_window, sink)] * self.num_kv_heads)
         # Where heads write, if not each to its own page of a block.
         self.written: ops.Reach | None = None
         self.kv_cache_dtype = kv_cache_dtype
@@ -68,6 +69,11 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.dense = DensePrefill(self.scale, self.softcap, self.num_kv_heads)
         # No key of vLLM moves from where it was rotated: frequencies are never read.
         self.rope = ops.RopeTable(np.zeros((1, head_size // 2), np.float32))
+
+    def see(self, windows: Sequence[tuple[int, int]]) -> None:
+        """Has each head see the latest tokens and the first of its own, of what is listed."""
+        seen = [[0, head, *window] for head, window in enumerate(windows)]
+        self.window, self.reach = None, ops.Reach(1, np.array(seen, np.int32))
 
     def own_pages_of(
         self, block_pages: int, first_page: int, *, first_head: int, layer_heads: int

@@ -4,7 +4,8 @@ vLLM keeps one block table for a set of cache layers whose pages are equally lar
 nothing of heads. So the global heads of all layers become one cache layer, which keeps everything,
 and the local heads another, which keeps a sink and a window (RedKnot, section 4.3). A layer may
 have any number of either: its pages are some of those that a block of the class has. Within a layer
-heads are put in order when weights are loaded, global ones first.
+heads are put in order when weights are loaded, global ones first. Where a map has several windows
+the widest is kept, and each head sees its own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ class ClassBlocks(NamedTuple):
     pages: int
 
 
+class Window(NamedTuple):
+    """What a local head sees: the latest `recent` tokens and the first `sink`."""
+
+    recent: int
+    sink: int
+
+
 class LayerPart(NamedTuple):
     """Heads of one class in a layer of a rank: how many, behind how many pages of a block."""
 
@@ -54,7 +62,8 @@ class HeadSplit:
 
     `order[layer]` [G]: the heads as they are loaded. Of the G / ranks heads that a rank has of a
     layer the first `whole[layer][rank]` keep everything, the others the first `sink` tokens and the
-    latest `recent`.
+    latest `recent`. `windows` [L][G], in the map's order: what each head sees of these, where it is
+    not the same for all local ones; None of those that see everything.
     """
 
     order: tuple[tuple[int, ...], ...]
@@ -62,6 +71,7 @@ class HeadSplit:
     whole: tuple[tuple[int, ...], ...]
     sink: int
     recent: int
+    windows: tuple[tuple[Window | None, ...], ...] = ()
 
     @property
     def layers(self) -> int:
@@ -89,6 +99,14 @@ class HeadSplit:
             parts.append((whole, local))
             before = [before[0] + whole.heads, before[1] + local.heads]
         return parts
+
+    def own_windows(self, layer: int, rank: int) -> list[Window]:
+        """What each local head of a rank's share of a layer sees; none where all see the same."""
+        if not self.windows:
+            return []
+        each = self.kv_heads // self.ranks
+        local = self.order[layer][rank * each + self.whole[layer][rank] : (rank + 1) * each]
+        return [window for head in local if (window := self.windows[layer][head]) is not None]
 
     def blocks(self, unit: int) -> tuple[ClassBlocks, ClassBlocks]:
         """Blocks of global and of local heads, of equal bytes; tokens are multiples of `unit`.
@@ -149,21 +167,16 @@ def split_of(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
 
     None when every head is full: nothing is to be split.
 
-    Errors: `Unsupported` for what two cache layers cannot carry: top-k heads, several windows,
-    heads that the ranks do not divide, or too few of a class for each to have one.
+    Errors: `Unsupported` for what two cache layers cannot carry: top-k heads, heads that the ranks
+    do not divide, or too few of a class for each to have one.
     """
     kinds = {str(head["kind"]) for layer in classes for head in layer}
-    known = kinds <= {"full", "window"}
-    require("heads: kinds of heads", known, "full and window", ", ".join(kinds))
+    carried = kinds <= {"full", "window"}
+    require("heads: kinds of heads", carried, "full and window", ", ".join(kinds))
     if kinds == {"full"}:
         return None
-    windows = {
-        (int(head["sink"]), int(head["recent"]))
-        for layer in classes
-        for head in layer
-        if head["kind"] == "window"
-    }
-    require("heads: windows", len(windows) == 1, "one (sink, recent)", str(sorted(windows)))
+    windows = tuple(tuple(map(_window_of, layer)) for layer in classes)
+    known = {window for layer in windows for window in layer if window is not None}
     heads = len(classes[0])
     expected = f"a number that {ranks} ranks divide"
     require("heads: KV heads", heads % ranks == 0, expected, str(heads))
@@ -171,10 +184,17 @@ def split_of(classes: list[list[HeadClass]], ranks: int) -> HeadSplit | None:
     few = min(sum(counts), heads * len(counts) - sum(counts))
     got = f"{sum(counts)} of {heads * len(counts)} global"
     require("heads: heads of a class", few >= ranks, f"at least one for each of {ranks}", got)
-    (window,) = windows
     whole = _shared_out(counts, ranks)
     order = tuple(_order(*layer) for layer in zip(classes, whole, strict=True))
-    return HeadSplit(order, ranks, whole, *window)
+    sink, recent = (max(sizes) for sizes in zip(*((w.sink, w.recent) for w in known), strict=True))
+    return HeadSplit(order, ranks, whole, sink, recent, windows if len(known) > 1 else ())
+
+
+def _window_of(head: HeadClass) -> Window | None:
+    """What a head sees; None of one that sees everything."""
+    if head["kind"] == "full":
+        return None
+    return Window(int(head["recent"]), int(head["sink"]))
 
 
 def _shared_out(counts: list[int], ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvweave.adapters.vllm.backend.metadata import QkvObserver
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.backend.step_tables import first as first_rows
 from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
-from kvweave.adapters.vllm.heads.split import ClassBlocks, HeadSplit, LayerPart
+from kvweave.adapters.vllm.heads.split import ClassBlocks, HeadSplit, LayerPart, Window
 from kvweave.adapters.vllm.segments.prefix_guard import guarded
 
 NAMES = ("global", "local")
@@ -57,6 +58,7 @@ class ClassLayer(Attention):
 
     The first such layer of a class is the cache layer that vLLM allocates, `first`; the others have
     its memory and its block table. `number`: the layer's, whatever its name says.
+    `windows`: what each local head sees of what the class keeps, if they do not all see it.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ClassLayer(Attention):
         number: int,
         local: bool,
         part: LayerPart,
+        windows: Sequence[Window],
         first: str | None,
         watch: LayerWatch,
         **named: Any,
@@ -91,6 +94,8 @@ class ClassLayer(Attention):
             first_head=heads - part.heads if local else 0,
             layer_heads=heads,
         )
+        if local and windows:
+            impl.see(windows)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """What the scheduler must keep for the heads of this class in all layers."""
@@ -187,6 +192,7 @@ def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusi
                 number=number,
                 local=kind == "local",
                 part=part,
+                windows=split.own_windows(number, rank),
                 first=first.get(kind),
                 watch=watch,
             )
