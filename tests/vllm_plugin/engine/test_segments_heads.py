@@ -57,6 +57,14 @@ UNEVEN = [
     *(FULL, FULL, FULL, FULL),
     *(FULL, WINDOW, FULL, WINDOW),
 ]
+EARLY, SHORT = {**WINDOW, "sink": 20, "recent": 17}, {**WINDOW, "recent": 16}
+# The same with windows of which none keeps all that another does.
+SEVERAL = [
+    *(WINDOW, EARLY, SHORT, WINDOW),
+    *(EARLY, FULL, WINDOW, SHORT),
+    *(FULL, FULL, FULL, FULL),
+    *(FULL, SHORT, FULL, EARLY),
+]
 # Blocks of 48 and of 16 tokens: a prefix is found in steps of 48.
 FEW = [
     *(WINDOW, WINDOW, WINDOW, WINDOW),
@@ -100,10 +108,14 @@ def checkpoint_of(checkpoint: Any, family: str = "llama") -> Path:
     return checkpoint(family, **SIZES)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_answers_are_the_runners(checkpoint: Any, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("llama", UNEVEN), ("qwen3", UNEVEN), ("llama", SEVERAL)]
+)
+def test_answers_are_the_runners(
+    checkpoint: Any, tmp_path: Path, family: str, kinds: list[dict[str, Any]]
+) -> None:
     """Windows far shorter than documents, any number of whole heads in a layer; all policies."""
-    mapped = Mapped(tmp_path, UNEVEN, family)
+    mapped = Mapped(tmp_path, kinds, family)
     options = {"enable_prefix_caching": False}
     model = checkpoint_of(checkpoint, family)
     with segments(model, mapped.settings(), **options) as (llm, counts):
@@ -117,9 +129,10 @@ def test_answers_are_the_runners(checkpoint: Any, tmp_path: Path, family: str) -
             assert not part.pages[: part.kv_heads].any()
 
 
-def test_chunks_and_others(checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", [UNEVEN, SEVERAL])
+def test_chunks_and_others(checkpoint: Any, tmp_path: Path, kinds: list[dict[str, Any]]) -> None:
     """Windows move on between chunks; prompts without marks are what they are under the map."""
-    mapped = Mapped(tmp_path, UNEVEN)
+    mapped = Mapped(tmp_path, kinds)
     wanted = [mapped.beside.ask(Marked([tokens]), "full") for tokens in UNMARKED]
     options = {"enable_prefix_caching": False, "max_num_batched_tokens": 48}
     with segments(checkpoint_of(checkpoint), mapped.settings(), **options) as (llm, counts):

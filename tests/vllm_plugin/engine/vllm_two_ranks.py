@@ -104,12 +104,12 @@ def mapped(folder: Path) -> None:
     """A document at two places, a knowledge base, markers that are malformed, and a folder."""
     from families import tiny
     from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-    from test_segments_heads import CHANGES, UNEVEN, Mapped
+    from test_segments_heads import CHANGES, SEVERAL, Mapped
     from vllm_engines import engine, sampling
     from vllm_segments import FIRST, SECOND, ask, text
 
     tiny("llama", **CHANGES).save_pretrained(folder / "model")
-    beside = Mapped(folder, UNEVEN)
+    beside = Mapped(folder, SEVERAL)
     choice = beside.settings()
     # A rank has half of each layer's heads: a block of the store is 32 KiB.
     ours = {

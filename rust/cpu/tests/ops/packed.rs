@@ -111,9 +111,9 @@ proptest! {
         let mut back = [vec![7.0f32; cache.len()], vec![7.0f32; cache.len()]];
         let [one, other] = &mut back;
         let packed = &wanted[..];
-        let in_basis = false;
-        kvweave_reference::unpack_pages(UnpackPages { cache: one, packed, packs, in_basis }).unwrap();
-        kvweave_cpu::unpack_pages(UnpackPages { cache: other, packed, packs, in_basis }).unwrap();
+        let unpacked = |cache| UnpackPages { cache, packed, packs, in_basis: false };
+        kvweave_reference::unpack_pages(unpacked(one)).unwrap();
+        kvweave_cpu::unpack_pages(unpacked(other)).unwrap();
         let bits = |cache: &[f32]| cache.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         prop_assert_eq!(bits(one), bits(other));
     }
