@@ -18,6 +18,9 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 
+_MOST_PENALTY = 10
+"""Lengths to a higher power are beyond any likelihood."""
+
 
 @dataclass(frozen=True)
 class Beam:
@@ -51,10 +54,9 @@ class Breadth:
 
     def __post_init__(self) -> None:
         whole("beams", self.beams, 1)
-        if not abs(real("length_penalty", self.length_penalty)) < float("inf"):
-            raise InvalidArgument(
-                f"length_penalty: expected a finite number, got {self.length_penalty}"
-            )
+        if not abs(real("length_penalty", self.length_penalty)) <= _MOST_PENALTY:
+            expected = f"a number from -{_MOST_PENALTY} to {_MOST_PENALTY}"
+            raise InvalidArgument(f"length_penalty: expected {expected}, got {self.length_penalty}")
 
     def score(self, likelihood: float, length: int) -> float:
         """What beams of any length are compared by."""
