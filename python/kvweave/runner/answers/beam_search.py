@@ -18,7 +18,7 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 
-_MOST_PENALTY = 10
+_MOST_PENALTY = 10.0
 """Lengths to a higher power are beyond any likelihood."""
 
 
@@ -54,9 +54,7 @@ class Breadth:
 
     def __post_init__(self) -> None:
         whole("beams", self.beams, 1)
-        if not abs(real("length_penalty", self.length_penalty)) <= _MOST_PENALTY:
-            expected = f"a number from -{_MOST_PENALTY} to {_MOST_PENALTY}"
-            raise InvalidArgument(f"length_penalty: expected {expected}, got {self.length_penalty}")
+        real("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
 
     def score(self, likelihood: float, length: int) -> float:
         """What beams of any length are compared by."""
