@@ -108,6 +108,10 @@ class Text:
     positions: torch.Tensor
     workspace: ops.Workspace
 
+    @property
+    def title(self) -> str:
+        return f"{self.shape.name}, {self.requests} × {self.tokens} tokens"
+
     @classmethod
     def of(cls, shape: Shape, requests: int, tokens: int) -> Text:
         generator = torch.Generator("cuda").manual_seed(tokens)
@@ -289,7 +293,6 @@ def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings
         calls[f"{of} of an earlier choice"] = (text.attend_selected(name, chosen=True), read)
     timed = clock.time({name: replayed(call) for name, (call, _) in calls.items()}, effort)
     dense = timed["bf16"].median_s
-    title = f"{text.shape.name}, {text.requests} × {text.tokens} tokens"
     rows = []
     for name, (_, count) in calls.items():
         floor = (count + text.rows_bytes) / ceilings.read
@@ -299,19 +302,18 @@ def _attended(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings
             "bf16 ÷ this": dense / timed[name].median_s,
             "bytes of bf16 ÷ this": text.exact_bytes / count,
         }
-        rows.append(_row(f"{title}: {name}", timed[name], beside))
+        rows.append(_row(f"{text.title}: {name}", timed[name], beside))
     return [*rows, *_packing(text, clock, effort, ceilings)]
 
 
 def _packing(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
     """All of a text's pages of a layer, packed at once."""
-    title = f"{text.shape.name}, {text.requests} × {text.tokens} tokens"
     packing = clock.time({name: replayed(text.pack(name)) for name in text.packed}, effort)
     rows = []
     for name, timing in packing.items():
         floor = (text.exact_bytes + text.packed_bytes(name)) / ceilings.copy
         beside = {"floor µs": floor * 1e6, "share of copying": floor / timing.median_s}
-        rows.append(_row(f"{title}: pack {name}", timing, beside))
+        rows.append(_row(f"{text.title}: pack {name}", timing, beside))
     return rows
 
 

@@ -65,13 +65,13 @@ def _computed(runner: Runner, tokens: list[int]) -> list[int]:
 
 def _brought(runner: Runner, tokens: list[int]) -> list[int]:
     """The same of a document that lies in the host's memory."""
-    if runner.tiers is not None and not runner.tiers.stats()["host"]["cached"]:
+    assert runner.tiers is not None
+    if not runner.tiers.stats()["host"]["cached"]:
         runner.insert(tokens, "document")
         runner.cache.delete("document")
     runner.cache.forget()
-    if runner.tiers is not None:
-        # What was never measured is tried: a slow moment has no document computed.
-        runner.tiers.measured = Measured()
+    # What was never measured is tried: a slow moment has no document computed.
+    runner.tiers.measured = Measured()
     prompt = [Segment(tokens=tokens), Segment(tokens=tokens[:9])]
     how: dict[str, Any] = {"max_new_tokens": ANSWER, "stop": (), "remember": False}
     done = runner.generate(prompt, "naive", **how)

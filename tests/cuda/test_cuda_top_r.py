@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from basis_formats import plane_formats, top_r_formats
 from kvweave import InvalidArgument, Unsupported, ops
 from packed_texts import SCALES, Text, check_attention, drawn_bases, text_of
 from paged import rope_table
@@ -19,20 +20,9 @@ ON_CUDA = [version for version in RUNNABLE if version.device != "cpu"] or [None]
 CLOSE = {"rtol": 2**-6, "atol": 2**-6}
 
 
-@st.composite
-def formats(draw) -> ops.PackedFormat:
-    """Any format in a basis that CUDA attends to."""
-    dim, group = draw(st.sampled_from([64, 128])), draw(st.sampled_from([1, 2, 4]))
-    tokens, scales = draw(st.sampled_from([16, 48, 64, 128])), draw(st.sampled_from(list(SCALES)))
-    if draw(st.booleans()):
-        size = draw(st.integers(1, 2 * dim) | st.integers(dim // 2, dim))
-        return ops.PackedFormat("planes", dim, tokens, scales, token_bytes=size)
-    numbers = draw(st.sampled_from(["bf16", "fp8", "int4"]))
-    step = max(group, 2) if numbers == "int4" else group
-    channels = group * draw(st.integers(step // group, dim // group))
-    kept = step * draw(st.integers(1, channels // step))
-    sizes = {"kept": kept, "group": group, "channels": channels, "numbers": numbers}
-    return ops.PackedFormat("top-r", dim, tokens, scales, **sizes)
+SIZES = [64, 128], [16, 48, 64, 128]
+FORMATS = plane_formats(*SIZES) | top_r_formats(*SIZES)
+"""Any format in a basis that CUDA attends to."""
 
 
 def rows_of(of: ops.PackedFormat) -> torch.dtype:
@@ -58,7 +48,7 @@ def on_host(text: Text, q: torch.Tensor, entries: np.ndarray, position: int, hea
 
 @settings(max_examples=200)
 @given(
-    of=formats(),
+    of=FORMATS,
     heads=st.sampled_from([(2, 2), (4, 1), (2, 4), (1, 9), (3, 8)]),
     lengths=st.lists(st.integers(0, 900), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 200),

@@ -113,14 +113,23 @@ def meant(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(parts), rounded(text.v, -1, of.scales)[0]
 
 
-def read_back(
-    text: Text, version: Version, *, in_basis: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K, V f32 [T, G, D] as `unpack_pages` writes them, in pages as large as packed ones."""
+def pages_of(text: Text, version: Version, *, in_basis: bool = False) -> torch.Tensor:
+    """What `unpack_pages` writes into exact pages f32 as large as packed ones, each in its block.
+
+    Infinity is left in slots that it does not write.
+    """
     of = text.packed.format
     cache = torch.full((len(text.packed.data), 2, of.page_tokens, of.head_dim), torch.inf)
     packs = np.stack([text.packs[:, 0], text.packs[:, 1], text.packs[:, 0]], 1)
     version.unpack_pages(text.packed, cache, packs, pages=text.pages, in_basis=in_basis)
+    return cache
+
+
+def read_back(
+    text: Text, version: Version, *, in_basis: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K, V f32 [T, G, D] as `unpack_pages` writes them, in pages as large as packed ones."""
+    cache = pages_of(text, version, in_basis=in_basis)
     rows = [
         cache[block : block + text.pages, :, :tokens].permute(1, 2, 0, 3)
         for block, tokens in text.packs[:, :2].tolist()

@@ -8,27 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from basis_formats import plane_formats, top_r_formats
 from kvweave import InvalidArgument, ops
 from kvweave.runner.kv.turned_rows import LayerBasis, attend_turned
-from packed_texts import Text, drawn_bases, read_back, text_of
+from packed_texts import Text, drawn_bases, pages_of, read_back, text_of
 from paged import rope_table
-from versions import RUNNABLE
+from versions import CPU, RUNNABLE
 
 HOST = [version for version in RUNNABLE if version.device == "cpu"]
 
 
-@st.composite
-def formats(draw) -> ops.PackedFormat:
-    """Any format in a basis, of up to 128 channels."""
-    dim, tokens = draw(st.sampled_from([16, 64, 80, 128])), draw(st.sampled_from([16, 48, 64]))
-    if draw(st.booleans()):
-        size = draw(st.integers(1, 2 * dim) | st.integers(dim // 2, dim))
-        return ops.PackedFormat("planes", dim, tokens, token_bytes=size)
-    group, numbers = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(["bf16", "int4"]))
-    step = max(group, 2) if numbers == "int4" else group
-    channels = group * draw(st.integers(step // group, dim // group))
-    sizes = {"kept": step * draw(st.integers(1, channels // step)), "channels": channels}
-    return ops.PackedFormat("top-r", dim, tokens, group=group, numbers=numbers, **sizes)
+SIZES = [16, 64, 80, 128], [16, 48, 64]
+FORMATS = plane_formats(*SIZES) | top_r_formats(*SIZES)
 
 
 def directions_of(of: ops.PackedFormat, bases: torch.Tensor) -> torch.Tensor:
@@ -43,7 +34,7 @@ def channels_of(of: ops.PackedFormat, bases: torch.Tensor) -> int:
 
 @settings(max_examples=80)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 150),
     kv_heads=st.integers(1, 3),
     version=st.sampled_from(RUNNABLE),
@@ -77,21 +68,17 @@ def test_numbers_by_directions_are_what_vectors_stand_for(
         assert ((means - wanted[side]).abs() <= near)[finite].all()
 
 
-def pages_of(text: Text, *, in_basis: bool) -> tuple[torch.Tensor, np.ndarray]:
-    """Exact pages f32 [·, 2, P, D] of what is packed, and the entries of a row that reads it."""
-    of = text.packed.format
-    cache = torch.zeros((len(text.packed.data), 2, of.page_tokens, of.head_dim))
-    packs = np.stack([text.packs[:, 0], text.packs[:, 1], text.packs[:, 0]], 1)
-    ops.unpack_pages(text.packed, cache, packs, pages=text.pages, in_basis=in_basis)
-    starts = 20 + of.page_tokens * np.arange(len(packs))
-    none = np.zeros(len(packs))
+def entries_of(text: Text) -> np.ndarray:
+    """The entries of a row that reads a text from position 20 on, in pages as large as packed."""
+    starts = 20 + text.packed.format.page_tokens * np.arange(len(text.packs))
+    none = np.zeros(len(text.packs))
     entries = np.stack([text.packs[:, 0], none, text.packs[:, 1], starts, none], 1)
-    return cache, entries.astype(np.int32)
+    return entries.astype(np.int32)
 
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 150),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
@@ -104,23 +91,22 @@ def test_rows_that_are_turned_say_what_unpacked_pages_do(
     """Rows that see all, a part and nothing of it."""
     generator = torch.Generator().manual_seed(seed)
     bases = drawn_bases(generator, of, kv_heads, 1)
-    text = text_of(generator, tokens, of=of, kv_heads=kv_heads, bases=bases)
+    text = text_of(generator, tokens, of=of, kv_heads=kv_heads, bases=bases, version=CPU)
     q = torch.randn((rows, kv_heads * group, of.head_dim), generator=generator)
     positions = np.sort(np.random.default_rng(seed).integers(0, 190, rows)).astype(np.int32)
     rope = rope_table(1, of.head_dim)
     ends = np.asarray([0, len(text.packs)], np.int32)
 
-    def read(*, in_basis: bool) -> tuple[ops.PagedKv, np.ndarray]:
-        pages, entries = pages_of(text, in_basis=in_basis)
-        return ops.PagedKv(pages, 0, kv_heads, 0.2, rope), entries
+    def read(*, in_basis: bool) -> ops.PagedKv:
+        return ops.PagedKv(pages_of(text, CPU, in_basis=in_basis), 0, kv_heads, 0.2, rope)
 
-    kv, entries = read(in_basis=False)
-    wanted = ops.attend_prefill(q, positions, entries, kv, entry_offsets=ends)
+    entries, exact = entries_of(text), read(in_basis=False)
+    wanted = ops.attend_prefill(q, positions, entries, exact, entry_offsets=ends)
     directions = directions_of(of, bases[0])
     basis = LayerBasis(bases[0, :, 0, 0], directions[:, 0], bases[0, :, 1, 0], directions[:, 1])
-    kv, entries = read(in_basis=True)
-    out, lse = attend_turned(basis, (q, positions), (kv, entries, ends))
+    out, lse = attend_turned(basis, (q, positions), (read(in_basis=True), entries, ends))
     seen = wanted[1].isfinite()
+    assert torch.equal(seen.all(-1), torch.from_numpy(positions >= 20))
     assert torch.equal(lse.isfinite(), seen)
     assert torch.allclose(lse[seen], wanted[1][seen], atol=2e-4, rtol=2e-4)
     assert torch.allclose(out[seen], wanted[0][seen], atol=2e-4, rtol=2e-4)

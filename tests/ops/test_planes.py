@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from basis_formats import plane_formats
 from kvweave import InvalidArgument, ops
 from packed_texts import check_attention, random_planes, read_back, text_of
 from paged import rope_table
@@ -19,12 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = {"ids": lambda version: version.name}
 
 
-@st.composite
-def formats(draw) -> ops.PackedFormat:
-    """Any planes of up to 128 channels, of a byte to 8 bits a channel."""
-    dim, tokens = draw(st.sampled_from([16, 64, 80, 128])), draw(st.sampled_from([16, 48, 64]))
-    size = draw(st.integers(1, 2 * dim) | st.integers(dim // 2, dim))
-    return ops.PackedFormat("planes", dim, tokens, token_bytes=size)
+FORMATS = plane_formats([16, 64, 80, 128], [16, 48, 64])
 
 
 def in_steps(text, bases: torch.Tensor, side: int, x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +42,7 @@ def bits_of(text, bases: torch.Tensor, side: int) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 150),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
@@ -79,7 +75,7 @@ def test_of_each_channel_the_nearest_code_is_stored(
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 100),
     dtype=st.sampled_from(DTYPES),
     odd=st.lists(
@@ -118,7 +114,7 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, seed) -> None
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     heads=st.sampled_from([(1, 1), (2, 2), (1, 5), (3, 1)]),
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from basis_formats import top_r_formats
 from kvweave import ops
 from packed_texts import check_attention, random_bases, read_back, text_of
 from paged import rope_table
@@ -17,17 +18,7 @@ HOST = [version for version in RUNNABLE if version.device == "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@st.composite
-def formats(draw) -> ops.PackedFormat:
-    """Any top-r format of up to 128 channels."""
-    dim, group = draw(st.sampled_from([16, 64, 80, 128])), draw(st.sampled_from([1, 2, 4]))
-    numbers = draw(st.sampled_from(["bf16", "fp8", "int4"]))
-    step = max(group, 2) if numbers == "int4" else group
-    channels = group * draw(st.integers(step // group, dim // group))
-    kept = step * draw(st.integers(1, channels // step))
-    tokens, scales = draw(st.sampled_from([16, 48, 64])), draw(st.sampled_from(["bf16", "f16"]))
-    sizes = {"kept": kept, "group": group, "channels": channels, "numbers": numbers}
-    return ops.PackedFormat("top-r", dim, tokens, scales, **sizes)
+FORMATS = top_r_formats([16, 64, 80, 128], [16, 48, 64])
 
 
 def in_basis(text, bases: torch.Tensor, side: int, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +34,7 @@ def in_basis(text, bases: torch.Tensor, side: int, x: torch.Tensor) -> torch.Ten
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 150),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
@@ -79,7 +70,7 @@ def test_of_each_vector_the_most_energy_is_kept(
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     tokens=st.integers(1, 100),
     dtype=st.sampled_from(DTYPES),
     odd=st.lists(
@@ -124,7 +115,7 @@ def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, alike, seed) 
 
 @settings(max_examples=60)
 @given(
-    of=formats(),
+    of=FORMATS,
     heads=st.sampled_from([(1, 1), (2, 2), (1, 5), (3, 1)]),
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),

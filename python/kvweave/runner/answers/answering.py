@@ -139,7 +139,20 @@ class Answering:
     @needs_memory("sampling")
     def begin(self, done: Prefill, ask: Ask) -> Answer:
         """Chooses the first token of the answer to a prompt that was prefilled."""
-        sequence = Decoding(
+        sequence = self.sequence(done, ask)
+        if self.decoder.drafts:
+            done.report.speculation = sequence.speculation
+        watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
+        sequence.choose(done.logits[-1])
+        kept = ask.streamed or ask.stop.texts
+        text = SpokenText(self.prompts.decode, ask.stop.texts) if kept else None
+        answer = Answer(done, sequence, watch, text)
+        answer.hear()
+        return answer
+
+    def sequence(self, done: Prefill, ask: Ask) -> Decoding:
+        """A prompt that was prefilled as decode steps take it; it has said nothing yet."""
+        return Decoding(
             request=done.request,
             positions=done.positions,
             sampling=ask.sampling,
@@ -150,15 +163,6 @@ class Answering:
             packed=done.kv.packed,
             host=done.kv.host,
         )
-        if self.decoder.drafts:
-            done.report.speculation = sequence.speculation
-        watch = None if ask.healing is None else Watch(done, sequence, ask.healing)
-        sequence.choose(done.logits[-1])
-        kept = ask.streamed or ask.stop.texts
-        text = SpokenText(self.prompts.decode, ask.stop.texts) if kept else None
-        answer = Answer(done, sequence, watch, text)
-        answer.hear()
-        return answer
 
     def go_on(self, answer: Answer, done: Prefill) -> None:
         """Chooses what an answer says next, now that its KV is there again."""

@@ -169,18 +169,8 @@ class _Beams:
         self._release(held)
 
     def _hold(self, fork: Prefill, tokens: list[int]) -> None:
-        kv = fork.kv
-        sequence = Decoding(
-            request=fork.request,
-            positions=fork.positions,
-            sampling=self._ask.sampling,
-            limit=self._ask.max_new_tokens,
-            device=self._answering.prefiller.spec.device,
-            timings=fork.report.timings,
-            tokens=tokens,
-            packed=kv.packed,
-            host=kv.host,
-        )
+        sequence = self._answering.sequence(fork, self._ask)
+        sequence.tokens += tokens
         self._held.append((fork, sequence))
 
     def _release(self, held: Sequence[tuple[Prefill, Decoding]]) -> None:

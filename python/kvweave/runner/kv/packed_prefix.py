@@ -366,16 +366,13 @@ class PackedPrefix:
         out of it: keys that are moved, or whose scores are capped, and on a GPU, where that is what
         was measured.
         """
-        bases = self.pool.bases
-        if bases is None or softcap is not None or self.pool.device.type != "cpu":
-            yield from ((part, None) for part in _in_parts(entries))
-            return
-        numbers, stays = bases.numbers(entries[:, 0]), entries[:, 4] == 0
-        kinds = np.where(stays, numbers, -1)
-        for some in np.split(entries, np.flatnonzero(np.diff(kinds)) + 1):
-            for part in _in_parts(some):
-                number = int(bases.numbers(part[:1, 0])[0])
-                yield part, None if part[0, 4] else number
+        bases, turned = self.pool.bases, np.full(len(entries), -1, np.int32)
+        if bases is not None and softcap is None and self.pool.device.type == "cpu":
+            turned = np.where(entries[:, 4] == 0, bases.numbers(entries[:, 0]), turned)
+        for run in np.split(np.arange(len(entries)), np.flatnonzero(np.diff(turned)) + 1):
+            for part in _in_parts(entries[run]):
+                number = int(turned[run[0]])
+                yield part, None if number < 0 else number
 
 
 def before(entries: Int32, end: int) -> Int32:

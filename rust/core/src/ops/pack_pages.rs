@@ -4,7 +4,7 @@ use super::bases::{Bases, check_given};
 use super::element::Element;
 use super::error::{OpError, OpErrorKind, ensure};
 use super::geometry::PageGeometry;
-use super::packed_format::{PackedFormat, PackedKind};
+use super::packed_format::PackedFormat;
 
 /// Packs blocks of exact pages into blocks of packed ones, each with all of its pages.
 ///
@@ -166,10 +166,9 @@ impl Packs<'_> {
     /// # Errors
     /// An [`OpError`] that names the argument.
     pub fn expect_basis(&self) -> Result<(), OpError> {
-        let kind = self.format.kind();
-        let has = !matches!(kind, PackedKind::Int4 | PackedKind::Int8);
+        let has = self.format.basis_rows().is_some();
         ensure(has, OpErrorKind::InvalidArgument, "in_basis", || {
-            ("pages that are packed in a basis", kind.name())
+            ("pages that are packed in a basis", self.format.kind().name())
         })
     }
 
