@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 import kvweave
-from benchmarks.cases.isolation import interval
 from benchmarks.cases.tiers import Preferred, evict
+from benchmarks.classifier import interval
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.models import load_smollm2
 from kvweave.remote.remote_store import RemoteShard

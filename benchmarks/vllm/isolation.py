@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases.isolation import CONTROLS, Trials, row
+from benchmarks.cases.isolation import CONTROLS
+from benchmarks.classifier import Trials, row
 from benchmarks.report import record
 from benchmarks.soak.asked import VOCABULARY
 from benchmarks.vllm import device
