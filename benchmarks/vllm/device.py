@@ -9,6 +9,8 @@ from typing import Any
 
 OPS = "vllm_cpu_ops"
 """The module in `tests/vllm_plugin/engine`: ops of vLLM's CPU build, for a build for GPUs."""
+OFFLOAD = "vllm_cpu_offload"
+"""The module there that copies to the host what a GPU's streams do."""
 QUIETLY = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -31,6 +33,14 @@ def has_gpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda())
+
+
+def offloading(tiers: dict[str, Any]) -> dict[str, Any]:
+    """Options of offloading, on a CPU with what copies there: vLLM does that on GPUs alone."""
+    if not has_gpu():
+        extra = tiers["kv_transfer_config"]["kv_connector_extra_config"]
+        extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": OFFLOAD}
+    return tiers
 
 
 def options(**on_gpu: Any) -> dict[str, Any]:

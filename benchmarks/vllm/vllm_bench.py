@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
 from benchmarks.vllm.model import written
 from benchmarks.vllm.rag_text import RagLoad, write_custom, write_tokenizer
-from kvweave.adapters.vllm.serving import PACKAGE, engine_options
+from benchmarks.vllm.server import MIDDLEWARE, served, words_of
+from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "ours", "heads", "segments")
@@ -43,7 +40,6 @@ SERVE = {
     "p99_tpot_ms": "ms",
 }
 THROUGHPUT = {"requests_per_second": "requests/s", "tokens_per_second": "tokens/s"}
-STOP_S = 60
 
 
 def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[str]:
@@ -54,45 +50,7 @@ def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[
         "heads": engine_options(architecture, heads=str(heads)),
         "segments": engine_options(architecture, segment_bytes=store),
     }[engine]
-    words: list[str] = []
-    for name, value in given.items():
-        listed = value if isinstance(value, list) else [_word(value)]
-        words += [f"--{name.replace('_', '-')}", *listed]
-    return words
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-@contextmanager
-def served(words: list[str], limit_s: float) -> Iterator[int]:
-    """The port of a server, once it answers; all that it prints goes to stderr."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
-    command = [sys.executable, "-m", "benchmarks.vllm.vllm_command", "server"]
-    with subprocess.Popen([*command, *words, "--port", str(port)], stdout=sys.stderr) as process:
-        try:
-            _wait(process, port, limit_s)
-            yield port
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, limit_s: float) -> None:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(1)
-    raise RuntimeError(f"server: expected an answer within {limit_s} s, got none")
+    return words_of(given)
 
 
 def told(command: str, words: list[str], result: Path, limit_s: float) -> dict[str, Any]:
@@ -157,8 +115,7 @@ def run_engine(
     engine_words += ["--max-model-len", str(chosen.longest), *ours, *chosen.others]
     serving = [job for job in chosen.jobs if job != "throughput"]
     if serving:
-        middleware = ["--middleware", f"{PACKAGE}.server.SegmentMiddleware"]
-        words = [*engine_words, *(middleware if engine == "segments" else [])]
+        words = [*engine_words, *(MIDDLEWARE if engine == "segments" else [])]
         with served(words, chosen.limit) as port:
             for job in serving:
                 result = folder / f"{job}-{engine}.json"

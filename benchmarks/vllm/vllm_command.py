@@ -10,6 +10,11 @@ import sys
 from importlib import import_module
 from runpy import run_module
 
+from benchmarks.vllm import device
+
+# The command, and the processes that it starts.
+if __name__ in ("__main__", "__mp_main__"):
+    device.prepare()
 SERVER = "vllm.entrypoints.openai.api_server"
 BENCHMARKS = ("serve", "throughput")
 

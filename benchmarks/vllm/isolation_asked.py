@@ -1,0 +1,163 @@
+"""Trials of two tenants of a vLLM: the one computes a text, and the other asks for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from http.client import HTTPConnection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.classifier import Trials
+from benchmarks.soak.asked import VOCABULARY
+from kvweave.lab.bench.rows import expect
+
+TEXT, BEFORE, LONGEST = 512, 16, 640
+"""Tokens of what may be cached, of fresh text before a document, and of a request at most."""
+FILLERS = 3
+"""Texts after which another one has left the device, and the host's memory that is for the disk."""
+WARM = 20
+ANSWER = 2
+"""Tokens of an answer: vLLM says nothing of documents with the first."""
+
+
+class Prompt(NamedTuple):
+    """What a tenant asks: a text whose tokens are `marked`, where it is a document."""
+
+    tokens: list[int]
+    tenant: str
+    marked: tuple[int, int] | None
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Of a document."""
+        return {"segments": [self.marked], "namespace": self.tenant, "policy": "naive"}
+
+
+class Answered(NamedTuple):
+    """How many tokens of a prompt were known, and the seconds to the first token."""
+
+    found: int
+    seconds: float
+
+
+class Asked(ABC):
+    """A vLLM whose tenant A computes and whose tenant B asks, texts of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.random = np.random.default_rng(7)
+        self.missed = 0
+
+    def trials(self, count: int, owner: str) -> Trials:
+        """Trials in which the texts were cached by `owner`."""
+        cached = self.random.permutation(np.arange(count) % 2 == 0)
+        for _ in range(WARM):
+            self.seconds(True, owner)
+        seconds = np.asarray([self.seconds(bool(one), owner) for one in cached])
+        # What is on its way to the disk at times is not there yet.
+        few = count // 20 if self.kind == "disk" else 0
+        expect(self.missed <= few, f"expected own texts, missed {self.missed} of {count}")
+        return Trials(seconds, cached)
+
+    def seconds(self, cached: bool, owner: str) -> float:
+        """Seconds to B's first token of a text that was cached, or of one that nobody has seen."""
+        text, other = self._text(), self._text()
+        self.ask(self._prompt(text if cached else other, owner))
+        if self.kind in ("host", "disk"):
+            for _ in range(FILLERS):
+                self.ask(self._prompt(self._text(), "c"))
+        found, taken = self.ask(self._prompt(text, "b"))
+        own, known = cached and owner == "b", found > TEXT // 2
+        expect(own or not known, f"expected none of another's tokens, got {found}")
+        self.missed += own and not known
+        return taken
+
+    @abstractmethod
+    def ask(self, prompt: Prompt) -> Answered:
+        """Has a prompt answered."""
+
+    def _text(self, length: int = TEXT) -> list[int]:
+        return [int(token) for token in self.random.integers(1, VOCABULARY, length)]
+
+    def _prompt(self, text: list[int], tenant: str) -> Prompt:
+        if self.kind != "documents":
+            return Prompt([*text, 1], tenant, None)
+        # Another text stands before a document: no prefix is found.
+        return Prompt([*self._text(BEFORE), *text, 1], tenant, (BEFORE, BEFORE + TEXT))
+
+
+class EngineAsked(Asked):
+    """An engine in this process."""
+
+    def __init__(self, kind: str, llm: Any) -> None:
+        super().__init__(kind)
+        self.engine, self.asked = llm.llm_engine, 0
+
+    def ask(self, prompt: Prompt) -> Answered:
+        """Steps the engine until the answer is there."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+        if prompt.marked is not None:
+            params.extra_args = {"kvweave": prompt.marks}
+        given = {"prompt_token_ids": prompt.tokens, "cache_salt": prompt.tenant}
+        self.asked += 1
+        begun, taken = time.perf_counter(), 0.0
+        self.engine.add_request(str(self.asked), given, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                taken = taken or time.perf_counter() - begun
+                last = output
+        if prompt.marked is not None:
+            return Answered(int(last.kv_transfer_params["kvweave"]["reused"]), taken)
+        return Answered(int(last.num_cached_tokens or 0), taken)
+
+
+class ServerAsked(Asked):
+    """A server on a port of this machine, whose model has a name; its answers are streams."""
+
+    def __init__(self, kind: str, model: str, port: int) -> None:
+        super().__init__(kind)
+        self.connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        self.model = model
+
+    def ask(self, prompt: Prompt) -> Answered:
+        """Reads a stream to its end."""
+        body = {
+            "model": self.model,
+            "prompt": prompt.tokens,
+            "cache_salt": prompt.tenant,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if prompt.marked is not None:
+            body["vllm_xargs"] = {"kvweave": json.dumps(prompt.marks)}
+        said = json.dumps(body)
+        begun, taken = time.perf_counter(), 0.0
+        self.connection.request(
+            "POST", "/v1/completions", said, {"Content-Type": "application/json"}
+        )
+        answer = self.connection.getresponse()
+        expect(answer.status == 200, f"expected an answer, got {answer.status}")
+        found = 0
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            taken = taken or time.perf_counter() - begun
+            found = max(found, _known(json.loads(line.removeprefix(b"data: ")), prompt))
+        return Answered(found, taken)
+
+
+def _known(piece: dict[str, Any], prompt: Prompt) -> int:
+    """Tokens that one piece of a stream says were known."""
+    if prompt.marked is not None:
+        told = (piece.get("kv_transfer_params") or {}).get("kvweave", {})
+        return int(told.get("reused", 0))
+    details = (piece.get("usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
