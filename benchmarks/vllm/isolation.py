@@ -32,7 +32,7 @@ from kvweave.adapters.vllm.serving import engine_options, offloading_options
 from kvweave.lab.bench.rows import Row
 
 CASE, TRIALS = "vllm_isolation", 10_000
-STORE_BYTES = 64 << 20
+STORE_BYTES, KV_BYTES = 64 << 20, 512 << 20
 BLOCK, BLOCKS = 32, 24
 """Tokens of a block of vLLM's, and blocks of an engine that is to lose a prompt soon."""
 TEXT_BYTES = 2 * 4 * TEXT * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"]
@@ -46,6 +46,8 @@ LIMIT_S = 600
 def options(kind: str, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for an engine that computes a prompt in one step."""
     gpu = {"compilation_config": DECODE_GRAPHS, "gpu_memory_utilization": 0.1}
+    # Several engines may start on a GPU at once: none looks at how much memory is free.
+    gpu |= {"kv_cache_memory_bytes": KV_BYTES}
     given = {
         "dtype": "float32",
         "max_model_len": LONGEST,

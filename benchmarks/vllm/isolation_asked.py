@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ TEXT, BEFORE, LONGEST = 512, 16, 640
 """Tokens of what may be cached, of fresh text before a document, and of a request at most."""
 FILLERS = 3
 """Texts after which another one has left the device, and the host's memory that is for the disk."""
+FILLER = "c"
+"""The tenant whose texts these are."""
 WARM = 20
 ANSWER = 2
 """Tokens of an answer: vLLM says nothing of documents with the first."""
@@ -54,7 +56,7 @@ class Asked(ABC):
     def trials(self, count: int, owner: str) -> Trials:
         """Trials in which the texts were cached by `owner`."""
         cached = self.random.permutation(np.arange(count) % 2 == 0)
-        for _ in range(WARM):
+        for _ in range(min(WARM, count)):
             self.seconds(True, owner)
         seconds = np.asarray([self.seconds(bool(one), owner) for one in cached])
         # What is on its way to the disk at times is not there yet.
@@ -67,8 +69,7 @@ class Asked(ABC):
         text, other = self._text(), self._text()
         self.ask(self._prompt(text if cached else other, owner))
         if self.kind in ("host", "disk"):
-            for _ in range(FILLERS):
-                self.ask(self._prompt(self._text(), "c"))
+            self.fill([[*self._text(), 1] for _ in range(FILLERS)])
         found, taken = self.ask(self._prompt(text, "b"))
         own, known = cached and owner == "b", found > TEXT // 2
         expect(own or not known, f"expected none of another's tokens, got {found}")
@@ -78,6 +79,10 @@ class Asked(ABC):
     @abstractmethod
     def ask(self, prompt: Prompt) -> Answered:
         """Has a prompt answered."""
+
+    @abstractmethod
+    def fill(self, prompts: list[list[int]]) -> None:
+        """Has a third tenant's prompts answered, all at once."""
 
     def _text(self, length: int = TEXT) -> list[int]:
         return [int(token) for token in self.random.integers(1, VOCABULARY, length)]
@@ -103,10 +108,8 @@ class EngineAsked(Asked):
         params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
         if prompt.marked is not None:
             params.extra_args = {"kvweave": prompt.marks}
-        given = {"prompt_token_ids": prompt.tokens, "cache_salt": prompt.tenant}
-        self.asked += 1
         begun, taken = time.perf_counter(), 0.0
-        self.engine.add_request(str(self.asked), given, params)
+        self._add(prompt.tokens, prompt.tenant, params)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 taken = taken or time.perf_counter() - begun
@@ -114,6 +117,20 @@ class EngineAsked(Asked):
         if prompt.marked is not None:
             return Answered(int(last.kv_transfer_params["kvweave"]["reused"]), taken)
         return Answered(int(last.num_cached_tokens or 0), taken)
+
+    def fill(self, prompts: list[list[int]]) -> None:
+        """Steps the engine until all are answered."""
+        from vllm import SamplingParams
+
+        for tokens in prompts:
+            self._add(tokens, FILLER, SamplingParams(max_tokens=1, detokenize=False))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def _add(self, tokens: list[int], tenant: str, params: Any) -> None:
+        self.asked += 1
+        given = {"prompt_token_ids": tokens, "cache_salt": tenant}
+        self.engine.add_request(str(self.asked), given, params)
 
 
 class ServerAsked(Asked):
@@ -138,20 +155,26 @@ class ServerAsked(Asked):
         }
         if prompt.marked is not None:
             body["vllm_xargs"] = {"kvweave": json.dumps(prompt.marks)}
-        said = json.dumps(body)
-        begun, taken = time.perf_counter(), 0.0
-        self.connection.request(
-            "POST", "/v1/completions", said, {"Content-Type": "application/json"}
-        )
-        answer = self.connection.getresponse()
-        expect(answer.status == 200, f"expected an answer, got {answer.status}")
-        found = 0
+        begun, taken, found = time.perf_counter(), 0.0, 0
+        answer = self._said(body)
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue
             taken = taken or time.perf_counter() - begun
             found = max(found, _known(json.loads(line.removeprefix(b"data: ")), prompt))
         return Answered(found, taken)
+
+    def fill(self, prompts: list[list[int]]) -> None:
+        """In one request, whose answers are no stream."""
+        named = {"model": self.model, "cache_salt": FILLER, "max_tokens": 1}
+        self._said({**named, "prompt": prompts}).read()
+
+    def _said(self, body: dict[str, Any]) -> HTTPResponse:
+        sent = {"Content-Type": "application/json"}
+        self.connection.request("POST", "/v1/completions", json.dumps(body), sent)
+        answer = self.connection.getresponse()
+        expect(answer.status == 200, f"expected an answer, got {answer.status}")
+        return answer
 
 
 def _known(piece: dict[str, Any], prompt: Prompt) -> int:
