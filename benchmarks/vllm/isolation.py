@@ -1,10 +1,11 @@
 """Whether one tenant of a vLLM can tell from the time to his first token what another has cached.
 
-`python -m benchmarks.vllm.isolation [KIND…] [--server] [--trials N] [--json FILE]`, on a CPU or a
-GPU: what `benchmarks.cases.isolation` asks of a `Runner`. `prompts` are whole ones in vLLM's own
-prefix cache, which tenants keep apart by their `cache_salt`; `documents` marked ones in the store
-of segments, which they keep apart by their `namespace`. `host` and `disk` (0.33) are prompts that
-have left the device and lie in vLLM's offloading, in the host's memory and in our store behind it.
+`python -m benchmarks.vllm.isolation [KIND…] [--server] [--trials N] [--text TOKENS] [--json FILE]`,
+on a CPU or a GPU: what `benchmarks.cases.isolation` asks of a `Runner`. `prompts` are whole ones in
+vLLM's own prefix cache, which tenants keep apart by their `cache_salt`; `documents` marked ones in
+the store of segments, which they keep apart by their `namespace`. `host` and `disk` (0.33) are
+prompts that have left the device and lie in vLLM's offloading, in the host's memory and in our
+store behind it.
 
 An engine in this process is asked or, with `--server` (0.33), vLLM's OpenAI server over HTTP.
 """
@@ -25,33 +26,35 @@ from benchmarks.classifier import row
 from benchmarks.report import record
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
-from benchmarks.vllm.isolation_asked import LONGEST, TEXT, Asked, EngineAsked, ServerAsked
+from benchmarks.vllm.isolation_asked import Asked, EngineAsked, ServerAsked
 from benchmarks.vllm.server import MIDDLEWARE, served, words_of
 from benchmarks.vllm.soak_engine import ARCHITECTURE, SHAPE, written
 from kvweave.adapters.vllm.serving import engine_options, offloading_options
 from kvweave.lab.bench.rows import Row
 
-CASE, TRIALS = "vllm_isolation", 10_000
+CASE, TRIALS, TEXT = "vllm_isolation", 10_000, 512
 STORE_BYTES, KV_BYTES = 64 << 20, 512 << 20
-BLOCK, BLOCKS = 32, 24
-"""Tokens of a block of vLLM's, and blocks of an engine that is to lose a prompt soon."""
-TEXT_BYTES = 2 * 4 * TEXT * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"]
-TEXT_BYTES *= SHAPE["head_dim"]
+BLOCK, BESIDE = 32, 128
+"""Tokens of a block of vLLM's, and of a request beside its text at most."""
+MORE_BLOCKS = 4
+"""Those that an engine has beyond one request's: it is to lose a prompt soon."""
+TOKEN_BYTES = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 HOST_TEXTS = {"host": 16, "disk": 3}
 """Texts that the host's memory has room for: what is to come from the disk is not to stay there."""
 KINDS = ("prompts", "documents", *HOST_TEXTS)
 LIMIT_S = 600
 
 
-def options(kind: str, folder: Path) -> dict[str, Any]:
+def options(kind: str, text: int, folder: Path) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for an engine that computes a prompt in one step."""
+    longest = text + BESIDE
     gpu = {"compilation_config": DECODE_GRAPHS, "gpu_memory_utilization": 0.1}
     # Several engines may start on a GPU at once: none looks at how much memory is free.
     gpu |= {"kv_cache_memory_bytes": KV_BYTES}
     given = {
         "dtype": "float32",
-        "max_model_len": LONGEST,
-        "max_num_batched_tokens": LONGEST,
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
         "max_num_seqs": 4,
         "seed": 0,
         "distributed_executor_backend": "uni",
@@ -59,21 +62,21 @@ def options(kind: str, folder: Path) -> dict[str, Any]:
     }
     if kind not in HOST_TEXTS:
         return {**given, **engine_options(ARCHITECTURE, segment_bytes=STORE_BYTES)}
-    size = int(HOST_TEXTS[kind] * TEXT_BYTES)
+    size = HOST_TEXTS[kind] * text * TOKEN_BYTES
     tiers = offloading_options(str(folder / kind), size, capacity_bytes=STORE_BYTES)
-    few = {"block_size": BLOCK, "num_gpu_blocks_override": BLOCKS}
+    few = {"block_size": BLOCK, "num_gpu_blocks_override": longest // BLOCK + MORE_BLOCKS}
     return {**given, **few, **device.offloading(tiers)}
 
 
 @contextmanager
-def started(kind: str, model: Path, *, server: bool) -> Iterator[Asked]:
-    """An engine, or a server of one, that is asked of one kind."""
-    given = options(kind, model.parent)
+def started(kind: str, text: int, model: Path, *, server: bool) -> Iterator[Asked]:
+    """An engine, or a server of one, that is asked for texts of one kind and length."""
+    given = options(kind, text, model.parent)
     if server:
         told = {"enable_prompt_tokens_details": True, "disable_uvicorn_access_log": True}
         words = words_of({"model": str(model), **given, **told})
         with served([*words, *MIDDLEWARE], LIMIT_S) as port:
-            yield ServerAsked(kind, str(model), port)
+            yield ServerAsked(kind, text, str(model), port)
         return
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -82,7 +85,7 @@ def started(kind: str, model: Path, *, server: bool) -> Iterator[Asked]:
 
     llm = LLM(str(model), **given)
     try:
-        yield EngineAsked(kind, llm)
+        yield EngineAsked(kind, text, llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -90,14 +93,14 @@ def started(kind: str, model: Path, *, server: bool) -> Iterator[Asked]:
         cleanup_dist_env_and_memory()
 
 
-def measured(kinds: Sequence[str], trials: int, *, server: bool) -> Iterator[Row]:
+def measured(kinds: Sequence[str], trials: int, text: int, *, server: bool) -> Iterator[Row]:
     """What a classifier tells, and the same of what is no secret."""
     device.prepare()
     of = "vLLM's server" if server else "vLLM"
     with TemporaryDirectory() as folder:
         model = written(Path(folder))
         for kind in kinds:
-            with started(kind, model, server=server) as asked:
+            with started(kind, text, model, server=server) as asked:
                 others = asked.trials(trials, "a")
                 yield row(f"{of}, {kind}: what another has cached", others)
                 own = asked.trials(min(trials, CONTROLS), "b")
@@ -110,13 +113,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--server", action="store_true", help="asked over HTTP")
     parser.add_argument("--trials", type=int, default=TRIALS)
+    parser.add_argument("--text", type=int, default=TEXT, help="tokens of each")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(words)
     kinds = given.kinds or KINDS[:2]
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"KIND: expected some of {', '.join(KINDS)}, got {', '.join(unknown)}")
     rows = []
-    for each in measured(kinds, given.trials, server=given.server):
+    for each in measured(kinds, given.trials, given.text, server=given.server):
         rows.append(each)
         print(each.name, f"{each.value:.4f}", each.of, flush=True)
     if given.json is not None:

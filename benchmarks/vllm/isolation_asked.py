@@ -14,8 +14,8 @@ from benchmarks.classifier import Trials
 from benchmarks.soak.asked import VOCABULARY
 from kvweave.lab.bench.rows import expect
 
-TEXT, BEFORE, LONGEST = 512, 16, 640
-"""Tokens of what may be cached, of fresh text before a document, and of a request at most."""
+BEFORE = 16
+"""Tokens of fresh text before a document."""
 FILLERS = 3
 """Texts after which another one has left the device, and the host's memory that is for the disk."""
 FILLER = "c"
@@ -46,10 +46,10 @@ class Answered(NamedTuple):
 
 
 class Asked(ABC):
-    """A vLLM whose tenant A computes and whose tenant B asks, texts of one kind."""
+    """A vLLM whose tenant A computes and whose tenant B asks, texts of one kind and length."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, length: int) -> None:
+        self.kind, self.length = kind, length
         self.random = np.random.default_rng(7)
         self.missed = 0
 
@@ -71,7 +71,7 @@ class Asked(ABC):
         if self.kind in ("host", "disk"):
             self.fill([[*self._text(), 1] for _ in range(FILLERS)])
         found, taken = self.ask(self._prompt(text, "b"))
-        own, known = cached and owner == "b", found > TEXT // 2
+        own, known = cached and owner == "b", found > self.length // 2
         expect(own or not known, f"expected none of another's tokens, got {found}")
         self.missed += own and not known
         return taken
@@ -84,21 +84,22 @@ class Asked(ABC):
     def fill(self, prompts: list[list[int]]) -> None:
         """Has a third tenant's prompts answered, all at once."""
 
-    def _text(self, length: int = TEXT) -> list[int]:
-        return [int(token) for token in self.random.integers(1, VOCABULARY, length)]
+    def _text(self, length: int | None = None) -> list[int]:
+        drawn = self.random.integers(1, VOCABULARY, self.length if length is None else length)
+        return [int(token) for token in drawn]
 
     def _prompt(self, text: list[int], tenant: str) -> Prompt:
         if self.kind != "documents":
             return Prompt([*text, 1], tenant, None)
         # Another text stands before a document: no prefix is found.
-        return Prompt([*self._text(BEFORE), *text, 1], tenant, (BEFORE, BEFORE + TEXT))
+        return Prompt([*self._text(BEFORE), *text, 1], tenant, (BEFORE, BEFORE + self.length))
 
 
 class EngineAsked(Asked):
     """An engine in this process."""
 
-    def __init__(self, kind: str, llm: Any) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str, length: int, llm: Any) -> None:
+        super().__init__(kind, length)
         self.engine, self.asked = llm.llm_engine, 0
 
     def ask(self, prompt: Prompt) -> Answered:
@@ -136,8 +137,8 @@ class EngineAsked(Asked):
 class ServerAsked(Asked):
     """A server on a port of this machine, whose model has a name; its answers are streams."""
 
-    def __init__(self, kind: str, model: str, port: int) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str, length: int, model: str, port: int) -> None:
+        super().__init__(kind, length)
         self.connection = HTTPConnection("127.0.0.1", port, timeout=60)
         self.model = model
 
