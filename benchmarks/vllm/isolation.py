@@ -26,7 +26,7 @@ from benchmarks.classifier import row
 from benchmarks.report import record
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
-from benchmarks.vllm.isolation_asked import Asked, EngineAsked, ServerAsked
+from benchmarks.vllm.isolation_asked import TIERS, Asked, EngineAsked, ServerAsked
 from benchmarks.vllm.server import MIDDLEWARE, served, words_of
 from benchmarks.vllm.soak_engine import ARCHITECTURE, SHAPE, written
 from kvweave.adapters.vllm.serving import engine_options, offloading_options
@@ -36,12 +36,12 @@ CASE, TRIALS, TEXT = "vllm_isolation", 10_000, 512
 STORE_BYTES, KV_BYTES = 64 << 20, 512 << 20
 BLOCK, BESIDE = 32, 128
 """Tokens of a block of vLLM's, and of a request beside its text at most."""
-MORE_BLOCKS = 4
-"""Those that an engine has beyond one request's: it is to lose a prompt soon."""
+HOST_TEXTS = 16
+"""Texts that the host's memory has room for."""
 TOKEN_BYTES = 2 * 4 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-HOST_TEXTS = {"host": 16, "disk": 3}
-"""Texts that the host's memory has room for: what is to come from the disk is not to stay there."""
-KINDS = ("prompts", "documents", *HOST_TEXTS)
+KINDS = ("prompts", "documents", *TIERS)
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+"""Of a server whose caches may be reset."""
 LIMIT_S = 600
 
 
@@ -60,12 +60,11 @@ def options(kind: str, text: int, folder: Path) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         **device.options(**gpu),
     }
-    if kind not in HOST_TEXTS:
+    if kind not in TIERS:
         return {**given, **engine_options(ARCHITECTURE, segment_bytes=STORE_BYTES)}
-    size = HOST_TEXTS[kind] * text * TOKEN_BYTES
+    size = HOST_TEXTS * text * TOKEN_BYTES
     tiers = offloading_options(str(folder / kind), size, capacity_bytes=STORE_BYTES)
-    few = {"block_size": BLOCK, "num_gpu_blocks_override": longest // BLOCK + MORE_BLOCKS}
-    return {**given, **few, **device.offloading(tiers)}
+    return {**given, "block_size": BLOCK, **device.offloading(tiers)}
 
 
 @contextmanager
@@ -96,6 +95,7 @@ def started(kind: str, text: int, model: Path, *, server: bool) -> Iterator[Aske
 def measured(kinds: Sequence[str], trials: int, text: int, *, server: bool) -> Iterator[Row]:
     """What a classifier tells, and the same of what is no secret."""
     device.prepare()
+    os.environ[DEV_MODE] = "1"
     of = "vLLM's server" if server else "vLLM"
     with TemporaryDirectory() as folder:
         model = written(Path(folder))

@@ -14,15 +14,13 @@ from benchmarks.classifier import Trials
 from benchmarks.soak.asked import VOCABULARY
 from kvweave.lab.bench.rows import expect
 
+TIERS = ("host", "disk")
+"""Kinds of texts that have left the device."""
 BEFORE = 16
 """Tokens of fresh text before a document."""
-FILLERS = 3
-"""Texts after which another one has left the device, and the host's memory that is for the disk."""
-FILLER = "c"
-"""The tenant whose texts these are."""
 WARM = 20
-ANSWER = 2
-"""Tokens of an answer: vLLM says nothing of documents with the first."""
+PATIENCE_S = 30.0
+"""For what is cached to leave."""
 
 
 class Prompt(NamedTuple):
@@ -31,6 +29,11 @@ class Prompt(NamedTuple):
     tokens: list[int]
     tenant: str
     marked: tuple[int, int] | None
+
+    @property
+    def answer(self) -> int:
+        """Tokens of an answer: vLLM says nothing of documents with the first."""
+        return 1 if self.marked is None else 2
 
     @property
     def marks(self) -> dict[str, Any]:
@@ -68,8 +71,11 @@ class Asked(ABC):
         """Seconds to B's first token of a text that was cached, or of one that nobody has seen."""
         text, other = self._text(), self._text()
         self.ask(self._prompt(text if cached else other, owner))
-        if self.kind in ("host", "disk"):
-            self.fill([[*self._text(), 1] for _ in range(FILLERS)])
+        if self.kind in TIERS:
+            # What is being copied is held: that it can leave the device says it has been.
+            self._leave(beyond=False)
+        if self.kind == "disk":
+            self._leave(beyond=True)
         found, taken = self.ask(self._prompt(text, "b"))
         own, known = cached and owner == "b", found > self.length // 2
         expect(own or not known, f"expected none of another's tokens, got {found}")
@@ -81,8 +87,16 @@ class Asked(ABC):
         """Has a prompt answered."""
 
     @abstractmethod
-    def fill(self, prompts: list[list[int]]) -> None:
-        """Has a third tenant's prompts answered, all at once."""
+    def reset(self, *, beyond: bool) -> bool:
+        """Has all that is cached leave the device, and `beyond` the host's memory; False: not yet.
+
+        What is being written to the disk is waited for.
+        """
+
+    def _leave(self, *, beyond: bool) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not self.reset(beyond=beyond):
+            expect(time.monotonic() < end, f"expected a reset within {PATIENCE_S} s")
 
     def _text(self, length: int | None = None) -> list[int]:
         drawn = self.random.integers(1, VOCABULARY, self.length if length is None else length)
@@ -106,11 +120,15 @@ class EngineAsked(Asked):
         """Steps the engine until the answer is there."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=prompt.answer, ignore_eos=True, detokenize=False
+        )
         if prompt.marked is not None:
             params.extra_args = {"kvweave": prompt.marks}
         begun, taken = time.perf_counter(), 0.0
-        self._add(prompt.tokens, prompt.tenant, params)
+        self.asked += 1
+        given = {"prompt_token_ids": prompt.tokens, "cache_salt": prompt.tenant}
+        self.engine.add_request(str(self.asked), given, params)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 taken = taken or time.perf_counter() - begun
@@ -119,19 +137,12 @@ class EngineAsked(Asked):
             return Answered(int(last.kv_transfer_params["kvweave"]["reused"]), taken)
         return Answered(int(last.num_cached_tokens or 0), taken)
 
-    def fill(self, prompts: list[list[int]]) -> None:
-        """Steps the engine until all are answered."""
-        from vllm import SamplingParams
-
-        for tokens in prompts:
-            self._add(tokens, FILLER, SamplingParams(max_tokens=1, detokenize=False))
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
-
-    def _add(self, tokens: list[int], tenant: str, params: Any) -> None:
-        self.asked += 1
-        given = {"prompt_token_ids": tokens, "cache_salt": tenant}
-        self.engine.add_request(str(self.asked), given, params)
+    def reset(self, *, beyond: bool) -> bool:
+        """Steps the engine, which has nothing to answer, where that is not possible yet."""
+        done = bool(self.engine.reset_prefix_cache(reset_connector=beyond))
+        if not done:
+            self.engine.engine_core.engine_core.step()
+        return done
 
 
 class ServerAsked(Asked):
@@ -148,7 +159,7 @@ class ServerAsked(Asked):
             "model": self.model,
             "prompt": prompt.tokens,
             "cache_salt": prompt.tenant,
-            "max_tokens": ANSWER,
+            "max_tokens": prompt.answer,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -165,14 +176,14 @@ class ServerAsked(Asked):
             found = max(found, _known(json.loads(line.removeprefix(b"data: ")), prompt))
         return Answered(found, taken)
 
-    def fill(self, prompts: list[list[int]]) -> None:
-        """In one request, whose answers are no stream."""
-        named = {"model": self.model, "cache_salt": FILLER, "max_tokens": 1}
-        self._said({**named, "prompt": prompts}).read()
+    def reset(self, *, beyond: bool) -> bool:
+        """By a route for development."""
+        route = f"/reset_prefix_cache?reset_external={str(beyond).lower()}"
+        return bool(json.load(self._said({}, route))["success"])
 
-    def _said(self, body: dict[str, Any]) -> HTTPResponse:
+    def _said(self, body: dict[str, Any], route: str = "/v1/completions") -> HTTPResponse:
         sent = {"Content-Type": "application/json"}
-        self.connection.request("POST", "/v1/completions", json.dumps(body), sent)
+        self.connection.request("POST", route, json.dumps(body), sent)
         answer = self.connection.getresponse()
         expect(answer.status == 200, f"expected an answer, got {answer.status}")
         return answer
