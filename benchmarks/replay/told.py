@@ -1,8 +1,9 @@
 """What callers say of their prompts, as they would say it of a cache that evicts by cost.
 
 All of it is known to whoever calls: that a session is closed, that its text was cut or a call of it
-is not gone on with, and who comes next where that is planned. Nobody says when a turn comes that is
-not planned. Of what several sessions share nothing is said to be done.
+is not gone on with, that an answer calls a tool, whose program goes on with it sooner than a person
+does as a rule, and who comes next where that is planned. Nobody says when a turn comes that is not
+planned. Of what several sessions share nothing is said to be done.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from kvweave.cache import KvCache, KvRequest
 AHEAD = 128
 """Turns ahead that a plan knows."""
 
+CALL_S = 20.0
+"""Seconds for which a text whose answer calls a tool is kept before those that wait for people."""
+
 _STEPS = tuple(1 << power for power in range(AHEAD.bit_length()))
 
 
@@ -23,8 +27,9 @@ _STEPS = tuple(1 << power for power in range(AHEAD.bit_length()))
 class Told:
     """What is said.
 
-    `sessions`: at a session's last turn that it is closed, and at each turn what it has no more of
-    the turn before. `plan`: which turns come next, up to `AHEAD` of them.
+    `sessions`: at a session's last turn that it is closed, at each turn what it has no more of the
+    turn before, and at one that calls a tool that the next is near. `plan`: which turns come next,
+    up to `AHEAD` of them.
     """
 
     sessions: bool = False
@@ -54,6 +59,7 @@ class Teller:
 
     def before(self, at: int, cache: KvCache) -> None:
         """Says what is known when a turn has come."""
+        cache.set_time(_milliseconds(self._turns[at].seconds))
         if self._told.plan:
             # As the turns come nearer they are ranked higher; the nearest is told of last.
             for steps in reversed(_STEPS):
@@ -68,6 +74,10 @@ class Teller:
         if self._told.plan:
             request.advise(own, end, priority=_level(self._steps[at]))
             request.advise(end, len(turn.blocks))
+        planned = self._told.plan and _level(self._steps[at]) > 0
+        if self._told.sessions and turn.calls and not planned:
+            until = _milliseconds(turn.seconds + CALL_S)
+            request.advise(own, len(turn.blocks), priority=1, until=until, past="plain")
         if self._told.sessions and end == own:
             request.advise(own, len(turn.blocks), hint="done")
 
@@ -85,5 +95,12 @@ class Teller:
 
 
 def _level(steps: int) -> int:
-    """The priority of what is needed in so many steps: the power of two that they reach."""
-    return 1 + len(_STEPS) - steps.bit_length() if 1 <= steps <= AHEAD else 0
+    """The priority of what is needed in so many steps: the power of two that they reach.
+
+    Above that of what waits for a tool; 0 where no plan knows of it.
+    """
+    return 2 + len(_STEPS) - steps.bit_length() if 1 <= steps <= AHEAD else 0
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(1e3 * seconds)
