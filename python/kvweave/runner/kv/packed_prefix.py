@@ -363,8 +363,8 @@ class PackedPrefix:
         """Entries in parts of so many pages as are unpacked at once, each in one basis.
 
         With the number of that where rows are turned into it; None where keys and values are turned
-        out of it: keys that are moved, or whose scores are capped, and on a GPU, where that is what
-        was measured.
+        out of it: keys that are moved, or whose scores are capped, and on a GPU, where turning the
+        rows of a long chunk takes more than turning what they read.
         """
         bases, turned = self.pool.bases, np.full(len(entries), -1, np.int32)
         if bases is not None and softcap is None and self.pool.device.type == "cpu":
