@@ -97,7 +97,7 @@ class Teller:
 def _level(steps: int) -> int:
     """The priority of what is needed in so many steps: the power of two that they reach.
 
-    Above that of what waits for a tool; 0 where no plan knows of it.
+    It is above that of what waits for a tool; 0 where no plan knows of it.
     """
     return 2 + len(_STEPS) - steps.bit_length() if 1 <= steps <= AHEAD else 0
 

