@@ -17,10 +17,11 @@ def drawn(cached_s: float, other_s: float, count: int = 4000) -> Trials:
 
 @pytest.mark.parametrize("apart", [1.0, -1.0], ids=["faster", "slower"])
 def test_what_is_apart_is_told_on_either_side(apart: float) -> None:
+    # A cut is a time that was seen, so what is next to it may fall on the other side.
     share, low, high = drawn(2.0, 2.0 + apart).accuracy()
-    assert share == 1.0
-    assert low > 0.99
-    assert high == pytest.approx(1.0)
+    assert 0.99 < low < share
+    assert share > 0.998
+    assert high > 0.999
 
 
 def test_what_is_half_apart_is_told_in_part() -> None:
