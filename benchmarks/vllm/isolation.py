@@ -107,6 +107,11 @@ def measured(kinds: Sequence[str], trials: int, text: int, *, server: bool) -> I
                 yield row(f"{of}, {kind}: what he has cached himself", own)
 
 
+def case_of(kinds: Sequence[str], *, server: bool) -> str:
+    """What a record calls a run: those of tiers alone, and those of a server, are cases apart."""
+    return CASE + "_server" * server + "_tiers" * (set(kinds) <= set(TIERS))
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measures and prints; FILE is a run for `python -m benchmarks.report.record FILE…`."""
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.isolation", description=__doc__)
@@ -124,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> None:
         rows.append(each)
         print(each.name, f"{each.value:.4f}", each.of, flush=True)
     if given.json is not None:
-        case = f"{CASE}_server" if given.server else CASE
+        case = case_of(kinds, server=given.server)
         run = record.of_device(case, rows) if device.has_gpu() else record.here(case, rows)
         given.json.write_text(json.dumps(run))
 

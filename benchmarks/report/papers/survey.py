@@ -92,8 +92,9 @@ CLAIMS = (
         "vLLM 0.26 with the plugin: a classifier of first tokens' times tells {} of what another "
         "tenant has cached of prompts and {} of documents, where guessing tells half; of what is "
         "one's own {} and {}. Through vLLM 0.33's server it tells {} and {}, and of one's own {} "
-        "and {}. A runner, on a CPU: of another's {}; of one's own {}, and {} where first tokens "
-        "are held back",
+        "and {}; on a CPU, of what lies in its offloading, {} in the host's memory and {} on the "
+        "disk. A runner, on a CPU: of another's {}; of one's own {}, and {} where first tokens are "
+        "held back",
         (
             *(
                 row("vllm_isolation", f"vLLM, {kind}: {whose}")
@@ -104,6 +105,13 @@ CLAIMS = (
                 row("vllm_isolation_server", f"vLLM's server, {kind}: {whose}")
                 for whose in ("what another has cached", OWN)
                 for kind in ("prompts", "documents")
+            ),
+            *(
+                row(
+                    "vllm_isolation_server_tiers",
+                    f"vLLM's server, {kind}: what another has cached",
+                )
+                for kind in ("host", "disk")
             ),
             row("isolation", "device: what another has cached"),
             row("isolation", f"device: {OWN}"),

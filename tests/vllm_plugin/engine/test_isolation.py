@@ -37,6 +37,7 @@ def test_each_tenant_finds_his_own_alone(words: list[str], tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     run = json.loads((tmp_path / "run.json").read_text())
-    assert run["case"] == ("vllm_isolation_server" if "--server" in words else "vllm_isolation")
     kinds = [word for word in words if word != "--server"]
+    ends = "_server" * ("--server" in words) + "_tiers" * ("disk" in kinds)
+    assert run["case"] == f"vllm_isolation{ends}"
     assert [row["of"]["trials"] for row in run["rows"]] == [6] * 2 * len(kinds)
