@@ -16,8 +16,7 @@ the host's memory, in a store on the disk, or in a remote one (a folder, through
 blocks on the device are given up before B asks. The runner looks there in any case: to it that tier
 is faster than computing.
 
-Trials are spread over processes, one for two cores but two where there are no more than these,
-each with a runner of its own.
+Trials are spread over processes, one for two cores, each with a runner of its own.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 def run(quick: bool) -> list[Row]:
     trials = QUICK_TRIALS if quick else TRIALS
     controls = QUICK_TRIALS if quick else CONTROLS
-    cores = len(os.sched_getaffinity(0))
-    processes = 1 if quick else min(cores, max(2, cores // 2))
+    processes = 1 if quick else max(1, len(os.sched_getaffinity(0)) // 2)
     rows = []
     for where in ("device", *TIERS):
         others = measured(where, "a", trials, processes)
