@@ -138,11 +138,11 @@ class EngineAsked(Asked):
         return Answered(int(last.num_cached_tokens or 0), taken)
 
     def reset(self, *, beyond: bool) -> bool:
-        """Steps the engine, which has nothing to answer, where that is not possible yet."""
-        done = bool(self.engine.reset_prefix_cache(reset_connector=beyond))
-        if not done:
-            self.engine.engine_core.engine_core.step()
-        return done
+        """Steps the engine, which has nothing to answer, until nothing more is carried."""
+        core = self.engine.engine_core.engine_core
+        while core.scheduler.connector.has_pending_push_work():
+            core.step()
+        return bool(self.engine.reset_prefix_cache(reset_connector=beyond))
 
 
 class ServerAsked(Asked):

@@ -13,7 +13,7 @@ import vllm
 
 from kvweave.adapters.vllm import versions
 
-SHORT = ["--trials", "6", "--text", "64"]
+SHORT = ["--trials", "6"]
 WITH_TIERS = versions.is_known(vllm.__version__, versions.WITH_TIERS)
 
 
@@ -28,6 +28,8 @@ def test_each_tenant_finds_his_own_alone(words: list[str], tmp_path: Path) -> No
     ours = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
     paths = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "benchmarks.vllm.isolation", *words, *SHORT]
+    # A block of vLLM's has 128 tokens on a CPU, where prompts are found by whole ones.
+    command += [] if words[0] == "prompts" else ["--text", "64"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "run.json")],
         env={**os.environ, "PYTHONPATH": paths},
