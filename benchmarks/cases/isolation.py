@@ -143,8 +143,9 @@ class DocumentsAsked(Asked):
 
     def __init__(self, model: Any, seed: int, where: str, folder: Path) -> None:
         super().__init__(model, seed, **TIERS[where](folder))
-        assert self.runner.tiers is not None
-        self.where, self.runner.tiers.measured = where, Preferred(where)
+        tiers = self.runner.tiers
+        assert tiers is not None
+        tiers.measured, self.remote = Preferred(where), tiers.remote
 
     def cache(self, text: list[int], owner: str) -> None:
         """Has a tenant freeze a document, and its blocks on the device given up."""
@@ -160,10 +161,9 @@ class DocumentsAsked(Asked):
 
     def _clear(self) -> None:
         """Keeps a remote store small, which lets go of nothing itself."""
-        tiers = self.runner.tiers
-        if tiers is not None and tiers.remote is not None:
-            for shard in tiers.remote.store.list():
-                tiers.remote.store.delete(shard.name)
+        if self.remote is not None:
+            for shard in self.remote.store.list():
+                self.remote.store.delete(shard.name)
 
 
 class HeldAsked(Asked):

@@ -71,11 +71,11 @@ class Teller:
         turn, own, end = self._turns[at], self._own[at], self._end[at]
         if self._told.sessions:
             self._cut(at, request, cache)
+        level = _level(self._steps[at]) if self._told.plan else 0
         if self._told.plan:
-            request.advise(own, end, priority=_level(self._steps[at]))
+            request.advise(own, end, priority=level)
             request.advise(end, len(turn.blocks))
-        planned = self._told.plan and _level(self._steps[at]) > 0
-        if self._told.sessions and turn.calls and not planned:
+        if self._told.sessions and turn.calls and level == 0:
             until = _milliseconds(turn.seconds + CALL_S)
             request.advise(own, len(turn.blocks), priority=1, until=until, past="plain")
         if self._told.sessions and end == own:
