@@ -93,8 +93,9 @@ CLAIMS = (
         "tenant has cached of prompts and {} of documents, where guessing tells half; of what is "
         "one's own {} and {}. Through vLLM 0.33's server it tells {} and {}, and of one's own {} "
         "and {}; on a CPU, of what lies in its offloading, {} in the host's memory and {} on the "
-        "disk. A runner, on a CPU: of another's {}; of one's own {}, and {} where first tokens are "
-        "held back",
+        "disk. A runner, on a CPU: of another's {} on the device, {} in the host's memory, {} on "
+        "the disk and {} in a remote store; of one's own {}, {}, {} and {}, and {} where first "
+        "tokens are held back",
         (
             *(
                 row("vllm_isolation", f"vLLM, {kind}: {whose}")
@@ -113,8 +114,11 @@ CLAIMS = (
                 )
                 for kind in ("host", "disk")
             ),
-            row("isolation", "device: what another has cached"),
-            row("isolation", f"device: {OWN}"),
+            *(
+                row("isolation", f"{tier}: {whose}")
+                for whose in ("what another has cached", OWN)
+                for tier in ("device", "host", "disk", "remote")
+            ),
             row("isolation", f"device: {OWN}, held back to multiples of 50 ms"),
         ),
     ),
