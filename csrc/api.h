@@ -380,6 +380,7 @@ struct PackPagesParams {
   uint32_t page_tokens;  // of a packed page: a multiple of source_tokens, at most 256
   uint32_t head_dim;     // at most 256
   uint32_t page_bytes;
+  uint32_t rows;
   BasesParams bases;
   TopRParams top_r;
 };
@@ -444,6 +445,6 @@ static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
 static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
 static_assert(sizeof(MoveFp8PagesParams) == 120, "move_params.rs says 120 bytes");
-static_assert(sizeof(PackPagesParams) == 112, "params.rs says 112 bytes");
+static_assert(sizeof(PackPagesParams) == 120, "params.rs says 120 bytes");
 static_assert(sizeof(AttendPackedParams) == 296, "params.rs says 296 bytes");
 static_assert(sizeof(StepTablesParams) == 880, "params.rs says 880 bytes");

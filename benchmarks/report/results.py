@@ -23,6 +23,7 @@ README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 PAPERS = ROOT / "docs" / "papers"
 
 VLLM = "python -m benchmarks.vllm.serve"
+BENCH = "python -m benchmarks.vllm.vllm_bench --jobs rag"
 SEGMENTS = "python -m benchmarks.vllm.segments"
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
@@ -50,6 +51,8 @@ TITLES = {
     "vllm_load": "The same with many requests at once",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_restart_weighed": "The same in vLLM 0.26 where reading is weighed against computing",
+    "vllm_bench": "A load of retrieved documents, vllm bench serve, vLLM 0.33, 8B shape, bf16",
+    "vllm_bench_ranks": "The same over two GPUs",
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
@@ -75,6 +78,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
     "cuda_ops": ("kvweave bench ops",),
+    "vllm_bench": (
+        f"{BENCH} --engines mapped stock --store-gib 22 --rate 4 --rag '{{\"documents\": 32}}'",
+    ),
+    "vllm_bench_ranks": (
+        f"{BENCH} --ranks 2 --engines mapped stock --requests 40 --store-gib 11 --rate 4 "
+        '--rag \'{"documents": 32}\' -- --compilation-config \'{"mode": 0, '
+        '"cudagraph_mode": "FULL_DECODE_ONLY", '
+        '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40]}\'',
+    ),
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
     "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
     "counters": ("python -m benchmarks.device.counters",),

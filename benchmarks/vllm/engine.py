@@ -34,7 +34,8 @@ from benchmarks.vllm.found import say
 from benchmarks.vllm.model import written
 from kvweave.adapters.vllm.serving import engine_options
 
-ENGINES = ("stock", "ours", "heads", "top_k")
+ENGINES = ("stock", "ours", "heads", "top_k", "mapped")
+"""`mapped`: `heads` with a store of segments beside them."""
 MODES = ("eager", "graphs", "compiled")
 """How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -49,7 +50,8 @@ class Task:
 
     `decodes`: batch and tokens before the step. `rate` in requests a second, 0 for what follows
     from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `pages` are
-    what heads of the engine `top_k` read in a decode step. `others` go to vLLM as they are.
+    what heads of the engine `top_k` read in a decode step, `store` the bytes of segments that
+    `mapped` has, out of `memory` where it is given. `others` go to vLLM as they are.
     """
 
     engine: str
@@ -70,6 +72,7 @@ class Task:
     talkers: int = 16
     long: int = 100_000
     pages: int = 64
+    store: int = 0
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,13 +89,15 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "graphs": {"compilation_config": {**DECODE_GRAPHS, **graphs}},
         "compiled": {"compilation_config": graphs},
     }[task.mode]
-    choice = {
-        "stock": {},
-        "ours": engine_options(architecture),
-        "heads": engine_options(architecture, heads=str(heads)),
-        "top_k": engine_options(architecture, heads=str(heads)),
-    }[task.engine]
-    memory = {"kv_cache_memory_bytes": task.memory} if task.memory else {}
+    store = task.store if task.engine == "mapped" else 0
+    options = {
+        "ours": {},
+        "heads": {"heads": str(heads)},
+        "top_k": {"heads": str(heads)},
+        "mapped": {"heads": str(heads), "segment_bytes": store},
+    }
+    choice = {} if task.engine == "stock" else engine_options(architecture, **options[task.engine])
+    memory = {"kv_cache_memory_bytes": task.memory - store} if task.memory else {}
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",

@@ -2,9 +2,10 @@
 
 Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
 `ours` its model on our attention backend, `heads` one with an eighth of global KV heads, and, where
-it is asked for, `top_k` one whose heads all read 64 pages in a decode step. Results are printed as
-they come; FILE is a run for `python -m benchmarks.report.record FILE`, whose case follows from the
-mode and the jobs.
+they are asked for, `top_k` one whose heads all read 64 pages in a decode step and `mapped` that of
+`heads` with a store of segments, an eighth of the KV memory. Results are printed as they come; FILE
+is a run for `python -m benchmarks.report.record FILE`, whose case follows from the mode and the
+jobs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LOAD = {"capacity", "throughput", "load", "beside"}
 MILLI = 1e3
 GIB = 2**30
 CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "context": 65536}
+CAPACITY["store"] = CAPACITY["memory"] // 8
 
 
 def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:

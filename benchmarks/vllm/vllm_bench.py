@@ -4,7 +4,8 @@
 and of a load of retrieved documents (`rag_text`) in its `custom` format; `throughput` is
 `vllm bench throughput`. Engines are `stock`, `ours` (its model on our backend), `heads` (an eighth
 of global KV heads) and `segments` (documents found wherever they stand). Weights are random, at a
-known shape. FILE gets a run for `python -m benchmarks.report.record FILE`.
+known shape. Where they are asked for: `mapped` (segments beside those heads) and `packed` (segments
+in INT4 pages). FILE gets a run for `python -m benchmarks.report.record FILE`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
@@ -28,6 +31,9 @@ from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "ours", "heads", "segments")
+MAPPED, PACKED = "mapped", "packed"
+EVERY = (*ENGINES, MAPPED, PACKED)
+REUSING = ("segments", MAPPED, PACKED)
 JOBS = ("prefix_repetition", "rag", "throughput")
 DISCOVER = {"kvweave": {"discover": True}}
 SERVE = {
@@ -39,18 +45,24 @@ SERVE = {
     "mean_tpot_ms": "ms",
     "p99_tpot_ms": "ms",
 }
+PROMPTS, REUSED = "kvweave_prompt_tokens_total", "kvweave_reused_tokens_total"
+"""Of prompts that may reuse some: their tokens, and those that came from the store."""
 THROUGHPUT = {"requests_per_second": "requests/s", "tokens_per_second": "tokens/s"}
 
 
 def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[str]:
     """Words of the command line that make a server of vLLM the engine."""
-    given: dict[str, Any] = {
-        "stock": {},
-        "ours": engine_options(architecture),
-        "heads": engine_options(architecture, heads=str(heads)),
-        "segments": engine_options(architecture, segment_bytes=store),
+    if engine == "stock":
+        return []
+    map_of, kept = {"heads": str(heads)}, {"segment_bytes": store}
+    options: dict[str, Any] = {
+        "ours": {},
+        "heads": map_of,
+        "segments": kept,
+        MAPPED: {**kept, **map_of},
+        PACKED: {**kept, "segment_dtype": "int4"},
     }[engine]
-    return words_of(given)
+    return words_of(engine_options(architecture, **options))
 
 
 def told(command: str, words: list[str], result: Path, limit_s: float) -> dict[str, Any]:
@@ -75,16 +87,31 @@ def bench_words(job: str, engine: str, folder: Path, chosen: argparse.Namespace)
         words += ["--dataset-name", job]
         for name, value in {**sizes, "output-len": chosen.answer}.items():
             words += [f"--prefix-repetition-{name}", str(value)]
-    if engine == "segments":
+    if engine in REUSING:
         words += ["--extra-body", json.dumps(DISCOVER)]
     return words
 
 
-def figures(job: str, engine: str, found: dict[str, Any]) -> list[Row]:
-    """A row for each figure."""
+def counted(port: int) -> Counter[str]:
+    """What a server's metrics say by now, of all labels together."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    sums: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+    return sums
+
+
+def figures(job: str, engine: str, found: dict[str, Any], of: Counter[str]) -> list[Row]:
+    """A row for each figure, beside how much of the prompts was reused, as metrics `of` it say."""
     units = THROUGHPUT if job == "throughput" else SERVE
     failed = found.get("failed", 0)
     beside = {"failed": failed} if failed else {}
+    if of[PROMPTS]:
+        beside["reused"] = round(of[REUSED] / of[PROMPTS], 4)
     return [
         Row(f"{job}, {name}: {engine}", round(float(found[name]), 4), unit, None, dict(beside))
         for name, unit in units.items()
@@ -113,38 +140,50 @@ def run_engine(
     ours = options_of(engine, architecture, heads, int(chosen.store_gib * 2**30))
     engine_words = ["--model", str(folder), "--load-format", "dummy", "--dtype", chosen.dtype]
     engine_words += ["--max-model-len", str(chosen.longest), *ours, *chosen.others]
+    if chosen.ranks > 1:
+        engine_words += ["--tensor-parallel-size", str(chosen.ranks)]
+    if engine in REUSING:
+        engine_words += ["--max-num-batched-tokens", str(chosen.chunk or chosen.longest)]
     serving = [job for job in chosen.jobs if job != "throughput"]
     if serving:
-        words = [*engine_words, *(MIDDLEWARE if engine == "segments" else [])]
+        words = [*engine_words, *(MIDDLEWARE if engine in REUSING else [])]
         with served(words, chosen.limit) as port:
             for job in serving:
                 result = folder / f"{job}-{engine}.json"
                 asked = bench_words(job, engine, folder, chosen)
                 asked += ["--port", str(port), "--save-result"]
                 asked += ["--result-dir", str(folder), "--result-filename", result.name]
-                yield figures(job, engine, told("serve", asked, result, chosen.limit))
-    if "throughput" in chosen.jobs and engine != "segments":
+                before = counted(port)
+                found = told("serve", asked, result, chosen.limit)
+                after = counted(port)
+                after.subtract(before)
+                yield figures(job, engine, found, after)
+    if "throughput" in chosen.jobs and engine not in REUSING:
         result = folder / f"throughput-{engine}.json"
         asked = [*engine_words, "--output-json", str(result), "--dataset-name", "random"]
         asked += ["--input-len", str(chosen.prefix), "--output-len", str(chosen.answer)]
         asked += ["--num-prompts", str(chosen.requests)]
-        yield figures("throughput", engine, told("throughput", asked, result, chosen.limit))
+        found = told("throughput", asked, result, chosen.limit)
+        yield figures("throughput", engine, found, Counter())
 
 
 def parser_of_words() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(prog="benchmarks.vllm.vllm_bench", description=__doc__)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=EVERY, default=list(ENGINES))
     parser.add_argument("--model", choices=list(MODELS), default="Llama-3.1-8B")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second, Poisson")
     parser.add_argument("--prefix", type=int, default=8192)
     parser.add_argument("--suffix", type=int, default=256)
     parser.add_argument("--answer", type=int, default=128)
     parser.add_argument("--longest", type=int, default=110_000, help="tokens of a request")
+    chunk = "most tokens of a step that may reuse some; 0: of a whole request"
+    parser.add_argument("--chunk", type=int, default=0, help=chunk)
     parser.add_argument("--store-gib", type=float, default=16.0)
     parser.add_argument("--rag", type=json.loads, default={}, help="fields of a RagLoad, JSON")
     parser.add_argument("--limit", type=float, default=540, help="seconds a process may take")
@@ -171,16 +210,22 @@ def main(words: list[str] | None = None) -> int:
                 for found in run_engine(engine, folder, heads, chosen):
                     rows += found
                     print(*found, sep="\n", flush=True)
+                    write(rows, chosen)
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                 print(f"{engine}: {error}", file=sys.stderr, flush=True)
                 failed = True
-    rows = beside_stock(rows)
-    for row in rows:
+    for row in beside_stock(rows):
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         print(f"{row.name}: {row.value:.4g} {row.unit}; {beside}", flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(of_device("vllm_bench", rows), indent=1) + "\n")
     return int(failed)
+
+
+def write(rows: list[Row], chosen: argparse.Namespace) -> None:
+    """The run by now, where somebody wants it."""
+    if chosen.json:
+        case = "vllm_bench" if chosen.ranks == 1 else "vllm_bench_ranks"
+        run = of_device(case, beside_stock(rows))
+        chosen.json.write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":

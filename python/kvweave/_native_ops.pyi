@@ -249,6 +249,7 @@ def unpack_pages_cuda(
     pages: int,
     bases: tuple[_Array, _TablePair] | None,
     in_basis: bool,
+    in_order: bool,
     stream: int,
 ) -> None: ...
 def recycle_pages(

@@ -1,4 +1,4 @@
-"""Memory of a host or device: pages of an arena, and what is raised when there is no room."""
+"""Memory of a host or device: pages of an arena, tables sent, what is raised without room."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave.errors import OutOfMemory
@@ -50,6 +52,16 @@ def arena_pages(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) 
     """
     wanted = f"{math.prod(sizes) * dtype.itemsize} bytes on {device}"
     return needs_memory("arena", wanted)(torch.zeros)(tuple(sizes), dtype=dtype, device=device)
+
+
+def sent(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """An array of the host as a tensor on a device.
+
+    Nothing is waited for: a copy to a GPU starts from pinned memory, which torch keeps until it is
+    done. On the CPU it is the array's own memory, if its numbers lie side by side.
+    """
+    here = torch.from_numpy(np.ascontiguousarray(array))
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def is_shortage(error: RuntimeError) -> bool:

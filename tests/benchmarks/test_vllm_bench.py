@@ -54,16 +54,22 @@ def test_engines_have_their_options() -> None:
     at = words.index("--additional-config") + 1
     assert json.loads(words[at]) == {"kvweave": {"segment_bytes": 1 << 30}}
     assert "--logits-processors" in words
+    words = vllm_bench.options_of("mapped", "LlamaForCausalLM", heads, 1 << 30)
+    at = words.index("--additional-config") + 1
+    assert json.loads(words[at])["kvweave"] == {"segment_bytes": 1 << 30, "heads": "heads.json"}
     words = vllm_bench.options_of("heads", "LlamaForCausalLM", heads, 1)
     assert words[words.index("--block-size") + 1] == "16"
 
 
 def test_rows_stand_beside_stocks() -> None:
     found = {"mean_ttft_ms": 10.0, "request_throughput": 2.0, "failed": 0}
-    rows = vllm_bench.figures("rag", "stock", found)
-    rows += vllm_bench.figures("rag", "segments", {**found, "mean_ttft_ms": 2.5, "failed": 3})
+    rows = vllm_bench.figures("rag", "stock", found, Counter())
+    counted = Counter({vllm_bench.PROMPTS: 40, vllm_bench.REUSED: 30})
+    slow = {**found, "mean_ttft_ms": 2.5, "failed": 3}
+    rows += vllm_bench.figures("rag", "segments", slow, counted)
     beside = {row.name: row.of for row in vllm_bench.beside_stock(rows)}
-    assert beside["rag, mean_ttft_ms: segments"] == {"÷ stock": 0.25, "failed": 3}
+    wanted = {"÷ stock": 0.25, "failed": 3, "reused": 0.75}
+    assert beside["rag, mean_ttft_ms: segments"] == wanted
     assert beside["rag, mean_ttft_ms: stock"] == {}
 
 

@@ -58,6 +58,7 @@ def unpack_pages(
     *,
     pages: int,
     in_basis: bool = False,
+    in_order: bool = True,
     backend: Backend = None,
 ) -> None:
     """Writes what packed pages stand for into exact ones, each number rounded once.
@@ -69,16 +70,21 @@ def unpack_pages(
     planes counted in steps, and 0 behind the last direction. So rows can be turned into the basis
     instead of keys and values out of it (MosaicKV, section 5.3). A vector that is NaN is so there.
 
+    `in_order` False: of top-r pages and planes sums may run in another order, on a GPU by tensor
+    cores into pages of 16 bits: each number is as near as rounding it, and all directions to 16
+    bits of their own, has it. On a host, and where no kernel does it, nothing changes.
+
     # Errors
     `InvalidArgument` for what does not belong together, `in_basis` beside pages that have none.
     """
     held = expect_packed(packed)
     device = cuda_device("packed pages", held.data, backend)
     given, turned = (cache, held.data, held.format), flag("in_basis", in_basis)
+    ordered = flag("in_order", in_order)
     if device is None:
         bases, by_definition = held.native_bases, backend == "reference"
         _native.unpack_pages(*given, packs, pages, bases, turned, by_definition)
         return
     table = on_device(device, packs=packs)["packs"]
     there, stream = held.bases_on(device), stream_of(device)
-    _native.unpack_pages_cuda(*given, table, pages, there, turned, stream)
+    _native.unpack_pages_cuda(*given, table, pages, there, turned, ordered, stream)

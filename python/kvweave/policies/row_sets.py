@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.device_memory import sent
 from kvweave.plan import PromptView, Rows
 
 Floats = npt.NDArray[np.float32]
@@ -79,8 +80,7 @@ def openings(prompt: PromptView, tokens: int) -> Rows:
 
 def index_at(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Tensor:
     """Indices for `index_select` on a device."""
-    chosen = torch.from_numpy(index.astype(np.int64, copy=False))
-    return chosen.to(device, non_blocking=True)
+    return sent(index.astype(np.int64, copy=False), device)
 
 
 def scores_of(scores: torch.Tensor, index: npt.NDArray[np.integer]) -> torch.Tensor:

@@ -174,4 +174,6 @@ class PromptTokenizer:
 
 
 def _is_token_list(prompt: Any) -> bool:
-    return all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompt)
+    # A prompt has many tokens of few types.
+    kinds = set(map(type, prompt))
+    return bool not in kinds and all(issubclass(kind, (int, np.integer)) for kind in kinds)

@@ -1,4 +1,4 @@
-//! Launch of `pack_pages.cu`, `pack_top_r.cu` and `pack_planes.cu`.
+//! Launch of `pack_pages.cu`, `pack_top_r.cu`, `pack_planes.cu` and `restore_pages.cu`.
 
 use kvweave_core::KvDtype;
 use kvweave_core::ops::{PackedFormat, PackedKind};
@@ -16,6 +16,11 @@ const THREADS: u32 = 256;
 /// of `pack_tiles.cuh`.
 const IN_BASIS: Tile =
     Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
+/// Of `restore_pages.cu`: `kMaxDim`, `kPitch`, `kTokens`, and what a product's rows are a multiple
+/// of.
+const RESTORED: Restored = Restored { dim: 128, pitch: 136, tokens: 64, rows: 16 };
+/// Thread blocks that a launch of it has at most, or about as many as a row's pages have sides.
+const RESTORING_BLOCKS: usize = 1024;
 /// Of a page, each of which has thread blocks of its own: keys and values.
 const SIDES: usize = 2;
 /// `kMaxDim` of the kernels.
@@ -41,6 +46,31 @@ impl Tile {
     }
 }
 
+/// What a thread block of `restore_pages.cu` has in shared memory.
+struct Restored {
+    dim: usize,
+    pitch: usize,
+    tokens: usize,
+    rows: usize,
+}
+
+impl Restored {
+    /// Directions twice, the codes of a tile, its scales and the mean.
+    const fn shared_bytes(&self) -> usize {
+        let halves = (2 * self.dim + self.tokens) * self.pitch;
+        size_of::<u16>() * halves + size_of::<f32>() * (self.tokens + self.dim)
+    }
+
+    /// Whether it has kernels for such pages.
+    fn takes(&self, call: &PackPagesLaunch) -> bool {
+        let dim = call.format.head_dim();
+        call.format.basis_rows().is_some()
+            && matches!(call.dtype, KvDtype::Bf16 | KvDtype::F16)
+            && dim.is_multiple_of(self.rows)
+            && dim <= self.dim
+    }
+}
+
 /// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackDirection {
@@ -48,6 +78,9 @@ pub enum PackDirection {
     Pack,
     /// Packed pages into exact ones.
     Unpack,
+    /// The same, where sums need not run in the order of the definition: on tensor cores, where
+    /// there is a kernel for it.
+    Restore,
     /// Numbers of packed pages along the directions of their bases into exact ones.
     Spread,
 }
@@ -96,9 +129,11 @@ impl CudaBackend {
         if jobs == 0 {
             return Ok(());
         }
+        let restores = call.direction == PackDirection::Restore && RESTORED.takes(call);
         let way = match call.direction {
             PackDirection::Pack => "pack",
-            PackDirection::Unpack => "unpack",
+            PackDirection::Restore if restores => "restore",
+            PackDirection::Unpack | PackDirection::Restore => "unpack",
             PackDirection::Spread => "spread",
         };
         let (dtype, scales) = (name_of(call.dtype), call.format.scales().name());
@@ -115,6 +150,8 @@ impl CudaBackend {
                 ("pack_pages", name, grid(jobs.saturating_mul(SIDES), THREADS, 0)?)
             }
         };
+        let (source, grid) =
+            if restores { ("restore_pages", restoring_grid(call)?) } else { (source, grid) };
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { self.launch((source, &format!("{way}_{kernel}")), grid, call.stream, &params) }
     }
@@ -135,11 +172,22 @@ fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
     let channels = call.format.top_r().map_or(dim, |page| page.of().channels);
     let (products, results) = match call.direction {
         PackDirection::Pack => (dim, channels),
-        PackDirection::Unpack | PackDirection::Spread => (channels, dim),
+        PackDirection::Unpack | PackDirection::Restore | PackDirection::Spread => (channels, dim),
     };
     let tiles = call.format.page_tokens().div_ceil(IN_BASIS.tokens);
     let blocks = jobs.saturating_mul(SIDES * tiles);
     grid(blocks, IN_BASIS.threads, IN_BASIS.shared_bytes(products, results))
+}
+
+/// Thread blocks for each side of a row's pages, of which each takes some of the rows.
+fn restoring_grid(call: &PackPagesLaunch) -> Result<Grid, CudaError> {
+    let sides = call.pages.saturating_mul(SIDES);
+    let chunks = (RESTORING_BLOCKS / sides).clamp(1, call.rows);
+    Ok(Grid {
+        blocks: [blocks_of("pages to unpack", sides)?, narrow("packs", chunks)?, 1],
+        threads: THREADS,
+        shared_bytes: narrow("head_dim", RESTORED.shared_bytes())?,
+    })
 }
 
 fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
@@ -178,6 +226,7 @@ fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
         page_tokens: narrow("page_tokens", tokens)?,
         head_dim: narrow("head_dim", dim)?,
         page_bytes: narrow("page_tokens", format.page_bytes())?,
+        rows: narrow("packs", call.rows)?,
         bases: bases_params(format, call.bases.as_ref(), packed_pages)?,
         top_r: top_r_params(format)?,
     })
@@ -199,5 +248,19 @@ mod tests {
         ] {
             assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
         }
+    }
+
+    #[test]
+    fn what_is_restored_is_as_the_source_says() {
+        let source = include_str!("../../../csrc/restore_pages.cu");
+        for text in [
+            format!("constexpr int kMaxDim = {};", RESTORED.dim),
+            format!("constexpr int kPitch = kMaxDim + {};", RESTORED.pitch - RESTORED.dim),
+            format!("constexpr int kTokens = {};", RESTORED.tokens),
+            format!("constexpr int kThreads = {THREADS};"),
+        ] {
+            assert!(source.contains(&text), "{text}");
+        }
+        assert_eq!(RESTORED.shared_bytes(), 2 * (2 * 128 + 64) * 136 + 4 * (64 + 128));
     }
 }

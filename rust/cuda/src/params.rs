@@ -387,6 +387,8 @@ pub(crate) struct PackPagesParams {
     pub(crate) page_tokens: u32,
     pub(crate) head_dim: u32,
     pub(crate) page_bytes: u32,
+    /// Of `packs`.
+    pub(crate) rows: u32,
     pub(crate) bases: BasesParams,
     pub(crate) top_r: TopRParams,
 }
@@ -430,6 +432,6 @@ const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);
 const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
-const _: () = assert!(size_of::<PackPagesParams>() == 112);
+const _: () = assert!(size_of::<PackPagesParams>() == 120);
 const _: () = assert!(size_of::<AttendPackedParams>() == 296);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

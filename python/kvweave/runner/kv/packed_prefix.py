@@ -410,7 +410,7 @@ def unpacked(
     if len(blocks):
         packed, there = pool.of_layer(layer, blocks)
         (table,) = send(device, packs_of(there, (exact + layer * heads)[:, None]))
-        ops.unpack_pages(packed, pages, table, pages=heads, in_basis=in_basis)
+        ops.unpack_pages(packed, pages, table, pages=heads, in_basis=in_basis, in_order=False)
     return pages, listed
 
 

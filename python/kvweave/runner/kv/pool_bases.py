@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave import ops
+from kvweave.device_memory import sent
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.tables import Int32
@@ -164,7 +165,7 @@ class PoolBases:
         """Says which basis blocks [N] are packed in."""
         pages = (blocks[:, None].astype(np.int64) + np.arange(self.pages)).reshape(-1)
         self._of[pages] = number
-        self.bases.of[torch.from_numpy(pages)] = number
+        self.bases.of.index_fill_(0, sent(pages, self.bases.of.device), number)
 
     def forget(self, blocks: Int32) -> None:
         """Says that blocks [N] are packed in no basis of their own."""

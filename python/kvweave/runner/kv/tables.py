@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave.cache import KvRequest
+from kvweave.device_memory import sent
 from kvweave.ops import Table
 from kvweave.plan import Rows
 from kvweave.runner.model.rope import PositionTable, Turns
@@ -27,9 +28,8 @@ def send(device: torch.device, *arrays: Int32) -> tuple[Table, ...]:
     """The arrays as tables on a device: one copy that nothing waits for, or none on the CPU."""
     if device.type == "cpu":
         return arrays
-    flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-    sent = flat.pin_memory().to(device, non_blocking=True)
-    parts = torch.split(sent, [array.size for array in arrays])
+    flat = sent(np.concatenate([array.reshape(-1) for array in arrays]), device)
+    parts = torch.split(flat, [array.size for array in arrays])
     return tuple(part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
 
 

@@ -14,6 +14,7 @@ from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries, StepBatch
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata
+from kvweave.device_memory import sent
 
 Metadata = PagedMetadata | ChoosingMetadata
 
@@ -64,9 +65,9 @@ class ClassTables:
         rows = np.zeros((len(seen), 5), np.int32)
         rows[:, 2], rows[:, 3] = np.minimum(tokens - seen * size, size), seen * size
         blocks = self.blocks(request)
-        entries = torch.from_numpy(rows).to(blocks.device)
-        entries[:, 0] = blocks.index_select(0, torch.from_numpy(seen).to(blocks.device))
-        return Entries(entries, entries.new_tensor([0, len(entries)]))
+        entries = sent(rows, blocks.device)
+        entries[:, 0] = blocks.index_select(0, sent(seen, blocks.device))
+        return Entries(entries, sent(np.array([0, len(rows)], np.int32), blocks.device))
 
     def narrowed(self, index: torch.Tensor, counts: list[int]) -> Metadata:
         """Tables of some rows of the batch, `counts` of each request.
@@ -123,13 +124,13 @@ class Batch:
 
 
 def _narrowed(tables: PagedMetadata, index: torch.Tensor, counts: list[int]) -> PagedMetadata:
-    offsets = torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32))
+    offsets = np.cumsum([0, *counts]).astype(np.int32)
     return replace(
         tables,
         rows=len(index),
         decode=False,
         positions=tables.positions.index_select(0, index),
         slots=tables.slots.index_select(0, index),
-        row_offsets=offsets.to(tables.row_offsets.device),
+        row_offsets=sent(offsets, tables.row_offsets.device),
         runs=None,
     )

@@ -10,6 +10,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from kvweave import ops
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import HeadPart
+from kvweave.device_memory import sent
 from kvweave.plan import Rows
 
 
@@ -50,7 +51,7 @@ class ChunkKv:
 
     def table(self, positions: Rows) -> torch.Tensor:
         """Positions where the pages are."""
-        return torch.from_numpy(positions).to(self.device)
+        return sent(positions, self.device)
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""

@@ -13,6 +13,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.store import DocumentRoom
+from kvweave.device_memory import sent
 from kvweave.errors import InvalidArgument
 
 
@@ -21,7 +22,7 @@ def checked_tokens(tokens: Any, vocabulary: int, longest: int) -> list[int]:
 
     Errors: `InvalidArgument` for anything else, ids outside the vocabulary included.
     """
-    whole = isinstance(tokens, (list, tuple)) and all(type(token) is int for token in tokens)
+    whole = isinstance(tokens, (list, tuple)) and set(map(type, tokens)) <= {int}
     if not whole or not 0 < len(tokens) <= longest:
         got = f"{len(tokens)} of them" if whole else type(tokens).__name__
         text = f"tokens: expected a list of 1 to {longest} token ids, got {got}"
@@ -48,18 +49,18 @@ def encode_document(
     device, request = room.pages.device, room.request
     every = request.entries()
     whole = np.array([0, len(every)], np.int32)
-    entries = Entries(*(torch.from_numpy(x).to(device) for x in (every, whole)))
+    entries = Entries(*(sent(x, device) for x in (every, whole)))
     workspace = ops.Workspace(device)
     step = config.scheduler_config.max_num_batched_tokens
     for start in range(0, len(tokens), step):
         rows = np.arange(start, min(start + step, len(tokens)), dtype=np.int32)
-        at = torch.from_numpy(rows).to(device)
+        at = sent(rows, device)
         metadata = PagedMetadata(
             rows=len(rows),
             decode=False,
             positions=at,
-            row_offsets=torch.tensor([0, len(rows)], dtype=torch.int32, device=device),
-            slots=torch.from_numpy(request.slots(rows)).to(device),
+            row_offsets=sent(np.array([0, len(rows)], np.int32), device),
+            slots=sent(request.slots(rows), device),
             entries=entries,
             workspace=workspace,
             arena=room.pages,

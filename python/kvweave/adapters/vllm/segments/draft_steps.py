@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
@@ -15,7 +16,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
-from kvweave.device_memory import is_shortage
+from kvweave.device_memory import is_shortage, sent
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class _Room:
             own = [[0, first + at, first + at + count, prompt.length, 0] for at in begins]
             tables = entries[: drafts * pages].view(drafts, pages, 5)
             tables[:, :-1] = given.rows
-            tables[:, -1] = torch.tensor(own, dtype=torch.int32).to(entries.device)
+            tables[:, -1] = sent(np.array(own, np.int32), entries.device)
             torch.arange(0, drafts * pages + 1, pages, out=ends)
             listed.append(Entries(entries if entries.is_cuda else tables.flatten(0, 1), ends))
         self.last.copy_(prompt.last.expand_as(self.last))

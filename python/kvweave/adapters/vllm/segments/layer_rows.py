@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave.adapters.vllm.segments.batch import Batch, Metadata
+from kvweave.device_memory import sent
 from kvweave.plan import Rows
 
 Places = npt.NDArray[np.int64]
@@ -54,7 +55,7 @@ class LayerRows:
                 parts.append(rows.astype(np.int64) - start + first)
             else:
                 parts.append(np.arange(first, end if request in others else first))
-        index = torch.from_numpy(np.concatenate(parts)).to(device)
+        index = sent(np.concatenate(parts), device)
         counts = [len(part) for part in parts]
         named = {request: rows for request, (rows, _) in plans.items()}
         return cls(named, counts, index, batch.narrowed(index, counts))

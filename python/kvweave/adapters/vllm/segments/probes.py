@@ -9,6 +9,7 @@ from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
+from kvweave.device_memory import sent
 from kvweave.plan import Salience
 from kvweave.question import ASKED, scores
 
@@ -59,5 +60,5 @@ class Probes:
         plan = work.chunk.plan
         if q is None or not len(plan.score_rows):
             return None
-        index = torch.from_numpy(np.searchsorted(plan.rows, plan.score_rows))
-        return q.index_select(0, index.to(q.device))
+        asking = np.searchsorted(plan.rows, plan.score_rows)
+        return q.index_select(0, sent(asking, q.device))

@@ -26,6 +26,7 @@ from kvweave.adapters.vllm.segments.layer_rows import LayerRows, States
 from kvweave.adapters.vllm.segments.probes import Probes
 from kvweave.adapters.vllm.segments.stats import SegmentStats
 from kvweave.adapters.vllm.segments.store import SegmentStore
+from kvweave.device_memory import sent
 from kvweave.plan import Draft, Probe
 from kvweave.plan_walk import EARLY, Begin, Deeper, Further
 
@@ -185,7 +186,7 @@ class Step:
                 fed[part] = np.isin(plan.rows, plan.ffn_rows, assume_unique=True)
                 work.leave_out(plan)
                 spared = spared or not bool(fed[part].all())
-        index = torch.from_numpy(np.flatnonzero(fed)).to(state.index.device) if spared else None
+        index = sent(np.flatnonzero(fed), state.index.device) if spared else None
         return rows, state.after_feed_forward(layer, index)
 
     def _copy(self, work: ChunkWork) -> None:

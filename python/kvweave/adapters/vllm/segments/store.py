@@ -25,7 +25,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
-from kvweave.device_memory import arena_pages
+from kvweave.device_memory import arena_pages, sent
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.payload import KvPayload, export_kv
 from kvweave.payload.pages import Places
@@ -363,7 +363,7 @@ class SegmentStore:
         return Counter({name: found[name] * size for name in ("free", "held", "cached", "frozen")})
 
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.geometry.device)
+        return sent(array, self.geometry.device)
 
 
 def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:

@@ -37,7 +37,7 @@ pub fn pack_pages_cuda(
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "Python's arguments")]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (cache, packed, format, packs, pages, bases, in_basis, stream))]
+#[pyo3(signature = (cache, packed, format, packs, pages, bases, in_basis, in_order, stream))]
 pub fn unpack_pages_cuda(
     py: Python<'_>,
     cache: &Bound<'_, PyAny>,
@@ -47,10 +47,15 @@ pub fn unpack_pages_cuda(
     pages: Number,
     bases: GivenBases<'_>,
     in_basis: bool,
+    in_order: bool,
     stream: u64,
 ) -> PyResult<()> {
     let sides = Sides { cache, packed, format, bases };
-    let direction = if in_basis { PackDirection::Spread } else { PackDirection::Unpack };
+    let direction = match (in_basis, in_order) {
+        (true, _) => PackDirection::Spread,
+        (false, true) => PackDirection::Unpack,
+        (false, false) => PackDirection::Restore,
+    };
     launch(py, direction, &sides, &packs, pages, stream)
 }
 
@@ -93,7 +98,9 @@ fn launch<'py>(
         }
         match direction {
             PackDirection::Pack => packed.expect_writable("packed pages")?,
-            PackDirection::Unpack | PackDirection::Spread => cache.expect_writable("cache")?,
+            PackDirection::Unpack | PackDirection::Restore | PackDirection::Spread => {
+                cache.expect_writable("cache")?
+            }
         }
         let launch = PackPagesLaunch {
             direction,

@@ -1,0 +1,287 @@
+// unpack_pages of pages in a basis, into exact ones of 16 bits, whose sums need not run in the
+// order of the definition: as near to what vectors stand for as one rounding of these.
+//
+// The simple version:
+//   x = mean + scale · Σ code · direction
+//
+// What makes it fast:
+// 1. A code is a number of at most 8 significant bits, so bf16 has it as it is; a direction is the
+//    sum of two numbers in bf16, of which the second is what the first leaves. So the products are
+//    those of tensor cores, and what they lose is far less than the rounding of a page's numbers.
+// 2. A thread block has the directions of one head and side in shared memory, and goes through the
+//    rows with them; rows of a text have the same.
+// 3. A scale multiplies its vector's sums, and no code.
+//
+// Launch: [pages · 2, chunks] blocks of 256 threads, of which each takes every chunk-th row. A row
+// that points outside either side, or whose packed block has no basis, is skipped, and so is a page
+// whose basis has bits that are no planes or too many. Head sizes are multiples of 16, up to 128.
+
+#include "api.h"
+#include "bases.cuh"
+#include "pack_job.cuh"
+#include "planes.cuh"
+#include "tensor_core.cuh"
+#include "top_r.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTokens = 64;    // of a tile: four times those of a product
+constexpr int kMaxDim = 128;   // and channels; also in rust/cuda/src/pack_pages.rs
+constexpr int kPitch = kMaxDim + 8;  // numbers between rows: each begins in other banks
+constexpr int kHalf = kMaxDim / 2;   // numbers of a vector that a warp has
+using Bf16 = __nv_bfloat16;
+
+// In shared memory.
+struct Room {
+  Bf16 high[kMaxDim][kPitch];  // directions [channels, D]: what bf16 has of them,
+  Bf16 low[kMaxDim][kPitch];   // and what it leaves
+  Bf16 codes[kTokens][kPitch];  // [tokens, channels]
+  float scales[kTokens];        // NaN: of a vector that is
+  float mean[kMaxDim];
+};
+
+// Tokens of a page that a thread block has in hand.
+struct Tile {
+  unsigned char* page;
+  int first, tokens;
+};
+
+__device__ __forceinline__ int padded(int channels) { return (channels + 15) / 16 * 16; }
+
+// Top-r pages, whose scales are S.
+template <typename S>
+class TopR {
+ public:
+  __device__ TopR(const PackPagesParams& params, int of_side)
+      : of(params.top_r), at(top_r_places(params.top_r, params.page_tokens)), side(of_side) {}
+
+  __device__ bool enter(const PackPagesParams& p, int number, int page) {
+    mean = basis_at(p.bases, number, page, side, p.head_dim);
+    directions = mean + p.head_dim;
+    return true;
+  }
+
+  __device__ int channels() const { return of.channels; }
+
+  // The codes of a tile's tokens, 0 of what was not kept, and their scales.
+  __device__ void spread(const Tile& tile, Room& room) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int token = warp; token < tile.tokens; token += kWarps) {
+      const unsigned char* bytes = tile.page + side * at.side;
+      const int row = tile.first + token;
+      spread_vector(bytes + row * at.bitmap, bytes + at.numbers + row * at.row, room.codes[token]);
+      if (lane == 0) {
+        room.scales[token] =
+            at.scale == 0 ? 1.0f
+                          : Scales<S>::widen(reinterpret_cast<const S*>(bytes + at.scales)[row]);
+      }
+    }
+  }
+
+  const float *mean, *directions;
+
+ private:
+  const TopRParams& of;
+  const TopRPlaces at;
+  const int side;
+
+  // By a warp.
+  __device__ void spread_vector(const unsigned char* bitmap, const unsigned char* numbers,
+                                Bf16* to) const {
+    const int lane = threadIdx.x % 32, size = of.group, end = padded(of.channels);
+    const int groups = of.channels / of.group, most = of.kept / of.group;
+    int before = 0;
+    for (int first = 0; first < groups; first += 32) {
+      const int group = first + lane;
+      const bool marked = group < groups && (bitmap[group / 8] >> (group % 8) & 1) != 0;
+      const uint32_t word = __ballot_sync(~0u, marked);
+      const int nth = before + __popc(word & ((1u << lane) - 1));
+      for (int i = 0; i < size && group < groups; ++i) {
+        to[group * size + i] = marked && nth < most ? code_at(numbers, nth * size + i)
+                                                    : __float2bfloat16_rn(0.0f);
+      }
+      before += __popc(word);
+    }
+    for (int c = of.channels + lane; c < end; c += 32) to[c] = __float2bfloat16_rn(0.0f);
+  }
+
+  // Kept number i of a vector, in units of its scale.
+  __device__ Bf16 code_at(const unsigned char* row, int i) const {
+    if (of.bits == 16) return reinterpret_cast<const Bf16*>(row)[i];
+    if (of.bits == 8) {
+      Fp8 x;
+      x.__x = row[i];
+      return __float2bfloat16_rn(static_cast<float>(x));
+    }
+    const uint32_t code = row[i / 2] >> (4 * (i % 2)) & largest_code(4);
+    return __float2bfloat16_rn(static_cast<float>(code) - kCodeMiddle);
+  }
+};
+
+class Planes {
+ public:
+  __device__ Planes(const PackPagesParams& params, int of_side)
+      : tokens(params.page_tokens), side(of_side) {}
+
+  __device__ bool enter(const PackPagesParams& p, int number, int page) {
+    const int dim = p.head_dim;
+    const PlanesBasis keys = planes_basis(p.bases, number, page, kKeySide, dim);
+    const PlanesBasis values = planes_basis(p.bases, number, page, kValueSide, dim);
+    const PlaneWidths of_keys = widths_at(keys.bits, dim), of_values = widths_at(values.bits, dim);
+    const PlanesBasis& basis = side == kKeySide ? keys : values;
+    own = side == kKeySide ? of_keys : of_values;
+    places = plane_places(of_keys, own, side, tokens);
+    mean = basis.mean;
+    directions = basis.steps;
+    return have_room(p.bases, of_keys, of_values);
+  }
+
+  __device__ int channels() const { return own.channels(); }
+
+  // The codes of a tile's tokens, around 0.
+  __device__ void spread(const Tile& tile, Room& room) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = padded(channels());
+    for (int token = warp; token < tile.tokens; token += kWarps) {
+      const int row = tile.first + token;
+      int first = 0;
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        const int bits = plane_bits(plane), per = 8 / bits;
+        const unsigned char* from = tile.page + places.starts[plane] + row * own.row(plane);
+        for (int i = lane; i < own.of[plane]; i += 32) {
+          const int code = from[i / per] >> (bits * (i % per)) & largest_code(bits);
+          const float middle = 0.5f * static_cast<float>(largest_code(bits));
+          room.codes[token][first + i] = __float2bfloat16_rn(static_cast<float>(code) - middle);
+        }
+        first += own.of[plane];
+      }
+      for (int c = first + lane; c < end; c += 32) room.codes[token][c] = __float2bfloat16_rn(0.0f);
+      if (lane == 0) {
+        const bool nan = (tile.page[places.flags + row / 8] >> (row % 8) & 1) != 0;
+        room.scales[token] = nan ? NAN : 1.0f;
+      }
+    }
+  }
+
+  const float *mean, *directions;
+
+ private:
+  const int tokens, side;
+  PlaneWidths own;
+  PlanePlaces places;
+};
+
+// The mean and the directions of a basis, 0 behind the last of them.
+__device__ void take_basis(const float* mean, const float* directions, int channels, int dim,
+                           Room& room) {
+  for (int i = threadIdx.x; i < dim; i += kThreads) room.mean[i] = mean[i];
+  for (int i = threadIdx.x; i < padded(channels) * dim; i += kThreads) {
+    const int c = i / dim, d = i % dim;
+    const float x = c < channels ? directions[i] : 0.0f;
+    const Bf16 high = __float2bfloat16_rn(x);
+    room.high[c][d] = high;
+    room.low[c][d] = __float2bfloat16_rn(x - __bfloat162float(high));
+  }
+}
+
+// Codes by directions: of 16 tokens a half of their numbers, eight side by side.
+__device__ void multiply(const Room& room, int channels, int dim, float (&sums)[kHalf / 8][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token = warp % 4 * 16, begin = warp / 4 * kHalf;
+  // Lane i says where row i % 8 of matrix i / 8 lies.
+  const int row = lane % 8 + lane / 8 % 2 * 8, aside = lane / 16 * 8;
+#pragma unroll 1
+  for (int k = 0; k < padded(channels); k += 16) {
+    uint32_t a[4];
+    load_matrices(a, shared_address(&room.codes[token + row][k + aside]));
+#pragma unroll
+    for (int n = 0; n < kHalf; n += 16) {
+      if (begin + n >= dim) break;
+      uint32_t high[4], low[4];
+      load_matrices_transposed(high, shared_address(&room.high[k + row][begin + n + aside]));
+      load_matrices_transposed(low, shared_address(&room.low[k + row][begin + n + aside]));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float(&sum)[4] = sums[n / 8 + half];
+        multiply_add<Bf16>(sum, a, low[2 * half], low[2 * half + 1]);
+        multiply_add<Bf16>(sum, a, high[2 * half], high[2 * half + 1]);
+      }
+    }
+  }
+}
+
+// Writes what a tile's vectors stand for.
+template <typename C>
+__device__ void write(const PackPagesParams& p, const Job& job, const Tile& tile, int side,
+                      const Room& room, const float (&sums)[kHalf / 8][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
+  const int begin = warp / 4 * kHalf + lane % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = warp % 4 * 16 + 8 * half + lane / 4;
+    if (token >= tile.tokens) continue;
+    const float scale = room.scales[token];
+    const int64_t at = element_of(p, job, tile.first + token) +
+                       side * int64_t{p.source_tokens} * dim;
+    C* to = static_cast<C*>(p.cache) + at;
+#pragma unroll
+    for (int n = 0; n < kHalf / 8; ++n) {
+      const int d = begin + 8 * n;
+      if (d >= dim) break;
+      const float low = __fmaf_rn(scale, sums[n][2 * half], room.mean[d]);
+      const float high = __fmaf_rn(scale, sums[n][2 * half + 1], room.mean[d + 1]);
+      *reinterpret_cast<uint32_t*>(to + d) = pack<C>(low, high);
+    }
+  }
+}
+
+template <typename C, typename Format>
+__device__ void restore(const PackPagesParams& p, Room& room) {
+  const int page = blockIdx.x / 2, side = blockIdx.x % 2, dim = p.head_dim;
+  Format format(p, side);
+  int held = -1;  // the basis that is in shared memory
+  bool sound = false;
+  for (int row = blockIdx.y; row < static_cast<int>(p.rows); row += gridDim.y) {
+    const Job job = job_of(p, row * p.pages + page);
+    // All pages of a block need a basis: otherwise none of them is packed.
+    const int number = job.packed < 0 ? -1 : basis_number(p.bases, job.block, p.pages - 1);
+    if (number < 0) continue;
+    if (number != held) {
+      __syncthreads();
+      sound = format.enter(p, number, page);
+      if (sound) take_basis(format.mean, format.directions, format.channels(), dim, room);
+      held = number;
+    }
+    if (!sound) continue;
+    Tile tile = {static_cast<unsigned char*>(p.packed) + job.packed, 0, 0};
+    for (; tile.first < job.tokens; tile.first += kTokens) {
+      tile.tokens = min(job.tokens - tile.first, kTokens);
+      __syncthreads();
+      format.spread(tile, room);
+      __syncthreads();
+      float sums[kHalf / 8][4] = {};
+      multiply(room, format.channels(), dim, sums);
+      write<C>(p, job, tile, side, room, sums);
+    }
+  }
+}
+
+}  // namespace
+
+// Names as rust/cuda/src/pack_pages.rs builds them: the cache's elements, then the scales' of top-r
+// pages.
+#define KERNEL(NAME, C, ...)                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)             \
+      restore_##NAME(const __grid_constant__ PackPagesParams params) {  \
+    extern __shared__ __align__(16) unsigned char shared[];             \
+    restore<C, __VA_ARGS__>(params, *reinterpret_cast<Room*>(shared));  \
+  }
+
+KERNEL(top_r_bf16_bf16, __nv_bfloat16, TopR<__nv_bfloat16>)
+KERNEL(top_r_bf16_f16, __nv_bfloat16, TopR<__half>)
+KERNEL(top_r_f16_bf16, __half, TopR<__nv_bfloat16>)
+KERNEL(top_r_f16_f16, __half, TopR<__half>)
+KERNEL(planes_bf16, __nv_bfloat16, Planes)
+KERNEL(planes_f16, __half, Planes)
