@@ -236,6 +236,10 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     ): "test_head_split.py::test_cached_prefixes_keep_their_sink",
     (engine.SEGMENTS, engine.PACKED): "test_segments_packed.py::"
     "test_answers_are_near_those_of_exact_segments",
+    (engine.HEADS, engine.PACKED): "test_segments_heads.py::"
+    "test_packed_segments_are_near_to_exact_ones",
+    (engine.PACKED, "enable_prefix_caching"): "test_segments_heads.py::"
+    "test_packed_segments_are_near_to_exact_ones",
     (engine.SEGMENTS, engine.FOLDER): "test_segments_restart.py::"
     "test_a_restarted_engine_says_the_same",
     (engine.PACKED, "tensor_parallel_size"): "test_two_ranks.py::"

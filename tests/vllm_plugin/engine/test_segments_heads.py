@@ -13,6 +13,7 @@ from kvweave import HeadClassMap
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.top_k.bounds_cache import BoundsCache
+from kvweave.errors import Unsupported
 from kvweave.policies import (
     CacheBlend,
     Epic,
@@ -252,3 +253,61 @@ def test_chunks_beside_heads_that_choose_pages(checkpoint: Any, tmp_path: Path) 
         for got, runner in zip(found, (runners[1], runners[0], runners[1]), strict=True):
             close(got, runner)
         assert counts.total.reused_tokens >= 2 * len(DOCUMENT)
+
+
+LONG = {**WINDOW, "recent": 100}
+# A global head a layer, whose blocks hold three times as many tokens: pages of 96 are packed.
+ONE_WHOLE = [LONG, FULL, LONG, LONG, FULL, LONG, LONG, LONG]
+
+
+def test_packed_segments_are_near_to_exact_ones(checkpoint: Any, tmp_path: Path) -> None:
+    """Documents that a window does not reach over, a prefix that vLLM has, a knowledge base."""
+    mapped, document = Mapped(tmp_path, ONE_WHOLE), tuple(text(200, 9))
+    prompts = [Marked([text(120, 1), document, text(15, 2)])]
+    prompts += [Marked([text(37, 3), document, text(21, 4)])]
+    behind = Marked([text(120, 1), document, text(90, 5)])
+    of_base = Marked([text(9, 6), tuple(text(120, 33)), text(130, 7)])
+    model, said = checkpoint_of(checkpoint), {}
+    for dtype in (None, "int8", "int4"):
+        chosen = mapped.settings()
+        if dtype is not None:
+            chosen["additional_config"]["kvweave"]["segment_dtype"] = dtype
+        options = {"enable_prefix_caching": True, "max_num_batched_tokens": 80}
+        with segments(model, chosen, **options) as (llm, counts):
+            said[dtype] = [ask(llm, one, policy="naive") for one in prompts]
+            plain(llm, text(120, 1) + text(9, 7))
+            said[dtype].append(ask(llm, behind, policy="naive"))
+            assert said[dtype][-1].cached > 0
+            KnowledgeBase(llm.collective_rpc).insert("one", text(120, 33))
+            said[dtype].append(ask(llm, of_base, policy="naive"))
+        assert counts.total.hits["request"] >= 190
+        assert counts.total.hits["frozen"] == 120
+    apart = {
+        dtype: [
+            abs(one.logprobs[0] - other.logprobs[0])
+            for one, other in zip(said[None], said[dtype], strict=True)
+        ]
+        for dtype in ("int8", "int4")
+    }
+    # What is computed whole is the same; what is reused differs by its codes, as without a map.
+    assert max(far[0] for far in apart.values()) < 1e-4
+    assert min(map(min, (far[1:] for far in apart.values()))) > 0
+    near, far = (max(apart[dtype][1:]) for dtype in ("int8", "int4"))
+    assert near < 0.15
+    assert 4 * near < far < 1.5
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([FULL, *[WINDOW] * 3], "heads: expected windows of at least 96 tokens, .* got one of 24"),
+        (UNEVEN, "segment_dtype: expected blocks of vLLM that make a page .* got 1008"),
+    ],
+)
+def test_maps_whose_heads_keep_no_whole_page_are_refused(
+    checkpoint: Any, tmp_path: Path, kinds: list[dict[str, Any]], expected: str
+) -> None:
+    chosen = Mapped(tmp_path, kinds).settings()
+    chosen["additional_config"]["kvweave"]["segment_dtype"] = "int4"
+    with pytest.raises(Unsupported, match=expected), segments(checkpoint_of(checkpoint), chosen):
+        pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore
+from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore, page_tokens_of
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, Geometry
 from kvweave.errors import InvalidArgument, NamespaceConflict, PoolFull, Unsupported
 from kvweave.policies import Naive, SparseX
@@ -34,46 +36,85 @@ class Attends:
 
 
 class Engine:
-    """A store, and pages of an engine whose tokens have random keys and values."""
+    """A store, and pages of an engine whose tokens have random keys and values.
+
+    `sizes`: tokens of a block of each class of heads, which have as many each; all but the first
+    lose what lies behind their `window`. `written` are keys and values [layers, heads, 2, D] of the
+    positions that were written last.
+    """
 
     def __init__(
-        self, kind: Any = "int8", arena: int = 1 << 22, size: int = SIZE, device: str = "cpu"
+        self,
+        kind: Any = "int8",
+        arena: int = 1 << 22,
+        sizes: tuple[int, ...] = (SIZE,),
+        device: str = "cpu",
+        window: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, self.device, INV_FREQ)
-        self.size = size
-        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, size)
-        sizes = (200 * HEADS, 2, size, DIM)
-        self.pages = [torch.zeros(sizes, device=self.device) for _ in range(LAYERS)]
-        parts = [
-            HeadPart(f"{layer}", Attends(), pages, HEADS, 0, None)  # type: ignore[arg-type]
-            for layer, pages in enumerate(self.pages)
-        ]
-        self.layers = AttentionLayers([[part] for part in parts], [None] * LAYERS)
+        self.sizes, self.heads, self.window = sizes, HEADS // len(sizes), window
+        page = page_tokens_of(math.lcm(*sizes))
+        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, page)
+        parts = [[self._part(layer, n) for n in range(len(sizes))] for layer in range(LAYERS)]
+        self.layers = AttentionLayers(parts, [None] * LAYERS)
+        self.written: dict[int, torch.Tensor] = {}
         self._draws = np.random.default_rng(0)
 
-    def blocks(self, tokens: int) -> torch.Tensor:
-        """Pages of the engine for a prompt, in no order."""
-        count = -(-tokens // self.size)
-        found = self._draws.permutation(np.arange(1, 200))[:count] * HEADS
-        return torch.from_numpy(found.astype(np.int32)).to(self.device)
+    def _part(self, layer: int, number: int) -> HeadPart:
+        pages = torch.zeros(200 * self.heads, 2, self.sizes[number], DIM, device=self.device)
+        attends: Any = Attends(number * self.heads, self.heads)
+        return HeadPart(f"{layer}.{number}", attends, pages, self.heads, number, None)
 
-    def write(self, blocks: torch.Tensor, positions: np.ndarray) -> None:
+    def blocks(self, tokens: int) -> list[torch.Tensor]:
+        """Of each class, pages for a prompt, in no order."""
+        found = []
+        for size in self.sizes:
+            count = -(-tokens // size)
+            own = self._draws.permutation(np.arange(1, 200))[:count] * self.heads
+            found.append(torch.from_numpy(own.astype(np.int32)).to(self.device))
+        return found
+
+    def _places(
+        self, blocks: list[torch.Tensor], positions: np.ndarray
+    ) -> Iterator[tuple[HeadPart, torch.Tensor, torch.Tensor]]:
+        """Of each part, in the order of layers, the pages and slots of tokens of its first head."""
+        at = torch.from_numpy(np.asarray(positions, np.int64)).to(self.device)
+        for part in self.layers.parts:
+            size = part.page_tokens
+            yield part, blocks[part.number].long()[at // size], at % size
+
+    def write(self, blocks: list[torch.Tensor], positions: np.ndarray) -> None:
         """Random keys and values of some of a prompt's tokens, in all layers."""
-        at = torch.from_numpy(np.asarray(positions, np.int64)).to(self.device)
-        page, slot = blocks.long()[at // self.size], at % self.size
-        for pages in self.pages:
-            for head in range(HEADS):
-                shape = (len(at), 2, DIM)
-                drawn = self._draws.normal(size=shape).astype(np.float32)
-                pages[page + head, :, slot] = torch.from_numpy(drawn).to(self.device)
+        drawn = []
+        for part, page, slot in self._places(blocks, positions):
+            for head in range(self.heads):
+                values = self._draws.normal(size=(len(page), 2, DIM)).astype(np.float32)
+                drawn.append(torch.from_numpy(values))
+                part.pages[page + head, :, slot] = drawn[-1].to(self.device)
+        every = torch.stack(drawn).unflatten(0, (LAYERS, HEADS))
+        self.written |= dict(zip(np.asarray(positions).tolist(), every.unbind(2), strict=True))
 
-    def read(self, blocks: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
+    def read(self, blocks: list[torch.Tensor], positions: np.ndarray) -> torch.Tensor:
         """Keys and values [layers, heads, tokens, 2, D] of tokens."""
-        at = torch.from_numpy(np.asarray(positions, np.int64)).to(self.device)
-        page, slot = blocks.long()[at // self.size], at % self.size
-        heads = [[pages[page + head, :, slot] for head in range(HEADS)] for pages in self.pages]
-        return torch.stack([torch.stack(of_layer) for of_layer in heads]).cpu()
+        found = [
+            part.pages[page + head, :, slot]
+            for part, page, slot in self._places(blocks, positions)
+            for head in range(self.heads)
+        ]
+        return torch.stack(found).unflatten(0, (LAYERS, HEADS)).cpu()
+
+    def let_go(self, blocks: list[torch.Tensor], end: int) -> None:
+        """Blocks that windows have left behind, where `end` tokens are there, are somebody else's.
+
+        What is left is what row `end` sees.
+        """
+        if self.window is None:
+            return
+        for part in self.layers.parts:
+            gone = max(end - self.window + 1, 0) // part.page_tokens if part.number else 0
+            for head in range(self.heads):
+                part.pages[blocks[part.number][:gone].long() + head] = torch.nan
 
     def prefill(self, tokens: list[int], chunk: int, **asked: Any) -> tuple[Any, ...]:
         """A prompt through the engine in chunks: admitted, its blocks, what was copied."""
@@ -82,21 +123,24 @@ class Engine:
         blocks, came = self.blocks(len(tokens)), {}
         for start in range(0, len(tokens), chunk):
             end = min(start + chunk, len(tokens))
+            self.let_go(blocks, start)
             self.write(blocks, np.arange(start, end))
             reused = np.flatnonzero(admitted.reused[start:end]).astype(np.int32) + start
             if len(reused):
-                copies = self.store.copies(admitted, reused, blocks, self.size)
-                for layer, (part,) in enumerate(self.layers.layers):
-                    self.store.copy(copies, layer, part)
+                pairs = zip(blocks, self.sizes, strict=True)
+                copies = [self.store.copies(admitted, reused, *of) for of in pairs]
+                for layer, parts in enumerate(self.layers.layers):
+                    for part in parts:
+                        self.store.copy(copies[part.number], layer, part)
                 came |= dict(zip(reused.tolist(), self.read(blocks, reused).unbind(2), strict=True))
-            self.store.keep(admitted, end, self.layers, [blocks])
+            self.store.keep(admitted, end, self.layers, blocks)
         return admitted, blocks, came
 
 
-def packed(values: torch.Tensor, kind: Any) -> torch.Tensor:
-    """Tokens [layers, heads, n <= 64, 2, D] of one page, packed and unpacked, by the definition."""
-    form = ops.packed_format(kind, DIM, PAGE)
-    exact = torch.zeros(2 * LAYERS * HEADS, 2, PAGE, DIM)
+def packed(values: torch.Tensor, kind: Any, size: int = PAGE) -> torch.Tensor:
+    """Tokens [layers, heads, n, 2, D] of a page, packed and unpacked, by the definition."""
+    form = ops.packed_format(kind, DIM, size)
+    exact = torch.zeros(2 * LAYERS * HEADS, 2, size, DIM)
     pages = values.flatten(0, 1).transpose(1, 2)
     exact[LAYERS * HEADS :, :, : values.shape[2]] = pages
     held = ops.PackedPages.zeros(len(exact), form)
@@ -131,7 +175,7 @@ def test_what_is_reused_is_what_pages_stand_for(
     kind: str, chunk: int, size: int, device: str
 ) -> None:
     """A document elsewhere, and a prefix that ends inside a page, whatever the chunks."""
-    engine = Engine(kind, size=size, device=device)
+    engine = Engine(kind, sizes=(size,), device=device)
     document = text(150, 3)
     first = [*text(40, 1), *document, *text(21, 2)]
     admitted, blocks, came = engine.prefill(first, chunk, spans=[(40, 190)])
@@ -169,13 +213,53 @@ def test_what_is_reused_is_what_pages_stand_for(
     assert engine.store.cache.stats()["held"] == 0
 
 
+@pytest.mark.parametrize("chunk", [7, 64, 100, 1000])
+@pytest.mark.parametrize("sizes", [(16, 16), (48, 16), (32, 64)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_a_window_keeps_all_of_a_page_until_it_is_packed(
+    chunk: int, sizes: tuple[int, int], device: str
+) -> None:
+    """Windows as long as a page, in blocks of another size than other heads'."""
+    size = page_tokens_of(math.lcm(*sizes))
+    engine = Engine("int4", sizes=sizes, device=device, window=size)
+    document = text(150, 3)
+    first = [*text(140, 1), *document, *text(21, 2)]
+    admitted, _, came = engine.prefill(first, chunk, spans=[(140, 290)])
+    assert not came
+    values = torch.stack([engine.written[at] for at in range(len(first))], 2)
+    ends = range(0, len(first), size)
+    wanted = torch.cat([packed(values[:, :, at : at + size], "int4", size) for at in ends], 2)
+    assert wanted.isfinite().all()
+    admitted.release()
+
+    longer, _, came = engine.prefill([*first[:200], *text(150, 9)], chunk)
+    assert len(came) >= 199
+    for position, found in came.items():
+        torch.testing.assert_close(found, wanted[:, :, position], atol=0, rtol=0)
+    longer.release()
+
+    moved, _, came = engine.prefill([*text(9, 6), *document, *text(30, 7)], chunk, spans=[(9, 159)])
+    assert len(came) >= 150 - size
+    for position, found in came.items():
+        expected = turned(wanted[:, :, position + 131], -131)
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=0)
+    moved.release()
+
+    # What was packed anew behind the prefix has lost nothing either.
+    again, _, came = engine.prefill([*first[:200], *text(150, 9), 1], 1000)
+    assert len(came) >= 350
+    assert all(bool(found.isfinite().all()) for found in came.values())
+    again.release()
+    engine.store.cache.check()
+
+
 def test_a_prompt_that_ends_early_leaves_nothing_half_packed() -> None:
     engine = Engine()
     tokens = text(200, 1)
     admitted = engine.store.admit(tokens, [], "", Naive(), discover=False)
     blocks = engine.blocks(200)
     engine.write(blocks, np.arange(100))
-    engine.store.keep(admitted, 100, engine.layers, [blocks])
+    engine.store.keep(admitted, 100, engine.layers, blocks)
     assert admitted.stored == 64
     admitted.release()
     assert (
@@ -265,10 +349,10 @@ def test_bytes_are_those_of_packed_blocks() -> None:
 
 def test_pages_of_the_engine_make_packed_ones() -> None:
     for size, page in ((8, 64), (16, 64), (32, 64), (48, 96), (64, 64), (128, 128), (256, 256)):
-        assert Engine(size=size).store.page_tokens == page
+        assert Engine(sizes=(size,)).store.page_tokens == page
     for size in (24, 272, 512):
-        with pytest.raises(Unsupported, match="block_size: expected pages of vLLM"):
-            Engine(size=size)
+        with pytest.raises(Unsupported, match="segment_dtype: expected blocks of vLLM that make"):
+            Engine(sizes=(size,))
 
 
 def test_a_store_that_is_too_small_takes_no_prompt() -> None:

@@ -86,7 +86,6 @@ _LOCAL = "with chunked local attention (Llama 4) a row sees its own chunk, whate
 _OTHERS = "vLLM has one connector, and one that carries blocks knows nothing of these"
 
 _PLACES = "a step's copies and measures know blocks of vLLM, not tables of places"
-_FULL = "a window lets tokens go before all of their packed page are there"
 
 _OF_SEGMENTS = {
     PAGES: _PLACES,
@@ -102,7 +101,6 @@ _OF_SEGMENTS = {
 NOT_BESIDE: dict[str, dict[str, str]] = {
     HEADS: {
         TOP_K: _KINDS,
-        PACKED: _FULL,
         "pipeline_parallel_size": _STAGES,
         "context parallelism": _CONTEXT,
         "quantization": _WEIGHTS,
@@ -140,7 +138,7 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "attention_chunk_size": _LOCAL,
     },
     SEGMENTS: _OF_SEGMENTS,
-    PACKED: {**_OF_SEGMENTS, HEADS: _FULL},
+    PACKED: _OF_SEGMENTS,
     FOLDER: _OF_SEGMENTS,
 }
 """By part, the parts and settings that it refuses, and why."""

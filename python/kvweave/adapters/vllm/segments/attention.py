@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from vllm.model_executor.layers.attention import Attention
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.options import Options
-from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore
+from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore, page_tokens_of
 from kvweave.adapters.vllm.segments.prefix_guard import guarded
 from kvweave.adapters.vllm.segments.rotation import frequencies
 from kvweave.adapters.vllm.segments.store import Geometry, SegmentStore
@@ -50,7 +52,7 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
 
     The arena is taken before vLLM measures what is left for its own cache.
 
-    Errors: `Unsupported` for frequencies that are not fixed.
+    Errors: `Unsupported` for frequencies that are not fixed, and as `packed_tokens`.
     """
     known = config.compilation_config.static_forward_context
     layers: list[Any] = [layer for layer in known.values() if isinstance(layer, Attention)]
@@ -68,11 +70,24 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
     if options.segment_dtype is None:
         store = SegmentStore(geometry, bytes_, share, named)
     else:
-        size, kind = config.cache_config.block_size, options.segment_dtype
-        store = PackedSegmentStore(geometry, bytes_, share, named, kind, size)
+        size = packed_tokens([layer.get_kv_cache_spec(config) for layer in layers])
+        store = PackedSegmentStore(geometry, bytes_, share, named, options.segment_dtype, size)
     for layer in layers:
         layer.store = store
     return store
+
+
+def packed_tokens(specs: list[Any]) -> int:
+    """Tokens of a page that is packed from blocks of all of these cache specs.
+
+    Errors: `Unsupported` for blocks that make no page, and for a window that is shorter than one:
+    a page's first tokens would be gone before its last are there.
+    """
+    size = page_tokens_of(math.lcm(*(spec.block_size for spec in specs)))
+    windows = [spec.sliding_window for spec in specs if spec.sliding_window is not None]
+    least, expected = min(windows, default=size), f"windows of at least {size} tokens"
+    require("heads", least >= size, f"{expected}, as a packed page has", f"one of {least}")
+    return size
 
 
 def named_under(model: str, options: Options) -> str:

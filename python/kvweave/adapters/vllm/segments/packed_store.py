@@ -17,6 +17,7 @@ import torch
 
 from kvweave import ops
 from kvweave.adapters.vllm.options import PackedKind
+from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.store import (
     PAGE_TOKENS,
@@ -29,7 +30,6 @@ from kvweave.adapters.vllm.segments.store import (
 )
 from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, needs_memory
-from kvweave.errors import Unsupported
 from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
@@ -40,12 +40,22 @@ MOST_AT_ONCE, AT_ONCE_SHARE = 128, 1 / 16
 """Packed blocks that are unpacked together, and the most of the store that they may take for it."""
 
 
+def page_tokens_of(block_tokens: int) -> int:
+    """Tokens of a packed page that is made of whole blocks of vLLM.
+
+    Errors: `Unsupported` for blocks that make none.
+    """
+    size = -(-LEAST_TOKENS // block_tokens) * block_tokens
+    expected = f"blocks of vLLM that make a page of {LEAST_TOKENS} to {MOST_TOKENS} tokens"
+    fits = size <= MOST_TOKENS and size % PAGE_TOKENS == 0
+    require("segment_dtype", fits, expected, str(block_tokens))
+    return size
+
+
 class PackedSegmentStore(SegmentStore):
     """As `SegmentStore`, its pages packed: `kind` int4 or int8, keys with a scale a channel.
 
-    `block_tokens`: of vLLM's pages, some of which make a packed one.
-
-    Errors: `Unsupported` for pages of vLLM that make none.
+    `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has.
     """
 
     def __init__(
@@ -55,13 +65,9 @@ class PackedSegmentStore(SegmentStore):
         frozen_share: float,
         fingerprint: str,
         kind: PackedKind,
-        block_tokens: int,
+        page_tokens: int,
     ) -> None:
-        self.page_tokens = -(-LEAST_TOKENS // block_tokens) * block_tokens
-        if self.page_tokens > MOST_TOKENS or self.page_tokens % PAGE_TOKENS:
-            expected = f"pages of vLLM that make one of {LEAST_TOKENS} to {MOST_TOKENS} tokens"
-            text = f"block_size: expected {expected}, got {block_tokens}"
-            raise Unsupported(text, expected=expected, got=str(block_tokens))
+        self.page_tokens = page_tokens
         scales = "f16" if geometry.dtype == torch.float16 else "bf16"
         self.format = ops.packed_format(kind, geometry.head_dim, self.page_tokens, scales)
         super().__init__(geometry, arena_bytes, frozen_share, fingerprint)
