@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 OPS = "vllm_cpu_ops"
@@ -48,3 +50,21 @@ def options(**on_gpu: Any) -> dict[str, Any]:
     if has_gpu():
         return on_gpu
     return {"enforce_eager": True, "compilation_config": {"custom_ops": ["none"]}}
+
+
+@contextmanager
+def in_process(model: str, **given: Any) -> Iterator[Any]:
+    """An `LLM` whose engine is in this process, which leaves nothing of vLLM's behind."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    llm = LLM(model, **given)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()

@@ -77,19 +77,8 @@ def started(kind: str, text: int, model: Path, *, server: bool) -> Iterator[Aske
         with served([*words, *MIDDLEWARE], LIMIT_S) as port:
             yield ServerAsked(kind, text, str(model), port)
         return
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-    llm = LLM(str(model), **given)
-    try:
+    with device.in_process(str(model), **given) as llm:
         yield EngineAsked(kind, text, llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def measured(kinds: Sequence[str], trials: int, text: int, *, server: bool) -> Iterator[Row]:

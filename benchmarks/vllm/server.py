@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -34,17 +35,45 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @contextmanager
 def served(words: list[str], limit_s: float) -> Iterator[int]:
     """The port of a server, once it answers; all that it prints goes to stderr."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = int(found.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "benchmarks.vllm.vllm_command", "server"]
-    with subprocess.Popen([*command, *words, "--port", str(port)], stdout=sys.stderr) as process:
+    with running([*command, *words, "--port", str(port)], port, limit_s):
+        yield port
+
+
+@contextmanager
+def running(
+    command: list[str],
+    port: int,
+    limit_s: float,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """The address of a server that a command starts, once it answers there.
+
+    What it prints goes to `log`, or to stderr. It is told to end when this is left, and is ended
+    where it does not. Raises RuntimeError where it does not answer in time.
+    """
+    with ExitStack() as opened:
+        out: Any = sys.stderr if log is None else opened.enter_context(log.open("wb"))
+        process = opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env))
         try:
-            _wait(process, port, limit_s)
-            yield port
+            address = f"http://127.0.0.1:{port}"
+            if not _answers(process, address, limit_s):
+                said = "" if log is None else f":\n{log.read_text(errors='replace')[-4000:]}"
+                text = f"server: expected an answer within {limit_s} s, got none{said}"
+                raise RuntimeError(text)
+            yield address
         finally:
             process.terminate()
             try:
@@ -53,12 +82,12 @@ def served(words: list[str], limit_s: float) -> Iterator[int]:
                 process.kill()
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, limit_s: float) -> None:
+def _answers(process: subprocess.Popen[bytes], address: str, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end and process.poll() is None:
         try:
-            with urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
+            with urlopen(f"{address}/health", timeout=5):
+                return True
         except OSError:
             time.sleep(1)
-    raise RuntimeError(f"server: expected an answer within {limit_s} s, got none")
+    return False

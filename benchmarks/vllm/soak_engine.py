@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -60,10 +59,7 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
 
     Prompts are cut into chunks alike: a step of the quiet one has no room for more.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, ModelRegistry
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm import ModelRegistry
     from vllm.plugins import load_general_plugins
 
     # A class that is known need not be looked at in a process of its own.
@@ -72,14 +68,8 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     kept = model.parent / ("quiet" if quiet else "kept")
     shutil.rmtree(kept, ignore_errors=True)
-    llm = LLM(str(model), **_options(model, kept, quiet=quiet))
-    try:
+    with device.in_process(str(model), **_options(model, kept, quiet=quiet)) as llm:
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
 
 
 def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import vllm_cpu_ops
+from benchmarks.vllm.server import free_port, running
 from families import VOCABULARY
 
 # The server, and what it starts.
@@ -34,7 +32,7 @@ TEMPLATE = (
     "{{ message.content | trim }}<|end|>{% endfor %}<|assistant|>"
 )
 SPECIAL = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>")
-START_S, STOP_S = 600, 20
+START_S = 600
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -66,12 +64,6 @@ def segment_options(choice: dict[str, Any]) -> list[str]:
     ]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @contextmanager
 def served(model: Path, log: Path, options: list[str], **variables: str) -> Iterator[str]:
     """The address of a server, once it is ready; its output goes to `log`."""
@@ -96,31 +88,8 @@ def served(model: Path, log: Path, options: list[str], **variables: str) -> Iter
     # Asynchronous engines are in a process of their own; what tests import, it imports.
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **variables}
-    with log.open("wb") as out:
-        process = subprocess.Popen([*command, *words, *options], stdout=out, stderr=out, env=env)
-        try:
-            address = f"http://127.0.0.1:{port}"
-            _wait(process, address, log)
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
-    for _ in range(START_S):
-        if process.poll() is not None:
-            break
-        try:
-            with urlopen(f"{address}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+    with running([*command, *words, *options], port, START_S, log, env) as address:
+        yield address
 
 
 def fetched(address: str, method: str, value: Any = None, key: str = KEY) -> tuple[int, Any]:
