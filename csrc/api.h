@@ -380,7 +380,7 @@ struct PackPagesParams {
   uint32_t page_tokens;  // of a packed page: a multiple of source_tokens, at most 256
   uint32_t head_dim;     // at most 256
   uint32_t page_bytes;
-  uint32_t rows;
+  uint32_t rows;  // of packs
   BasesParams bases;
   TopRParams top_r;
 };

@@ -70,9 +70,9 @@ def unpack_pages(
     planes counted in steps, and 0 behind the last direction. So rows can be turned into the basis
     instead of keys and values out of it (MosaicKV, section 5.3). A vector that is NaN is so there.
 
-    `in_order` False: of top-r pages and planes sums may run in another order, on a GPU by tensor
-    cores into pages of 16 bits: each number is as near as rounding it, and all directions to 16
-    bits of their own, has it. On a host, and where no kernel does it, nothing changes.
+    `in_order` False: of top-r pages and planes sums may run in another order. On a GPU tensor cores
+    then fill pages of 16 bits, with 16 significant bits of each direction: a number loses less by
+    that than by being rounded. On a host, and for what they do not take, nothing changes.
 
     # Errors
     `InvalidArgument` for what does not belong together, `in_basis` beside pages that have none.

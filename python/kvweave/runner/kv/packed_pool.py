@@ -197,9 +197,9 @@ class PackedPool:
         pages = np.zeros(len(of), np.int32)
         pages[1:] = (first[:, None] + np.arange(heads, dtype=np.int32)).reshape(-1)
         tables = send(self.device, pages, numbers, of)
-        at, some, known_as = (torch.as_tensor(table) for table in tables)
+        at, some, basis_of = (torch.as_tensor(table) for table in tables)
         data = bases.bases.data[:, layer * heads : (layer + 1) * heads].index_select(0, some)
-        known = ops.PackedBases(data, known_as)
+        known = ops.PackedBases(data, basis_of)
         made = ops.PackedPages(self.pages.data.index_select(0, at), self.pages.format, known)
         return made, 1 + heads * np.arange(len(blocks), dtype=np.int32)
 
