@@ -31,11 +31,9 @@ from benchmarks.load import (
     told,
 )
 from benchmarks.vllm.found import say
-from benchmarks.vllm.model import written
-from kvweave.adapters.vllm.serving import engine_options
+from benchmarks.vllm.model import MAPPED, options_named, written
 
-ENGINES = ("stock", "ours", "heads", "top_k", "mapped")
-"""`mapped`: `heads` with a store of segments beside them."""
+ENGINES = ("stock", "ours", "heads", "top_k", MAPPED)
 MODES = ("eager", "graphs", "compiled")
 """How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -89,14 +87,8 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "graphs": {"compilation_config": {**DECODE_GRAPHS, **graphs}},
         "compiled": {"compilation_config": graphs},
     }[task.mode]
-    store = task.store if task.engine == "mapped" else 0
-    options = {
-        "ours": {},
-        "heads": {"heads": str(heads)},
-        "top_k": {"heads": str(heads)},
-        "mapped": {"heads": str(heads), "segment_bytes": store},
-    }
-    choice = {} if task.engine == "stock" else engine_options(architecture, **options[task.engine])
+    store = task.store if task.engine == MAPPED else 0
+    choice = options_named(task.engine, architecture, heads, store)
     memory = {"kv_cache_memory_bytes": task.memory - store} if task.memory else {}
     settings: dict[str, Any] = {
         "load_format": "dummy",

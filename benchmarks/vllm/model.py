@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.device.models import MODELS
+from kvweave.adapters.vllm.serving import engine_options
 
+MAPPED, PACKED = "mapped", "packed"
+"""Engines with segments beside a head map, and in INT4 pages."""
 SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
 """One KV head in eight keeps everything, the others a sink and a window."""
 
@@ -34,6 +37,25 @@ def written(folder: Path, model: str, layers: int, pages: int = 0) -> tuple[Path
         return folder, write_ranked(folder, layers, kv_heads, lambda *_: pages)
     path = write_heads(folder, layers, kv_heads, is_global, sink=SINK, recent=RECENT)
     return folder, path
+
+
+def options_named(engine: str, architecture: str, heads: Path | None, store: int) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for an engine by its name in benchmarks.
+
+    `heads` is the map of those that have one, `store` the bytes of segments of those that do.
+    """
+    if engine == "stock":
+        return {}
+    of_map, kept = {"heads": str(heads)}, {"segment_bytes": store}
+    options: dict[str, dict[str, Any]] = {
+        "ours": {},
+        "heads": of_map,
+        "top_k": of_map,
+        "segments": kept,
+        MAPPED: {**kept, **of_map},
+        PACKED: {**kept, "segment_dtype": "int4"},
+    }
+    return engine_options(architecture, **options[engine])
 
 
 def write_ranked(

@@ -26,13 +26,10 @@ from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import DECODE_GRAPHS
 from benchmarks.vllm.found import lines, say
-from benchmarks.vllm.model import written
-from kvweave.adapters.vllm.serving import engine_options
+from benchmarks.vllm.model import MAPPED, PACKED, options_named, written
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "segments")
-MAPPED, PACKED = "mapped", "packed"
-"""Segments beside a head map, and in INT4 pages, where they are asked for."""
 EVERY = (*ENGINES, MAPPED, PACKED)
 POLICIES: dict[str, Any] = {
     "full": "full",
@@ -91,12 +88,7 @@ def engine(name: str, model: Path, given: argparse.Namespace, heads: Path | None
     longest = given.tokens + 64
     graphs = {**DECODE_GRAPHS, "cudagraph_capture_sizes": [1]}
     architecture = f"{MODELS[given.model][0]}ForCausalLM"
-    options: dict[str, Any] = {"segment_bytes": given.arena << 30}
-    if name == MAPPED:
-        options["heads"] = str(heads)
-    elif name == PACKED:
-        options["segment_dtype"] = "int4"
-    reusing = {} if name == "stock" else engine_options(architecture, **options)
+    reusing = options_named(name, architecture, heads, given.arena << 30)
     return LLM(
         str(model),
         load_format="dummy",

@@ -24,14 +24,12 @@ from urllib.request import urlopen
 
 from benchmarks.device.models import MODELS
 from benchmarks.report.record import of_device
-from benchmarks.vllm.model import written
+from benchmarks.vllm.model import MAPPED, PACKED, options_named, written
 from benchmarks.vllm.rag_text import RagLoad, write_custom, write_tokenizer
 from benchmarks.vllm.server import MIDDLEWARE, served, words_of
-from kvweave.adapters.vllm.serving import engine_options
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "ours", "heads", "segments")
-MAPPED, PACKED = "mapped", "packed"
 EVERY = (*ENGINES, MAPPED, PACKED)
 REUSING = ("segments", MAPPED, PACKED)
 JOBS = ("prefix_repetition", "rag", "throughput")
@@ -52,17 +50,7 @@ THROUGHPUT = {"requests_per_second": "requests/s", "tokens_per_second": "tokens/
 
 def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[str]:
     """Words of the command line that make a server of vLLM the engine."""
-    if engine == "stock":
-        return []
-    map_of, kept = {"heads": str(heads)}, {"segment_bytes": store}
-    options: dict[str, Any] = {
-        "ours": {},
-        "heads": map_of,
-        "segments": kept,
-        MAPPED: {**kept, **map_of},
-        PACKED: {**kept, "segment_dtype": "int4"},
-    }[engine]
-    return words_of(engine_options(architecture, **options))
+    return words_of(options_named(engine, architecture, heads, store))
 
 
 def told(command: str, words: list[str], result: Path, limit_s: float) -> dict[str, Any]:

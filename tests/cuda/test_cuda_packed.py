@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave import Unsupported, ops
-from packed_texts import LARGEST, SCALES, check_attention, text_of
+from packed_texts import LARGEST, SCALES, check_attention, on_cuda, text_of
 from paged import rope_table
 from versions import CPU, RUNNABLE, needs_cuda
 
@@ -48,10 +48,6 @@ def test_attending_on_cuda_is_unpacking_and_attending(
     )
 
 
-def there(of: ops.PackedPages) -> ops.PackedPages:
-    return ops.PackedPages(of.data.cuda(), of.format)
-
-
 def tables(*rows: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(np.asarray(row, np.int32)).cuda() for row in rows]
 
@@ -88,7 +84,7 @@ def test_more_requests_than_a_launch_lays_out(generator, requests) -> None:
     q = torch.randn(requests, 16, 64, generator=generator).bfloat16()
     rope = rope_table(1, 64)
     given = tables(positions, entries)
-    kv = ops.PackedKv(there(text.packed), 0, 8, 0.125, rope)
+    kv = ops.PackedKv(on_cuda(text.packed), 0, 8, 0.125, rope)
     out, lse = ops.attend_packed(q.cuda(), *given, kv, entry_offsets=tables(offsets)[0])
     kv = ops.PackedKv(text.packed, 0, 8, 0.125, rope)
     given = [positions.astype(np.int32), entries]
@@ -104,7 +100,7 @@ def test_a_graph_attends_to_what_its_tables_say_then(generator) -> None:
     """Captured once; replayed over other pages, entries that point outside, and new positions."""
     of = ops.PackedFormat("int4", 128, 64)
     text = text_of(generator, 600, kv_heads=2, dtype=torch.bfloat16, of=of, version=CPU)
-    pages, rope = there(text.packed), rope_table(1, 128)
+    pages, rope = on_cuda(text.packed), rope_table(1, 128)
     q = torch.randn(1, 8, 128, generator=generator).bfloat16()
     held = text.entries()
     entries, offsets, positions = tables(held, [0, len(held)], [599])
@@ -173,7 +169,7 @@ def test_a_call_has_the_same_bits_each_time(generator, kind) -> None:
     text = text_of(generator, 20_000, kv_heads=2, dtype=torch.bfloat16, of=of, version=CPU)
     entries, offsets, positions = tables(text.entries(), [0, len(text.packs)], [19_999])
     q = torch.randn(1, 8, 128, generator=generator).bfloat16().cuda()
-    kv = ops.PackedKv(there(text.packed), 0, 2, 0.1, rope_table(1, 128))
+    kv = ops.PackedKv(on_cuda(text.packed), 0, 2, 0.1, rope_table(1, 128))
     results = [
         ops.attend_packed(q, positions, entries, kv, entry_offsets=offsets) for _ in range(20)
     ]

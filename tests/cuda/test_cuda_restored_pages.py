@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from basis_formats import plane_formats, top_r_formats
 from kvweave import ops
-from packed_texts import drawn_bases, text_of
+from packed_texts import drawn_bases, on_cuda, text_of
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -41,11 +41,7 @@ def test_restored_pages_are_near_to_the_definition(of, tokens, kv_heads, dtype, 
     wanted, numbers = (torch.full_like(text.cache, 7.0) for _ in range(2))
     ops.unpack_pages(text.packed, wanted, text.packs, pages=text.pages)
     ops.unpack_pages(text.packed, numbers, text.packs, pages=text.pages, in_basis=True)
-    there = ops.PackedPages(
-        text.packed.data.cuda(),
-        of,
-        ops.PackedBases(text.packed.bases.data.cuda(), text.packed.bases.of.cuda()),
-    )
+    there = on_cuda(text.packed)
     got = torch.full_like(text.cache, 7.0, dtype=dtype, device="cuda")
     packs = torch.from_numpy(text.packs).cuda()
     ops.unpack_pages(there, got, packs, pages=text.pages, in_order=False)
@@ -65,11 +61,7 @@ def test_rows_that_point_outside_are_skipped(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     bases = drawn_bases(generator, of, 2)
     text = text_of(generator, 2 * of.page_tokens, of=of, bases=bases)
-    there = ops.PackedPages(
-        text.packed.data.cuda(),
-        of,
-        ops.PackedBases(text.packed.bases.data.cuda(), text.packed.bases.of.cuda()),
-    )
+    there = on_cuda(text.packed)
     packs = torch.from_numpy(text.packs).cuda()
     packs[0, 0] = 1 << 20
     got = torch.full_like(text.cache, 7.0, dtype=torch.bfloat16, device="cuda")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from basis_formats import plane_formats, top_r_formats
 from kvweave import InvalidArgument, Unsupported, ops
-from packed_texts import SCALES, Text, check_attention, drawn_bases, text_of
+from packed_texts import SCALES, Text, check_attention, drawn_bases, on_cuda, text_of
 from paged import rope_table
 from versions import CPU, CUDA, RUNNABLE, needs_cuda
 
@@ -32,11 +32,6 @@ def rows_of(of: ops.PackedFormat) -> torch.dtype:
 
 def tables(*rows: np.ndarray) -> list[torch.Tensor]:
     return [torch.from_numpy(np.asarray(row, np.int32)).cuda() for row in rows]
-
-
-def there(of: ops.PackedPages) -> ops.PackedPages:
-    bases = ops.PackedBases(of.bases.data.cuda(), of.bases.of.cuda())
-    return ops.PackedPages(of.data.cuda(), of.format, bases)
 
 
 def on_host(text: Text, q: torch.Tensor, entries: np.ndarray, position: int, heads: int):
@@ -135,7 +130,7 @@ def test_nan_reaches_those_rows_alone_that_see_its_token(generator, numbers, sid
     q = torch.randn(1, 4, 64, generator=generator).bfloat16()
     entries, offsets = tables(text.entries(), [0, 2])
     for window, position, odd in ((None, 8, False), (None, 9, True), (40, 63, False)):
-        kv = ops.PackedKv(there(text.packed), 0, 2, 0.1, rope_table(1, 64), window)
+        kv = ops.PackedKv(on_cuda(text.packed), 0, 2, 0.1, rope_table(1, 64), window)
         positions = tables([position])[0]
         out, lse = ops.attend_packed(q.cuda(), positions, entries, kv, entry_offsets=offsets)
         nan = out.isnan().cpu()
@@ -150,7 +145,7 @@ def test_a_graph_attends_to_what_its_tables_say_then(generator, name) -> None:
     """Captured once; replayed over other pages, entries that point outside, and other bases."""
     of = ops.packed_format(name, 128)
     text = text_of(generator, 600, of=of, version=CPU, bases=drawn_bases(generator, of, 2))
-    pages, rope = there(text.packed), rope_table(1, 128)
+    pages, rope = on_cuda(text.packed), rope_table(1, 128)
     q = torch.randn(1, 8, 128, generator=generator).bfloat16()
     held = text.entries()
     entries, offsets, positions = tables(held, [0, len(held)], [599])
@@ -187,7 +182,7 @@ def test_a_call_has_the_same_bits_each_time(generator, name) -> None:
     text = text_of(generator, 20_000, of=of, dtype=torch.bfloat16, version=CPU, bases=bases)
     entries, offsets, positions = tables(text.entries(), [0, len(text.packs)], [19_999])
     q = torch.randn(1, 8, 128, generator=generator).bfloat16().cuda()
-    kv = ops.PackedKv(there(text.packed), 0, 2, 0.1, rope_table(1, 128))
+    kv = ops.PackedKv(on_cuda(text.packed), 0, 2, 0.1, rope_table(1, 128))
     results = [
         ops.attend_packed(q, positions, entries, kv, entry_offsets=offsets) for _ in range(20)
     ]
@@ -201,7 +196,7 @@ def test_a_row_without_a_basis_is_skipped_and_refused_where_it_is_known(generato
     bases = drawn_bases(generator, of, 2)
     text = text_of(generator, 128, of=of, bases=bases)
     text.packed.data.fill_(0x5A)
-    pages, cache = there(text.packed), text.cache.cuda()
+    pages, cache = on_cuda(text.packed), text.cache.cuda()
     first, second = (int(block) for block in text.packs[:, 0])
     pages.bases.of[first] = 2
     ops.pack_pages(cache, pages, tables(text.packs)[0], pages=2)
@@ -228,7 +223,7 @@ def test_a_basis_whose_bits_are_no_planes_is_none(generator, bits) -> None:
     odd, entries = int(text.packs[1, 0]), text.entries()
     text.packed.bases.of[odd] = 1
     ops.pack_pages(text.cache, text.packed, text.packs, pages=2)
-    pages = there(text.packed)
+    pages = on_cuda(text.packed)
     pages.bases.data[1, :, 0, 1] = bits
     kv, q = ops.PackedKv(pages, 0, 2, 0.1, rope_table(1, 64)), torch.randn(1, 4, 64).bfloat16()
     positions, rows, offsets = tables([191], entries, [0, 3])

@@ -106,6 +106,14 @@ def text_of(
     return Text(cache, packed, packs, k.double(), v.double())
 
 
+def on_cuda(of: ops.PackedPages) -> ops.PackedPages:
+    """The same pages on the GPU, and their bases if they have any."""
+    bases = of.bases
+    if bases is not None:
+        bases = ops.PackedBases(bases.data.cuda(), bases.of.cuda())
+    return ops.PackedPages(of.data.cuda(), of.format, bases)
+
+
 def meant(text: Text) -> tuple[torch.Tensor, torch.Tensor]:
     """K, V f64 [T, G, D] that the packed pages stand for, by this file's own arithmetic."""
     of = text.packed.format

@@ -32,7 +32,7 @@ from kvweave.runner.kv.pool_bases import (
     basis_shape,
     check_basis,
 )
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
@@ -239,12 +239,11 @@ def on_host(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor
     skipped = len(blocks) - len(known)
     index = np.zeros(1 + pages * len(known), np.int32)
     index[1:] = (known[:, None] + np.arange(pages, dtype=np.int32)).reshape(-1)
-    (sent,) = send(exact.device, index)
     copied = packs.copy()
     copied[:, 0] = 1 + pages * np.arange(len(packs))
     ranks = which.reshape(len(packs), -1) - skipped
     copied[:, 2:] = np.where(ranks < 0, 0, 1 + pages * ranks)
-    return exact.index_select(0, torch.as_tensor(sent)).cpu(), copied
+    return exact.index_select(0, send_index(exact.device, index)).cpu(), copied
 
 
 def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.PackedFormat:

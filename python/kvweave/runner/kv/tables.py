@@ -35,8 +35,7 @@ def send(device: torch.device, *arrays: Int32) -> tuple[Table, ...]:
 
 def send_index(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Tensor:
     """An index for `index_select` on a device."""
-    (table,) = send(device, index.astype(np.int32, copy=False))
-    return torch.as_tensor(table)
+    return sent(index.astype(np.int32, copy=False), device)
 
 
 def same_rows(one: Rows, other: Rows) -> bool:

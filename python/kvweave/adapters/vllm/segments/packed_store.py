@@ -184,7 +184,7 @@ class PackedSegmentStore(SegmentStore):
         """Packs a whole text that lies in exact pages of another request, and commits it."""
         numbers, own = self._own_blocks(admitted, admitted.tokens)
         if len(own):
-            blocks = self._sent(np.ascontiguousarray(exact.entries()[:, 0]))
+            blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
             ops.pack_pages(pages, self.packed, packs, pages=self._block_pages)
         self._commit_whole(admitted, admitted.tokens)
