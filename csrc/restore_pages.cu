@@ -10,7 +10,8 @@
 //    those of tensor cores, and what they lose is far less than the rounding of a page's numbers.
 // 2. A thread block has the directions of one head and side in shared memory, and goes through the
 //    rows with them; rows of a text have the same.
-// 3. A scale multiplies its vector's sums, and no code.
+// 3. The bytes of the tile behind the one in hand are on their way while that is multiplied.
+// 4. A scale multiplies its vector's sums, and no code. Results leave by 16 bytes a thread.
 //
 // Launch: [pages · 2, chunks] blocks of 256 threads, of which each takes every chunk-th row. A row
 // that points outside either side, or whose packed block has no basis, is skipped, and so is a page
@@ -31,22 +32,32 @@ constexpr int kTokens = 64;    // of a tile: four times those of a product
 constexpr int kMaxDim = 128;   // and channels; also in rust/cuda/src/pack_pages.rs
 constexpr int kPitch = kMaxDim + 8;  // numbers between rows: each begins in other banks
 constexpr int kHalf = kMaxDim / 2;   // numbers of a vector that a warp has
+constexpr int kTokenBytes = kMaxDim / 8 + 2 * kMaxDim;  // a packed vector has at most
+constexpr int kWord = 16;            // bytes that come and go at once
 using Bf16 = __nv_bfloat16;
 
 // In shared memory.
 struct Room {
   Bf16 high[kMaxDim][kPitch];  // directions [channels, D]: what bf16 has of them,
   Bf16 low[kMaxDim][kPitch];   // and what it leaves
-  Bf16 codes[kTokens][kPitch];  // [tokens, channels]
+  Bf16 codes[kTokens][kPitch];  // [tokens, channels]; then results, whatever 16 bits they have
+  unsigned char packed[kTokens * kTokenBytes];  // of a tile, each of its parts behind the other
   float scales[kTokens];        // NaN: of a vector that is
   float mean[kMaxDim];
 };
 
-// Tokens of a page that a thread block has in hand.
+// Tokens of a page that a thread block has in hand, a multiple of kTokens behind its first.
 struct Tile {
-  unsigned char* page;
+  const unsigned char* page;
   int first, tokens;
 };
+
+// Starts the copy of so many bytes, a multiple of kWord from a boundary of as many.
+__device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* from, int bytes) {
+  for (int i = kWord * threadIdx.x; i < bytes; i += kWord * kThreads) {
+    copy_async(shared_address(to + i), from + i, true);
+  }
+}
 
 __device__ __forceinline__ int padded(int channels) { return (channels + 15) / 16 * 16; }
 
@@ -65,18 +76,24 @@ class TopR {
 
   __device__ int channels() const { return of.channels; }
 
+  // Starts to fetch bitmaps, numbers and scales of so many tokens of a page from a tile's first on.
+  __device__ void fetch_tile(const Tile& tile, int tokens, Room& room) const {
+    const unsigned char* from = tile.page + side * at.side;
+    unsigned char *numbers = room.packed + kTokens * at.bitmap, *scales = numbers + kTokens * at.row;
+    fetch(room.packed, from + tile.first * at.bitmap, tokens * at.bitmap);
+    fetch(numbers, from + at.numbers + tile.first * at.row, tokens * at.row);
+    fetch(scales, from + at.scales + tile.first * at.scale, tokens * at.scale);
+  }
+
   // The codes of a tile's tokens, 0 of what was not kept, and their scales.
   __device__ void spread(const Tile& tile, Room& room) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned char* numbers = room.packed + kTokens * at.bitmap;
+    const S* scales = reinterpret_cast<const S*>(numbers + kTokens * at.row);
+#pragma unroll 2
     for (int token = warp; token < tile.tokens; token += kWarps) {
-      const unsigned char* bytes = tile.page + side * at.side;
-      const int row = tile.first + token;
-      spread_vector(bytes + row * at.bitmap, bytes + at.numbers + row * at.row, room.codes[token]);
-      if (lane == 0) {
-        room.scales[token] =
-            at.scale == 0 ? 1.0f
-                          : Scales<S>::widen(reinterpret_cast<const S*>(bytes + at.scales)[row]);
-      }
+      spread_vector(room.packed + token * at.bitmap, numbers + token * at.row, room.codes[token]);
+      if (lane == 0) room.scales[token] = at.scale == 0 ? 1.0f : Scales<S>::widen(scales[token]);
     }
   }
 
@@ -121,6 +138,8 @@ class TopR {
 };
 
 class Planes {
+  static constexpr int kFlagBytes = 64;  // of pages of up to 256 tokens
+
  public:
   __device__ Planes(const PackPagesParams& params, int of_side)
       : tokens(params.page_tokens), side(of_side) {}
@@ -140,26 +159,41 @@ class Planes {
 
   __device__ int channels() const { return own.channels(); }
 
+  // Starts to fetch the flags of a tile's page, and the planes of so many tokens from its first on.
+  __device__ void fetch_tile(const Tile& tile, int many, Room& room) const {
+    fetch(room.packed, tile.page, plane_flag_bytes(tokens));
+    unsigned char* to = room.packed + kFlagBytes;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const int row = own.row(plane);
+      fetch(to, tile.page + places.starts[plane] + tile.first * row, many * row);
+      to += kTokens * row;
+    }
+  }
+
   // The codes of a tile's tokens, around 0.
   __device__ void spread(const Tile& tile, Room& room) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = padded(channels());
+#pragma unroll 2
     for (int token = warp; token < tile.tokens; token += kWarps) {
       const int row = tile.first + token;
+      const unsigned char* codes = room.packed + kFlagBytes;
       int first = 0;
 #pragma unroll
       for (int plane = 0; plane < kPlanes; ++plane) {
         const int bits = plane_bits(plane), per = 8 / bits;
-        const unsigned char* from = tile.page + places.starts[plane] + row * own.row(plane);
+        const unsigned char* from = codes + token * own.row(plane);
         for (int i = lane; i < own.of[plane]; i += 32) {
           const int code = from[i / per] >> (bits * (i % per)) & largest_code(bits);
           const float middle = 0.5f * static_cast<float>(largest_code(bits));
           room.codes[token][first + i] = __float2bfloat16_rn(static_cast<float>(code) - middle);
         }
         first += own.of[plane];
+        codes += kTokens * own.row(plane);
       }
       for (int c = first + lane; c < end; c += 32) room.codes[token][c] = __float2bfloat16_rn(0.0f);
       if (lane == 0) {
-        const bool nan = (tile.page[places.flags + row / 8] >> (row % 8) & 1) != 0;
+        const bool nan = (room.packed[places.flags + row / 8] >> (row % 8) & 1) != 0;
         room.scales[token] = nan ? NAN : 1.0f;
       }
     }
@@ -212,59 +246,96 @@ __device__ void multiply(const Room& room, int channels, int dim, float (&sums)[
   }
 }
 
-// Writes what a tile's vectors stand for.
+// Puts what a tile's vectors stand for where their codes were.
 template <typename C>
-__device__ void write(const PackPagesParams& p, const Job& job, const Tile& tile, int side,
-                      const Room& room, const float (&sums)[kHalf / 8][4]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
+__device__ void stage(int dim, Room& room, const float (&sums)[kHalf / 8][4]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int begin = warp / 4 * kHalf + lane % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int token = warp % 4 * 16 + 8 * half + lane / 4;
-    if (token >= tile.tokens) continue;
     const float scale = room.scales[token];
-    const int64_t at = element_of(p, job, tile.first + token) +
-                       side * int64_t{p.source_tokens} * dim;
-    C* to = static_cast<C*>(p.cache) + at;
 #pragma unroll
     for (int n = 0; n < kHalf / 8; ++n) {
       const int d = begin + 8 * n;
       if (d >= dim) break;
       const float low = __fmaf_rn(scale, sums[n][2 * half], room.mean[d]);
       const float high = __fmaf_rn(scale, sums[n][2 * half + 1], room.mean[d + 1]);
-      *reinterpret_cast<uint32_t*>(to + d) = pack<C>(low, high);
+      *reinterpret_cast<uint32_t*>(&room.codes[token][d]) = pack<C>(low, high);
     }
   }
+}
+
+// Writes a tile's vectors of 16-bit numbers.
+__device__ void write(const PackPagesParams& p, const Job& job, const Tile& tile, int side,
+                      const Room& room) {
+  const int dim = p.head_dim, words = dim / 8;
+  Bf16* cache = static_cast<Bf16*>(p.cache) + side * int64_t{p.source_tokens} * dim;
+  for (int i = threadIdx.x; i < tile.tokens * words; i += kThreads) {
+    const int token = i / words, d = i % words * 8;
+    *reinterpret_cast<uint4*>(cache + element_of(p, job, tile.first + token) + d) =
+        *reinterpret_cast<const uint4*>(&room.codes[token][d]);
+  }
+}
+
+// A tile of a page of one of the rows that a thread block goes through.
+struct Place {
+  int row, basis;
+  Job job;
+  Tile tile;
+};
+
+// The first tile from a row on; its row is none of the table's where there is no other.
+__device__ Place tile_from(const PackPagesParams& p, int row, int page) {
+  for (; row < static_cast<int>(p.rows); row += gridDim.y) {
+    const Job job = job_of(p, row * p.pages + page);
+    // All pages of a block need a basis: otherwise none of them is packed.
+    const int basis = job.packed < 0 ? -1 : basis_number(p.bases, job.block, p.pages - 1);
+    const auto* bytes = static_cast<const unsigned char*>(p.packed) + job.packed;
+    if (basis >= 0) return {row, basis, job, {bytes, 0, min(job.tokens, kTokens)}};
+  }
+  return {row, -1, {}, {}};
+}
+
+__device__ Place tile_behind(const PackPagesParams& p, const Place& at, int page) {
+  const int first = at.tile.first + kTokens;
+  if (first >= at.job.tokens) return tile_from(p, at.row + gridDim.y, page);
+  return {at.row, at.basis, at.job, {at.tile.page, first, min(at.job.tokens - first, kTokens)}};
 }
 
 template <typename C, typename Format>
 __device__ void restore(const PackPagesParams& p, Room& room) {
   const int page = blockIdx.x / 2, side = blockIdx.x % 2, dim = p.head_dim;
+  const int rows = p.rows;
   Format format(p, side);
   int held = -1;  // the basis that is in shared memory
-  bool sound = false;
-  for (int row = blockIdx.y; row < static_cast<int>(p.rows); row += gridDim.y) {
-    const Job job = job_of(p, row * p.pages + page);
-    // All pages of a block need a basis: otherwise none of them is packed.
-    const int number = job.packed < 0 ? -1 : basis_number(p.bases, job.block, p.pages - 1);
-    if (number < 0) continue;
-    if (number != held) {
-      __syncthreads();
-      sound = format.enter(p, number, page);
+  bool sound = false, under_way = false;
+  const auto begin = [&](const Tile& tile) {
+    const int left = static_cast<int>(p.page_tokens) - tile.first;
+    format.fetch_tile(tile, min(left, kTokens), room);
+  };
+  for (Place at = tile_from(p, blockIdx.y, page), next; at.row < rows; at = next) {
+    next = tile_behind(p, at, page);
+    if (at.basis != held) {
+      sound = format.enter(p, at.basis, page);
       if (sound) take_basis(format.mean, format.directions, format.channels(), dim, room);
-      held = number;
+      held = at.basis;
     }
     if (!sound) continue;
-    Tile tile = {static_cast<unsigned char*>(p.packed) + job.packed, 0, 0};
-    for (; tile.first < job.tokens; tile.first += kTokens) {
-      tile.tokens = min(job.tokens - tile.first, kTokens);
-      __syncthreads();
-      format.spread(tile, room);
-      __syncthreads();
-      float sums[kHalf / 8][4] = {};
-      multiply(room, format.channels(), dim, sums);
-      write<C>(p, job, tile, side, room, sums);
-    }
+    if (!under_way) begin(at.tile);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    format.spread(at.tile, room);
+    __syncthreads();
+    under_way = next.row < rows && next.basis == held;
+    if (under_way) begin(next.tile);
+    float sums[kHalf / 8][4] = {};
+    multiply(room, format.channels(), dim, sums);
+    __syncthreads();
+    stage<C>(dim, room, sums);
+    __syncthreads();
+    write(p, at.job, at.tile, side, room);
   }
 }
 

@@ -16,11 +16,13 @@ const THREADS: u32 = 256;
 /// of `pack_tiles.cuh`.
 const IN_BASIS: Tile =
     Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
-/// Of `restore_pages.cu`: `kMaxDim`, `kPitch`, `kTokens`, and what a product's rows are a multiple
-/// of.
-const RESTORED: Restored = Restored { dim: 128, pitch: 136, tokens: 64, rows: 16 };
-/// Thread blocks that a launch of it has at most, or about as many as a row's pages have sides.
-const RESTORING_BLOCKS: usize = 1024;
+/// Of `restore_pages.cu`: `kMaxDim`, `kPitch`, `kTokens`, `kTokenBytes`, and what a product's rows
+/// and a page's tokens are a multiple of.
+const RESTORED: Restored =
+    Restored { dim: 128, pitch: 136, tokens: 64, token_bytes: 272, rows: 16 };
+/// Thread blocks that a launch of it has at most, or about as many as a row's pages have sides: two
+/// for each of 128 multiprocessors, as each brings directions near.
+const RESTORING_BLOCKS: usize = 256;
 /// Of a page, each of which has thread blocks of its own: keys and values.
 const SIDES: usize = 2;
 /// `kMaxDim` of the kernels.
@@ -51,14 +53,16 @@ struct Restored {
     dim: usize,
     pitch: usize,
     tokens: usize,
+    token_bytes: usize,
     rows: usize,
 }
 
 impl Restored {
-    /// Directions twice, the codes of a tile, its scales and the mean.
+    /// Directions twice, the codes of a tile, its packed bytes, its scales and the mean.
     const fn shared_bytes(&self) -> usize {
         let halves = (2 * self.dim + self.tokens) * self.pitch;
-        size_of::<u16>() * halves + size_of::<f32>() * (self.tokens + self.dim)
+        let floats = self.tokens + self.dim;
+        size_of::<u16>() * halves + self.tokens * self.token_bytes + size_of::<f32>() * floats
     }
 
     /// Whether it has kernels for such pages.
@@ -68,6 +72,7 @@ impl Restored {
             && matches!(call.dtype, KvDtype::Bf16 | KvDtype::F16)
             && dim.is_multiple_of(self.rows)
             && dim <= self.dim
+            && call.format.page_tokens().is_multiple_of(self.rows)
     }
 }
 
@@ -261,6 +266,8 @@ mod tests {
         ] {
             assert!(source.contains(&text), "{text}");
         }
-        assert_eq!(RESTORED.shared_bytes(), 2 * (2 * 128 + 64) * 136 + 4 * (64 + 128));
+        assert_eq!(RESTORED.token_bytes, RESTORED.dim / 8 + 2 * RESTORED.dim);
+        let halves = (2 * 128 + 64) * 136;
+        assert_eq!(RESTORED.shared_bytes(), 2 * halves + 64 * 272 + 4 * (64 + 128));
     }
 }

@@ -2,7 +2,8 @@
 
 `mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
 and kvweave's Runner stands beside them. `packed`: segments in packed pages, `pages`: virtual pages,
-each beside an engine of one rank. Scheduler, workers and front are processes of their own.
+each beside an engine of one rank. `drafted`: on a GPU, drafts whose steps become a graph, likewise.
+Scheduler, workers and front are processes of their own.
 """
 
 from __future__ import annotations
@@ -136,7 +137,39 @@ def mapped(folder: Path) -> None:
         kept_documents(llm, base, folder / "kept")
 
 
+def graphs_made(_: Any) -> int:
+    """In a worker: how many graphs of drafts it has."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    made = get_kv_transfer_group().worker.drafts.made
+    return sum(one.graph is not None for one in made.values())
+
+
+def drafted(folder: Path) -> None:
+    """Four prompts that begin with others' documents, each with a draft as long as the others'."""
+    from families import tiny
+    from test_gpu import MEMORY, MODES
+    from vllm_engines import engine
+    from vllm_segments import FIRST, SECOND, SIZES, ask, settings
+
+    # Callables go to workers, who are processes of their own.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    tiny("llama", **SIZES).save_pretrained(folder / "model")
+    options = {**MEMORY, **MODES["graphs"], "max_num_batched_tokens": 512}
+    policy = {"name": "foresight", "share": 0.3, "draft": 8}
+    for ranks in ({}, RANKS):
+        with engine(folder / "model", settings(), **options, **ranks) as llm:
+            tokens, first = [], []
+            for number in range(4):
+                ask(llm, FIRST, policy="full", namespace=str(number))
+                said = ask(llm, SECOND, policy=policy, namespace=str(number))
+                tokens.append(said.tokens)
+                first.append(said.logprobs[0])
+            say(said=tokens, first=first, graphs=llm.collective_rpc(graphs_made))
+
+
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    parts = {"mapped": mapped, "packed": packed, "pages": pages, "drafted": drafted}
     with TemporaryDirectory() as made:
-        {"mapped": mapped, "packed": packed, "pages": pages}[sys.argv[1]](Path(made))
+        parts[sys.argv[1]](Path(made))

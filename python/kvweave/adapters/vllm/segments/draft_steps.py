@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import get_forward_context
 
 from kvweave import ops
@@ -173,8 +174,7 @@ class _Step:
 class _Drafting:
     """Steps of a number of drafts side by side: their room, and the graph of a step once it is.
 
-    On a GPU the step is captured behind the first drafts and replayed from then on, where this rank
-    has all of the model.
+    On a GPU the step is captured behind the first drafts and replayed from then on.
     """
 
     def __init__(self, layers: AttentionLayers, room: _Room) -> None:
@@ -182,8 +182,7 @@ class _Drafting:
         self.graph: torch.cuda.CUDAGraph | None = None
         self._workspaces = [ops.Workspace(room.last.device) for _ in layers.classes]
         self._tried = False
-        alone = get_tensor_model_parallel_world_size() == 1
-        self._capturable = room.last.is_cuda and alone
+        self._capturable = room.last.is_cuda
 
     def run(self, model: Any, layers: AttentionLayers, prompt: DraftedPrompt) -> None:
         """All steps of a prompt's drafts."""
@@ -198,16 +197,31 @@ class _Drafting:
         self._tried = True
 
     def _capture(self, step: _Step) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph, again = torch.cuda.CUDAGraph(), True
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # vLLM's: what ranks add up among themselves is to lie where all of them know it to.
+            with (
+                graph_capture(step.room.last.device) as to,
+                torch.cuda.graph(graph, stream=to.stream, capture_error_mode="thread_local"),
+            ):
                 step.run()
+            captured = True
         except RuntimeError as error:
             # Where there was no room for it there may be some another time.
-            self._capturable = is_shortage(error)
+            captured, again = False, is_shortage(error)
             _log.warning("a draft's steps are launched one kernel at a time: %s", error)
-            return
-        self.graph = graph
+        captured, self._capturable = _in_all_ranks(captured, again)
+        self.graph = graph if captured else None
+
+
+def _in_all_ranks(*facts: bool) -> tuple[bool, ...]:
+    """Which of these hold in each rank of this model."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return facts
+    held = torch.tensor(facts, dtype=torch.int32)
+    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
+    return tuple(bool(fact) for fact in held)
 
 
 class DraftSteps:
