@@ -49,6 +49,7 @@ TITLES = {
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
+    "vllm_mapped": "vLLM 0.33: requests that fit beside segments and a head map, 8B shape, bf16",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_restart_weighed": "The same in vLLM 0.26 where reading is weighed against computing",
     "vllm_bench": "A load of retrieved documents, vllm bench serve, vLLM 0.33, 8B shape, bf16",
@@ -82,10 +83,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f"{BENCH} --engines mapped stock --store-gib 22 --rate 4 --rag '{{\"documents\": 32}}'",
     ),
     "vllm_bench_ranks": (
-        f"{BENCH} --ranks 2 --engines mapped stock --requests 40 --store-gib 11 --rate 4 "
+        f"{BENCH} --ranks 2 --engines mapped stock --requests 64 --store-gib 11 --rate 4 "
         '--rag \'{"documents": 32}\' -- --compilation-config \'{"mode": 0, '
         '"cudagraph_mode": "FULL_DECODE_ONLY", '
-        '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40]}\'',
+        '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40, 64]}\'',
     ),
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
     "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
@@ -96,6 +97,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f"{VLLM} --jobs throughput --engines ours stock --task '{{\"requests\": 40}}'",
         f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
     ),
+    "vllm_mapped": (f"{VLLM} --jobs capacity --engines stock mapped",),
     "vllm_top_k": (
         f"{VLLM} --jobs decode --engines stock top_k"
         " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",

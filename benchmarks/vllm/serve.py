@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import ENGINES, JOBS, MODES, Task
 from benchmarks.vllm.found import Found, lines
+from benchmarks.vllm.model import MAPPED
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
@@ -36,11 +37,14 @@ CAPACITY["store"] = CAPACITY["memory"] // 8
 def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:
     """What a record calls a run: `vllm_load` where every job is of many requests at once.
 
-    `vllm_top_k` is one of an engine whose heads choose. Raises InvalidArgument for jobs that are
+    `vllm_top_k` is one of an engine whose heads choose, `vllm_mapped` one of an engine that has
+    segments beside a map. Raises InvalidArgument for jobs that are
     not recorded in this mode.
     """
     if mode == "graphs" and "top_k" in engines:
         return "vllm_top_k"
+    if mode == "graphs" and MAPPED in engines:
+        return "vllm_mapped"
     if mode == "graphs":
         return "vllm_load" if LOAD.issuperset(jobs) else "vllm"
     if mode == "compiled" and LOAD.isdisjoint(jobs):

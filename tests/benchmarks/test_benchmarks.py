@@ -351,6 +351,7 @@ def test_a_run_of_vllm_is_called_by_its_mode_and_jobs(capsys: pytest.CaptureFixt
     assert device_vllm.case_of("graphs", ["throughput"]) == "vllm_load"
     assert device_vllm.case_of("compiled", ["decode"]) == "vllm_compiled"
     assert device_vllm.case_of("graphs", ["decode"], ["stock", "top_k"]) == "vllm_top_k"
+    assert device_vllm.case_of("graphs", ["capacity"], ["stock", "mapped"]) == "vllm_mapped"
     for mode, jobs in (("compiled", ["latency", "capacity"]), ("eager", ["latency"])):
         with pytest.raises(InvalidArgument, match=f"got mode {mode} with {', '.join(jobs)}"):
             device_vllm.case_of(mode, jobs)

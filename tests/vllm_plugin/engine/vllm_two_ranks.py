@@ -18,7 +18,7 @@ from typing import Any
 import vllm_cpu_ops
 
 # This process, and what it starts.
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ in ("__main__", "__mp_main__") and os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
     vllm_cpu_ops.define()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
@@ -22,16 +22,32 @@ def over_ranks(found: torch.Tensor) -> torch.Tensor:
     return summed
 
 
+class SentRows:
+    """Rows of the host where pages are: layers that ask for the same ones share what was sent."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Rows, torch.Tensor]] = {}
+
+    def on(self, device: torch.device, rows: Rows) -> torch.Tensor:
+        """The rows on a device, the same at every call: nobody may change them."""
+        # The array is kept, so no other one has its number meanwhile.
+        if id(rows) not in self._known:
+            self._known[id(rows)] = rows, sent(rows, device)
+        return self._known[id(rows)][1]
+
+
 @dataclass(frozen=True)
 class ChunkKv:
     """The KV of one request in the `parts` of one layer up to `tokens`.
 
-    `entries` of each class of heads: one a page, of all that the rows that ask see.
+    `entries` of each class of heads: one a page, of all that the rows that ask see; `sent` are
+    positions that went to the pages' device.
     """
 
     parts: list[HeadPart]
     entries: list[Entries]
     tokens: int
+    sent: SentRows = field(default_factory=SentRows)
 
     @property
     def kv_heads(self) -> int:
@@ -51,7 +67,7 @@ class ChunkKv:
 
     def table(self, positions: Rows) -> torch.Tensor:
         """Positions where the pages are."""
-        return sent(positions, self.device)
+        return self.sent.on(self.device, positions)
 
     def mass(self, q: torch.Tensor, positions: ops.Table, head: int | None = None) -> torch.Tensor:
         """Mass of every token, f32 [T]; see `LayerKv`."""

@@ -26,8 +26,7 @@ class ChunkWork:
         self.copied: Rows | None = None
         self.copies: list[Copies] = []
         self._spared: tuple[Rows, Rows] | None = None
-        self._rows = 0
-        self._computed = np.zeros((chunk.walk.layers, chunk.end - chunk.start), bool)
+        self._computed: list[tuple[int, Rows]] = []
 
     def spared(self) -> Rows:
         """Reused rows whose KV the current layer does not write, or compares with what it computes.
@@ -44,9 +43,8 @@ class ChunkWork:
         return spared
 
     def computed(self, plan: LayerPlan) -> None:
-        """Rows of a layer have been computed."""
-        self._rows += len(plan.rows)
-        self._computed[plan.layer, plan.rows - self.chunk.start] = True
+        """Rows of a layer have been computed; `count` looks at them, when no GPU waits."""
+        self._computed.append((plan.layer, plan.rows))
 
     def leave_out(self, plan: LayerPlan) -> None:
         """Rows without feed-forward: KV from the first of them on is nobody's exact prefix."""
@@ -58,8 +56,11 @@ class ChunkWork:
 
     def count(self, stats: SegmentStats) -> None:
         """Counts what was done, once the walk is at its end."""
-        done, reused = self._computed, self.chunk.reused - self.chunk.start
-        stats.rows += self._rows
+        chunk, reused = self.chunk, self.chunk.reused - self.chunk.start
+        done = np.zeros((chunk.walk.layers, chunk.end - chunk.start), bool)
+        for layer, rows in self._computed:
+            stats.rows += len(rows)
+            done[layer, rows - chunk.start] = True
         stats.rows_spared += int(done.size - np.count_nonzero(done))
         again = int(np.count_nonzero(done[-1, reused]))
         stats.reused_tokens += len(reused)

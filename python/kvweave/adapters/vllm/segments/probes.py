@@ -7,10 +7,9 @@ import torch
 
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv
+from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, SentRows
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
-from kvweave.device_memory import sent
-from kvweave.plan import Salience
+from kvweave.plan import Rows, Salience
 from kvweave.question import ASKED, scores
 
 
@@ -20,6 +19,8 @@ class Probes:
     def __init__(self, layers: AttentionLayers, batch: Batch) -> None:
         self.layers = layers
         self.batch = batch
+        self._tables = SentRows()
+        self._asked: tuple[Rows, Rows, Rows] | None = None
 
     def asked(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """What the plan's probe measures behind attention, f32 [T]; None without a probe."""
@@ -53,12 +54,15 @@ class Probes:
         chunk = work.chunk
         # Whoever asks is a row of the chunk, or stands before the question that is one.
         entries = self.batch.entries(work.request, chunk.start, chunk.end)
-        return ChunkKv(self.layers.layers[chunk.plan.layer], entries, chunk.end)
+        return ChunkKv(self.layers.layers[chunk.plan.layer], entries, chunk.end, self._tables)
 
     def _asking(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """The queries that ask; None where there are none."""
         plan = work.chunk.plan
         if q is None or not len(plan.score_rows):
             return None
-        asking = np.searchsorted(plan.rows, plan.score_rows)
-        return q.index_select(0, sent(asking, q.device))
+        known = self._asked
+        if known is None or known[0] is not plan.rows or known[1] is not plan.score_rows:
+            asking: Rows = np.searchsorted(plan.rows, plan.score_rows).astype(np.int32)
+            known = self._asked = plan.rows, plan.score_rows, asking
+        return q.index_select(0, self._tables.on(q.device, known[2]))

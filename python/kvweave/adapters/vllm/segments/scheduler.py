@@ -114,7 +114,7 @@ class MarkedRequests:
         marked.blocks = list(blocks)
         prompt = None
         if not marked.tokens:
-            tokens = [int(token) for token in marked.request.all_token_ids]
+            tokens = list(marked.request.all_token_ids)
             prompt, marked.tokens = Prompt(tokens, marked.markers), len(tokens)
             # One that was preempted is looked up again.
             marked.cached, marked.outcome = start, None
