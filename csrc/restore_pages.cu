@@ -79,7 +79,8 @@ class TopR {
   // Starts to fetch bitmaps, numbers and scales of so many tokens of a page from a tile's first on.
   __device__ void fetch_tile(const Tile& tile, int tokens, Room& room) const {
     const unsigned char* from = tile.page + side * at.side;
-    unsigned char *numbers = room.packed + kTokens * at.bitmap, *scales = numbers + kTokens * at.row;
+    unsigned char* numbers = room.packed + kTokens * at.bitmap;
+    unsigned char* scales = numbers + kTokens * at.row;
     fetch(room.packed, from + tile.first * at.bitmap, tokens * at.bitmap);
     fetch(numbers, from + at.numbers + tile.first * at.row, tokens * at.row);
     fetch(scales, from + at.scales + tile.first * at.scale, tokens * at.scale);
