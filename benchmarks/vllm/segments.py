@@ -55,7 +55,7 @@ NAMES |= {f"{PACKED} {kind}": f"{NAMES[kind]}, stored in INT4" for kind in POLIC
 """What a record calls them."""
 CASE = "vllm"
 MILLI = 1e3
-ROUNDS = 4
+ROUNDS = 8
 
 
 class Prompts:
