@@ -146,7 +146,7 @@ def graphs_made(_: Any) -> int:
 
 
 def drafted(folder: Path) -> None:
-    """Four prompts that begin with others' documents, each with a draft as long as the others'."""
+    """A prompt whose document is known, four times: with a draft of eight tokens each."""
     from families import tiny
     from test_gpu import MEMORY, MODES
     from vllm_engines import engine
