@@ -38,8 +38,7 @@ def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:
     """What a record calls a run: `vllm_load` where every job is of many requests at once.
 
     `vllm_top_k` is one of an engine whose heads choose, `vllm_mapped` one of an engine that has
-    segments beside a map. Raises InvalidArgument for jobs that are
-    not recorded in this mode.
+    segments beside a map. Raises InvalidArgument for jobs that are not recorded in this mode.
     """
     if mode == "graphs" and "top_k" in engines:
         return "vllm_top_k"

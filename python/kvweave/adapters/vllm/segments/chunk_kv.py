@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.distributed import get_tensor_model_parallel_world_size
 
 from kvweave import ops
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import HeadPart
+from kvweave.adapters.vllm.segments.ranks import over_ranks
 from kvweave.device_memory import sent
 from kvweave.plan import Rows
 
 
-def over_ranks(found: torch.Tensor) -> torch.Tensor:
-    """What each rank measured over its own heads, summed."""
-    if get_tensor_model_parallel_world_size() == 1:
-        return found
-    summed: torch.Tensor = tensor_model_parallel_all_reduce(found)
-    return summed
-
-
 class SentRows:
-    """Rows of the host where pages are: layers that ask for the same ones share what was sent."""
+    """Rows where pages are, sent once for all layers that ask for the same: nobody changes them."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Rows, torch.Tensor]] = {}
+        self._known: dict[tuple[int, ...], tuple[tuple[Rows, ...], torch.Tensor]] = {}
 
     def on(self, device: torch.device, rows: Rows) -> torch.Tensor:
-        """The rows on a device, the same at every call: nobody may change them."""
-        # The array is kept, so no other one has its number meanwhile.
-        if id(rows) not in self._known:
-            self._known[id(rows)] = rows, sent(rows, device)
-        return self._known[id(rows)][1]
+        """Rows on a device."""
+        return self._once(device, (rows,), lambda: rows)
+
+    def places(self, device: torch.device, some: Rows, rows: Rows) -> torch.Tensor:
+        """Where some of sorted rows stand among them, i64, on a device."""
+        return self._once(device, (some, rows), lambda: np.searchsorted(rows, some))
+
+    def _once(
+        self, device: torch.device, of: tuple[Rows, ...], made: Callable[[], npt.NDArray[Any]]
+    ) -> torch.Tensor:
+        # The arrays are kept, so no others have their numbers meanwhile.
+        key = tuple(map(id, of))
+        if key not in self._known:
+            self._known[key] = of, sent(made(), device)
+        return self._known[key][1]
 
 
 @dataclass(frozen=True)

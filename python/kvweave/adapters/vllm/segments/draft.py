@@ -9,8 +9,9 @@ import torch
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
-from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, over_ranks
+from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv
 from kvweave.adapters.vllm.segments.draft_steps import DraftedPrompt, DraftSteps
+from kvweave.adapters.vllm.segments.ranks import over_ranks
 from kvweave.plan import Draft
 
 

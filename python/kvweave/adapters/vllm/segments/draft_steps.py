@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import get_forward_context
 
@@ -17,6 +16,7 @@ from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
+from kvweave.adapters.vllm.segments.ranks import all_of
 from kvweave.device_memory import is_shortage, sent
 
 _log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class _Drafting:
         self._tried = True
 
     def _capture(self, step: _Step) -> None:
-        graph, again = torch.cuda.CUDAGraph(), True
+        graph, captured, again = torch.cuda.CUDAGraph(), True, True
         try:
             # vLLM's: what ranks add up among themselves is to lie where all of them know it to.
             with (
@@ -205,23 +205,12 @@ class _Drafting:
                 torch.cuda.graph(graph, stream=to.stream, capture_error_mode="thread_local"),
             ):
                 step.run()
-            captured = True
         except RuntimeError as error:
             # Where there was no room for it there may be some another time.
             captured, again = False, is_shortage(error)
             _log.warning("a draft's steps are launched one kernel at a time: %s", error)
-        captured, self._capturable = _in_all_ranks(captured, again)
-        self.graph = graph if captured else None
-
-
-def _in_all_ranks(*facts: bool) -> tuple[bool, ...]:
-    """Which of these hold in each rank of this model."""
-    ranks = get_tp_group()
-    if ranks.world_size == 1:
-        return facts
-    held = torch.tensor(facts, dtype=torch.int32)
-    torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
-    return tuple(bool(fact) for fact in held)
+        self.graph = graph if all_of(captured) else None
+        self._capturable = all_of(again)
 
 
 class DraftSteps:

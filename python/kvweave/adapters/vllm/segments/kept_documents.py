@@ -8,7 +8,6 @@ text.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict
@@ -20,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed import ReduceOp, all_reduce
 from vllm.distributed import get_tp_group
 
 from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
+from kvweave.adapters.vllm.segments.ranks import agreed, all_of
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
 from kvweave.cache import KvRequest
 from kvweave.errors import KvweaveError, PoolFull, UnknownSegment
@@ -80,7 +79,7 @@ class KeptDocuments:
     def take(self, name: str, tokens: Tokens, namespace: str) -> bool:
         """Freezes a document whose text is kept already; whether every rank could read it."""
         found = self._read(namespace, _ids(tokens))
-        if not _all_of(found is not None) or found is None:
+        if not all_of(found is not None) or found is None:
             return False
         payload, shard = found
         if not self._bring(payload, (namespace, name), _ids(tokens)):
@@ -174,17 +173,17 @@ class KeptDocuments:
         """
         self._refresh()
         texts = {name: ids for (space, name), ids in self._texts.items() if space == namespace}
-        name = _agreed(_most_alike(texts, tokens))
+        name = agreed(_most_alike(texts, tokens))
         if name is None or self._is_whole((namespace, name)):
             return False
         document = texts[name]
         size, end = len(document) * self._segments.cache.shape.token_bytes, start + len(document)
-        if not _all_of(self.weighing.is_worth_reading(size, start, end, others)):
+        if not all_of(self.weighing.is_worth_reading(size, start, end, others)):
             self._brought["declined"] += 1
             return False
         begun = time.perf_counter()
         found = self._read(namespace, document)
-        if not _all_of(found is not None) or found is None:
+        if not all_of(found is not None) or found is None:
             return False
         brought = self._bring(found[0], (namespace, name), document)
         if brought:
@@ -302,7 +301,7 @@ class KeptDocuments:
 
     def _refused(self, name: str, why: str | None) -> str | None:
         """Why a rank could not write a document, on every rank."""
-        if _all_of(why is None):
+        if all_of(why is None):
             return None
         why = why or "another rank could not write it"
         self._tell(f"document {name!r} is not kept: {why}")
@@ -330,26 +329,3 @@ def _most_alike(texts: Mapping[str, Ids], tokens: Ids) -> str | None:
             apart = np.flatnonzero(ids[:shared] != tokens[:shared])
             most = max(most, (int(apart[0]) if len(apart) else shared, name))
     return most[1] if most[0] else None
-
-
-def _all_of(holds: bool) -> bool:
-    """Whether something holds on every rank of tensor parallelism; asked by all of them."""
-    return _least([int(holds)])[0] == 1
-
-
-def _agreed(name: str | None) -> str | None:
-    """A document's name where every rank has found the same one; asked by all of them."""
-    digest = hashlib.sha256(repr(name).encode()).digest()
-    number = int.from_bytes(digest[:7], "little")
-    least, least_of_negated = _least([number, -number])
-    return name if least == -least_of_negated else None
-
-
-def _least(numbers: list[int]) -> list[int]:
-    """The least of each number on all ranks."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return numbers
-    said = torch.tensor(numbers)
-    all_reduce(said, ReduceOp.MIN, group=group.cpu_group)
-    return [int(number) for number in said]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.batch import Batch
 from kvweave.adapters.vllm.segments.chunk_kv import ChunkKv, SentRows
 from kvweave.adapters.vllm.segments.chunk_work import ChunkWork
-from kvweave.plan import Rows, Salience
+from kvweave.plan import Salience
 from kvweave.question import ASKED, scores
 
 
@@ -20,7 +19,6 @@ class Probes:
         self.layers = layers
         self.batch = batch
         self._tables = SentRows()
-        self._asked: tuple[Rows, Rows, Rows] | None = None
 
     def asked(self, work: ChunkWork, q: torch.Tensor | None) -> torch.Tensor | None:
         """What the plan's probe measures behind attention, f32 [T]; None without a probe."""
@@ -61,8 +59,4 @@ class Probes:
         plan = work.chunk.plan
         if q is None or not len(plan.score_rows):
             return None
-        known = self._asked
-        if known is None or known[0] is not plan.rows or known[1] is not plan.score_rows:
-            asking: Rows = np.searchsorted(plan.rows, plan.score_rows).astype(np.int32)
-            known = self._asked = plan.rows, plan.score_rows, asking
-        return q.index_select(0, self._tables.on(q.device, known[2]))
+        return q.index_select(0, self._tables.places(q.device, plan.score_rows, plan.rows))
