@@ -50,6 +50,7 @@ TITLES = {
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
     "vllm_mapped": "vLLM 0.33: requests that fit beside segments and a head map, 8B shape, bf16",
+    "vllm_segments": "vLLM 0.33: first tokens behind documents seen before, 8B shape, bf16",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_restart_weighed": "The same in vLLM 0.26 where reading is weighed against computing",
     "vllm_bench": "A load of retrieved documents, vllm bench serve, vLLM 0.33, 8B shape, bf16",
@@ -88,6 +89,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         '"cudagraph_mode": "FULL_DECODE_ONLY", '
         '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40, 64]}\'',
     ),
+    "vllm_segments": (f"{SEGMENTS} stock segments mapped",),
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
     "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
     "counters": ("python -m benchmarks.device.counters",),
@@ -144,6 +146,7 @@ class Choice(NamedTuple):
 
 
 REUSED = "TTFT, 32768 tokens, 97 % in documents seen before: segments"
+MAPPED = "one head in eight whole"
 CHOICE = (
     Choice(
         "time to first token ÷ full, Llama-3.1-8B shape, 97 % of 32K cached: naive; foresight with "
@@ -270,18 +273,29 @@ CHOICE = (
         f"{VLLM} --jobs throughput",
     ),
     Choice(
-        "first token in vLLM ÷ stock, 32K of which 97 % are documents seen before: naive; "
-        "foresight with 10 %; the same with a draft of 8 tokens; sparsex with ℓ* = 0 and 5 % by "
-        "score; sparsex as it is",
-        "vllm",
+        "first token in vLLM 0.33 ÷ stock, 32K of which 97 % are documents seen before: naive; "
+        "foresight with 10 %; the same with 4 drafts of 2 tokens; with a draft of 8; sparsex with "
+        "ℓ* = 0 and 5 % by score; sparsex as it is",
+        "vllm_segments",
         (
             (f"{REUSED}, naive", "÷ stock"),
             (f"{REUSED}, foresight, 10 %, no draft", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, 4 drafts of 2", "÷ stock"),
             (f"{REUSED}, foresight, 10 %, a draft of 8", "÷ stock"),
             (f"{REUSED}, sparsex, ℓ* = 0, 5 % by score", "÷ stock"),
             (f"{REUSED}, sparsex", "÷ stock"),
         ),
-        SEGMENTS,
+    ),
+    Choice(
+        "the same beside one KV head in eight whole: naive; foresight with 10 %; with 4 drafts of "
+        "2 tokens; with a draft of 8",
+        "vllm_segments",
+        (
+            (f"{REUSED}, naive, {MAPPED}", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, no draft, {MAPPED}", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, 4 drafts of 2, {MAPPED}", "÷ stock"),
+            (f"{REUSED}, foresight, 10 %, a draft of 8, {MAPPED}", "÷ stock"),
+        ),
     ),
     Choice(
         "sessions of 32K tokens in 80 GB, one KV head in eight full, ÷ dense: Qwen3-32B; "

@@ -3,8 +3,7 @@
 `python -m benchmarks.vllm.segments [stock|segments|mapped|packed] … [--json FILE]` prints one JSON
 object a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier
 prompt had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE
-is a part of a run for `python -m benchmarks.report.record FILE…`, beside one of
-`benchmarks.vllm.serve`.
+is a run for `python -m benchmarks.report.record FILE`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NAMES = {
 NAMES |= {f"{MAPPED} {kind}": f"{NAMES[kind]}, one head in eight whole" for kind in POLICIES}
 NAMES |= {f"{PACKED} {kind}": f"{NAMES[kind]}, stored in INT4" for kind in POLICIES}
 """What a record calls them."""
-CASE = "vllm"
+CASE = "vllm_segments"
 MILLI = 1e3
 ROUNDS = 8
 
