@@ -5,14 +5,15 @@
 //   code, the outermost one for what lies further out
 //   back: x = mean + Σ (code − largest / 2) · step
 //
-// What makes it fast: as pack_top_r.cu, tiles of 32 tokens of one side of a page, whose products
-// run in the order of the definition. A warp writes a token's rows of all planes, byte by byte.
+// What makes it fast: as pack_top_r.cu, tiles of one side of a page, whose products are those of
+// integers. A warp writes a token's rows of all planes, byte by byte.
 //
 // Launch: rows · pages · 2 · tiles blocks of 256 threads. A row that points outside either side,
 // or whose packed block has no basis, is skipped, and so is a page whose basis has bits that are no
 // planes or too many.
 
 #include "api.h"
+#include "basis_numbers.cuh"
 #include "pack_tiles.cuh"
 #include "packed.cuh"
 #include "planes.cuh"
@@ -49,23 +50,47 @@ __device__ Side side_of(const PackPagesParams& p, const Tile& tile) {
           have_room(p.bases, keys, values)};
 }
 
-// Writes a vector's codes, by a warp; zeros where it has none.
-__device__ void put_codes(const Side& side, int row, const float* steps, bool has_codes) {
-  int first = 0;
+// Bit i: token i of a tile is NaN.
+using Flags = uint32_t[kPackTokens / 32];
+
+__device__ __forceinline__ bool flagged(const Flags& flags, int token) {
+  return (flags[token / 32] >> (token % 32) & 1) != 0;
+}
+
+// The codes of neighbouring channels that make a byte of a plane.
+template <int kBits>
+__device__ __forceinline__ uint32_t codes_of(const float* steps) {
+  constexpr float kMiddle = 0.5f * largest_code(kBits);
+  uint32_t byte = 0;
 #pragma unroll
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    const int bits = plane_bits(plane), per = 8 / bits, bytes = side.own.row(plane);
-    unsigned char* to = side.page + side.places.starts[plane] + row * bytes;
-    for (int i = threadIdx.x % 32; i < bytes; i += 32) {
-      uint32_t byte = 0;
-      for (int e = 0; e < per && has_codes; ++e) {
-        const float middle = 0.5f * static_cast<float>(largest_code(bits));
-        const float own = __fadd_rn(steps[first + i * per + e], middle);
-        byte |= nearest_code(own, largest_code(bits)) << (bits * e);
+  for (int e = 0; e < 8 / kBits; ++e) {
+    const uint32_t code = nearest_code(__fadd_rn(steps[e], kMiddle), largest_code(kBits));
+    byte |= code << (kBits * e);
+  }
+  return byte;
+}
+
+// Writes a plane of all tokens of a tile, four bytes a thread: they lie one behind the other, and
+// begin on a boundary of as many. Zeros where a token has no codes.
+template <int kPlane>
+__device__ void put_plane(const Side& side, const Tile& tile, const NumbersRoom& room,
+                          const Flags& flags, int first) {
+  constexpr int kBits = plane_bits(kPlane);
+  const int bytes = side.own.row(kPlane);
+  unsigned char* page = side.page + side.places.starts[kPlane] + tile.first * bytes;
+  uint32_t* to = reinterpret_cast<uint32_t*>(page);
+  for (int i = threadIdx.x; i < tile.room * bytes / 4; i += kThreads) {
+    int token = 4 * i / bytes, byte = 4 * i - token * bytes;
+    uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (token < tile.tokens && !flagged(flags, token)) {
+        const float* steps = room.numbers + token * room.pitch + first + byte * (8 / kBits);
+        word |= codes_of<kBits>(steps) << (8 * b);
       }
-      to[i] = byte;
+      if (++byte == bytes) byte = 0, ++token;
     }
-    first += side.own.of[plane];
+    to[i] = word;
   }
 }
 
@@ -85,29 +110,28 @@ __device__ void clear_rest(const PackPagesParams& p, const Tile& tile, const Sid
 
 template <typename C>
 __device__ void pack_tile(const PackPagesParams& p, float* shared) {
-  __shared__ int odd[kTokens];
-  __shared__ uint32_t flags;  // bit i: token i of the tile is NaN
-  const Tile tile = tile_of(p);
+  __shared__ Flags flags;
+  const Tile tile = tile_of<kPackTokens>(p);
   if (tile.job.packed < 0) return;
   const Side side = side_of(p, tile);
   if (!side.sound) return;
-  const int dim = p.head_dim, channels = side.own.channels();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Room room = room_of(shared, dim, channels);
-  if (threadIdx.x == 0) flags = 0;
-  rotate_tile<C>(p, tile, room, side.basis.mean, side.basis.measures, channels, odd);
-  for (int token = warp; token < tile.room; token += kThreads / 32) {
-    const bool there = token < tile.tokens;
-    const float* steps = room.results + token * room.pitch;
-    const bool finite = is_finite(steps, channels, odd[token]);
-    put_codes(side, tile.first + token, steps, there && finite);
-    if (lane == 0 && there && !finite) atomicOr(&flags, 1u << token);
+  const int channels = side.own.channels(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const NumbersRoom room(shared, p.head_dim, channels);
+  if (threadIdx.x < kPackTokens / 32) flags[threadIdx.x] = 0;
+  basis_numbers<C>(p, tile, room, side.basis.mean, side.basis.measures, channels);
+  for (int token = warp; token < tile.tokens; token += kThreads / 32) {
+    const bool finite = is_finite(room, token, channels);
+    if (lane == 0 && !finite) atomicOr(&flags[token / 32], 1u << (token % 32));
   }
-  clear_rest(p, tile, side);
   __syncthreads();
+  const PlaneWidths& own = side.own;
+  put_plane<0>(side, tile, room, flags, 0);
+  put_plane<1>(side, tile, room, flags, own.of[0]);
+  put_plane<2>(side, tile, room, flags, own.of[0] + own.of[1]);
+  clear_rest(p, tile, side);
   if (threadIdx.x < tile.room / 8) {
-    const int byte = side.places.flags + tile.first / 8 + threadIdx.x;
-    side.page[byte] = flags >> (8 * threadIdx.x);
+    const int byte = 8 * threadIdx.x;
+    side.page[side.places.flags + (tile.first + byte) / 8] = flags[byte / 32] >> (byte % 32);
   }
 }
 
@@ -131,7 +155,7 @@ __device__ void spread_steps(const Side& side, int row, int token, const Room& r
 // What vectors stand for, or not kTurned their steps.
 template <typename C, bool kTurned>
 __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
-  const Tile tile = tile_of(p);
+  const Tile tile = tile_of<kTokens>(p);
   if (tile.job.packed < 0 || tile.tokens == 0) return;
   const Side side = side_of(p, tile);
   if (!side.sound) return;

@@ -1,5 +1,5 @@
-// Tiles of pages that are packed in a basis: a thread block has 32 tokens of one side of a page,
-// and products of these with rows of the basis, to the bits of the definition.
+// Tiles of pages that are packed in a basis: a thread block has some tokens of one side of a page.
+// And vectors out of it, by products with rows of the basis in the order of the definition.
 #pragma once
 
 #include "api.h"
@@ -7,7 +7,7 @@
 #include "pack_job.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kTokens = 32;       // of a thread block; also in rust/cuda/src/pack_pages.rs
+constexpr int kTokens = 32;       // that are unpacked by a thread block; also in rust/cuda/src/pack_pages.rs
 constexpr int kTokenPitch = 36;   // floats between channels of a tile; there too
 constexpr int kDepth = 16;        // products that are in shared memory at once; there too
 constexpr int kWide = 128;        // results side by side
@@ -22,15 +22,17 @@ struct Tile {
   int room;          // tokens that the page has places for in this tile
 };
 
+// Tiles of so many tokens.
+template <int kOfTile>
 __device__ __forceinline__ Tile tile_of(const PackPagesParams& p) {
-  const int tiles = (p.page_tokens + kTokens - 1) / kTokens;
+  const int tiles = (p.page_tokens + kOfTile - 1) / kOfTile;
   const int tile = blockIdx.x % tiles;
   Tile of;
   of.job = job_of(p, blockIdx.x / (2 * tiles));
   of.side = blockIdx.x / tiles % 2;
-  of.first = tile * kTokens;
-  of.tokens = min(max(of.job.tokens - of.first, 0), kTokens);
-  of.room = min(static_cast<int>(p.page_tokens) - of.first, kTokens);
+  of.first = tile * kOfTile;
+  of.tokens = min(max(of.job.tokens - of.first, 0), kOfTile);
+  of.room = min(static_cast<int>(p.page_tokens) - of.first, kOfTile);
   if (of.job.packed < 0) return of;
   // All pages of a block need a basis: otherwise none of them is packed.
   of.number = basis_number(p.bases, of.job.block, p.pages - 1);
@@ -58,20 +60,18 @@ __device__ __forceinline__ Room room_of(float* shared, int depth, int width) {
   return {shared, part, part + kDepth * kWidePitch, width + 4};
 }
 
-// results[token, n] = Σ_k tokens[k, token] · of(k, n), summed in the order of k, where of(k, n) is
-// directions[n, k] or, not kTurned, directions[k, n]. Behind `depth` tokens are 0.
-template <bool kTurned>
-__device__ void multiply(const Room& room, const float* directions, int depth, int width) {
+// results[token, n] = Σ_k tokens[k, token] · directions[k, n], summed in the order of k. Behind
+// `depth` tokens are 0.
+__device__ __forceinline__ void multiply(const Room& room, const float* directions, int depth, int width) {
   const int column = threadIdx.x % 32 * 4, token = threadIdx.x / 32 * 4;
   for (int first = 0; first < width; first += kWide) {
     float sums[4][4] = {};
     for (int k0 = 0; k0 < depth; k0 += kDepth) {
       __syncthreads();
       for (int i = threadIdx.x; i < kDepth * kWide; i += kThreads) {
-        const int k = kTurned ? i % kDepth : i / kWide, n = kTurned ? i / kDepth : i % kWide;
+        const int k = i / kWide, n = i % kWide;
         const bool inside = k0 + k < depth && first + n < width;
-        const int at = kTurned ? (first + n) * depth + k0 + k : (k0 + k) * width + first + n;
-        room.part[k * kWidePitch + n] = inside ? directions[at] : 0.0f;
+        room.part[k * kWidePitch + n] = inside ? directions[(k0 + k) * width + first + n] : 0.0f;
       }
       __syncthreads();
 #pragma unroll
@@ -101,27 +101,6 @@ __device__ void multiply(const Room& room, const float* directions, int depth, i
   __syncthreads();
 }
 
-// Numbers of a basis along so many of its directions [channels, D], of all tokens of the tile, into
-// the results; `odd` [kTokens] says of which tokens a number is not finite.
-template <typename C>
-__device__ void rotate_tile(const PackPagesParams& p, const Tile& tile, const Room& room,
-                            const float* mean, const float* directions, int channels, int* odd) {
-  const int dim = p.head_dim, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int token = warp; token < kTokens; token += kThreads / 32) {
-    const bool there = token < tile.tokens;
-    const C* from = static_cast<const C*>(p.cache) + (there ? vector_at(p, tile, token) : 0);
-    bool finite = true;
-    for (int d = lane; d < dim; d += 32) {
-      const float x = there ? static_cast<float>(from[d]) : 0.0f;
-      finite = finite && isfinite(x);
-      room.tokens[d * kTokenPitch + token] = there ? __fsub_rn(x, mean[d]) : 0.0f;
-    }
-    finite = __all_sync(~0u, finite);
-    if (lane == 0) odd[token] = !finite;
-  }
-  multiply<true>(room, directions, dim, channels);
-}
-
 // The numbers of tokens along so many directions, into exact pages: 0 behind these, NaN where
 // is_nan(token).
 template <typename C, typename IsNan>
@@ -139,13 +118,6 @@ __device__ void write_numbers(const PackPagesParams& p, const Tile& tile, const 
   }
 }
 
-// Whether a token's vector and its numbers in the basis are finite: by a warp, to all lanes.
-__device__ __forceinline__ bool is_finite(const float* numbers, int channels, int odd) {
-  bool finite = odd == 0;
-  for (int c = threadIdx.x % 32; c < channels; c += 32) finite = finite && isfinite(numbers[c]);
-  return __all_sync(~0u, finite);
-}
-
 // Zeros where numbers of `channels` directions are then put, with which `write_vectors` makes
 // vectors.
 __device__ __forceinline__ void clear_tokens(const Room& room, int channels) {
@@ -161,7 +133,7 @@ __device__ void write_vectors(const PackPagesParams& p, const Tile& tile, const 
                               const float* mean, const float* directions, int channels,
                               IsNan is_nan) {
   const int dim = p.head_dim, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  multiply<false>(room, directions, channels, dim);
+  multiply(room, directions, channels, dim);
   for (int token = warp; token < tile.tokens; token += kThreads / 32) {
     C* to = static_cast<C*>(p.cache) + vector_at(p, tile, token);
     const bool nan = is_nan(token);

@@ -5,16 +5,18 @@
 //   back: x = mean + Σ c · direction
 //
 // What makes it fast:
-// 1. One thread block has 32 tokens of one side of a page, all pages of all rows in one launch.
-// 2. The products are those of two matrices, of which a thread has 4 × 4 results. All sums run in
-//    the order of the definition, one rounding after the other: so no tensor core, no fused step.
-// 3. A warp chooses among the groups of a vector by bits of their energies, from the highest on,
-//    and ends where a bit tells kept ones from others: some 15 votes, and no sorting.
+// 1. A thread block packs 64 tokens of one side of a page, all pages of all rows in one launch. The
+//    products are those of integers, on tensor cores: basis_numbers.cuh.
+// 2. A warp chooses among the groups of a vector by halving an interval of their energies, until
+//    as many lie above it as are kept: some ten counts, and no sorting.
+// 3. One unpacks 32 tokens: the products are those of two matrices, of which a thread has 4 × 4
+//    results. These sums run in the order of the definition, one rounding after the other.
 //
 // Launch: rows · pages · 2 · tiles blocks of 256 threads. A row that points outside either side,
 // or whose packed block has no basis, is skipped.
 
 #include "api.h"
+#include "basis_numbers.cuh"
 #include "pack_tiles.cuh"
 #include "top_r.cuh"
 
@@ -39,16 +41,95 @@ __device__ const float* mean_of(const PackPagesParams& p, const Tile& tile) {
   return basis_at(p.bases, tile.number, tile.job.page, tile.side, p.head_dim);
 }
 
+// How far below the bits of the largest number those lie that are most often kept.
+template <typename Number>
+constexpr Number kRange = 0;
+template <>
+constexpr uint32_t kRange<uint32_t> = 4u << 23;
+template <>
+constexpr uint64_t kRange<uint64_t> = uint64_t{8} << 52;
+
+__device__ __forceinline__ uint32_t largest_in_warp(uint32_t x) {
+  return __reduce_max_sync(~0u, x);
+}
+
+__device__ __forceinline__ uint64_t largest_in_warp(uint64_t x) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) x = max(x, __shfl_xor_sync(~0u, x, apart));
+  return x;
+}
+
 // Bit i of word s: group 32·s + i is kept. The same in all lanes.
 struct Bitmap {
   uint32_t words[kSlots];
 };
+
+// Of so many numbers of a warp, of which a lane has every 32nd, `wanted` of the largest ones, of
+// equal ones the first. Numbers behind the last are 0.
+template <typename Number>
+__device__ Bitmap largest_of(const Number (&numbers)[kSlots], int count, int wanted) {
+  const int lane = threadIdx.x % 32;
+  const auto at_least = [&](Number bound) {
+    int found = 0;
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) found += numbers[s] >= bound;
+    return static_cast<int>(__reduce_add_sync(~0u, found));
+  };
+  Number most = 0;
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) most = max(most, numbers[s]);
+  most = largest_in_warp(most);
+  // So many are at least `low`, as many as wanted or more, and fewer at least `high`.
+  Number low = 0, high = most + 1;
+  int found = count;
+  // Most vectors keep none of which the root is below a sixteenth of the largest one's.
+  Number middle = most - min(most, kRange<Number>);
+  while (found != wanted && high - low > 1) {
+    if (middle <= low) middle = low + (high - low) / 2;
+    const int above = at_least(middle);
+    if (above >= wanted) {
+      low = middle;
+      found = above;
+    } else {
+      high = middle;
+    }
+    middle = low + (high - low) / 2;
+  }
+  Bitmap kept;
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const bool there = 32 * s + lane < count;
+    kept.words[s] = __ballot_sync(~0u, there && numbers[s] >= low);
+  }
+  if (found == wanted) return kept;
+  // `low` is that of the last one wanted, and of others.
+  int ties = wanted - at_least(low + 1);
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const bool tied = numbers[s] == low && 32 * s + lane < count;
+    const uint32_t all = __ballot_sync(~0u, tied);
+    const bool first = __popc(all & ((1u << lane) - 1)) < ties;
+    kept.words[s] = __ballot_sync(~0u, numbers[s] > low || (tied && first));
+    ties -= min(__popc(all), max(ties, 0));
+  }
+  return kept;
+}
 
 // Of a vector's groups those of the most energy, of equal ones the first; where a number is not
 // finite the first of all.
 __device__ Bitmap choose(const TopRParams& of, const float* numbers, bool finite) {
   const int lane = threadIdx.x % 32, size = of.group;
   const int groups = of.channels / of.group, wanted = of.kept / of.group;
+  // Of numbers that are not below 0 the bits have the same order; so have numbers their squares.
+  if (size == 1) {
+    uint32_t sizes[kSlots];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const int group = 32 * s + lane;
+      sizes[s] = group < groups && finite ? size_bits(numbers[group]) : 0;
+    }
+    return largest_of(sizes, groups, wanted);
+  }
   uint64_t energies[kSlots];
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
@@ -58,37 +139,9 @@ __device__ Bitmap choose(const TopRParams& of, const float* numbers, bool finite
       const double c = numbers[group * size + i];
       energy = __dadd_rn(energy, __dmul_rn(c, c));
     }
-    // Of numbers that are not below 0 the bits have the same order.
     energies[s] = static_cast<uint64_t>(__double_as_longlong(energy));
   }
-  uint64_t least = 0;  // so many energies are not below it
-  int found = groups;
-  for (int bit = 62; bit >= 0 && found != wanted; --bit) {
-    const uint64_t higher = least | uint64_t{1} << bit;
-    int count = 0;
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (32 * s < groups) count += __popc(__ballot_sync(~0u, energies[s] >= higher));
-    }
-    if (count >= wanted) {
-      least = higher;
-      found = count;
-    }
-  }
-  int above = 0;
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) above += __popc(__ballot_sync(~0u, energies[s] > least));
-  Bitmap kept;
-  int ties = wanted - above;
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    const bool tied = energies[s] == least && 32 * s + lane < groups;
-    const uint32_t all = __ballot_sync(~0u, tied);
-    const bool first = __popc(all & ((1u << lane) - 1)) < ties;
-    kept.words[s] = __ballot_sync(~0u, energies[s] > least || (tied && first));
-    ties -= min(__popc(all), max(ties, 0));
-  }
-  return kept;
+  return largest_of(energies, groups, wanted);
 }
 
 // The bits of a kept number.
@@ -102,6 +155,19 @@ __device__ __forceinline__ uint32_t stored(const TopRParams& of, float x, float 
   const float steps = __fdiv_rn(x, scale);
   if (of.bits == 8) return Fp8(steps).__x;  // saturates
   return nearest_code(__fadd_rn(steps, kCodeMiddle), largest_code(4));
+}
+
+// By a warp.
+__device__ void put_bitmap(const Bitmap& bitmap, unsigned char* to, int bytes) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (bytes % 4 == 0) {
+      if (lane == s && 4 * s < bytes) reinterpret_cast<uint32_t*>(to)[s] = bitmap.words[s];
+    } else if (lane / 4 == s && lane < bytes) {
+      to[lane] = bitmap.words[s] >> (8 * (lane % 4));
+    }
+  }
 }
 
 // Writes a vector of rotated numbers, by a warp; `kept` is memory for them.
@@ -125,10 +191,7 @@ __device__ void put_vector(const TopRParams& of, const Side& side, int row, cons
     }
     before += __popc(word);
   }
-#pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, apart));
-  }
+  largest = __uint_as_float(largest_in_warp(__float_as_uint(largest)));
   __syncwarp();
   if (!finite) largest = NAN;
   S scale = static_cast<S>(0.0f);
@@ -141,14 +204,7 @@ __device__ void put_vector(const TopRParams& of, const Side& side, int row, cons
   }
   const float wide = Scales<S>::widen(scale);
   const TopRPlaces& at = side.places;
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    // Four bytes of a word.
-    const int byte = 4 * s + lane;
-    if (lane < 4 && byte < at.bitmap) {
-      side.bytes[row * at.bitmap + byte] = bitmap.words[s] >> (8 * lane);
-    }
-  }
+  put_bitmap(bitmap, side.bytes + row * at.bitmap, at.bitmap);
   unsigned char* to = side.bytes + at.numbers + row * at.row;
   for (int i = lane; i < static_cast<int>(of.bits == 4 ? of.kept / 2 : of.kept); i += 32) {
     if (of.bits == 16) {
@@ -175,21 +231,20 @@ __device__ void put_nothing(const Side& side, int row) {
 template <typename C, typename S>
 __device__ void pack_tile(const PackPagesParams& p, float* shared) {
   __shared__ float kept[kThreads / 32][kMaxKept];
-  __shared__ int odd[kTokens];
-  const Tile tile = tile_of(p);
+  const Tile tile = tile_of<kPackTokens>(p);
   if (tile.job.packed < 0) return;
   const int dim = p.head_dim, channels = p.top_r.channels, warp = threadIdx.x / 32;
   const Side side = side_of(p, tile);
-  const Room room = room_of(shared, dim, channels);
+  const NumbersRoom room(shared, dim, channels);
   const float* mean = mean_of(p, tile);
-  rotate_tile<C>(p, tile, room, mean, mean + dim, channels, odd);
+  basis_numbers<C>(p, tile, room, mean, mean + dim, channels);
   for (int token = warp; token < tile.room; token += kThreads / 32) {
     if (token >= tile.tokens) {
       put_nothing(side, tile.first + token);
       continue;
     }
-    const float* numbers = room.results + token * room.pitch;
-    const bool finite = is_finite(numbers, channels, odd[token]);
+    const float* numbers = room.numbers + token * room.pitch;
+    const bool finite = is_finite(room, token, channels);
     put_vector<S>(p.top_r, side, tile.first + token, numbers, finite, kept[warp]);
   }
 }
@@ -238,7 +293,7 @@ __device__ void spread_vector(const TopRParams& of, const Side& side, int row, i
 // What vectors stand for, or not kTurned their numbers.
 template <typename C, typename S, bool kTurned>
 __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
-  const Tile tile = tile_of(p);
+  const Tile tile = tile_of<kTokens>(p);
   if (tile.job.packed < 0 || tile.tokens == 0) return;
   const int dim = p.head_dim, channels = p.top_r.channels, warp = threadIdx.x / 32;
   const Side side = side_of(p, tile);

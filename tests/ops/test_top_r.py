@@ -32,6 +32,13 @@ def in_basis(text, bases: torch.Tensor, side: int, x: torch.Tensor) -> torch.Ten
     return torch.cat(parts)
 
 
+def lengths(text, bases: torch.Tensor, side: int, x: torch.Tensor) -> torch.Tensor:
+    """Lengths f64 [T, G] of x [T, G, D] from the means of their blocks."""
+    of, whole = text.packed.bases.of, text.packed.format.page_tokens
+    means = [bases[of[row[0]], :, side, 0].expand(whole, -1, -1) for row in text.packs]
+    return (x.double() - torch.cat(means)[: len(x)]).norm(dim=-1)
+
+
 @settings(max_examples=60)
 @given(
     of=FORMATS,
@@ -62,10 +69,14 @@ def test_of_each_vector_the_most_energy_is_kept(
         # Where f32 finds other groups to have the most, they have as much.
         odd = (away > near).any(-1)
         assert odd.double().mean() < 0.02 or odd.sum() <= 2
+        # Directions are rounded to 16 bits.
+        rounded = 2**-15 * lengths(text, bases, side, exact)
         lost = (found - wanted).square().sum(-1)
         least = (wanted * (1 - kept)).square().sum(-1)
         room = (near.square() * kept).sum(-1)
-        assert (lost.sqrt() <= 1.02 * (least + room).sqrt() + 1e-3 * largest[..., 0]).all()
+        assert (
+            lost.sqrt() <= 1.02 * (least + room).sqrt() + 1e-3 * largest[..., 0] + rounded
+        ).all()
 
 
 @settings(max_examples=60)
@@ -148,9 +159,11 @@ def test_attending_is_unpacking_and_attending(
 def test_all_channels_in_bf16_are_dense_within_one_rounding(generator, version, dim) -> None:
     of = ops.PackedFormat("top-r", dim, 64, kept=dim)
     plain = torch.cat((torch.zeros(1, dim), torch.eye(dim))).expand(1, 2, 2, -1, -1).contiguous()
-    text = text_of(generator, 90, of=of, version=version, bases=plain)
+    text = text_of(generator, 90, of=of, version=version, bases=plain, dtype=torch.bfloat16)
     for got, exact in zip(read_back(text, version), (text.k, text.v), strict=True):
-        assert torch.equal(got, exact.float().bfloat16().float()), "the very numbers of bf16"
+        away = (got - exact.float()).abs()
+        assert (away <= 2**-23 * exact.abs().amax(-1, keepdim=True)).all()
+        assert (away == 0).float().mean() > 0.999, "the very numbers of bf16"
     turned = random_bases(generator, of, 2)
     text = text_of(generator, 90, of=of, version=version, bases=turned)
     read = read_back(text, version)

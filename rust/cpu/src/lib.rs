@@ -10,6 +10,7 @@ mod attend_decode;
 mod attend_in_basis;
 mod attend_packed;
 mod attend_prefill;
+mod basis_numbers;
 mod copy_rerotate;
 mod disjoint;
 mod estimate_pages;

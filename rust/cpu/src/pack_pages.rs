@@ -8,6 +8,7 @@ use kvweave_core::ops::{
 };
 use rayon::prelude::*;
 
+use crate::basis_numbers::BasisNumbers;
 use crate::disjoint::Disjoint;
 use crate::packed_page::{
     KEY_SHIFTS, PackedKeys, PackedPage, PackedValues, UNIT, VALUE_SHIFTS, tokens_of, words_of,
@@ -97,7 +98,7 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
 #[derive(Default)]
 struct BasisPacker {
     top_r: top_r_page::Packer,
-    turned: Vec<f32>,
+    measures: BasisNumbers,
 }
 
 impl BasisPacker {
@@ -114,7 +115,7 @@ impl BasisPacker {
             self.top_r.pack(&of, basis, side, rows, bytes);
         } else {
             let basis = bases.planes(format, block, page, side);
-            planes_page::pack(&basis, rows, &mut self.turned, bytes);
+            planes_page::pack(&basis, rows, &mut self.measures, bytes);
         }
     }
 }

@@ -2,28 +2,22 @@
 
 use kvweave_core::ops::{CodePlace, PLANE_BITS, PlanesBasis, PlanesSide, largest_code, plane_code};
 
+use crate::basis_numbers::BasisNumbers;
 use crate::simd::{Kernel, Vector, dispatch};
 use crate::top_r_page::add;
 
-/// Packs rows [tokens, D] of one side into a page of zeros. `turned` is room that is used again:
-/// [D, C], the measures of channels that have codes, so that their products advance together.
-pub(crate) fn pack(basis: &PlanesBasis<'_>, rows: &[f32], turned: &mut Vec<f32>, bytes: &mut [u8]) {
+/// Packs rows [tokens, D] of one side into a page of zeros. `measures` is room that is used again.
+pub(crate) fn pack(
+    basis: &PlanesBasis<'_>,
+    rows: &[f32],
+    measures: &mut BasisNumbers,
+    bytes: &mut [u8],
+) {
     let (dim, channels) = (basis.mean.len(), basis.place.widths().channels());
-    turned.clear();
-    turned.resize(dim * channels, 0.0);
-    for (channel, measure) in basis.measures.chunks_exact(dim).take(channels).enumerate() {
-        for (d, &x) in measure.iter().enumerate() {
-            turned[d * channels + channel] = x;
-        }
-    }
+    measures.of(&basis.measures[..channels * dim], dim);
     let mut steps = vec![0.0f32; channels];
     for (token, row) in rows.chunks_exact(dim).enumerate() {
-        steps.fill(0.0);
-        // Each number is summed in the order of the vector's, as the definition says.
-        for (d, (x, mean)) in row.iter().zip(basis.mean).enumerate() {
-            add(&mut steps, x - mean, &turned[d * channels..][..channels]);
-        }
-        if !row.iter().chain(&steps).all(|x| x.is_finite()) {
+        if !measures.numbers(row, basis.mean, &mut steps) {
             let CodePlace { byte, shift } = basis.place.flag(token);
             bytes[byte] |= 1 << shift;
             continue;

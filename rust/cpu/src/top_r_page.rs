@@ -4,11 +4,12 @@ use std::array;
 
 use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
 
+use crate::basis_numbers::BasisNumbers;
+
 /// Room that packing takes, used again for every page of a task.
 #[derive(Default)]
 pub(crate) struct Packer {
-    /// [D, C]: the directions, so that a vector's C products advance together.
-    turned: Vec<f32>,
+    directions: BasisNumbers,
     /// [C]
     rotated: Vec<f32>,
     /// (energy, group)
@@ -26,30 +27,12 @@ impl Packer {
         bytes: &mut [u8],
     ) {
         let (dim, channels) = (basis.mean.len(), page.of().channels);
-        self.turned.resize(dim * channels, 0.0);
-        for (channel, direction) in basis.directions.chunks_exact(dim).enumerate() {
-            for (d, &x) in direction.iter().enumerate() {
-                self.turned[d * channels + channel] = x;
-            }
-        }
+        self.directions.of(&basis.directions[..channels * dim], dim);
+        self.rotated.resize(channels, 0.0);
         for (token, row) in rows.chunks_exact(dim).enumerate() {
-            self.rotate(basis.mean, row, channels);
-            let finite = row.iter().chain(&self.rotated).all(|x| x.is_finite());
+            let finite = self.directions.numbers(row, basis.mean, &mut self.rotated);
             self.choose(page, finite);
             self.store(page, (side, token), finite, bytes);
-        }
-    }
-
-    /// Each number is summed in the order of channels, as the definition says.
-    fn rotate(&mut self, mean: &[f32], row: &[f32], channels: usize) {
-        self.rotated.clear();
-        self.rotated.resize(channels, 0.0);
-        let directions = self.turned.chunks_exact(channels);
-        for ((x, mean), directions) in row.iter().zip(mean).zip(directions) {
-            let centred = x - mean;
-            for (sum, d) in self.rotated.iter_mut().zip(directions) {
-                *sum += d * centred;
-            }
         }
     }
 

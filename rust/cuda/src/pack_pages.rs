@@ -12,9 +12,12 @@ use crate::params::PackPagesParams;
 
 /// `kThreads` of the kernels of INT4 and INT8 pages.
 const THREADS: u32 = 256;
-/// Of the kernels of pages in a basis: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch`
-/// of `pack_tiles.cuh`.
-const IN_BASIS: Tile =
+/// Of the kernels that pack in a basis: `kPackTokens`, `kVectorBytes`, `kStep` and `kByteGap` of
+/// `basis_numbers.cuh`, and eight channels that a product has.
+const PACKED: Packed = Packed { tokens: 64, vector_bytes: 3, step: 32, byte_gap: 16, channels: 8 };
+/// Of those that unpack: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch` of
+/// `pack_tiles.cuh`.
+const UNPACKED: Tile =
     Tile { threads: 256, tokens: 32, token_pitch: 36, depth: 16, wide_pitch: 132 };
 /// Of `restore_pages.cu`: `kMaxDim`, `kPitch`, `kTokens`, `kTokenBytes`, and what a product's rows
 /// and a page's tokens are a multiple of.
@@ -30,7 +33,25 @@ const MAX_HEAD_DIM: usize = 256;
 /// Bytes that a load of exact pages, or a page of packed ones, begins on a boundary of.
 const ALIGNMENT: u64 = 16;
 
-/// A thread block's part of a page, and how its numbers lie in shared memory.
+/// What a thread block that packs has in shared memory.
+struct Packed {
+    tokens: usize,
+    vector_bytes: usize,
+    step: usize,
+    byte_gap: usize,
+    channels: usize,
+}
+
+impl Packed {
+    /// Bytes of vectors' integers, numbers along so many channels, and a power of each vector.
+    fn shared_bytes(&self, dim: usize, channels: usize) -> usize {
+        let integers = self.vector_bytes * (dim.next_multiple_of(self.step) + self.byte_gap);
+        let floats = channels.next_multiple_of(self.channels) + 4 + 1;
+        self.tokens * (integers + size_of::<f32>() * floats)
+    }
+}
+
+/// A thread block's part of a page that it unpacks, and how numbers lie in shared memory.
 struct Tile {
     threads: u32,
     tokens: usize,
@@ -175,13 +196,14 @@ fn grid(blocks: usize, threads: u32, shared_bytes: usize) -> Result<Grid, CudaEr
 fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
     let dim = call.format.head_dim();
     let channels = call.format.top_r().map_or(dim, |page| page.of().channels);
-    let (products, results) = match call.direction {
-        PackDirection::Pack => (dim, channels),
-        PackDirection::Unpack | PackDirection::Restore | PackDirection::Spread => (channels, dim),
+    let (tokens, shared_bytes) = match call.direction {
+        PackDirection::Pack => (PACKED.tokens, PACKED.shared_bytes(dim, channels)),
+        PackDirection::Unpack | PackDirection::Restore | PackDirection::Spread => {
+            (UNPACKED.tokens, UNPACKED.shared_bytes(channels, dim))
+        }
     };
-    let tiles = call.format.page_tokens().div_ceil(IN_BASIS.tokens);
-    let blocks = jobs.saturating_mul(SIDES * tiles);
-    grid(blocks, IN_BASIS.threads, IN_BASIS.shared_bytes(products, results))
+    let tiles = call.format.page_tokens().div_ceil(tokens);
+    grid(jobs.saturating_mul(SIDES * tiles), UNPACKED.threads, shared_bytes)
 }
 
 /// Thread blocks for each side of a row's pages, of which each takes some of the rows.
@@ -239,17 +261,31 @@ fn params_of(call: &PackPagesLaunch) -> Result<PackPagesParams, CudaError> {
 
 #[cfg(test)]
 mod tests {
+    use kvweave_core::ops::{ROW_BITS, VECTOR_BITS};
+
     use super::*;
 
     #[test]
     fn a_tile_is_that_of_the_source() {
         let source = include_str!("../../../csrc/pack_tiles.cuh");
         for (name, number) in [
-            ("kThreads", IN_BASIS.threads as usize),
-            ("kTokens", IN_BASIS.tokens),
-            ("kTokenPitch", IN_BASIS.token_pitch),
-            ("kDepth", IN_BASIS.depth),
-            ("kWidePitch", IN_BASIS.wide_pitch),
+            ("kThreads", UNPACKED.threads as usize),
+            ("kTokens", UNPACKED.tokens),
+            ("kTokenPitch", UNPACKED.token_pitch),
+            ("kDepth", UNPACKED.depth),
+            ("kWidePitch", UNPACKED.wide_pitch),
+        ] {
+            assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
+        }
+        let source = include_str!("../../../csrc/basis_numbers.cuh");
+        for (name, number) in [
+            ("kPackTokens", PACKED.tokens),
+            ("kVectorBytes", PACKED.vector_bytes),
+            ("kStep", PACKED.step),
+            ("kByteGap", PACKED.byte_gap),
+            ("kVectorBits", VECTOR_BITS as usize),
+            ("kRowBits", ROW_BITS as usize),
+            ("kMaxSteps", MAX_HEAD_DIM / PACKED.step),
         ] {
             assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
         }

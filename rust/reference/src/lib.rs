@@ -8,6 +8,7 @@ mod attend_decode;
 mod attend_packed;
 mod attend_prefill;
 mod attention;
+mod basis_numbers;
 mod copy_rerotate;
 mod estimate_pages;
 mod gather_entries;

@@ -2,18 +2,15 @@
 
 use kvweave_core::ops::{CodePlace, PlanesBasis, largest_code, plane_code, plane_steps};
 
-/// Packs the vector x of a token into a page of zeros. All arithmetic is f32 in this order. A
-/// vector that is not finite, or whose numbers of steps are not, has a flag and no codes.
+use crate::basis_numbers::basis_numbers;
+
+/// Packs the vector x of a token into a page of zeros. A vector that is not finite, or whose numbers
+/// of steps are not, has a flag and no codes.
 pub(crate) fn pack_vector(basis: PlanesBasis<'_>, token: usize, x: &[f32], bytes: &mut [u8]) {
     let place = basis.place;
-    let steps: Vec<f32> = (0..place.widths().channels())
-        .map(|channel| {
-            let measure = &basis.measures[channel * x.len()..][..x.len()];
-            let centred = x.iter().zip(basis.mean).map(|(x, mean)| x - mean);
-            measure.iter().zip(centred).fold(0.0, |sum, (m, x)| sum + m * x)
-        })
-        .collect();
-    if !x.iter().chain(&steps).all(|x| x.is_finite()) {
+    let measures = &basis.measures[..place.widths().channels() * x.len()];
+    let (steps, finite) = basis_numbers(measures, x, basis.mean);
+    if !finite {
         let CodePlace { byte, shift } = place.flag(token);
         bytes[byte] |= 1 << shift;
         return;

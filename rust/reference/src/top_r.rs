@@ -2,8 +2,10 @@
 
 use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
 
-/// Packs the vector x of a token into a page of zeros. All arithmetic is f32 in this order, but for
-/// energies, which f64 holds exactly; of groups with the same energy the first are kept.
+use crate::basis_numbers::basis_numbers;
+
+/// Packs the vector x of a token into a page of zeros. Energies are f64, which holds them exactly; of
+/// groups with the same energy the first are kept.
 pub(crate) fn pack_vector(
     page: &TopRPage,
     basis: Basis<'_>,
@@ -12,14 +14,8 @@ pub(crate) fn pack_vector(
     bytes: &mut [u8],
 ) {
     let group = page.of().group;
-    let rotated: Vec<f32> = (0..page.of().channels)
-        .map(|channel| {
-            let direction = &basis.directions[channel * x.len()..][..x.len()];
-            let centred = x.iter().zip(basis.mean).map(|(x, mean)| x - mean);
-            direction.iter().zip(centred).fold(0.0, |sum, (d, x)| sum + d * x)
-        })
-        .collect();
-    let finite = x.iter().chain(&rotated).all(|x| x.is_finite());
+    let directions = &basis.directions[..page.of().channels * x.len()];
+    let (rotated, finite) = basis_numbers(directions, x, basis.mean);
     let energy = |of: usize| -> f64 {
         rotated[of * group..(of + 1) * group].iter().map(|&c| f64::from(c) * f64::from(c)).sum()
     };
